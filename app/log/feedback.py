@@ -14,7 +14,7 @@ from psc_core.log.models import LoggedModel, read_model
 from psc_core.log.rows import find_row
 from psc_core.log.schema import SHA256
 from psc_core.log.source import open_image
-from psc_core.log.unjudged import Unjudged, newest_unjudged
+from psc_core.log.unjudged import Unjudged
 
 _FLUSH_SECONDS: Final = 5.0
 """Seconds that a search waits until what the writer holds is written, and that it then goes on for."""
@@ -64,7 +64,7 @@ def to_judge(writer: LogWriter, limit: int) -> tuple[list[Unjudged], dict[str, L
     """
     writer.flush(_FLUSH_SECONDS)
     try:
-        found = newest_unjudged(writer.log, limit=limit, seconds=_FLUSH_SECONDS)
+        found = writer.unjudged.newest(limit=limit, seconds=_FLUSH_SECONDS)
         versions = {each.row["bundle_version"] for each in found}
         return found, {version: read_model(writer.log, version) for version in sorted(versions)}
     except (OSError, DataError) as error:

@@ -19,7 +19,10 @@ from psc_core.log.source import is_stored
 from psc_core.log.store import Log
 
 _CHUNK: Final = 500
-"""Rows whose verdicts are looked up at once."""
+"""Rows that are made Python's at once."""
+
+_FILES: Final = 200
+"""Files of labels that are read at once."""
 
 
 @dataclass(frozen=True)
@@ -31,36 +34,55 @@ class Unjudged:
     scores: Mapping[str, float]
 
 
-def newest_unjudged(log: Log, *, limit: int, seconds: float) -> list[Unjudged]:
-    """Return such images, the newest first, each once; one whose very bytes were judged in another request is left out.
+class UnjudgedImages:
+    """Finds such images; every file of labels is read once, for a log has one for each verdict that a service took.
 
-    Memory holds the rows of one file, without their probabilities.
-
-    Args:
-        log: The log.
-        limit: Their largest number.
-        seconds: After which no further file is opened; what was found until then is returned.
-
-    Raises:
-        DataError: A file of the log is damaged.
-        OSError: The log cannot be read.
+    Memory holds 0.1 KiB for each label, and the rows of one file without their probabilities.  One thread at a time.
     """
-    ends = time.monotonic() + seconds
-    found: dict[str, Unjudged] = {}
-    for rows in _abstained(log, ends):
-        judged = _judged(log, rows)
-        for each in rows:
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._read: set[str] = set()
+        self._judged: set[int] = set()  # hashes of digests, and of requests with positions
+
+    def newest(self, *, limit: int, seconds: float) -> list[Unjudged]:
+        """Return the newest ones, each once; one whose very bytes were judged in another request is left out.
+
+        Args:
+            limit: Their largest number.
+            seconds: After which no further file is opened; what was found until then is returned, and labels that
+                were not read are not known yet.
+
+        Raises:
+            DataError: A file of the log is damaged.
+            OSError: The log cannot be read.
+        """
+        ends = time.monotonic() + seconds
+        self._read_labels(ends)
+        found: dict[str, Unjudged] = {}
+        for each in _abstained(self._log, ends):
             row, digest = each.row, each.row[SHA256]
-            if digest in judged or (row[REQUEST_ID], row[IMAGE_INDEX]) in judged:
-                continue
-            if is_stored(digest, row[IMAGE_PATH]):
+            keys = {hash(digest), hash((row[REQUEST_ID], row[IMAGE_INDEX]))}
+            if self._judged.isdisjoint(keys) and is_stored(digest, row[IMAGE_PATH]):
                 found.setdefault(digest, each)
             if len(found) >= limit:
-                return list(found.values())
-    return list(found.values())
+                break
+        return list(found.values())
+
+    def _read_labels(self, ends: float) -> None:
+        """Read what was not read yet, the newest files first."""
+        files = sorted(label_files(self._log), key=lambda each: each[1], reverse=True)
+        new = [name for name, _ in files if name not in self._read]
+        for start in range(0, len(new), _FILES):
+            if time.monotonic() > ends:
+                return
+            names = new[start : start + _FILES]
+            for digest, request_id, index in _keys(self._log, names):
+                self._judged |= {hash(digest)} if request_id is None else {hash(digest), hash((request_id, index))}
+            self._read.update(names)
 
 
-def _abstained(log: Log, ends: float) -> Iterator[list[Unjudged]]:
+def _abstained(log: Log, ends: float) -> Iterator[Unjudged]:
     """Yield stored images that were not accepted, file by file; the files that were written last come first."""
     pa: Any = arrow()
     ds = pa.dataset
@@ -75,7 +97,7 @@ def _abstained(log: Log, ends: float) -> Iterator[list[Unjudged]]:
         scores = scores_in(table.schema)
         for start in range(0, len(table), _CHUNK):
             rows = table.slice(start, _CHUNK).to_pylist()
-            yield [Unjudged(model, row, {score: row.pop(score) for score in scores}) for row in rows]
+            yield from (Unjudged(model, row, {score: row.pop(score) for score in scores}) for row in rows)
 
 
 def _files(log: Log) -> Iterator[tuple[str, str]]:
@@ -91,19 +113,13 @@ def _files(log: Log) -> Iterator[tuple[str, str]]:
         yield from ((name, model) for _, name, model in sorted(files, reverse=True))
 
 
-def _judged(log: Log, rows: Sequence[Unjudged]) -> set[Any]:
-    """Return digests, and requests with positions, of those rows that labels name."""
+def _keys(log: Log, names: Sequence[str]) -> Iterator[tuple[str | None, str | None, int | None]]:
+    """Yield digest, request and position of each label of some files."""
     pa: Any = arrow()
-    ds = pa.dataset
-    names = [name for name, _ in label_files(log)]
-    if not names:
-        return set()
-    digests, requests = ([each.row[column] for each in rows] for column in (SHA256, REQUEST_ID))
-    wanted = ds.field(SHA256).isin(digests) | ds.field(REQUEST_ID).isin(requests)
     try:
         paths = [log.path(name) for name in names]
-        files = ds.dataset(paths, filesystem=log.files, format="parquet", schema=label_schema())
-        labels = files.to_table(columns=[SHA256, REQUEST_ID, IMAGE_INDEX], filter=wanted).to_pydict()
+        files = pa.dataset.dataset(paths, filesystem=log.files, format="parquet", schema=label_schema())
+        labels = files.to_table(columns=[SHA256, REQUEST_ID, IMAGE_INDEX])
     except pa.ArrowException as error:
         raise DataError(f"{log.where} has a file of labels that cannot be read ({error}); remove it") from error
-    return {*labels[SHA256], *zip(labels[REQUEST_ID], labels[IMAGE_INDEX], strict=True)}
+    yield from zip(*(column.to_pylist() for column in labels), strict=True)

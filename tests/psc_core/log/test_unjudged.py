@@ -10,7 +10,7 @@ import pytest
 from psc_core.errors import DataError
 from psc_core.log.labels import CANNOT_TELL, Label, write_labels
 from psc_core.log.store import Log
-from psc_core.log.unjudged import newest_unjudged
+from psc_core.log.unjudged import UnjudgedImages
 from psc_core.tasks.classification.answer import SCORES
 from tests.psc_core.log.support import TIME, add_values, digest, make_log, put_rows, row
 
@@ -22,7 +22,7 @@ def abstained(index: int, **changes: object) -> dict[str, object]:
 
 
 def names(log: Log, limit: int = 100, seconds: float = FAR) -> list[str]:
-    return [each.row["request_id"] for each in newest_unjudged(log, limit=limit, seconds=seconds)]
+    return [each.row["request_id"] for each in UnjudgedImages(log).newest(limit=limit, seconds=seconds)]
 
 
 def judge(log: Log, request_id: str | None, sha256: str | None) -> None:
@@ -38,7 +38,7 @@ def test_the_newest_come_first_and_accepted_ones_never(tmp_path: Path) -> None:
     add_values(log)
     assert names(log, 4) == ["r5000", "r4000", "r1200", "r1199"]
     assert len(names(log, 10_000)) == 602 and names(log, seconds=-1.0) == []
-    first = newest_unjudged(log, limit=1, seconds=FAR)[0]
+    first = UnjudgedImages(log).newest(limit=1, seconds=FAR)[0]
     assert (first.model, set(first.scores)) == ("m", set(SCORES)) and "probabilities" not in first.row
 
 
@@ -60,6 +60,22 @@ def test_what_was_judged_erased_or_not_stored_is_left_out(tmp_path: Path) -> Non
     assert names(make_log(tmp_path / "empty", 0)) == []
 
 
+def test_labels_are_read_once_and_as_time_allows(tmp_path: Path) -> None:
+    log = make_log(tmp_path, 0)
+    put_rows(log, [abstained(index) for index in range(4)])
+    images, got = UnjudgedImages(log), lambda: [each.row["request_id"] for each in images.newest(limit=9, seconds=FAR)]
+    judge(log, "r3", digest(3))
+    assert got() == ["r2", "r1", "r0"]
+    log.put("labels/part-1.parquet", b"PAR1 torn")
+    with pytest.raises(DataError):
+        got()
+    log.delete("labels/part-1.parquet")
+    (known,) = (name for name, _ in log.names("labels"))
+    log.put(known, b"PAR1 torn")  # It is not looked at again.
+    judge(log, None, digest(1))
+    assert got() == ["r2", "r0"] and images.newest(limit=9, seconds=-1.0) == []
+
+
 def test_chunks_of_judged_ones_hide_none_behind_them(tmp_path: Path) -> None:
     log = make_log(tmp_path, 0)
     put_rows(log, [abstained(index) for index in range(1100)])
@@ -73,6 +89,7 @@ def test_damaged_files_are_errors(tmp_path: Path) -> None:
     log.put("labels/part-1.parquet", b"PAR1 torn")
     with pytest.raises(DataError, match="a file of labels that cannot be read"):
         names(log)
+    log.delete("labels/part-1.parquet")
     log.put("model=m/day=2026-03-01/part-z.parquet", b"PAR1 torn")
     with pytest.raises(DataError, match=r"part-z\.parquet is no file of rows"):
         names(log)
