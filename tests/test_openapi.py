@@ -10,7 +10,7 @@ import pytest
 
 from psc_core.bundle.io import read_bundle
 from tests.conftest import SHIPPED_BUNDLE
-from tests.served import serve_shipped
+from tests.served import GUARD_SECONDS, serve_shipped
 
 pytest.importorskip("schemathesis")
 
@@ -29,12 +29,12 @@ def test_every_answer_is_one_that_the_document_promises(tmp_path: Path) -> None:
     manifest = read_bundle(SHIPPED_BUNDLE).manifest
     configuration = tmp_path / "schemathesis.toml"
     configuration.write_text(CONFIGURATION.format(name=manifest.name, version=manifest.version))
-    with serve_shipped("--admin-keys", "key-of-the-test") as url:
+    with serve_shipped("--admin-keys", "key-of-the-test", "--log", str(tmp_path / "log")) as url:
         command = [
             sys.executable, "-m", "schemathesis.cli", "--config-file", str(configuration), "run", f"{url}/openapi.json",
             "--exclude-path-regex", "unload$",  # Nothing else would be answered.
             "--checks", "all", "--max-examples", "15", "--seed", "1", "--no-color", "-H", "X-API-Key: key-of-the-test",
         ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=GUARD_SECONDS)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert "passed" in done.stdout

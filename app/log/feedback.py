@@ -1,4 +1,4 @@
-"""One person's verdict on one answer, checked against its row and written to the log's labels."""
+"""What people are shown of the log, and their verdicts, checked against rows and written to the log's labels."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from app.errors import ImageConflict, LogUnavailable, UnknownImage, UnusableLabe
 from app.log.writer import LogWriter
 from psc_core.errors import DataError
 from psc_core.log.labels import LABEL, Label, write_labels
-from psc_core.log.models import read_model
+from psc_core.log.models import LoggedModel, read_model
 from psc_core.log.rows import find_row
 from psc_core.log.schema import SHA256
+from psc_core.log.source import open_image
+from psc_core.log.unjudged import Unjudged
 
 _FLUSH_SECONDS: Final = 5.0
+"""Seconds that a search waits until what the writer holds is written, and that it then goes on for."""
 
 
 def give(writer: LogWriter, label: Label) -> Label:
@@ -45,6 +48,42 @@ def give(writer: LogWriter, label: Label) -> Label:
     except OSError as error:
         raise LogUnavailable("the prediction log cannot be read or written now; try again later") from error
     return checked
+
+
+def to_judge(writer: LogWriter, limit: int) -> tuple[list[Unjudged], dict[str, LoggedModel]]:
+    """Return the newest stored images that were not accepted and have no verdict, and the bundles that they are of.
+
+    Call it on a thread.
+
+    Args:
+        writer: Of the log; what it holds is written first.
+        limit: The largest number of images.
+
+    Raises:
+        LogUnavailable: The log cannot be read.
+    """
+    writer.flush(_FLUSH_SECONDS)
+    try:
+        found = writer.unjudged.newest(limit=limit, seconds=_FLUSH_SECONDS)
+        versions = {each.row["bundle_version"] for each in found}
+        return found, {version: read_model(writer.log, version) for version in sorted(versions)}
+    except (OSError, DataError) as error:
+        raise LogUnavailable("the prediction log cannot be read now; psc-log review names a damaged file") from error
+
+
+def stored_image(writer: LogWriter, name: str) -> tuple[Any, int]:
+    """Return an open stored image and its size, bytes; call it on a thread.
+
+    Raises:
+        UnknownImage: There is none.
+        LogUnavailable: The log cannot be read.
+    """
+    try:
+        return open_image(writer.log, name)
+    except FileNotFoundError as error:
+        raise UnknownImage("the log has no such image; it was not stored, was erased or is too old") from error
+    except OSError as error:
+        raise LogUnavailable("the prediction log cannot be read now; try again later") from error
 
 
 def _row(writer: LogWriter, label: Label) -> dict[str, Any]:

@@ -121,6 +121,11 @@ class Metrics:
     psc_log_held_bytes = Metric(
         Gauge, (), "What the prediction log holds in memory; see log_buffer_bytes.", multiprocess_mode="livesum"
     )
+    psc_feedback_total = Metric(
+        Counter,
+        ("verdict",),
+        "Verdicts that `/feedback` wrote: `label`, `none_of_the_classes`, `cannot_tell`.",
+    )
     psc_gpu_memory_bytes = Metric(
         Gauge, ("device", "kind"), "Memory: `used`, `total`, `allocated`.", multiprocess_mode="livemax"
     )

@@ -35,7 +35,7 @@ EXAMPLES: Final = 8
 """Images of each flip to look at."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Answer:
     """The answer to one image, as it was given or would be."""
 
@@ -43,7 +43,7 @@ class Answer:
     label: str | None  # None of a task without labels
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Replayed:
     """One row of the log, answered again."""
 
@@ -169,29 +169,34 @@ def replay(
     """
     name = logged_model(log, name)
     days = days_of(log, name, since=since, until=until)
-    rows = [
-        row
-        for batch in read_rows(log, name, days=days, columns=_COLUMNS)
-        for row in batch.to_pylist()
-        if is_stored(row[SHA256], row[IMAGE_PATH])
-    ]
+    rows, paths = _stored(log, name, days)
     if not rows:
         raise UsageError(f"{log.where} has no stored images of {name}; see --log-images and --log-audit of psc-serve")
-    at = {path: position for position, path in enumerate(sorted({row[IMAGE_PATH] for row in rows}))}
-    source, labels = LoggedImages(log, list(at)), torch.zeros(len(at), dtype=torch.int64)
+    source, labels = LoggedImages(log, paths), torch.zeros(len(paths), dtype=torch.int64)
     images = labelled(f"the log {log.where}", model.classes, source, labels, model.preprocess)
     answers, scores = _answers(model, images)
-    replayed = [
-        Replayed(
-            Answer(row["decision"], row["label"]),
-            answers[at[row[IMAGE_PATH]]],
-            scores[at[row[IMAGE_PATH]]],
-            1 / row["audit_probability"] if row["audit"] else None,
-            at[row[IMAGE_PATH]],
-        )
-        for row in rows
-    ]
+    replayed = [Replayed(before, answers[at], scores[at], weight, at) for before, weight, at in rows]
     return Replay(name, model.version, (days[0], days[-1]), replayed, images, model.task.decision_names())
+
+
+def _stored(log: Log, name: str, days: Sequence[str]) -> tuple[list[tuple[Answer, float | None, int]], list[str]]:
+    """Return rows as answer, weight and position of the image, and the paths of the images.
+
+    Equal answers and weights are one object each: there may be millions of rows.
+    """
+    answers: dict[tuple[str, str | None], Answer] = {}
+    weights: dict[float, float] = {}
+    at: dict[str, int] = {}
+    rows: list[tuple[Answer, float | None, int]] = []
+    for batch in read_rows(log, name, days=days, columns=_COLUMNS):
+        for sha256, path, label, decision, is_audit, probability in zip(
+            *(batch[column].to_pylist() for column in _COLUMNS), strict=True
+        ):
+            if is_stored(sha256, path):
+                before = answers.setdefault((decision, label), Answer(decision, label))
+                weight = weights.setdefault(probability, 1 / probability) if is_audit else None
+                rows.append((before, weight, at.setdefault(path, len(at))))
+    return rows, list(at)
 
 
 def _answers(model: FittedModel, images: ImageDataset) -> tuple[list[Answer], list[float]]:

@@ -19,6 +19,13 @@ _EXTENSIONS: Final = (
 )
 """First bytes of the formats that are decoded (:data:`psc_core.images.decode.FORMATS`) and the end of a file's name."""
 
+MEDIA_TYPES: Final = {
+    "jpg": "image/jpeg",
+    **{name: f"image/{name}" for name in ("png", "bmp", "gif", "webp")},
+    "tif": "image/tiff",
+}
+"""The end of a file's name and what HTTP calls its format."""
+
 
 def extension_of(data: bytes) -> str:
     """Return the end of the file name, without its dot, of an image that was decoded."""

@@ -88,14 +88,30 @@ def find_row(log: Log, request_id: str, image_index: int) -> dict[str, Any] | No
     return None
 
 
-def _scan(log: Log, model: str, days: Sequence[str], wanted: Any, columns: Sequence[str] | None) -> Iterator[Any]:
+def rows_of_file(
+    log: Log, name: str, wanted: Any, columns: Sequence[str] | None = None, without: Sequence[str] = ()
+) -> Iterator[Any]:
+    """Yield the rows of one file that a filter of ``pyarrow.dataset`` wants, as :func:`read_rows` does.
+
+    Args:
+        log: The log.
+        name: Of the file.
+        wanted: The filter.
+        columns: Those that are wanted; None gives all.
+        without: Columns that are left out then.
+    """
     pa = arrow()
+    try:
+        # A data set of one file: one of all files would have the columns of the first.
+        file = pa.dataset.dataset(log.path(name), filesystem=log.files, format="parquet")
+        some = [each for each in file.schema.names if each not in without] if columns is None else columns
+        batches = file.to_batches(columns=some, filter=wanted, batch_size=_BATCH)
+        yield from (batch for batch in batches if batch.num_rows)
+    except (pa.ArrowInvalid, pa.ArrowKeyError) as error:
+        raise DataError(f"{log.where}/{name} is no file of rows ({error}); remove it") from error
+
+
+def _scan(log: Log, model: str, days: Sequence[str], wanted: Any, columns: Sequence[str] | None) -> Iterator[Any]:
     for day in days:
         for name, _ in log.names(f"model={model}/day={day}", suffix=".parquet"):
-            try:
-                # File by file: a data set of all of them would have the columns of the first.
-                file = pa.dataset.dataset(log.path(name), filesystem=log.files, format="parquet")
-                batches = file.to_batches(columns=columns, filter=wanted, batch_size=_BATCH)
-                yield from (batch for batch in batches if batch.num_rows)
-            except (pa.ArrowInvalid, pa.ArrowKeyError) as error:
-                raise DataError(f"{log.where}/{name} is no file of rows ({error}); remove it") from error
+            yield from rows_of_file(log, name, wanted, columns)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from psc_core.errors import DataError, ImageError
 from psc_core.images.preprocess import Preprocess
-from psc_core.log.schema import image_path
+from psc_core.log.schema import arrow, image_path
 from psc_core.log.store import Log
+
+_NAME: Final = re.compile(r"[0-9a-f]{64}\.[a-z]{3,4}")
+
+_BLOCK_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -50,3 +56,29 @@ def is_stored(sha256: str | None, path: str | None) -> bool:
     if not sha256 or not path:
         return False
     return path == image_path(sha256, PurePosixPath(path).suffix.removeprefix("."))
+
+
+def open_image(log: Log, name: str) -> tuple[Any, int]:
+    """Open a stored image; return the file, at its beginning, and its size in bytes.
+
+    Args:
+        log: The log.
+        name: ``SHA256.EXT``.
+
+    Raises:
+        FileNotFoundError: There is no such image; what is no regular file, or does not have this digest, is none.
+        OSError: The log cannot be read.
+    """
+    digest, _, extension = name.partition(".")
+    path = log.path(image_path(digest, extension))
+    if not _NAME.fullmatch(name) or log.files.get_file_info(path).type != arrow().fs.FileType.File:
+        raise FileNotFoundError(name)
+    file = log.files.open_input_file(path)
+    found = hashlib.sha256()
+    while block := file.read(_BLOCK_BYTES):
+        found.update(block)
+    if found.hexdigest() != digest:
+        file.close()
+        raise FileNotFoundError(name)
+    file.seek(0)
+    return file, file.size()

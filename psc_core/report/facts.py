@@ -12,6 +12,7 @@ from psc_core.bundle.io import Bundle
 from psc_core.bundle.manifest import Manifest
 from psc_core.collapse.report import Candidate, CollapseReport
 from psc_core.errors import BundleError
+from psc_core.fitting.recalibrate import HISTORY
 from psc_core.report import words
 from psc_core.report.content import Content, Role, ScoredSet
 from psc_core.tasks import module_of
@@ -34,6 +35,15 @@ class Facts:
     def ood_threshold(self) -> float:
         """The OOD score above which the alarm is raised, nats."""
         return self.calibration.ood_score_threshold(self.manifest.policy.alpha)
+
+    @cached_property
+    def calibrated_on(self) -> str:
+        """The images whose like the stated rates hold for."""
+        history = self.manifest.provenance.get(HISTORY)
+        if not history:
+            return "validation images of the fit"
+        first, last = history[-1]["days"]
+        return f"{history[-1]['calibrated_on']} labelled images of a service's audit slice, {first} to {last}"
 
     @cached_property
     def limits(self) -> Mapping[str, float | None]:
@@ -93,7 +103,7 @@ class Facts:
         policy = self.manifest.policy
         return [
             f"out of distribution: OOD score above {self.ood_threshold:.4g} nats (alpha {policy.alpha:g}: at most "
-            f"{policy.alpha:.1%} of images like the validation images)",
+            f"{policy.alpha:.1%} of images like the calibration images)",
             *self._of_task("facts").policy_lines(self.manifest.task, policy, self.limits),
         ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 import signal
@@ -23,6 +24,8 @@ import pytest
 import yaml
 
 from app.ray_serve import Replica, replicas_for_images
+from psc_core.log.rows import read_rows
+from psc_core.log.store import open_log
 from tests.app.fakes import FakeModel, png
 from tests.app.support import PNG, until
 from tests.conftest import ROOT, SHIPPED_BUNDLE
@@ -125,8 +128,8 @@ class Cluster:
             self.port, self.metrics_port = one.getsockname()[1], two.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
 
-    def deploy(self, *, replicas: int = 2, fake: bool = False, revision: str = "1") -> None:
-        """Deploy and wait until it runs, in new replicas unless it is another revision."""
+    def deploy(self, *, replicas: int = 2, fake: bool = False, revision: str = "1", **settings: Any) -> None:
+        """Deploy with some settings and wait until it runs, in new replicas unless it is another revision."""
         from ray import serve
         from ray.serve.context import _get_global_client
         from ray.serve.schema import ServeDeploySchema
@@ -137,7 +140,7 @@ class Cluster:
         (deployment,) = app["deployments"]
         app["runtime_env"]["env_vars"]["PROMETHEUS_MULTIPROC_DIR"] = str(self.folder / ("fake" if fake else "shipped"))
         app["args"] |= {"bundle": f"m={SHIPPED_BUNDLE}", "metrics_port": self.metrics_port, "threads": 1}
-        app["args"] |= {"device": "cpu", "backend": "folded"}  # As serve_shipped.
+        app["args"] |= {"device": "cpu", "backend": "folded", **settings}  # As serve_shipped.
         if fake:
             app["import_path"] = "tests.app.ray_fake:build"
             app["args"]["state"] = str(self.folder)
@@ -165,11 +168,11 @@ class Cluster:
         document: dict[str, Any] = self.predict(image).raise_for_status().json()
         return document
 
-    def counted(self) -> Counter[str]:
-        """Predictions by label over all replicas of the node."""
+    def counted(self, metric: str = "psc_predictions_total", by: str = "label") -> Counter[str]:
+        """A counter over all replicas of the node, by one of its labels."""
         text = httpx.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=GUARD_SECONDS).text
-        rows = (line for line in text.splitlines() if line.startswith("psc_predictions_total{"))
-        counts = {row.split('label="')[1].split('"')[0]: int(float(row.rsplit(" ", 1)[1])) for row in rows}
+        rows = (line for line in text.splitlines() if line.startswith(f"{metric}{{"))
+        counts = {row.split(f'{by}="')[1].split('"')[0]: int(float(row.rsplit(" ", 1)[1])) for row in rows}
         return Counter({label: count for label, count in counts.items() if count})
 
 
@@ -263,6 +266,29 @@ def test_two_replicas_answer_and_count_as_one_service(cluster: Cluster) -> None:
         answered = {pid for pid, db in databases.items() if b"psc_predictions_total" in db.read_bytes()}
         assert sent.total() < 3000
     wait(lambda: cluster.counted() == sent)
+
+
+@pytest.mark.slow
+def test_two_replicas_write_one_log(cluster: Cluster, tmp_path: Path) -> None:
+    settings = {"log": str(tmp_path / "log"), "log_flush_seconds": 0.5, "log_audit": 1.0}
+    cluster.deploy(**settings)
+    counted = cluster.counted("psc_log_rows_total", "result")
+    sent: list[str] = []
+    file = EXAMPLES[0].read_bytes()
+
+    def send() -> None:
+        for _ in range(500):
+            sent.append(cluster.predict(file).raise_for_status().headers["traceresponse"][3:52])
+
+    threads = [threading.Thread(target=send) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(GUARD_SECONDS)
+    wait(lambda: cluster.counted("psc_log_rows_total", "result") - counted == {"written": 2000})
+    log = open_log(tmp_path / "log")
+    assert sorted(name for batch in read_rows(log, "m") for name in batch["request_id"].to_pylist()) == sorted(sent)
+    assert {name.rsplit("/", 1)[1] for name, _ in log.names("images")} == {f"{hashlib.sha256(file).hexdigest()}.png"}
 
 
 @pytest.mark.slow

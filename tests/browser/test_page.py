@@ -10,6 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -565,33 +566,42 @@ def test_shows_two_hundred_images(page: Driver, files: dict[str, Path]) -> None:
 AXE = os.environ.get("PSC_AXE", "")
 
 
+def violations(driver: Driver) -> list[str]:
+    """What axe-core finds wrong on the page as it is."""
+    driver.set_script_timeout(GUARD_SECONDS)
+    driver.execute_script(Path(AXE).read_text())
+    found: list[str] = driver.execute_async_script(
+        "const done = arguments[0]; axe.run(document).then((found) => done("
+        "found.violations.map(({id, nodes}) => `${id}: ${nodes[0].html}`)));"
+    )
+    return found
+
+
+@contextmanager
+def wide(driver: Driver, width: int, scheme: str) -> Iterator[None]:
+    """A window of this width, in light or dark, within the block."""
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    try:
+        yield
+    finally:
+        driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
 @pytest.mark.skipif(not AXE, reason="PSC_AXE names no axe.min.js (npm install axe-core)")
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing(page: Driver, files: dict[str, Path], scheme: str, width: int) -> None:
-    def found() -> list[str]:
-        page.execute_script(Path(AXE).read_text())
-        violations: list[str] = page.execute_async_script(
-            "const done = arguments[0]; axe.run(document).then((found) => done("
-            "found.violations.map(({id, nodes}) => `${id}: ${nodes[0].html}`)));"
-        )
-        return violations
-
-    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
-    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    page.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-    page.set_script_timeout(GUARD_SECONDS)
-    try:
-        assert found() == []
+    with wide(page, width, scheme):
+        assert violations(page) == []
         classify(page, *files.values(), failed=1)
         page.execute_script("for (const each of document.querySelectorAll('details')) each.open = true")
-        assert found() == []
+        assert violations(page) == []
         open_panel(page, "strange.png")
-        assert found() == []
-    finally:
-        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+        assert violations(page) == []
 
 
 def test_everything_is_local_and_nothing_inline_runs(page: Driver, url: str) -> None:

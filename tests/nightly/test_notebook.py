@@ -1,9 +1,10 @@
-"""The notebook of the documentation, from a folder of images to a served bundle."""
+"""The notebook of the documentation, from a folder of images to a served bundle and its recalibration."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,5 +48,7 @@ def test_every_cell_runs(tmp_path: Path) -> None:
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
-    for expected in ("reads _", "5 images", "of clothes", "accept", "ended with 0"):
+    for expected in ("reads _", "5 images", "of clothes", "accept", "labels added", "another decision", "ended with 0"):
         assert expected in ended.stdout
+    rates = re.search(r"later images: (\S+)% before, (\S+)% after", ended.stdout)
+    assert rates is not None and float(rates[2]) < float(rates[1])

@@ -2,6 +2,7 @@
 
 const ATTEMPTS = 4;
 const KEY = "psc-api-key";
+const FEEDBACK_KEY = "psc-feedback-key";
 
 export class Problem extends Error {
   constructor(status, detail, retryAfter = null) {
@@ -15,9 +16,13 @@ export function useKey(key) {
   sessionStorage.setItem(KEY, key);
 }
 
-async function request(path, options = {}) {
-  const key = sessionStorage.getItem(KEY);
-  const headers = key ? { "X-API-Key": key } : {};
+export function useFeedbackKey(key) {
+  sessionStorage.setItem(FEEDBACK_KEY, key);
+}
+
+async function request(path, options = {}, role = KEY) {
+  const key = sessionStorage.getItem(role) ?? sessionStorage.getItem(KEY); // An admin key has every role.
+  const headers = { ...options.headers, ...(key && { "X-API-Key": key }) };
   let response;
   try {
     response = await fetch(path, { ...options, headers });
@@ -55,22 +60,39 @@ export async function getExample(name, file) {
   return new File([await response.blob()], file, { type: response.headers.get("Content-Type") ?? "" });
 }
 
-// What the interface of this service lists for a prediction, asked once.
-let parameters = null;
+// What the interface of this service lists, asked once.
+let paths = null;
 async function listed() {
-  parameters ??= request("openapi.json")
+  paths ??= request("openapi.json")
     .then((response) => response.json())
-    .then((document) => new Set(document.paths["/predict"].post.parameters.map(({ name }) => name)))
-    .catch(() => new Set());
-  return parameters;
+    .then((document) => document.paths)
+    .catch(() => ({}));
+  return paths;
 }
 
-export const canMap = async () => (await listed()).has("map");
+const takes = async (name) => (await listed())["/predict"]?.post.parameters.some((parameter) => parameter.name === name);
+
+export const canMap = () => takes("map");
+
+export const canJudge = async () => "/feedback/images" in (await listed());
+
+export async function getUnjudged() {
+  return (await request("feedback/images", {}, FEEDBACK_KEY)).json();
+}
+
+export async function getStoredImage(file) {
+  return (await request(`feedback/images/${encodeURIComponent(file)}`, {}, FEEDBACK_KEY)).blob();
+}
+
+export async function giveVerdict(verdict) {
+  const headers = { "Content-Type": "application/json" };
+  await request("feedback", { method: "POST", headers, body: JSON.stringify(verdict) }, FEEDBACK_KEY);
+}
 
 // Explained at once where a second request would count twice among the images that the service watches for drift.
 export async function predict(name, file, { map = false } = {}) {
   const query = new URLSearchParams({ explain: true, ...(map && { map: true }) });
-  if ((await listed()).has("monitor")) query.set("monitor", false);
+  if (await takes("monitor")) query.set("monitor", false);
   for (let attempt = 1; ; attempt += 1) {
     const form = new FormData();
     form.append("images", file, file.name);

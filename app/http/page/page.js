@@ -4,6 +4,7 @@ import { canMap, getExample, getExamples, getLive, getModel, predict, Problem, u
 import { decide } from "./decide.js";
 import { percent } from "./format.js";
 import { arrange, mark, newTile, reach, showFilters, showTile, sorted, step, visible } from "./grid.js";
+import { startJudging } from "./judge.js";
 import { summary } from "./kinds.js";
 import { openPanel, showPanel } from "./panel.js";
 import { drawMap } from "./plots.js";
@@ -337,3 +338,4 @@ on("key-form", "submit", (event) => {
 });
 element("policy").open = matchMedia("(min-width: 48rem)").matches;
 modelLoading = loadModel();
+startJudging();

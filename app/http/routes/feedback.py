@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from typing import Any, Final, Literal, Self
+from functools import partial
+from typing import Any, Concatenate, Final, Literal, ParamSpec, Self, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -15,13 +17,17 @@ from app.http.json_body import load_json
 from app.http.openapi import responses
 from app.http.uploads import read_body
 from app.log.feedback import give
-from app.service import service_of
+from app.log.writer import LogWriter
+from app.service import Service, service_of
 from psc_core.errors import fault
 from psc_core.log.labels import LABEL, Label
 from psc_core.tasks.answer import Document
 
 _LOOKUPS: Final = ThreadPoolExecutor(1, "psc-feedback")
-"""Starts its thread with the first feedback; a log is searched once at a time."""
+"""Starts its thread with the first search; a log is searched once at a time."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Feedback(BaseModel):
@@ -86,13 +92,25 @@ async def feedback(request: Request) -> FeedbackDocument:
         given = Feedback.model_validate(load_json(await read_body(request, service.settings.upload_seconds)))
     except ValidationError as error:
         raise MalformedRequest(fault(error.errors(include_input=False, include_url=False)[0], "member")) from error
+    label = await searched(service, give, given.to_label())
+    service.metrics.psc_feedback_total.labels(verdict=label.verdict).inc()
+    return FeedbackDocument(**{name: getattr(label, name) for name in FeedbackDocument.model_fields})
+
+
+async def searched(
+    service: Service, work: Callable[Concatenate[LogWriter, P], R], *args: P.args, **kwargs: P.kwargs
+) -> R:
+    """Return what some work on the prediction log gives, done beside the event loop.
+
+    Raises:
+        DeadlineExceeded: It took more than ``deadline_seconds``.
+        LogUnavailable: There is no log.
+    """
     log, seconds = service.log, service.settings.deadline_seconds
-    if log is None:  # The route is there with a log only.
+    if log is None:  # The routes are there with a log only.
         raise LogUnavailable("there is no prediction log; serve with --log")
     try:
         async with asyncio.timeout(seconds):
-            work = asyncio.get_running_loop().run_in_executor(_LOOKUPS, give, log, given.to_label())
-            label = await work
+            return await asyncio.get_running_loop().run_in_executor(_LOOKUPS, partial(work, log, *args, **kwargs))
     except TimeoutError as error:
         raise DeadlineExceeded(f"the log was not searched within {seconds:g} s; try again") from error
-    return FeedbackDocument(**{name: getattr(label, name) for name in FeedbackDocument.model_fields})

@@ -32,7 +32,10 @@ def test_writes_a_new_version_beside_the_old_one(
     manifest = read_bundle(out).manifest
     assert f"wrote {out} (version {manifest.version}, from {before['version']})" in text
     assert "60 judged: 60 of a class" in text and "next: psc-serve --bundle" in text
-    assert manifest.policy.alpha == 0.1 and (out / "README.md").exists()
+    assert manifest.policy.alpha == 0.1
+    card = (out / "README.md").read_text()
+    assert "Calibration images: 60 labelled images of a service's audit slice, 2026-11-20 to 2026-11-20." in card
+    assert "like the validation images" not in card
     assert (out / "examples" / "three.png").read_bytes() == b"an image to try"
     assert json.loads((bundle / "manifest.json").read_text()) == before
     for part in ("backbone", "projection", "density", "head"):

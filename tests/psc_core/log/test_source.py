@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from psc_core.errors import DataError
 from psc_core.images.preprocess import PRESETS
 from psc_core.log.schema import image_path
-from psc_core.log.source import LoggedImages, is_stored
+from psc_core.log.source import LoggedImages, is_stored, open_image
 from tests.logged import Logged, png, write_log
 
 
@@ -36,3 +37,35 @@ def test_a_path_that_is_none_of_a_log_is_not_followed() -> None:
     for path in (None, "", "../secret", f"images/ab/../../{digest}.png", f"/images/ab/{digest}.png", "images/ab/x.png"):
         assert not is_stored(digest, path)
     assert not is_stored(None, "images/ab/x.png")
+
+
+def test_opens_an_image_by_its_name_and_no_other_file(tmp_path: Path) -> None:
+    content = png(np.zeros((4, 4), np.uint8))
+    image = Logged(content)
+    log = write_log(tmp_path, [image])
+    name = f"{image.sha256}.png"
+    file, size = open_image(log, name)
+    with file:
+        assert (file.read(), size) == (content, len(content))
+    folder = tmp_path / "images" / image.sha256[:2]
+    other = f"{image.sha256[:2]}{'0' * 62}"
+    (folder / f"{other}.png").symlink_to(tmp_path / "labels")
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    (folder / f"{other}.gif").symlink_to(tmp_path / "secret.png")
+    os.mkfifo(folder / f"{other}.bmp")
+    names = (
+        f"{image.sha256}.gif",
+        f"{other}.png",
+        f"{other}.gif",
+        f"{other}.bmp",
+        "x.png",
+        "",
+        f"../../{name}",
+        f"{name}\n",
+    )
+    for each in names:
+        with pytest.raises(FileNotFoundError):
+            open_image(log, each)
+    (folder / name).write_bytes(content + b"more")
+    with pytest.raises(FileNotFoundError):
+        open_image(log, name)

@@ -1,0 +1,117 @@
+// The last images of the prediction log that were not accepted: a person with a key for feedback says what they show.
+
+import { canJudge, getStoredImage, getUnjudged, giveVerdict, useFeedbackKey } from "./api.js";
+import { DECISIONS } from "./decide.js";
+import { SMALL_PIXELS } from "./grid.js";
+import { measured } from "./kinds.js";
+import { reason } from "./why.js";
+
+const WORDS = { none_of_the_classes: "None of the classes", cannot_tell: "Cannot tell" };
+const element = (id) => document.getElementById(id);
+const judge = element("judge");
+const cases = element("cases");
+
+export async function startJudging() {
+  judge.hidden = !(await canJudge());
+  judge.addEventListener("toggle", () => {
+    if (judge.open) look();
+  });
+  element("judge-again").addEventListener("click", look);
+  element("judge-key-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    useFeedbackKey(element("judge-key").value);
+    element("judge-key").value = "";
+    look();
+  });
+}
+
+async function look() {
+  say("Looking…");
+  try {
+    const { images, models } = await getUnjudged();
+    element("judge-key-form").hidden = true;
+    for (const picture of cases.querySelectorAll("img")) URL.revokeObjectURL(picture.src);
+    cases.replaceChildren(...images.map((image, index) => newCase(image, models[image.bundle_version], index + 1)));
+    if (images.length > 0) progress();
+    else say("No stored image waits for a verdict.");
+  } catch ({ status, message }) {
+    element("judge-key-form").hidden = status !== 401;
+    say(message);
+  }
+}
+
+function newCase(image, model, position) {
+  const item = element("case").content.firstElementChild.cloneNode(true);
+  const form = item.querySelector("form");
+  const part = (selector) => item.querySelector(selector);
+  const said = { ...image.scores, gates: image.gates, prediction_set: [] };
+  part(".badge").dataset.decision = image.decision;
+  part(".badge").textContent = DECISIONS[image.decision];
+  part(".guess").textContent = `guess: ${model.target ? measured(image.scores.mean, model) : image.label}`;
+  part(".reason").textContent = reason(said, image.decision, image.policy, model);
+  part("time").dateTime = image.time;
+  part("time").textContent = `${new Date(image.time).toLocaleString("en")} · ${image.model}`;
+  form.setAttribute("aria-label", `Image ${position}`);
+  part("img").alt = `Image ${position}`;
+  showPicture(part("img"), image.file);
+  part(model.target ? "select" : "input").remove();
+  if (!model.target) part("select").append(...options(image.label, model.classes));
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    const { value } = form.elements.label;
+    save(item, image, { verdict: "label", label: model.target ? Number(value) : value }, value);
+  });
+  for (const [verdict, words] of Object.entries(WORDS)) {
+    form.elements[verdict].addEventListener("click", () => save(item, image, { verdict }, words));
+  }
+  return item;
+}
+
+async function showPicture(picture, file) {
+  picture.addEventListener("load", () => picture.classList.toggle("pixels", picture.naturalWidth < SMALL_PIXELS));
+  picture.addEventListener("error", () => picture.parentElement.classList.add("none"));
+  try {
+    picture.src = URL.createObjectURL(await getStoredImage(file));
+  } catch {
+    picture.parentElement.classList.add("none"); // It was erased meanwhile.
+  }
+}
+
+// The model's own label comes first, but none is chosen: a person would tend to leave it.
+function options(label, classes) {
+  const names = [label, ...classes.filter((name) => name !== label)];
+  return [new Option("choose a class", ""), ...names.map((name) => new Option(name, name))];
+}
+
+async function save(item, { request_id, image_index, image_sha256 }, verdict, words) {
+  const note = item.querySelector(".said");
+  const isFirst = !item.dataset.judged;
+  try {
+    await giveVerdict({ request_id, image_index, image_sha256, ...verdict, source: "page" });
+    item.dataset.judged = "true";
+    delete note.dataset.decision;
+    note.textContent = `✓ ${words}`;
+    progress();
+    if (isFirst) next(item)?.focus();
+  } catch ({ message, status }) {
+    note.dataset.decision = "error";
+    note.textContent = `✕ ${message}`;
+    element("judge-key-form").hidden = status !== 401;
+  }
+}
+
+// What the keyboard goes on with: the next image without a verdict, from here on and then from the first.
+function next(item) {
+  const open = [...cases.children].filter((each) => !each.dataset.judged);
+  const after = open.find((each) => item.compareDocumentPosition(each) & Node.DOCUMENT_POSITION_FOLLOWING);
+  return (after ?? open[0])?.querySelector("select, input") ?? element("judge-again");
+}
+
+function progress() {
+  const judged = cases.querySelectorAll("[data-judged]").length;
+  say(`${judged} of ${cases.children.length} judged.`);
+}
+
+function say(text) {
+  element("judge-status").textContent = text;
+}

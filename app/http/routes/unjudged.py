@@ -1,0 +1,129 @@
+"""``GET /feedback/images``: the last images that a model abstained from and nobody judged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Query, Request
+from pydantic import Field
+from starlette.responses import StreamingResponse
+
+from app.http.openapi import responses
+from app.http.routes.feedback import searched
+from app.log.feedback import stored_image, to_judge
+from app.service import service_of
+from psc_core.log.images import MEDIA_TYPES
+from psc_core.log.models import LoggedModel
+from psc_core.log.schema import IMAGE_PATH
+from psc_core.log.unjudged import Unjudged
+from psc_core.target import Target
+from psc_core.tasks.answer import Document
+
+MAXIMUM_IMAGES: Final = 50
+
+_BLOCK_BYTES: Final = 1 << 16
+
+_HEADERS: Final = {
+    "X-Content-Type-Options": "nosniff",
+    "Content-Security-Policy": "default-src 'none'; sandbox",
+    "Cache-Control": "no-store",
+}
+"""Of a stored image: anybody may have sent it, and it may be erased."""
+
+
+class UnjudgedImage(Document):
+    """A stored image that was not accepted and has no verdict."""
+
+    request_id: str
+    image_index: int
+    image_sha256: str
+    file: str = Field(description="Its name at `/feedback/images/{file}`.")
+    time: datetime = Field(description="When it was answered.")
+    model: str
+    bundle_version: str
+    decision: str
+    label: str | None = Field(description="The most probable class; null for a regression.")
+    policy: dict[str, Any] = Field(description="The thresholds that were used.")
+    scores: dict[str, float] = Field(description="The scores of the answer, by their names.")
+    gates: dict[str, float] = Field(description="p-value of each gate.")
+
+
+class JudgedModel(Document):
+    """The verdicts that there may be on a bundle's images."""
+
+    classes: list[str] = Field(description="Of a regression the bins of its target.")
+    target: Target | None = Field(description="The number that a regression predicts; null for a classifier.")
+
+
+class UnjudgedDocument(Document):
+    """Images for people to judge."""
+
+    images: list[UnjudgedImage] = Field(description="The newest first.")
+    models: dict[str, JudgedModel] = Field(description="By `bundle_version`.")
+
+
+router = APIRouter(tags=["feedback"])
+
+
+@router.get("/feedback/images", summary="Images to judge", responses=responses(400, 401, 403, 429, 503, 504))
+async def images(
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=MAXIMUM_IMAGES, description="Largest number of images.")] = 12,
+) -> UnjudgedDocument:
+    """List the newest images of the prediction log that were stored, not accepted, and not judged.  Only with `--log`.
+
+    A verdict on them is given to `POST /feedback`.
+    """
+    service = service_of(request)
+    service.keys.check_feedback(request.headers)
+    found, models = await searched(service, to_judge, limit)
+    return UnjudgedDocument(
+        images=[_image(each) for each in found], models={version: _model(each) for version, each in models.items()}
+    )
+
+
+@router.get(
+    "/feedback/images/{file}",
+    summary="A stored image",
+    response_class=StreamingResponse,
+    responses={
+        200: {"content": {"image/*": {"schema": {"type": "string", "format": "binary"}}}},
+        **responses(401, 403, 404, 429, 503, 504),
+    },
+)
+async def image(request: Request, file: str) -> StreamingResponse:
+    """One of these images, its bytes as received."""
+    service = service_of(request)
+    service.keys.check_feedback(request.headers)
+    opened, size = await searched(service, stored_image, file)
+    media_type = MEDIA_TYPES.get(file.rpartition(".")[2], "application/octet-stream")
+    return StreamingResponse(_blocks(opened), headers={**_HEADERS, "Content-Length": str(size)}, media_type=media_type)
+
+
+def _blocks(file: Any) -> Iterator[bytes]:
+    with file:
+        while block := file.read(_BLOCK_BYTES):
+            yield block
+
+
+def _image(found: Unjudged) -> UnjudgedImage:
+    row = found.row
+    taken = {name: row[name] for name in UnjudgedImage.model_fields if name in row}
+    return UnjudgedImage(
+        **{
+            **taken,
+            "file": PurePosixPath(row[IMAGE_PATH]).name,
+            "model": found.model,
+            "policy": json.loads(row["policy"]),
+            "scores": found.scores,
+            "gates": dict(row["gates"] or ()),
+        }
+    )
+
+
+def _model(model: LoggedModel) -> JudgedModel:
+    return JudgedModel(classes=list(model.classes), target=model.task.number())

@@ -1,0 +1,125 @@
+"""The newest stored images that a model abstained from and nobody judged, for a page that shows them.
+
+They were chosen for what they look like.  A verdict on one of them is a label as any other: it counts for a rate only
+where its row is of the audit slice anyway (:mod:`psc_core.fitting.audit`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from psc_core.errors import DataError
+from psc_core.log.labels import label_files
+from psc_core.log.rows import days_of, models_in, rows_of_file
+from psc_core.log.schema import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256, arrow, label_schema, scores_in
+from psc_core.log.source import is_stored
+from psc_core.log.store import Log
+
+_CHUNK: Final = 500
+"""Rows that are made Python's at once."""
+
+_FILES: Final = 200
+"""Files of labels that are read at once."""
+
+
+@dataclass(frozen=True)
+class Unjudged:
+    """A stored image that the model abstained from and nobody judged yet."""
+
+    model: str
+    row: Mapping[str, Any]  # its columns but scores and probabilities
+    scores: Mapping[str, float]
+
+
+class UnjudgedImages:
+    """Finds such images; every file of labels is read once, for a log has one for each verdict that a service took.
+
+    Memory holds 0.1 KiB for each label, and the rows of one file without their probabilities.  One thread at a time.
+    """
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._read: set[str] = set()
+        self._judged: set[int] = set()  # hashes of digests, and of requests with positions
+
+    def newest(self, *, limit: int, seconds: float) -> list[Unjudged]:
+        """Return the newest ones, each once; one whose very bytes were judged in another request is left out.
+
+        Args:
+            limit: Their largest number.
+            seconds: After which no further file is opened; what was found until then is returned, and labels that
+                were not read are not known yet.
+
+        Raises:
+            DataError: A file of the log is damaged.
+            OSError: The log cannot be read.
+        """
+        ends = time.monotonic() + seconds
+        self._read_labels(ends)
+        found: dict[str, Unjudged] = {}
+        for each in _abstained(self._log, ends):
+            row, digest = each.row, each.row[SHA256]
+            keys = {hash(digest), hash((row[REQUEST_ID], row[IMAGE_INDEX]))}
+            if self._judged.isdisjoint(keys) and is_stored(digest, row[IMAGE_PATH]):
+                found.setdefault(digest, each)
+            if len(found) >= limit:
+                break
+        return list(found.values())
+
+    def _read_labels(self, ends: float) -> None:
+        """Read what was not read yet, the newest files first."""
+        files = sorted(label_files(self._log), key=lambda each: each[1], reverse=True)
+        new = [name for name, _ in files if name not in self._read]
+        for start in range(0, len(new), _FILES):
+            if time.monotonic() > ends:
+                return
+            names = new[start : start + _FILES]
+            for digest, request_id, index in _keys(self._log, names):
+                self._judged |= {hash(digest)} if request_id is None else {hash(digest), hash((request_id, index))}
+            self._read.update(names)
+
+
+def _abstained(log: Log, ends: float) -> Iterator[Unjudged]:
+    """Yield stored images that were not accepted, file by file; the files that were written last come first."""
+    pa: Any = arrow()
+    ds = pa.dataset
+    wanted = (ds.field("decision") != "accept") & ds.field(IMAGE_PATH).is_valid() & ds.field(SHA256).is_valid()
+    for name, model in _files(log):
+        if time.monotonic() > ends:
+            return
+        batches = list(rows_of_file(log, name, wanted, without=["probabilities"]))
+        if not batches:
+            continue
+        table = pa.Table.from_batches(batches).sort_by([("time", "descending")])
+        scores = scores_in(table.schema)
+        for start in range(0, len(table), _CHUNK):
+            rows = table.slice(start, _CHUNK).to_pylist()
+            yield from (Unjudged(model, row, {score: row.pop(score) for score in scores}) for row in rows)
+
+
+def _files(log: Log) -> Iterator[tuple[str, str]]:
+    """Yield the files of rows with their models, those that were written last first."""
+    days = sorted({(day, model) for model in models_in(log) for day in days_of(log, model)}, reverse=True)
+    for day in dict.fromkeys(day for day, _ in days):
+        files = [
+            (written, name, model)
+            for of, model in days
+            if of == day
+            for name, written in log.names(f"model={model}/day={day}", suffix=".parquet")
+        ]
+        yield from ((name, model) for _, name, model in sorted(files, reverse=True))
+
+
+def _keys(log: Log, names: Sequence[str]) -> Iterator[tuple[str | None, str | None, int | None]]:
+    """Yield digest, request and position of each label of some files."""
+    pa: Any = arrow()
+    try:
+        paths = [log.path(name) for name in names]
+        files = pa.dataset.dataset(paths, filesystem=log.files, format="parquet", schema=label_schema())
+        labels = files.to_table(columns=[SHA256, REQUEST_ID, IMAGE_INDEX])
+    except pa.ArrowException as error:
+        raise DataError(f"{log.where} has a file of labels that cannot be read ({error}); remove it") from error
+    yield from zip(*(column.to_pylist() for column in labels), strict=True)

@@ -1,0 +1,99 @@
+"""``GET /feedback/images``: what was not accepted is shown to whoever gives feedback, until it is judged or erased."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.http.routes.unjudged import MAXIMUM_IMAGES
+from psc_core.fitting.audit import images_of, judged_of
+from psc_core.log.erase import erase
+from psc_core.log.labels import joined, read_labels
+from psc_core.log.rows import read_rows
+from psc_core.log.store import open_log
+from psc_core.model.base import FittedModel
+from tests.app.fakes import FakeModel, FakePipelineWithGates, FakeValueModel, png
+from tests.app.http.routes.test_feedback import KEY, KEYS, predict
+from tests.app.support import Running, running
+
+pytestmark = pytest.mark.anyio
+
+BETWEEN = 64  # Between two classes: ambiguous.
+
+
+async def shown(app: Running, **query: Any) -> dict[str, Any]:
+    answer = await app.client.get("/feedback/images", params=query, headers=KEY)
+    assert answer.status_code == 200
+    document: dict[str, Any] = answer.json()
+    return document
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    return {**KEYS, "log": str(folder), "log_images": "abstained", "log_audit": 0.0}
+
+
+async def test_images_are_shown_until_they_are_judged(tmp_path: Path) -> None:
+    gated: FittedModel = FakeModel(pipeline=FakePipelineWithGates(), gates=("texture", "kind"))
+    models = {"m": gated, "v": FakeValueModel(version="w1")}
+    async with running(models, **settings(tmp_path)) as app:
+        first = await predict(app, BETWEEN)
+        await predict(app, 0)  # Accepted, so it is neither stored nor shown.
+        number = await predict(app, 255, "/models/v/predict")
+        document = await shown(app)
+        assert [each["request_id"] for each in document["images"]] == [number[3:52], first[3:52]]
+        value, image = document["images"]
+        digest = hashlib.sha256(png(BETWEEN)).hexdigest()
+        assert (image["image_index"], image["image_sha256"], image["file"]) == (0, digest, f"{digest}.png")
+        assert (image["decision"], image["label"], image["model"]) == ("abstain_ambiguous", "middle", "m")
+        assert set(image["gates"]) == {"texture", "kind"} and image["scores"]["ood_p_value"] > 0
+        assert image["policy"]["ambiguity_threshold"] == 0.5
+        assert document["models"][image["bundle_version"]] == {"classes": ["dark", "middle", "bright"], "target": None}
+        assert value["label"] is None and document["models"]["w1"]["target"]["unit"] == "%"
+        assert [each["model"] for each in (await shown(app, limit=1))["images"]] == ["v"]
+        answer = await app.client.get(f"/feedback/images/{image['file']}", headers=KEY)
+        assert (answer.content, answer.headers["content-type"]) == (png(BETWEEN), "image/png")
+        assert answer.headers["cache-control"] == "no-store" and answer.headers["x-content-type-options"] == "nosniff"
+        body = {"request_id": image["request_id"], "verdict": "none_of_the_classes"}
+        assert (await app.client.post("/feedback", json=body, headers=KEY)).status_code == 200
+        assert [each["model"] for each in (await shown(app))["images"]] == ["v"]
+        assert await app.metric('psc_feedback_total{verdict="none_of_the_classes"}') == 1
+        erase(open_log(tmp_path), value["image_sha256"])
+        assert await shown(app) == {"images": [], "models": {}}
+        for file in (value["file"], "x.png", f"{'0' * 64}.png", "..%2F..%2Flabels"):
+            answer = await app.client.get(f"/feedback/images/{file}", headers=KEY)
+            assert answer.status_code == 404, file
+
+
+async def test_a_verdict_on_a_shown_image_calibrates_only_within_the_slice(tmp_path: Path) -> None:
+    async with running(**settings(tmp_path)) as app:
+        for value in (BETWEEN, BETWEEN + 1, BETWEEN - 1):
+            await predict(app, value)
+        for image in (await shown(app))["images"]:
+            body = {"request_id": image["request_id"], "image_index": image["image_index"], "label": "dark"}
+            assert (await app.client.post("/feedback", json=body, headers=KEY)).status_code == 200
+    log = open_log(tmp_path)
+    assert len(read_labels(log)) == 3
+    assert judged_of(images_of(joined(read_rows(log, "m", audit=True), read_labels(log)))) == []
+
+
+async def test_only_for_holders_of_a_key_and_within_limits(tmp_path: Path) -> None:
+    async with running(**settings(tmp_path)) as app:
+        for path in ("/feedback/images", f"/feedback/images/{'0' * 64}.png"):
+            for key in ("client", None):
+                headers = {} if key is None else {"x-api-key": key}
+                assert (await app.client.get(path, headers=headers)).status_code == 401
+        for limit in (0, MAXIMUM_IMAGES + 1, "many"):
+            answer = await app.client.get("/feedback/images", params={"limit": limit}, headers=KEY)
+            assert answer.status_code == 400
+        (tmp_path / "labels").mkdir()
+        (tmp_path / "labels" / "part-1.parquet").write_bytes(b"PAR1 torn")
+        await predict(app, BETWEEN)
+        answer = await app.client.get("/feedback/images", headers=KEY)
+        assert answer.json()["type"] == "urn:psc:problem:log-unavailable" and str(tmp_path) not in answer.text
+    async with running(log=str(tmp_path)) as app:
+        assert (await app.client.get("/feedback/images")).status_code == 403
+    async with running(**KEYS) as app:
+        assert (await app.client.get("/feedback/images", headers=KEY)).status_code == 404

@@ -1,0 +1,154 @@
+"""The last abstentions on the page in a real Chromium: shown to holders of a key, judged by mouse and by keyboard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from psc_core.log.erase import erase
+from psc_core.log.labels import read_file
+from psc_core.log.store import Log, open_log
+from tests.app.fakes import FakeModel, FakeValueModel, png
+from tests.app.live import live_server
+from tests.browser.test_page import (
+    AXE,
+    Driver,
+    chromium,
+    content,
+    driver,
+    errors,
+    find,
+    says,
+    text,
+    until,
+    violations,
+    wide,
+)
+
+__all__ = ["chromium", "driver"]
+
+TAB, ENTER = "\ue004", "\ue007"
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Log:
+    return open_log(tmp_path / "log")
+
+
+@pytest.fixture
+def url(log: Log) -> Iterator[str]:
+    models = {"m": FakeModel(), "v": FakeValueModel(version="w1")}
+    with live_server(
+        models, log=log.where, log_images="abstained", log_audit=0.0, feedback_keys="reviewer", log_flush_seconds=3600
+    ) as url:
+        for path, values in (("predict", (64, 65, 255)), ("models/v/predict", (255,))):
+            for value in values:
+                answer = httpx.post(f"{url}/{path}", content=png(value), headers={"content-type": "image/png"})
+                assert answer.status_code == 200
+        yield url
+
+
+def look(driver: Driver, url: str, key: str = "reviewer", cases: int = 3) -> None:
+    """Open the page and what waits for a verdict."""
+    driver.get(url)
+    driver.execute_script("sessionStorage.clear()")
+    until(find(driver, "#judge")[0].is_displayed)
+    find(driver, "#judge summary")[0].click()
+    until(find(driver, "#judge-key-form")[0].is_displayed)
+    find(driver, "#judge-key")[0].send_keys(key + ENTER)
+    if cases:
+        until(lambda: len(find(driver, ".case")) == cases)
+
+
+def labels(log: Log) -> list[tuple[str, str | None, str]]:
+    return [
+        (label.verdict, label.label, label.source)
+        for name, _ in sorted(log.names("labels"), key=lambda each: each[1])
+        for label in read_file(log, name)
+    ]
+
+
+def test_a_person_judges_the_last_abstentions(driver: Driver, url: str, log: Log) -> None:
+    look(driver, url, "wrong", cases=0)
+    until(lambda: says(driver, "#judge-status", "is not accepted"))
+    find(driver, "#judge-key")[0].send_keys("reviewer" + ENTER)
+    until(lambda: len(find(driver, ".case")) == 3)
+    driver.get_log("browser")  # It complains about each 401.
+    assert text(driver, "#judge-status") == "0 of 3 judged." and not find(driver, "#judge-key-form")[0].is_displayed()
+    value, first, _ = find(driver, ".case")
+    assert "? Uncertain guess: 100 %" in value.text and "The interval is wider than 14 %" in value.text
+    assert "? Ambiguous guess: middle" in first.text and "a person should choose" in first.text
+    until(lambda: all(each.get_property("naturalWidth") == 8 for each in find(driver, ".case img")))
+    options = [each.text for each in first.find_elements("css selector", "option")]
+    assert options == ["choose a class", "middle", "dark", "bright"]
+    first.find_element("css selector", "[type=submit]").click()  # Nothing is chosen yet.
+    assert labels(log) == []
+    first.find_elements("css selector", "option")[2].click()
+    first.find_element("css selector", "[type=submit]").click()
+    until(lambda: "✓ dark" in first.text)
+    first.find_element("css selector", "[name=cannot_tell]").click()  # On second thoughts.
+    until(lambda: "✓ Cannot tell" in first.text)
+    value.find_element("css selector", "input").send_keys("97.5")
+    value.find_element("css selector", "[type=submit]").click()
+    until(lambda: text(driver, "#judge-status") == "2 of 3 judged.")
+    assert labels(log) == [("label", "dark", "page"), ("cannot_tell", None, "page"), ("label", "97.5", "page")]
+    find(driver, "#judge-again")[0].click()
+    until(lambda: len(find(driver, ".case")) == 1)
+    assert errors(driver) == []
+
+
+def test_the_keyboard_is_enough(driver: Driver, url: str, log: Log) -> None:
+    look(driver, url)
+    driver.execute_script("document.querySelector('.case input').focus()")
+
+    def press(keys: str) -> None:
+        driver.switch_to.active_element.send_keys(keys)
+
+    press("90" + ENTER)
+    until(lambda: driver.switch_to.active_element.tag_name == "select")  # Of the next image.
+    press("bright")
+    press(TAB)
+    press(ENTER)
+    until(lambda: len(labels(log)) == 2)
+    until(lambda: driver.switch_to.active_element.tag_name == "select" and says(driver, "#judge-status", "2 of 3"))
+    for _ in range(2):
+        press(TAB)
+    press(ENTER)
+    until(lambda: driver.switch_to.active_element.get_attribute("id") == "judge-again")
+    assert [each[:2] for each in labels(log)] == [("label", "90.0"), ("label", "bright"), ("none_of_the_classes", None)]
+    press(ENTER)
+    until(lambda: text(driver, "#judge-status") == "No stored image waits for a verdict.")
+
+
+def test_what_cannot_be_judged_says_why(driver: Driver, url: str, log: Log) -> None:
+    look(driver, url)
+    first = find(driver, ".case")[1]
+    for name, _ in list(log.names("images")):
+        erase(log, name.rsplit("/", 1)[1].split(".")[0])
+    first.find_element("css selector", "[name=cannot_tell]").click()
+    until(lambda: "was erased" in first.text)
+    assert text(driver, "#judge-status") == "0 of 3 judged."
+
+
+def test_only_where_the_service_keeps_a_log(driver: Driver) -> None:
+    with live_server({"m": FakeModel()}) as url:
+        driver.get(url)
+        until(lambda: "3 classes" in content(driver, "#model"))
+        assert not find(driver, "#judge")[0].is_displayed()
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_can_be_read_and_used_everywhere(driver: Driver, url: str, scheme: str, width: int) -> None:
+    with wide(driver, width, scheme):
+        look(driver, url)
+        find(driver, ".case")[0].find_element("css selector", "[name=cannot_tell]").click()
+        until(lambda: text(driver, "#judge-status") == "1 of 3 judged.")
+        found, inner = driver.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+        assert found <= inner == width
+        assert all(each.rect["width"] <= width for each in find(driver, ".case, .case *"))
+        if AXE:
+            assert violations(driver) == []
