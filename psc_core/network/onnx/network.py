@@ -15,8 +15,9 @@ from psc_core.errors import NetworkError
 from psc_core.network.layers import LayeredNetwork, LayerInfo
 from psc_core.network.onnx.body import OnnxBody
 from psc_core.network.onnx.graph import Graph
-from psc_core.network.onnx.model import BATCH, read_model, sizes_of
+from psc_core.network.onnx.model import read_model
 from psc_core.network.onnx.rewrite import cut, with_any_batch, with_one_input, with_size
+from psc_core.network.onnx.sizes import BATCH, sizes_of
 
 if TYPE_CHECKING:
     from onnx import ModelProto

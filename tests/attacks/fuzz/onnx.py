@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
+import onnx
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from psc_core.errors import NetworkError
-from psc_core.network.onnx.model import check_model, parse_model, sizes_of
+from psc_core.network.onnx.model import check_model, parse_model
 from psc_core.network.onnx.restore import restore_body
+from psc_core.network.onnx.sizes import sizes_of
 
 SIZE: Final = (1, 8, 8)
 OUTPUTS: Final = 2
@@ -46,6 +49,13 @@ def graph(*middle: object, **constants: object) -> bytes:
         [numpy_helper.from_array(np.asarray(each), name) for name, each in values.items()],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    return bytes(model.SerializeToString())
+
+
+def edited(change: Callable[[onnx.ModelProto], None]) -> bytes:
+    """The same graph after a change."""
+    model = onnx.load_model_from_string(graph())
+    change(model)
     return bytes(model.SerializeToString())
 
 
