@@ -121,6 +121,8 @@ def check_model(model: ModelProto, origin: str) -> None:
         raise NetworkError(f"{origin}: expected at most {MAX_NODES} operations, got {len(model.graph.node)}")
     false = {tensor.name for tensor in model.graph.initializer if not tensor.dims and tensor.raw_data in (b"", b"\0")}
     for node in model.graph.node:
+        if any(isinstance(name, bytes) for name in (*node.input, *node.output)):
+            raise NetworkError(f"{origin} has a tensor whose name is not in UTF-8; export it again")
         is_known = isinstance(node.op_type, str) and onnx.defs.has(node.op_type)  # bytes if it is no UTF-8
         if node.op_type in _REFUSED or not is_known:
             raise NetworkError(
@@ -163,6 +165,8 @@ def _check_tensor(tensor: TensorProto, origin: str) -> None:
         raise NetworkError(
             f"{origin}: the constant {said(tensor.name)} lies in another file; store it inside the model"
         )
+    if isinstance(tensor.name, bytes):
+        raise NetworkError(f"{origin} has a tensor whose name is not in UTF-8; export it again")
     is_numeric = tensor.data_type in helper.get_all_tensor_dtypes() and tensor.data_type != tensor.STRING
     if not is_numeric or min(tensor.dims, default=0) < 0:
         raise NetworkError(f"{origin}: the constant {said(tensor.name)} is no array of numbers; export the model again")

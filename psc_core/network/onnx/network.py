@@ -114,8 +114,10 @@ class OnnxNetwork(LayeredNetwork):
 
 
 def _sized(model: ModelProto, origin: str, batch: int) -> _Sized:
+    if not model.graph.output:
+        raise NetworkError(f"{origin} has no output; export a classifier that returns logits")
     graph = Graph(model, sizes_of(model, origin), batch)
-    shape = graph.sizes[graph.logits][1]
+    _, shape = graph.sizes.get(graph.logits, (0, ()))
     if len(shape) != 2 or shape[0] != batch:
         raise NetworkError(f"{origin}: expected a classifier that returns logits (batch, classes), got {shape}")
     return _Sized(model, graph, OnnxBody(cut(model, [], (graph.logits, graph.classes)).SerializeToString()))

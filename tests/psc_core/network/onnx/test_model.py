@@ -206,9 +206,7 @@ def test_a_cost_is_what_is_alive_at_once() -> None:
     assert body.cost is not None
     map_, pooled, logits, features = 4 * 4 * 36, 4 * 4, 4 * 3, 4 * 4 * 36
     assert body.cost.alive == max(4 * 64 + map_, map_ + features, features + pooled + logits)
-    assert (
-        body.cost.operations == 2 * 4 * 36 * 9 + 2 * 4 * 36 + 2 * 3 * 4
-    )
+    assert body.cost.operations == 2 * 4 * 36 * 9 + 2 * 4 * 36 + 2 * 3 * 4
 
 
 def test_any_type_of_images_and_none_at_all() -> None:
