@@ -3,13 +3,14 @@
 What JSON costs is its values, not its bytes: a megabyte of ``[],`` takes 0.1 s and 30 MB, a hundred times as much as a
 megabyte of base64, all of it with the interpreter's lock held.  Commas, colons and brackets are counted first, a
 gigabyte a second and a piece at a time, and no more values exist afterwards.  (Those inside texts count too; no text
-that the service reads has many.)
+that the service reads has many.)  A document is counted while it arrives, so that the rest of one that is refused is
+not kept.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import orjson
@@ -22,19 +23,51 @@ MAXIMUM_VALUES: Final = 1 << 22
 MAXIMUM_CONTAINERS: Final = 1 << 18
 """Lists, objects and keys in one document; parsing them takes 0.1 s."""
 
+_MOST: Final = {b"[{:": MAXIMUM_CONTAINERS, b"[{:,": MAXIMUM_VALUES}
+
 _PIECE: Final = 1 << 18
 """Bytes that are counted before others have their turn."""
 
 
+class Marks:
+    """How often some characters have occurred, piece by piece.
+
+    Args:
+        most: How often those of a key may, together.
+    """
+
+    def __init__(self, most: Mapping[bytes, int]) -> None:
+        self._most = most
+        self._found = Counter(dict.fromkeys(b"".join(most), 0))
+
+    def are_more_with(self, piece: bytes) -> bool:
+        """Count those of another piece; return whether there are more than allowed."""
+        self._found.update({mark: piece.count(mark) for mark in self._found})
+        return any(sum(self._found[mark] for mark in together) > limit for together, limit in self._most.items())
+
+
 def has_more(body: bytes, most: Mapping[bytes, int]) -> bool:
     """Return whether some characters occur together more often than allowed; counting ends where that is known."""
-    found, marks = Counter[int](), set(b"".join(most))
-    for start in range(0, len(body), _PIECE):
-        piece = body[start : start + _PIECE]
-        found.update({mark: piece.count(mark) for mark in marks})
-        if any(sum(found[mark] for mark in together) > limit for together, limit in most.items()):
-            return True
-    return False
+    marks = Marks(most)
+    return any(marks.are_more_with(body[start : start + _PIECE]) for start in range(0, len(body), _PIECE))
+
+
+def piecewise_check() -> Callable[[bytes], None]:
+    """Return a function to be told each piece of a document, which raises as :func:`load_json` as soon as it would."""
+    marks = Marks(_MOST)
+
+    def told(piece: bytes) -> None:
+        if marks.are_more_with(piece):
+            raise _too_costly()
+
+    return told
+
+
+def _too_costly() -> MalformedRequest:
+    return MalformedRequest(
+        f"expected JSON of at most {MAXIMUM_VALUES} values and {MAXIMUM_CONTAINERS} lists, objects and keys, got "
+        "more; send fewer images, image files instead of pixels, or binary data"
+    )
 
 
 def load_json(body: bytes) -> Any:
@@ -43,11 +76,8 @@ def load_json(body: bytes) -> Any:
     Raises:
         MalformedRequest: It is not JSON, or has too many values, lists, objects or keys.
     """
-    if has_more(body, {b"[{:": MAXIMUM_CONTAINERS, b"[{:,": MAXIMUM_VALUES}):
-        raise MalformedRequest(
-            f"expected JSON of at most {MAXIMUM_VALUES} values and {MAXIMUM_CONTAINERS} lists, objects and keys, got "
-            "more; send fewer images, image files instead of pixels, or binary data"
-        )
+    if has_more(body, _MOST):
+        raise _too_costly()
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:

@@ -25,7 +25,7 @@ from app.errors import (
     TooManyImages,
     UnsupportedMedia,
 )
-from app.http.json_body import has_more, load_json
+from app.http.json_body import has_more, load_json, piecewise_check
 from app.inference.decoder import EncodedImage
 
 Parsed = TypeVar("Parsed")
@@ -70,7 +70,7 @@ async def read_images(request: Request, limits: UploadLimits) -> list[EncodedIma
             raise MalformedRequest("the body is empty; send the image file as the body")
         return [EncodedImage(image)]
     if media == "application/json":
-        body = await read_body(request, limits.seconds)
+        body = await read_json_body(request, limits.seconds)
         return await parse(body, parse_json, body, limits.max_images)
     if media == "multipart/form-data":
         return await _read_multipart(content_type, request, limits)
@@ -87,6 +87,25 @@ async def read_body(request: Request, seconds: float) -> bytes:
     """
     pieces: list[bytes] = []
     await _read(request, pieces.append, seconds)
+    return b"".join(pieces)
+
+
+async def read_json_body(request: Request, seconds: float) -> bytes:
+    """The whole body, a JSON document.
+
+    Raises:
+        MalformedRequest: It has too many values; raised as soon as it is known.
+        SlowUpload: As of :func:`read_body`.
+        ClientGone: As of :func:`read_body`.
+    """
+    pieces: list[bytes] = []
+    check = piecewise_check()
+
+    def take(piece: bytes) -> None:
+        check(piece)
+        pieces.append(piece)
+
+    await _read(request, take, seconds)
     return b"".join(pieces)
 
 

@@ -28,6 +28,8 @@ from psc_core.images.statistics import Statistics
 from psc_core.model.base import FittedModel
 from psc_core.network.backbone import check_output, example_input
 from psc_core.network.cut import own_copy
+from psc_core.network.load import recipe_of
+from psc_core.network.onnx.export import check_exportable
 from psc_core.settings import FitSettings
 from psc_core.target import Target
 from psc_core.tasks.fit.task import task_fit
@@ -75,6 +77,8 @@ def fit(
                 raise
             if chosen.predictions == "auto":
                 warnings.warn(f"the head will predict, the network itself cannot: {error}", stacklevel=3)
+        if train.preprocess.is_known and recipe_of(net) is None:
+            _warn_of_no_export(net, example_input(train.preprocess).to(device), chosen.precision)
     statistics = replace(statistics, preprocess=train.preprocess, mean=None, std=None)
     val = opened(loaders[1], "the validation data", statistics, train.classes, target)
     warn_of_overlap(*loaders, train, val)
@@ -106,6 +110,18 @@ def calibrate(model: FittedModel, loader: Any, weights: Tensor | None = None, **
         version="",
         trial=stages.trial_of(data),
     )
+
+
+def _warn_of_no_export(net: nn.Module, example: Tensor, precision: str) -> None:
+    """Try what saving will do, and warn the caller of :func:`fit`'s caller; the model predicts all the same."""
+    try:
+        check_exportable(net, example, precision)
+    except NetworkError as error:
+        warnings.warn(
+            f"the fitted model predicts, but cannot be saved: {error}; a network that a function builds can, as "
+            'net = load_network("package.module:function", weights="net.pth", num_classes=…)',
+            stacklevel=4,
+        )
 
 
 def opened(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from psc_core.network.onnx.model import Shape
+from psc_core.network.onnx.sizes import Shape
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
@@ -19,7 +19,7 @@ class Cost(NamedTuple):
     """The cost of one image."""
 
     alive: int  # maximum bytes of tensors that are needed at once
-    operations: int  # additions and multiplications of convolutions and products
+    operations: int  # additions and multiplications of convolutions and products; of others, numbers read or given
 
 
 def cost_of(model: ModelProto, sizes: Mapping[str, tuple[int, Shape]], batch: int) -> Cost:
@@ -55,4 +55,4 @@ def _operations(node: NodeProto, sizes: Mapping[str, tuple[int, Shape]], weights
         return 2 * math.prod(shape(node.input[0])) * math.prod(shape(node.input[1])[1:])
     if node.op_type in _PRODUCTS:
         return 2 * math.prod(shape(node.output[0])) * (shape(node.input[0]) or (1,))[-1]
-    return 0
+    return max((math.prod(shape(name)) for name in (*node.input, *node.output) if name), default=0)

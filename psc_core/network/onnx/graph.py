@@ -4,6 +4,9 @@ A layer is a tensor that the graph computes, named as in the file.  ``operations
 poolings and products with weights, as in the paper; of a graph with attention, whose products lie inside blocks, the
 sums that end its blocks in place of products of tokens.  ``blocks`` lists these sums, and of convolutional networks the
 sums of residual connections, after their activation.  ``all`` lists every tensor of features.
+
+Operations come behind those that they read, as the format demands, so what is asked of each tensor is found out in one
+pass from the first to the last: anybody may have written the graph, and it may have 65,536 of them.
 """
 
 from __future__ import annotations
@@ -12,12 +15,13 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
 from psc_core.errors import NetworkError
 from psc_core.network.layers import LayerInfo
 from psc_core.network.layout import Kind
-from psc_core.network.onnx.model import BATCH, Shape
+from psc_core.network.onnx.sizes import BATCH, Shape
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
@@ -43,13 +47,16 @@ class Graph:
 
     def __init__(self, model: ModelProto, sizes: Mapping[str, tuple[int, Shape]], batch: int = BATCH) -> None:
         self.nodes = tuple(model.graph.node)
-        self.constants = {tensor.name for tensor in model.graph.initializer}
         self.sizes = sizes
         self.batch = batch
         self.input: str = model.graph.input[0].name
         self.output: str = model.graph.output[0].name
         self.producers: dict[str, NodeProto] = {name: node for node in self.nodes for name in node.output if name}
-        self.constants |= {node.output[0] for node in self.nodes if node.op_type == "Constant"}
+        self.constants = {tensor.name for tensor in model.graph.initializer}
+        """Tensors that do not depend on the image, as quantised weights do not."""
+        for node in self.nodes:
+            if self.constants.issuperset(filter(None, node.input)):
+                self.constants.update(filter(None, node.output))
 
     @cached_property
     def logits(self) -> str:
@@ -69,7 +76,7 @@ class Graph:
             node = self.producers.get(first)
             if node is None or node.op_type in _CONVOLUTIONS | _PRODUCTS:
                 return node
-            computed = [str(each) for each in node.input if not self._is_constant(str(each))]
+            computed = [str(each) for each in node.input if each not in self.constants]
             if node.op_type != "Add" or len(computed) != 1:  # With a constant it is a bias.
                 return None
             (name,) = computed
@@ -110,7 +117,7 @@ class Graph:
             return None
         rank = len(known[1])
         if rank == 4:
-            return "map_last" if self._channels_last(name) else "map"
+            return "map_last" if name in self._channels_last else "map"
         return {2: "vector", 3: "tokens"}.get(rank)  # type: ignore[return-value]
 
     def layer(self, name: str) -> LayerInfo | None:
@@ -151,7 +158,7 @@ class Graph:
         if node.op_type in _CONVOLUTIONS | _POOLINGS:
             return True
         if node.op_type in _PRODUCTS:
-            return any(self._is_constant(str(name)) for name in node.input)
+            return any(name in self.constants for name in node.input)
         return node.op_type == "ReduceMean" and self._pools(node)
 
     def _pools(self, node: NodeProto) -> bool:
@@ -169,23 +176,15 @@ class Graph:
 
     def _ends_of_blocks(self) -> set[str]:
         """The sums that end a residual block, after their activation; a sum behind attention alone is inside of one."""
-        sums = dict(self._sums())
-        ends = {after for total, after in sums.items() if not self._is_of_attention(total, sums)}
+        sums, attends = dict(self._sums()), set[str]()
+        ends = set()
+        for node in self.nodes:
+            is_of_attention = node.op_type == "Softmax" or not attends.isdisjoint(node.input)
+            if sums.keys().isdisjoint(node.output):
+                attends.update(node.output if is_of_attention else ())
+            elif not is_of_attention:
+                ends.add(sums[node.output[0]])
         return ends or set(sums.values())
-
-    def _is_of_attention(self, total: str, sums: Mapping[str, str]) -> bool:
-        """Return whether attention lies between a sum and those before it."""
-        seen, waiting = {total}, [str(name) for name in self.producers[total].input]
-        while waiting:
-            name = waiting.pop()
-            node = self.producers.get(name)
-            if node is None or name in seen or name in sums:
-                continue
-            if node.op_type == "Softmax":
-                return True
-            seen.add(name)
-            waiting += [str(each) for each in node.input]
-        return False
 
     def _sums(self) -> Iterator[tuple[str, str]]:
         """Sums of two tensors of features of one shape, each with the tensor after its activation."""
@@ -202,15 +201,6 @@ class Graph:
             is_activated = len(after) == 1 and after[0].op_type in ("Relu", "Clip")
             yield total, str(after[0].output[0]) if is_activated else total
 
-    def _is_constant(self, name: str) -> bool:
-        """Return whether a tensor is made of constants alone, as a quantised weight is."""
-        if name in self.constants:
-            return True
-        node = self.producers.get(name)
-        return (
-            node is not None and bool(node.input) and all(self._is_constant(str(each)) for each in node.input if each)
-        )
-
     def _same_values(self, name: str) -> Iterator[str]:
         """The tensor and those before it that have its values."""
         while True:
@@ -220,21 +210,27 @@ class Graph:
                 return
             name = str(node.input[0])
 
-    def _channels_last(self, name: str) -> bool:
-        """Return whether a tensor of four axes has its channels on the last, by what it is computed from."""
-        seen, waiting = set(), [name]
-        while waiting:
-            node = self.producers.get(waiting.pop(0))
-            if node is None or id(node) in seen:
-                continue
-            seen.add(id(node))
-            if node.op_type in _CONVOLUTIONS | _POOLINGS | {"BatchNormalization", "InstanceNormalization"}:
-                return False
-            if node.op_type in ("MatMul", "LayerNormalization"):
-                return True
-            if node.op_type == "Transpose":
-                order = next((list(each.ints) for each in node.attribute if each.name == "perm"), [])
-                if order in ([0, 3, 1, 2], [0, 2, 3, 1]):
-                    return order == [0, 2, 3, 1]
-            waiting += [str(each) for each in node.input if each not in self.constants]
+    @cached_property
+    def _channels_last(self) -> set[str]:
+        """The tensors with their channels on the last axis, by the nearest operation before them that has a rule."""
+        nearest: dict[str, tuple[int, bool]] = {}  # how many operations lie between, and the rule's answer
+        for node in self.nodes:
+            rule = _gives_channels_last(node)
+            before = [nearest[name] for name in node.input if name in nearest and name not in self.constants]
+            if rule is not None:
+                nearest.update(dict.fromkeys(node.output, (0, rule)))
+            elif before:
+                distance, answer = min(before, key=itemgetter(0))
+                nearest.update(dict.fromkeys(node.output, (distance + 1, answer)))
+        return {name for name, (_, answer) in nearest.items() if answer}
+
+
+def _gives_channels_last(node: NodeProto) -> bool | None:
+    """Return where an operation has the channels of its output; None where it has them as in its input."""
+    if node.op_type in _CONVOLUTIONS | _POOLINGS | {"BatchNormalization", "InstanceNormalization"}:
         return False
+    if node.op_type in ("MatMul", "LayerNormalization"):
+        return True
+    order = next((list(each.ints) for each in node.attribute if each.name == "perm"), [])
+    is_between = node.op_type == "Transpose" and order in ([0, 3, 1, 2], [0, 2, 3, 1])
+    return order == [0, 2, 3, 1] if is_between else None

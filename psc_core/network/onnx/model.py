@@ -1,34 +1,24 @@
 """Read an ONNX model that anybody may have written, and refuse what could do more than compute a network.
 
 A model passes if its operators are ONNX's own, without random numbers, subgraphs, functions, sequences, texts or sizes
-that depend on values; if all its constants are in the file, or in a file beside it; and if every tensor for a batch of
-two images has a known size within :data:`MAX_ELEMENTS`.  Nothing is computed to find that out but the integers that
-sizes are made of.
+that depend on values; if all its constants are in the file, or in a file beside it; and if every tensor has a size
+that is known before and not too large, see :mod:`.sizes`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-import numpy.typing as npt
-
-from psc_core.errors import ImageError, NetworkError, needs
+from psc_core.errors import ImageError, NetworkError, needs, shortened
 from psc_core.images.files import read_file
 from psc_core.protobuf import LENGTH, fields
 
 if TYPE_CHECKING:
-    from onnx import ModelProto, NodeProto, TensorProto
-
-Shape = tuple[int, ...]
-Numbers = npt.NDArray[Any]
-
-BATCH: Final = 2
-"""Images for which sizes are found out; two tell the axis of the batch from an axis of length one."""
+    from onnx import ModelProto, TensorProto
 
 MAX_BYTES: Final = (1 << 31) - 1
 """Maximum size of a model, the limit of its format."""
@@ -42,14 +32,11 @@ MAX_FIELDS: Final = 1 << 20
 MAX_DEPTH: Final = 32
 """Maximum number of messages around a field; of a model without graphs inside operations there are seven."""
 
-MAX_ELEMENTS: Final = 1 << 28
-"""Maximum number of elements of a tensor for a batch of two images."""
-
 MIN_OPSET: Final = 7
 """Oldest version of the operators."""
 
-MAX_ROUNDS: Final = 32
-"""Rounds of looking for sizes that are computed from sizes; exports need one or two."""
+MAX_AXES: Final = 32
+"""Maximum number of axes of a tensor; one of many makes others of as many, and two together one of twice as many."""
 
 _NOT_REPEATABLE: Final = "Bernoulli Multinomial RandomNormal RandomNormalLike RandomUniform RandomUniformLike"
 _SIZED_BY_VALUES: Final = "Compress NonMaxSuppression NonZero Unique"
@@ -59,15 +46,6 @@ _NOT_OF_TENSORS: Final = (
     "StringConcat StringNormalizer StringSplit TfIdfVectorizer"
 )
 _REFUSED: Final = frozenset(f"{_NOT_REPEATABLE} {_SIZED_BY_VALUES} {_NOT_OF_TENSORS}".split())
-
-_ON_SIZES: Final = (
-    "Add Cast Concat Constant ConstantOfShape Div Gather Mul Range Reshape Slice Squeeze Sub Transpose Unsqueeze"
-)
-_FOLDED: Final = frozenset(_ON_SIZES.split())
-"""Operators on sizes that are computed to know what follows from them."""
-
-_MAX_FOLDED: Final = 1 << 10
-"""Maximum number of integers that such an operation takes or gives."""
 
 
 def read_model(path: Path) -> ModelProto:
@@ -135,18 +113,20 @@ def check_model(model: ModelProto, origin: str) -> None:
 
     foreign = {node.domain for node in model.graph.node} - {"", "ai.onnx"} or {each.name for each in model.functions}
     if foreign:
-        names = ", ".join(sorted(map(str, foreign))[:3])  # bytes where they are no UTF-8
+        names = ", ".join(shortened(name) for name in sorted(map(str, foreign))[:3])  # bytes where they are no UTF-8
         raise NetworkError(f"{origin} uses operators of {names}, expected ONNX's own; export it without them")
     if max((imported.version for imported in model.opset_import), default=0) < MIN_OPSET:
         raise NetworkError(f"{origin}: expected version {MIN_OPSET} of ONNX's operators or newer; export it again")
     if len(model.graph.node) > MAX_NODES:
         raise NetworkError(f"{origin}: expected at most {MAX_NODES} operations, got {len(model.graph.node)}")
-    false = {tensor.name for tensor in model.graph.initializer if tensor.raw_data in (b"", b"\0") and not tensor.dims}
+    false = {tensor.name for tensor in model.graph.initializer if not tensor.dims and tensor.raw_data in (b"", b"\0")}
     for node in model.graph.node:
+        if any(isinstance(name, bytes) for name in (*node.input, *node.output)):
+            raise NetworkError(f"{origin} has a tensor whose name is not in UTF-8; export it again")
         is_known = isinstance(node.op_type, str) and onnx.defs.has(node.op_type)  # bytes if it is no UTF-8
         if node.op_type in _REFUSED or not is_known:
             raise NetworkError(
-                f"{origin}: the operator {node.op_type!r} is not supported; export the network without it"
+                f"{origin}: the operator {said(node.op_type)} is not supported; export the network without it"
             )
         if any(attribute.HasField("sparse_tensor") or attribute.sparse_tensors for attribute in node.attribute):
             raise NetworkError(f"{origin} has sparse constants, which are not supported; store them dense")
@@ -164,134 +144,7 @@ def check_model(model: ModelProto, origin: str) -> None:
     try:
         onnx.checker.check_model(model)
     except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:
-        raise NetworkError(f"{origin} is not a valid ONNX model: {_first_line(error)}; export it again") from error
-
-
-def sizes_of(model: ModelProto, origin: str) -> dict[str, tuple[int, Shape]]:
-    """Return element type and shape of each tensor that is computed from a batch of two images, and of the input.
-
-    The model has one input, (batch, …) with known sizes but for the batch.
-
-    Raises:
-        NetworkError: A size is not known before computing, or above :data:`MAX_ELEMENTS`.
-    """
-    import onnx
-
-    probe = onnx.ModelProto()
-    probe.CopyFrom(model)
-    del probe.graph.value_info[:]
-    shape = probe.graph.input[0].type.tensor_type.shape
-    if not shape.dim[0].HasField("dim_value"):
-        shape.dim[0].dim_value = BATCH
-    for output in probe.graph.output:
-        output.type.tensor_type.ClearField("shape")
-    values: dict[str, Numbers | None] = {
-        tensor.name: onnx.numpy_helper.to_array(tensor)
-        for tensor in model.graph.initializer
-        if tensor.data_type in (tensor.INT64, tensor.INT32) and math.prod(tensor.dims) <= _MAX_FOLDED
-    }
-    for _ in range(MAX_ROUNDS):
-        found = _infer(probe, origin)
-        unknown = [node for node in probe.graph.node if any(name and found.get(name) is None for name in node.output)]
-        for name, known in found.items():
-            if known is not None and math.prod(known[1]) > MAX_ELEMENTS:
-                raise NetworkError(
-                    f"{origin}: tensor {name!r} has the shape {known[1]}, expected at most {MAX_ELEMENTS} elements for "
-                    f"{BATCH} images; use smaller images or another network"
-                )
-        if not unknown:
-            return {name: known for name, known in found.items() if known is not None}
-        if not _fold(probe, found, values, origin):
-            break
-    raise NetworkError(
-        f"{origin}: the size of {unknown[0].output[0]!r} ({unknown[0].op_type}) is not known before it is computed; "
-        "export the network with fixed image sizes"
-    )
-
-
-def _infer(model: ModelProto, origin: str) -> dict[str, tuple[int, Shape] | None]:
-    """Infer type and shape of all tensors; None where the shape is not known."""
-    import onnx
-
-    try:
-        inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=False)
-    except Exception as error:  # The library raises its own types, and RuntimeError for shapes that do not fit.
-        raise NetworkError(f"{origin}: its shapes do not fit together: {_first_line(error)}") from error
-    found: dict[str, tuple[int, Shape] | None] = {}
-    for value in (*inferred.graph.input, *inferred.graph.value_info, *inferred.graph.output):
-        kind = value.type.tensor_type
-        sizes = tuple(axis.dim_value if axis.HasField("dim_value") else -1 for axis in kind.shape.dim)
-        is_known = kind.HasField("shape") and min(sizes, default=0) >= 0
-        found[value.name] = (kind.elem_type, sizes) if is_known else None
-    return found
-
-
-def _fold(
-    model: ModelProto, found: Mapping[str, tuple[int, Shape] | None], values: dict[str, Numbers | None], origin: str
-) -> bool:
-    """Replace operations on a few integers by their result; True if some were.
-
-    Inference could propagate them too, but without a limit on how many there are.
-
-    Args:
-        model: Changed in place.
-        found: Type and shape of its tensors, as far as they are known.
-        values: Few integers by the tensor's name, and None for what was computed and is something else; both grow.
-        origin: For messages.
-    """
-    from onnx import numpy_helper
-
-    opsets = {imported.domain: imported.version for imported in model.opset_import}
-    done: dict[str, Numbers] = {}
-    others: list[NodeProto] = []
-    for node in model.graph.node:
-        name = node.output[0] if node.output else ""
-        known = found.get(node.input[0]) if node.input else None
-        given = {each: values.get(each) for each in node.input if each}
-        if not name:
-            pass
-        elif node.op_type == "Shape" and known is not None:
-            bounds = {attribute.name: attribute.i for attribute in node.attribute}
-            values[name] = np.asarray(known[1][bounds.get("start", 0) : bounds.get("end")], np.int64)
-        elif node.op_type in _FOLDED and name not in values and all(each is not None for each in given.values()):
-            values[name] = _computed(node, given, opsets, origin)
-        result = values.get(name) if name else None
-        if result is None:
-            others.append(node)
-        else:
-            done[name] = result
-    del model.graph.node[:]
-    model.graph.node.extend(others)
-    model.graph.initializer.extend(numpy_helper.from_array(result, name) for name, result in done.items())
-    return bool(done)
-
-
-def _computed(
-    node: NodeProto, given: Mapping[str, Numbers | None], opsets: dict[str, int], origin: str
-) -> Numbers | None:
-    """The result of an operation on integers, if it is a few integers."""
-    from onnx.reference import ReferenceEvaluator
-
-    if _length(node.op_type, [given[name] for name in node.input if name]) > _MAX_FOLDED:
-        return None
-    try:
-        outputs: Any = ReferenceEvaluator(node, opsets=opsets).run(None, dict(given))
-    except Exception as error:  # Of NumPy, or of the library, for what does not fit together.
-        raise NetworkError(f"{origin}: {node.op_type} of sizes cannot be computed: {error}") from error
-    result = np.asarray(outputs[0])
-    return result if result.dtype in (np.int64, np.int32) and result.size <= _MAX_FOLDED else None
-
-
-def _length(operator: str, given: list[Any]) -> int:
-    """Count the numbers that an operator gives, or those that it takes where these are at least as many."""
-    if operator == "Range" and [each.size for each in given] == [1, 1, 1] and given[2].item() != 0:
-        first, limit, step = (each.item() for each in given)
-        return int(-((first - limit) // step))
-    if operator == "ConstantOfShape":
-        return math.prod(given[0].ravel().tolist())
-    if operator in ("Add", "Div", "Gather", "Mul", "Sub"):  # Each number of one may meet each of the other.
-        return math.prod(each.size for each in given)
-    return sum(each.size for each in given)
+        raise NetworkError(f"{origin} is not a valid ONNX model: {first_line(error)}; export it again") from error
 
 
 def _tensors(model: ModelProto) -> Iterator[TensorProto]:
@@ -309,10 +162,19 @@ def _check_tensor(tensor: TensorProto, origin: str) -> None:
     from onnx import helper
 
     if tensor.data_location == tensor.EXTERNAL or tensor.external_data:
-        raise NetworkError(f"{origin}: the constant {tensor.name!r} lies in another file; store it inside the model")
+        raise NetworkError(
+            f"{origin}: the constant {said(tensor.name)} lies in another file; store it inside the model"
+        )
+    if isinstance(tensor.name, bytes):
+        raise NetworkError(f"{origin} has a tensor whose name is not in UTF-8; export it again")
     is_numeric = tensor.data_type in helper.get_all_tensor_dtypes() and tensor.data_type != tensor.STRING
     if not is_numeric or min(tensor.dims, default=0) < 0:
-        raise NetworkError(f"{origin}: the constant {tensor.name!r} is no array of numbers; export the model again")
+        raise NetworkError(f"{origin}: the constant {said(tensor.name)} is no array of numbers; export the model again")
+    if len(tensor.dims) > MAX_AXES:
+        raise NetworkError(
+            f"{origin}: the constant {said(tensor.name)} has {len(tensor.dims)} axes, expected at most {MAX_AXES}; "
+            "export the model again"
+        )
     size = math.prod(tensor.dims)
     if tensor.HasField("raw_data"):
         expected, got = (size * _bits(tensor.data_type) + 7) // 8, len(tensor.raw_data)
@@ -324,8 +186,8 @@ def _check_tensor(tensor: TensorProto, origin: str) -> None:
             expected = (size * _bits(tensor.data_type) + 7) // 8
     if expected != got:
         raise NetworkError(
-            f"{origin}: the constant {tensor.name!r} claims the shape {tuple(tensor.dims)}, its data has another size; "
-            "export the model again"
+            f"{origin}: the constant {said(tensor.name)} claims the shape {tuple(tensor.dims)}, its data has another "
+            "size; export the model again"
         )
 
 
@@ -377,8 +239,8 @@ def _where(tensor: TensorProto) -> dict[str, str]:
 def _unreadable(tensor: TensorProto, origin: str, error: Exception) -> NetworkError:
     reason = getattr(error, "strerror", None) or error
     return NetworkError(
-        f"{origin}: cannot read the constant {tensor.name!r} from {_where(tensor).get('location', '')!r}: {reason}; "
-        "keep the files of an export in one folder"
+        f"{origin}: cannot read the constant {said(tensor.name)} from {said(_where(tensor).get('location', ''))}: "
+        f"{shortened(str(reason))}; keep the files of an export in one folder"
     )
 
 
@@ -392,6 +254,12 @@ def _read(path: Path) -> bytes:
         raise NetworkError(f"there is no ONNX file {path} ({reason}); give what the network was exported to") from error
 
 
-def _first_line(error: Exception) -> str:
+def said(name: str | bytes) -> str:
+    """Return a name of the file's for messages; bytes where it is no UTF-8."""
+    return shortened(repr(name))
+
+
+def first_line(error: Exception) -> str:
+    """Return the beginning of a library's error, for messages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:300] if lines else type(error).__name__

@@ -15,8 +15,9 @@ from psc_core.errors import NetworkError
 from psc_core.network.layers import LayeredNetwork, LayerInfo
 from psc_core.network.onnx.body import OnnxBody
 from psc_core.network.onnx.graph import Graph
-from psc_core.network.onnx.model import BATCH, read_model, sizes_of
+from psc_core.network.onnx.model import read_model
 from psc_core.network.onnx.rewrite import cut, with_any_batch, with_one_input, with_size
+from psc_core.network.onnx.sizes import BATCH, sizes_of
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -113,8 +114,10 @@ class OnnxNetwork(LayeredNetwork):
 
 
 def _sized(model: ModelProto, origin: str, batch: int) -> _Sized:
+    if not model.graph.output:
+        raise NetworkError(f"{origin} has no output; export a classifier that returns logits")
     graph = Graph(model, sizes_of(model, origin), batch)
-    shape = graph.sizes[graph.logits][1]
+    _, shape = graph.sizes.get(graph.logits, (0, ()))
     if len(shape) != 2 or shape[0] != batch:
         raise NetworkError(f"{origin}: expected a classifier that returns logits (batch, classes), got {shape}")
     return _Sized(model, graph, OnnxBody(cut(model, [], (graph.logits, graph.classes)).SerializeToString()))

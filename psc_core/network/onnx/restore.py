@@ -7,9 +7,10 @@ from typing import Final
 from psc_core.errors import NetworkError
 from psc_core.network.onnx.body import OnnxBody
 from psc_core.network.onnx.cost import cost_of
-from psc_core.network.onnx.model import check_model, parse_model, sizes_of
+from psc_core.network.onnx.model import check_model, parse_model
 from psc_core.network.onnx.network import Size
 from psc_core.network.onnx.rewrite import INPUT
+from psc_core.network.onnx.sizes import sizes_of
 
 _ORIGIN: Final = "backbone.onnx"
 _FLOAT: Final = 1

@@ -57,7 +57,7 @@ def with_one_input(model: ModelProto, origin: str) -> ModelProto:
     if is_last:
         sides = [sides[0], sides[3], sides[1], sides[2]]
     name, before = old.name, []
-    if INPUT in {each for node in graph.node for each in node.output}:
+    if INPUT in constants.union(*(node.output for node in graph.node)):
         raise NetworkError(f"{origin}: expected no tensor named {INPUT!r} but the input; rename it")
     source, kind = INPUT, old.type.tensor_type.elem_type
     if kind != onnx.TensorProto.FLOAT:

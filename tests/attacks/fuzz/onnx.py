@@ -1,16 +1,20 @@
-"""A graph is refused, alone and in a bundle, or computes outputs of the sizes that were found out before."""
+"""A graph is refused, as a user's network and in a bundle, or has the sizes that were found out before."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
+import onnx
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from psc_core.errors import NetworkError
-from psc_core.network.onnx.model import check_model, parse_model, sizes_of
+from psc_core.network.onnx.model import check_model, parse_model
+from psc_core.network.onnx.network import OnnxNetwork
 from psc_core.network.onnx.restore import restore_body
+from psc_core.network.onnx.sizes import sizes_of
 
 SIZE: Final = (1, 8, 8)
 OUTPUTS: Final = 2
@@ -49,6 +53,13 @@ def graph(*middle: object, **constants: object) -> bytes:
     return bytes(model.SerializeToString())
 
 
+def edited(change: Callable[[onnx.ModelProto], None]) -> bytes:
+    """The same graph after a change."""
+    model = onnx.load_model_from_string(graph())
+    change(model)
+    return bytes(model.SerializeToString())
+
+
 SEEDS: Final = [
     graph(),
     graph(
@@ -75,7 +86,14 @@ SEEDS: Final = [
 
 
 def check(data: bytes) -> None:
-    """Restore, and compute two images where that is cheap."""
+    """List its layers as a network's; restore it as a bundle's, and compute two images where that is cheap."""
+    try:
+        model = parse_model(data, "net")
+        check_model(model, "net")
+        del model.graph.output[:-1]  # Logits come last.
+        OnnxNetwork(model, "net").list_layers(torch.ones(1, *SIZE), "all")
+    except NetworkError as error:
+        assert len(str(error)) <= MAXIMUM_TEXT, str(error)
     try:
         body = restore_body(data, SIZE, outputs=OUTPUTS)
         cost = body.cost

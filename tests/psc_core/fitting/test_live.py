@@ -150,6 +150,26 @@ def test_a_network_from_a_factory_is_saved(fitted: PSC, test: TensorDataset, tmp
     assert again.trial is None and again.report["provenance"]["settings"]["layer"] == "4"
 
 
+class Branching(nn.Sequential):
+    """What it computes depends on values, so no graph can hold it."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = super().forward(images if images.mean() > -9 else -images)
+        return logits
+
+
+def test_a_network_that_no_bundle_can_hold_is_told_of_first(splits: tuple[TensorDataset, TensorDataset]) -> None:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(1, 8, 3, stride=4), nn.ReLU(), nn.Flatten(), nn.Linear(392, 10))
+    settings = {**QUICK, **STATISTICS, "layer": "0"}
+    with pytest.warns(UserWarning, match=r"cannot be saved: the network after 0 has no ONNX model: .* = load_network"):
+        psc = PSC.fit(Branching(*layers), *splits, **settings)
+    assert len(psc(splits[1].tensors[0][:5])) == 5
+    with pytest.raises(NetworkError, match="has no ONNX model"):
+        psc.save("never")
+    PSC.fit(nn.Sequential(*layers), *splits, **settings)  # Without a warning.
+
+
 def test_calibration_on_other_images(fitted: PSC, test: TensorDataset, tmp_path: Path) -> None:
     calibrated = fitted.calibrate(DataLoader(Subset(test, range(400)), batch_size=64, shuffle=True))
     inputs = test.tensors[0][400:]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import numpy as np
 import onnx
@@ -14,23 +13,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
-from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError
-from psc_core.network.onnx import model as model_module
 from psc_core.network.onnx.body import MAX_SESSIONS, keep_from_compiler
-from psc_core.network.onnx.model import check_model, parse_model, sizes_of
+from psc_core.network.onnx.model import parse_model
 from psc_core.network.onnx.restore import restore_body
-from tests.attacks.fuzz.onnx import SIZE, graph
+from tests.attacks.fuzz.onnx import SIZE, edited, graph
 
 good = cache(graph)
-
-
-def edited(change: Callable[[onnx.ModelProto], None]) -> bytes:
-    model = onnx.load_model_from_string(good())
-    change(model)
-    return bytes(model.SerializeToString())
 
 
 def test_a_good_file_runs() -> None:
@@ -67,22 +58,6 @@ def external(model: onnx.ModelProto) -> None:
 
 def gigabytes(model: onnx.ModelProto) -> None:
     model.graph.initializer[0].dims[0] = 1 << 40
-
-
-def grown(model: onnx.ModelProto) -> None:
-    model.graph.initializer.append(numpy_helper.from_array(np.array([1 << 40, 1, 1, 1]), "huge"))
-    model.graph.node.insert(2, helper.make_node("Expand", ["features", "huge"], ["more"]))
-
-
-def filled(model: onnx.ModelProto) -> None:
-    model.graph.initializer.append(numpy_helper.from_array(np.array([1 << 30, 1 << 30]), "huge"))
-    model.graph.node.insert(2, helper.make_node("ConstantOfShape", ["huge"], ["more"]))
-
-
-def counted(model: onnx.ModelProto) -> None:
-    for name, number in (("first", 0), ("last", 1 << 40), ("step", 1)):
-        model.graph.initializer.append(numpy_helper.from_array(np.array(number), name))
-    model.graph.node.insert(2, helper.make_node("Range", ["first", "last", "step"], ["more"]))
 
 
 def subgraph(model: onnx.ModelProto) -> None:
@@ -123,35 +98,9 @@ def dropout(model: onnx.ModelProto) -> None:
     model.graph.node.append(helper.make_node("Dropout", ["logits", "ratio", "training"], ["more"]))
 
 
-def reused(model: onnx.ModelProto) -> None:
-    """A range whose length cannot be counted from the distinct inputs alone."""
-    for name, number in (("one", 1), ("large", 1 << 40)):
-        model.graph.initializer.append(numpy_helper.from_array(np.array(number), name))
-    model.graph.node.insert(0, helper.make_node("Div", ["large", "one"], ["limit"]))
-    model.graph.node.insert(1, helper.make_node("Range", ["one", "limit", "one"], ["places"]))
-    model.graph.node.insert(4, helper.make_node("Gather", ["features", "places"], ["more"], axis=2))
-
-
-def many_rounds(model: onnx.ModelProto) -> None:
-    name = "features"
-    for level in range(99):
-        model.graph.node.append(helper.make_node("Shape", [name], [f"shape{level}"]))
-        model.graph.node.append(helper.make_node("Reshape", [name, f"shape{level}"], [name := f"reshaped{level}"]))
-
-
-def nothing_to_count(model: onnx.ModelProto) -> None:
-    """A range from lists."""
-    model.graph.initializer.append(numpy_helper.from_array(np.array([1, 2]), "list"))
-    model.graph.node.insert(2, helper.make_node("Range", ["list", "list", "list"], ["more"]))
-
-
-def endless(model: onnx.ModelProto) -> None:
-    """More numbers than a number of the machine can count."""
-    for name, number in (("first", -(1 << 63)), ("last", (1 << 63) - 1), ("step", 1)):
-        model.graph.initializer.append(numpy_helper.from_array(np.array(number), name))
-    model.graph.node.insert(2, helper.make_node("Add", ["first", "zero"], ["begin"]))
-    model.graph.initializer.append(numpy_helper.from_array(np.array(0), "zero"))
-    model.graph.node.insert(3, helper.make_node("Range", ["begin", "last", "step"], ["more"]))
+def many_axes(model: onnx.ModelProto) -> None:
+    model.graph.initializer.append(numpy_helper.from_array(np.zeros((1,) * 60, np.float32), "wide"))
+    model.graph.node.append(helper.make_node("Add", ["logits", "wide"], ["more"]))
 
 
 def old(model: onnx.ModelProto) -> None:
@@ -191,9 +140,6 @@ def as_float64(model: onnx.ModelProto) -> None:
     [
         (external, "'weights' lies in another file"),
         (gigabytes, "'weights' claims the shape"),
-        (grown, "'more' has the shape"),
-        (filled, "'more' has the shape"),
-        (counted, "'more' has the shape"),
         (subgraph, "the operator If holds a graph"),
         (added("Unheard"), "the operator 'Unheard' is not supported"),
         (added("NonZero"), "the operator 'NonZero' is not supported"),
@@ -203,10 +149,7 @@ def as_float64(model: onnx.ModelProto) -> None:
         (sparse, "sparse constants"),
         (sparse_attribute, "sparse constants"),
         (dropout, "a dropout that may be active"),
-        (reused, "'places' has the shape"),
-        (many_rounds, "is not known before it is computed"),
-        (nothing_to_count, "sizes cannot be computed|do not fit|ONNX Runtime cannot"),
-        (endless, "is not known|has the shape|do not fit|ONNX Runtime cannot"),
+        (many_axes, "'wide' has 60 axes"),
         (old, "expected version 7 of ONNX's operators"),
         (text, "'text' is no array of numbers"),
         (misfit, "ONNX Runtime cannot"),
@@ -214,7 +157,7 @@ def as_float64(model: onnx.ModelProto) -> None:
         (renamed, "expected one input named images|not a valid"),
         (resized, r"expected images of the shape \(1, 8, 8\)|do not fit"),
         (lost, "expected 2 outputs"),
-        (as_float64, "outputs|do not fit"),
+        (as_float64, "outputs|do not fit|ONNX Runtime cannot"),
     ],
 )
 def test_refuses_by_name(change: Callable[[onnx.ModelProto], None], message: str) -> None:
@@ -232,29 +175,6 @@ def test_a_domain_that_is_no_text_is_refused() -> None:
     data = edited(added("Relu", "strange")).replace(b"strange", b"\xff" * 7)
     with pytest.raises(NetworkError, match="uses operators of"):
         restore_body(data, SIZE, outputs=2)
-
-
-def test_each_operation_on_sizes_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And none that gives many numbers: two hundred outer sums in 26 KB took 13 s."""
-    computed: list[str] = []
-
-    class Evaluator(ReferenceEvaluator):  # type: ignore[misc]
-        def run(self, *arguments: Any) -> Any:
-            computed.append(self.proto_.op_type)
-            return super().run(*arguments)
-
-    def sums(model: onnx.ModelProto) -> None:
-        many_rounds(model)
-        for name, numbers in (("row", np.arange(1024)[None]), ("column", np.arange(1024)[:, None])):
-            model.graph.initializer.append(numpy_helper.from_array(numbers, name))
-        for index in range(5):
-            model.graph.node.append(helper.make_node("Add", ["row", "column"], [f"sum{index}"]))
-            model.graph.node.append(helper.make_node("Cast", ["sides"], [f"real{index}"], to=TensorProto.FLOAT))
-
-    monkeypatch.setattr("onnx.reference.ReferenceEvaluator", Evaluator)
-    with pytest.raises(NetworkError, match="is not known before it is computed"):
-        restore_body(edited(sums), SIZE, outputs=2)
-    assert computed == ["Cast"] * 5
 
 
 def nested(content: bytes, tag: bytes) -> bytes:
@@ -305,7 +225,7 @@ def test_a_cost_is_what_is_alive_at_once() -> None:
     assert body.cost is not None
     map_, pooled, logits, features = 4 * 4 * 36, 4 * 4, 4 * 3, 4 * 4 * 36
     assert body.cost.alive == max(4 * 64 + map_, map_ + features, features + pooled + logits)
-    assert body.cost.operations == 2 * 4 * 36 * 9 + 2 * 3 * 4
+    assert body.cost.operations == 2 * 4 * 36 * 9 + 2 * 4 * 36 + 2 * 3 * 4
 
 
 def test_any_type_of_images_and_none_at_all() -> None:
@@ -324,24 +244,3 @@ def test_few_sessions_are_kept_and_none_is_copied() -> None:
     assert len(body._sessions) == MAX_SESSIONS
     twin = copy.deepcopy(body)
     assert not twin._sessions and torch.equal(twin(torch.ones(1, *SIZE))[1], body(torch.ones(1, *SIZE))[1])
-
-
-def test_sizes_made_of_computed_integers_are_known() -> None:
-    """As PyTorch writes the mean over two axes of a map of any size."""
-
-    def ranged(model: onnx.ModelProto) -> None:
-        for name, number in (("zero", np.array(0)), ("one", np.array(1)), ("last", np.array([2]))):
-            model.graph.initializer.append(numpy_helper.from_array(number, name))
-        nodes = [
-            helper.make_node("Shape", ["features"], ["shape"]),
-            helper.make_node("Gather", ["shape", "last"], ["length"]),
-            helper.make_node("Squeeze", ["length"], ["count"]),
-            helper.make_node("Range", ["zero", "count", "one"], ["places"]),
-            helper.make_node("Gather", ["features", "places"], ["gathered"], axis=2),
-        ]
-        model.graph.node.extend(nodes)
-
-    data = edited(ranged)
-    model = parse_model(data, "test")
-    check_model(model, "test")
-    assert sizes_of(model, "test")["gathered"] == (TensorProto.FLOAT, (2, 4, 36))
