@@ -190,6 +190,7 @@ def fit_output(early: nn.Sequential, late: nn.Sequential, images: ImageDataset) 
 def tune(early: nn.Sequential, late: nn.Sequential, images: ImageDataset, epochs: int) -> None:
     """Train the late modules on what the early ones make of the images, each as it is or flipped."""
     seen = torch.stack([outputs(early, images, flip=flip).half() for flip in (False, True)])  # (2, n, …)
+    late.to(memory_format=torch.channels_last)  # A step takes two thirds of the time.
     labels = images.first_labels().to(seen.device)
     batch = min(TUNED_BATCH, len(labels))
     per_epoch = len(labels) // batch
@@ -203,7 +204,8 @@ def tune(early: nn.Sequential, late: nn.Sequential, images: ImageDataset, epochs
         for step in track(range(per_epoch), total=per_epoch, description=f"epoch {epoch + 1}/{epochs}"):
             chosen = order[step * batch : (step + 1) * batch]
             flipped = torch.randint(0, 2, (batch,)).to(seen.device)
-            loss = F.cross_entropy(late(seen[flipped, chosen].float()), labels[chosen])
+            inputs = seen[flipped, chosen].float().contiguous(memory_format=torch.channels_last)
+            loss = F.cross_entropy(late(inputs), labels[chosen])
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,6 +66,8 @@ def project(net: nn.Module, candidate: Candidate, data: FitData, settings: FitSe
         compared = compare_positions(backbone, sized, [(size.c_proj, size.d_proj) for size in sizes], data, settings)
         kept = settings.reducer.first(fewest_positions(compared))
         choice = next(size for size in sizes if size.d_proj == kept)
+    if data.fit.averages_candidate and settings.head_input == "both" and DENSITIES[settings.density].input_kind != "z":
+        choice = replace(choice, warning="")  # Head and density read beside z, or instead of it, what z gives up.
     projection = sized.largest.leading(choice.c_proj, choice.d_proj).cpu()
     return FittedProjection(projection, ProjectionReport.of(choice, sized, compared), candidate.layers)
 

@@ -80,8 +80,13 @@ def project(x: Tensor, mean: Tensor, std: Tensor, a: Tensor, b: Tensor, z_mean: 
     return torch.stack(outputs)
 
 
-def smallest_size(nc1: Tensor, nc4: Tensor, epsilon: float, reference: float, tolerance: float) -> tuple[int, int]:
-    """(c, d) by trying every size; without one that passes, the best NC4 among those with NC1 > ε, or among all."""
+def smallest_size(
+    nc1: Tensor, nc4: Tensor, epsilon: float, reference: float, tolerance: float, much: float
+) -> tuple[int, int]:
+    """(c, d) by trying every size; without one that passes, the best NC4 among those with NC1 > ε, or among all.
+
+    Where that loses ``much`` of what others keep, the smallest of those that keep it within ``tolerance``.
+    """
     sizes = [(c, d) for c in range(1, nc1.shape[0] + 1) for d in range(1, nc1.shape[1] + 1)]
 
     def value(matrix: Tensor, size: tuple[int, int]) -> float:
@@ -91,4 +96,9 @@ def smallest_size(nc1: Tensor, nc4: Tensor, epsilon: float, reference: float, to
     passing = [size for size in above if value(nc4, size) >= reference - tolerance]
     if passing:
         return min(passing, key=lambda size: (size[0] * size[1], -value(nc4, size)))
-    return min(above or sizes, key=lambda size: (-value(nc4, size), size[0] * size[1]))
+    best = min(above or sizes, key=lambda size: (-value(nc4, size), size[0] * size[1]))
+    most = min(reference, max(value(nc4, size) for size in sizes))
+    if most - value(nc4, best) <= much:
+        return best
+    keeping = [size for size in sizes if value(nc4, size) >= most - tolerance]
+    return min(keeping, key=lambda size: (size[0] * size[1], -value(nc4, size)))

@@ -25,6 +25,9 @@ from psc_core.settings import FitSettings
 NC4_LOSS: Final = 0.01
 """Maximum loss of NC4."""
 
+MUCH_NC4: Final = 0.05
+"""A loss of NC4 that is worth a warning, some of its standard errors."""
+
 
 def nc1_prefixes(
     within: Float[Tensor, "c_max d_max"], total: Float[Tensor, "c_max d_max"]
@@ -92,8 +95,8 @@ def choose_ranks(
 ) -> RankChoice:
     """Smallest c·d with NC1 > ε and NC4 ≥ ``reference_nc4`` − :data:`NC4_LOSS` (ties: the highest NC4).
 
-    Where no size satisfies both, the one with the best NC4 among those with NC1 > ε (or among all) is taken, with a
-    warning.
+    Where no size satisfies both, the one with the best NC4 among those with NC1 > ε (or among all) is taken; but where
+    that gives up :data:`MUCH_NC4` of what collapsed sizes keep, the smallest that keeps it.  The warning says so.
 
     Args:
         nc1: NC1 of every leading block.
@@ -114,23 +117,28 @@ def choose_ranks(
     if d_proj is not None:
         allowed &= d == d_proj
     allowed &= size >= min(settings.minimum_dim, int(size[allowed].max()))
-    kept = allowed & (nc1 > epsilon) & (nc4 >= reference_nc4 - NC4_LOSS)
+    uncollapsed = allowed & (nc1 > epsilon)
+    kept = uncollapsed & (nc4 >= reference_nc4 - NC4_LOSS)
     found = []
+    cost = size - nc4  # NC4 ≤ 1 only breaks ties between equal sizes
     if bool(kept.any()):
-        cost = size - nc4  # NC4 ≤ 1 only breaks ties between equal sizes
         pick = int(torch.where(kept, cost, torch.inf).argmin())
     else:
-        uncollapsed = allowed & (nc1 > epsilon)
         candidates = uncollapsed if bool(uncollapsed.any()) else allowed
         pick = int(torch.where(candidates, nc4 - 1e-9 * size, -torch.inf).argmax())
+        above, most = float(nc4.view(-1)[pick]), min(reference_nc4, float(nc4[allowed].max()))
+        taken = "the best NC4"
+        if most - above > MUCH_NC4:
+            pick = int(torch.where(allowed & (nc4 >= most - NC4_LOSS), cost, torch.inf).argmin())
+            taken = f"a collapsed one, NC1 > {epsilon} gives up {reference_nc4 - above:.3f} of NC4"
         if c_proj is None or d_proj is None:
             found.append(
                 f"no projection of at most {c_max}×{d_max} keeps NC1 > {epsilon} and NC4 within {NC4_LOSS} "
-                f"of {reference_nc4:.3f}: took the best NC4"
+                f"of {reference_nc4:.3f}: took {taken}"
             )
     row, column = divmod(pick, d_max)
     lost = reference_nc4 - float(nc4[row, column])
-    if lost > 5 * NC4_LOSS:
+    if lost > MUCH_NC4:
         found.append(f"the projection gives up {lost:.3f} of NC4: {_remedy(nc1, nc4, reference_nc4, lost)}")
     return RankChoice(row + 1, column + 1, float(nc1[row, column]), float(nc4[row, column]), "; ".join(found))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
@@ -39,6 +42,18 @@ def test_sizes_without_validation_images(net: torch.nn.Module, train: ImageDatas
     assert fitted.report.choice.nc4 >= fitted.report.scaled_nc4 - 0.01
     few = fit_projection(net, candidate, train, max_images=60, settings=SETTINGS).report
     assert torch.equal(few.nc1, fit_projection(net, candidate, balanced(train, 60), settings=SETTINGS).report.nc1)
+
+
+def test_a_loss_of_nc4_is_said_where_z_is_all_that_is_read(
+    net: torch.nn.Module, train: ImageDataset, val: ImageDataset
+) -> None:
+    def warning(**changes: Any) -> str:
+        settings = replace(SETTINGS, c_proj=1, d_proj=1, **changes)
+        return fit_projection(net, Candidate(("4",), ""), train, val, settings=settings).report.choice.warning
+
+    assert warning() == ""
+    assert "of NC4" in warning(head_input="z")
+    assert "of NC4" in warning(density="gda")
 
 
 def test_settings_are_given_by_name(net: torch.nn.Module, train: ImageDataset, val: ImageDataset) -> None:

@@ -72,14 +72,21 @@ def test_warns_when_no_size_is_allowed() -> None:
     assert "gives up 0.500 of NC4: no size keeps more; choose another layer of the table by --layer" in choice.warning
 
 
-def test_the_warning_names_the_sizes_that_keep_more() -> None:
-    """Those of two spatial components have collapsed, and so are not taken."""
+def test_a_collapsed_size_is_taken_where_others_give_up_much() -> None:
+    """Those of two spatial components have collapsed."""
     nc1, nc4 = torch.tensor([[0.5, 0.1], [0.5, 0.1]]), torch.tensor([[0.4, 0.89], [0.5, 0.9]])
     choice = choose_ranks(nc1, nc4, 0.9, settings(epsilon=0.2))
-    assert (choice.c_proj, choice.d_proj) == (2, 1)
-    assert "gives up 0.400 of NC4: --c-proj 1 --d-proj 2 give up 0.010, with NC1 0.100" in choice.warning
-    named = choose_ranks(nc1, nc4, 0.9, settings(epsilon=0.2, c_proj=1, d_proj=2))
-    assert (named.c_proj, named.d_proj, named.warning) == (1, 2, "")
+    assert (choice.c_proj, choice.d_proj) == (1, 2)
+    assert choice.warning.endswith("took a collapsed one, NC1 > 0.2 gives up 0.400 of NC4")
+    near = choose_ranks(nc1, torch.tensor([[0.4, 0.89], [0.86, 0.9]]), 0.9, settings(epsilon=0.2))
+    assert (near.c_proj, near.d_proj) == (2, 1)
+
+
+def test_the_warning_names_the_sizes_that_keep_more() -> None:
+    nc1, nc4 = torch.tensor([[0.5, 0.1], [0.5, 0.1]]), torch.tensor([[0.4, 0.89], [0.5, 0.9]])
+    named = choose_ranks(nc1, nc4, 0.9, settings(epsilon=0.2, d_proj=1))
+    assert (named.c_proj, named.d_proj) == (2, 1)
+    assert "gives up 0.400 of NC4: --c-proj 1 --d-proj 2 give up 0.010, with NC1 0.100" in named.warning
 
 
 def test_keeps_fixed_sizes() -> None:
@@ -100,8 +107,9 @@ def test_choice_matches_search(c: int, d: int, data: st.DataObject) -> None:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("psc_core.projection.fit.ranks.NC4_LOSS", 0.1)
+        patch.setattr("psc_core.projection.fit.ranks.MUCH_NC4", 0.25)
         choice = choose_ranks(nc1, nc4, 0.7, settings(epsilon=0.3))
-    assert (choice.c_proj, choice.d_proj) == reference.smallest_size(nc1, nc4, 0.3, 0.7, 0.1)
+    assert (choice.c_proj, choice.d_proj) == reference.smallest_size(nc1, nc4, 0.3, 0.7, 0.1, 0.25)
 
 
 def test_minimum_dim_above_the_layer() -> None:
