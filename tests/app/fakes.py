@@ -91,6 +91,10 @@ class FakePipeline:
             **({"map": images[:, 0]} if with_map else {}),
         }
 
+    def forward_with_map(self, images: Tensor, /) -> tuple[Tensor, Tensor]:
+        """A map of the pixels themselves."""
+        return self(images), images[:, 0]
+
 
 def outputs_of(images: Tensor) -> Tensor:
     """The packed outputs of the fake network, the same for an image whatever it is batched with."""
@@ -180,8 +184,8 @@ class FakeValuePipeline(FakePipeline):
         }
         return pack(VALUE_SCORES, scores, brightness.new_empty(len(images), 0))
 
-    def explain(self, images: Tensor, /) -> tuple[Tensor, Mapping[str, Tensor]]:
-        _, told = super().explain(images)
+    def explain(self, images: Tensor, /, *, with_map: bool = False) -> tuple[Tensor, Mapping[str, Tensor]]:
+        _, told = super().explain(images, with_map=with_map)
         near = torch.arange(3.0).expand(len(images), 2, 3)
         neighbours = {"neighbour_image": near, "neighbour_value": 10 * near, "neighbour_distance": near}
         return self(images), {**told, **neighbours, "layer_weight": torch.tensor([0.75, 0.25]).expand(len(images), 2)}

@@ -14,8 +14,7 @@ from app.http.disconnect import has_disconnected
 from app.http.openapi import IMAGES_BODY, responses
 from app.http.query import parse_query, query_parameters
 from app.http.uploads import UploadLimits, read_images
-from app.inference.request import EXPLAIN, PREDICT
-from app.inference.request import MAP as MAP_KIND
+from app.inference.request import EXPLAIN, EXPLAIN_WITH_MAP, PREDICT
 from app.models.served import Predicted, ServedModel
 from app.service import service_to_predict
 from psc_core.maps.picture import map_document
@@ -63,7 +62,7 @@ class PredictQuery(BaseModel):
     @property
     def kind(self) -> str:
         """The kind of request in the queue."""
-        return MAP_KIND if self.map else EXPLAIN if self.explain else PREDICT
+        return EXPLAIN_WITH_MAP if self.map else EXPLAIN if self.explain else PREDICT
 
 
 _ROUTE: Final[dict[str, Any]] = {
