@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import csv
 import io
 import json
@@ -20,7 +19,15 @@ import pytest
 from PIL import Image
 
 from psc_core.tasks.classification.policy import Policy
-from tests.app.fakes import FakeModel, FakePipeline, FakePipelineWithGates, FakeValueModel, pixels, png
+from tests.app.fakes import (
+    FakeModel,
+    FakePipeline,
+    FakePipelineWithGates,
+    FakePipelineWithThumbnails,
+    FakeValueModel,
+    pixels,
+    png,
+)
 from tests.app.live import live_server
 from tests.served import GUARD_SECONDS
 
@@ -401,51 +408,27 @@ def test_why_tells_a_model_without_a_map_in_words(driver: Driver, files: dict[st
         assert errors(driver) == []
 
 
-MAPS = """
-const asked = window.fetch;
-window.sent = [];
-window.fetch = async (path, options) => {
-  if (path === "openapi.json") {
-    const parameters = ["explain", "map", "monitor"].map((name) => ({name}));
-    return new Response(JSON.stringify({paths: {"/predict": {post: {parameters}}}}));
-  }
-  if (!path.includes("/predict?")) return asked(path, options);
-  window.sent.push(path.split("?")[1]);
-  const answer = await (await asked(path.split("?")[0] + "?explain=true", options)).json();
-  const told = answer.predictions[0].explanation;
-  if (path.includes("map=true")) {
-    told.map = {layer: "layer1", png: PNG, box: [0, 0, 0.5, 0.25]};
-    told.nearest = [{label: "dark", image: PNG}];
-  }
-  return new Response(JSON.stringify(answer));
-};
-"""
-
-
-def test_lays_the_map_over_the_picture(driver: Driver, files: dict[str, Path], url: str) -> None:
-    """Of a service whose interface lists ``map`` and ``monitor``."""
-    source = MAPS.replace("PNG", repr(base64.b64encode(png(200)).decode()))
-    script = driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": source})
-    try:
+def test_shows_where_and_what_it_is_nearest_to(driver: Driver, files: dict[str, Path]) -> None:
+    with live_server({"m": FakeModel(pipeline=FakePipelineWithThumbnails())}) as url:
         driver.get(url)
         classify(driver, files["strange"])
         open_panel(driver, "strange.png")
         assert not find(driver, "#seen")[0].is_displayed()
         find(driver, "#why summary")[0].click()
         until(find(driver, "#seen")[0].is_displayed)
-        assert text(driver, "#reason") == "Unlike the training images, mostly upper left; closest to middle."
+        assert text(driver, "#reason") == "Unlike the training images, mostly upper; closest to middle."
         frame, seen, box = (find(driver, f"#{name}")[0].rect for name in ("frame", "seen", "box"))
         assert seen == pytest.approx(frame, abs=1)
-        assert [box["width"], box["height"]] == pytest.approx([frame["width"] / 2, frame["height"] / 4], abs=1)
+        assert [box["width"], box["height"]] == pytest.approx([frame["width"], frame["height"] / 2], abs=1)
         assert "luminance" in find(driver, "#heat")[0].value_of_css_property("mask-mode")
-        assert text(driver, "#nearest li") == "dark"
-        assert driver.execute_script("return window.sent") == [
-            "explain=true&monitor=false",
-            "explain=true&map=true&monitor=false",
-        ]
+        nearest, *others = [each.text for each in find(driver, "#nearest li")]
+        assert nearest == "middle\n0.00196 σ away" and {*others} == {"bright\n0.5 σ away", "dark\n0.5 σ away"}
+        until(lambda: [each.get_property("naturalWidth") for each in find(driver, "#nearest img")] == [2, 2, 2])
+        asked = driver.execute_script("return performance.getEntriesByType('resource').map(({name}) => name)")
+        assert [name.split("?")[1] for name in asked if "/predict?" in name] == [
+            "explain=true&monitor=false", "explain=true&map=true&monitor=false",
+        ]  # fmt: skip
         assert errors(driver) == []
-    finally:
-        driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", script)
 
 
 def test_saves_what_is_shown(page: Driver, files: dict[str, Path], tmp_path: Path) -> None:

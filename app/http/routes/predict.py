@@ -126,6 +126,11 @@ def predict_response(served: ServedModel, policy: BasePolicy, predicted: Predict
         explained = model.task.explanations(explanation, model.classes, model.head_layers)
         for prediction, more in zip(predictions, explained, strict=True):
             prediction["explanation"] = more
+    thumbnails = model.pipeline.thumbnails
+    if explanation and thumbnails is not None:
+        found = zip(predictions, explanation["nearest_kept"], explanation["nearest_distance"], strict=True)
+        for prediction, nearest, distances in found:
+            prediction["explanation"]["nearest"] = thumbnails.documents(nearest, distances, model.classes)
     layer_map = model.pipeline.map if MAP in explanation else None
     if layer_map is not None:
         for prediction, grey in zip(predictions, explanation[MAP], strict=True):
