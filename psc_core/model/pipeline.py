@@ -175,9 +175,14 @@ class Scorer(nn.Module):
         """Probabilities and scores of a batch, the same for an image in any batch."""
         return self.score(self.embed(images))
 
-    def explain(self, embedding: Embedding) -> dict[str, Tensor]:
-        """Return distances to all classes, the nearest class, whitened deviations, and what the head has to say."""
-        explanation = dict(self.density.explain(embedding.density_input)._asdict())
+    def explain(self, embedding: Embedding, coordinates: Float[Tensor, "batch kept"]) -> dict[str, Tensor]:
+        """Return distances to all classes, the nearest class, whitened deviations, and what the head has to say.
+
+        Args:
+            embedding: Of the images.
+            coordinates: Theirs in the density.
+        """
+        explanation = dict(self.density.explain_at(coordinates)._asdict())
         return explanation | self.head.explain(embedding.head_input)
 
 
@@ -251,9 +256,10 @@ class Pipeline(nn.Module):
         """
         features, output = self._features(images)
         embedding = self.scorer.embedding(features, output)
-        explanation = self.scorer.explain(embedding)
+        coordinates = self.scorer.density.coordinates(embedding.density_input)
+        explanation = self.scorer.explain(embedding, coordinates)
         if self.thumbnails is not None:
-            nearest: Nearest = self.thumbnails(self.scorer.density.coordinates(embedding.density_input))
+            nearest: Nearest = self.thumbnails(coordinates)
             explanation |= nearest._asdict()
         if with_map:
             explanation[MAP] = self._map_of(features)

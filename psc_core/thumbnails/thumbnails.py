@@ -32,6 +32,9 @@ MAX_COUNT: Final = 4096
 NEAREST: Final = 3
 """Number of kept images that an explanation names."""
 
+CANDIDATES: Final = 16
+"""Number of kept images whose distances are computed without rounding."""
+
 _TYPES: Final = {"embedding": torch.float32, "pixels": torch.uint8, "images": torch.int64, "labels": torch.int64}
 _AXES: Final = {
     "embedding": ("count", "kept"),
@@ -126,10 +129,13 @@ class Thumbnails(nn.Module):
 
     def forward(self, coordinates: Float[Tensor, "batch components"]) -> Nearest:
         """Return the nearest kept images of a batch."""
-        # Not by a matrix product: where classes are tight, the distances are small differences of large terms.
-        distances = torch.cdist(coordinates.float(), self.embedding, compute_mode="donot_use_mm_for_euclid_dist")
-        found = distances.topk(min(NEAREST, len(self)), dim=1, largest=False)
-        return Nearest(found.indices, found.values)
+        coordinates = coordinates.float()
+        # By a matrix product, which is quick and off by rounding where an image is all but one of the kept ones.
+        rough = torch.cdist(coordinates, self.embedding)
+        candidates = rough.topk(min(CANDIDATES, len(self)), dim=1, largest=False).indices
+        exact = torch.linalg.vector_norm(coordinates[:, None] - self.embedding[candidates], dim=2)
+        found = exact.topk(min(NEAREST, len(self)), dim=1, largest=False)
+        return Nearest(candidates.gather(1, found.indices), found.values)
 
     def documents(
         self, nearest: npt.NDArray[Any], distances: npt.NDArray[Any], classes: Sequence[str]

@@ -75,7 +75,7 @@ export function showWhy({ explanation }, model, isOpen) {
 function kept({ label, value, distance, png }, model) {
   const picture = Object.assign(document.createElement("img"), { src: `data:image/png;base64,${png}`, alt: "" });
   picture.addEventListener("load", () => picture.classList.toggle("pixels", picture.naturalWidth < SMALL_PIXELS / 2));
-  const away = Object.assign(document.createElement("span"), { className: "muted", textContent: `${number(distance)}\u00a0σ away` });
+  const away = Object.assign(document.createElement("span"), { className: "muted", textContent: `${number(distance)}\u00a0σ` });
   return item(picture, model.target ? measured(value, model) : label, away);
 }
 
