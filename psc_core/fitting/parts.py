@@ -206,9 +206,9 @@ def _keep(count: int, read: Read, density: Density, data: FitData) -> Thumbnails
         "pixels": torch.cat([thumbnails_of(few.preprocess.to_pixels(batch.images)) for batch in few.batches(BATCH)]),
         "images": kept,
         "labels": few.first_labels(),
-        **({} if few.values is None else {"values": few.values}),
+        "values": few.values,
     }
-    return Thumbnails(tensors)
+    return Thumbnails({name: tensor for name, tensor in tensors.items() if tensor is not None})
 
 
 def check_own_output(backbone: Backbone, train: ImageDataset, compute: Compute, expected: int) -> None:
