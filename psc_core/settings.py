@@ -61,6 +61,7 @@ class FitSettings:
     risk: float = field(default=0.05, metadata=_LAST)  # of a classifier
     max_width: float | None = field(default=None, metadata=_LAST)  # of a regression, target's unit; None for no limit
     ood_score: str = field(default="gates", metadata=_LAST)
+    keep_examples: int | None = field(default=None, metadata=_LAST)  # training images kept as thumbnails; None: none
     precision: str = "fp32"
     batch_images: int = 256
     max_images: int | None = None  # training images that are used, balanced over classes; None for all

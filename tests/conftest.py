@@ -89,6 +89,8 @@ def tiny_job(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> TinyJ
         "cpu",
         "--minimum-dim",
         "8",
+        "--keep-examples",
+        "20",
     ]
     return TinyJob(folder, tuple(args), net)
 

@@ -119,15 +119,16 @@ class SecondReader:
 
     def log_density(self, z: Array, features: list[Array]) -> Array:
         """log p(z), or of the features averaged over positions."""
-        if self.manifest["density"]["kind"] == "pooled++":
-            z = np.concatenate([f.mean(2) for f in features], axis=1)
-        return self.gaussians(self.tensors("density"), self.manifest["density"]["kind"], z)
+        density = self.tensors("density"), self.manifest["density"]["kind"]
+        return self.gaussians(*density, self._density_input(z, features))
+
+    def _density_input(self, z: Array, features: list[Array]) -> Array:
+        pooled = self.manifest["density"]["kind"] == "pooled++"
+        return np.concatenate([f.mean(2) for f in features], axis=1) if pooled else z
 
     def gaussians(self, t: dict[str, Array], kind: str, z: Array) -> Array:
         """log p of what a density reads."""
-        if kind in ("gda++", "mahalanobis++", "pooled++"):
-            z = z / np.maximum(np.linalg.norm(z, axis=1, keepdims=True), 1e-12)
-        w = (z - t["mean"]) @ t["basis"]
+        w = _coordinates(t, kind, z)
         if kind in ("gda", "gda++", "pooled++"):
             difference = np.einsum("kpq,bkq->bkp", t["whiteners"], w[:, None] - t["centres"])
         elif kind in ("tied", "mahalanobis++", "rmd"):
@@ -190,6 +191,16 @@ class SecondReader:
     def grey_levels(self, distances: Array) -> Array:
         """Grey levels of a map."""
         return np.searchsorted(self.tensors("map")["thresholds"], distances, side="right")
+
+    # -- thumbnails -----------------------------------------------------------------------------------------------
+
+    def thumbnail_distances(self, z: Array, features: list[Array]) -> Array:
+        """Distance (B, N) of each image from each kept training image."""
+        t, own = self.tensors("density"), self.tensors("thumbnails")
+        kind = self.manifest["density"]["kind"]
+        return np.linalg.norm(
+            _coordinates(t, kind, self._density_input(z, features))[:, None] - own["embedding"], axis=2
+        )
 
     # -- decisions ------------------------------------------------------------------------------------------------
 
@@ -256,6 +267,14 @@ class SecondReader:
                     for o, a in zip(is_ood, ambiguous, strict=True)]  # fmt: skip
         classes = (probabilities, entropy, epistemic, chosen, decision)
         return Answer(z, log_density, p_value, gate_p_values, is_ood, *classes)
+
+
+def _coordinates(t: dict[str, Array], kind: str, z: Array) -> Array:
+    """w of a density."""
+    if kind in ("gda++", "mahalanobis++", "pooled++"):
+        z = z / np.maximum(np.linalg.norm(z, axis=1, keepdims=True), 1e-12)
+    coordinates: Array = (z - t["mean"]) @ t["basis"]
+    return coordinates
 
 
 def _pool(features: Array, m: int) -> Array:

@@ -8,10 +8,12 @@ failed; what concerns every image is one line on standard error.
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +32,7 @@ from app.client import (
 from psc_core.errors import ExitCode
 from psc_core.images import SUFFIXES
 from psc_core.tables import aligned
-from psc_core.tasks.answer import BaseAnswer
+from psc_core.tasks.answer import BaseAnswer, Response
 from psc_core.version import __version__
 
 URL_VARIABLE = "PSC_CLIENT_URL"
@@ -89,6 +91,10 @@ def parser(environment: Mapping[str, str] | None = None) -> argparse.ArgumentPar
         help=f"where the service is (default: {URL_VARIABLE}, else {DEFAULT_URL})",
     )
     cli.add_argument("--model", metavar="NAME", help="name of the model (default: the service's default)")
+    text = "write a grey PNG of each image there, of where it is strange, named by number and file"
+    cli.add_argument("--maps", type=Path, metavar="DIR", help=text)
+    text = "keep the images out of the service's drift and metrics: a test, no part of the stream"
+    cli.add_argument("--no-monitor", action="store_true", help=text)
     cli.add_argument("--json", action="store_true", help="print one JSON object a line instead of a table")
     cli.add_argument(
         "--batch-size", type=_positive_int, default=32, metavar="N", help="images per request (default: 32)"
@@ -112,8 +118,11 @@ def predict(client: Client, options: argparse.Namespace) -> int:
     rows: list[tuple[str, Mapping[str, str] | ClientError]] = []
     failed = 0
     try:
-        for image, outcome in outcomes(client, list(files(options.images, options.recursive)), options):
+        images = list(files(options.images, options.recursive))
+        for number, (image, outcome) in enumerate(outcomes(client, images, options)):
             failed += isinstance(outcome, ClientError)
+            if options.maps is not None and isinstance(outcome, Answered):
+                _write_map(outcome, options.maps / f"{number:05d}-{Path(image).stem}.png")
             if options.json:
                 print(json.dumps({"image": image, **_document(outcome)}, ensure_ascii=False), flush=True)
             else:
@@ -142,26 +151,28 @@ def files(names: Sequence[str], recursive: bool) -> Iterator[str]:
 
 def outcomes(client: Client, images: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[str, Outcome]]:
     """Each image with its prediction, or with the error that only this image has."""
+    with_map = options.maps is not None
+    ask = partial(client.ask, model=options.model, explain=with_map, map=with_map, monitor=not options.no_monitor)
     for start in range(0, len(images), options.batch_size):
         batch = images[start : start + options.batch_size]
-        yield from zip(batch, _batch(client, batch, options.model), strict=True)
+        yield from zip(batch, _batch(ask, batch), strict=True)
 
 
-def _batch(client: Client, images: Sequence[str], model: str | None) -> list[Outcome]:
+def _batch(ask: Callable[[Sequence[str]], Response], images: Sequence[str]) -> list[Outcome]:
     """One request; without an image at fault once more, and in halves where the body is too large."""
     if not images:
         return []
     try:
-        answer = client.ask(images, model=model)
+        answer = ask(images)
         return [Answered(answer.model, prediction) for prediction in answer.predictions]
     except ClientError as error:
         at = error.index
         if at is not None and at < len(images):
-            return [*_batch(client, images[:at], model), error, *_batch(client, images[at + 1 :], model)]
+            return [*_batch(ask, images[:at]), error, *_batch(ask, images[at + 1 :])]
         if not (isinstance(error, Refused) and error.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE and len(images) > 1):
             raise
         half = len(images) // 2
-        return [*_batch(client, images[:half], model), *_batch(client, images[half:], model)]
+        return [*_batch(ask, images[:half]), *_batch(ask, images[half:])]
 
 
 class Answered(NamedTuple):
@@ -172,6 +183,20 @@ class Answered(NamedTuple):
 
 
 Outcome = Answered | ClientError
+
+
+def _write_map(outcome: Answered, file: Path) -> None:
+    """Write the map of an explanation.
+
+    Raises:
+        InputError: The file cannot be written.
+    """
+    prediction: Any = outcome.prediction  # Of every task it has an explanation.
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(base64.b64decode(prediction.explanation.map.png))
+    except OSError as error:
+        raise InputError(f"cannot write {file}: {error.strerror}; choose another folder for --maps") from error
 
 
 def _document(outcome: Outcome) -> dict[str, Any]:

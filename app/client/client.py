@@ -98,22 +98,19 @@ class _Call:
         return client.build_request(self.method, self.path, params=dict(self.params), files=files)
 
 
-def _predict_call(
-    images: Sequence[ImageInput],
-    model: str | None,
-    explain: bool,
-    with_map: bool,
-    asked: Mapping[str, float | None],
-) -> _Call:
+def _query(explain: bool, with_map: bool, monitor: bool, asked: Mapping[str, float | None]) -> dict[str, str]:
+    query = {name: str(value) for name, value in asked.items() if value is not None}
+    flags = {"explain": explain, "map": with_map}
+    return (
+        query | {name: "true" for name, is_set in flags.items() if is_set} | ({} if monitor else {"monitor": "false"})
+    )
+
+
+def _predict_call(images: Sequence[ImageInput], model: str | None, query: Mapping[str, str]) -> _Call:
     if isinstance(images, (str, bytes, Path)):
         raise InputError("expected a list of images, got one image; put it into a list")
     if not images:
         raise InputError("expected at least one image, got none")
-    query = {name: str(value) for name, value in asked.items() if value is not None}
-    if explain:
-        query["explain"] = "true"
-    if with_map:
-        query["map"] = "true"
     path = "predict" if model is None else f"models/{quote(model, safe='')}/predict"
     return _Call("POST", path, query, [_part(image, index) for index, image in enumerate(images)])
 
@@ -262,6 +259,7 @@ class Client(_Base):
         ambiguity_threshold: float | None = None,
         explain: bool = False,
         map: bool = False,
+        monitor: bool = True,
     ) -> PredictResponse:
         """Classify images in one request.
 
@@ -273,6 +271,7 @@ class Client(_Base):
             ambiguity_threshold: Entropy (nats) above which an image is ambiguous, in this request.
             explain: Ask for explanations.
             map: Ask for maps in them, of where the images are strange.
+            monitor: False for images that are no part of the stream, a test, say: they stay out of drift and metrics.
 
         Raises:
             ClientError: See its subclasses.
@@ -280,7 +279,7 @@ class Client(_Base):
         thresholds = {"alpha": alpha, "ambiguity_threshold": ambiguity_threshold}
         return _expect(
             PredictResponse,
-            self.ask(images, model=model, explain=explain, map=map, top_k=top_k, **thresholds),
+            self.ask(images, model=model, explain=explain, map=map, monitor=monitor, top_k=top_k, **thresholds),
         )
 
     def predict_values(
@@ -292,6 +291,7 @@ class Client(_Base):
         max_width: float | None = None,
         explain: bool = False,
         map: bool = False,
+        monitor: bool = True,
     ) -> ValueResponse:
         """The number of each image, from a regression.
 
@@ -302,12 +302,15 @@ class Client(_Base):
             max_width: Width of an interval, in the target's unit, above which a number is uncertain, in this request.
             explain: Likewise.
             map: Likewise.
+            monitor: Likewise.
 
         Raises:
             ClientError: See its subclasses.
         """
         thresholds = {"alpha": alpha, "max_width": max_width}
-        return _expect(ValueResponse, self.ask(images, model=model, explain=explain, map=map, **thresholds))
+        return _expect(
+            ValueResponse, self.ask(images, model=model, explain=explain, map=map, monitor=monitor, **thresholds)
+        )
 
     def ask(
         self,
@@ -316,6 +319,7 @@ class Client(_Base):
         model: str | None = None,
         explain: bool = False,
         map: bool = False,
+        monitor: bool = True,
         **asked: float | None,
     ) -> Response:
         """Ask a model of any task about images, in one request.
@@ -325,12 +329,13 @@ class Client(_Base):
             model: Likewise.
             explain: Likewise.
             map: Likewise.
+            monitor: Likewise.
             asked: Thresholds and options of the model's task by name; None leaves one out.
 
         Raises:
             ClientError: See its subclasses.
         """
-        return _response(_document(self._send(_predict_call(images, model, explain, map, asked))))
+        return _response(_document(self._send(_predict_call(images, model, _query(explain, map, monitor, asked)))))
 
     def model(self, name: str | None = None) -> dict[str, Any]:
         """Summary of a served model (the default one when ``None``), as ``GET /model`` gives it."""
@@ -387,10 +392,13 @@ class AsyncClient(_Base):
         ambiguity_threshold: float | None = None,
         explain: bool = False,
         map: bool = False,
+        monitor: bool = True,
     ) -> PredictResponse:
         """Predict as :meth:`Client.predict` does."""
         thresholds = {"alpha": alpha, "ambiguity_threshold": ambiguity_threshold}
-        response = await self.ask(images, model=model, explain=explain, map=map, top_k=top_k, **thresholds)
+        response = await self.ask(
+            images, model=model, explain=explain, map=map, monitor=monitor, top_k=top_k, **thresholds
+        )
         return _expect(PredictResponse, response)
 
     async def predict_values(
@@ -402,10 +410,13 @@ class AsyncClient(_Base):
         max_width: float | None = None,
         explain: bool = False,
         map: bool = False,
+        monitor: bool = True,
     ) -> ValueResponse:
         """Predict as :meth:`Client.predict_values` does."""
         thresholds = {"alpha": alpha, "max_width": max_width}
-        return _expect(ValueResponse, await self.ask(images, model=model, explain=explain, map=map, **thresholds))
+        return _expect(
+            ValueResponse, await self.ask(images, model=model, explain=explain, map=map, monitor=monitor, **thresholds)
+        )
 
     async def ask(
         self,
@@ -414,10 +425,11 @@ class AsyncClient(_Base):
         model: str | None = None,
         explain: bool = False,
         map: bool = False,
+        monitor: bool = True,
         **asked: float | None,
     ) -> Response:
         """Ask as :meth:`Client.ask` does; files are read on a thread."""
-        call = await asyncio.to_thread(_predict_call, images, model, explain, map, asked)
+        call = await asyncio.to_thread(_predict_call, images, model, _query(explain, map, monitor, asked))
         return _response(_document(await self._send(call)))
 
     async def model(self, name: str | None = None) -> dict[str, Any]:

@@ -13,9 +13,13 @@ Images = npt.NDArray[np.uint8]
 """(n, channels, height, width)."""
 
 PREDICT: Final = "predict"
-EXPLAIN: Final = "explain"
 MAP: Final = "map"
-"""Kinds of requests: outputs alone, with explanations, or with explanations and maps."""
+EXPLAIN: Final = "explain"
+EXPLAIN_WITH_MAP: Final = "explain with map"
+"""Kinds of requests: outputs alone, with maps, with explanations, or with both."""
+
+WITH_MAP: Final = frozenset({MAP, EXPLAIN_WITH_MAP})
+"""Kinds that only a model with a map can compute."""
 
 
 class State(enum.Enum):

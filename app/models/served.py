@@ -19,7 +19,7 @@ from app.inference.batcher import Batcher
 from app.inference.decoder import Decoder, EncodedImage
 from app.inference.engine import Engine
 from app.inference.fingerprints import fingerprints
-from app.inference.request import MAP, PREDICT, Images
+from app.inference.request import PREDICT, WITH_MAP, Images
 from app.inference.steps import Step, TorchThreads, make_step
 from app.log.writer import LogWriter, ModelLog
 from app.memory import MemoryBudget
@@ -114,7 +114,7 @@ class ServedModel:
         Raises:
             UnavailableMap: A map is asked for, and the model has none.
         """
-        if kind == MAP and self.model.pipeline.map is None:
+        if kind in WITH_MAP and self.model.pipeline.map is None:
             raise UnavailableMap(f"model {self.name!r} has no map, as bundles fitted without one; leave out map")
         result = await self.engine.predict(images, disconnected=disconnected, kind=kind)
         outputs = self.model.outputs(result.packed)

@@ -25,8 +25,11 @@ from psc_core.tasks.task import Agreement, Task, task_type, task_type_of
 SCHEMA: Final = 5
 """Version of the bundle format, the only one that is written and read."""
 
-PARTS = ("backbone", "projection", "density", "head", "calibration", "gates", "map")
-"""Tensor files of a bundle; ``gates`` and ``map`` are absent from a model without."""
+OPTIONAL: Final = ("gates", "map", "thumbnails")
+"""Parts that a model may be without; then the manifest has no section of the name, and the bundle no file."""
+
+PARTS: Final = ("backbone", "projection", "density", "head", "calibration", *OPTIONAL)
+"""Tensor files of a bundle."""
 
 MAX_PART_BYTES: Final = 16 << 30
 """Maximum size of a tensor file."""
@@ -43,7 +46,7 @@ MAX_ARGUMENT: Final = 1 << 16
 _REPEATED: Final = (
     "task", "layer", "layers", "granularity", "epsilon", "c_proj", "d_proj", "minimum_dim", "no_second_scaling",
     "density", "pca", "head", "head_input", "predictions", "alpha", "coverage", "risk", "max_width", "ood_score",
-    "precision", "max_images", "seed",
+    "precision", "max_images", "keep_examples", "seed",
 )  # fmt: skip
 """Settings of a fit that :func:`fit_command` repeats: all but how much of a machine it may take."""
 
@@ -150,6 +153,16 @@ class MapSection(_Strict):
     density: _Fitted
 
 
+class ThumbnailsSection(_Strict):
+    """The section ``thumbnails``: sizes of what is kept of training images."""
+
+    count: _Size
+    kept: _Size
+    channels: _Size
+    height: _Size
+    width: _Size
+
+
 def check_network(network: Mapping[str, Any]) -> None:
     """Check, before anything is fitted, that a manifest can describe the network: the fields of its ``Recipe``.
 
@@ -189,6 +202,7 @@ class Manifest(_Strict):
     calibration: _Calibration
     gates: _Gates | None = None
     map: MapSection | None = None
+    thumbnails: ThumbnailsSection | None = None
     collapse: dict[str, Any] | None
     metrics: dict[str, Any]
     provenance: dict[str, Any]
@@ -203,7 +217,7 @@ class Manifest(_Strict):
         last_layer = texture.layer if texture else None
         map_layer = None if self.map is None else self.map.layer
         of_texture = texture.density.sizes if texture else {"classes": classes}
-        without = {part for part in ("gates", "map") if getattr(self, part) is None}
+        without = {part for part in OPTIONAL if getattr(self, part) is None}
         needed = {f"{part}.safetensors" for part in PARTS if part not in without}
         network = self.backbone.network
         if network is None:

@@ -141,6 +141,10 @@ def parser() -> argparse.ArgumentParser:
     rate("--risk", "error rate that images below the ambiguity threshold keep, with 95 %% confidence")
     text = "width above which an interval makes a number uncertain, in its unit, of a regression (default: no limit)"
     method.add_argument("--max-width", type=flags.positive_number, metavar="WIDTH", help=text)
+    text = (
+        "keep thumbnails of N training images, some of each class, to show what an image is nearest to (default: none)"
+    )
+    method.add_argument("--keep-examples", type=flags.positive, metavar="N", help=text)
 
     run = cli.add_argument_group("run")
     run.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")

@@ -244,13 +244,18 @@ def balanced(dataset: ImageDataset, count: int | None, seed: int = 0) -> ImageDa
     """
     if count is None or count >= len(dataset):
         return dataset
+    return dataset.subset(balanced_positions(dataset, count, seed))
+
+
+def balanced_positions(dataset: ImageDataset, count: int, seed: int = 0) -> Tensor:
+    """Return the positions of the images that :func:`balanced` chooses, ``int64``, ascending."""
     firsts = dataset.first_labels()
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
     by_class = order[stable_order(firsts[order])]
     sizes = torch.bincount(firsts, minlength=len(dataset.classes))
     turn = torch.cat([torch.arange(int(size)) for size in sizes])  # How many of its class come before an image.
     chosen = by_class[stable_order(turn)[:count]]
-    return dataset.subset(chosen.sort().values)
+    return chosen.sort().values
 
 
 def split_validation(val: ImageDataset, seed: int = 0) -> tuple[ImageDataset, ImageDataset]:

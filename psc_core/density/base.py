@@ -84,7 +84,10 @@ class Density(Fitted):
 
     def explain(self, z: Float[Tensor, "batch dim"]) -> DensityExplanation:
         """Return the nearest class, its distance, and along which components the images deviate from it."""
-        w = self.coordinates(z)
+        return self.explain_at(self.coordinates(z))
+
+    def explain_at(self, w: Float[Tensor, "batch kept"]) -> DensityExplanation:
+        """Return the same as :meth:`explain`, from :meth:`coordinates`."""
         distances = self.class_distances(w)
         nearest = distances.argmin(dim=1)
         return DensityExplanation(distances, nearest, self.deviation(w, nearest))

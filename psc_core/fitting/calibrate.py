@@ -23,6 +23,7 @@ from psc_core.model.pipeline import Pipeline, Scorer, ood_score_of
 from psc_core.settings import FitSettings
 from psc_core.tasks.fit.task import Calibrated, task_fit
 from psc_core.tasks.head import Scored
+from psc_core.thumbnails.thumbnails import Thumbnails
 
 COMMON: Final = ("alpha", "coverage", "batch_images", "max_memory", "precision", "device")
 """Settings that calibration reads for every task."""
@@ -34,6 +35,7 @@ def calibrate(
     settings: FitSettings,
     gates: Sequence[str] = (),
     layer_map: LayerMap | None = None,
+    thumbnails: Thumbnails | None = None,
 ) -> tuple[Pipeline, Calibrated]:
     """Fit what the gates need on the selection split; scores and thresholds come from the calibration split.
 
@@ -43,6 +45,7 @@ def calibrate(
         settings: The rates.
         gates: Names of the gates that make the OOD score; without any it is the density.
         layer_map: Of the pipeline; it needs no calibration.
+        thumbnails: Likewise.
 
     Raises:
         FitError: Scores that are not finite.
@@ -54,7 +57,8 @@ def calibrate(
         fitted_gates = fit_gates(gates, readings_of(gates, selected), readings_of(gates, scored.scores))
     ood_score, _ = ood_score_of(scored.scores, fitted_gates)
     calibrated = data.fit.calibrate(scored, ood_score, data.calibration, settings)
-    return Pipeline(scorer, calibrated.calibration.ood_scores, fitted_gates, layer_map), calibrated
+    pipeline = Pipeline(scorer, calibrated.calibration.ood_scores, fitted_gates, layer_map, thumbnails)
+    return pipeline, calibrated
 
 
 def recalibrate(
@@ -84,8 +88,8 @@ def recalibrate(
         gates = Gates(gates.names, gates.ascending.cpu(), gates.scales.cpu(), readings, gates.texture_counts_below)
     ood_score, _ = ood_score_of(scored.scores, gates)
     calibrated = fit.calibrate(scored, ood_score, data, settings, weights)
-    pipeline = Pipeline(model.pipeline.scorer, calibrated.calibration.ood_scores, gates, model.pipeline.map)
-    return pipeline, calibrated
+    kept = model.pipeline
+    return Pipeline(kept.scorer, calibrated.calibration.ood_scores, gates, kept.map, kept.thumbnails), calibrated
 
 
 def temper(model: FittedModel, data: ImageDataset, settings: FitSettings) -> FittedModel:
@@ -103,7 +107,8 @@ def temper(model: FittedModel, data: ImageDataset, settings: FitSettings) -> Fit
     if gates is not None:
         scores = score_dataset(scorer, data, settings.compute(), "gates").scores
         gates = fit_gates(gates.names, *[readings_of(gates.names, scores)] * 2)
-    return replace(model, pipeline=Pipeline(scorer, pipeline.calibration_scores, gates, pipeline.map))
+    tempered = Pipeline(scorer, pipeline.calibration_scores, gates, pipeline.map, pipeline.thumbnails)
+    return replace(model, pipeline=tempered)
 
 
 def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:

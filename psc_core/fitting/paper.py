@@ -144,7 +144,7 @@ def fit_psc(
         changes: Settings by name: ``head`` (``"laplace"``, ``"sngp"``, ``"duq"``), ``density`` (``"gda"``, the paper's,
             ``"tied"``, ``"gda++"``, ``"mahalanobis++"``, ``"pooled++"``, ``"rmd"``), ``predictions`` (``"psc"``, the
             head's, or ``"base"``, the network's own), ``alpha``, ``coverage``, ``risk``, ``ood_score`` (``"gates"`` or
-            ``"density"``, the paper's), ``pca``.
+            ``"density"``, the paper's), ``pca``, ``keep_examples`` (training images kept as thumbnails; none).
 
     Raises:
         UsageError: An unknown option, rates outside (0, 1) or that so few validation images cannot keep, images with

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,11 @@ from psc_core.settings import FitSettings
 from psc_core.tasks.fit.task import Features, HeadJob, one_of, own_outputs
 from psc_core.tasks.head import Head
 from psc_core.tasks.task import Task
+from psc_core.thumbnails.fit.choose import kept_images, thumbnails_of
+from psc_core.thumbnails.thumbnails import Thumbnails
+
+BATCH: Final = 64
+"""Images that are made thumbnails at once."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,7 @@ class FittedParts:
     scorer: Scorer
     gates: ChosenGates | None
     map: ChosenMap | None
+    thumbnails: Thumbnails | None
 
     @property
     def gate_names(self) -> tuple[str, ...]:
@@ -106,6 +112,9 @@ def fit_parts(
         ).to(compute.device)
         head = _fit_head(kind, train.features, selection.features, backbone, data, settings)
         textures = {layer: _fit_texture(train, layer, data, compute) for layer in layers.texture}
+        thumbnails = None
+        if settings.keep_examples is not None:
+            thumbnails = _keep(settings.keep_examples, train, density, data)
     scorer = Scorer(
         data.train.preprocess,
         backbone.fused(compute.precision),
@@ -122,7 +131,8 @@ def fit_parts(
     keep_output = settings.predictions == "base" or head.kind in task.own_heads
     if tuple(kept) != layers.names or keep_output != backbone.keep_output:
         backbone = cut(net, kept, data.train, compute, keep_output=keep_output)
-    return FittedParts(backbone, scorer.with_backbone(backbone.fused(compute.precision), texture), gates, chosen_map)
+    scorer = scorer.with_backbone(backbone.fused(compute.precision), texture)
+    return FittedParts(backbone, scorer, gates, chosen_map, thumbnails)
 
 
 def _layers(
@@ -182,6 +192,23 @@ def _fit_texture(train: Read, layer: str, data: FitData, compute: Compute) -> De
         class_names=data.train.classes,
         images=train.features.images,
     ).to(compute.device)
+
+
+def _keep(count: int, read: Read, density: Density, data: FitData) -> Thumbnails:
+    """Return thumbnails of training images with their coordinates, from the features that were read."""
+    kept = kept_images(data.train, count, data.seed)
+    images, rows = read.features.images, torch.empty(len(data.train), dtype=torch.int64)
+    rows[images] = torch.arange(len(images))  # Of several labels any: the features are those of the image.
+    features = read.density_input[rows[kept]].to(density.basis.device)
+    few = data.train.subset(kept)
+    tensors = {
+        "embedding": density.coordinates(features).float(),
+        "pixels": torch.cat([thumbnails_of(few.preprocess.to_pixels(batch.images)) for batch in few.batches(BATCH)]),
+        "images": kept,
+        "labels": few.first_labels(),
+        "values": few.values,
+    }
+    return Thumbnails({name: tensor for name, tensor in tensors.items() if tensor is not None})
 
 
 def check_own_output(backbone: Backbone, train: ImageDataset, compute: Compute, expected: int) -> None:

@@ -28,6 +28,7 @@ from psc_core.projection.fit.ranks import choose_ranks
 from psc_core.projection.fit.report import ProjectionReport
 from psc_core.settings import HEAD_INPUTS, OOD_SCORES, PREDICTIONS, FitSettings
 from psc_core.tasks.fit.task import TaskFit, one_of
+from psc_core.thumbnails.fit.choose import check_count
 
 
 def collapse(net: nn.Module, data: FitData, settings: FitSettings) -> CollapseReport:
@@ -87,6 +88,8 @@ def checked(settings: FitSettings, data: FitData) -> FitSettings:
         one_of(option, getattr(settings, option), allowed, fit.task_type.noun)
     fit.check(settings)
     data.check_rates(alpha=settings.alpha, coverage=settings.coverage)
+    if settings.keep_examples is not None:
+        check_count(settings.keep_examples, len(data.train.classes))
     return settings
 
 
@@ -113,7 +116,7 @@ def fit_model(
     settings.reducer.require(data.train)
     parts = fit_parts(net, candidate, projection, data, settings)
     layer_map = None if parts.map is None else parts.map.map
-    pipeline, calibrated = calibrate(parts.scorer, data, settings, parts.gate_names, layer_map)
+    pipeline, calibrated = calibrate(parts.scorer, data, settings, parts.gate_names, layer_map, parts.thumbnails)
     task = data.fit.task(data.train)
     model = model_class_of(task)(
         task=task,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 from scipy import ndimage
+
+from psc_core.images.png import as_base64, png_of
 
 Grey = npt.NDArray[np.uint8]
 """(rows, columns), brighter is stranger."""
@@ -18,13 +17,6 @@ Box = tuple[float, float, float, float]
 """Left, top, right and bottom as fractions of the width and height of what the network sees."""
 
 _CORNERS: Final = np.ones((3, 3), bool)
-
-
-def png_of(grey: Grey) -> bytes:
-    """Return an 8-bit grey PNG with a pixel for each position."""
-    file = io.BytesIO()
-    Image.fromarray(grey).save(file, "PNG", compress_level=1)
-    return file.getvalue()
 
 
 def box_of(grey: Grey) -> Box:
@@ -43,4 +35,4 @@ def box_of(grey: Grey) -> Box:
 
 def map_document(layer: str, grey: Grey) -> dict[str, Any]:
     """Return the map of one image as an answer has it, :class:`psc_core.tasks.answer.ExplanationMap`."""
-    return {"layer": layer, "png": base64.b64encode(png_of(grey)).decode(), "box": box_of(grey)}
+    return {"layer": layer, "png": as_base64(png_of(grey)), "box": box_of(grey)}

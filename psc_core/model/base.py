@@ -217,6 +217,8 @@ class FittedModel:
             parts["gates"] = {**gates.state_dict(), **_prefixed("texture.", scorer.texture)}
         if self.pipeline.map is not None:
             parts["map"] = self.pipeline.map.density.state_dict()
+        if self.pipeline.thumbnails is not None:
+            parts["thumbnails"] = self.pipeline.thumbnails.tensors()
         fields = {
             "schema_version": SCHEMA,
             "name": self.name,
@@ -234,6 +236,7 @@ class FittedModel:
             "calibration": {"images": len(self.calibration)},
             **({} if gates is None else {"gates": self._gates_config(gates)}),
             **({} if self.pipeline.map is None else {"map": self.pipeline.map.config()}),
+            **({} if self.pipeline.thumbnails is None else {"thumbnails": self.pipeline.thumbnails.config()}),
             "collapse": self.report.get("collapse"),
             "metrics": self.report.get("metrics", {}),
             "provenance": self.report.get("provenance", {}),
@@ -307,7 +310,7 @@ class FittedModel:
             manifest.head.layers,
         ).to(target)
         model = cls(
-            pipeline=Pipeline(scorer, parts.calibration.ood_scores, parts.gates, parts.map),
+            pipeline=Pipeline(scorer, parts.calibration.ood_scores, parts.gates, parts.map, parts.thumbnails),
             backbone=parts.backbone,
             classes=manifest.classes,
             calibration=parts.calibration,

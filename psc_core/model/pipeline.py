@@ -38,6 +38,7 @@ from psc_core.precision import Precision
 from psc_core.projection.module import Projection
 from psc_core.tasks.head import Head, Scored
 from psc_core.tasks.outputs import pack
+from psc_core.thumbnails.thumbnails import Nearest, Thumbnails
 
 MAP: Final = "map"
 """The name of the map in an explanation."""
@@ -175,9 +176,14 @@ class Scorer(nn.Module):
         """Probabilities and scores of a batch, the same for an image in any batch."""
         return self.score(self.embed(images))
 
-    def explain(self, embedding: Embedding) -> dict[str, Tensor]:
-        """Return distances to all classes, the nearest class, whitened deviations, and what the head has to say."""
-        explanation = dict(self.density.explain(embedding.density_input)._asdict())
+    def explain(self, embedding: Embedding, coordinates: Float[Tensor, "batch kept"]) -> dict[str, Tensor]:
+        """Return distances to all classes, the nearest class, whitened deviations, and what the head has to say.
+
+        Args:
+            embedding: Of the images.
+            coordinates: Theirs in the density.
+        """
+        explanation = dict(self.density.explain_at(coordinates)._asdict())
         return explanation | self.head.explain(embedding.head_input)
 
 
@@ -189,6 +195,7 @@ class Pipeline(nn.Module):
         calibration_scores: ``float32 (n,)`` ascending OOD scores of the calibration images.
         gates: They make the OOD score; without any it is −log density.
         layer_map: Of one of the backbone's layers, for explanations.
+        thumbnails: Of training images, for explanations.
     """
 
     calibration_scores: Tensor
@@ -199,6 +206,7 @@ class Pipeline(nn.Module):
         calibration_scores: Float[Tensor, " n"],
         gates: Gates | None = None,
         layer_map: LayerMap | None = None,
+        thumbnails: Thumbnails | None = None,
     ) -> None:
         super().__init__()
         self.scorer = scorer
@@ -206,6 +214,7 @@ class Pipeline(nn.Module):
         self.register_buffer("calibration_scores", scores, persistent=False)
         self.gates = None if gates is None else gates.to(scores.device)
         self.map = None if layer_map is None else layer_map.to(scores.device)
+        self.thumbnails = None if thumbnails is None else thumbnails.to(scores.device)
         self.eval()
 
     @property
@@ -221,7 +230,7 @@ class Pipeline(nn.Module):
     def with_backbone(self, backbone: Backbone, precision: Precision | None = None) -> Pipeline:
         """A pipeline that shares everything else with this one; by default the precision too."""
         scorer = self.scorer.with_backbone(backbone, self.scorer.texture, precision)
-        return Pipeline(scorer, self.calibration_scores, self.gates, self.map)
+        return Pipeline(scorer, self.calibration_scores, self.gates, self.map, self.thumbnails)
 
     def forward(self, images: Images) -> Float[Tensor, "batch columns"]:
         """Packed outputs of a batch, the same for an image in any batch."""
@@ -248,7 +257,11 @@ class Pipeline(nn.Module):
         """
         features, output = self._features(images)
         embedding = self.scorer.embedding(features, output)
-        explanation = self.scorer.explain(embedding)
+        coordinates = self.scorer.density.coordinates(embedding.density_input)
+        explanation = self.scorer.explain(embedding, coordinates)
+        if self.thumbnails is not None:
+            nearest: Nearest = self.thumbnails(coordinates)
+            explanation |= nearest._asdict()
         if with_map:
             explanation[MAP] = self._map_of(features)
         return self.outputs(self.scorer.score(embedding)), explanation

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from psc_core.bundle.io import Bundle
-from psc_core.bundle.manifest import Manifest, MapSection
+from psc_core.bundle.manifest import Manifest, MapSection, ThumbnailsSection
 from psc_core.calibration.conformal import check_rates
 from psc_core.density import Density, restore_density
 from psc_core.errors import BundleError, PSCError, shortened
@@ -25,6 +25,7 @@ from psc_core.network.onnx.restore import restore_body
 from psc_core.projection.module import Projection
 from psc_core.tasks.calibration import BaseCalibration
 from psc_core.tasks.head import Head
+from psc_core.thumbnails.thumbnails import Thumbnails
 
 
 class Parts(NamedTuple):
@@ -38,6 +39,7 @@ class Parts(NamedTuple):
     texture: Density | None  # of the gate "texture"
     gates: Gates | None
     map: LayerMap | None
+    thumbnails: Thumbnails | None
 
 
 def restore_parts(bundle: Bundle, allow_factories: Collection[str]) -> Parts:
@@ -58,12 +60,15 @@ def restore_parts(bundle: Bundle, allow_factories: Collection[str]) -> Parts:
         check_rates(len(calibration), alpha=manifest.policy.alpha, coverage=manifest.policy.coverage)
         texture, gates = _restore_gates(manifest, tensors)
         layer_map = _restore_map(manifest.map, tensors["map"]) if manifest.map else None
+        thumbnails = None
+        if manifest.thumbnails:
+            thumbnails = _restore_thumbnails(manifest, manifest.thumbnails, tensors["thumbnails"], density)
         backbone = _restore_backbone(bundle, allow_factories)
     except PSCError as error:
         raise BundleError(f"{bundle.path}: {error}") from error
     except Exception as error:  # A hostile file can make a network's constructor fail in any way.
         raise BundleError(f"{bundle.path}: the manifest and the tensors do not fit together: {error}") from error
-    return Parts(backbone, projection, density, head, calibration, texture, gates, layer_map)
+    return Parts(backbone, projection, density, head, calibration, texture, gates, layer_map, thumbnails)
 
 
 def _restore_backbone(bundle: Bundle, allow_factories: Collection[str]) -> Backbone:
@@ -115,3 +120,16 @@ def _restore_map(section: MapSection, tensors: Mapping[str, Tensor]) -> LayerMap
     if grid.rows * grid.columns > MAX_POSITIONS:
         raise BundleError(f"expected a map of at most {MAX_POSITIONS} positions, got {grid}; fit the bundle again")
     return LayerMap(section.layer, grid, density)
+
+
+def _restore_thumbnails(
+    manifest: Manifest, section: ThumbnailsSection, tensors: Mapping[str, Tensor], density: Density
+) -> Thumbnails:
+    return Thumbnails.restore(
+        section.model_dump(),
+        tensors,
+        components=density.basis.shape[1],
+        channels=manifest.preprocess.channels,
+        classes=len(manifest.classes),
+        has_values=manifest.task.number() is not None,
+    )

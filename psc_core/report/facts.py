@@ -107,6 +107,14 @@ class Facts:
             *self._of_task("facts").policy_lines(self.manifest.task, policy, self.limits),
         ]
 
+    @property
+    def kept_images(self) -> str:
+        """The training images that the bundle shows to whoever has it, in words; empty where it keeps none."""
+        kept = self.manifest.thumbnails
+        return (
+            "" if kept is None else f"keeps thumbnails of {kept.count} training images, which are as private as these"
+        )
+
     def flagged_as(self, role: Role) -> dict[str, float]:
         """Return :attr:`flagged` for the sets of one role."""
         return {images.name: self.flagged[images.name] for images in self.content.sets if images.role is role}
@@ -120,7 +128,7 @@ class Facts:
             for name, quality in self.quality.items():
                 lines.append(f"{name:{width}}  " + "  ".join(f"{cell:>9}" for cell in self.cells(quality)))
             lines.append(f"on {self.quality_images} validation images that nothing was chosen on")
-        lines += self.policy_lines
+        lines += [*self.policy_lines, *filter(None, [self.kept_images])]
         if made_up := self.flagged_as(Role.MADE_UP):
             found = ", ".join(f"{name} {fraction:.0%}" for name, fraction in made_up.items())
             lines.append(f"made-up images found out of distribution: {found}")

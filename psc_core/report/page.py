@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import shlex
 from contextlib import suppress
 from pathlib import Path
@@ -11,10 +9,9 @@ from typing import Any, Final
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template, pass_eval_context
 from jinja2.nodes import EvalContext
-from PIL import Image
-from torch import Tensor
 
 from psc_core.bundle.manifest import Manifest
+from psc_core.images.png import SMALL, as_base64, png_of
 from psc_core.network.load import Recipe
 from psc_core.report import FIGURES, PAGE, figures
 from psc_core.report.content import FILE, Role
@@ -131,7 +128,7 @@ def _gallery(facts: Facts) -> list[dict[str, Any]]:
     found: dict[int, dict[str, list[dict[str, Any]]]] = {}
     for picture in facts.content.pictures:
         entry = {
-            "png": as_base64(as_png(picture.pixels)),
+            "png": as_base64(png_of(picture.pixels.numpy(), SMALL)),
             "predicted": classes[picture.predicted],
             "right": picture.predicted == picture.label,
             "ood_score": picture.ood_score,
@@ -139,17 +136,3 @@ def _gallery(facts: Facts) -> list[dict[str, Any]]:
         }
         found.setdefault(picture.label, {}).setdefault(picture.why, []).append(entry)
     return [{"name": classes[label], "reasons": reasons} for label, reasons in found.items()]
-
-
-def as_png(pixels: Tensor) -> bytes:
-    """Return ``uint8 (channels, height, width)`` as a file."""
-    channels_last = pixels.permute(1, 2, 0).numpy()
-    image = Image.fromarray(channels_last.squeeze(2) if channels_last.shape[2] == 1 else channels_last)
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def as_base64(data: bytes) -> str:
-    """Return a file as a page holds it."""
-    return base64.b64encode(data).decode()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from psc_core.evaluation.replay import Fraction, Replay
-from psc_core.report.page import TEMPLATES, as_base64, as_png
+from psc_core.images.png import SMALL, as_base64, png_of
+from psc_core.report.page import TEMPLATES
 from psc_core.tables import aligned
 
 
@@ -31,7 +30,7 @@ def write(replay: Replay, file: Path) -> None:
             "rows": replay.count(before, after),
             "examples": [
                 {
-                    "png": as_base64(as_png(torch.from_numpy(replay.images.image(row.position)))),
+                    "png": as_base64(png_of(replay.images.image(row.position), SMALL)),
                     "label": row.after.label,
                     "changed": row.before.label != row.after.label,
                     "ood_score": row.ood_score,

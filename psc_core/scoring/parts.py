@@ -19,7 +19,7 @@ import torch
 
 from psc_core.errors import ImageError, UsageError
 from psc_core.images.inputs import read_image
-from psc_core.maps.picture import png_of
+from psc_core.images.png import png_of
 from psc_core.model.base import MAX_BATCH, FittedModel
 from psc_core.model.pipeline import NO_MAP
 from psc_core.scoring.inputs import NamedImage

@@ -67,8 +67,23 @@ class ExplanationMap(Document):
     )
 
 
+class KeptImage(Document):
+    """A training image that the bundle keeps as a thumbnail."""
+
+    image: int = Field(ge=0, description="Its position in the training data, from 0.")
+    label: str = Field(description="Its class; of a regression the bin of its number.")
+    value: float | None = Field(default=None, description="Its number; of a regression.")
+    distance: float = Field(ge=0, description="In standard deviations within a class.")
+    png: str = Field(description="Base64 of an 8-bit PNG of at most 64 × 64 pixels.")
+
+
 class BaseExplanation(Document):
     """Base of the evidence for the decision on an image."""
+
+    nearest: list[KeptImage] | None = Field(
+        default=None,
+        description="The nearest of the training images that the bundle keeps; left out where it has none.",
+    )
 
     map: ExplanationMap | None = Field(default=None, description="Only with `map=true`.")
 

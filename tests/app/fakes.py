@@ -28,6 +28,7 @@ from psc_core.tasks.regression.calibration import Calibration as ValueCalibratio
 from psc_core.tasks.regression.policy import ValuePolicy
 from psc_core.tasks.regression.task import Regression
 from psc_core.tasks.task import Task
+from psc_core.thumbnails.thumbnails import Thumbnails
 
 CLASSES = ("dark", "middle", "bright")
 PREPROCESS = Preprocess("L", 8, 8, None, (0.5,), (0.5,))
@@ -50,6 +51,7 @@ class FakePipeline:
 
     is_traced = False
     map: LayerMap | None = None
+    thumbnails: Thumbnails | None = None
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -91,6 +93,10 @@ class FakePipeline:
             **({"map": images[:, 0]} if with_map else {}),
         }
 
+    def forward_with_map(self, images: Tensor, /) -> tuple[Tensor, Tensor]:
+        """A map of the pixels themselves."""
+        return self(images), images[:, 0]
+
 
 def outputs_of(images: Tensor) -> Tensor:
     """The packed outputs of the fake network, the same for an image whatever it is batched with."""
@@ -117,6 +123,28 @@ class FakePipelineWithMap(FakePipeline):
         super().__init__()
         tensors = {"mean": torch.zeros(1), "whitener": torch.ones(1, 1), "thresholds": torch.arange(255.0)}
         self.map = LayerMap("layer1", Grid(8, 8), PositionDensity(tensors, record={}))
+
+
+class FakePipelineWithThumbnails(FakePipelineWithMap):
+    """It also keeps a dark, a middle and a bright image of two pixels, from positions 10, 20 and 30."""
+
+    def __init__(self, **values: Tensor) -> None:
+        super().__init__()
+        kept = torch.tensor([0, 128, 255], dtype=torch.uint8)
+        tensors = {
+            "embedding": kept[:, None].float() / 255.0,
+            "pixels": kept[:, None, None, None].expand(3, 1, 1, 2).clone(),
+            "images": torch.tensor([10, 20, 30]),
+            "labels": torch.arange(3),
+        }
+        self.thumbnails = Thumbnails({**tensors, **values})
+
+    def explain(self, images: Tensor, /, *, with_map: bool = False) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The nearest by brightness too."""
+        packed, explanation = super().explain(images, with_map=with_map)
+        brightness = images.float().mean((1, 2, 3))[:, None] / 255.0
+        assert self.thumbnails is not None
+        return packed, {**explanation, **self.thumbnails(brightness)._asdict()}
 
 
 class FakePipelineWithGates(FakePipeline):

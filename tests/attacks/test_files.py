@@ -131,6 +131,7 @@ OTHER_TYPE = {
     "calibration": "expected .* float32 calibration scores",
     "gates": r"expected (torch\.float(32|64) for gda\.\w+|float32 gates\.\w+ of \d gates), got ",
     "map": r"expected torch\.float(32|64) for gaussian\.\w+, got ",
+    "thumbnails": r"expected torch\.\w+ thumbnails\.\w+ with axes .* got ",
 }
 OTHER_SHAPE = {
     "backbone": r"backbone: expected body\.\S+ of shape ",
@@ -140,6 +141,7 @@ OTHER_SHAPE = {
     "calibration": "calibration scores of one length|one int64 num_classes",
     "gates": r"expected (gda\.\w+ with axes .* got shape |float32 gates\.\w+ of \d gates, got )",
     "map": r"expected (gaussian\.\w+ with axes .* got shape |tensors of 'gaussian' with sizes )",
+    "thumbnails": r"expected torch\.\w+ thumbnails\.\w+ with axes .* got ",
 }
 
 

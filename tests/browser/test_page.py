@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import csv
+import hashlib
 import io
 import json
 import os
@@ -21,7 +21,15 @@ import pytest
 from PIL import Image
 
 from psc_core.tasks.classification.policy import Policy
-from tests.app.fakes import FakeModel, FakePipeline, FakePipelineWithGates, FakeValueModel, pixels, png
+from tests.app.fakes import (
+    FakeModel,
+    FakePipeline,
+    FakePipelineWithGates,
+    FakePipelineWithThumbnails,
+    FakeValueModel,
+    pixels,
+    png,
+)
 from tests.app.live import live_server
 from tests.served import GUARD_SECONDS
 
@@ -402,51 +410,27 @@ def test_why_tells_a_model_without_a_map_in_words(driver: Driver, files: dict[st
         assert errors(driver) == []
 
 
-MAPS = """
-const asked = window.fetch;
-window.sent = [];
-window.fetch = async (path, options) => {
-  if (path === "openapi.json") {
-    const parameters = ["explain", "map", "monitor"].map((name) => ({name}));
-    return new Response(JSON.stringify({paths: {"/predict": {post: {parameters}}}}));
-  }
-  if (!path.includes("/predict?")) return asked(path, options);
-  window.sent.push(path.split("?")[1]);
-  const answer = await (await asked(path.split("?")[0] + "?explain=true", options)).json();
-  const told = answer.predictions[0].explanation;
-  if (path.includes("map=true")) {
-    told.map = {layer: "layer1", png: PNG, box: [0, 0, 0.5, 0.25]};
-    told.nearest = [{label: "dark", image: PNG}];
-  }
-  return new Response(JSON.stringify(answer));
-};
-"""
-
-
-def test_lays_the_map_over_the_picture(driver: Driver, files: dict[str, Path], url: str) -> None:
-    """Of a service whose interface lists ``map`` and ``monitor``."""
-    source = MAPS.replace("PNG", repr(base64.b64encode(png(200)).decode()))
-    script = driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": source})
-    try:
+def test_shows_where_and_what_it_is_nearest_to(driver: Driver, files: dict[str, Path]) -> None:
+    with live_server({"m": FakeModel(pipeline=FakePipelineWithThumbnails())}) as url:
         driver.get(url)
         classify(driver, files["strange"])
         open_panel(driver, "strange.png")
         assert not find(driver, "#seen")[0].is_displayed()
         find(driver, "#why summary")[0].click()
         until(find(driver, "#seen")[0].is_displayed)
-        assert text(driver, "#reason") == "Unlike the training images, mostly upper left; closest to middle."
+        assert text(driver, "#reason") == "Unlike the training images, mostly upper; closest to middle."
         frame, seen, box = (find(driver, f"#{name}")[0].rect for name in ("frame", "seen", "box"))
         assert seen == pytest.approx(frame, abs=1)
-        assert [box["width"], box["height"]] == pytest.approx([frame["width"] / 2, frame["height"] / 4], abs=1)
+        assert [box["width"], box["height"]] == pytest.approx([frame["width"], frame["height"] / 2], abs=1)
         assert "luminance" in find(driver, "#heat")[0].value_of_css_property("mask-mode")
-        assert text(driver, "#nearest li") == "dark"
-        assert driver.execute_script("return window.sent") == [
-            "explain=true&monitor=false",
-            "explain=true&map=true&monitor=false",
-        ]
+        nearest, *others = [each.text for each in find(driver, "#nearest li")]
+        assert nearest == "middle\n0.00196 σ" and {*others} == {"bright\n0.5 σ", "dark\n0.5 σ"}
+        until(lambda: [each.get_property("naturalWidth") for each in find(driver, "#nearest img")] == [2, 2, 2])
+        asked = driver.execute_script("return performance.getEntriesByType('resource').map(({name}) => name)")
+        assert [name.split("?")[1] for name in asked if "/predict?" in name] == [
+            "explain=true&monitor=false", "explain=true&map=true&monitor=false",
+        ]  # fmt: skip
         assert errors(driver) == []
-    finally:
-        driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", script)
 
 
 def test_saves_what_is_shown(page: Driver, files: dict[str, Path], tmp_path: Path) -> None:
@@ -550,6 +534,56 @@ def test_a_busy_service_is_asked_again(driver: Driver, files: dict[str, Path]) -
         assert find(driver, "[data-decision=error]:not([hidden])") == []
 
 
+SENT = """
+const asked = window.fetch;
+window.sent = {};
+window.fetch = async (path, options) => {
+  const file = options?.body?.get?.("images");
+  if (file) {
+    const digest = new Uint8Array(await crypto.subtle.digest("SHA-256", await file.arrayBuffer()));
+    window.sent[file.name] = [...digest].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+  }
+  return asked(path, options);
+};
+"""
+
+
+def test_photographs_are_shown_small_and_sent_as_they_are(driver: Driver, tmp_path: Path, url: str) -> None:
+    """Of 12 and 25 megapixels, all at once; one is turned by its EXIF, one has colours that show where it is cut."""
+    grain = np.random.default_rng(0).integers(0, 256, (750, 1000, 3), np.uint8)
+    photograph = Image.fromarray(grain).resize((4000, 3000), Image.Resampling.BILINEAR)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    sizes = {"wide.jpg": (512, 384), "tall.jpg": (384, 512), "square.jpg": (512, 512), "small.png": (8, 8)}
+    photograph.save(tmp_path / "wide.jpg", quality=95)
+    photograph.save(tmp_path / "tall.jpg", quality=95, exif=turned)
+    photograph.resize((5000, 5000)).save(tmp_path / "square.jpg", quality=95)
+    (tmp_path / "small.png").write_bytes(png(255))
+    assert max(file.stat().st_size for file in tmp_path.iterdir()) > 5e6
+    script = driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": SENT})
+    try:
+        driver.get(url)
+        classify(driver, *(tmp_path / name for name in sizes))
+        until(lambda: all(each.get_property("naturalWidth") for each in find(driver, ".tile .thumb img")))
+        shown = {each.get_attribute("alt"): each for each in find(driver, ".tile .thumb img")}
+        natural = {
+            name: tuple(each.get_property(side) for side in ("naturalWidth", "naturalHeight"))
+            for name, each in shown.items()
+        }
+        assert natural == sizes
+        sent = driver.execute_script("return window.sent")
+        assert sent == {name: hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() for name in sizes}
+        open_panel(driver, "tall.jpg")
+        until(lambda: find(driver, "#picture")[0].get_property("naturalHeight") == 512)
+        frame = find(driver, "#frame")[0].rect
+        assert frame["width"] / frame["height"] == pytest.approx(0.75, abs=0.02)
+        find(driver, "#clear")[0].click()
+        until(lambda: find(driver, ".tile") == [])
+        assert errors(driver) == []
+    finally:
+        driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", script)
+
+
 def test_shows_two_hundred_images(page: Driver, files: dict[str, Path]) -> None:
     page.execute_script(
         "const data = new DataTransfer(); for (let i = 0; i < 200; i += 1) data.items.add("
@@ -564,6 +598,9 @@ def test_shows_two_hundred_images(page: Driver, files: dict[str, Path]) -> None:
 
 
 AXE = os.environ.get("PSC_AXE", "")
+
+
+needs_axe = pytest.mark.skipif(not AXE, reason="PSC_AXE names no axe.min.js (npm install axe-core)")
 
 
 def violations(driver: Driver) -> list[str]:
@@ -591,17 +628,63 @@ def wide(driver: Driver, width: int, scheme: str) -> Iterator[None]:
         driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
-@pytest.mark.skipif(not AXE, reason="PSC_AXE names no axe.min.js (npm install axe-core)")
-@pytest.mark.parametrize("width", [390, 1280])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing(page: Driver, files: dict[str, Path], scheme: str, width: int) -> None:
-    with wide(page, width, scheme):
-        assert violations(page) == []
-        classify(page, *files.values(), failed=1)
-        page.execute_script("for (const each of document.querySelectorAll('details')) each.open = true")
-        assert violations(page) == []
-        open_panel(page, "strange.png")
-        assert violations(page) == []
+@pytest.fixture(params=[(390, "light"), (390, "dark"), (1280, "light"), (1280, "dark")], ids=str)
+def screen(driver: Driver, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Chromium as a telephone or a desk, by day or by night; which of these."""
+    width, scheme = request.param
+    with wide(driver, width, scheme):
+        yield scheme
+
+
+@needs_axe
+@pytest.mark.usefixtures("screen")
+def test_axe_finds_nothing(driver: Driver, files: dict[str, Path]) -> None:
+    with live_server({"m": FakeModel(pipeline=FakePipelineWithThumbnails())}) as url:
+        driver.get(url)
+        until(lambda: "3 classes" in content(driver, "#model"))
+        assert violations(driver) == []
+        classify(driver, *files.values(), failed=1)
+        driver.execute_script("for (const each of document.querySelectorAll('details')) each.open = true")
+        assert violations(driver) == []
+        open_panel(driver, "strange.png")
+        until(lambda: len(find(driver, "#nearest img")) == 3 and find(driver, "#seen")[0].is_displayed())
+        assert violations(driver) == []
+
+
+def open_interface(driver: Driver, url: str) -> None:
+    """The interface with one operation of each kind open, and the first tried out."""
+    driver.get(f"{url}/docs")
+    until(lambda: "Predict with the default model" in text(driver, ".opblock-summary-description"))
+    for method in ("post", "get"):
+        find(driver, f".opblock-{method} .opblock-summary-control")[0].click()
+        until(lambda method=method: find(driver, f".opblock-{method} .responses-table"))  # type: ignore[misc]
+    find(driver, ".try-out__btn")[0].click()
+    until(lambda: find(driver, ".execute"))
+
+
+@needs_axe
+@pytest.mark.usefixtures("screen")
+def test_axe_finds_nothing_in_the_interface(driver: Driver, url: str) -> None:
+    open_interface(driver, url)
+    assert violations(driver) == []
+
+
+def test_the_interface_follows_the_scheme_and_fits(driver: Driver, url: str, screen: str) -> None:
+    open_interface(driver, url)
+    paper = driver.execute_script("return getComputedStyle(document.documentElement).backgroundColor")
+    assert (contrast(paper.replace("rgba(0, 0, 0, 0)", "rgb(255,255,255)"), "rgb(0,0,0)") > 10) == (screen == "light")
+    for selector in ("h1", "#answer", ".opblock-description p", ".parameter__name"):
+        shown = find(driver, selector)[0]
+        bright = contrast(
+            shown.value_of_css_property("color").replace("rgba", "rgb").replace(", 1)", ")"), "rgb(0,0,0)"
+        )
+        assert (bright > 7) == (screen == "dark"), selector
+    page, window = driver.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+    assert page <= window
+    order = driver.execute_script(
+        "return [...document.querySelectorAll('main > *')].map(({className, id}) => className || id)"
+    )
+    assert order == ["first", "interface"]
 
 
 def test_everything_is_local_and_nothing_inline_runs(page: Driver, url: str) -> None:

@@ -6,4 +6,21 @@ dark.addEventListener("change", follow);
 follow();
 
 document.getElementById("origin").textContent = new URL(".", location.href).href;
+
+// What Swagger UI leaves out for keyboards and screen readers, added to what it draws: a selector, and what to do.
+const parameter = (node) => node.closest("[data-param-name]")?.dataset.paramName ?? (node.type === "file" ? "images" : "content type");
+const MENDS = {
+  "h3.opblock-tag": (node) => node.setAttribute("aria-level", 2),
+  h4: (node) => node.setAttribute("aria-level", 3),
+  ".opblock-summary-control a[href]": (node) => node.removeAttribute("href"), // A link inside a button, which opens it.
+  "table[role=region]": (node) => node.setAttribute("aria-label", node.id.replaceAll("_", " ")),
+  ".microlight:not([tabindex])": (node) => (node.tabIndex = 0), // It scrolls.
+  "select:not([aria-label]), input[type=file]:not([aria-label])": (node) => node.setAttribute("aria-label", parameter(node)),
+};
+function mend() {
+  for (const [selector, change] of Object.entries(MENDS)) view.querySelectorAll(selector).forEach(change);
+}
+const view = document.getElementById("interface");
+new MutationObserver(mend).observe(view, { childList: true, subtree: true });
+
 window.SwaggerUIBundle({ url: "openapi.json", dom_id: "#interface", deepLinking: true, validatorUrl: null });

@@ -2,6 +2,7 @@
 
 import { DECISIONS } from "./decide.js";
 import { answerText, uncertainty } from "./kinds.js";
+import { pictureOf } from "./pictures.js";
 
 export const SMALL_PIXELS = 96;
 const FILTERS = { all: "All", ...DECISIONS, error: "✕ Failed", differ: "≠ Models differ" };
@@ -15,7 +16,10 @@ export function newTile(id, file) {
   picture.alt = file.name;
   picture.addEventListener("load", () => picture.classList.toggle("pixels", picture.naturalWidth < SMALL_PIXELS));
   picture.addEventListener("error", () => picture.parentElement.classList.add("none"));
-  picture.src = URL.createObjectURL(file);
+  pictureOf(file).then((url) => {
+    if (item.isConnected) picture.src = url;
+    else URL.revokeObjectURL(url); // It was cleared meanwhile.
+  });
   return item;
 }
 

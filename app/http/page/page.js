@@ -19,7 +19,7 @@ const element = (id) => document.getElementById(id);
 const on = (id, kind, act) => element(id).addEventListener(kind, act);
 const panel = element("panel");
 const view = { model: null, rival: null, policy: null }; // the thresholds of this page; the model's until they are changed
-let images = []; // {id, file, tile, state: "waiting", "asked", "locked", "failed" or "done", said, decision, other, problem}
+let images = []; // {id, file, tile, state: "waiting", "asked", "locked", "failed" or "done", said, decision, other, drawn, problem}
 let modelLoading = null;
 let filter = "all";
 let opened = null; // the image in the panel
@@ -79,11 +79,11 @@ function draw() {
   element("work").hidden = element("actions").hidden = images.length === 0;
   document.body.classList.toggle("busy", images.length > 0);
   if (model === null) return;
-  const done = images.filter(({ state }) => state === "done");
+  const done = decided();
   for (const image of done) {
-    const decision = decide(image.said, policy, model.calibration.images);
-    if (image.decision === decision && image.shown === image.said && image.beside === image.other) continue;
-    Object.assign(image, { decision, shown: image.said, beside: image.other });
+    const { decision, said, other, drawn } = image;
+    if (drawn?.decision === decision && drawn.said === said && drawn.other === other) continue;
+    image.drawn = { decision, said, other };
     showTile(image, model, rival);
   }
   showFilters(images, filter);
@@ -95,7 +95,15 @@ function draw() {
   reach(opened.id, true);
 }
 
+// The images that have an answer, each with its decision under the thresholds of this page.
+function decided() {
+  const done = images.filter(({ state }) => state === "done");
+  for (const image of done) image.decision = decide(image.said, view.policy, view.model.calibration.images);
+  return done;
+}
+
 function resort() {
+  decided();
   images = sorted(images, element("sort").value);
   arrange(images);
   redraw();
@@ -288,6 +296,7 @@ on("filters", "click", ({ target }) => {
   filter = target.closest("button")?.dataset.filter ?? filter;
   redraw();
 });
+element("grid").addEventListener("load", redraw, true); // Of a picture, which may be the one in the panel.
 for (const id of ["grid", "map"]) {
   on(id, "click", ({ target }) => {
     const chosenId = target.closest(".tile")?.id ?? target.closest(".mark")?.dataset.id;

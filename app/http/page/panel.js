@@ -31,11 +31,12 @@ export function showPanel(image, { model, policy, rival }, place) {
   const source = tile.querySelector("img").src;
   element("panel-name").textContent = file.name;
   element("panel-place").textContent = place;
-  if (picture.src !== source) Object.assign(picture, { src: source, alt: file.name });
+  if (!source) picture.removeAttribute("src"); // It is being made smaller.
+  else if (picture.src !== source) Object.assign(picture, { src: source, alt: file.name });
   const { naturalWidth: width, naturalHeight: height } = picture; // 0 until it is loaded, which draws again.
   element("frame").style.setProperty("--ratio", width / height || 1);
   element("frame").classList.toggle("pixels", width > 0 && width < SMALL_PIXELS);
-  element("frame").classList.toggle("none", picture.complete && width === 0);
+  element("frame").classList.toggle("none", source !== "" && picture.complete && width === 0);
   const badge = tile.querySelector(".badge");
   element("badge").dataset.decision = badge.dataset.decision;
   element("badge").textContent = said ? DECISIONS[decision] : badge.textContent;

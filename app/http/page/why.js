@@ -2,6 +2,7 @@
 
 import { alarming } from "./decide.js";
 import { nats, number, percent } from "./format.js";
+import { SMALL_PIXELS } from "./grid.js";
 import { limitOf, limitText, measured } from "./kinds.js";
 
 const NEAREST = 3;
@@ -67,14 +68,15 @@ export function showWhy({ explanation }, model, isOpen) {
     element("heat").style.maskImage = `url("data:image/png;base64,${map.png}")`;
   }
   element("nearest").hidden = !nearest?.length;
-  element("nearest").querySelector("ul").replaceChildren(...(nearest ?? []).map(example));
+  element("nearest").querySelector("ul").replaceChildren(...(nearest ?? []).map((each) => kept(each, model)));
   element("evidence").replaceChildren(...evidence(explanation, model).map((text) => item(text)));
 }
 
-function example({ label, image }) {
-  const kind = image.startsWith("/9j/") ? "jpeg" : "png";
-  const picture = Object.assign(document.createElement("img"), { src: `data:image/${kind};base64,${image}`, alt: "" });
-  return item(picture, label);
+function kept({ label, value, distance, png }, model) {
+  const picture = Object.assign(document.createElement("img"), { src: `data:image/png;base64,${png}`, alt: "" });
+  picture.addEventListener("load", () => picture.classList.toggle("pixels", picture.naturalWidth < SMALL_PIXELS / 2));
+  const away = Object.assign(document.createElement("span"), { className: "muted", textContent: `${number(distance)}\u00a0σ` });
+  return item(picture, model.target ? measured(value, model) : label, away);
 }
 
 function item(...content) {

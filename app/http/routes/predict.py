@@ -14,8 +14,7 @@ from app.http.disconnect import has_disconnected
 from app.http.openapi import IMAGES_BODY, responses
 from app.http.query import parse_query, query_parameters
 from app.http.uploads import UploadLimits, read_images
-from app.inference.request import EXPLAIN, PREDICT
-from app.inference.request import MAP as MAP_KIND
+from app.inference.request import EXPLAIN, EXPLAIN_WITH_MAP, PREDICT
 from app.models.served import Predicted, ServedModel
 from app.service import service_to_predict
 from psc_core.maps.picture import map_document
@@ -63,7 +62,7 @@ class PredictQuery(BaseModel):
     @property
     def kind(self) -> str:
         """The kind of request in the queue."""
-        return MAP_KIND if self.map else EXPLAIN if self.explain else PREDICT
+        return EXPLAIN_WITH_MAP if self.map else EXPLAIN if self.explain else PREDICT
 
 
 _ROUTE: Final[dict[str, Any]] = {
@@ -127,6 +126,11 @@ def predict_response(served: ServedModel, policy: BasePolicy, predicted: Predict
         explained = model.task.explanations(explanation, model.classes, model.head_layers)
         for prediction, more in zip(predictions, explained, strict=True):
             prediction["explanation"] = more
+    thumbnails = model.pipeline.thumbnails
+    if explanation and thumbnails is not None:
+        found = zip(predictions, explanation["nearest_kept"], explanation["nearest_distance"], strict=True)
+        for prediction, nearest, distances in found:
+            prediction["explanation"]["nearest"] = thumbnails.documents(nearest, distances, model.classes)
     layer_map = model.pipeline.map if MAP in explanation else None
     if layer_map is not None:
         for prediction, grey in zip(predictions, explanation[MAP], strict=True):

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from app.inference.request import MAP, PREDICT, DeviceBatch, Images, Result
+from app.inference.request import MAP, PREDICT, WITH_MAP, DeviceBatch, Images, Result
+from psc_core.model.pipeline import MAP as MAP_ARRAY
 from psc_core.model.pipeline import Pipeline
 from psc_core.network.onnx.body import keep_from_compiler
 from psc_core.tasks.outputs import FloatArray
@@ -52,8 +53,8 @@ class Step(Protocol):
     def fetch(self, slot: int, count: int) -> FloatArray:
         """Outputs of what was launched; the caller owns the array.  Device errors surface here."""
 
-    def explain(self, images: Images, *, with_map: bool) -> Result:
-        """Outputs and explanations, and maps where they are asked for, computed at once."""
+    def explain(self, images: Images, kind: str) -> Result:
+        """Outputs, and maps, explanations or both as the kind of request asks, computed at once."""
 
     def release_memory(self) -> None:
         """Give cached device memory back after an allocation failed."""
@@ -69,6 +70,7 @@ class CompiledNetwork:
         keep_from_compiler(network)
         self._forward = torch.compile(network, dynamic=False)
         self.explain = network.explain
+        self.forward_with_map = network.forward_with_map
 
     def __call__(self, images: Tensor, /) -> Tensor:
         outputs: Tensor = self._forward(images)
@@ -88,9 +90,13 @@ def bucket_of(buckets: tuple[int, ...], count: int) -> int:
     return next(size for size in buckets if size >= count)
 
 
-def explain(network: Pipeline | CompiledNetwork, images: Tensor, *, with_map: bool) -> Result:
-    """Outputs and explanations of a batch on the network's device."""
-    packed, explanation = network.explain(images, with_map=with_map)
+def explain(network: Pipeline | CompiledNetwork, images: Tensor, kind: str) -> Result:
+    """Outputs of a batch on the network's device, and what else the kind of request asks."""
+    if kind == MAP:
+        packed, grey = network.forward_with_map(images)
+        explanation = {MAP_ARRAY: grey}
+    else:
+        packed, explanation = network.explain(images, with_map=kind in WITH_MAP)
     arrays: dict[str, Any] = {name: value.cpu().numpy() for name, value in explanation.items()}
     return Result(packed.float().cpu().numpy(), arrays)
 
@@ -100,7 +106,7 @@ def run_batch(step: Step, batch: DeviceBatch) -> Result:
     if batch.kind != PREDICT:
         images = np.empty((batch.size, *step.input(0).shape[1:]), np.uint8)
         batch.copy_images(images)
-        return step.explain(images, with_map=batch.kind == MAP)
+        return step.explain(images, batch.kind)
     batch.copy_images(step.input(0))
     step.launch(0, batch.size)
     return Result(step.fetch(0, batch.size))

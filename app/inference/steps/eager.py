@@ -88,8 +88,8 @@ class EagerStep:
         return cast(FloatArray, packed[:count].float().cpu().numpy())
 
     @torch.inference_mode()
-    def explain(self, images: Images, *, with_map: bool) -> Result:
-        return explain(self._network, torch.from_numpy(images).to(self._device), with_map=with_map)
+    def explain(self, images: Images, kind: str) -> Result:
+        return explain(self._network, torch.from_numpy(images).to(self._device), kind)
 
     def release_memory(self) -> None:
         if self._device.type == "cuda":

@@ -88,9 +88,9 @@ class GraphStep:
         return cast(FloatArray, self._host_outputs[slot][:count].numpy().copy())
 
     @torch.inference_mode()
-    def explain(self, images: Images, *, with_map: bool) -> Result:
+    def explain(self, images: Images, kind: str) -> Result:
         with torch.cuda.stream(self._stream):
-            return explain(self._network, torch.from_numpy(images).to(self._device), with_map=with_map)
+            return explain(self._network, torch.from_numpy(images).to(self._device), kind)
 
     def release_memory(self) -> None:
         torch.cuda.empty_cache()

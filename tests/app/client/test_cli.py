@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
+from PIL import Image
 
 from app.client import cli
 from psc_core.version import __version__
 from tests.app.client.support import MODEL, Reply, Script, answer, numbers, problem
-from tests.app.fakes import png
+from tests.app.fakes import FakeModel, FakePipelineWithMap, pixels, png
 from tests.app.live import live_server
 
 
@@ -165,3 +167,22 @@ def test_against_the_real_service(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert cli.main([str(tmp_path / "bright.png")], environment=environment) == 0
     assert "bright" in capsys.readouterr().out.splitlines()[1]
     assert cli.main([str(tmp_path / "bright.png")], environment={"PSC_CLIENT_URL": url}) == 2
+
+
+def test_maps_of_the_real_service(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "same.png").write_bytes(png(ord(name)))
+    (tmp_path / "c.png").write_bytes(b"no image")
+    model = FakeModel(pipeline=FakePipelineWithMap())
+    with live_server({"m": model}) as url:
+        own = ["-r", str(tmp_path), "--url", url, "--maps", str(tmp_path / "maps"), "--no-monitor"]
+        assert cli.main(own) == 2
+        assert 'psc_unmonitored_images_total{model="m",reason="asked"} 2.0' in httpx.get(f"{url}/metrics").text
+        taken = tmp_path / "taken"
+        taken.write_text("")
+        assert cli.main([str(tmp_path / "a" / "same.png"), "--url", url, "--maps", str(taken)]) == 2
+    assert "cannot write" in (err := capsys.readouterr().err) and "choose another folder for --maps" in err
+    assert sorted(file.name for file in (tmp_path / "maps").iterdir()) == ["00000-same.png", "00001-same.png"]
+    with Image.open(tmp_path / "maps" / "00001-same.png") as picture:
+        assert np.array_equal(np.asarray(picture), pixels(ord("b")))

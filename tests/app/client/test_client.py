@@ -81,17 +81,25 @@ def test_request_and_typed_answer(send: Send, tmp_path: Path) -> None:
     file.write_bytes(b"PNG from a file")
     script = Script(answer(2))
     result = send(
-        script, b"bytes", file, model="a/b", top_k=3, alpha=0.01, ambiguity_threshold=0.5, explain=True, map=True
+        script,
+        b"bytes",
+        file,
+        model="a/b",
+        top_k=3,
+        alpha=0.01,
+        ambiguity_threshold=0.5,
+        explain=True,
+        map=True,
+        monitor=False,
     )
     assert (result.model.name, result.model.layer, result.policy.alpha) == ("mnist", "layer3", 0.05)
     first, second = result.predictions
     assert first == second
     assert (first.label, first.probabilities, first.prediction_set) == ("7", [0.03, 0.97], ["7"])
     (request,) = script.requests
-    assert (
-        request.url.raw_path
-        == b"/prefix/models/a%2Fb/predict?top_k=3&alpha=0.01&ambiguity_threshold=0.5&explain=true&map=true"
-    )
+    path, query = request.url.raw_path.split(b"?")
+    assert path == b"/prefix/models/a%2Fb/predict"
+    assert query == b"top_k=3&alpha=0.01&ambiguity_threshold=0.5&explain=true&map=true&monitor=false"
     assert request.headers["x-api-key"] == "key"
     body = request.content
     assert body.index(b"bytes") < body.index(b"PNG from a file")

@@ -114,10 +114,10 @@ class SlowStep(EagerStep):
     def fetch(self, slot: int, count: int) -> Any:
         return self.network(torch.from_numpy(self.buffers[slot][:count])).numpy()
 
-    def explain(self, images: Any, *, with_map: bool) -> Result:
+    def explain(self, images: Any, kind: str) -> Result:
         self.explaining.set()
         self.may_explain.wait()
-        return super().explain(images, with_map=with_map)
+        return super().explain(images, kind)
 
 
 @asynccontextmanager

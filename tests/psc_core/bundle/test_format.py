@@ -31,6 +31,7 @@ from psc_core.tasks.classification.heads import HEADS, OwnHead
 from psc_core.tasks.regression.fit import dve
 from psc_core.tasks.regression.heads import HEADS as VALUE_HEADS
 from psc_core.tasks.task import task_type
+from psc_core.thumbnails.thumbnails import MAX_COUNT, SIDE
 from tests.conftest import TinyJob
 from tests.second_reader import Rejected, SecondReader, parse_safetensors, version_of
 
@@ -138,12 +139,20 @@ def test_second_reader_agrees(bundles: dict[str, Path], images: torch.Tensor, na
         ours = psc.outputs(psc.pipeline(images))
         layer_map = psc.pipeline.map
         grey = None if layer_map is None else psc.predict(images, maps=True).maps.numpy().astype(int)
+        explanation = psc.pipeline.explain(images)[1]
     if layer_map is None:
         assert "map" not in reader.manifest
     else:
         distances = reader.map_distances(features[scorer.backbone.layers.index(layer_map.layer)].numpy())
         low, high = (reader.grey_levels(distances * factor) for factor in (1 - 1e-3, 1 + 1e-3))
         assert (low <= grey).all() and (grey <= high).all() and (reader.grey_levels(distances) == grey).mean() > 0.9
+    thumbnails = psc.pipeline.thumbnails
+    assert (thumbnails is None) == ("thumbnails" not in reader.manifest)
+    if thumbnails is not None:
+        away = reader.thumbnail_distances(z.double().numpy(), [f.double().numpy() for f in features[: len(psc.layers)]])
+        near = np.take_along_axis(away, explanation["nearest_kept"].numpy(), axis=1)
+        np.testing.assert_allclose(explanation["nearest_distance"].numpy(), near, rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(near, np.sort(away)[:, : near.shape[1]], rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(reader.standardise(images.numpy()), inputs.numpy(), rtol=1e-5, atol=1e-6)
     theirs = reader.answer([f.numpy() for f in features], None if logits is None else logits.double().numpy())
 
@@ -332,14 +341,16 @@ def test_tensor_tables_match_layouts(heading: str, kinds: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("heading", "part"), [("Projection", "projection"), ("Calibration", "calibration"), ("Map", "map")]
+    ("heading", "part"),
+    [("Projection", "projection"), ("Calibration", "calibration"), ("Map", "map"), ("Thumbnails", "thumbnails")],
 )
 def test_tensor_tables_match_files(bundles: dict[str, Path], heading: str, part: str) -> None:
     paths = [path for path in bundles.values() if (path / f"{part}.safetensors").exists()]
     assert paths
     for path in paths:
         with safe_open(path / f"{part}.safetensors", "numpy") as file:
-            assert {(name, "") for name in file.keys()} == documented_tensors(heading)  # noqa: SIM118
+            values = {("values", "")} if part == "thumbnails" else set()  # of a regression
+            assert {(name, "") for name in file.keys()} == documented_tensors(heading) - values  # noqa: SIM118
 
 
 def test_prefix_of_backbone_tensors(bundles: dict[str, Path]) -> None:
@@ -355,5 +366,6 @@ def test_documented_limits() -> None:
     assert MAX_RESIZE == 8192 and "at most 8192" in TEXT
     assert MAX_ARGUMENT == 1 << 16 and "at most 2¹⁶ in magnitude" in TEXT
     assert MAX_POSITIONS == 4096 and "at most 4096 |" in TEXT and f"`levels` = {LEVELS}" in TEXT
+    assert MAX_COUNT == 4096 and SIDE == 64 and "integer, 1 to 4096" in TEXT and "integers, 1 to 64" in TEXT
     assert MAX_AXES == 8 and "more than 8 axes" in TEXT
     assert (MAX_WEIGHTS, MAX_MODULES) == (1 << 31, 1 << 15) and "2³¹ weights, 2¹⁵ modules" in TEXT

@@ -67,7 +67,7 @@ def test_an_older_bundle_names_the_command_that_fits_it_again(shipped_bundle: Pa
                "epsilon": 1e-05, "c_proj": 2, "d_proj": 3, "minimum_dim": 4, "no_second_scaling": True,
                "density": "mahalanobis++", "pca": 5, "head": "dve", "head_input": "z", "predictions": "base",
                "alpha": 0.1, "coverage": 0.9, "risk": 0.2, "max_width": 1.5, "ood_score": "density",
-               "precision": "bf16", "max_images": 6, "seed": 7}  # fmt: skip
+               "precision": "bf16", "max_images": 6, "keep_examples": 12, "seed": 7}  # fmt: skip
     assert {*FitSettings().recorded()} - {*changed} == {"batch_images", "max_memory"}
     body["provenance"]["settings"] = {**changed, "batch_images": 8, "flag_of_before": 9, "out": "mine"}
     program, *words = shlex.split(fit_command(body))

@@ -29,6 +29,7 @@ MISSING = {
     "calibration": "expected calibration tensors .*'entropies'.* got ",
     "gates": "expected gates tensors .*'ascending'.* got ",
     "map": "expected tensors .*'mean'.* for 'gaussian', got ",
+    "thumbnails": "expected thumbnails tensors .*'embedding'.* got ",
 }
 
 
@@ -50,6 +51,7 @@ GROWN = {
     "calibration": r"calibration scores of one length, got .*\(300,\)",
     "gates": r"expected float32 gates\.ascending of 2 gates, got torch\.float32 \(4, 150\)",
     "map": r"expected tensors of 'gaussian' with sizes .*'levels': 255}, got .*'levels': 510}",
+    "thumbnails": r"expected torch\.uint8 thumbnails\.pixels with axes .* got torch\.uint8 \(40, 1, 28, 28\)",
 }
 
 

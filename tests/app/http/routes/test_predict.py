@@ -20,6 +20,7 @@ from tests.app.fakes import (
     FakeModel,
     FakePipeline,
     FakePipelineWithMap,
+    FakePipelineWithThumbnails,
     FakeValueModel,
     pixels,
     png,
@@ -168,6 +169,23 @@ async def test_a_map_shows_where_an_image_is_strange() -> None:
             assert picture.mode == "L" and np.array_equal(np.asarray(picture), pixels)
         plain = await app.client.post("/predict?explain=true", content=file.getvalue(), headers=PNG)
         assert "map" not in plain.json()["predictions"][0]["explanation"]
+
+
+async def test_an_explanation_shows_the_nearest_training_images() -> None:
+    async with running({"m": FakeModel(pipeline=FakePipelineWithThumbnails())}) as app:
+        response = await app.client.post("/predict?explain=true", content=png(200), headers=PNG)
+        document = PredictResponse.model_validate(response.json()).predictions[0].explanation
+        assert document is not None and document.nearest is not None
+        found = [(each.image, each.label, each.value) for each in document.nearest]
+        assert found == [(30, "bright", None), (20, "middle", None), (10, "dark", None)]
+        assert [each.distance for each in document.nearest] == pytest.approx([55 / 255, 72 / 255, 200 / 255])
+        with Image.open(io.BytesIO(base64.b64decode(document.nearest[0].png))) as picture:
+            assert (picture.format, picture.size) == ("PNG", (2, 1)) and np.asarray(picture).tolist() == [[255, 255]]
+        plain = await app.client.post("/predict", content=png(200), headers=PNG)
+        assert "explanation" not in plain.json()["predictions"][0]
+    async with running() as app:
+        response = await app.client.post("/predict?explain=true", content=png(200), headers=PNG)
+        assert "nearest" not in response.json()["predictions"][0]["explanation"]
 
 
 async def test_a_map_that_cannot_be_had_is_422() -> None:

@@ -28,6 +28,9 @@ class Plain(nn.Module):
     def explain(self, images: Tensor, /, *, with_map: bool) -> tuple[Tensor, dict[str, Tensor]]:
         raise NotImplementedError
 
+    def forward_with_map(self, images: Tensor, /) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
 
 def test_every_shape_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = CompileCounter()

@@ -16,6 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError
+from psc_core.network.onnx import model as model_module
 from psc_core.network.onnx.body import MAX_SESSIONS, keep_from_compiler
 from psc_core.network.onnx.model import parse_model
 from psc_core.network.onnx.restore import restore_body

@@ -1,0 +1,52 @@
+// Pictures as small as the page shows them. A photograph of 25 megapixels would take 100 MB in every tile; here the
+// browser makes a small one off the main thread, and only so many at once are in memory. The file is sent as it is.
+
+const SIDE = 512;
+const AT_ONCE = 2;
+const waiting = [];
+let running = 0;
+
+// Where to find the picture of a file; of the file itself where that is small, or is none that the browser can read.
+export function pictureOf(file) {
+  return new Promise((done) => {
+    waiting.push({ file, done });
+    work();
+  });
+}
+
+function work() {
+  if (running === AT_ONCE || waiting.length === 0) return;
+  running += 1;
+  const { file, done } = waiting.shift();
+  smaller(file)
+    .catch(() => file)
+    .then((picture) => {
+      running -= 1;
+      done(URL.createObjectURL(picture));
+      work();
+    });
+}
+
+async function smaller(file) {
+  const [width, height] = await sizeOf(file);
+  const scale = SIDE / Math.max(width, height);
+  if (scale >= 1) return file;
+  const [resizeWidth, resizeHeight] = [width, height].map((side) => Math.max(1, Math.round(scale * side)));
+  const bitmap = await createImageBitmap(file, { resizeWidth, resizeHeight, resizeQuality: "medium" });
+  const canvas = new OffscreenCanvas(bitmap.width, bitmap.height);
+  canvas.getContext("2d").drawImage(bitmap, 0, 0);
+  bitmap.close();
+  return canvas.convertToBlob({ type: "image/webp", quality: 0.85 });
+}
+
+// Upright, from the header: a browser decodes an image when it paints it, and this one is never painted.
+function sizeOf(file) {
+  return new Promise((done, fail) => {
+    const probe = new Image();
+    const url = URL.createObjectURL(file);
+    probe.addEventListener("load", () => done([probe.naturalWidth, probe.naturalHeight]));
+    probe.addEventListener("error", fail);
+    for (const kind of ["load", "error"]) probe.addEventListener(kind, () => URL.revokeObjectURL(url));
+    probe.src = url;
+  });
+}

@@ -1,0 +1,31 @@
+"""Pixels as PNG files, and as the text that JSON and pages hold of them."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Any, Final
+
+import numpy.typing as npt
+from PIL import Image
+
+FAST: Final = 1
+"""The zlib level for pictures that somebody waits for."""
+
+SMALL: Final = 6
+"""The zlib level for pictures that are kept."""
+
+
+def png_of(pixels: npt.NDArray[Any], level: int = FAST) -> bytes:
+    """Return an 8-bit PNG of ``uint8 (rows, columns)`` or ``(1 or 3 channels, rows, columns)``."""
+    channels_last = pixels.transpose(1, 2, 0) if pixels.ndim == 3 else pixels
+    file = io.BytesIO()
+    Image.fromarray(channels_last.squeeze(2) if channels_last.shape[2:] == (1,) else channels_last).save(
+        file, "PNG", compress_level=level
+    )
+    return file.getvalue()
+
+
+def as_base64(data: bytes) -> str:
+    """Return a file as JSON and pages hold it."""
+    return base64.b64encode(data).decode()

@@ -1,0 +1,1 @@
+"""Thumbnails: training images that a model keeps, small, to show what an image is nearest to."""

@@ -1,0 +1,1 @@
+"""Choose the training images that a model keeps thumbnails of."""

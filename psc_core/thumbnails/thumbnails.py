@@ -1,0 +1,190 @@
+"""Which of the kept training images an image is nearest to.
+
+With the coordinates ``w`` (P,) that the density gives an image, in which the pooled within-class covariance is the
+identity (:meth:`psc_core.density.base.Density.coordinates`), and ``e_i`` those of kept image i,
+
+    ``distance_i = ‖ w − e_i ‖``        in standard deviations within a class
+
+The coordinates lie on the device, the pictures on the host.
+
+Shapes: B images, N kept images, P components, C channels, k nearest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy.typing as npt
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from psc_core.errors import BundleError, shortened
+from psc_core.images.png import as_base64, png_of
+
+SIDE: Final = 64
+"""Maximum height and width of a thumbnail, pixels: with three channels 12 KiB."""
+
+MAX_COUNT: Final = 4096
+"""Maximum number of kept images, 48 MiB of pixels."""
+
+NEAREST: Final = 3
+"""Number of kept images that an explanation names."""
+
+CANDIDATES: Final = 16
+"""Number of kept images whose distances are computed without rounding."""
+
+_TYPES: Final = {"embedding": torch.float32, "pixels": torch.uint8, "images": torch.int64, "labels": torch.int64}
+_AXES: Final = {
+    "embedding": ("count", "kept"),
+    "pixels": ("count", "channels", "height", "width"),
+    "images": ("count",),
+    "labels": ("count",),
+}
+_VALUES: Final = "values"
+
+
+class Nearest(NamedTuple):
+    """The kept images that a batch is nearest to, the nearest first."""
+
+    nearest_kept: Int[Tensor, "batch near"]  # positions among the kept images
+    nearest_distance: Float[Tensor, "batch near"]
+
+
+class Thumbnails(nn.Module):
+    """Kept training images.
+
+    Args:
+        tensors: ``embedding`` float32 (N, P); ``pixels`` uint8 (N, C, height, width); ``images`` int64 (N), positions
+            in the training data; ``labels`` int64 (N); and of a regression ``values`` float64 (N), their numbers.
+
+    Raises:
+        BundleError: Tensors that do not belong together, or are beyond a limit.
+    """
+
+    embedding: Tensor
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.sizes = _checked(tensors)
+        self.register_buffer("embedding", tensors["embedding"], persistent=False)
+        # Plain attributes, which stay on the host wherever the module goes.
+        self._on_host = {name: tensor.cpu() for name, tensor in tensors.items() if name != "embedding"}
+        self._pngs: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        return len(self.embedding)
+
+    def config(self) -> dict[str, int]:
+        """Return the section of a manifest, the sizes; with :meth:`tensors` all that restoring needs."""
+        return self.sizes
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what the constructor takes."""
+        return {"embedding": self.embedding, **self._on_host}
+
+    @classmethod
+    def restore(
+        cls,
+        sizes: Mapping[str, int],
+        tensors: Mapping[str, Tensor],
+        *,
+        components: int,
+        channels: int,
+        classes: int,
+        has_values: bool,
+    ) -> Thumbnails:
+        """Inverse of :meth:`config` and :meth:`tensors`.
+
+        Args:
+            sizes: As the manifest names them.
+            tensors: As a file holds them.
+            components: P of the density.
+            channels: Of the network's input.
+            classes: Number of classes, or of bins.
+            has_values: Whether the model is a regression.
+
+        Raises:
+            BundleError: Tensors that fit neither the sizes nor the model, or are beyond a limit.
+        """
+        expected = {*_AXES, *([_VALUES] if has_values else [])}
+        if set(tensors) != expected:
+            raise BundleError(
+                f"expected thumbnails tensors {sorted(expected)}, got {shortened(repr(sorted(tensors)))}; fit it again"
+            )
+        found = cls(tensors)
+        if found.sizes != {**sizes, "kept": components, "channels": channels}:
+            raise BundleError(
+                f"expected thumbnails of {components} components, {channels} channels and the sizes {dict(sizes)}, got "
+                f"{found.sizes}; fit the bundle again"
+            )
+        labels = tensors["labels"]
+        if int(labels.min()) < 0 or int(labels.max()) >= classes or int(tensors["images"].min()) < 0:
+            raise BundleError(
+                f"expected thumbnails with labels from 0 to {classes - 1} and positions from 0, got others; fit the "
+                "bundle again"
+            )
+        return found
+
+    def forward(self, coordinates: Float[Tensor, "batch components"]) -> Nearest:
+        """Return the nearest kept images of a batch."""
+        coordinates = coordinates.float()
+        # By a matrix product, which is quick and off by rounding where an image is all but one of the kept ones.
+        rough = torch.cdist(coordinates, self.embedding)
+        candidates = rough.topk(min(CANDIDATES, len(self)), dim=1, largest=False).indices
+        exact = torch.linalg.vector_norm(coordinates[:, None] - self.embedding[candidates], dim=2)
+        found = exact.topk(min(NEAREST, len(self)), dim=1, largest=False)
+        return Nearest(candidates.gather(1, found.indices), found.values)
+
+    def documents(
+        self, nearest: npt.NDArray[Any], distances: npt.NDArray[Any], classes: Sequence[str]
+    ) -> list[dict[str, Any]]:
+        """Return the nearest kept images of one image as an answer has them, :class:`psc_core.tasks.answer.KeptImage`.
+
+        Args:
+            nearest: (k,) as of :meth:`forward`.
+            distances: (k,) likewise.
+            classes: Names of the model's classes or bins.
+        """
+        host = self._on_host
+        return [
+            {
+                "image": int(host["images"][kept]),
+                "label": classes[int(host["labels"][kept])],
+                **({"value": float(host[_VALUES][kept])} if _VALUES in host else {}),
+                "distance": float(distance),
+                "png": self._png_of(kept),
+            }
+            for kept, distance in zip(nearest.tolist(), distances, strict=True)
+        ]
+
+    def _png_of(self, kept: int) -> str:
+        """Return base64 of a thumbnail's PNG, made when it is first shown."""
+        if kept not in self._pngs:
+            self._pngs[kept] = as_base64(png_of(self._on_host["pixels"][kept].numpy()))
+        return self._pngs[kept]
+
+
+def _checked(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the sizes of the axes.
+
+    Raises:
+        BundleError: Tensors of other types, ranks or sizes, or beyond a limit.
+    """
+    sizes: dict[str, int] = {}
+    types, axes = {**_TYPES, _VALUES: torch.float64}, {**_AXES, _VALUES: ("count",)}
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        expected = tuple(sizes.setdefault(axis, size) for axis, size in zip(axes[name], shape, strict=False))
+        if tensor.dtype != types[name] or len(shape) != len(axes[name]) or shape != expected or not tensor.numel():
+            raise BundleError(
+                f"expected {types[name]} thumbnails.{name} with axes {axes[name]} and the sizes {sizes}, got "
+                f"{tensor.dtype} {shape}; fit the bundle again"
+            )
+    if sizes["count"] > MAX_COUNT or max(sizes["height"], sizes["width"]) > SIDE or sizes["channels"] not in (1, 3):
+        raise BundleError(
+            f"expected at most {MAX_COUNT} thumbnails of 1 or 3 channels and at most {SIDE} × {SIDE} pixels, got the "
+            f"sizes {sizes}; fit the bundle again"
+        )
+    return sizes
