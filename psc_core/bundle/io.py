@@ -32,11 +32,11 @@ from psc_core.bundle.manifest import (
     FileEntry,
     Manifest,
     check_text,
-    fit_command,
     inside,
     manifest_digest,
     manifest_of,
 )
+from psc_core.bundle.refit import fit_command
 from psc_core.errors import BundleError, UsageError, fault, shortened
 
 MAX_MANIFEST_BYTES: Final = 16 << 20
