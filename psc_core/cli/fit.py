@@ -48,6 +48,9 @@ from psc_core.tasks.task import task_type
 MAX_BAD_IMAGES: Final = 10
 """Images that cannot be decoded and are left out of a fit, unless it is told."""
 
+_Group = Any
+"""A group of flags; argparse has no public name for it."""
+
 _EXAMPLE = """example:
   psc-fit --model torchvision:resnet18 --weights net.safetensors --train images/train --val images/val --out bundle
 
@@ -65,117 +68,124 @@ def parser() -> argparse.ArgumentParser:
     """The command line of ``psc-fit``."""
     description = "Fit uncertainty to a trained image classifier or regression, without retraining it."
     cli = flags.command("psc-fit", description, _EXAMPLE)
+    _add_network_flags(cli.add_argument_group("network"))
+    _add_data_flags(cli.add_argument_group("data"))
+    preprocessing.add_flags(cli)
+    _add_method_flags(cli.add_argument_group("method"))
+    _add_run_flags(cli.add_argument_group("run"))
+    return cli
 
-    def default_of(flag: str) -> Any:
-        return getattr(FitSettings, flag.removeprefix("--").replace("-", "_"))
 
-    def number(group: Any, flag: str, text: str) -> None:
-        default = default_of(flag)
-        kind, shown = (flags.positive_or_auto, "auto") if default is None else (flags.positive, default)
-        metavar = "N|auto" if default is None else "N"
-        group.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{text} (default: {shown})")
-
-    def choice(group: Any, flag: str, choices: Sequence[str], text: str) -> None:
-        default = default_of(flag)
-        group.add_argument(flag, choices=choices, default=default, help=f"{text} (default: {default})")
-
-    def rate(flag: str, text: str) -> None:
-        default = default_of(flag)
-        method.add_argument(flag, type=flags.open_unit_interval, default=default, help=f"{text} (default: {default})")
-
-    net = cli.add_argument_group("network")
+def _add_network_flags(group: _Group) -> None:
     specs = (
         f"{', '.join(f'{library}:NAME' for library in LIBRARIES)} or package.module:factory; onnx:FILE; hf:DIR or "
         "timm:local-dir:DIR, a folder of transformers or timm, which says weights, classes and preprocessing itself; "
         "hf:ORG/NAME, in the Hugging Face cache"
     )
-    net.add_argument("--model", required=True, metavar="SPEC", help=specs)
+    group.add_argument("--model", required=True, metavar="SPEC", help=specs)
     text = "argument of the network's constructor; repeat for more (stem=small, in_channels=1, …)"
-    net.add_argument("--model-arg", action="append", default=[], metavar="K=V", help=text)
+    group.add_argument("--model-arg", action="append", default=[], metavar="K=V", help=text)
     text = (
         "checkpoint: .safetensors, .pth, .pt, .bin, .ckpt or .index.json; nothing in it is run (default: those that "
         "hf:, timm:local-dir: and onnx: have)"
     )
-    net.add_argument("--weights", type=Path, metavar="FILE", help=text)
+    group.add_argument("--weights", type=Path, metavar="FILE", help=text)
     text = "get from the Hugging Face hub what its cache lacks of hf:ORG/NAME"
-    net.add_argument("--allow-download", action="store_true", help=text)
-    data = cli.add_argument_group("data")
-    data.add_argument("--train", required=True, metavar="DIR", help="training images")
-    data.add_argument("--val", required=True, metavar="DIR", help="validation images, none of them trained on")
-    text = "column of the tables that holds the numbers (default: the only one)"
-    data.add_argument("--target", metavar="NAME", help=text)
-    data.add_argument("--unit", default="", help="of the numbers in the tables")
-    preprocessing.add_flags(cli)
+    group.add_argument("--allow-download", action="store_true", help=text)
 
-    method = cli.add_argument_group("method")
-    choice(method, "--task", TASKS[::-1], "what the network predicts: a class, or one number")
-    method.add_argument("--layer", default="auto", metavar="NAME", help="candidate layer, or auto (default)")
-    method.add_argument("--layers", metavar="REGEX", help="measure only layers whose name matches")
-    choice(method, "--granularity", GRANULARITIES, "which modules are layers; operations is the paper's")
-    epsilon = FitSettings.epsilon
-    method.add_argument(
-        "--epsilon",
-        type=flags.open_unit_interval,
-        default=epsilon,
-        help=f"collapse cut-off for NC1 (default: {epsilon})",
-    )
-    number(method, "--c-proj", "channel components")
-    number(method, "--d-proj", "spatial components")
-    number(method, "--minimum-dim", "smallest c·d that auto considers")
-    method.add_argument("--no-second-scaling", action="store_true", help="do not standardise z")
+
+def _add_data_flags(group: _Group) -> None:
+    group.add_argument("--train", required=True, metavar="DIR", help="training images")
+    group.add_argument("--val", required=True, metavar="DIR", help="validation images, none of them trained on")
+    text = "column of the tables that holds the numbers (default: the only one)"
+    group.add_argument("--target", metavar="NAME", help=text)
+    group.add_argument("--unit", default="", help="of the numbers in the tables")
+
+
+def _add_method_flags(group: _Group) -> None:
+    _add_choice(group, "--task", TASKS[::-1], "what the network predicts: a class, or one number")
+    group.add_argument("--layer", default="auto", metavar="NAME", help="candidate layer, or auto (default)")
+    group.add_argument("--layers", metavar="REGEX", help="measure only layers whose name matches")
+    _add_choice(group, "--granularity", GRANULARITIES, "which modules are layers; operations is the paper's")
+    _add_rate(group, "--epsilon", "collapse cut-off for NC1")
+    _add_number(group, "--c-proj", "channel components")
+    _add_number(group, "--d-proj", "spatial components")
+    _add_number(group, "--minimum-dim", "smallest c·d that auto considers")
+    group.add_argument("--no-second-scaling", action="store_true", help="do not standardise z")
     text = "what measures how typical an image is; gda is the paper's"
-    choice(method, "--density", tuple(DENSITIES), text)
-    number(method, "--pca", "dimension the density works in")
+    _add_choice(group, "--density", tuple(DENSITIES), text)
+    _add_number(group, "--pca", "dimension the density works in")
     kinds = {task: tuple(task_type(task).heads) for task in TASKS[::-1]}
     listed = "; ".join(f"of a {task_type(task).noun}: {', '.join(heads)}" for task, heads in kinds.items())
     text = f"what predicts from the features, {listed}; laplace is the paper's (default: the first)"
-    method.add_argument("--head", choices=sum(kinds.values(), ()), help=text)
+    group.add_argument("--head", choices=sum(kinds.values(), ()), help=text)
     text = "what a classifier's head reads: z and the layer's features averaged over positions, or z, as in the paper"
-    choice(method, "--head-input", HEAD_INPUTS, text)
+    _add_choice(group, "--head-input", HEAD_INPUTS, text)
     text = "auto: the better on validation images; psc: the head's; base: the network's own, divided by a temperature"
-    choice(method, "--predictions", PREDICTIONS, text)
-    rate("--alpha", "false-alarm rate of the OOD decision")
+    _add_choice(group, "--predictions", PREDICTIONS, text)
+    _add_rate(group, "--alpha", "false-alarm rate of the OOD decision")
     text = "what the OOD decision ranks: texture, kind and confidence together, or the density alone, as in the paper"
-    choice(method, "--ood-score", OOD_SCORES, text)
-    rate("--coverage", "coverage of the prediction sets, or of a regression's intervals")
-    rate("--risk", "error rate that images below the ambiguity threshold keep, with 95 %% confidence")
+    _add_choice(group, "--ood-score", OOD_SCORES, text)
+    _add_rate(group, "--coverage", "coverage of the prediction sets, or of a regression's intervals")
+    _add_rate(group, "--risk", "error rate that images below the ambiguity threshold keep, with 95 %% confidence")
     text = "width above which an interval makes a number uncertain, in its unit, of a regression (default: no limit)"
-    method.add_argument("--max-width", type=flags.positive_number, metavar="WIDTH", help=text)
+    group.add_argument("--max-width", type=flags.positive_number, metavar="WIDTH", help=text)
     text = (
         "keep thumbnails of N training images, some of each class, to show what an image is nearest to (default: none)"
     )
-    method.add_argument("--keep-examples", type=flags.positive, metavar="N", help=text)
+    group.add_argument("--keep-examples", type=flags.positive, metavar="N", help=text)
 
-    run = cli.add_argument_group("run")
-    run.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
-    choice(run, "--precision", PRECISIONS, "of the network, while fitting and served")
-    number(run, "--batch-images", "images sent through the network at once")
+
+def _add_run_flags(group: _Group) -> None:
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    _add_choice(group, "--precision", PRECISIONS, "of the network, while fitting and served")
+    _add_number(group, "--batch-images", "images sent through the network at once")
     text = "fit on at most N training images, balanced over classes (default: all)"
-    run.add_argument("--max-images", type=flags.positive, metavar="N", help=text)
+    group.add_argument("--max-images", type=flags.positive, metavar="N", help=text)
     budget = FitSettings.max_memory
     text = f"budget of one stage's statistics (default: {budget >> 30}G)"
-    run.add_argument("--max-memory", type=flags.byte_count, default=budget, metavar="SIZE", help=text)
+    group.add_argument("--max-memory", type=flags.byte_count, default=budget, metavar="SIZE", help=text)
     text = "where decoded images are kept until the end, or off to decode them in every pass (default: the system's)"
-    run.add_argument("--cache", metavar="DIR|off", help=text)
+    group.add_argument("--cache", metavar="DIR|off", help=text)
     text = (
         "leave out up to N images that cannot be decoded; with --cache off, finding them takes a pass more, and 0 none"
     )
     text = f"{text} (default: {MAX_BAD_IMAGES})"
-    run.add_argument("--max-bad-images", type=flags.whole, default=MAX_BAD_IMAGES, metavar="N", help=text)
-    run.add_argument("--distributed", action="store_true", help="be one of the processes that torchrun started")
+    group.add_argument("--max-bad-images", type=flags.whole, default=MAX_BAD_IMAGES, metavar="N", help=text)
+    group.add_argument("--distributed", action="store_true", help="be one of the processes that torchrun started")
     text = "write no report; it holds pictures of training and validation images, or their numbers"
-    run.add_argument("--no-report", action="store_true", help=text)
+    group.add_argument("--no-report", action="store_true", help=text)
     text = "fit on a few images only, write nothing, and say how long and how much memory a fit on all of them takes"
-    run.add_argument("--dry-run", action="store_true", help=text)
-    run.add_argument("--fresh", action="store_true", help="ignore the checkpoint of an interrupted run")
+    group.add_argument("--dry-run", action="store_true", help=text)
+    group.add_argument("--fresh", action="store_true", help="ignore the checkpoint of an interrupted run")
     text = "splits the validation images and seeds the head (default: 0)"
-    run.add_argument("--seed", type=flags.seed, default=0, metavar="N", help=text)
-    run.add_argument("--name", help="model name (default: the name of --out)")
-    run.add_argument("--out", type=Path, required=True, metavar="DIR", help="bundle to write")
+    group.add_argument("--seed", type=flags.seed, default=0, metavar="N", help=text)
+    group.add_argument("--name", help="model name (default: the name of --out)")
+    group.add_argument("--out", type=Path, required=True, metavar="DIR", help="bundle to write")
     text = "store the network as an ONNX graph, which a server loads without its code; always so of hf: and onnx:"
-    run.add_argument("--graph", action="store_true", help=text)
-    run.add_argument("--overwrite", action="store_true", help="replace the bundle that --out holds, and its report")
-    return cli
+    group.add_argument("--graph", action="store_true", help=text)
+    group.add_argument("--overwrite", action="store_true", help="replace the bundle that --out holds, and its report")
+
+
+def _add_number(group: _Group, flag: str, text: str) -> None:
+    default = _default_of(flag)
+    kind, shown = (flags.positive_or_auto, "auto") if default is None else (flags.positive, default)
+    metavar = "N|auto" if default is None else "N"
+    group.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{text} (default: {shown})")
+
+
+def _add_choice(group: _Group, flag: str, choices: Sequence[str], text: str) -> None:
+    default = _default_of(flag)
+    group.add_argument(flag, choices=choices, default=default, help=f"{text} (default: {default})")
+
+
+def _add_rate(group: _Group, flag: str, text: str) -> None:
+    default = _default_of(flag)
+    group.add_argument(flag, type=flags.open_unit_interval, default=default, help=f"{text} (default: {default})")
+
+
+def _default_of(flag: str) -> Any:
+    return getattr(FitSettings, flag.removeprefix("--").replace("-", "_"))
 
 
 def fit(args: argparse.Namespace) -> None:
