@@ -20,7 +20,7 @@ from app.errors import TooManyRequests
 GRACE_SECONDS: Final = 5.0
 """A message that arrives within this time keeps its place; of a shorter time to arrive a third."""
 
-MAXIMUM_WAITING: Final = 256
+MAX_WAITING: Final = 256
 """Calls that may wait for a place; each looks at all others."""
 
 
@@ -54,8 +54,8 @@ class Places:
         Raises:
             TooManyRequests: Too many wait already, no place became free, or others waited and the block took too long.
         """
-        if sum(each.client == client for each in self._waiting) >= _most_of(MAXIMUM_WAITING) or (
-            len(self._waiting) >= MAXIMUM_WAITING
+        if sum(each.client == client for each in self._waiting) >= _most_of(MAX_WAITING) or (
+            len(self._waiting) >= MAX_WAITING
         ):
             raise TooManyRequests("too many calls wait to send their messages; try again in 1 s", retry_after=1)
         mine = _Place(client, asyncio.timeout(self._patience))

@@ -15,19 +15,19 @@ from typing import Any, Final
 from google.protobuf.descriptor import FieldDescriptor
 
 from app.errors import MalformedRequest
-from app.http.json_body import MAXIMUM_VALUES
+from app.http.json_body import MAX_VALUES
 from psc_core.protobuf import GROUPS, LENGTH, fields
 
-MAXIMUM_OCCURRENCES: Final = 256
+MAX_OCCURRENCES: Final = 256
 """Maximum occurrences of a field in a message, the messages inside it included."""
 
 HIGHER: Final[Mapping[str, int]] = {
-    "inference.InferTensorContents.uint_contents": MAXIMUM_VALUES,
+    "inference.InferTensorContents.uint_contents": MAX_VALUES,
     "inference.InferTensorContents.bytes_contents": 1 << 14,
 }
 """Fields that may occur more often: the files of images, and the pixels, bytes of which are counted."""
 
-MAXIMUM_UNPACKED: Final = 1 << 14
+MAX_UNPACKED: Final = 1 << 14
 """Maximum occurrences of a field one by one, each a step of the walk; writers pack numbers by themselves."""
 
 _NEVER_PACKED: Final = (FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
@@ -55,8 +55,8 @@ def _count(body: memoryview, message: Any, seen: Counter[str]) -> None:
         # Packed numbers have at least a byte each; counting them more closely would cost a pass.
         is_packed = field is not None and wire_type == LENGTH and field.type not in _NEVER_PACKED
         seen[name] += len(content) if is_packed else 1
-        limit = HIGHER.get(name, MAXIMUM_OCCURRENCES)
-        if seen[name] > (limit := limit if is_packed else min(limit, MAXIMUM_UNPACKED)):
+        limit = HIGHER.get(name, MAX_OCCURRENCES)
+        if seen[name] > (limit := limit if is_packed else min(limit, MAX_UNPACKED)):
             raise MalformedRequest(
                 f"expected at most {limit} {'bytes of ' * is_packed}{name.rpartition('.')[2]} in a message, got more; "
                 "send fewer, and pixels as raw_input_contents"

@@ -17,13 +17,13 @@ import orjson
 
 from app.errors import MalformedRequest
 
-MAXIMUM_VALUES: Final = 1 << 22
+MAX_VALUES: Final = 1 << 22
 """Values in one document; parsing them takes 0.1 s."""
 
-MAXIMUM_CONTAINERS: Final = 1 << 18
+MAX_CONTAINERS: Final = 1 << 18
 """Lists, objects and keys in one document; parsing them takes 0.1 s."""
 
-_MOST: Final = {b"[{:": MAXIMUM_CONTAINERS, b"[{:,": MAXIMUM_VALUES}
+_MOST: Final = {b"[{:": MAX_CONTAINERS, b"[{:,": MAX_VALUES}
 
 _PIECE: Final = 1 << 18
 """Bytes that are counted before others have their turn."""
@@ -65,7 +65,7 @@ def piecewise_check() -> Callable[[bytes], None]:
 
 def _too_costly() -> MalformedRequest:
     return MalformedRequest(
-        f"expected JSON of at most {MAXIMUM_VALUES} values and {MAXIMUM_CONTAINERS} lists, objects and keys, got "
+        f"expected JSON of at most {MAX_VALUES} values and {MAX_CONTAINERS} lists, objects and keys, got "
         "more; send fewer images, image files instead of pixels, or binary data"
     )
 

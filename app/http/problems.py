@@ -113,7 +113,7 @@ ROUTING: Final = {
 }
 """Status → the same of requests that no route takes."""
 
-MAXIMUM_DETAIL: Final = 1000
+MAX_DETAIL: Final = 1000
 """Characters of a problem's detail."""
 
 TYPE_PREFIX: Final = "urn:psc:problem:"
@@ -128,7 +128,7 @@ def problem_of(error: BaseException) -> Problem:
     headers: dict[str, str] = {}
     members: dict[str, Any] = {}
     if isinstance(error, ImageRefused):
-        members = {"index": error.index, "filename": error.name and shortened(error.name, MAXIMUM_DETAIL)}
+        members = {"index": error.index, "filename": error.name and shortened(error.name, MAX_DETAIL)}
     if isinstance(error, InferenceFailed):
         members = {"index": error.index}
     if isinstance(cause, Overloaded):
@@ -145,7 +145,7 @@ def _problem(
     row: tuple[int, str, str], detail: str, headers: Mapping[str, str] | None = None, **members: Any
 ) -> Problem:
     status, slug, title = row
-    detail = shortened(detail, MAXIMUM_DETAIL)
+    detail = shortened(detail, MAX_DETAIL)
     document = ProblemDocument(type=TYPE_PREFIX + slug, title=title, status=status, detail=detail, **members)
     return Problem(document, headers or {})
 

@@ -34,7 +34,7 @@ FIELD: Final = "images"
 _INLINE_BYTES: Final = 256 * 1024
 """Parsing a larger body would hold up the event loop."""
 
-_MAXIMUM_PARAMETERS: Final = 16
+_MAX_PARAMETERS: Final = 16
 """Maximum parameters of a part's ``Content-Disposition``, or semicolons in its file name."""
 
 _PARSER: Final = ThreadPoolExecutor(1, "psc-parse")
@@ -196,8 +196,8 @@ class _Parts:
 
     def on_header_end(self) -> None:
         if self._header_name.lower() == b"content-disposition":
-            if self._header_value.count(b";") > _MAXIMUM_PARAMETERS:
-                raise MalformedRequest(f"a part's header has more than {_MAXIMUM_PARAMETERS} parameters; send fewer")
+            if self._header_value.count(b";") > _MAX_PARAMETERS:
+                raise MalformedRequest(f"a part's header has more than {_MAX_PARAMETERS} parameters; send fewer")
             self._disposition = self._header_value
 
     def on_headers_finished(self) -> None:

@@ -17,10 +17,10 @@ Sweep = list[Json]
 """Points of one server, by ascending rate within the grid, then those between two rates of the grid."""
 
 FRACTIONS = (0.25, 0.5, 0.75)
-FACTOR, MAXIMUM_RATES, BETWEEN = 1.5, 12, 2
+FACTOR, MAX_RATES, BETWEEN = 1.5, 12, 2
 LIMIT_MS, GOAL_MS = 1000.0, 100.0
-MAXIMUM_ERRORS = 0.01
-MAXIMUM_LAG = 0.1
+MAX_ERRORS = 0.01
+MAX_LAG = 0.1
 """A server falls behind if it answers the last request later than the median, by this fraction of the phase."""
 BUSY_CLIENT = 0.9
 """Cores: a load generator that needs more may itself be why answers are late."""
@@ -55,12 +55,12 @@ def end_of(phase: Json, seconds: float) -> str | None:
         seconds: In which requests were due.
     """
     total = sum(phase["statuses"].values())
-    if total - phase["requests"] > MAXIMUM_ERRORS * total:
+    if total - phase["requests"] > MAX_ERRORS * total:
         return "errors"
     if not phase["requests"]:
         return "no request"
     late = phase["p99_ms"] > LIMIT_MS
-    behind = phase["seconds"] - seconds > MAXIMUM_LAG * seconds + phase["p50_ms"] / 1000
+    behind = phase["seconds"] - seconds > MAX_LAG * seconds + phase["p50_ms"] / 1000
     if not (late or behind):
         return None
     if phase["client_cpu_s"] > BUSY_CLIENT * phase["seconds"]:
@@ -88,7 +88,7 @@ def sweep(
             found[name].append(point)
         return point is not None and point["end"] is None
 
-    for rate in islice(rates(peak), MAXIMUM_RATES):
+    for rate in islice(rates(peak), MAX_RATES):
         going = [name for name in going if offer(name, rate)]
         if not going:
             break
@@ -134,7 +134,7 @@ def ends_at(sweeps: Sequence[Sweep], rate: float) -> str | None:
 def grid(peak: float, servers: Sequence[Sequence[Sweep]]) -> list[float]:
     """The rates that were offered to every server that still kept up; those between are left out."""
     offered = {one["per_s"] for sweeps in servers for points in sweeps for one in points}
-    return [rate for rate in islice(rates(peak), MAXIMUM_RATES) if rate in offered]
+    return [rate for rate in islice(rates(peak), MAX_RATES) if rate in offered]
 
 
 def _next_between(points: Sweep) -> float | None:

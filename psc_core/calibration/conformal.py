@@ -23,7 +23,7 @@ from torch import Tensor
 from psc_core.errors import BundleError, FitError, UsageError
 from psc_core.rates import check_fraction, ood_rank, tolerant_ceil
 
-MAXIMUM_SCORE: Final = 1e12
+MAX_SCORE: Final = 1e12
 """Largest OOD score, nats, that a calibration may hold; no density gives one near it."""
 
 

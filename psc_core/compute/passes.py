@@ -26,7 +26,7 @@ from psc_core.precision import Precision
 Item = TypeVar("Item")
 Value = TypeVar("Value")
 
-MAXIMUM_CPU_BATCH = 64
+MAX_CPU_BATCH = 64
 """Maximum batch size on a CPU: with more images the activations leave the cache."""
 
 LOG_SECONDS: Final = 30.0
@@ -45,8 +45,8 @@ class Compute:
 
     @property
     def batch_size(self) -> int:
-        """Batch size: ``batch_images``, but at most :data:`MAXIMUM_CPU_BATCH` on a CPU."""
-        return min(self.batch_images, MAXIMUM_CPU_BATCH) if self.device.type == "cpu" else self.batch_images
+        """Batch size: ``batch_images``, but at most :data:`MAX_CPU_BATCH` on a CPU."""
+        return min(self.batch_images, MAX_CPU_BATCH) if self.device.type == "cpu" else self.batch_images
 
 
 def passes(

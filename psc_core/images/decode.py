@@ -19,7 +19,7 @@ import numpy.typing as npt
 from PIL import Image, ImageOps
 
 from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, UnsupportedImage
-from psc_core.images.limits import DEFAULT_MAX_PIXELS, MAXIMUM_EXIF_BYTES, check_count, check_file, check_pixels
+from psc_core.images.limits import DEFAULT_MAX_PIXELS, MAX_EXIF_BYTES, check_count, check_file, check_pixels
 from psc_core.images.turbo import decode_plain
 
 FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
@@ -122,7 +122,7 @@ def to_grey_or_rgb(image: Image.Image) -> Image.Image:
         UndecodableImage: Too much EXIF, or non-finite samples.
     """
     exif = max(len(image.info.get("exif") or b""), len(image.info.get("Raw profile type exif") or "") // 2)
-    check_count("bytes of EXIF", MAXIMUM_EXIF_BYTES, exif)
+    check_count("bytes of EXIF", MAX_EXIF_BYTES, exif)
     image = ImageOps.exif_transpose(image)
     if image.mode in _WIDE_MODES:
         samples = np.asarray(image)

@@ -21,29 +21,29 @@ DEFAULT_MAX_PIXELS: Final = 25_000_000
 PILLOW_MAX_PIXELS: Final = 178_956_970
 """Pillow reads no larger image."""
 
-MAXIMUM_SCANS: Final = 100
+MAX_SCANS: Final = 100
 """Scans of a JPEG.  A scan of 80 bytes may cost a pass over all pixels.  libjpeg writes 10 (18 for CMYK); libtiff sets
 the same limit for JPEG in TIFF."""
 
-_MAXIMUM_PIECES: Final = 10_000
+_MAX_PIECES: Final = 10_000
 """Segments of a JPEG and bytes between them, chunks of a PNG, blocks of a GIF: Pillow reads each in Python."""
 
 _PASSES: Final = 10
 """Scans of a JPEG over ``max_pixels``; a smaller one may have as many more."""
 
-MAXIMUM_EXIF_BYTES: Final = 1 << 20
+MAX_EXIF_BYTES: Final = 1 << 20
 """Bytes of EXIF: Pillow needs two hundred times as much memory to unpack them."""
 
-_MAXIMUM_PROFILES: Final = 16
+_MAX_PROFILES: Final = 16
 """Colour profiles of a PNG: 1 kB may unpack to 1 MB."""
 
-_MAXIMUM_TAGS: Final = 4096
+_MAX_TAGS: Final = 4096
 """Tags of a TIFF; libtiff sets the same limit."""
 
-_MAXIMUM_VALUES: Final = 3 << 16
+_MAX_VALUES: Final = 3 << 16
 """Values of a TIFF tag, such as strip offsets: Pillow makes an object of each.  A transfer function has this many."""
 
-_MAXIMUM_OVERLAP: Final = 10
+_MAX_OVERLAP: Final = 10
 """Maximum times that the strips of a TIFF may cover its bytes, on average."""
 
 _MARKER: Final = re.compile(rb"\xff[\xc0-\xc7\xc9-\xcf\xd9-\xef\xfe]")
@@ -99,7 +99,7 @@ class _Reader(io.BytesIO):
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
-        self._maximum = _MAXIMUM_PIECES + len(data) // 32
+        self._maximum = _MAX_PIECES + len(data) // 32
         self._reads = 0
 
     def read(self, size: int | None = -1, /) -> bytes:
@@ -110,13 +110,13 @@ class _Reader(io.BytesIO):
 
 def _check_png(data: bytes) -> None:
     """Limit the chunks of a PNG."""
-    at, maximum, chunks, profiles, kind = 8, _MAXIMUM_PIECES + len(data) // 128, 0, 0, b""
+    at, maximum, chunks, profiles, kind = 8, _MAX_PIECES + len(data) // 128, 0, 0, b""
     while kind != b"IEND" and at + 8 <= len(data):
         length, kind = struct.unpack_from(">I4s", data, at)
         at += 12 + length
         chunks += 1
         profiles += kind == b"iCCP"
-        check_count("colour profiles", _MAXIMUM_PROFILES, profiles)
+        check_count("colour profiles", _MAX_PROFILES, profiles)
         check_count("chunks in a file of this size", maximum, chunks)
 
 
@@ -134,7 +134,7 @@ def _check_jpeg(data: bytes, max_pixels: int) -> None:
         length = max(2, int.from_bytes(data[at : at + 2], "big"))
         if kind == _SCAN:
             scans += 1
-            check_count("scans", MAXIMUM_SCANS, scans)
+            check_count("scans", MAX_SCANS, scans)
             check_count("pixels in all scans together", _PASSES * max_pixels, scans * pixels)
         elif kind in _FRAMES:
             height, width = struct.unpack(">HH", data[at + 3 : at + 7].ljust(4, b"\0"))
@@ -142,8 +142,8 @@ def _check_jpeg(data: bytes, max_pixels: int) -> None:
             pixels = max(pixels, width * height)
         elif kind == _APP1 and data.startswith(b"Exif\0\0", at + 2):
             exif += length
-            check_count("bytes of EXIF", MAXIMUM_EXIF_BYTES, exif)
-        check_count("segments", _MAXIMUM_PIECES, segments)
+            check_count("bytes of EXIF", MAX_EXIF_BYTES, exif)
+        check_count("segments", _MAX_PIECES, segments)
         at += length
 
 
@@ -152,14 +152,14 @@ def _check_tiff(data: bytes, max_pixels: int) -> None:
     order, big = "<" if data[:2] == b"II" else ">", data[2] == 43
     (at,) = struct.unpack_from(order + ("Q" if big else "L"), data, 8 if big else 4)
     (number,) = struct.unpack_from(order + ("Q" if big else "H"), data, at)
-    check_count("tags", _MAXIMUM_TAGS, number)
+    check_count("tags", _MAX_TAGS, number)
     at += 8 if big else 2
     entry = struct.Struct(order + ("HHQ8s" if big else "HHL4s"))
     number = min(number, (len(data) - at) // entry.size)
     found: dict[int, int] = {}
     for tag, kind, count, value in entry.iter_unpack(data[at : at + number * entry.size]):
         if kind not in _TEXTS:
-            check_count(f"values of tag {tag}", _MAXIMUM_VALUES, count)
+            check_count(f"values of tag {tag}", _MAX_VALUES, count)
         if tag not in (*_SIDES, _STRIP_BYTES, _TILE_BYTES):
             continue
         if kind not in _NUMBERS or tag in found:
@@ -170,7 +170,7 @@ def _check_tiff(data: bytes, max_pixels: int) -> None:
         stored = value[:size] if size <= len(value) else data[start : start + size]
         found[tag] = int(np.frombuffer(stored, form, len(stored) // form.itemsize).sum(dtype=np.float64))
     for tag in (_STRIP_BYTES, _TILE_BYTES):
-        check_count("bytes of strips", _MAXIMUM_OVERLAP * len(data), found.get(tag, 0))
+        check_count("bytes of strips", _MAX_OVERLAP * len(data), found.get(tag, 0))
     width, height, tile_width, tile_height = (found.get(tag, 0) for tag in _SIDES)
     if tile_width and tile_height:
         check_pixels(tile_width, tile_height, max_pixels, "a tile has")

@@ -19,7 +19,7 @@ from psc_core.images import limits as image_limits
 from psc_core.images.decode import FORMATS, decode_image
 from psc_core.images.preprocess import PRESETS
 
-MAXIMUM_PIXELS = 1 << 20
+MAX_PIXELS = 1 << 20
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ BOMBS = {
 @pytest.mark.parametrize("name", BOMBS)
 def test_png_bombs(name: str) -> None:
     try:
-        array = PRESETS["mnist"].from_bytes(BOMBS[name], max_pixels=MAXIMUM_PIXELS)
+        array = PRESETS["mnist"].from_bytes(BOMBS[name], max_pixels=MAX_PIXELS)
     except ImageError as error:
         assert len(str(error)) < 500
     else:
@@ -82,7 +82,7 @@ def test_large_headers(side: int) -> None:
     jpeg = jpeg[:at] + struct.pack(">HH", side, side) + jpeg[at + 4 :]
     for data in (gif, bmp, jpeg):
         with pytest.raises(ImageTooLarge):
-            decode_image(data, max_pixels=MAXIMUM_PIXELS)
+            decode_image(data, max_pixels=MAX_PIXELS)
 
 
 def test_tiff_that_points_at_itself() -> None:
@@ -120,13 +120,13 @@ def test_polyglot_is_read_by_its_header() -> None:
 @pytest.mark.parametrize("size", [(1, 1), (2, 1), (1, 500), (500, 1)])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_thin_images(preset: str, size: tuple[int, int]) -> None:
-    shape = PRESETS[preset].from_bytes(encoded(Image.new("RGB", size)), max_pixels=MAXIMUM_PIXELS).shape
+    shape = PRESETS[preset].from_bytes(encoded(Image.new("RGB", size)), max_pixels=MAX_PIXELS).shape
     assert shape == (PRESETS[preset].channels, PRESETS[preset].height, PRESETS[preset].width)
 
 
-@pytest.mark.parametrize("size", [(1, MAXIMUM_PIXELS), (MAXIMUM_PIXELS, 1)])
+@pytest.mark.parametrize("size", [(1, MAX_PIXELS), (MAX_PIXELS, 1)])
 def test_extreme_aspect_ratio(size: tuple[int, int]) -> None:
-    array = PRESETS["imagenet"].from_bytes(encoded(Image.new("RGB", size)), max_pixels=MAXIMUM_PIXELS)
+    array = PRESETS["imagenet"].from_bytes(encoded(Image.new("RGB", size)), max_pixels=MAX_PIXELS)
     assert array.shape == (3, 224, 224)
 
 
@@ -135,7 +135,7 @@ def test_noise_after_a_valid_start(noise: bytes, kind: str, keep: int) -> None:
     pixels = np.arange(28 * 28, dtype=np.uint8).reshape(28, 28)
     data = encoded(Image.fromarray(pixels), kind)[:keep] + noise
     try:
-        array = PRESETS["mnist"].from_bytes(data, max_pixels=MAXIMUM_PIXELS)
+        array = PRESETS["mnist"].from_bytes(data, max_pixels=MAX_PIXELS)
     except ImageError:
         return
     assert array.shape == (1, 28, 28)
@@ -150,10 +150,10 @@ def jpeg_of(scans: int, *, between: bytes = b"") -> bytes:
 
 def test_rejects_jpeg_of_many_scans(monkeypatch: pytest.MonkeyPatch) -> None:
     """80 bytes of an empty scan cost as much as a pass over all pixels."""
-    assert decode_image(jpeg_of(image_limits.MAXIMUM_SCANS)).size == (64, 64)
+    assert decode_image(jpeg_of(image_limits.MAX_SCANS)).size == (64, 64)
     monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("opened"))
     with pytest.raises(UndecodableImage, match="at most 100 scans, got 101"):
-        decode_image(jpeg_of(image_limits.MAXIMUM_SCANS + 1))
+        decode_image(jpeg_of(image_limits.MAX_SCANS + 1))
 
 
 def test_counts_scans_as_libjpeg(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_counts_scans_as_libjpeg(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("opened"))
     for between in (fill, stray, comment, b"\xff\0", b"\xff\xd0"):
         with pytest.raises(UndecodableImage, match="scans"):
-            decode_image(jpeg_of(image_limits.MAXIMUM_SCANS + 1, between=between))
+            decode_image(jpeg_of(image_limits.MAX_SCANS + 1, between=between))
 
 
 def test_ignores_scan_markers_in_other_data() -> None:
@@ -231,7 +231,7 @@ def test_overlapping_tiles_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of a thousand columns in a tile of its own, a thousand times as long as the image."""
     monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("opened"))
     with pytest.raises(ImageTooLarge, match="the tiles have"):
-        decode_image(tiled(1, MAXIMUM_PIXELS, t256=1000), max_pixels=MAXIMUM_PIXELS)
+        decode_image(tiled(1, MAX_PIXELS, t256=1000), max_pixels=MAX_PIXELS)
 
 
 @pytest.mark.parametrize("kind", [5, 17])
@@ -244,7 +244,7 @@ def test_rejects_tile_sizes_pillow_does_not_read(kind: int) -> None:
 
 def test_rejects_tiff_of_many_strips() -> None:
     """Pillow makes an object of each."""
-    many = image_limits._MAXIMUM_VALUES + 1
+    many = image_limits._MAX_VALUES + 1
     for compression in (1, 8):
         with pytest.raises(UndecodableImage, match="values of tag 273"):
             decode_image(tiff(bytes(64), t256=1, t257=many, t259=compression, t273=[8] * many, t278=1))

@@ -22,8 +22,8 @@ from tests.attacks import forge
 
 pytest.importorskip("resource")
 
-MAXIMUM_MIB = 512
-MAXIMUM_SECONDS = 20.0
+MAX_MIB = 512
+MAX_SECONDS = 20.0
 
 _CHILD = """
 import json, resource, sys, time
@@ -116,14 +116,14 @@ def test_memory_bombs(tiny_bundle: Path, tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
         [sys.executable, "-c", _CHILD, str(tiny_bundle), *map(str, paths)], cwd=root, capture_output=True, text=True,
-        timeout=MAXIMUM_SECONDS * len(BOMBS), check=False,
+        timeout=MAX_SECONDS * len(BOMBS), check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
     )  # fmt: skip
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(answers) == len(BOMBS), done.stderr[-2000:]
     for name, (answer, mib, seconds) in zip(BOMBS, answers, strict=True):
         assert answer.startswith("rejected"), f"{name}: {answer}"
-        assert mib < MAXIMUM_MIB, f"{name}: {mib:.0f} MiB, {answer}"
-        assert seconds < MAXIMUM_SECONDS, f"{name}: {seconds:.1f} s, {answer}"
+        assert mib < MAX_MIB, f"{name}: {mib:.0f} MiB, {answer}"
+        assert seconds < MAX_SECONDS, f"{name}: {seconds:.1f} s, {answer}"
         assert "allocate" not in answer, f"{name}: rejected by the machine alone, {answer}"
         print(f"{name}: {mib:.0f} MiB, {seconds:.2f} s, {answer[-160:]}")

@@ -150,7 +150,7 @@ def test_servers_take_turns_and_failed_ones_are_left_out(tmp_path: Path, monkeyp
     args = peers.parser().parse_args(["--rounds", "2", "--sweeps", "1", "--seconds", "0.4"])
     args.cases, args.best_instructions = [COMPUTE], True
     shown = [servers.Server(name, name, (), "", many="/predict") for name in ("fake", "no")]
-    monkeypatch.setattr("benchmarks.serving.curve.MAXIMUM_RATES", 2)
+    monkeypatch.setattr("benchmarks.serving.curve.MAX_RATES", 2)
     record, written = peers.new_record(args, shown), list[int]()
     (kept,) = record["tables"]
     with running.Client() as client:

@@ -15,8 +15,8 @@ from app.service import Service, service_to_predict
 from psc_core.bundle.io import EXAMPLES
 from psc_core.images import SUFFIXES
 
-MAXIMUM_EXAMPLES: Final = 12
-MAXIMUM_BYTES: Final = 1 << 20
+MAX_EXAMPLES: Final = 12
+MAX_BYTES: Final = 1 << 20
 """Maximum size of an example; larger files are not shown."""
 
 router = APIRouter(tags=["model"], responses=responses(401, 404, 503))
@@ -69,6 +69,6 @@ def example_files(service: Service, name: str) -> dict[str, Path]:
         if path.suffix.lower() in SUFFIXES
         and path.is_file()
         and path.resolve().is_relative_to(root)
-        and path.stat().st_size <= MAXIMUM_BYTES
+        and path.stat().st_size <= MAX_BYTES
     ]
-    return {path.name: path for path in files[:MAXIMUM_EXAMPLES]}
+    return {path.name: path for path in files[:MAX_EXAMPLES]}

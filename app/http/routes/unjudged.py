@@ -23,7 +23,7 @@ from psc_core.log.unjudged import Unjudged
 from psc_core.target import Target
 from psc_core.tasks.answer import Document
 
-MAXIMUM_IMAGES: Final = 50
+MAX_IMAGES: Final = 50
 
 _BLOCK_BYTES: Final = 1 << 16
 
@@ -72,7 +72,7 @@ router = APIRouter(tags=["feedback"])
 @router.get("/feedback/images", summary="Images to judge", responses=responses(400, 401, 403, 429, 503, 504))
 async def images(
     request: Request,
-    limit: Annotated[int, Query(ge=1, le=MAXIMUM_IMAGES, description="Largest number of images.")] = 12,
+    limit: Annotated[int, Query(ge=1, le=MAX_IMAGES, description="Largest number of images.")] = 12,
 ) -> UnjudgedDocument:
     """List the newest images of the prediction log that were stored, not accepted, and not judged.  Only with `--log`.
 

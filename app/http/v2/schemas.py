@@ -12,7 +12,7 @@ from psc_core.tasks.answer import Document
 from psc_core.tasks.policy import Alpha
 from psc_core.tasks.task import Datatype, task_types
 
-MAXIMUM_DIMENSIONS: Final = 8
+MAX_DIMENSIONS: Final = 8
 """Most dimensions of an input; a list is refused at its first fault: a million take longer to say than to find."""
 
 _NAMES: Final = (*dict.fromkeys(name for task in task_types() for name in task.tensors), MAP)
@@ -135,7 +135,7 @@ class InputTensor(RequestPart):
 
     name: Literal["images", "encoded_images"]
     datatype: Literal["UINT8", "BYTES"]
-    shape: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAXIMUM_DIMENSIONS), FailFast()]
+    shape: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_DIMENSIONS), FailFast()]
     parameters: InputParameters = InputParameters()
     data: list[Any] | None = None
 

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from psc_core.calibration.conformal import (
-    MAXIMUM_SCORE,
+    MAX_SCORE,
     check_ascending,
     check_names,
     check_range,
@@ -112,7 +112,7 @@ class Calibration(BaseCalibration):
                 f"expected int64 calibration labels 0 … {int(classes) - 1}, got {labels.dtype} "
                 f"{int(labels.min())} … {int(labels.max())}; fit it again"
             )
-        limits = ((-MAXIMUM_SCORE, MAXIMUM_SCORE), (0.0, math.log(max(int(classes), 1))), (0.0, 1.0))
+        limits = ((-MAX_SCORE, MAX_SCORE), (0.0, math.log(max(int(classes), 1))), (0.0, 1.0))
         for name, part, (low, high) in zip(("scores", "entropies", "label_probabilities"), scores, limits, strict=True):
             check_range(name, part, low, high, rounding=ROUNDING)
         return cls(-scores[0].flip(0), scores[1], scores[2], labels, int(classes))

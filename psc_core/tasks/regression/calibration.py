@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from psc_core.calibration.conformal import (
-    MAXIMUM_SCORE,
+    MAX_SCORE,
     check_ascending,
     check_names,
     check_range,
@@ -76,6 +76,6 @@ class Calibration(BaseCalibration):
         check_names(tensors, {"ood_scores", "residuals"})
         scores = [tensors["ood_scores"], tensors["residuals"]]
         check_ascending(scores)
-        for name, low in (("ood_scores", -MAXIMUM_SCORE), ("residuals", 0.0)):
-            check_range(name, tensors[name], low, MAXIMUM_SCORE)
+        for name, low in (("ood_scores", -MAX_SCORE), ("residuals", 0.0)):
+            check_range(name, tensors[name], low, MAX_SCORE)
         return cls(*scores)

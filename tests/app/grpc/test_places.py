@@ -12,7 +12,7 @@ pytest.importorskip("grpc", reason="the gRPC extra is not installed")
 
 from app.errors import TooManyRequests
 from app.grpc import places as module
-from app.grpc.places import MAXIMUM_WAITING, Places
+from app.grpc.places import MAX_WAITING, Places
 from tests.app.support import until
 
 pytestmark = pytest.mark.anyio
@@ -166,12 +166,12 @@ async def test_who_only_waits_is_told_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
 async def test_too_many_that_wait_are_refused() -> None:
     async with calls(1) as held:
-        held.start("a", 1 + MAXIMUM_WAITING * 3 // 4)
+        held.start("a", 1 + MAX_WAITING * 3 // 4)
         await settled()
         with pytest.raises(TooManyRequests, match="too many calls wait"):
             async with held.places.place("a"):
                 pytest.fail("was let in")
-        held.start("b", MAXIMUM_WAITING // 4)
+        held.start("b", MAX_WAITING // 4)
         await settled()
         with pytest.raises(TooManyRequests, match="too many calls wait"):
             async with held.places.place("c"):

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from app.errors import MalformedRequest
 from app.grpc.messages import METHODS
-from app.grpc.wire import HIGHER, MAXIMUM_OCCURRENCES, MAXIMUM_UNPACKED, check_counts
+from app.grpc.wire import HIGHER, MAX_OCCURRENCES, MAX_UNPACKED, check_counts
 from tests.app.grpc.occurrences import occurrences
 
 REQUEST = METHODS["ModelInfer"][0]
@@ -36,17 +36,17 @@ TENSOR = {"name": "images", "datatype": "UINT8", "shape": [1, 8, 8, 1]}
     ],
 )
 def test_a_field_that_occurs_too_often_is_named(field: bytes, named: str) -> None:
-    check_counts(field * MAXIMUM_OCCURRENCES, REQUEST)
-    with pytest.raises(MalformedRequest, match=f"at most {MAXIMUM_OCCURRENCES} {named} in a message"):
-        check_counts(field * (MAXIMUM_OCCURRENCES + 1), REQUEST)
+    check_counts(field * MAX_OCCURRENCES, REQUEST)
+    with pytest.raises(MalformedRequest, match=f"at most {MAX_OCCURRENCES} {named} in a message"):
+        check_counts(field * (MAX_OCCURRENCES + 1), REQUEST)
 
 
 @pytest.mark.parametrize(
     ("members", "named"),
     [
-        ({"shape": [1] * (MAXIMUM_OCCURRENCES + 1)}, "shape"),
-        ({"parameters": {str(k): {} for k in range(MAXIMUM_OCCURRENCES + 1)}}, "parameters"),
-        ({"contents": {"fp32_contents": [0.5] * MAXIMUM_OCCURRENCES}}, "fp32_contents"),
+        ({"shape": [1] * (MAX_OCCURRENCES + 1)}, "shape"),
+        ({"parameters": {str(k): {} for k in range(MAX_OCCURRENCES + 1)}}, "parameters"),
+        ({"contents": {"fp32_contents": [0.5] * MAX_OCCURRENCES}}, "fp32_contents"),
         (
             {"contents": {"bytes_contents": [b""] * (HIGHER["inference.InferTensorContents.bytes_contents"] + 1)}},
             "bytes_contents",
@@ -59,7 +59,7 @@ def test_fields_of_an_input_are_counted(members: dict[str, Any], named: str) -> 
 
 
 def test_those_of_all_inputs_are_counted_together() -> None:
-    half = TENSOR | {"shape": [1] * (MAXIMUM_OCCURRENCES // 2 + 1)}
+    half = TENSOR | {"shape": [1] * (MAX_OCCURRENCES // 2 + 1)}
     check_counts(REQUEST(inputs=[half]).SerializeToString(), REQUEST)
     with pytest.raises(MalformedRequest, match="shape"):
         check_counts(REQUEST(inputs=[half, half]).SerializeToString(), REQUEST)
@@ -80,13 +80,13 @@ def test_packed_pixels_are_counted_by_their_bytes() -> None:
 
 
 def test_pixels_one_by_one_are_few() -> None:
-    for count, refused in ((MAXIMUM_UNPACKED, False), (MAXIMUM_UNPACKED + 1, True)):
+    for count, refused in ((MAX_UNPACKED, False), (MAX_UNPACKED + 1, True)):
         contents = b"\x20\x01" * count
         tensor = b"\x2a" + varint(len(contents)) + contents
         body = b"\x2a" + varint(len(tensor)) + tensor
         assert len(REQUEST.FromString(body).inputs[0].contents.uint_contents) == count
         if refused:
-            with pytest.raises(MalformedRequest, match=f"at most {MAXIMUM_UNPACKED} uint_contents in a message"):
+            with pytest.raises(MalformedRequest, match=f"at most {MAX_UNPACKED} uint_contents in a message"):
                 check_counts(body, REQUEST)
         else:
             check_counts(body, REQUEST)
@@ -116,6 +116,6 @@ def test_no_field_is_missed_that_the_parser_finds(body: bytes) -> None:
         assume(False)
     assume(found)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("app.grpc.wire.MAXIMUM_OCCURRENCES", max(found.values()) - 1)
+        patch.setattr("app.grpc.wire.MAX_OCCURRENCES", max(found.values()) - 1)
         with pytest.raises(MalformedRequest):
             check_counts(body, REQUEST)

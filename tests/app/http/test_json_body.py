@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import MalformedRequest, TooManyImages
-from app.http.json_body import MAXIMUM_CONTAINERS, MAXIMUM_VALUES, has_more, load_json
+from app.http.json_body import MAX_CONTAINERS, MAX_VALUES, has_more, load_json
 from app.http.uploads import parse_json
 from app.http.v2.tensors import parse_request
 
@@ -19,11 +19,11 @@ from app.http.v2.tensors import parse_request
 @pytest.mark.parametrize(
     "body",
     [
-        b"[" * (MAXIMUM_CONTAINERS + 1),
-        b"[" + b"[]," * MAXIMUM_CONTAINERS + b"0]",
-        b"[" + b"{}," * MAXIMUM_CONTAINERS + b"0]",
-        b"[" + b"0," * MAXIMUM_VALUES + b"0]",
-        b"{" + b'"k":0,' * MAXIMUM_CONTAINERS + b'"k":0}',
+        b"[" * (MAX_CONTAINERS + 1),
+        b"[" + b"[]," * MAX_CONTAINERS + b"0]",
+        b"[" + b"{}," * MAX_CONTAINERS + b"0]",
+        b"[" + b"0," * MAX_VALUES + b"0]",
+        b"{" + b'"k":0,' * MAX_CONTAINERS + b'"k":0}',
     ],
     ids=["deep", "lists", "objects", "numbers", "keys"],
 )
@@ -50,7 +50,7 @@ def test_counting_ends_where_it_is_known() -> None:
             Counted.seen += 1
             return super().__getitem__(place)
 
-    assert has_more(Counted(b"[]," * (4 * MAXIMUM_CONTAINERS)), {b"[{:": MAXIMUM_CONTAINERS})
+    assert has_more(Counted(b"[]," * (4 * MAX_CONTAINERS)), {b"[{:": MAX_CONTAINERS})
     assert Counted.seen <= 4
 
 
@@ -61,8 +61,8 @@ def test_images_are_counted_before_they_exist(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_is_allowed_is_parsed() -> None:
-    numbers = load_json(b"[" + b"0," * (MAXIMUM_VALUES - 2) + b"0]")
-    assert len(numbers) == MAXIMUM_VALUES - 1
+    numbers = load_json(b"[" + b"0," * (MAX_VALUES - 2) + b"0]")
+    assert len(numbers) == MAX_VALUES - 1
     assert load_json(b'{"a": [1, {"b": "c"}]}') == {"a": [1, {"b": "c"}]}
     with pytest.raises(MalformedRequest, match="not JSON: "):
         load_json(b"{")

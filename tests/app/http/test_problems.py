@@ -6,7 +6,7 @@ import pytest
 
 from app import errors
 from app.errors import ImageRefused, QueueFull, Unauthorized
-from app.http.problems import MAXIMUM_DETAIL, TABLE, problem_of
+from app.http.problems import MAX_DETAIL, TABLE, problem_of
 from psc_core.errors import ImageTooLarge, UndecodableImage, UnsupportedImage
 
 DESIGNED = {
@@ -55,5 +55,5 @@ def test_anything_else_is_opaque(error: Exception) -> None:
 def test_details_and_names_are_shortened() -> None:
     error = ImageRefused(3, "n" * 5000, UndecodableImage("x" * 20_000))
     document = problem_of(error).document
-    assert len(document.detail) <= MAXIMUM_DETAIL + 3 and len(document.filename or "") <= MAXIMUM_DETAIL + 3
+    assert len(document.detail) <= MAX_DETAIL + 3 and len(document.filename or "") <= MAX_DETAIL + 3
     assert document.index == 3

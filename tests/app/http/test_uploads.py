@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from app.errors import ClientGone, MalformedRequest, SlowUpload, TooManyImages, UnsupportedMedia
 from app.http import uploads
-from app.http.json_body import MAXIMUM_CONTAINERS
+from app.http.json_body import MAX_CONTAINERS
 from app.http.uploads import UploadLimits, read_images
 from app.inference.decoder import EncodedImage
 
@@ -132,7 +132,7 @@ def test_rejects_too_many_images_before_the_rest_arrives() -> None:
 
 
 def test_rejects_too_many_values_before_the_rest_arrives() -> None:
-    half = b"[]," * (MAXIMUM_CONTAINERS // 2 + 1)
+    half = b"[]," * (MAX_CONTAINERS // 2 + 1)
     with pytest.raises(MalformedRequest, match="values and 262144 lists"):
         read([b'{"images":[', half, half], "application/json", disconnect=True)
 

@@ -10,8 +10,8 @@ from PIL import Image
 from psc_core.errors import ImageError
 from psc_core.images.decode import FORMATS, decode_image, mute_codecs
 
-MAXIMUM_PIXELS: Final = 1 << 16
-MAXIMUM_TEXT: Final = 500
+MAX_PIXELS: Final = 1 << 16
+MAX_TEXT: Final = 500
 
 mute_codecs()
 
@@ -35,9 +35,9 @@ SEEDS: Final = [
 def check(data: bytes) -> None:
     """Decode."""
     try:
-        image = decode_image(data, max_pixels=MAXIMUM_PIXELS)
+        image = decode_image(data, max_pixels=MAX_PIXELS)
     except ImageError as error:
-        assert len(str(error)) <= MAXIMUM_TEXT, str(error)
+        assert len(str(error)) <= MAX_TEXT, str(error)
         return
     assert image.mode in ("L", "RGB"), image.mode
-    assert 0 < image.width * image.height <= MAXIMUM_PIXELS, image.size
+    assert 0 < image.width * image.height <= MAX_PIXELS, image.size

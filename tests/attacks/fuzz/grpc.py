@@ -12,12 +12,12 @@ import numpy as np
 from app.errors import MalformedRequest, TooManyImages
 from app.grpc.messages import METHODS
 from app.grpc.methods import parsed, tensor_of
-from app.grpc.wire import HIGHER, MAXIMUM_OCCURRENCES
+from app.grpc.wire import HIGHER, MAX_OCCURRENCES
 from app.http.v2.tensors import images_of
 from tests.app.grpc.occurrences import occurrences
 
 SHAPE: Final = (1, 2, 2)
-MAXIMUM_IMAGES: Final = 4
+MAX_IMAGES: Final = 4
 NAMES: Final = tuple(METHODS)
 
 _INFER: Final = NAMES.index("ModelInfer")
@@ -54,7 +54,7 @@ def check(data: bytes) -> None:
     except (MalformedRequest, TooManyImages):
         return
     for field, count in occurrences(message).items():
-        assert count <= HIGHER.get(field, MAXIMUM_OCCURRENCES), (field, count)
+        assert count <= HIGHER.get(field, MAX_OCCURRENCES), (field, count)
     if images is not None:
         again = METHODS[method][0]()
         again.CopyFrom(message)
@@ -66,8 +66,8 @@ def check(data: bytes) -> None:
 def _images(message: Any) -> Any:
     request, binary = tensor_of(message)
     tensor = request.inputs[0]
-    images: Any = images_of(tensor, binary, SHAPE, max_images=MAXIMUM_IMAGES)
-    assert 0 < len(images) == tensor.shape[0] <= MAXIMUM_IMAGES
+    images: Any = images_of(tensor, binary, SHAPE, max_images=MAX_IMAGES)
+    assert 0 < len(images) == tensor.shape[0] <= MAX_IMAGES
     if not isinstance(images, list):
         assert images.dtype == np.uint8
         assert images.shape[1:] == SHAPE

@@ -18,7 +18,7 @@ from psc_core.network.onnx.sizes import sizes_of
 
 SIZE: Final = (1, 8, 8)
 OUTPUTS: Final = 2
-MAXIMUM_TEXT: Final = 2000
+MAX_TEXT: Final = 2000
 
 MODEST_BYTES: Final = 1 << 24
 MODEST_OPERATIONS: Final = 1 << 24
@@ -93,7 +93,7 @@ def check(data: bytes) -> None:
         del model.graph.output[:-1]  # Logits come last.
         OnnxNetwork(model, "net").list_layers(torch.ones(1, *SIZE), "all")
     except NetworkError as error:
-        assert len(str(error)) <= MAXIMUM_TEXT, str(error)
+        assert len(str(error)) <= MAX_TEXT, str(error)
     try:
         body = restore_body(data, SIZE, outputs=OUTPUTS)
         cost = body.cost
@@ -102,7 +102,7 @@ def check(data: bytes) -> None:
             return
         outputs = body(torch.ones(2, *SIZE))
     except NetworkError as error:
-        assert len(str(error)) <= MAXIMUM_TEXT, str(error)
+        assert len(str(error)) <= MAX_TEXT, str(error)
         return
     model = parse_model(data, "again")
     check_model(model, "again")

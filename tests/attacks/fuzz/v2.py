@@ -10,7 +10,7 @@ from app.errors import MalformedRequest, TooManyImages
 from app.http.v2.tensors import images_of, parse_request
 
 SHAPE: Final = (1, 2, 2)
-MAXIMUM_IMAGES: Final = 4
+MAX_IMAGES: Final = 4
 
 _BINARY: Final = (
     b'{"inputs":[{"name":"images","datatype":"UINT8","shape":[1,1,2,2],"parameters":{"binary_data_size":4}}]}'
@@ -30,14 +30,14 @@ def check(data: bytes) -> None:
     try:
         request, binary = parse_request(body, str(length) if length else None)
         tensor = request.inputs[0]
-        images: Any = images_of(tensor, binary, SHAPE, max_images=MAXIMUM_IMAGES)
+        images: Any = images_of(tensor, binary, SHAPE, max_images=MAX_IMAGES)
     except (MalformedRequest, TooManyImages):
         return
-    assert 0 < len(images) == tensor.shape[0] <= MAXIMUM_IMAGES
+    assert 0 < len(images) == tensor.shape[0] <= MAX_IMAGES
     if isinstance(images, list):
         assert all(isinstance(each, bytes) for each in images)
         return
     assert images.dtype == np.uint8
     assert images.shape[1:] == SHAPE
     sent = images.reshape(tensor.shape)  # One channel: its place does not matter.
-    assert (images_of(tensor, memoryview(sent.tobytes()), SHAPE, max_images=MAXIMUM_IMAGES) == images).all()
+    assert (images_of(tensor, memoryview(sent.tobytes()), SHAPE, max_images=MAX_IMAGES) == images).all()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.http.routes.unjudged import MAXIMUM_IMAGES
+from app.http.routes.unjudged import MAX_IMAGES
 from psc_core.fitting.audit import images_of, judged_of
 from psc_core.log.erase import erase
 from psc_core.log.labels import joined, read_labels
@@ -85,7 +85,7 @@ async def test_only_for_holders_of_a_key_and_within_limits(tmp_path: Path) -> No
             for key in ("client", None):
                 headers = {} if key is None else {"x-api-key": key}
                 assert (await app.client.get(path, headers=headers)).status_code == 401
-        for limit in (0, MAXIMUM_IMAGES + 1, "many"):
+        for limit in (0, MAX_IMAGES + 1, "many"):
             answer = await app.client.get("/feedback/images", params={"limit": limit}, headers=KEY)
             assert answer.status_code == 400
         (tmp_path / "labels").mkdir()

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from psc_core import FitSettings, fit_projection, fit_psc
 from psc_core.collapse.measure import measure_layers
-from psc_core.compute.passes import MAXIMUM_CPU_BATCH, Compute
+from psc_core.compute.passes import MAX_CPU_BATCH, Compute
 from psc_core.model.base import TRIAL_IMAGES
 from psc_core.numerics.scatter import ClassScatter, class_pairs
 from psc_core.tasks.classification.fit import softmax
@@ -45,7 +45,7 @@ def test_fit_reads_training_images_four_times(data_root: Path) -> None:
 
 
 def test_batch_size_on_a_cpu() -> None:
-    assert Compute(torch.device("cpu"), batch_images=10_000).batch_size == MAXIMUM_CPU_BATCH
+    assert Compute(torch.device("cpu"), batch_images=10_000).batch_size == MAX_CPU_BATCH
     assert Compute(torch.device("cpu"), batch_images=3).batch_size == 3
     assert Compute(torch.device("cuda"), batch_images=256).batch_size == 256
 
