@@ -115,6 +115,8 @@ def _start(model: bytes, device: torch.device, threads: int) -> Any:
         shapes = [value.shape for value in (*session.get_inputs(), *session.get_outputs())]
     except Exception as error:  # Its errors have no common class that is public.
         raise NetworkError(f"ONNX Runtime cannot load the network: {str(error)[:300]}") from error
+    if provider not in session.get_providers():  # It falls back to the CPU where a library of CUDA is missing.
+        raise NetworkError(f"ONNX Runtime cannot start its {provider}; install the CUDA that it was built for")
     for shape in shapes:
         if not all(isinstance(side, int) for side in shape[1:]):
             raise NetworkError(f"expected inputs and outputs of known shapes, got {shape}")
