@@ -161,7 +161,7 @@ def decode_base64(text: Any, where: str) -> bytes:
         ) from error
 
 
-class _Parts:
+class _FormFields:
     """Callbacks of the streaming parser: keeps image parts, counts and drops every other field."""
 
     def __init__(self, limits: UploadLimits) -> None:
@@ -229,9 +229,9 @@ async def _read_multipart(content_type: str, request: Request, limits: UploadLim
     boundary = options.get(b"boundary")
     if not boundary:
         raise MalformedRequest("the Content-Type has no boundary; let the HTTP client set it")
-    parts = _Parts(limits)
+    parts = _FormFields(limits)
     try:
-        callbacks: Any = {name: getattr(parts, name) for name in vars(_Parts) if name.startswith("on_")}
+        callbacks: Any = {name: getattr(parts, name) for name in vars(_FormFields) if name.startswith("on_")}
         parser = MultipartParser(boundary, callbacks)
         await _read(request, parser.write, limits.seconds)
         parser.finalize()

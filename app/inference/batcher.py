@@ -41,7 +41,7 @@ import numpy as np
 
 from app.errors import ClientGone, DeadlineExceeded, InferenceFailed, NotReady, QueueFull
 from app.inference.batch_times import BatchTimes
-from app.inference.request import DeviceBatch, Images, Part, QueuedRequest, Result, State
+from app.inference.request import DeviceBatch, Images, QueuedRequest, RequestSlice, Result, State
 
 _MAX_RETRY_AFTER_S: Final = 60
 _WAIT_FRACTION: Final = 1 / 3
@@ -211,7 +211,7 @@ class Batcher:
         self._times.add(batch.size, batch.taken_at, now)
         finite: list[bool] = np.asarray(np.isfinite(result.packed).all(axis=1)).tolist()
         offset = 0
-        for request, start, stop in batch.parts:
+        for request, start, stop in batch.slices:
             images = slice(offset, offset + stop - start)
             offset = images.stop
             if not all(finite[images]):
@@ -247,7 +247,7 @@ class Batcher:
         return max(0.0, wait)
 
     def _fill(self, kind: str, ring: _Ring, now: float) -> DeviceBatch | None:
-        parts: list[Part] = []
+        slices: list[RequestSlice] = []
         room = self.max_batch
         while room and ring.requests:
             request = next(iter(ring.requests))
@@ -257,7 +257,7 @@ class Batcher:
             keeps_turn = len(ring.requests) == 1 or request.urgent_at <= now
             turn = room if keeps_turn else min(room, self._quantum)
             start, stop = request.n_taken, min(request.count, request.n_taken + turn)
-            parts.append(Part(request, start, stop))
+            slices.append(RequestSlice(request, start, stop))
             # Begun means some images taken, some left: one more with a first turn, one less with the last, and neither
             # for a request that needs a single turn.
             ring.n_begun += (stop < request.count) - (start > 0)
@@ -270,7 +270,7 @@ class Batcher:
                 del ring.requests[request]
             elif not keeps_turn:
                 ring.requests.move_to_end(request)
-        return DeviceBatch(kind, parts, self.max_batch - room, now) if parts else None
+        return DeviceBatch(kind, slices, self.max_batch - room, now) if slices else None
 
     def _expire(self, request: QueuedRequest) -> None:
         # Of the time to the deadline this much lies after ``urgent_at``; the time of admission is not kept.

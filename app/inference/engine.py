@@ -309,7 +309,7 @@ class Engine:
             logger.debug("the event loop is closed; nobody waits for %s", action)
 
     def _observe_batch(self, batch: DeviceBatch, seconds: float) -> None:
-        waits = [batch.taken_at - part.request.queued_at for part in batch.parts if part.start == 0]
+        waits = [batch.taken_at - each.request.queued_at for each in batch.slices if each.start == 0]
         self._observer.batch(batch.size, seconds, waits)
 
     def _ready(self, inline: bool) -> None:

@@ -34,12 +34,12 @@ def run_halves(queue: RequestQueue, step: Step, batch: DeviceBatch, error: Excep
         logger.exception("a batch of %d images failed", batch.size, exc_info=error)
         check_device(step)
     if batch.size == 1:
-        part = batch.parts[0]
-        failure: Exception = InferenceFailed(part.start, "the network failed on this image; it was logged")
+        alone = batch.slices[0]
+        failure: Exception = InferenceFailed(alone.start, "the network failed on this image; it was logged")
         if is_out_of_memory(error):
             failure = DeviceError("the device has no memory for one image; try again")
         with queue as batcher:
-            batcher.fail(part.request, failure)
+            batcher.fail(alone.request, failure)
         return
     for half in batch.halves():
         alive = half.alive()

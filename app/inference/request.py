@@ -86,7 +86,7 @@ class QueuedRequest:
         )
 
 
-class Part(NamedTuple):
+class RequestSlice(NamedTuple):
     """Images ``start … stop - 1`` of a request."""
 
     request: QueuedRequest
@@ -95,35 +95,35 @@ class Part(NamedTuple):
 
 
 class DeviceBatch(NamedTuple):
-    """Parts of requests of one kind, in the order of their outputs; ``size`` images in all."""
+    """Slices of requests of one kind, in the order of their outputs; ``size`` images in all."""
 
     kind: str
-    parts: list[Part]
+    slices: list[RequestSlice]
     size: int
     taken_at: float
 
     def copy_images(self, buffer: Images) -> None:
-        """Copy the images of the parts, in order, to the front of ``buffer``."""
+        """Copy the images of the slices, in order, to the front of ``buffer``."""
         offset = 0
-        for request, start, stop in self.parts:
+        for request, start, stop in self.slices:
             buffer[offset : offset + stop - start] = request.images[start:stop]
             offset += stop - start
 
     def alive(self) -> DeviceBatch:
-        """The parts whose requests are not finished."""
-        parts = [part for part in self.parts if part.request.state is not State.FINISHED]
-        return self._replace(parts=parts, size=sum(part.stop - part.start for part in parts))
+        """The slices whose requests are not finished."""
+        alive = [each for each in self.slices if each.request.state is not State.FINISHED]
+        return self._replace(slices=alive, size=sum(each.stop - each.start for each in alive))
 
     def halves(self) -> tuple[DeviceBatch, DeviceBatch]:
-        """The batch cut after half of its images, through a part where need be."""
+        """The batch cut after half of its images, through a slice where need be."""
         half = room = self.size // 2
-        left: list[Part] = []
-        right: list[Part] = []
-        for request, start, stop in self.parts:
+        left: list[RequestSlice] = []
+        right: list[RequestSlice] = []
+        for request, start, stop in self.slices:
             cut = min(stop, start + room)
             if cut > start:
-                left.append(Part(request, start, cut))
+                left.append(RequestSlice(request, start, cut))
             if cut < stop:
-                right.append(Part(request, cut, stop))
+                right.append(RequestSlice(request, cut, stop))
             room -= cut - start
-        return self._replace(parts=left, size=half), self._replace(parts=right, size=self.size - half)
+        return self._replace(slices=left, size=half), self._replace(slices=right, size=self.size - half)

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from psc_core.cli.flags import positive
 from psc_core.errors import UsageError, fault, needs
 from psc_core.images.preprocess import INTERPOLATIONS, PRESETS, Preprocess
-from psc_core.network.described.base import Part, Preparation
+from psc_core.network.described.base import Aspect, Preparation
 from psc_core.network.described.preparation import of_timm
 
 DEFAULT: Final = "imagenet"
@@ -83,7 +83,7 @@ def check_unlike_replaced(described: Preparation, args: argparse.Namespace) -> N
     """
     near = described.preprocess
     nearest = f"--size {near.height}" if near.resize is None else f"--resize {near.resize} --crop {near.height}"
-    remedies: dict[Part, tuple[bool, str]] = {
+    remedies: dict[Aspect, tuple[bool, str]] = {
         "whole": (False, "--preset or --preprocess"),
         "size": (bool(args.size or args.crop), f"{nearest}, which is near, or another size"),
         "interpolation": (bool(args.interpolation), f"--interpolation {' or '.join(INTERPOLATIONS)}"),

@@ -36,7 +36,7 @@ EXAMPLES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Decided:
     """The answer to one image, as it was given or would be."""
 
     decision: str
@@ -47,8 +47,8 @@ class Answer:
 class Replayed:
     """One row of the log, answered again."""
 
-    before: Answer
-    after: Answer
+    before: Decided
+    after: Decided
     ood_score: float  # under the bundle, nats
     weight: float | None  # images that it stands for; None outside the audit slice
     position: int  # of its image in :attr:`Replay.images`
@@ -179,31 +179,31 @@ def replay(
     return Replay(name, model.version, (days[0], days[-1]), replayed, images, model.task.decision_names())
 
 
-def _stored(log: Log, name: str, days: Sequence[str]) -> tuple[list[tuple[Answer, float | None, int]], list[str]]:
+def _stored(log: Log, name: str, days: Sequence[str]) -> tuple[list[tuple[Decided, float | None, int]], list[str]]:
     """Return rows as answer, weight and position of the image, and the paths of the images.
 
     Equal answers and weights are one object each: there may be millions of rows.
     """
-    answers: dict[tuple[str, str | None], Answer] = {}
+    answers: dict[tuple[str, str | None], Decided] = {}
     weights: dict[float, float] = {}
     at: dict[str, int] = {}
-    rows: list[tuple[Answer, float | None, int]] = []
+    rows: list[tuple[Decided, float | None, int]] = []
     for batch in read_rows(log, name, days=days, columns=_COLUMNS):
         for sha256, path, label, decision, is_audit, probability in zip(
             *(batch[column].to_pylist() for column in _COLUMNS), strict=True
         ):
             if is_stored(sha256, path):
-                before = answers.setdefault((decision, label), Answer(decision, label))
+                before = answers.setdefault((decision, label), Decided(decision, label))
                 weight = weights.setdefault(probability, 1 / probability) if is_audit else None
                 rows.append((before, weight, at.setdefault(path, len(at))))
     return rows, list(at)
 
 
-def _answers(model: FittedModel, images: ImageDataset) -> tuple[list[Answer], list[float]]:
+def _answers(model: FittedModel, images: ImageDataset) -> tuple[list[Decided], list[float]]:
     packed = outputs_of(model, images, "replay").packed
     outputs, names, task = model.outputs(packed.numpy()), model.task.decision_names(), model.task
     decisions = model.decide(outputs)
     has_label = "label" in task.tensors
     labels = task.tensor("label", outputs, decisions, model.classes) if has_label else [None] * len(images)
-    answers = [Answer(names[code], label) for code, label in zip(decisions.decision.tolist(), labels, strict=True)]
+    answers = [Decided(names[code], label) for code, label in zip(decisions.decision.tolist(), labels, strict=True)]
     return answers, outputs["ood_score"].tolist()

@@ -21,7 +21,7 @@ from psc_core.calibration.weighted import thinned, worth
 from psc_core.data.dataset import ImageDataset
 from psc_core.fitting.audit import Audit
 from psc_core.fitting.calibrate import settings_of, temper
-from psc_core.fitting.live import calibrate
+from psc_core.fitting.in_memory import calibrate
 from psc_core.fitting.served import outputs_of
 from psc_core.model.base import FittedModel
 from psc_core.tasks.fit.task import task_fit

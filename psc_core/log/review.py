@@ -33,7 +33,7 @@ FloatMatrix = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ReviewImage:
     """A stored image that nobody labelled yet."""
 
     model: str
@@ -48,7 +48,7 @@ class Candidate:
 
 def review(
     log: Log, labels: Labels, *, model: str | None = None, audit: bool = False, limit: int = 200
-) -> list[Candidate]:
+) -> list[ReviewImage]:
     """Return the images to look at, the first ones first.
 
     Args:
@@ -69,16 +69,18 @@ def review(
     return list(islice(_once((each for turn in turns for each in turn if each is not None), seen), limit))
 
 
-def _once(candidates: Iterator[Candidate], seen: set[str]) -> Iterator[Candidate]:
+def _once(candidates: Iterator[ReviewImage], seen: set[str]) -> Iterator[ReviewImage]:
     for each in candidates:
         if each.row[SHA256] not in seen:
             seen.add(each.row[SHA256])
             yield each
 
 
-def _groups(log: Log, labels: Labels, model: str, audit: bool) -> list[tuple[list[Candidate], list[str], FloatMatrix]]:
+def _groups(
+    log: Log, labels: Labels, model: str, audit: bool
+) -> list[tuple[list[ReviewImage], list[str], FloatMatrix]]:
     """Return the candidates of each bundle of a model, names of their scores, and their scores and probabilities."""
-    rows: dict[tuple[str, ...], list[Candidate]] = defaultdict(list)
+    rows: dict[tuple[str, ...], list[ReviewImage]] = defaultdict(list)
     values: dict[tuple[str, ...], list[FloatMatrix]] = defaultdict(list)
     found = 0
     for batch in read_rows(log, model, audit=audit, days=days_of(log, model)[::-1]):
@@ -93,7 +95,7 @@ def _groups(log: Log, labels: Labels, model: str, audit: bool) -> list[tuple[lis
             columns += list(batch["probabilities"].flatten().to_numpy().reshape(batch.num_rows, -1).T)
         plain = batch.select([name for name in batch.schema.names if name not in {*scores, "probabilities", "gates"}])
         key = (batch["bundle_version"][0].as_py(), *scores)
-        rows[key] += [Candidate(model, row) for row in plain.to_pylist()]
+        rows[key] += [ReviewImage(model, row) for row in plain.to_pylist()]
         values[key].append(np.stack(columns, axis=1).astype(np.float64))
         found += batch.num_rows
         if found >= MAX_CANDIDATES:
@@ -102,14 +104,14 @@ def _groups(log: Log, labels: Labels, model: str, audit: bool) -> list[tuple[lis
 
 
 def _ordered(
-    log: Log, candidates: list[Candidate], scores: list[str], values: FloatMatrix, audit: bool
-) -> Iterator[Candidate]:
+    log: Log, candidates: list[ReviewImage], scores: list[str], values: FloatMatrix, audit: bool
+) -> Iterator[ReviewImage]:
     """Yield each candidate of a group once."""
     slice_ = [at for at, each in enumerate(candidates) if each.is_audit]
     slice_.sort(key=lambda at: str(candidates[at].row[SHA256]))
     slice_.sort(key=lambda at: candidates[at].row["time"].date(), reverse=True)
     if audit:
-        yield from (Candidate(candidates[at].model, candidates[at].row, AUDIT) for at in slice_)
+        yield from (ReviewImage(candidates[at].model, candidates[at].row, AUDIT) for at in slice_)
         return
     limits = read_model(log, candidates[0].row["bundle_version"]).task.limits
     lists = {
@@ -131,11 +133,11 @@ def _ordered(
                 continue
             chosen[at] = True
             distance = np.minimum(distance, ((points - points[at]) ** 2).sum(axis=1))
-            yield Candidate(candidates[at].model, candidates[at].row, reason)
+            yield ReviewImage(candidates[at].model, candidates[at].row, reason)
 
 
 def _ranks_between(
-    candidates: list[Candidate], scores: list[str], values: FloatMatrix, limits: Mapping[str, str]
+    candidates: list[ReviewImage], scores: list[str], values: FloatMatrix, limits: Mapping[str, str]
 ) -> npt.NDArray[np.float64]:
     """Return how many candidates lie between an image's score and its threshold: the least of all limits."""
     policies = [json.loads(each.row["policy"]) for each in candidates]

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from psc_core.log.review import Candidate
+from psc_core.log.review import ReviewImage
 from psc_core.log.schema import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256
 from psc_core.log.store import Log
 
@@ -18,7 +18,7 @@ def default_prefix(log: Log) -> str:
     return "/data/local-files/?d=" if log.is_folder else f"{log.where.rstrip('/')}/"
 
 
-def to_label_studio(candidates: Sequence[Candidate], prefix: str) -> str:
+def to_label_studio(candidates: Sequence[ReviewImage], prefix: str) -> str:
     """Return tasks with the model's label as prediction; sorted by the prediction's score they keep their order."""
     tasks = []
     for position, each in enumerate(candidates):
@@ -33,7 +33,7 @@ def to_label_studio(candidates: Sequence[Candidate], prefix: str) -> str:
     return json.dumps(tasks, ensure_ascii=False, indent=1)
 
 
-def to_csv(candidates: Sequence[Candidate], prefix: str) -> str:
+def to_csv(candidates: Sequence[ReviewImage], prefix: str) -> str:
     """Return a line for each image; ``predicted`` is what the model said, ``label`` what a person fills in."""
     file = io.StringIO()
     rows = [{**_data(each, prefix), "label": ""} for each in candidates]
@@ -44,7 +44,7 @@ def to_csv(candidates: Sequence[Candidate], prefix: str) -> str:
     return file.getvalue()
 
 
-def _data(each: Candidate, prefix: str) -> dict[str, Any]:
+def _data(each: ReviewImage, prefix: str) -> dict[str, Any]:
     row = each.row
     return {
         "image": prefix + row[IMAGE_PATH],

@@ -33,7 +33,7 @@ _MAX_SOURCE: Final = 200
 
 
 @dataclass(frozen=True)
-class Answer:
+class HumanAnswer:
     """The answer of a person for one image."""
 
     where: str  # its file and line, or task
@@ -45,7 +45,7 @@ class Answer:
     time: datetime | None
 
 
-def read_answers(path: Path) -> Iterator[Answer]:
+def read_answers(path: Path) -> Iterator[HumanAnswer]:
     """Yield the answers of a ``.json`` or ``.csv`` file, or of a folder with a folder of images for each answer.
 
     Raises:
@@ -62,7 +62,7 @@ def read_answers(path: Path) -> Iterator[Answer]:
         raise DataError(f"expected a .json or .csv file or a folder, got {path}; export the labels as one of them")
 
 
-def labels_of(log: Log, answers: Iterable[Answer]) -> list[Label]:
+def labels_of(log: Log, answers: Iterable[HumanAnswer]) -> list[Label]:
     """Return the labels that the answers mean, of images that the log has rows of.
 
     Raises:
@@ -84,7 +84,7 @@ def labels_of(log: Log, answers: Iterable[Answer]) -> list[Label]:
     return [_label(log, answer, versions, models) for answer in given]
 
 
-def label_of(answer: Answer, model: LoggedModel) -> Label:
+def label_of(answer: HumanAnswer, model: LoggedModel) -> Label:
     """Return the label that an answer means; raises :class:`.DataError`."""
     is_label = answer.text not in (NONE_OF_THE_CLASSES, CANNOT_TELL)
     try:
@@ -103,7 +103,7 @@ def label_of(answer: Answer, model: LoggedModel) -> Label:
     )
 
 
-def _label(log: Log, answer: Answer, versions: Mapping[Any, str], models: dict[str, LoggedModel]) -> Label:
+def _label(log: Log, answer: HumanAnswer, versions: Mapping[Any, str], models: dict[str, LoggedModel]) -> Label:
     is_row = answer.request_id is not None
     version = versions.get((answer.request_id, answer.image_index) if is_row else answer.image_sha256)
     if version is None:
@@ -116,7 +116,7 @@ def _label(log: Log, answer: Answer, versions: Mapping[Any, str], models: dict[s
     return label_of(answer, models[version])
 
 
-def _csv(path: Path) -> Iterator[Answer]:
+def _csv(path: Path) -> Iterator[HumanAnswer]:
     _check_size(path)
     with path.open(encoding="utf-8-sig", newline="") as file:
         lines = csv.DictReader(file, strict=True)
@@ -138,7 +138,7 @@ def _csv(path: Path) -> Iterator[Answer]:
             raise DataError(f"{path}, line {lines.line_num + 1}: {error}; save it as CSV in UTF-8") from error
 
 
-def _json(path: Path) -> Iterator[Answer]:
+def _json(path: Path) -> Iterator[HumanAnswer]:
     _check_size(path)
     try:
         tasks = json.loads(path.read_bytes())
@@ -155,12 +155,12 @@ def _json(path: Path) -> Iterator[Answer]:
             yield answer
 
 
-def _of_short_task(where: str, task: Mapping[str, Any]) -> Answer | None:
+def _of_short_task(where: str, task: Mapping[str, Any]) -> HumanAnswer | None:
     """A task of JSON-MIN: data and answer side by side."""
     return _answer(where, task, task.get("label"), task.get("annotator"), task.get("updated_at"))
 
 
-def _of_task(where: str, task: Mapping[str, Any]) -> Answer | None:
+def _of_task(where: str, task: Mapping[str, Any]) -> HumanAnswer | None:
     data, annotations = task.get("data"), task["annotations"]
     if not isinstance(data, dict) or not isinstance(annotations, list):
         raise DataError(f"{where}: expected data and a list of annotations; export the labels as JSON")
@@ -183,7 +183,7 @@ def _of_task(where: str, task: Mapping[str, Any]) -> Answer | None:
     return _answer(where, data, texts[0], source, last.get("updated_at") or last.get("created_at"))
 
 
-def _folders(root: Path) -> Iterator[Answer]:
+def _folders(root: Path) -> Iterator[HumanAnswer]:
     folders = sorted(each for each in root.iterdir() if each.is_dir() and not each.name.startswith("."))
     if not folders:
         raise DataError(f"{root} has no folders; make one for each class, and put the images of the class there")
@@ -191,10 +191,10 @@ def _folders(root: Path) -> Iterator[Answer]:
         for file in sorted(folder.rglob("*")):
             if file.suffix.lower() in SUFFIXES and file.is_file():
                 digest = hashlib.sha256(read_file(file)).hexdigest()
-                yield Answer(str(file), None, None, digest, folder.name, "folder", None)
+                yield HumanAnswer(str(file), None, None, digest, folder.name, "folder", None)
 
 
-def _answer(where: str, of: Mapping[str, Any], text: Any, source: Any, time: Any) -> Answer | None:
+def _answer(where: str, of: Mapping[str, Any], text: Any, source: Any, time: Any) -> HumanAnswer | None:
     """Return the answer to the image that some members name; None while there is no answer."""
     if text is None or text == "":
         return None
@@ -210,7 +210,7 @@ def _answer(where: str, of: Mapping[str, Any], text: Any, source: Any, time: Any
     elif not isinstance(digest, str):
         raise DataError(f"{where}: there is neither {REQUEST_ID} nor {SHA256}; keep those of the review")
     named = None if source is None or source == "" else str(source)
-    answer = Answer(where, request_id, number, digest, str(text).strip(), named or "file", _time(time))
+    answer = HumanAnswer(where, request_id, number, digest, str(text).strip(), named or "file", _time(time))
     return replace(answer, image_sha256=digest.lower() if isinstance(digest, str) else None)
 
 

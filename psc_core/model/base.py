@@ -38,7 +38,7 @@ MAX_BATCH = 64
 TRIAL_IMAGES: Final = 64
 """Calibration images that a fitted model keeps, for trying a copy of it."""
 
-LIVE: Final = "psc_core.fitting.live"
+IN_MEMORY: Final = "psc_core.fitting.in_memory"
 """The module that fits and calibrates in this process, imported by its name when first used: no service loads it."""
 
 
@@ -178,7 +178,7 @@ class FittedModel:
                 so few cannot keep.
             DataError: Batches that cannot be used, or other classes.
         """
-        model: AnyModel = import_module(LIVE).calibrate(self, loader, **settings)
+        model: AnyModel = import_module(IN_MEMORY).calibrate(self, loader, **settings)
         return model
 
     def decide(self, outputs: Outputs[FloatArray]) -> Any:

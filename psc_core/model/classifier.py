@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from psc_core.images.statistics import Statistics
-from psc_core.model.base import LIVE, FittedModel
+from psc_core.model.base import IN_MEMORY, FittedModel
 from psc_core.tasks.classification.calibration import Calibration
 from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.classification.task import Classification
@@ -98,7 +98,7 @@ class PSC(FittedModel):
             NetworkError: The network returns no logits, or cannot be copied or cut.
         """
         of = Statistics(preprocess, mean, std)
-        model: PSC = import_module(LIVE).fit(
+        model: PSC = import_module(IN_MEMORY).fit(
             cls.task_type.name, net, (train, val), statistics=of, classes=classes, name=name, **settings
         )
         return model

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from psc_core.images.statistics import Statistics
-from psc_core.model.base import LIVE, FittedModel
+from psc_core.model.base import IN_MEMORY, FittedModel
 from psc_core.target import Target
 from psc_core.tasks.regression.calibration import Calibration
 from psc_core.tasks.regression.policy import ValuePolicy
@@ -98,7 +98,7 @@ class PSCRegressor(FittedModel):
             NetworkError: The network cannot be copied or cut.
         """
         of, predicted = Statistics(preprocess, mean, std), Target(name=target, unit=unit)
-        model: PSCRegressor = import_module(LIVE).fit(
+        model: PSCRegressor = import_module(IN_MEMORY).fit(
             cls.task_type.name, net, (train, val), statistics=of, target=predicted, name=name, **settings
         )
         return model

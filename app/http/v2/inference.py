@@ -40,7 +40,7 @@ class Received:
 
 
 @dataclass(frozen=True)
-class Answer:
+class InferAnswer:
     """A model's answer to the images of a request.
 
     Attributes:
@@ -69,7 +69,7 @@ def find_model(service: Service, name: str, version: str | None) -> ServedModel:
     return served
 
 
-async def infer(service: Service, name: str, version: str | None, received: Received, receive: Receive) -> Answer:
+async def infer(service: Service, name: str, version: str | None, received: Received, receive: Receive) -> InferAnswer:
     """Answer a request.
 
     Args:
@@ -115,7 +115,7 @@ async def infer(service: Service, name: str, version: str | None, received: Rece
         )
         for output in as_binary
     ]
-    return Answer(served, thresholds.policy.alpha, tensors, as_binary)
+    return InferAnswer(served, thresholds.policy.alpha, tensors, as_binary)
 
 
 def outputs_of(model: FittedModel) -> tuple[str, ...]:

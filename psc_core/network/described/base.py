@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from psc_core.images.preprocess import Preprocess
 
-Part = Literal["whole", "size", "interpolation", "statistics"]
+Aspect = Literal["whole", "size", "interpolation", "statistics"]
 """The parts of a preprocessing that flags replace: all of it; size and crop; the filter; mean and deviation."""
 
 
@@ -21,7 +21,7 @@ class Preparation:
     """
 
     preprocess: Preprocess
-    unlike: Mapping[Part, str] = field(default_factory=dict)
+    unlike: Mapping[Aspect, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from psc_core.errors import NetworkError, UsageError, fault
 from psc_core.images.preprocess import INTERPOLATIONS, PRESETS, Preprocess
-from psc_core.network.described.base import Part, Preparation
+from psc_core.network.described.base import Aspect, Preparation
 
 BOTH_SIDES: Final = ("ViT", "DeiT", "Beit", "Blip", "DINOv3ViT", "EfficientNet", "Pvt", "Segformer", "Siglip")
 SHORTER_SIDE: Final = ("Bit", "CLIP", "ConvNext", "Levit", "MobileNetV1", "MobileNetV2", "PoolFormer")
@@ -113,7 +113,7 @@ def of_processor(written: Mapping[str, Any], config: Mapping[str, Any], origin: 
     channels, side = config.get("num_channels", 3), config.get("image_size")
     side = side[0] if isinstance(side, list) and side else side
     net = _Network(str(config.get("model_type")), _mode_of(channels, origin), side if isinstance(side, int) else None)
-    unlike: dict[Part, str] = {}
+    unlike: dict[Aspect, str] = {}
     kind = _kind_of(processor, net)
     if reason := _unknown(processor, kind):
         unlike["whole"] = f"{origin} {reason}"
@@ -141,7 +141,7 @@ def of_timm(written: Mapping[str, Any], origin: str) -> Preparation:
     Raises:
         NetworkError: A field has another type, or means no valid input.
     """
-    imagenet, unlike = PRESETS["imagenet"], dict[Part, str]()
+    imagenet, unlike = PRESETS["imagenet"], dict[Aspect, str]()
     try:
         found = _Pretrained.model_validate(dict(written))
     except ValidationError as error:

@@ -14,7 +14,7 @@ from tests.app.inference.support import NO_IMAGES, admit, complete, make
 
 def parts(batch: DeviceBatch | None) -> list[tuple[QueuedRequest, int, int]]:
     assert batch is not None
-    return [(part.request, part.start, part.stop) for part in batch.parts]
+    return [(part.request, part.start, part.stop) for part in batch.slices]
 
 
 class Simulation(RuleBasedStateMachine):
@@ -72,8 +72,8 @@ class Simulation(RuleBasedStateMachine):
             return
         assert due == 0.0
         assert 1 <= batch.size <= self.max_batch
-        assert batch.size == sum(part.stop - part.start for part in batch.parts)
-        for part in batch.parts:
+        assert batch.size == sum(part.stop - part.start for part in batch.slices)
+        for part in batch.slices:
             assert part.request.kind == batch.kind
             assert part.request.deadline > self.now
             for image in range(part.start, part.stop):
@@ -86,7 +86,7 @@ class Simulation(RuleBasedStateMachine):
     @rule()
     def complete(self) -> None:
         batch = self.running.pop(0)
-        for part in batch.parts:
+        for part in batch.slices:
             for image in range(part.start, part.stop):
                 self.results[part.request][image] = image
         complete(self.batcher, batch, self.now)
@@ -95,7 +95,7 @@ class Simulation(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule()
     def fail_batch(self) -> None:
-        for part in self.running.pop(0).parts:
+        for part in self.running.pop(0).slices:
             self.batcher.fail(part.request, RuntimeError("device"))
         self.gather()
 
@@ -334,7 +334,7 @@ def test_admits_a_single_image_that_overtakes_a_large_request() -> None:
     with pytest.raises(QueueFull, match="the 100 images before"):
         batcher.reserve(2, now=1.0, deadline=3.0)
     single = admit(batcher, 1, now=1.0, deadline=3.0)
-    assert single in [part.request for part in batcher.take(1.0).parts]  # type: ignore[union-attr]
+    assert single in [part.request for part in batcher.take(1.0).slices]  # type: ignore[union-attr]
 
 
 def test_requests_of_less_than_a_turn_count_as_the_images_they_have() -> None:

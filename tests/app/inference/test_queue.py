@@ -60,4 +60,4 @@ def test_departure_wakes_a_take_that_waits_for_it() -> None:
     with queue:
         batcher.cancel(decoding)
     thread.join(30.0)
-    assert [batch.parts[0].request for batch in taken if batch is not None] == [queued]
+    assert [batch.slices[0].request for batch in taken if batch is not None] == [queued]

@@ -12,7 +12,7 @@ import pytest
 from psc_core.cli.preprocessing import add_flags, preprocess_from
 from psc_core.errors import UsageError
 from psc_core.images.preprocess import PRESETS, Preprocess
-from psc_core.network.described.base import Part, Preparation
+from psc_core.network.described.base import Aspect, Preparation
 
 
 def parsed(*words: str, described: Preparation | None = None) -> Preprocess:
@@ -107,7 +107,7 @@ def test_flags_replace_what_the_network_says(words: str, expected: Preprocess) -
         ("statistics", "--mean and --std", "--mean 0 0 0 --std 1 1 1", "--mean 0 0 0"),
     ],
 )
-def test_what_cannot_be_done_needs_a_flag(part: Part, remedy: str, enough: str, not_enough: str) -> None:
+def test_what_cannot_be_done_needs_a_flag(part: Aspect, remedy: str, enough: str, not_enough: str) -> None:
     described = Preparation(OWN, {part: "net/config.json says something else"})
     for words in ("", not_enough):
         with pytest.raises(UsageError, match=f"^net/config.json says something else; say .* by {remedy}"):
