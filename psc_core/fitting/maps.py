@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -21,6 +22,7 @@ from torch.nn import functional
 from psc_core.compute.passes import track_images
 from psc_core.data.dataset import ImageDataset, drawn
 from psc_core.errors import FitError
+from psc_core.gates.fit.choice import regret
 from psc_core.images.preprocess import Pixels
 from psc_core.maps.fit.gaussian import fit_positions, with_levels
 from psc_core.maps.fit.moments import PositionMoments
@@ -42,15 +44,10 @@ class MapChoice:
 
     aurocs: Mapping[str, Mapping[str, float]]  # by layer, then by kind
 
-    def regret(self, layer: str) -> float:
-        """Largest distance from the best layer over the kinds."""
-        best = {kind: max(of[kind] for of in self.aurocs.values()) for kind in KINDS}
-        return max(best[kind] - value for kind, value in self.aurocs[layer].items())
-
     @property
     def chosen(self) -> str:
         """The layer with the least regret, of equals the earliest."""
-        return min(self.aurocs, key=self.regret)
+        return min(self.aurocs, key=partial(regret, self.aurocs))
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON types of the report in a manifest."""

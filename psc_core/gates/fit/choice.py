@@ -10,12 +10,24 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from psc_core.tables import aligned
 
 Auroc = Mapping[str, float]
 """AUROC by kind of made-up image."""
+
+
+def best_of(aurocs: Mapping[str, Auroc]) -> dict[str, float]:
+    """Return the highest AUROC of each kind; ``aurocs`` of each option are of the same kinds."""
+    kinds = next(iter(aurocs.values()))
+    return {kind: max(auroc[kind] for auroc in aurocs.values()) for kind in kinds}
+
+
+def regret(aurocs: Mapping[str, Auroc], option: str) -> float:
+    """Return the largest distance of an option from the best one over the kinds."""
+    return max(best - aurocs[option][kind] for kind, best in best_of(aurocs).items())
 
 
 @dataclass(frozen=True)
@@ -27,25 +39,17 @@ class GateChoice:
     reason: str  # what was left out of the choice and why, a sentence
 
     @property
-    def best(self) -> dict[str, float]:
-        """The highest AUROC of each kind."""
-        kinds = next(iter(self.aurocs.values()))
-        return {kind: max(auroc[kind] for auroc in self.aurocs.values()) for kind in kinds}
-
-    def regret(self, option: str) -> float:
-        """Largest distance from the best option over the kinds."""
-        return max(best - self.aurocs[option][kind] for kind, best in self.best.items())
-
-    @property
     def chosen(self) -> str:
         """The option with the least regret."""
-        return min(self.selectable, key=lambda name: (self.regret(name), -statistics.mean(self.aurocs[name].values())))
+        return min(
+            self.selectable, key=lambda name: (regret(self.aurocs, name), -statistics.mean(self.aurocs[name].values()))
+        )
 
     def table(self) -> str:
         """A line for each option, least regret first, with the AUROC of each kind."""
-        rows = [["gates", "regret", *self.best]]
-        for name in sorted(self.aurocs, key=self.regret):
-            numbers = (f"{value:.4f}" for value in (self.regret(name), *self.aurocs[name].values()))
+        rows = [["gates", "regret", *best_of(self.aurocs)]]
+        for name in sorted(self.aurocs, key=partial(regret, self.aurocs)):
+            numbers = (f"{value:.4f}" for value in (regret(self.aurocs, name), *self.aurocs[name].values()))
             rows.append([name, *numbers, "◀ chosen" * (name == self.chosen)])
         conclusion = f"gates: {self.chosen} has the least regret over made-up images; {self.reason}"
         return "\n".join([*aligned(rows), conclusion])
@@ -54,9 +58,9 @@ class GateChoice:
         """Return the JSON types of the report in a manifest."""
         return {
             "chosen": self.chosen,
-            "regret": self.regret(self.chosen),
+            "regret": regret(self.aurocs, self.chosen),
             "reason": self.reason,
-            "kinds": list(self.best),
+            "kinds": list(best_of(self.aurocs)),
             "options": [
                 {"gates": name, "selectable": name in self.selectable, "auroc": list(auroc.values())}
                 for name, auroc in self.aurocs.items()
