@@ -55,7 +55,7 @@ async def test_one_file_of_the_rows_of_a_while(tmp_path: Path) -> None:
 
 
 async def test_rows_are_there_after_a_while(tmp_path: Path) -> None:
-    async with running(log=str(tmp_path), log_flush_seconds=0.05) as app:
+    async with running(log=str(tmp_path), log_flush_seconds=0.05, log_audit=0) as app:
         await send(app, 0)
         await until(lambda: len(rows_in(tmp_path)) == 1)
         await send(app, 255)
@@ -125,7 +125,7 @@ async def test_bucket_that_hangs_delays_no_answer(tmp_path: Path, monkeypatch: p
 
 
 async def test_bug_in_the_thread_ends_neither_log_nor_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running(log=str(tmp_path), log_flush_seconds=0.05) as app:
+    async with running(log=str(tmp_path), log_flush_seconds=0.05, log_audit=0) as app:
         monkeypatch.setattr("app.log.rows.OpenRows.to_parquet", lambda _: 1 / 0)
         await send(app, 0)
         await until_counted(app, (0, 1, 0, 0))

@@ -138,7 +138,7 @@ def broken(whole: Any) -> st.SearchStrategy[Any]:
     return st.one_of(parts, parts, parts, ANYTHING)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.one_of(broken([task(0, {"choices": ["cat"]})]), st.lists(st.dictionaries(NAMES, ANYTHING))))
 def test_any_json_is_read_or_refused(log: Log, tmp_path: Path, document: Any) -> None:
     file = tmp_path / "x.json"
@@ -146,7 +146,7 @@ def test_any_json_is_read_or_refused(log: Log, tmp_path: Path, document: Any) ->
     read_or_refused(log, file)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     st.sampled_from([b"", b"request_id,image_index,label,source\n", b"image_sha256,label\n", b"\xef\xbb\xbf"]),
     st.binary() | st.text('r01,"\n\r\0cat', max_size=40).map(str.encode),
