@@ -3,8 +3,7 @@
 What JSON costs is its values, not its bytes: a megabyte of ``[],`` takes 0.1 s and 30 MB, a hundred times as much as a
 megabyte of base64, all of it with the interpreter's lock held.  Commas, colons and brackets are counted first, a
 gigabyte a second and a piece at a time, and no more values exist afterwards.  (Those inside texts count too; no text
-that the service reads has many.)  A document is counted while it arrives, so that the rest of one that is refused is
-not kept.
+that the service reads has many.)
 """
 
 from __future__ import annotations
@@ -52,15 +51,18 @@ def has_more(body: bytes, most: Mapping[bytes, int]) -> bool:
     return any(marks.are_more_with(body[start : start + _PIECE]) for start in range(0, len(body), _PIECE))
 
 
-def piecewise_check() -> Callable[[bytes], None]:
-    """Return a function to be told each piece of a document, which raises as :func:`load_json` as soon as it would."""
+def counted() -> Callable[[bytes], None]:
+    """Return a function to be given each piece of a document while it arrives: the rest of a refused one is not kept.
+
+    It raises as :func:`load_json`; what passed is for :func:`parsed`.
+    """
     marks = Marks(_MOST)
 
-    def told(piece: bytes) -> None:
+    def check(piece: bytes) -> None:
         if marks.are_more_with(piece):
             raise _too_costly()
 
-    return told
+    return check
 
 
 def _too_costly() -> MalformedRequest:
@@ -78,6 +80,15 @@ def load_json(body: bytes) -> Any:
     """
     if has_more(body, _MOST):
         raise _too_costly()
+    return parsed(body)
+
+
+def parsed(body: bytes) -> Any:
+    """The document, whose values were counted already; counting takes longer than parsing it.
+
+    Raises:
+        MalformedRequest: It is not JSON.
+    """
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:

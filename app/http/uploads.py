@@ -25,7 +25,7 @@ from app.errors import (
     TooManyImages,
     UnsupportedMedia,
 )
-from app.http.json_body import has_more, load_json, piecewise_check
+from app.http.json_body import counted, has_more, parsed
 from app.inference.decoder import EncodedImage
 
 Parsed = TypeVar("Parsed")
@@ -99,7 +99,7 @@ async def read_json_body(request: Request, seconds: float) -> bytes:
         ClientGone: As of :func:`read_body`.
     """
     pieces: list[bytes] = []
-    check = piecewise_check()
+    check = counted()
 
     def take(piece: bytes) -> None:
         check(piece)
@@ -130,10 +130,10 @@ async def _read(request: Request, take: Callable[[bytes], Any], seconds: float) 
 
 
 def parse_json(body: bytes, max_images: int) -> list[EncodedImage]:
-    """Images of a JSON body; see :func:`read_images` for the errors."""
+    """Images of a JSON body from :func:`read_json_body`; see :func:`read_images` for the errors."""
     if has_more(body, {b"{": max_images + 1}):  # Each image is an object; they are counted before they exist.
         raise TooManyImages(f"expected at most {max_images} images, got more; split the request")
-    document = load_json(body)
+    document = parsed(body)
     images = document.get(FIELD) if isinstance(document, dict) else None
     if not isinstance(images, list) or set(document) != {FIELD}:
         raise MalformedRequest('expected {"images": [{"b64": "…"}, …]} and nothing else; correct the body')

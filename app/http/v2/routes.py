@@ -13,7 +13,7 @@ from typing import Any, Final
 from fastapi import APIRouter, Request, Response
 
 from app.errors import UnsupportedMedia
-from app.http.uploads import parse, read_body, read_json_body
+from app.http.uploads import parse, read_body
 from app.http.v2.inference import Received, find_model, outputs_of
 from app.http.v2.inference import infer as infer_images
 from app.http.v2.schemas import (
@@ -182,16 +182,14 @@ async def _infer(request: Request, name: str, version: str | None) -> Response:
     if encoding != "identity":
         raise UnsupportedMedia(f"expected a body that is not compressed, got {encoding!r}; send it as it is")
     find_model(service, name, version).engine.check_room()
-    length = request.headers.get(HEADER)
-    read = read_json_body if length is None else read_body
-    body = await read(request, service.settings.upload_seconds)
-    wanted, binary = await parse(body, parse_request, body, length)
+    body = await read_body(request, service.settings.upload_seconds)
+    wanted, binary = await parse(body, parse_request, body, request.headers.get(HEADER))
     answer = await infer_images(service, name, version, Received(wanted, binary, body), request.receive)
     head: dict[str, Any] = {"model_name": answer.served.name, "model_version": answer.served.model.version}
     head["parameters"] = {"alpha": answer.alpha}
     if wanted.id is not None:
         head["id"] = wanted.id
-    document, of_head = build_response(head, answer.tensors, answer.as_binary)
-    if of_head is None:
+    document, length = build_response(head, answer.tensors, answer.as_binary)
+    if length is None:
         return Response(document, media_type="application/json")
-    return Response(document, media_type="application/octet-stream", headers={HEADER: str(of_head)})
+    return Response(document, media_type="application/octet-stream", headers={HEADER: str(length)})
