@@ -88,8 +88,8 @@ def recalibrate(
         gates = Gates(gates.names, gates.ascending.cpu(), gates.scales.cpu(), readings, gates.texture_counts_below)
     ood_score, _ = ood_score_of(scored.scores, gates)
     calibrated = fit.calibrate(scored, ood_score, data, settings, weights)
-    kept = model.pipeline
-    return Pipeline(kept.scorer, calibrated.calibration.ood_scores, gates, kept.map, kept.thumbnails), calibrated
+    scores = calibrated.calibration.ood_scores
+    return model.pipeline.with_scorer(model.pipeline.scorer, scores=scores, gates=gates), calibrated
 
 
 def temper(model: FittedModel, data: ImageDataset, settings: FitSettings) -> FittedModel:
@@ -107,8 +107,7 @@ def temper(model: FittedModel, data: ImageDataset, settings: FitSettings) -> Fit
     if gates is not None:
         scores = score_dataset(scorer, data, settings.compute(), "gates").scores
         gates = fit_gates(gates.names, *[readings_of(gates.names, scores)] * 2)
-    tempered = Pipeline(scorer, pipeline.calibration_scores, gates, pipeline.map, pipeline.thumbnails)
-    return replace(model, pipeline=tempered)
+    return replace(model, pipeline=pipeline.with_scorer(scorer, gates=gates))
 
 
 def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:

@@ -229,8 +229,14 @@ class Pipeline(nn.Module):
 
     def with_backbone(self, backbone: Backbone, precision: Precision | None = None) -> Pipeline:
         """A pipeline that shares everything else with this one; by default the precision too."""
-        scorer = self.scorer.with_backbone(backbone, self.scorer.texture, precision)
-        return Pipeline(scorer, self.calibration_scores, self.gates, self.map, self.thumbnails)
+        return self.with_scorer(self.scorer.with_backbone(backbone, self.scorer.texture, precision))
+
+    def with_scorer(
+        self, scorer: Scorer, *, scores: Float[Tensor, " n"] | None = None, gates: Gates | None = None
+    ) -> Pipeline:
+        """A pipeline with another scorer, other calibration scores and gates where given, and the rest of this one."""
+        kept = self.calibration_scores if scores is None else scores
+        return Pipeline(scorer, kept, self.gates if gates is None else gates, self.map, self.thumbnails)
 
     def forward(self, images: Images) -> Float[Tensor, "batch columns"]:
         """Packed outputs of a batch, the same for an image in any batch."""
