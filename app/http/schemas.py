@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, Field
 
@@ -60,6 +60,15 @@ class CalibrationDocument(Document):
     )
 
 
+ClassNames = Annotated[list[str], Field(description="Of a regression the bins of its target.")]
+"""Names of a model's classes."""
+
+PredictedNumber = Annotated[
+    Target | None, Field(description="The number that a regression predicts; null for a classifier.")
+]
+"""The target of a model."""
+
+
 class ModelDocument(Document):
     """One served model."""
 
@@ -71,8 +80,8 @@ class ModelDocument(Document):
     gates: list[str] = Field(description="What the OOD score is made of; empty for a model without gates.")
     device: str
     backend: str
-    target: Target | None = Field(description="The number that a regression predicts; null for a classifier.")
-    classes: list[str] = Field(description="Of a regression the bins of its target.")
+    target: PredictedNumber
+    classes: ClassNames
     input: dict[str, Any] = Field(description="Preprocessing.")
     policy: _AnyPolicy
     notes: list[str] = Field(

@@ -14,13 +14,13 @@ from starlette.responses import StreamingResponse
 
 from app.http.openapi import responses
 from app.http.routes.feedback import searched
+from app.http.schemas import ClassNames, PredictedNumber
 from app.log.feedback import stored_image, to_judge
 from app.service import service_of
 from psc_core.log.images import MEDIA_TYPES
 from psc_core.log.models import LoggedModel
 from psc_core.log.schema import IMAGE_PATH
 from psc_core.log.unjudged import Unjudged
-from psc_core.target import Target
 from psc_core.tasks.answer import Document
 
 MAX_IMAGES: Final = 50
@@ -55,8 +55,8 @@ class UnjudgedImage(Document):
 class JudgedModel(Document):
     """The verdicts that there may be on a bundle's images."""
 
-    classes: list[str] = Field(description="Of a regression the bins of its target.")
-    target: Target | None = Field(description="The number that a regression predicts; null for a classifier.")
+    classes: ClassNames
+    target: PredictedNumber
 
 
 class UnjudgedDocument(Document):
