@@ -212,8 +212,8 @@ class Service:
                 if self.memory.should_release():
                     gc.collect()  # Of what is not frozen: exceptions hold bodies in cycles.
                     await asyncio.to_thread(release_freed_memory)
-            except Exception as fault:
-                logger.error("sweep failed", exc_info=fault)
+            except Exception:
+                logger.exception("sweep failed")
 
     def _end_process(self, message: str, exit_code: int) -> None:
         """Have the process end, once, with ``exit_code`` when what was accepted is answered."""

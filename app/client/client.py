@@ -99,11 +99,9 @@ class _Call:
 
 
 def _query(explain: bool, with_map: bool, monitor: bool, asked: Mapping[str, float | None]) -> dict[str, str]:
-    query = {name: str(value) for name, value in asked.items() if value is not None}
-    flags = {"explain": explain, "map": with_map}
-    return (
-        query | {name: "true" for name, is_set in flags.items() if is_set} | ({} if monitor else {"monitor": "false"})
-    )
+    flags = {"explain": "true" if explain else None, "map": "true" if with_map else None}
+    flags["monitor"] = None if monitor else "false"
+    return {name: str(value) for name, value in {**asked, **flags}.items() if value is not None}
 
 
 def _predict_call(images: Sequence[ImageInput], model: str | None, query: Mapping[str, str]) -> _Call:

@@ -1,4 +1,4 @@
-"""Which of the kept training images an image is nearest to.
+"""Small pictures of training images that a bundle keeps, and the search for those nearest to an image.
 
 With the coordinates ``w`` (P,) that the density gives an image, in which the pooled within-class covariance is the
 identity (:meth:`psc_core.density.base.Density.coordinates`), and ``e_i`` those of kept image i,
@@ -81,7 +81,7 @@ class Thumbnails(nn.Module):
         return self.sizes
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what the constructor takes."""
+        """Return the tensors that the constructor takes."""
         return {"embedding": self.embedding, **self._on_host}
 
     @classmethod

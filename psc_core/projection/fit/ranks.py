@@ -26,7 +26,7 @@ NC4_LOSS: Final = 0.01
 """Maximum loss of NC4."""
 
 MUCH_NC4: Final = 0.05
-"""A loss of NC4 that is worth a warning, some of its standard errors."""
+"""A loss of NC4 that is no noise: several of its standard errors."""
 
 
 def nc1_prefixes(
