@@ -174,8 +174,8 @@ def _checked(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """
     sizes: dict[str, int] = {}
     types, axes = {**_TYPES, _VALUES: torch.float64}, {**_AXES, _VALUES: ("count",)}
-    for name, tensor in tensors.items():
-        shape = tuple(tensor.shape)
+    for name in filter(tensors.__contains__, axes):  # Not in the order of a file, so that one fault has one message.
+        tensor, shape = tensors[name], tuple(tensors[name].shape)
         expected = tuple(sizes.setdefault(axis, size) for axis, size in zip(axes[name], shape, strict=False))
         if tensor.dtype != types[name] or len(shape) != len(axes[name]) or shape != expected or not tensor.numel():
             raise BundleError(
