@@ -124,7 +124,9 @@ def _part(image: ImageInput, index: int) -> tuple[str, tuple[str, bytes, str]]:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}; check the path", index) from error
+        is_folder = isinstance(error, IsADirectoryError)
+        remedy = "name the images in it, or give psc-predict --recursive" if is_folder else "check the path"
+        raise InputError(f"cannot read {path}: {error.strerror}; {remedy}", index) from error
     name = path.name.encode("utf-8", "replace").decode()
     return ("images", (name, data, "application/octet-stream"))
 

@@ -143,7 +143,7 @@ def test_folders(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
     assert run_cli(Script(), "-r", str(tmp_path / "empty")) == 2
     assert "has no images" in capsys.readouterr().err
     assert run_cli(Script(), str(tmp_path)) == 2
-    assert "Is a directory" in capsys.readouterr().out
+    assert "Is a directory; name the images in it, or give psc-predict --recursive" in capsys.readouterr().out
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
