@@ -99,7 +99,7 @@ $(VENV)/.serve: pyproject.toml requirements.lock
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV), once: $(if $(CPU),PyTorch without CUDA,about 6 GB; without a GPU, make $(MAKECMDGOALS) CPU=1 takes much less)"
-	$(PIP) --editable .
+	$(PIP) --editable '.[fast,onnx]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.serve
