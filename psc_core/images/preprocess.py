@@ -152,11 +152,14 @@ class Preprocess:
         """Resize by PyTorch and crop ``samples (height, width, at least the channels)``."""
         width, height = self._resized(samples.shape[1], samples.shape[0])
         left, top = (width - self.width) // 2, (height - self.height) // 2
-        pixels = torch.from_numpy(samples).permute(2, 0, 1)[None]
+        # NumPy's views and not PyTorch's, which gives up the interpreter's lock for each and then waits for it.
+        planes = samples.transpose(2, 0, 1)[None]
         if (height, width) != samples.shape[:2]:
-            pixels = functional.interpolate(pixels, (height, width), mode=self.interpolation, antialias=True)
-        seen = pixels[0, : self.channels, top : top + self.height, left : left + self.width]
-        return np.array(seen.numpy(), order="C")
+            resized = functional.interpolate(
+                torch.from_numpy(planes), (height, width), mode=self.interpolation, antialias=True
+            )
+            planes = resized.numpy()
+        return planes[0, : self.channels, top : top + self.height, left : left + self.width]
 
     def _resized(self, width: int, height: int) -> tuple[int, int]:
         """Width and height of an image before the crop."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import logging
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final
 
@@ -54,7 +53,8 @@ def decode_plain(image: Image.Image, data: bytes, mode: str) -> npt.NDArray[np.u
 
 
 def _decode(data: bytes, mode: str) -> npt.NDArray[np.uint8]:
-    simplejpeg: Any = import_module("simplejpeg")
+    import simplejpeg
+
     samples: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(data, FORMS[mode], strict=True)
     return samples
 
