@@ -40,7 +40,18 @@ from benchmarks.serving.images import digits, photographs
 from benchmarks.serving.processes import ServerFailed
 from benchmarks.serving.report import draw, fragment, name_of
 from benchmarks.serving.running import CLIENTS, MANY, MANY_CLIENTS, Client, RunningServer
-from benchmarks.serving.servers import BY_NAME, CASES, COMPUTE, HOME, OURS, PHOTOGRAPHS, SERVERS, Server
+from benchmarks.serving.servers import (
+    BY_NAME,
+    CASES,
+    COMPUTE,
+    DECODED,
+    HOME,
+    OURS,
+    OVERHEAD,
+    PHOTOGRAPHS,
+    SERVERS,
+    Server,
+)
 
 Inputs = tuple[Path, list[bytes]]
 """A bundle, and files to send."""
@@ -65,7 +76,7 @@ def new_record(args: argparse.Namespace, servers: list[Server]) -> Json:
                 "title": f"{case}, {instructions}",
                 "case": case,
                 "served": f"JPEG files of 224 × 224; {args.untrained} with random weights, ten classes"
-                if args.untrained and case == PHOTOGRAPHS
+                if args.untrained and case in (PHOTOGRAPHS, DECODED)
                 else CASES[case],
                 "instruction_set": instructions,
                 "servers": {},
@@ -98,14 +109,14 @@ def inputs_of(case: str, untrained: str | None, device: str) -> Inputs:
     """What a case serves and sends; bundles are made if they are not there."""
     if case == COMPUTE:
         return BUNDLE, digits(256)
-    large = untrained if case == PHOTOGRAPHS else None
-    folder = HOME / f"bundle-{large or case}".replace(":", "-")
+    large = untrained if case in (PHOTOGRAPHS, DECODED) else None
+    folder = HOME / f"bundle-{large or case.removesuffix('-decoded')}".replace(":", "-")
     if not (folder / "manifest.json").exists():
         if large:
             bundles.untrained(folder, large, device)
         else:
-            bundles.small(folder, photographs=case == PHOTOGRAPHS)
-    images = photographs(32, (224, 224)) if large else photographs(32) if case == PHOTOGRAPHS else digits(256)
+            bundles.small(folder, photographs=case != OVERHEAD)
+    images = photographs(32, (224, 224)) if large else digits(256) if case == OVERHEAD else photographs(32)
     return folder, images
 
 

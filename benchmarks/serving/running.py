@@ -8,7 +8,10 @@ import math
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from benchmarks.instruction_sets import fresh_process
 from benchmarks.runs import Json
@@ -54,13 +57,14 @@ def counted(folder: Path) -> tuple[int, int]:
     return sum(steps for steps, _ in pairs), sum(images for _, images in pairs)
 
 
-def check_answer(server: Server, answer: Json, bundle: Path, image: bytes) -> None:
-    """Check that a server answers like the library.
+def check_answer(server: Server, answer: Json, bundle: Path, image: bytes, resizer: str = "torch") -> None:
+    """Check that a server answers like the library, which resizes by the same ``resizer``.
 
     Raises:
         ServerFailed: It does not.
     """
-    expected = PSC.load(bundle, device="cpu", allow_factories=[FACTORY]).predict([image])
+    psc = PSC.load(bundle, device="cpu", allow_factories=[FACTORY])
+    expected = psc.predict(torch.from_numpy(replace(psc.preprocess, resizer=resizer).from_bytes(image))[None])
     pairs = [
         (answer["predictive_entropy"], float(expected.predictive_entropy[0])),
         (answer["log_density"], float(expected.log_density[0])),
@@ -96,7 +100,7 @@ class RunningServer:
             self._single = server.target(port, images)
             self._many = server.target_of_many(port, images, MANY) if case == COMPUTE else None
             body = self._processes.wait_until_ready(self._single)
-            check_answer(server, answer_of(server, body), bundle, images[0])
+            check_answer(server, answer_of(server, body), bundle, images[0], server.resizer(case))
             self._port = port if server.name == "psc" else None
             self.about: Json = {
                 "versions": versions(python, server.packages),

@@ -21,10 +21,12 @@ from benchmarks.runs import ROOT
 from benchmarks.serving.adapters.settings import FACTORY, JPEG, MAX_BATCH
 from benchmarks.serving.client import Target
 
-OVERHEAD, PHOTOGRAPHS, COMPUTE = "overhead-bound", "photographs", "compute-bound"
+OVERHEAD, PHOTOGRAPHS, DECODED, COMPUTE = "overhead-bound", "photographs", "photographs-decoded", "compute-bound"
 CASES = {
     OVERHEAD: "PNG digits of 28 × 28; two convolutions of four channels: the network costs next to nothing",
-    PHOTOGRAPHS: "JPEG files of 640 × 480 and 100 kB, resized to 224 × 224; a network that costs as little",
+    PHOTOGRAPHS: "JPEG files of 640 × 480 and 100 kB, resized to 224 × 224; a network that costs as little; "
+    "peers decode and resize with Pillow, as their tutorials do",
+    DECODED: "The same files and network; peers call our decoder",
     COMPUTE: "PNG digits of 28 × 28; the shipped Dirty-MNIST ResNet-18",
 }
 """What is sent and served in each case."""
@@ -81,7 +83,9 @@ class Server:
         }
         if self.name in OURS:
             return clean
-        options = {"THREADS": (os.cpu_count() or 1) if case == COMPUTE else 1, **self.options.get(case, {})}
+        chosen = self.options.get(PHOTOGRAPHS if case == DECODED else case, {})
+        options = {"THREADS": (os.cpu_count() or 1) if case == COMPUTE else 1, **chosen}
+        options["PILLOW"] = int(self.resizer(case) == "pillow")
         clean |= {"OMP_NUM_THREADS": str(options["THREADS"]), **self.environment}
         clean |= {f"BENCH_{name}": str(value) for name, value in options.items()}
         return clean | {
@@ -90,6 +94,10 @@ class Server:
             "BENCH_COUNTS": str(counts),
             "BENCH_DEVICE": device,
         }
+
+    def resizer(self, case: str) -> str:
+        """The library that decodes and resizes its photographs."""
+        return "pillow" if case == PHOTOGRAPHS and self.name not in OURS else "torch"
 
     def target(self, port: int, images: Sequence[bytes]) -> Target:
         """Requests of single images, in the cheapest form for this server."""

@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from benchmarks.serving import bundles, ceilings, peers, report, running, server
 from benchmarks.serving.ceilings import SIZES, BareSteps, best_images_per_s, images_per_s
 from benchmarks.serving.gpu import GpuUse
 from benchmarks.serving.images import photographs
-from benchmarks.serving.servers import BY_NAME, CASES, COMPUTE, OURS, OVERHEAD, PHOTOGRAPHS, SERVERS, answer_of
+from benchmarks.serving.servers import BY_NAME, CASES, COMPUTE, DECODED, OURS, OVERHEAD, PHOTOGRAPHS, SERVERS, answer_of
 from psc_core.images.preprocess import PRESETS
 from tests.app.fakes import png
 
@@ -70,7 +71,7 @@ def test_server_commands_and_variables(server: servers.Server, tmp_path: Path, m
     else:
         assert (variables["BENCH_PORT"], variables["BENCH_DEVICE"]) == ("5", "cuda")
         assert server.requirement is None or "==" in server.requirement
-    assert not server.options or set(server.options) == set(CASES)
+    assert not server.options or set(server.options) == set(CASES) - {DECODED}
 
 
 def test_requests_of_many_images() -> None:
@@ -104,6 +105,8 @@ def test_adapter_answers_like_the_library(tiny_bundle: Path, tmp_path: Path, mon
         model.decode(png(5, size=8))
     model._preprocess, (file, other) = PRESETS["imagenet"], photographs(2)
     assert torch.equal(model.decode(file), torch.from_numpy(PRESETS["imagenet"].from_bytes(file)))
+    model._preprocess = by_pillow = replace(PRESETS["imagenet"], resizer="pillow")
+    assert torch.equal(model.decode(file), torch.from_numpy(by_pillow.from_bytes(file)))
     assert file != other and 90_000 < len(file) < 110_000 and Image.open(io.BytesIO(file)).size == (640, 480)
 
 
@@ -176,7 +179,7 @@ def test_only_the_compute_bound_case_is_measured_on_older_instruction_sets(monke
     def planned(*words: str) -> list[tuple[str, str]]:
         return peers.planned(peers.parser().parse_args(list(words)))
 
-    best = [(OVERHEAD, "AVX-512"), (PHOTOGRAPHS, "AVX-512")]
+    best = [(case, "AVX-512") for case in (OVERHEAD, PHOTOGRAPHS, DECODED)]
     assert planned() == [*best, (COMPUTE, "AVX2"), (COMPUTE, "AVX-512")]
     assert planned("--best-instructions") == planned("--device", "cuda") == [*best, (COMPUTE, "AVX-512")]
 

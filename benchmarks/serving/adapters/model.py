@@ -10,6 +10,7 @@ import io
 import mmap
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class Model:
         self._device = psc.device
         self._pipeline = psc.pipeline
         self._of_classes = slice(len(SCORES), len(SCORES) + len(psc.classes))
-        self._preprocess = psc.preprocess
+        self._preprocess = replace(psc.preprocess, resizer="pillow") if option("PILLOW", 0) else psc.preprocess
         self._mode = ImageReadMode.GRAY if psc.preprocess.channels == 1 else ImageReadMode.RGB
         self._shape = psc.preprocess.shape
         self._counts = _open_counts()
@@ -46,13 +47,15 @@ class Model:
             self.packed([torch.zeros(self._shape, dtype=torch.uint8)] * count)
 
     def decode(self, data: bytes) -> Tensor:
-        """``uint8 (channels, height, width)``: a JPEG decoded and resized by Pillow as the service does it.
+        """``uint8 (channels, height, width)``: a JPEG decoded and resized by Pillow, or as the service does it.
 
         Raises:
             ValueError: A PNG of another size.
         """
         if data.startswith(JPEG):
-            return torch.from_numpy(self._preprocess.from_image(Image.open(io.BytesIO(data))))
+            if self._preprocess.resizer == "pillow":
+                return torch.from_numpy(self._preprocess.from_image(Image.open(io.BytesIO(data))))
+            return torch.from_numpy(self._preprocess.from_bytes(data))
         image: Tensor = decode_png(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=self._mode)
         if tuple(image.shape) != self._shape:
             raise ValueError(f"expected an image of {self._shape}, got {tuple(image.shape)}")
