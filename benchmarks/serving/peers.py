@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import signal
 import statistics
 import sys
@@ -87,6 +88,14 @@ def new_record(args: argparse.Namespace, servers: list[Server]) -> Json:
         ],
         "ceilings": {"decode": {}},
     }
+
+
+def keep_others(record: Json, before: Json) -> None:
+    """Take over what an earlier run measured of other cases."""
+    measured = {table["case"] for table in record["tables"]}
+    kept = [table for table in before["tables"] if table["case"] not in measured]
+    record["tables"] = sorted([*kept, *record["tables"]], key=lambda table: list(CASES).index(table["case"]))
+    record["ceilings"]["decode"] |= before["ceilings"]["decode"]
 
 
 def planned(args: argparse.Namespace) -> list[tuple[str, str]]:
@@ -228,6 +237,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     cli = plain_parser(__doc__)
     cli.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help="; ".join(CASES))
+    cli.add_argument("--keep", action="store_true", help="keep the tables of other cases that --out holds")
     cli.add_argument("--best-instructions", action="store_true", help="no table for an older instruction set")
     cli.add_argument("--only", nargs="+", choices=sorted(BY_NAME), metavar="NAME", help="only these servers")
     cli.add_argument("--seconds", type=float, default=2.0, help="length of a phase")
@@ -251,10 +261,13 @@ def main(argv: list[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # So that no server is left behind.
     inputs = {case: inputs_of(case, args.untrained, args.device) for case in args.cases}
-    record = new_record(args, servers)
-    write = partial(write_json, args.out / f"{name_of(args.device)}.json", record)
+    record, file = new_record(args, servers), args.out / f"{name_of(args.device)}.json"
+    measured = record["tables"]
+    if args.keep and file.exists():
+        keep_others(record, json.loads(file.read_text()))
+    write = partial(write_json, file, record)
     with Client() as client:
-        for table in record["tables"]:
+        for table in measured:
             measure_table(record, table, servers, inputs[table["case"]], client, write)
     for case, given in inputs.items():
         record["ceilings"]["decode"][case] = in_fresh_process(decode_only, *given, args.seconds)

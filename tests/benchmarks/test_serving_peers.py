@@ -184,6 +184,19 @@ def test_only_the_compute_bound_case_is_measured_on_older_instruction_sets(monke
     assert planned("--best-instructions") == planned("--device", "cuda") == [*best, (COMPUTE, "AVX-512")]
 
 
+def test_tables_of_other_cases_are_kept() -> None:
+    def record(**tables: str) -> Json:
+        given = [{"case": CASE[case], "title": title} for case, title in tables.items()]
+        return {"tables": given, "ceilings": {"decode": {}}}
+
+    CASE = {"digits": OVERHEAD, "photographs": PHOTOGRAPHS, "resnet": COMPUTE}
+    found, before = record(photographs="new"), record(resnet="kept", photographs="old", digits="kept too")
+    before["ceilings"]["decode"] = {OVERHEAD: 1.0}
+    peers.keep_others(found, before)
+    assert [table["title"] for table in found["tables"]] == ["kept too", "new", "kept"]
+    assert found["ceilings"]["decode"] == {OVERHEAD: 1.0}
+
+
 def test_ratios_are_taken_within_rounds() -> None:
     """The machine's speed changes between rounds, alike for both."""
     ours, theirs = (
