@@ -186,10 +186,10 @@ def test_only_the_compute_bound_case_is_measured_on_older_instruction_sets(monke
 
 def test_tables_of_other_cases_are_kept() -> None:
     def record(**tables: str) -> Json:
-        given = [{"case": CASE[case], "title": title} for case, title in tables.items()]
+        given = [{"case": case_of[case], "title": title} for case, title in tables.items()]
         return {"tables": given, "ceilings": {"decode": {}}}
 
-    CASE = {"digits": OVERHEAD, "photographs": PHOTOGRAPHS, "resnet": COMPUTE}
+    case_of = {"digits": OVERHEAD, "photographs": PHOTOGRAPHS, "resnet": COMPUTE}
     found, before = record(photographs="new"), record(resnet="kept", photographs="old", digits="kept too")
     before["ceilings"]["decode"] = {OVERHEAD: 1.0}
     peers.keep_others(found, before)
