@@ -45,7 +45,7 @@ def recalibrate(args: argparse.Namespace) -> None:
     """Read the log, calibrate, and write the new bundle."""
     from psc_core.bundle.io import EXAMPLES, read_bundle
     from psc_core.fitting.audit import read_audit
-    from psc_core.fitting.recalibrate import recalibrate_on
+    from psc_core.fitting.recalibrate import recalibrate_from_audit
     from psc_core.log.store import open_log
     from psc_core.model.load import load_model
     from psc_core.report import page
@@ -61,7 +61,7 @@ def recalibrate(args: argparse.Namespace) -> None:
     audit = read_audit(open_log(args.log), model, args.model, since=args.since, until=args.until)
     changes = {name: getattr(args, name) for name in ("alpha", "coverage", "risk") if getattr(args, name) is not None}
     print(audit.summary(), flush=True)
-    found = recalibrate_on(model, audit, changes)
+    found = recalibrate_from_audit(model, audit, changes)
     print(*found.lines, *(f"warning: {text}" for text in found.warnings), sep="\n")
     manifest = found.model.save(out)
     if (bundle / EXAMPLES).is_dir():

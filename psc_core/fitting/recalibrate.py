@@ -12,7 +12,7 @@ hold whatever it becomes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -20,8 +20,7 @@ import torch
 from psc_core.calibration.weighted import thinned, worth
 from psc_core.data.dataset import ImageDataset
 from psc_core.fitting.audit import Audit
-from psc_core.fitting.calibrate import settings_of, temper
-from psc_core.fitting.in_memory import calibrate
+from psc_core.fitting.calibrate import calibrate_pipeline, settings_of, temper, with_calibration
 from psc_core.fitting.served import outputs_of
 from psc_core.model.base import FittedModel
 from psc_core.tasks.fit.task import task_fit
@@ -46,7 +45,7 @@ class Recalibrated:
     warnings: tuple[str, ...]
 
 
-def recalibrate_on(model: FittedModel, audit: Audit, changes: Mapping[str, Any]) -> Recalibrated:
+def recalibrate_from_audit(model: FittedModel, audit: Audit, changes: Mapping[str, Any]) -> Recalibrated:
     """Return a model of a bundle, calibrated on an audit slice.
 
     Args:
@@ -60,17 +59,18 @@ def recalibrate_on(model: FittedModel, audit: Audit, changes: Mapping[str, Any])
         FitError: Scores that are not finite.
     """
     fit, settings = task_fit(model.task.name), settings_of(model, changes)
-    lines, tempered, calibrates = [], model, audit
-    if fit.has_temperature(model.pipeline.scorer.head):
+    lines, pipeline, calibrates = [], model.pipeline, audit
+    if fit.has_temperature(pipeline.scorer.head):
         chooses, rest = _split(audit)
         if len(chooses.of_class) >= FEWEST_TO_CHOOSE:
             kept = thinned(chooses.weights).nonzero()[:, 0]
-            tempered, calibrates = temper(model, chooses.of_class.subset(kept), settings), rest
-            before, now = (each.pipeline.scorer.head.record["temperature"] for each in (model, tempered))
+            pipeline, calibrates = temper(pipeline, fit, chooses.of_class.subset(kept), settings), rest
+            before, now = (each.scorer.head.record["temperature"] for each in (model.pipeline, pipeline))
             lines.append(f"temperature {now:.3g}, before {before:.3g}, by {len(kept)} images, which do not calibrate")
-    found = calibrate(tempered, calibrates.of_class, calibrates.weights, **changes)
-    policy, warning = fit.kept_policy(found.policy, model.policy, found.report["metrics"])
-    found = replace(found, policy=policy, report=_with_history(found, model, audit, calibrates))
+    pipeline, calibrated = calibrate_pipeline(pipeline, fit, calibrates.of_class, settings, calibrates.weights)
+    policy, warning = fit.kept_policy(calibrated.policy, model.policy, calibrated.metrics)
+    provenance = _with_history(model, audit, calibrates)
+    found = with_calibration(model, pipeline, calibrated, calibrates.of_class, policy=policy, provenance=provenance)
     lines += [
         f"alarms at alpha {policy.alpha:g} on audit images of a class: {_alarms(model, audit.of_class):.1%} "
         f"before, at most {policy.alpha:.1%} of such images now"
@@ -87,8 +87,8 @@ def _split(audit: Audit) -> tuple[Audit, Audit]:
     return audit.at(torch.arange(count)), audit.at(torch.arange(count, len(audit.of_class)))
 
 
-def _with_history(found: FittedModel, before: FittedModel, audit: Audit, calibrates: Audit) -> dict[str, Any]:
-    provenance = found.report.get("provenance", {})
+def _with_history(before: FittedModel, audit: Audit, calibrates: Audit) -> dict[str, Any]:
+    provenance = before.report.get("provenance", {})
     entry = {
         "from": before.version,
         "psc_version": __version__,
@@ -100,7 +100,7 @@ def _with_history(found: FittedModel, before: FittedModel, audit: Audit, calibra
         "sha256": audit.of_class.digest(),
     }
     history = [*provenance.get(HISTORY, []), entry]
-    return {**found.report, "provenance": {**provenance, HISTORY: history}}
+    return {**provenance, HISTORY: history}
 
 
 def _alarms(model: FittedModel, images: ImageDataset) -> float:
