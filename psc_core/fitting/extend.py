@@ -56,7 +56,7 @@ class Extension:
         for times, of_kind in self.aurocs.items():
             numbers = (f"{value:.4f}" for value in of_kind.values())
             rows.append([str(times), *numbers, "◀ chosen" * (times == self.times)])
-        head = f"AUROC on made-up images, by how many training images each of {self.images} images more stands for:"
+        head = f"AUROC on made-up images; each of the {self.images} images outside the slice stands for so many others:"
         return "\n".join([head, *aligned(rows)])
 
     def warning(self) -> str:

@@ -56,7 +56,7 @@ def test_another_camera_is_no_longer_strange(
 ) -> None:
     assert len(more) == 100
     found = recalibrate_from_audit(model, audit, {"risk": 0.6}, more)
-    assert found.warnings == () and "training images each of 100 images more stands for:" in found.lines[0]
+    assert found.warnings == () and "each of the 100 images outside the slice stands for so many" in found.lines[0]
     entry = found.model.report["provenance"][HISTORY][-1]
     assert entry["labels"] == 160 and entry["calibrated_on"] == 120 == len(found.model.calibration)
     comparison = entry["extension"]
@@ -83,6 +83,17 @@ def test_another_camera_is_no_longer_strange(
     examples = seen_examples(model)
     assert seen_examples(again) == examples + 100 * comparison["times"]
     assert manifest.gates is not None and manifest.gates.images == 40
+
+
+def test_a_network_that_is_a_graph(model: FittedModel, audit: Audit, more: ImageDataset, tmp_path: Path) -> None:
+    model.save(tmp_path / "graph", graph=True)
+    graph = load_model(tmp_path / "graph", device="cpu")
+    found = recalibrate_from_audit(graph, audit, {"risk": 0.6}, more).model
+    found.save(tmp_path / "extended")
+    again, images = load_model(tmp_path / "extended", device="cpu"), next(audit.of_class.batches(64)).images
+    assert again.pipeline.is_traced and (tmp_path / "extended" / "backbone.onnx").is_file()
+    assert torch.equal(again.compute(images).packed, found.compute(images).packed)
+    assert found.report["provenance"][HISTORY][-1]["extension"]["times"] > 0
 
 
 def test_of_a_bundle_that_keeps_no_number_the_training_rows_count(model: FittedModel) -> None:
