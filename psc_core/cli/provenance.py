@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
 from psc_core.fitting.data import FitData
@@ -55,12 +56,16 @@ def origin_of(data: ImageDataset, left_out: int) -> dict[str, Any]:
 
 
 def job_of(
-    provenance: Mapping[str, Any], settings: FitSettings, data: FitData, configuration: Path | None = None
+    provenance: Mapping[str, Any],
+    settings: FitSettings,
+    data: FitData,
+    compute: Compute,
+    configuration: Path | None = None,
 ) -> dict[str, Any]:
     """Return the inputs of the stages in a checkpoint, JSON types; ``configuration`` is the network's own file."""
     on = {
         "preprocess": data.train.preprocess.to_json(),
-        "device": settings.compute().device.type,
+        "device": compute.device.type,
         "configuration": None if configuration is None else digest_of([configuration]),
     }
     return {**provenance, "settings": settings.of_stages(), **on}

@@ -75,6 +75,7 @@ def measure_layers(
     train: ImageDataset,
     val: ImageDataset,
     settings: FitSettings,
+    compute: Compute,
 ) -> CollapseReport:
     """Measure NC1 and NC4 after the layers of ``net``.
 
@@ -82,9 +83,10 @@ def measure_layers(
         net: A classifier.  It is moved to the device and put in evaluation mode.
         train: All images that NC1 is measured on, some of every class; each process reads its own shard.
         val: All images that NC4 is measured on, of the same classes, likewise.
-        settings: The device must support float64; the network runs in float32 whatever the precision, so that the
-            choice of the layer does not depend on it.  The penultimate layer is measured whatever the pattern, and
-            ``seed`` is of the split that ``val`` is one half of.
+        settings: The penultimate layer is measured whatever the pattern, and ``seed`` is of the split that ``val`` is
+            one half of.
+        compute: The device must support float64; the network runs in float32 whatever the precision, so that the
+            choice of the layer does not depend on it.
 
     Raises:
         FitError: Non-finite features.
@@ -94,7 +96,7 @@ def measure_layers(
     epsilon, layers = settings.epsilon, settings.layers
     check_fraction(epsilon, "epsilon")
     counts = torch.bincount(train.labels, minlength=len(train.classes))
-    compute = replace(settings.compute(), precision="fp32")
+    compute = replace(compute, precision="fp32")
     example = example_input(train.preprocess).to(compute.device)
     every = list_layers(net.to(compute.device), example, granularity=settings.granularity)
     names = {layer.name for layer in select_layers(every, layers)}

@@ -33,6 +33,7 @@ def calibrate(
     scorer: Scorer,
     data: FitData,
     settings: FitSettings,
+    compute: Compute,
     gates: Sequence[str] = (),
     layer_map: LayerMap | None = None,
     thumbnails: Thumbnails | None = None,
@@ -43,6 +44,7 @@ def calibrate(
         scorer: Everything that needs no calibration.
         data: The images.
         settings: The rates.
+        compute: Device and batch size.
         gates: Names of the gates that make the OOD score; without any it is the density.
         layer_map: Of the pipeline; it needs no calibration.
         thumbnails: Likewise.
@@ -50,7 +52,7 @@ def calibrate(
     Raises:
         FitError: Scores that are not finite.
     """
-    compute, fitted_gates = settings.compute(), None
+    fitted_gates = None
     scored = score_dataset(scorer, data.calibration, compute, "calibration")
     if gates:
         selected = score_dataset(scorer, data.selection, compute, "selection").scores
@@ -98,14 +100,14 @@ def temper(model: FittedModel, data: ImageDataset, settings: FitSettings) -> Fit
     The gate ``confidence`` reads logits that were divided by it, so where it changes the gates' p-values are those of
     the same images.  The model has to be calibrated again.
     """
-    pipeline = model.pipeline
-    scored = score_dataset(pipeline.scorer, data, settings.compute(), "temperature")
+    pipeline, compute = model.pipeline, settings.compute()
+    scored = score_dataset(pipeline.scorer, data, compute, "temperature")
     head = task_fit(model.task.name).temper(pipeline.scorer.head, scored, data)
     if head is pipeline.scorer.head:
         return model
     scorer, gates = pipeline.scorer.with_head(head), pipeline.gates
     if gates is not None:
-        scores = score_dataset(scorer, data, settings.compute(), "gates").scores
+        scores = score_dataset(scorer, data, compute, "gates").scores
         gates = fit_gates(gates.names, *[readings_of(gates.names, scores)] * 2)
     return replace(model, pipeline=pipeline.with_scorer(scorer, gates=gates))
 

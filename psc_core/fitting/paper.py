@@ -58,7 +58,7 @@ def measure_collapse(
         NetworkError: The network cannot be run or cut.
     """
     settings = replace(settings or FitSettings(), **changes)
-    return stages.collapse(net, _data(train, val, settings), settings)
+    return stages.collapse(net, _data(train, val, settings), settings, settings.compute())
 
 
 def fit_projection(
@@ -102,7 +102,7 @@ def fit_projection(
         data = FitData.without_validation(train, seed=settings.seed, max_images=settings.max_images)
     else:
         data = _data(train, val, settings)
-    return stages.project(net, candidate, data, settings)
+    return stages.project(net, candidate, data, settings, settings.compute())
 
 
 def fit_psc(
@@ -155,7 +155,9 @@ def fit_psc(
     """
     settings = settings_for(candidate, settings, changes)
     data = _data(train, val, settings, PSC.task_type.name)
-    fitted = stages.fit_model(net, candidate, projection, data, settings, name=name, provenance=provenance)
+    fitted = stages.fit_model(
+        net, candidate, projection, data, settings, settings.compute(), name=name, provenance=provenance
+    )
     return cast(PSC, fitted)
 
 
@@ -206,7 +208,9 @@ def fit_regressor(
     """
     settings = settings_for(candidate, settings, changes)
     data = _data(train, val, settings, PSCRegressor.task_type.name)
-    fitted = stages.fit_model(net, candidate, projection, data, settings, name=name, provenance=provenance)
+    fitted = stages.fit_model(
+        net, candidate, projection, data, settings, settings.compute(), name=name, provenance=provenance
+    )
     return cast(PSCRegressor, fitted)
 
 

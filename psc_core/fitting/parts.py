@@ -70,7 +70,12 @@ class FittedParts:
 
 
 def fit_parts(
-    net: nn.Module, candidate: Candidate, projection: FittedProjection, data: FitData, settings: FitSettings
+    net: nn.Module,
+    candidate: Candidate,
+    projection: FittedProjection,
+    data: FitData,
+    settings: FitSettings,
+    compute: Compute,
 ) -> FittedParts:
     """Fit density and head on the training images, with free numbers chosen on the selection split, and the gates.
 
@@ -80,13 +85,14 @@ def fit_parts(
         projection: Of the candidate.
         data: The images.
         settings: With the kind of head.
+        compute: Device, precision, batch size, processes.
 
     Raises:
         UsageError: The task has no such head.
         FitError: Features that cannot be fitted; the message says why.
         NetworkError: The network cannot be cut.
     """
-    compute, task = settings.compute(), data.fit.task(data.train)
+    task = data.fit.task(data.train)
     kind = one_of("head", settings.head, tuple(task.heads), task.noun)
     layers = _layers(net, candidate, data, compute, settings, reads_layers=task.heads[kind].reads_layers)
     is_asked = settings.predictions == "base" or (settings.predictions == "auto" and bool(task.own_heads))
@@ -110,7 +116,7 @@ def fit_parts(
             images=train.features.images,
             held_out=HeldOut(selection.density_input, selection.features.labels),
         ).to(compute.device)
-        head = _fit_head(kind, train.features, selection.features, backbone, data, settings)
+        head = _fit_head(kind, train.features, selection.features, backbone, data, settings, compute)
         textures = {layer: _fit_texture(train, layer, data, compute) for layer in layers.texture}
         thumbnails = None
         if settings.keep_examples is not None:
@@ -124,8 +130,8 @@ def fit_parts(
         compute.precision,
         head_layers=layers.head,
     )
-    gates = choose_gates(scorer, layers, textures, data, settings) if settings.ood_score == "gates" else None
-    chosen_map = _choose_map(scorer, layers, train, data, settings)
+    gates = choose_gates(scorer, layers, textures, data, compute) if settings.ood_score == "gates" else None
+    chosen_map = _choose_map(scorer, layers, train, data, compute)
     layer, texture = (None, None) if gates is None or gates.texture is None else gates.texture
     kept = layers_of(layers.candidate, layers.head, layer, None if chosen_map is None else chosen_map.map.layer)
     keep_output = settings.predictions == "base" or head.kind in task.own_heads
@@ -167,20 +173,25 @@ def _has_own_output(
 
 
 def _fit_head(
-    kind: str, train: Features, selection: Features, backbone: Backbone, data: FitData, settings: FitSettings
+    kind: str,
+    train: Features,
+    selection: Features,
+    backbone: Backbone,
+    data: FitData,
+    settings: FitSettings,
+    compute: Compute,
 ) -> Head:
-    compute = settings.compute()
     own = own_outputs(lambda inputs: backbone(inputs)[1], data.selection, compute) if backbone.keep_output else None
     classes, predictions, seed = data.train.classes, settings.predictions, settings.seed
     return data.fit.fit_head(HeadJob(kind, train, selection, classes, own, predictions, seed, compute.device))
 
 
-def _choose_map(scorer: Scorer, layers: Layers, train: Read, data: FitData, settings: FitSettings) -> ChosenMap | None:
+def _choose_map(scorer: Scorer, layers: Layers, train: Read, data: FitData, compute: Compute) -> ChosenMap | None:
     def features_of(images: Pixels) -> dict[str, Tensor]:
         features, _ = scorer.features(scorer.standardise(images))
         return dict(zip(layers.names, features, strict=True))
 
-    return choose_map(features_of, train.moments, data.selection, settings)
+    return choose_map(features_of, train.moments, data.selection, compute, data.seed)
 
 
 def _fit_texture(train: Read, layer: str, data: FitData, compute: Compute) -> Density:

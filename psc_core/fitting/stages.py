@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from psc_core.collapse.measure import measure_layers
 from psc_core.collapse.report import Candidate, CollapseReport
+from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.density import DENSITIES
 from psc_core.fitting.calibrate import calibrate
@@ -31,7 +32,7 @@ from psc_core.tasks.fit.task import TaskFit, one_of
 from psc_core.thumbnails.fit.choose import check_count
 
 
-def collapse(net: nn.Module, data: FitData, settings: FitSettings) -> CollapseReport:
+def collapse(net: nn.Module, data: FitData, settings: FitSettings, compute: Compute) -> CollapseReport:
     """Measure NC1 on the training images and NC4 (R² of a regression) on the selection split, after every layer.
 
     Raises:
@@ -39,11 +40,13 @@ def collapse(net: nn.Module, data: FitData, settings: FitSettings) -> CollapseRe
         FitError: Features that are not finite.
         NetworkError: The network cannot be run or cut.
     """
-    settings.reducer.require(data.train)
-    return measure_layers(net, data.train, data.selection, settings)
+    compute.reducer.require(data.train)
+    return measure_layers(net, data.train, data.selection, settings, compute)
 
 
-def project(net: nn.Module, candidate: Candidate, data: FitData, settings: FitSettings) -> FittedProjection:
+def project(
+    net: nn.Module, candidate: Candidate, data: FitData, settings: FitSettings, compute: Compute
+) -> FittedProjection:
     """Fit moments and Tucker factors on the training images; the selection split chooses the sizes.
 
     The fewest components that keep NC1 and NC4, and, for a density that reads z, as many spatial ones as that needs
@@ -55,17 +58,18 @@ def project(net: nn.Module, candidate: Candidate, data: FitData, settings: FitSe
         NetworkError: The network cannot be cut.
     """
     one_of("density", settings.density, tuple(DENSITIES), data.fit.task_type.noun)
-    settings.reducer.require(data.train)
-    backbone = cut(net, candidate.layers, data.train, settings.compute(), keep_output=False)
-    sized = fit_tucker(backbone, data.train, data.selection, settings)
+    compute.reducer.require(data.train)
+    backbone = cut(net, candidate.layers, data.train, compute, keep_output=False)
+    sized = fit_tucker(backbone, data.train, data.selection, settings, compute)
     choice = choose_ranks(sized.nc1, sized.nc4, sized.scaled_nc4, settings)
     compared: dict[int, float] = {}
     sizes = [choice]
     if settings.d_proj is None:
         sizes = choice.with_more_positions(sized.nc1, sized.nc4, sized.deviation, epsilon=settings.epsilon)
     if DENSITIES[settings.density].input_kind == "z" and len(sizes) > 1:
-        compared = compare_positions(backbone, sized, [(size.c_proj, size.d_proj) for size in sizes], data, settings)
-        kept = settings.reducer.first(fewest_positions(compared))
+        pairs = [(size.c_proj, size.d_proj) for size in sizes]
+        compared = compare_positions(backbone, sized, pairs, data, settings.density, compute)
+        kept = compute.reducer.first(fewest_positions(compared))
         choice = next(size for size in sizes if size.d_proj == kept)
     if data.fit.averages_candidate and settings.head_input == "both" and DENSITIES[settings.density].input_kind != "z":
         choice = replace(choice, warning="")  # Head and density read beside z, or instead of it, what z gives up.
@@ -99,6 +103,7 @@ def fit_model(
     projection: FittedProjection,
     data: FitData,
     settings: FitSettings,
+    compute: Compute,
     *,
     name: str = "psc",
     provenance: Mapping[str, Any] | None = None,
@@ -113,10 +118,12 @@ def fit_model(
     """
     check_same_layers(candidate, projection)
     settings = checked(settings, data)
-    settings.reducer.require(data.train)
-    parts = fit_parts(net, candidate, projection, data, settings)
+    compute.reducer.require(data.train)
+    parts = fit_parts(net, candidate, projection, data, settings, compute)
     layer_map = None if parts.map is None else parts.map.map
-    pipeline, calibrated = calibrate(parts.scorer, data, settings, parts.gate_names, layer_map, parts.thumbnails)
+    pipeline, calibrated = calibrate(
+        parts.scorer, data, settings, compute, parts.gate_names, layer_map, parts.thumbnails
+    )
     task = data.fit.task(data.train)
     model = model_class_of(task)(
         task=task,

@@ -11,13 +11,13 @@ from sklearn.linear_model import Ridge
 from torch import nn
 
 from psc_core.collapse import linear
-from psc_core.collapse.measure import measure_layers
 from psc_core.collapse.report import R2, CollapseReport, to_csv, to_text
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS
 from psc_core.settings import FitSettings
 from psc_core.tasks.regression.fit.bins import binned
+from tests.psc_core.collapse.support import measured
 
 SETTINGS = FitSettings(device="cpu", batch_images=50)
 
@@ -41,7 +41,7 @@ def network() -> nn.Sequential:
 def test_equals_ridge_on_whole_matrices(turned: tuple[ImageDataset, ImageDataset]) -> None:
     train, val = turned
     net = network()
-    report = measure_layers(net, train, val, replace(SETTINGS, granularity="all"))
+    report = measured(net, train, val, replace(SETTINGS, granularity="all"))
     assert report.measure == R2 and train.values is not None and val.values is not None
     pixels = [train.preprocess.standardise(next(data.batches(len(data))).images) for data in turned]
     with torch.inference_mode():
@@ -60,7 +60,7 @@ def test_equals_ridge_on_whole_matrices(turned: tuple[ImageDataset, ImageDataset
 def test_small_budgets_make_more_groups(turned: tuple[ImageDataset, ImageDataset]) -> None:
     train, val = turned
     whole, few = (
-        measure_layers(network(), train, val, replace(SETTINGS, max_memory=budget)) for budget in (1 << 30, 1 << 14)
+        measured(network(), train, val, replace(SETTINGS, max_memory=budget)) for budget in (1 << 30, 1 << 14)
     )
     for one, other in zip(whole.layers, few.layers, strict=True):
         assert one.nc4 == pytest.approx(other.nc4, abs=1e-9)
