@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from psc_core.collapse.report import NC4, CollapseReport, to_text
+from psc_core.collapse.report import CollapseReport, to_text
 from psc_core.compute.passes import Compute
 from psc_core.fitting import stages
 from psc_core.fitting.checkpoint import Checkpoint
@@ -42,8 +42,7 @@ def run_stages(
         projection = stages.project(net, candidate, data, settings, compute)
         checkpoint.save_projection(projection)
     if is_first:
-        raw_nc4 = report.nc4_of(candidate) if report.measure == NC4 else None
-        print(projection.report.summary(raw_nc4))
+        print(projection.report.summary(report.nc4_of(candidate)))
 
     model = stages.fit_model(net, candidate, projection, data, settings, compute, name=name, provenance=provenance)
     if is_first and settings.ood_score == "gates":

@@ -30,13 +30,14 @@ from torch import Tensor
 
 from psc_core.calibration.weighted import worth
 from psc_core.data.dataset import ImageDataset, labelled
-from psc_core.errors import DataError, UsageError, listed
+from psc_core.errors import UsageError
 from psc_core.log.labels import CANNOT_TELL, LABEL, NONE_OF_THE_CLASSES, joined, read_labels
 from psc_core.log.rows import days_of, logged_model, read_rows
 from psc_core.log.schema import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256
 from psc_core.log.source import LoggedImages, is_stored
 from psc_core.log.store import Log
 from psc_core.model.base import FittedModel
+from psc_core.tasks.fit.task import task_fit
 
 JUDGED: Final = 0.95
 """Fraction of the images of a day, up to the last that counts, that has to have a verdict."""
@@ -162,21 +163,9 @@ def _audit(log: Log, model: FittedModel, judged: Sequence[AuditImage], days: Seq
     }
     # In the order of their digests over all days: a part of them is as random a sample as the whole.
     of_class = sorted((image for image in judged if image.verdict == LABEL), key=lambda image: image.sha256)
-    data = _data(log, model, of_class)
-    target = model.task.number()
-    if target is None:
-        position = {label: index for index, label in enumerate(model.classes)}
-        if odd := sorted({str(image.label) for image in of_class} - {*position}):
-            raise DataError(
-                f"labels of the audit slice are no classes of {model.name}: {listed(odd, 10)}; judge these images "
-                "again, or calibrate a bundle that has these classes"
-            )
-        data = replace(data, labels=torch.tensor([position[str(image.label)] for image in of_class]))
-    else:
-        values = torch.tensor([float(str(image.label)) for image in of_class], dtype=torch.float64)
-        data = replace(data, target=target, values=values)
+    said = [str(image.label) for image in of_class]
     return Audit(
-        data,
+        task_fit(model.task.name).relabelled(model.task, _data(log, model, of_class), said),
         torch.tensor([1 / image.probability for image in of_class], dtype=torch.float64),
         {verdict: _data(log, model, images) for verdict, images in by_verdict.items() if images},
         (days[0], days[-1]),

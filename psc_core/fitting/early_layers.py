@@ -3,7 +3,7 @@
 Which gates there are is a rule, not a choice: ``kind`` always, ``texture`` wherever a layer lies before the candidate,
 and ``confidence`` unless images are ambiguous by nature, that is, some training or validation image has labels of
 several classes.  There a high entropy is no reason to call an image out of distribution.  A task without entropies has
-no such gate (:attr:`.TaskFit.why_no_confidence`).  Choosing the gates on made-up images too was tried: it dropped gates
+no such gate (:meth:`.TaskFit.confidence_gate`).  Choosing the gates on made-up images too was tried: it dropped gates
 that real images need, because made-up far images have stranger textures.
 """
 
@@ -65,13 +65,12 @@ def choose_gates(
     Raises:
         FitError: Readings that gates cannot be fitted to.
     """
-    ambiguous = data.is_ambiguous
-    names: tuple[str, ...] = (KIND,) if ambiguous or data.fit.why_no_confidence else (KIND, CONFIDENCE)
+    reads_confidence, reason = data.fit.confidence_gate(ambiguous=data.is_ambiguous)
+    names: tuple[str, ...] = (KIND, CONFIDENCE) if reads_confidence else (KIND,)
     readings = made_up_readings(scorer, layers, textures, names, data, compute)
     entropies = readings[REAL].get(CONFIDENCE)
     if entropies is not None and not entropies.min() < entropies.max():
         names = (KIND,)
-    reason = data.fit.why_no_confidence or _reason(ambiguous)
     choice = compare(readings, names, tuple(textures), reason=reason)
     if not textures:
         return ChosenGates(names, None, choice)
@@ -137,12 +136,6 @@ def compare(
         scores = {kind: gates.score(torch.stack([readings[kind][name] for name in columns], dim=1)) for kind in kinds}
         aurocs[option] = {kind: auroc(gates.score(inside), of_kind) for kind, of_kind in scores.items()}
     return GateChoice(aurocs, tuple(full), reason)
-
-
-def _reason(ambiguous: bool) -> str:
-    if ambiguous:
-        return "some images have several labels, so confidence is no gate and mixed images are none of the kinds"
-    return "no image has several labels, so confidence is a gate"
 
 
 def option_name(layer: str | None, names: Sequence[str]) -> str:

@@ -41,7 +41,7 @@ def collapse(net: nn.Module, data: FitData, settings: FitSettings, compute: Comp
         NetworkError: The network cannot be run or cut.
     """
     compute.reducer.require(data.train)
-    return measure_layers(net, data.train, data.selection, settings, compute)
+    return measure_layers(net, data.train, data.selection, settings, compute, data.fit.layer_quality)
 
 
 def project(

@@ -1,19 +1,14 @@
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn import functional
 
-from psc_core.collapse import measure as collapse
-from psc_core.collapse.measure import paired_error
+from psc_core.collapse import columns
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.sources import ArraySource
 from psc_core.errors import FitError, UsageError
@@ -106,17 +101,6 @@ def test_errors_equal_naive_loop(several: bool) -> None:
     assert [layer.nc4_error for layer in report.layers] == pytest.approx(expected, rel=1e-12)
 
 
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=12), st.integers(0, 2**31))
-def test_paired_error_equals_twin(labels_each: list[int], seed: int) -> None:
-    one, other = torch.randint(0, 2, (2, sum(labels_each)), generator=torch.Generator().manual_seed(seed)).bool()
-    counts = torch.tensor(labels_each)
-    owners = torch.arange(len(counts)).repeat_interleave(counts)
-    error = paired_error(one, other, functional.pad(counts.cumsum(0), (1, 0)))
-    assert error == pytest.approx(reference.paired_error(one.tolist(), other.tolist(), owners.tolist()), rel=1e-12)
-    if max(labels_each) == 1:
-        assert error == pytest.approx(math.sqrt(int((one ^ other).sum())) / len(one), rel=1e-12)
-
-
 def test_each_validation_label_counts() -> None:
     net = Net().eval()
     val = images(1, 20, torch.stack([torch.arange(20) % 3, (torch.arange(20) + 1) % 3], dim=1))
@@ -162,27 +146,14 @@ def test_linear_toy_equals_closed_form() -> None:
 
 @pytest.mark.parametrize("budget", [1, 900, 2500, 5000])
 def test_groups_and_column_ranges_change_nothing(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collapse, "MIN_COLUMNS", 7)
+    monkeypatch.setattr(columns, "MIN_COLUMNS", 7)
     net, train, val = Net(), images(0, 40), images(1, 21, torch.randint(0, 3, (21, 2)))
-    whole = measured(net, train, val, on_cpu(8))
+    layers, whole = list_layers(net, torch.zeros(1, 1, 6, 6)), measured(net, train, val, on_cpu(8))
     parts = measured(net, train, val, on_cpu(8, max_memory=budget))
-    assert len(collapse.column_groups(list_layers(net, torch.zeros(1, 1, 6, 6)), 3, 8, budget)) > 1
+    assert sum(len(group.rounds) for group in columns.layer_groups(layers, 3, 8, budget)) > 1
     for one, other in zip(whole.layers, parts.layers, strict=True):
         assert other.nc1 == pytest.approx(one.nc1, rel=1e-6)
         assert (other.nc4, other.nc4_error) == (one.nc4, one.nc4_error)
-
-
-def test_groups_fit_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collapse, "MIN_COLUMNS", 1)
-    layers = list_layers(Net(), torch.zeros(1, 1, 6, 6))
-    groups = collapse.column_groups(layers, classes=10, batch_images=8, budget=6000)
-    assert [[(part.layer.name, part.start, part.stop) for part in group] for group in groups] == [
-        [("conv", 0, 49)],
-        [("conv", 49, 64)],
-        [("pool", 0, 16), ("hidden", 0, 5), ("out:input", 0, 5), ("out", 0, 3)],
-    ]
-    for group in groups:
-        assert sum(4 * 8 * math.prod(part.layer.shape) + 8 * 10 * (part.stop - part.start) for part in group) <= 6000
 
 
 def test_wide_layer_runs_in_column_ranges() -> None:
