@@ -97,7 +97,7 @@ def timed_fit(
         few, left_out = few.cached(None, processes=1).readable(max_bad_images)
         print(*left_out, sep="\n", end="\n" * bool(left_out))
         _, projection, model = run_stages(net, few, lenient, compute, "dry-run", {}, checkpoint)
-        collect_fit(model, net, few, projection.report, compute)
+        collect_fit(model, net, few, projection.report, compute, "")
     return time.perf_counter() - began
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from torch import nn
 
-from psc_core.bundle.io import check_target, read_bundle
+from psc_core.bundle.io import check_target
 from psc_core.bundle.manifest import MAX_NAME, check_network, check_text
 from psc_core.cli import flags, preprocessing
 from psc_core.cli.estimate import estimate
-from psc_core.cli.provenance import check_disjoint, job_of, provenance_of
+from psc_core.cli.provenance import check_disjoint, job_of, origins_of, provenance_of
 from psc_core.cli.run import run_stages
 from psc_core.collapse.report import to_csv
 from psc_core.compute.distributed import Reducer
@@ -40,7 +40,7 @@ from psc_core.precision import PRECISIONS
 from psc_core.report import page
 from psc_core.report.collect import collect_fit
 from psc_core.report.content import Content
-from psc_core.report.facts import facts_of
+from psc_core.report.facts import facts_about
 from psc_core.settings import HEAD_INPUTS, OOD_SCORES, PREDICTIONS, FitSettings
 from psc_core.tasks import TASKS
 from psc_core.tasks.fit.task import OWN_IMAGES
@@ -250,7 +250,7 @@ def fit(args: argparse.Namespace) -> None:
     data, left_out = data.readable(args.max_bad_images, reducer)
     if left_out:
         data.check_rates(alpha=settings.alpha, coverage=settings.coverage)
-        provenance = provenance_of(recipe, weights, settings, data)
+        provenance |= origins_of(data)
         if is_first:
             print(*left_out, sep="\n", flush=True)
     checkpoint = Checkpoint.of(folder, job_of(provenance, settings, data, compute, described.configuration), reducer)
@@ -267,10 +267,9 @@ def fit(args: argparse.Namespace) -> None:
     print(f"wrote {out} (version {manifest.version})", flush=True)
     content = Content(manifest.version)
     if not args.no_report:
-        saved = replace(model, version=manifest.version)
-        content = collect_fit(saved, net, data, projection.report, compute)
+        content = collect_fit(model, net, data, projection.report, compute, manifest.version)
         content.save(out)
-    facts = facts_of(read_bundle(out), content)
+    facts = facts_about(out, manifest, model.calibration, content)
     page.write_card(facts)
     print(facts.to_text())
     if not args.no_report:

@@ -26,10 +26,14 @@ def provenance_of(recipe: Recipe, weights: Sequence[Path], settings: FitSettings
         "model": without_path(recipe.spec),
         "model_args": dict(recipe.model_args),
         "weights_sha256": digest_of([file for path in weights for file in files_of(path)]),
-        "train": origin_of(data.train, data.left_out[0]),
-        "val": origin_of(data.val, data.left_out[1]),
+        **origins_of(data),
         "settings": settings.recorded(),
     }
+
+
+def origins_of(data: FitData) -> dict[str, Any]:
+    """Return the part of a provenance that changes when images are left out; JSON types."""
+    return {"train": origin_of(data.train, data.left_out[0]), "val": origin_of(data.val, data.left_out[1])}
 
 
 def without_path(spec: str) -> str:

@@ -13,7 +13,6 @@ from psc_core.fitting import stages
 from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.fitting.data import FitData
 from psc_core.fitting.parts import FittedProjection
-from psc_core.gates.fit.choice import GateChoice
 from psc_core.model.base import FittedModel
 from psc_core.settings import FitSettings
 
@@ -44,7 +43,9 @@ def run_stages(
     if is_first:
         print(projection.report.summary(report.nc4_of(candidate)))
 
-    model = stages.fit_model(net, candidate, projection, data, settings, compute, name=name, provenance=provenance)
-    if is_first and settings.ood_score == "gates":
-        print(GateChoice.from_json(model.report["metrics"]["gates"]).table())
+    model, gates = stages.fit_model(
+        net, candidate, projection, data, settings, compute, name=name, provenance=provenance
+    )
+    if is_first and gates is not None:
+        print(gates.table())
     return report, projection, model

@@ -90,7 +90,8 @@ def fit(
     candidate = report.candidate(None if chosen.layer == "auto" else chosen.layer)
     projection = stages.project(net, candidate, data, chosen, compute)
     provenance = {"psc_version": __version__, "settings": chosen.recorded()}
-    return stages.fit_model(net, candidate, projection, data, chosen, compute, name=name, provenance=provenance)
+    fitted = stages.fit_model(net, candidate, projection, data, chosen, compute, name=name, provenance=provenance)
+    return fitted.model
 
 
 def calibrate(model: FittedModel, loader: Any, weights: Tensor | None = None, **changes: Any) -> FittedModel:

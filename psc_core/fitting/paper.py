@@ -207,7 +207,8 @@ def _fit(
 ) -> FittedModel:
     """Return a model of the task of ``kind``, which is the type of its models."""
     data = _data(*images, settings, kind.task_type.name)
-    return stages.fit_model(net, candidate, projection, data, settings, settings.compute(), **recorded)
+    settings = stages.checked(settings, data)
+    return stages.fit_model(net, candidate, projection, data, settings, settings.compute(), **recorded).model
 
 
 def _data(train: ImageDataset, val: ImageDataset, settings: FitSettings, task: str | None = None) -> FitData:

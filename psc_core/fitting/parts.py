@@ -22,7 +22,6 @@ from psc_core.fitting.data import FitData
 from psc_core.fitting.early_layers import TEXTURE_DENSITY, ChosenGates, choose_gates, early_layers
 from psc_core.fitting.features import Layers, Read, cut, read
 from psc_core.fitting.maps import ChosenMap, choose_map
-from psc_core.gates.fit.choice import GateChoice
 from psc_core.images.preprocess import Pixels
 from psc_core.model.pipeline import Scorer
 from psc_core.network.backbone import Backbone, example_input
@@ -61,11 +60,6 @@ class FittedParts:
         """Names of the gates; none without."""
         return () if self.gates is None else self.gates.names
 
-    @property
-    def choice(self) -> GateChoice | None:
-        """The comparison that chose the gates."""
-        return None if self.gates is None else self.gates.choice
-
 
 def fit_parts(
     net: nn.Module,
@@ -82,7 +76,7 @@ def fit_parts(
         candidate: The layer(s) it is cut behind.
         projection: Of the candidate.
         data: The images.
-        settings: With the kind of head.
+        settings: Checked, with the kind of head.
         compute: Device, precision, batch size, processes.
 
     Raises:
@@ -238,7 +232,7 @@ def report_of(
     provenance: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Return the report of a fit that its bundle keeps; ``metrics`` are those of the calibration split."""
-    gates = {} if parts.choice is None else {"gates": parts.choice.to_json()}
+    gates = {} if parts.gates is None else {"gates": parts.gates.choice.to_json()}
     of_map = {} if parts.map is None else {"map": parts.map.choice.to_json()}
     report = {
         "collapse": candidate.report and {**candidate.report.to_json(), "notes": list(candidate.notes)},

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from psc_core.fitting.data import FitData
 from psc_core.fitting.features import cut
 from psc_core.fitting.parts import FittedProjection, check_same_layers, fit_parts, report_of
 from psc_core.fitting.positions import compare_positions, fewest_positions
+from psc_core.gates.fit.choice import GateChoice
 from psc_core.model.base import TRIAL_IMAGES, FittedModel
 from psc_core.model.load import model_class_of
 from psc_core.projection.fit.projection import fit_tucker
@@ -30,6 +31,13 @@ from psc_core.projection.fit.report import ProjectionReport
 from psc_core.settings import HEAD_INPUTS, OOD_SCORES, PREDICTIONS, FitSettings
 from psc_core.tasks.fit.task import TaskFit, one_of
 from psc_core.thumbnails.fit.choose import check_count
+
+
+class FitResult(NamedTuple):
+    """A fitted model, and the comparison that chose its gates; None for a model without."""
+
+    model: FittedModel
+    gates: GateChoice | None
 
 
 def collapse(net: nn.Module, data: FitData, settings: FitSettings, compute: Compute) -> CollapseReport:
@@ -107,17 +115,25 @@ def fit_model(
     *,
     name: str = "psc",
     provenance: Mapping[str, Any] | None = None,
-) -> FittedModel:
+) -> FitResult:
     """Fit density, head and gates on the training images, and calibrate them on the calibration split.
 
+    Args:
+        net: The whole network.
+        candidate: The layer(s) it is cut behind.
+        projection: Of the candidate.
+        data: The images.
+        settings: As :func:`checked` returns them.
+        compute: Device, precision, batch size, processes.
+        name: Model name.
+        provenance: Recorded in the bundle.
+
     Raises:
-        UsageError: An unknown setting, rates that so few validation images cannot keep, or a projection of other layers
-            than the candidate's.
+        UsageError: A projection of other layers than the candidate's.
         FitError: Features or outputs that cannot be fitted; the message says why.
         NetworkError: The network cannot be cut.
     """
     check_same_layers(candidate, projection)
-    settings = checked(settings, data)
     compute.reducer.require(data.train)
     parts = fit_parts(net, candidate, projection, data, settings, compute)
     layer_map = None if parts.map is None else parts.map.map
@@ -138,7 +154,7 @@ def fit_model(
         trial=trial_of(data.calibration),
     )
     model.probe()  # As in loading: a model that cannot be loaded is not saved.
-    return model
+    return FitResult(model, None if parts.gates is None else parts.gates.choice)
 
 
 def trial_of(calibration: ImageDataset) -> Tensor:

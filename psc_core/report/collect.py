@@ -26,9 +26,18 @@ IMAGES: Final = 2000
 
 
 def collect_fit(
-    model: FittedModel, net: nn.Module, data: FitData, projection: ProjectionReport, compute: Compute
+    model: FittedModel, net: nn.Module, data: FitData, projection: ProjectionReport, compute: Compute, version: str
 ) -> Content:
-    """Collect training images, images of the calibration split beside the network's own output, and made-up images."""
+    """Collect training images, images of the calibration split beside the network's own output, and made-up images.
+
+    Args:
+        model: Just fitted.
+        net: The whole network.
+        data: The images of the fit.
+        projection: What fitting it measured.
+        compute: Device, precision, batch size.
+        version: Of the bundle that the model is saved as.
+    """
     name, seed = model.task.name, data.seed
     evaluation, sets = (module_of(name, f"psc_core.{floor}") for floor in ("evaluation.{}", "report.{}.sets"))
     trained, validation = (balanced(images, IMAGES, seed) for images in (data.train, data.calibration))
@@ -41,7 +50,7 @@ def collect_fit(
     )
     made_up = made_up_sets(model, data.selection, compute, mixed=not data.is_ambiguous, seed=seed)
     sizes = {"nc1": projection.nc1.cpu(), "nc4": projection.nc4.cpu()}
-    return Content(model.version, (*known, *made_up), sets.pictures_of(validation, beside_own), sizes)
+    return Content(version, (*known, *made_up), sets.pictures_of(validation, beside_own), sizes)
 
 
 def collect_test(
