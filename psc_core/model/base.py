@@ -174,9 +174,9 @@ class FittedModel:
                 so few cannot keep.
             DataError: Batches that cannot be used, or other classes.
         """
-        from psc_core.fitting.in_memory import calibrate  # When first called: no service loads what fits.
+        from psc_core.fitting.in_memory import calibrate_on  # When first called: no service loads what fits.
 
-        return cast(AnyModel, calibrate(self, loader, **settings))
+        return cast(AnyModel, calibrate_on(self, loader, **settings))
 
     def decide(self, outputs: Outputs[FloatArray]) -> Any:
         """Return the decisions under the bundle's policy."""

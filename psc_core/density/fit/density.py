@@ -34,6 +34,7 @@ from torch.nn import functional
 
 from psc_core.density import kind_of
 from psc_core.density.base import Density
+from psc_core.density.fit.extend import EXAMPLES
 from psc_core.density.fit.pca import fit_pca
 from psc_core.density.fit.tied_weight import ClassMoments, between, choose_tied_weight
 from psc_core.fitted import Record
@@ -117,6 +118,7 @@ def fit_density(
         w = projection.whiten(_lengths(family, as_matrix(held_out.z)))[:] @ inverse.root
         apart = HeldOut(w, held_out.labels.to(w.device))
     record: Record = {
+        EXAMPLES: len(z),
         "components": len(projection.variances),
         "explained_variance": projection.explained,
         "pooled_shrinkage": shrinkage,

@@ -76,6 +76,9 @@ class TaskFit:
     tries_own_output: ClassVar[bool] = False
     """Whether the network's own output may be the better predictions, where settings leave the choice."""
 
+    why_not_extended: ClassVar[str] = ""
+    """The reason why no more images can extend a density of a fitted model; empty where they can."""
+
     def takes(self, data: ImageDataset) -> bool:
         """Return whether the images are labelled with what the task predicts."""
         raise NotImplementedError

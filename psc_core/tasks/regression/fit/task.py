@@ -36,6 +36,8 @@ class RegressionFit(TaskFit):
     layer_quality = LinearFit
     thresholds = ("max_width",)
 
+    why_not_extended = "a regression's bundle does not keep where its bins part, which are the classes of its density"
+
     def takes(self, data: ImageDataset) -> bool:
         return data.target is not None
 
