@@ -11,7 +11,7 @@ UNTESTED = {
     # Declarations: tested where they are used.
     "app/errors", "app/http/schemas", "app/http/v2/schemas", "app/inference/request", "psc_core/version",
     "psc_core/tasks/answer", "psc_core/tasks/policy", "psc_core/tasks/*/answer", "psc_core/tasks/*/policy",
-    "psc_core/report/*/words", "psc_core/report/replay", "psc_core/network/described/base",
+    "psc_core/report/*/words", "psc_core/report/replay", "psc_core/collapse/quality", "psc_core/network/described/base",
     # Tested through the modules that use them.
     "app/client/errors", "app/log/feedback", "app/log/rows", "app/settings_sources", "psc_core/cli/run",
     "psc_core/cli/score", "psc_core/fitting/stages", "psc_core/log/schema",

@@ -123,7 +123,8 @@ def fit_pscs(run: Run, trained: Trained) -> Pscs:
             pipelines[name] = of_density[density].pipeline
         else:
             settings = replace(fitting.settings_of(run), ood_score=options["ood_score"])
-            pipelines[name], _ = calibrate_scorer(of_density[density].pipeline.scorer, data, settings)
+            scorer, compute = of_density[density].pipeline.scorer, settings.compute()
+            pipelines[name], _ = calibrate_scorer(scorer, data, settings, compute)
     selected = score_dataset(pipelines[DENSITY].scorer, data.selection, fitting.compute_of(run), "selection").scores
     weight = upper_spread(-selected["log_density"]) / upper_spread(selected["predictive_entropy"])
     return Pscs(of_density[PSC_OPTIONS[DEFAULT]["density"]], pipelines, weight)

@@ -203,7 +203,6 @@ def _answers(model: FittedModel, images: ImageDataset) -> tuple[list[Decided], l
     packed = outputs_of(model, images, "replay").packed
     outputs, names, task = model.outputs(packed.numpy()), model.task.decision_names(), model.task
     decisions = model.decide(outputs)
-    has_label = "label" in task.tensors
-    labels = task.tensor("label", outputs, decisions, model.classes) if has_label else [None] * len(images)
+    labels = task.labels(decisions, model.classes)
     answers = [Decided(names[code], label) for code, label in zip(decisions.decision.tolist(), labels, strict=True)]
     return answers, outputs["ood_score"].tolist()

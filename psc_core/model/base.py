@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +36,6 @@ MAX_BATCH = 64
 
 TRIAL_IMAGES: Final = 64
 """Calibration images that a fitted model keeps, for trying a copy of it."""
-
-IN_MEMORY: Final = "psc_core.fitting.in_memory"
-"""The module that fits and calibrates in this process, imported by its name when first used: no service loads it."""
 
 
 AnyModel = TypeVar("AnyModel", bound="FittedModel")
@@ -178,8 +174,9 @@ class FittedModel:
                 so few cannot keep.
             DataError: Batches that cannot be used, or other classes.
         """
-        model: AnyModel = import_module(IN_MEMORY).calibrate_on(self, loader, **settings)
-        return model
+        from psc_core.fitting.in_memory import calibrate_on  # When first called: no service loads what fits.
+
+        return cast(AnyModel, calibrate_on(self, loader, **settings))
 
     def decide(self, outputs: Outputs[FloatArray]) -> Any:
         """Return the decisions under the bundle's policy."""

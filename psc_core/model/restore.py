@@ -131,5 +131,5 @@ def _restore_thumbnails(
         components=density.basis.shape[1],
         channels=manifest.preprocess.channels,
         classes=len(manifest.classes),
-        has_values=manifest.task.number() is not None,
+        has_values=manifest.task.has_numbers,
     )

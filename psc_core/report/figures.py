@@ -17,7 +17,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from psc_core.collapse.report import NC4, CollapseReport
+from psc_core.collapse.report import CollapseReport
 from psc_core.report.content import Role, ScoredSet
 from psc_core.report.facts import Facts
 from psc_core.tasks import module_of
@@ -71,11 +71,10 @@ def axes_of(width: float, height: float, columns: int = 1) -> tuple[Figure, Any]
 
 def collapse(report: CollapseReport, chosen: Sequence[str]) -> Figure:
     """Draw NC1 and NC4 (or R²) after every layer, the cutoff ε, and the layers that PSC reads."""
-    measured = "NC4 (nearest class mean right)" if report.measure == NC4 else f"{report.measure} (of a linear fit)"
     figure, axis = axes_of(7.5, 3.2)
     depth = range(len(report.layers))
     axis.plot(depth, [layer.nc1 for layer in report.layers], ".-", color=UNKNOWN, label="NC1 (variability left)")
-    axis.plot(depth, [layer.nc4 for layer in report.layers], ".-", color=KNOWN, label=measured)
+    axis.plot(depth, [layer.nc4 for layer in report.layers], ".-", color=KNOWN, label=report.measure.legend)
     axis.axhline(report.epsilon, ls="--", lw=0.8, color=LIMIT, label=f"ε = {report.epsilon:g}")
     for position, layer in enumerate(report.layers):
         if layer.name in chosen:
