@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -266,7 +266,6 @@ class FittedModel:
         *,
         device: str | torch.device = "auto",
         allow_factories: Collection[str] = (),
-        check: Callable[[AnyModel], None] | None = None,
     ) -> AnyModel:
         """Read, verify and build a bundle.
 
@@ -274,12 +273,12 @@ class FittedModel:
             path: Bundle directory.
             device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
             allow_factories: Network factories (``package.module:factory``) that may be imported.
-            check: Raises for a model that should not even be tried, before its first image.
 
         Raises:
             BundleError: The bundle is missing, altered, damaged, inconsistent, or of a model of another task.
         """
-        return cls.from_bundle(read_bundle(Path(path)), device=device, allow_factories=allow_factories, check=check)
+        model = cls.from_bundle(read_bundle(Path(path)), device=device, allow_factories=allow_factories)
+        return model.tried()
 
     @classmethod
     def from_bundle(
@@ -288,9 +287,8 @@ class FittedModel:
         *,
         device: str | torch.device = "auto",
         allow_factories: Collection[str] = (),
-        check: Callable[[AnyModel], None] | None = None,
     ) -> AnyModel:
-        """Build a verified bundle, see :meth:`load`."""
+        """Build a verified bundle, see :meth:`load`, and compute nothing: :meth:`tried` follows."""
         target = resolve_device(device)
         manifest = bundle.manifest
         if not isinstance(manifest.task, cls.task_type):
@@ -309,7 +307,7 @@ class FittedModel:
             parts.texture,
             manifest.head.layers,
         ).to(target)
-        model = cls(
+        return cls(
             pipeline=Pipeline(scorer, parts.calibration.ood_scores, parts.gates, parts.map, parts.thumbnails),
             backbone=parts.backbone,
             classes=manifest.classes,
@@ -321,13 +319,18 @@ class FittedModel:
             version=manifest.version,
             task=manifest.task,
         )
-        if check is not None:
-            check(model)
+
+    def tried(self: AnyModel) -> AnyModel:
+        """Return this model, which a bundle gave, once it has computed its first images.
+
+        Raises:
+            BundleError: It cannot, see :meth:`probe`.
+        """
         try:
-            model.probe()
+            self.probe()
         except FitError as error:
             raise BundleError(str(error)) from error
-        return model
+        return self
 
     def probe(self) -> None:
         """Run a black, a white and a noise image through the pipeline.
