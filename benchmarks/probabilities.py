@@ -19,6 +19,7 @@ from psc_core.compute.passes import track_images
 from psc_core.data.dataset import ImageDataset
 from psc_core.metrics import classification
 from psc_core.model.classifier import PSC
+from psc_core.numerics.matrix import as_matrix
 from psc_core.tasks.classification.fit.head import fit_head
 from psc_core.tasks.classification.fit.own import better_of, fit_own
 from psc_core.tasks.classification.fit.temperature import fit_temperature
@@ -90,9 +91,12 @@ def probabilities(run: Run, head: Head, test: Examples) -> Tensor:
 
 def head_of(run: Run, train: Examples, val: Examples) -> Head:
     """The head fitted on ``train`` and selected on ``val``."""
-    read = (Features(part.head_input, part.labels, part.images, part.head_input.shape[1:]) for part in (train, val))
+    read, selection = (
+        Features(as_matrix(part.head_input), part.labels, part.images, part.head_input.shape[1:])
+        for part in (train, val)
+    )
     classes = tuple(map(str, range(val.logits.shape[1])))
-    return fit_head(HeadJob("laplace", *read, classes, seed=run.seed, device=run.device))
+    return fit_head(HeadJob("laplace", read, selection, classes, seed=run.seed, device=run.device))
 
 
 def ece_when_calibrated(probabilities: Tensor, seed: int, draws: int = 100) -> float:

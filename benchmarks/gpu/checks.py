@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from httpx import Response
+from pydantic import SecretStr
 from starlette.testclient import TestClient
 from torch import Tensor
 
@@ -128,8 +128,14 @@ def same_as_eager(step: Step, network: Pipeline, images: Tensor, atol: float) ->
 @contextmanager
 def serving(device: torch.device, *served: Path, **settings: Any) -> Iterator[TestClient]:
     """The application in this process, ready."""
-    given = {"device": str(device), "max_batch_size": 16, "backend": "folded", "log_level": "error", **settings}
-    app = create_app(Settings(bundle=tuple(map(str, served or (BUNDLE,))), admin_keys=(KEY,), **given))
+    given: dict[str, Any] = {
+        "device": str(device),
+        "max_batch_size": 16,
+        "backend": "folded",
+        "log_level": "error",
+        **settings,
+    }
+    app = create_app(Settings(bundle=tuple(map(str, served or (BUNDLE,))), admin_keys=(SecretStr(KEY),), **given))
     with TestClient(app) as client:
         for _ in range(3000):
             if client.get("/readyz").status_code == 200:
@@ -138,7 +144,7 @@ def serving(device: torch.device, *served: Path, **settings: Any) -> Iterator[Te
         yield client
 
 
-def post(client: TestClient, image: bytes, path: str = "/predict") -> Response:
+def post(client: TestClient, image: bytes, path: str = "/predict") -> Any:
     """The answer for one PNG digit."""
     return client.post(path, content=image, headers={"Content-Type": "image/png"})
 

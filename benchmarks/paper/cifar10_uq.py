@@ -19,6 +19,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 from benchmarks import fitting, runs
 from benchmarks.checkpoints import SPECTRAL_NORM, job_of, obtain, scale_of
@@ -85,7 +86,7 @@ def plain(run: Run) -> Json:
             "layer": psc.layer,
             "fit_images": len(trained.fit_on),
             "images": len(trained.test_on),
-            "rows": rows_of(run, train, val, test, psc.pipeline.scorer.head),
+            "rows": rows_of(run, train, val, test, cast(Head, psc.pipeline.scorer.head)),
             "divided": [rows_of(run, train, *divide(run, val, test, number)) for number in range(DIVISIONS)],
         }
 

@@ -94,8 +94,8 @@ def sweep(
             break
     for _ in range(between):
         for name, points in found.items():
-            if (rate := _next_between(points)) is not None:
-                offer(name, rate)
+            if (middle := _next_between(points)) is not None:
+                offer(name, middle)
     return found
 
 
