@@ -58,22 +58,22 @@ class Places:
             len(self._waiting) >= MAX_WAITING
         ):
             raise TooManyRequests("too many calls wait to send their messages; try again in 1 s", retry_after=1)
-        mine = _Place(client, asyncio.timeout(self._patience))
+        place = _Place(client, asyncio.timeout(self._patience))
         try:
-            async with mine.scope:
-                self._waiting.append(mine)
+            async with place.scope:
+                self._waiting.append(place)
                 self._assign()
-                await mine.granted
+                await place.granted
                 yield
         except TimeoutError as error:
-            if not mine.scope.expired():
+            if not place.scope.expired():
                 raise
-            why = f"the message had not arrived after {self._grace:g} s, and others waited; send it at once"
-            if mine in self._waiting:
-                why = "no place for the message became free; try again in 1 s"
-            raise TooManyRequests(why, retry_after=1) from error
+            reason = f"the message had not arrived after {self._grace:g} s, and others waited; send it at once"
+            if place in self._waiting:
+                reason = "no place for the message became free; try again in 1 s"
+            raise TooManyRequests(reason, retry_after=1) from error
         finally:
-            (self._held if mine in self._held else self._waiting).remove(mine)
+            (self._held if place in self._held else self._waiting).remove(place)
             self._assign()
 
     def _assign(self) -> None:

@@ -181,12 +181,12 @@ class DeviceWorker:
                 self._complete(other.batch, Result(packed))
         run_halves(self._queue, self._step, batch, error)
 
-    def _end(self, what: str, error: Exception) -> None:
-        logger.critical("%s", what, exc_info=error)
+    def _end(self, message: str, error: Exception) -> None:
+        logger.critical("%s", message, exc_info=error)
         self._launched.clear()
-        failure = DeviceError(f"{what}; this process is being replaced, try again")
+        failure = DeviceError(f"{message}; this process is being replaced, try again")
         # First, so that whoever is told of the failure finds the service not ready.
         self._events.worker_failed(error)
         with self._queue as batcher:
-            batcher.close(what)
+            batcher.close(message)
             batcher.fail_all(failure)

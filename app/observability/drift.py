@@ -170,22 +170,22 @@ class DriftMonitor:
         """Take in the next images, at most up to the end of a run or trial; returns how many."""
         if self._is_active:
             cells = cells[: len(self._window) - self._tried]
-        is_strange = self._has_failed
-        if is_strange:
+        is_alarm = self._has_failed
+        if is_alarm:
             taken = len(cells)
         else:
             quiet = -math.log(QUIET)
             threshold = min(quiet, self._log_threshold) if self._is_active else self._log_threshold
-            taken, is_strange = self._bet(cells, threshold)
+            taken, is_alarm = self._bet(cells, threshold)
         self._remember(cells[:taken] < self._ood_cells)
         self._observed += taken
         if self._is_active:
-            self._has_failed = is_strange
+            self._has_failed = is_alarm
             self._tried += taken
             if self._tried == len(self._window):  # Which holds this trial alone.
-                self._is_active = is_strange or self.state.window_tail_probability < QUIET
+                self._is_active = is_alarm or self.state.window_tail_probability < QUIET
                 self._begin_run()
-        elif is_strange:
+        elif is_alarm:
             self._alarms += 1
             self._is_active = True
             self._begin_run()
@@ -257,8 +257,8 @@ def window_tail(ood: int, images: int, rank: int, n: int) -> float:
     if ood <= 0:
         return 1.0
     highest = rank + ood - 1
-    of_n = np.arange(max(0, highest - images), rank)
-    log_terms = _log_binomial(n, of_n) + _log_binomial(images, highest - of_n) - _log_binomial(n + images, highest)
+    below = np.arange(max(0, highest - images), rank)
+    log_terms = _log_binomial(n, below) + _log_binomial(images, highest - below) - _log_binomial(n + images, highest)
     return min(1.0, float(np.exp(log_terms).sum()))
 
 

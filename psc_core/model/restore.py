@@ -98,8 +98,8 @@ def _restore_gates(
     tensors = parts["gates"]
     texture, own = None, {name: tensor for name, tensor in tensors.items() if "." not in name}
     if manifest.gates.texture is not None:
-        of_texture = {name.removeprefix("texture."): tensor for name, tensor in tensors.items() if "." in name}
-        texture = restore_density(manifest.gates.texture.density.model_dump(), of_texture)
+        texture_tensors = {name.removeprefix("texture."): tensor for name, tensor in tensors.items() if "." in name}
+        texture = restore_density(manifest.gates.texture.density.model_dump(), texture_tensors)
     wanted = {"ascending", "scales", "calibration"}
     if set(own) != wanted or (texture is None and len(own) != len(tensors)):
         raise BundleError(

@@ -162,7 +162,7 @@ def _with_roles(net: nn.Module, layers: list[LayerInfo], run: _Run) -> list[Laye
 
 @torch.inference_mode()
 def _carries_all(net: nn.Module, name: str, example: Tensor) -> bool:
-    """Whether the logits depend on the image through the module's output alone: they stay where that is held fixed."""
+    """Return whether the logits stay as they are where the module's output is held fixed, whatever the image."""
     held: list[Tensor] = []
 
     def hold(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

@@ -20,7 +20,7 @@ from psc_core.images.preprocess import PRESETS
 from psc_core.network.described import timm
 from psc_core.network.described.base import Described, Preparation
 from psc_core.network.described.files import read_json, weights_in
-from psc_core.network.described.preparation import of_processor
+from psc_core.network.described.preparation import read_processor
 
 CONFIG: Final = "config.json"
 PROCESSOR: Final = "preprocessor_config.json"
@@ -126,7 +126,7 @@ def _preparation(folder: Path, config: Mapping[str, Any]) -> Preparation:
     file = folder / PROCESSOR
     if not file.exists():
         return Preparation(PRESETS["imagenet"], {"whole": f"{folder} has no {PROCESSOR}"})
-    return of_processor(read_json(file), config, str(file))
+    return read_processor(read_json(file), config, str(file))
 
 
 def load(folder: Path) -> Logits:
