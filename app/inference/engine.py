@@ -27,7 +27,7 @@ from app.errors import ImageRefused, NotReady, TooManyPixels
 from app.inference.batcher import Batcher
 from app.inference.decoder import Decoder, EncodedImage
 from app.inference.queue import RequestQueue
-from app.inference.request import PREDICT, DeviceBatch, Images, QueuedRequest, Result, State
+from app.inference.request import DeviceBatch, Images, QueuedRequest, RequestKind, Result, State
 from app.inference.steps import Step
 from app.inference.worker import DeviceWorker
 from psc_core.errors import DeviceError, PSCError
@@ -135,14 +135,14 @@ class Engine:
         images: Sequence[EncodedImage] | Images,
         *,
         disconnected: Callable[[], bool] | None = None,
-        kind: str = PREDICT,
+        kind: RequestKind = RequestKind.PREDICT,
     ) -> Result:
         """The network's outputs for the images of one request.
 
         Args:
             images: At least one; encoded, or ``uint8 (n, channels, height, width)`` of the network's size.
             disconnected: Whether the client has left; asked now and then, and the work is dropped.
-            kind: What to compute, one of the kinds of :mod:`app.inference.request`.
+            kind: What to compute.
 
         Raises:
             NotReady: Warming up, draining or failed.
@@ -164,7 +164,7 @@ class Engine:
             self._memory.give(size)
 
     async def _predict(
-        self, images: Sequence[EncodedImage] | Images, disconnected: Callable[[], bool] | None, kind: str
+        self, images: Sequence[EncodedImage] | Images, disconnected: Callable[[], bool] | None, kind: RequestKind
     ) -> Result:
         done: asyncio.Future[Result] = self._loop.create_future()
         now = time.monotonic()

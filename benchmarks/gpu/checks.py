@@ -28,7 +28,7 @@ from torch import Tensor
 from app.inference.batcher import Batcher
 from app.inference.decoder import Decoder
 from app.inference.engine import Engine
-from app.inference.request import EXPLAIN
+from app.inference.request import RequestKind
 from app.inference.steps import EagerStep, Step, make_step
 from app.main import create_app
 from app.memory import MemoryBudget
@@ -83,7 +83,7 @@ def explain(device: torch.device) -> str:
     results = []
     for where in (device, torch.device("cpu")):
         psc = PSC.load(BUNDLE, device=where)
-        results.append(warm(psc.pipeline, psc, 4).explain(images.numpy(), EXPLAIN))
+        results.append(warm(psc.pipeline, psc, 4).explain(images.numpy(), RequestKind.EXPLAIN))
     got, expected = results
     assert set(got.explanation) == set(expected.explanation) != set()
     for name, array in expected.explanation.items():
@@ -257,7 +257,7 @@ def out_of_memory(device: torch.device) -> str:
                     max_request_pixels=1 << 20,
                     inline_bytes=1 << 20,
                 ),
-                batcher=Batcher(max_batch_size=8, max_queue_images=64, max_delay_s=0.0),
+                batcher=Batcher(max_batch=8, max_queue_images=64, max_delay_s=0.0),
                 observer=_Silent(),
                 deadline_s=50.0,
             )
