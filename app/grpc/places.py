@@ -17,7 +17,7 @@ from typing import Final
 
 from app.errors import TooManyRequests
 
-GRACE_SECONDS: Final = 5.0
+MESSAGE_SECONDS: Final = 5.0
 """A message that arrives within this time keeps its place; of a shorter time to arrive a third."""
 
 MAX_WAITING: Final = 256
@@ -42,7 +42,7 @@ class Places:
 
     def __init__(self, count: int, seconds: float) -> None:
         self._count = max(1, count)
-        self._grace = min(GRACE_SECONDS, seconds / 3)
+        self._grace = min(MESSAGE_SECONDS, seconds / 3)
         self._patience = 0.9 * seconds  # So that who only waited is told so, and not to send faster.
         self._held: list[_Place] = []  # The oldest first, as in the next.
         self._waiting: list[_Place] = []
