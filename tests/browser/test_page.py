@@ -149,7 +149,7 @@ def classify(driver: Driver, *paths: Path, failed: int = 0) -> None:
     images = f"{len(paths)} {'image' if len(paths) == 1 else 'images'}"
     ending = f", {failed} failed." if failed else "."
     until(lambda: text(driver, "#status") == f"{len(paths) - failed} of {images} classified{ending}")
-    until(lambda: len(find(driver, "#map .mark")) == len(paths) - failed)
+    until(lambda: len(find(driver, "#chart .mark")) == len(paths) - failed)
 
 
 def tile(driver: Driver, name: str) -> Any:
@@ -349,7 +349,7 @@ def test_knows_every_task(page: Driver) -> None:
 def test_every_image_is_a_mark_that_opens_it(page: Driver, files: dict[str, Path]) -> None:
     classify(page, files["clear"], files["between"], files["strange"], files["broken"], failed=1)
     marks, lines = page.execute_script(  # At once, for every answer draws the map anew.
-        "const all = (name) => [...document.querySelectorAll(`#map .${name}`)];"
+        "const all = (name) => [...document.querySelectorAll(`#chart .${name}`)];"
         "return [all('mark').map((mark) => [mark.textContent, mark.getAttribute('transform')]),"
         "all('threshold').map((line) => [Number(line.getAttribute('x1')), Number(line.getAttribute('y1'))])];"
     )
@@ -358,18 +358,18 @@ def test_every_image_is_a_mark_that_opens_it(page: Driver, files: dict[str, Path
     assert places["clear"][0] < limit < places["strange"][0]
     assert places["between"][1] < level < places["clear"][1]
     slide(page, "alpha", 0.1)
-    first = "return Number(document.querySelector('#map .threshold').getAttribute('x1'))"
+    first = "return Number(document.querySelector('#chart .threshold').getAttribute('x1'))"
     until(lambda: page.execute_script(first) > limit)
     find(page, "#reset")[0].click()
     find(page, "#filters [data-filter=accept]")[0].click()
     until(lambda: order(page) == ["clear.png"])
     page.execute_script(
-        "document.querySelector('#map .mark[data-decision=abstain_ambiguous]')"
+        "document.querySelector('#chart .mark[data-decision=abstain_ambiguous]')"
         ".dispatchEvent(new MouseEvent('click', {bubbles: true}));"
     )
     until(lambda: text(page, "#panel-name") == "between.png")
     until(lambda: len(order(page)) == 4)  # It was filtered out.
-    assert len(find(page, "#map .mark.current")) == 1
+    assert len(find(page, "#chart .mark.current")) == 1
 
 
 def test_filters_and_sorts(page: Driver, files: dict[str, Path]) -> None:
@@ -607,7 +607,7 @@ def test_shows_two_hundred_images(page: Driver, files: dict[str, Path]) -> None:
         list(files["clear"].read_bytes()),
     )
     until(lambda: text(page, "#status") == "200 of 200 images classified.")
-    until(lambda: len(find(page, "#map .mark")) == 200)
+    until(lambda: len(find(page, "#chart .mark")) == 200)
     assert len(find(page, ".tile[tabindex='0']")) == 1
     assert find(page, "#grid li")[0].value_of_css_property("content-visibility") == "auto"
 

@@ -6,7 +6,7 @@ import { percent } from "./format.js";
 import { arrange, mark, newTile, reach, showFilters, showTile, sorted, step, visible } from "./grid.js";
 import { startJudging } from "./judge.js";
 import { openPanel, showPanel } from "./panel.js";
-import { drawMap } from "./plots.js";
+import { drawChart } from "./plots.js";
 import { chosen, showPolicy } from "./policy.js";
 import { save, toCsv, toJson } from "./save.js";
 import { taskOf } from "./tasks.js";
@@ -88,7 +88,7 @@ function draw() {
   }
   showFilters(images, filter);
   showPolicy(policy, model, done);
-  drawMap(element("map"), done, policy, model, opened?.id);
+  drawChart(element("chart"), done, policy, model, opened?.id);
   if (!panel.open || !opened) return;
   const shown = visible(images);
   showPanel(opened, view, `${shown.indexOf(opened) + 1} of ${shown.length}`);
@@ -297,7 +297,7 @@ on("filters", "click", ({ target }) => {
   redraw();
 });
 element("grid").addEventListener("load", redraw, true); // Of a picture, which may be the one in the panel.
-for (const id of ["grid", "map"]) {
+for (const id of ["grid", "chart"]) {
   on(id, "click", ({ target }) => {
     const chosenId = target.closest(".tile")?.id ?? target.closest(".mark")?.dataset.id;
     const image = images.find(({ id: each }) => each === chosenId);

@@ -4,7 +4,7 @@ import { isOod } from "./decide.js";
 import { number } from "./format.js";
 import { taskOf } from "./tasks.js";
 
-const MAP = { width: 320, height: 300, left: 30, right: 0, top: 24, bottom: 40, pad: 8 };
+const CHART = { width: 320, height: 300, left: 30, right: 0, top: 24, bottom: 40, pad: 8 };
 const SVG = "http://www.w3.org/2000/svg";
 const MARKS = { accept: "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0-10 0", abstain_ood: "M-4.5-4.5h9v9h-9z" };
 const TRIANGLE = "M0-6L5.5 4.5h-11z";
@@ -22,8 +22,8 @@ function shape(kind, name, attributes, text = null) {
 const line = (name, x1, y1, x2, y2) => shape("line", name, { x1, y1, x2, y2 });
 
 // To the right the p-value falls (logarithmic), upwards the doubt grows; a mark has the id of its image.
-export function drawMap(svg, images, policy, model, current) {
-  const { width, height, left, right, top, bottom, pad } = MAP;
+export function drawChart(svg, images, policy, model, current) {
+  const { width, height, left, right, top, bottom, pad } = CHART;
   const floor = height - bottom;
   const end = width - right;
   const smallest = 1 / (model.calibration.images + 1);
@@ -66,7 +66,7 @@ export function drawMap(svg, images, policy, model, current) {
     parts.push(mark);
   }
   parts.push(...parts.filter((part) => part.classList.contains("current"))); // Last, so that none covers it.
-  svg.setAttribute("aria-label", `Map of ${images.length} images, stranger to the right, more unsure upwards; the list has the same.`);
+  svg.setAttribute("aria-label", `Chart of ${images.length} images, stranger to the right, more unsure upwards; the list has the same.`);
   svg.replaceChildren(...parts);
 }
 
