@@ -96,7 +96,7 @@ class ModelDocument(Document):
     models: list[str] = Field(description="Names of all served models, the default first.")
 
 
-class LiveDocument(Document):
+class RecentDocument(Document):
     """A summary of the latest answers of one process of the service."""
 
     images: int = Field(description="Monitored images in the window, at most the setting `drift_window`.")

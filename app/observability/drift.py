@@ -74,7 +74,7 @@ _BLOCK: Final = 128
 _EPSILONS: Final = np.array(EXPONENTS)[:, None]
 _EARLIER: Final = np.tril(np.ones((_BLOCK, _BLOCK), bool), -1)
 
-FloatArray = npt.NDArray[np.floating[Any]]
+Floats = npt.NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True)
@@ -208,13 +208,13 @@ class DriftMonitor:
         self._flagged += int(last.sum()) - int(self._window[places].sum())
         self._window[places] = last
 
-    def _online_p_values(self, cells: npt.NDArray[np.int64]) -> FloatArray:
+    def _online_p_values(self, cells: npt.NDArray[np.int64]) -> Floats:
         """max(q, p) of each image of a block."""
         among = (cells <= cells[:, None]) & _EARLIER[: len(cells), : len(cells)]
         earlier = self._counts.cumsum()[cells] + among.sum(axis=1)
         images = self.calibration_count + 1.0 + self._run_length + np.arange(len(cells))
         served = (1.0 + cells) / (self.calibration_count + 1.0)
-        q: FloatArray = np.maximum((1.0 + cells + earlier) / images, served)
+        q: Floats = np.maximum((1.0 + cells + earlier) / images, served)
         return q
 
     def _bet(self, cells: npt.NDArray[np.int64], log_threshold: float) -> tuple[int, bool]:
@@ -262,8 +262,8 @@ def window_tail(ood: int, images: int, rank: int, n: int) -> float:
     return min(1.0, float(np.exp(log_terms).sum()))
 
 
-def _log_binomial(n: int, k: npt.ArrayLike) -> FloatArray:
+def _log_binomial(n: int, k: npt.ArrayLike) -> Floats:
     """ln C(n, k)."""
     k = np.asarray(k, np.float64)
-    result: FloatArray = -math.log(n + 1.0) - betaln(n - k + 1.0, k + 1.0)
+    result: Floats = -math.log(n + 1.0) - betaln(n - k + 1.0, k + 1.0)
     return result

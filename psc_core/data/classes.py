@@ -13,7 +13,7 @@ from typing import NamedTuple
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import DataError, listed
 
-SHOWN = 10
+SHOWN_CLASSES = 10
 """Names that a message lists."""
 
 
@@ -45,8 +45,8 @@ def match(images: Sequence[str], outputs: Sequence[str], name: str) -> Matched:
     if len(images) == len(outputs) and {*map(_plain, images)}.isdisjoint(map(_plain, outputs)):
         return Matched(
             tuple(images),
-            f"no class of {name} has a name of the network's ({listed(outputs, SHOWN)}); their order is taken to be "
-            "that of its outputs",
+            f"no class of {name} has a name of the network's ({listed(outputs, SHOWN_CLASSES)}); their order is taken "
+            "to be that of its outputs",
         )
     raise _other_classes(images, outputs, name, "network's")
 
@@ -84,7 +84,7 @@ def _other_classes(images: Sequence[str], expected: Sequence[str], name: str, wh
     """Return the error of images with other classes, which names those of one side alone, by spelling if need be."""
     for key in (_plain, str):
         odd = {"unknown": _without(images, expected, key), "missing": _without(expected, images, key)}
-        differences = [f"{what}: {listed(names, SHOWN)}" for what, names in odd.items() if names]
+        differences = [f"{what}: {listed(names, SHOWN_CLASSES)}" for what, names in odd.items() if names]
         if differences:
             break
     in_common = "in another order" if len(images) == len(expected) else "some share a name"

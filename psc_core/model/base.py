@@ -1,4 +1,4 @@
-"""The base of fitted models: their parts, saving, loading, and a trial before either."""
+"""The base of fitted models: their modules, saving, loading, and a trial before either."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from psc_core.images.inputs import ImageLike, as_batch
 from psc_core.images.preprocess import Preprocess
 from psc_core.model.backends import storable_backbone
 from psc_core.model.pipeline import NO_MAP, Pipeline, Scorer
-from psc_core.model.restore import restore_parts
+from psc_core.model.restore import restore_modules
 from psc_core.network.backbone import Backbone
 from psc_core.tasks.calibration import BaseCalibration
 from psc_core.tasks.outputs import FloatArray, Matrix, Outputs
@@ -205,20 +205,20 @@ class FittedModel:
             )
         scorer, gates = self.pipeline.scorer, self.pipeline.gates
         backbone = storable_backbone(self, graph=graph)
-        parts = {
+        files = {
             "projection": scorer.projection.state_dict(),
             "density": scorer.density.state_dict(),
             "head": scorer.head.state_dict(),
             "calibration": self.calibration.tensors(),
         }
         if backbone.onnx is None:
-            parts["backbone"] = backbone.state_dict()
+            files["backbone"] = backbone.state_dict()
         if gates is not None:
-            parts["gates"] = {**gates.state_dict(), **_prefixed("texture.", scorer.texture)}
+            files["gates"] = {**gates.state_dict(), **_prefixed("texture.", scorer.texture)}
         if self.pipeline.map is not None:
-            parts["map"] = self.pipeline.map.density.state_dict()
+            files["map"] = self.pipeline.map.density.state_dict()
         if self.pipeline.thumbnails is not None:
-            parts["thumbnails"] = self.pipeline.thumbnails.tensors()
+            files["thumbnails"] = self.pipeline.thumbnails.tensors()
         fields = {
             "schema_version": SCHEMA,
             "name": self.name,
@@ -241,7 +241,7 @@ class FittedModel:
             "metrics": self.report.get("metrics", {}),
             "provenance": self.report.get("provenance", {}),
         }
-        return write_bundle(Path(path), fields, parts, backbone.onnx)
+        return write_bundle(Path(path), fields, files, backbone.onnx)
 
     def _gates_config(self, gates: Gates) -> dict[str, Any]:
         texture = self.pipeline.scorer.texture
@@ -296,22 +296,22 @@ class FittedModel:
                 f"expected the bundle of a {cls.task_type.noun}, {bundle.path} is of a {manifest.task.noun}; "
                 "load_model loads any"
             )
-        parts = restore_parts(bundle, allow_factories)
+        modules = restore_modules(bundle, allow_factories)
         scorer = Scorer(
             manifest.preprocess,
-            parts.backbone.to(target).fused(manifest.precision),
-            parts.projection,
-            parts.density,
-            parts.head,
+            modules.backbone.to(target).fused(manifest.precision),
+            modules.projection,
+            modules.density,
+            modules.head,
             manifest.precision,
-            parts.texture,
+            modules.texture,
             manifest.head.layers,
         ).to(target)
         return cls(
-            pipeline=Pipeline(scorer, parts.calibration.ood_scores, parts.gates, parts.map, parts.thumbnails),
-            backbone=parts.backbone,
+            pipeline=Pipeline(scorer, modules.calibration.ood_scores, modules.gates, modules.map, modules.thumbnails),
+            backbone=modules.backbone,
             classes=manifest.classes,
-            calibration=parts.calibration,
+            calibration=modules.calibration,
             policy=manifest.policy,
             layers=manifest.layers,
             name=manifest.name,

@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError, UsageError
-from psc_core.network.layout import CONVOLUTIONS, INPUT, Kind, is_pooling, layout_of, value_of
+from psc_core.network.layout import CONVOLUTIONS, INPUT_SUFFIX, Kind, is_pooling, layout_of, value_of
 
 GRANULARITIES: Final = ("operations", "blocks", "all")
 
@@ -156,7 +156,7 @@ def _with_roles(net: nn.Module, layers: list[LayerInfo], run: _Run) -> list[Laye
         name, features = run.reads
         last = run.vectors.get(hidden[-1].name) if hidden else None
         if last is None or not torch.equal(last, features):
-            hidden.append(LayerInfo(name + INPUT, 0, "vector", (features.shape[1], 1), (1,), "hidden"))
+            hidden.append(LayerInfo(name + INPUT_SUFFIX, 0, "vector", (features.shape[1], 1), (1,), "hidden"))
     return [*hidden[:-1], *(replace(layer, role="penultimate") for layer in hidden[-1:]), *outputs]
 
 

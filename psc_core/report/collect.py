@@ -1,6 +1,7 @@
 """Collect the contents of a report, from passes of images through the path that serves.
 
-At most :data:`IMAGES` of a set are looked at after a fit, drawn at random, so that a report costs little beside it.
+At most :data:`REPORTED_IMAGES` of a set are looked at after a fit, drawn at random, so that a report
+costs little beside it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from psc_core.report.content import Content, Role, ScoredSet
 from psc_core.settings import FitSettings
 from psc_core.tasks import module_of
 
-IMAGES: Final = 2000
+REPORTED_IMAGES: Final = 2000
 """Maximum number of images of a set, for a report of a fit."""
 
 
@@ -32,17 +33,17 @@ def collect_fit(
     """Collect training images, images of the calibration split beside the network's own output, and made-up images."""
     name, compute, seed = model.task.name, settings.compute(), settings.seed
     evaluation, sets = (module_of(name, f"psc_core.{floor}") for floor in ("evaluation.{}", "report.{}.sets"))
-    trained, validation = (balanced(images, IMAGES, seed) for images in (data.train, data.calibration))
+    trained, validation = (balanced(images, REPORTED_IMAGES, seed) for images in (data.train, data.calibration))
     own = evaluation.own_network(net, validation, compute)
-    scored_validation = evaluation.score_images(model, validation, own, batch_images=settings.batch_images)
-    scored_training = evaluation.score_images(model, trained, batch_images=settings.batch_images)
+    beside_own = evaluation.score_images(model, validation, own, batch_images=settings.batch_images)
+    of_training = evaluation.score_images(model, trained, batch_images=settings.batch_images)
     known = (
-        sets.scored_set("training", Role.TRAINING, trained, scored_training),
-        sets.scored_set("validation", Role.VALIDATION, validation, scored_validation),
+        sets.scored_set("training", Role.TRAINING, trained, of_training),
+        sets.scored_set("validation", Role.VALIDATION, validation, beside_own),
     )
     made_up = made_up_sets(model, data.selection, compute, mixed=not data.is_ambiguous, seed=seed)
     sizes = {"nc1": projection.nc1.cpu(), "nc4": projection.nc4.cpu()}
-    return Content(model.version, (*known, *made_up), sets.pictures_of(validation, scored_validation), sizes)
+    return Content(model.version, (*known, *made_up), sets.pictures_of(validation, beside_own), sizes)
 
 
 def collect_test(

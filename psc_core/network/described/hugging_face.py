@@ -25,7 +25,7 @@ from psc_core.network.described.preparation import read_processor
 CONFIG: Final = "config.json"
 PROCESSOR: Final = "preprocessor_config.json"
 ADAPTER: Final = "adapter_config.json"
-WEIGHTS: Final = (
+WEIGHT_FILES: Final = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
 
@@ -85,7 +85,7 @@ def describe(folder: Path) -> Described:
         outputs=outputs,
         classes=classes,
         preparation=_preparation(folder, config),
-        weights=weights_in(folder, WEIGHTS),
+        weights=weights_in(folder, WEIGHT_FILES),
     )
 
 
@@ -136,7 +136,7 @@ def load(folder: Path) -> Logits:
         NetworkError: transformers is missing or cannot build it, or the folder lacks some of its weights.
     """
     transformers = needs(f"hf:{folder}", "hf", "transformers", error=NetworkError)
-    safe = weights_in(folder, WEIGHTS)[0].suffix == ".safetensors"
+    safe = weights_in(folder, WEIGHT_FILES)[0].suffix == ".safetensors"
     try:
         with _quiet():
             model, found = transformers.AutoModelForImageClassification.from_pretrained(

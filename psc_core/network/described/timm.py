@@ -17,7 +17,7 @@ from psc_core.network.described.files import read_json, weights_in
 from psc_core.network.described.preparation import read_timm
 
 CONFIG: Final = "config.json"
-WEIGHTS: Final = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
+WEIGHT_FILES: Final = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
 
 
 def is_of_timm(config: Mapping[str, Any]) -> bool:
@@ -52,7 +52,7 @@ def describe(folder: Path) -> Described:
         outputs=outputs,
         classes=_names(names, outputs, file),
         preparation=read_timm(_with_size(pretrained, model_args, file), str(file)),
-        weights=weights_in(folder, WEIGHTS),
+        weights=weights_in(folder, WEIGHT_FILES),
     )
 
 

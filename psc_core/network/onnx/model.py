@@ -20,7 +20,7 @@ from psc_core.protobuf import LENGTH, fields
 if TYPE_CHECKING:
     from onnx import ModelProto, TensorProto
 
-MAX_BYTES: Final = (1 << 31) - 1
+MAX_FILE_BYTES: Final = (1 << 31) - 1
 """Maximum size of a model, the limit of its format."""
 
 MAX_NODES: Final = 1 << 16
@@ -248,7 +248,7 @@ def _unreadable(tensor: TensorProto, origin: str, error: Exception) -> NetworkEr
 
 def _read(path: Path) -> bytes:
     try:
-        return read_file(path, MAX_BYTES)
+        return read_file(path, MAX_FILE_BYTES)
     except ImageError as error:
         raise NetworkError(f"{path}: {error}") from error
     except (OSError, ValueError) as error:
