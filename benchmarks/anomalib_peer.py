@@ -40,7 +40,7 @@ def model_of(kind: type[nn.Module], train: Features, **more: object) -> Any:
 
 
 def run(model: Any, features: Features, size: tuple[int, int]) -> list[Tensor]:
-    """What the model gives for each batch: nothing of use while it trains, then maps."""
+    """Return the output of the model for each batch: nothing of use while it trains, then maps."""
     found = []
     for start in range(0, len(next(iter(features.values()))), BATCH):
         model.feature_extractor.features = {name: each[start : start + BATCH] for name, each in features.items()}

@@ -163,7 +163,7 @@ def cut(net: nn.Module, block: int) -> tuple[nn.Sequential, nn.Sequential]:
 
 @torch.no_grad()
 def outputs(net: nn.Module, images: ImageDataset, *, flip: bool = False) -> Tensor:
-    """What ``net`` makes of all images, on its device."""
+    """Return the outputs of ``net`` for all images, on its device."""
     device = next(net.parameters()).device
     found = []
     for batch in images.batches(BATCH_IMAGES):

@@ -161,7 +161,7 @@ class Measurement:
         self.seconds = 0.0 if quick else 0.5 if device.type == "cpu" else 0.4
 
     def measure(self) -> Json:
-        """What the record keeps."""
+        """Return the content of the record."""
         return {
             "layer": self.subject.layer,
             "classes": self.subject.classes,

@@ -76,7 +76,7 @@ class Subject:
 
     @property
     def many_classes(self) -> bool:
-        """Whether there are so many covariances that the tied density is measured too."""
+        """Return whether there are so many covariances that the tied density is measured too."""
         return self.classes >= 1000
 
     def pipeline(self, net: nn.Module, precision: Precision, device: torch.device, *, density: str = "gda") -> Pipeline:

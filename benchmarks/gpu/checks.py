@@ -1,4 +1,4 @@
-"""What the smoke run checks on a device: the step of the service in its forms, and the service itself.
+"""The checks of the smoke run on a device: the step of the service in its forms, and the service itself.
 
     python -m benchmarks.gpu.checks reload cuda
 

@@ -106,7 +106,7 @@ def spectral(run: Run) -> Json:
 
 
 def rows_of(run: Run, train: Examples, val: Examples, test: Examples, head: Head | None = None) -> Json:
-    """Both heads of PSC, the one of ``psc-fit`` by default selected on half of ``val``, beside the others."""
+    """Return the rows of both heads of PSC, by default selected on half of ``val``, beside those of the others."""
     found = qualities(run, train, val, test)
     half = head or head_of(run, train, val.take(slice(len(val.labels) // 2)))
     return {**found, "psc_all": found["psc"], "psc": quality(probabilities(run, half, test), test.labels)}

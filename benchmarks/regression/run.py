@@ -125,7 +125,7 @@ def fit(run: Run, net: nn.Module, train: ImageDataset, val: ImageDataset, **how:
 
 
 def upside_down(data: ImageDataset) -> ImageDataset:
-    """The same images upside down."""
+    """Return the same images upside down."""
     pixels = torch.rot90(load_images(data), 2, (2, 3))[:, 0].numpy().copy()
     return replace(data, source=ArraySource(pixels), indices=torch.arange(len(data)))
 
@@ -190,7 +190,7 @@ def mc_dropout(net: AngleNet, selection: ImageDataset) -> Method:
 
 
 def of_psc(model: PSCRegressor) -> Method:
-    """What the bundle would serve."""
+    """Return the answers that the bundle would serve."""
 
     def forecast(data: ImageDataset) -> Forecast:
         scored = score_images(model, data)
