@@ -27,6 +27,7 @@ EDITS = {
   lowest: 0,
   off: (highest) => highest,
   limitText: number,
+  value: ({ labels }) => labels.join(" "),
   summary: ({ classes }) => `${classes.length} labels`,
   axis: ({ classes }) => ({ highest: classes.length, title: "↑ more undecided labels" }),
 

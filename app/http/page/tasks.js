@@ -17,6 +17,7 @@ const classification = {
   lowest: 0,
   off: (highest) => 2 * highest,
   limitText: nats,
+  value: ({ label }) => label,
   summary: ({ classes }) => `${classes.length} classes`,
   axis: ({ classes }) => ({ highest: Math.log(classes.length), title: "↑ more ambiguous (nats)" }),
 
@@ -61,6 +62,7 @@ const regression = {
   lowest: 1, // step of the slider: a width of 0 is none
   off: () => null,
   limitText: measured,
+  value: ({ mean }) => mean,
   summary: ({ target }) => `predicts ${target.name}`,
   axis({ target, policy }, predictions) {
     const unit = target.unit ? ` (${target.unit})` : "";
