@@ -26,7 +26,7 @@ from psc_core.model import Backend
 from psc_core.model.backends import available_backends, pipeline_on
 from psc_core.model.base import FittedModel
 from psc_core.model.pipeline import Pipeline
-from psc_core.network.onnx import HAS_ONNX
+from psc_core.network.onnx import INSTALLED
 from psc_core.network.onnx.export import cache_file, read_checked, write_checked
 
 logger = logging.getLogger("psc.backend")
@@ -105,7 +105,7 @@ def choose_backend(
 
 def _kept(model: FittedModel, names: Sequence[Backend], *, max_batch: int, threads: int) -> Path | None:
     """The path at which a choice is kept: for a bundle, what the service is set to, versions and the processor."""
-    if not HAS_ONNX or not model.version:  # Without ONNX Runtime there is little to measure.
+    if not INSTALLED or not model.version:  # Without ONNX Runtime there is little to measure.
         return None
     try:
         cpu = re.findall(r"(?:model name|flags|Features)\s*: (.*)", Path("/proc/cpuinfo").read_text())[:2]

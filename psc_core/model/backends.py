@@ -17,7 +17,7 @@ from psc_core.images.preprocess import Preprocess
 from psc_core.model import BACKENDS, Backend
 from psc_core.model.pipeline import Pipeline
 from psc_core.network.backbone import Backbone, onnx_backbone, rebuild_backbone
-from psc_core.network.onnx import HAS_ONNX
+from psc_core.network.onnx import INSTALLED
 from psc_core.network.onnx.export import export_here, to_onnx
 from psc_core.network.onnx.restore import restore_body
 from psc_core.tasks.outputs import Outputs
@@ -42,7 +42,7 @@ def available_backends(model: FittedModel) -> tuple[Backend, ...]:
         return ("onnx",)
     if model.device.type != "cpu" or not model.pipeline.is_traced or model.pipeline.scorer.precision != "fp32":
         return BACKENDS[:1]
-    return BACKENDS if HAS_ONNX else BACKENDS[:2]
+    return BACKENDS if INSTALLED else BACKENDS[:2]
 
 
 def pipeline_on(model: FittedModel, backend: Backend) -> Pipeline:
@@ -56,7 +56,7 @@ def pipeline_on(model: FittedModel, backend: Backend) -> Pipeline:
         return model.pipeline
     if backend == "plain":
         return model.pipeline.with_backbone(model.backbone)
-    if not HAS_ONNX:
+    if not INSTALLED:
         raise NetworkError("the backend onnx needs ONNX Runtime; pip install 'psc[onnx]'")
     pipeline = model.pipeline.with_backbone(to_onnx(model.backbone, model.preprocess.shape))
     images = _smooth_noise(model.preprocess)

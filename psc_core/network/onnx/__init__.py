@@ -12,5 +12,5 @@ import importlib.util
 from typing import Final
 
 PACKAGES: Final = ("onnx", "onnxscript", "onnxruntime")
-HAS_ONNX: Final = all(importlib.util.find_spec(name) for name in PACKAGES)
+INSTALLED: Final = all(importlib.util.find_spec(name) for name in PACKAGES)
 """True if networks can be exported to ONNX and run."""

@@ -135,7 +135,7 @@ def test_auto_takes_the_fastest_that_works(
 
 
 def test_a_backend_that_was_asked_for_must_work(psc: PSC, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psc_core.model.backends.HAS_ONNX", False)
+    monkeypatch.setattr("psc_core.model.backends.INSTALLED", False)
     with pytest.raises(NetworkError, match=r"pip install 'psc\[onnx\]'"):
         choose_backend(psc, "onnx", max_batch=4, threads=1)
 

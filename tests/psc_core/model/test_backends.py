@@ -33,7 +33,7 @@ def test_real_digits_and_garments_get_the_same_decisions(shipped_bundle: Path, d
 
 def test_only_a_traced_float32_network_on_a_cpu_has_several(psc: PSC, monkeypatch: pytest.MonkeyPatch) -> None:
     assert available_backends(psc) == BACKENDS
-    monkeypatch.setattr(backends, "HAS_ONNX", False)
+    monkeypatch.setattr(backends, "INSTALLED", False)
     assert available_backends(psc) == ("folded", "plain")
     with pytest.raises(NetworkError, match=r"pip install 'psc\[onnx\]'"):
         pipeline_on(psc, "onnx")
