@@ -129,7 +129,7 @@ async def slow_engine() -> AsyncIterator[tuple[Engine, SlowStep]]:
             "m",
             step,
             decoder,
-            batcher=Batcher(max_batch_size=4, max_queue_images=100),
+            batcher=Batcher(max_batch=4, max_queue_images=100),
             observer=Metrics(),
             deadline_s=10,
         )
