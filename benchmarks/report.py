@@ -25,6 +25,7 @@ SECTIONS: Mapping[str, tuple[str, str]] = {
     "ood-pretrained": ("pretrained.md", "benchmarks.ood.tables"),
     "regression": ("regression.md", "benchmarks.regression.run"),
     "recalibration": ("recalibration.md", "benchmarks.recalibration"),
+    "extension": ("recalibration.md", "benchmarks.extension"),
     "fit-scaling": ("fitting.md", "benchmarks.fit.scaling"),
     "fit-doors": ("fitting.md", "benchmarks.fit.doors"),
     "device-cpu": ("device.md", "benchmarks.device.report"),

@@ -26,7 +26,7 @@ from benchmarks.fitting import Penultimate
 from benchmarks.runs import Run
 from psc_core.data.dataset import ImageDataset
 from psc_core.evaluation.baselines import full_density
-from psc_core.fitting.calibrate import calibrate, score_dataset
+from psc_core.fitting.calibrate import calibrate_scorer, score_dataset
 from psc_core.fitting.data import FitData
 from psc_core.model.classifier import PSC
 from psc_core.model.pipeline import Pipeline
@@ -124,7 +124,7 @@ def fit_pscs(run: Run, trained: Trained) -> Pscs:
             pipelines[name] = of_density[density].pipeline
         else:
             settings = replace(fitting.settings_of(run), ood_score=options["ood_score"])
-            pipelines[name], _ = calibrate(of_density[density].pipeline.scorer, data, settings)
+            pipelines[name], _ = calibrate_scorer(of_density[density].pipeline.scorer, data, settings)
     selected = score_dataset(pipelines[DENSITY].scorer, data.selection, fitting.compute_of(run), "selection").scores
     weight = upper_spread(-selected["log_density"]) / upper_spread(selected["predictive_entropy"])
     return Pscs(of_density[PSC_OPTIONS[DEFAULT]["density"]], pipelines, weight)

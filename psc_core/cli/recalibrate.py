@@ -16,8 +16,8 @@ from psc_core.errors import UsageError
 
 _EXAMPLE = """example:
   psc-recalibrate bundle --log log --out bundle-2
-The bundle stays as it is.  Network, density and head of the new one are the same, so it is served as fast; only judged
-images of the log's audit slice calibrate it.
+The bundle stays as it is.  Network, density and head of the new one are the same (--extend-density gives it other
+numbers in the same density), so it is served as fast; only judged images of the log's audit slice calibrate it.
 """
 
 
@@ -35,6 +35,8 @@ def parser() -> argparse.ArgumentParser:
         ("--risk", "error rate that images below the ambiguity threshold keep, of a classifier"),
     ):
         cli.add_argument(name, type=flags.open_unit_interval, metavar="RATE", help=f"{text} (default: the bundle's)")
+    text = "let judged images outside the slice extend the density, where made-up images say that nothing gets worse"
+    cli.add_argument("--extend-density", action="store_true", help=text)
     flags.add_model_flags(cli)
     cli.add_argument("--out", type=Path, metavar="DIR", help="bundle to write (default: BUNDLE-recalibrated)")
     cli.add_argument("--overwrite", action="store_true", help="replace the bundle that --out holds")
@@ -44,8 +46,9 @@ def parser() -> argparse.ArgumentParser:
 def recalibrate(args: argparse.Namespace) -> None:
     """Read the log, calibrate, and write the new bundle."""
     from psc_core.bundle.io import EXAMPLES, read_bundle
-    from psc_core.fitting.audit import read_audit
-    from psc_core.fitting.recalibrate import recalibrate_on
+    from psc_core.fitting.audit import read_audit, read_outside
+    from psc_core.fitting.extend import seen_examples
+    from psc_core.fitting.recalibrate import recalibrate_from_audit
     from psc_core.log.store import open_log
     from psc_core.model.load import load_model
     from psc_core.report import page
@@ -58,10 +61,14 @@ def recalibrate(args: argparse.Namespace) -> None:
         raise UsageError(f"expected another --out than {args.bundle}: the old version stays, to go back to")
     flags.check_no_bundle(out, args.overwrite)
     model = load_model(bundle, device=args.device, allow_factories=args.allow_factories)
-    audit = read_audit(open_log(args.log), model, args.model, since=args.since, until=args.until)
+    log, span = open_log(args.log), {"since": args.since, "until": args.until}
+    if args.extend_density:
+        seen_examples(model)
+    audit = read_audit(log, model, args.model, **span)
+    more = read_outside(log, model, args.model, **span) if args.extend_density else None
     changes = {name: getattr(args, name) for name in ("alpha", "coverage", "risk") if getattr(args, name) is not None}
     print(audit.summary(), flush=True)
-    found = recalibrate_on(model, audit, changes)
+    found = recalibrate_from_audit(model, audit, changes, more)
     print(*found.lines, *(f"warning: {text}" for text in found.warnings), sep="\n")
     manifest = found.model.save(out)
     if (bundle / EXAMPLES).is_dir():

@@ -33,7 +33,7 @@ from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.errors import DataError, UsageError, listed
 from psc_core.log.labels import CANNOT_TELL, LABEL, NONE_OF_THE_CLASSES, joined, read_labels
 from psc_core.log.rows import days_of, logged_model, read_rows
-from psc_core.log.schema import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256
+from psc_core.log.schema import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256, arrow
 from psc_core.log.source import LoggedImages, is_stored
 from psc_core.log.store import Log
 from psc_core.model.base import FittedModel
@@ -45,8 +45,8 @@ _COLUMNS: Final = ("time", REQUEST_ID, IMAGE_INDEX, SHA256, IMAGE_PATH, "audit_p
 
 
 @dataclass(frozen=True)
-class AuditImage:
-    """One image of the slice."""
+class LoggedVerdict:
+    """A stored image of a log, with the last verdict on it."""
 
     day: date  # of its first row
     sha256: str
@@ -125,9 +125,45 @@ def read_audit(
     return _audit(log, model, judged, days, len(stored))
 
 
-def images_of(rows: Iterable[Any]) -> list[AuditImage]:
+def read_outside(
+    log: Log, model: FittedModel, name: str | None = None, *, since: str | None = None, until: str | None = None
+) -> ImageDataset:
+    """Return the stored images outside the audit slice that were judged to show a class, each once, labelled.
+
+    One whose bytes are in the slice too is of the slice.
+
+    Args:
+        log: As of :func:`read_audit`, and so all others.
+        model: Whose classes the labels are of.
+        name: By which the model was served.
+        since: First day.
+        until: Last day.
+
+    Raises:
+        UsageError: There are none.
+        DataError: A file is damaged, or a label is no class of the model.
+    """
+    name = logged_model(log, name)
+    days = days_of(log, name, since=since, until=until)
+    audit, others = set(), []
+    for batch in joined(read_rows(log, name, days=days, columns=[*_COLUMNS, "audit"]), read_labels(log)):
+        is_audit = batch["audit"].to_pylist()
+        audit |= {sha256 for sha256, of_slice in zip(batch[SHA256].to_pylist(), is_audit, strict=True) if of_slice}
+        others.append(batch.filter(arrow().array([not of_slice for of_slice in is_audit])))
+    stored = [image for image in images_of(others) if image.sha256 not in audit]
+    if not (of_class := [image for image in stored if image.verdict == LABEL]):
+        judged = sum(image.verdict is not None for image in stored)
+        raise UsageError(
+            f"of the {len(stored)} stored images of {name} in {log.where} outside the audit slice {judged} are judged "
+            "and none of them to show a class; label some (psc-log review without --audit), or leave out "
+            "--extend-density: images of the slice calibrate, so they extend nothing"
+        )
+    return _labelled(log, model, sorted(of_class, key=lambda image: image.sha256))
+
+
+def images_of(rows: Iterable[Any]) -> list[LoggedVerdict]:
     """Return the stored images of rows with verdicts, each once, with the last verdict that one of its rows has."""
-    found: dict[str, AuditImage] = {}
+    found: dict[str, LoggedVerdict] = {}
     for batch in rows:
         for row in batch.to_pylist():
             sha256, path = row[SHA256], row[IMAGE_PATH]
@@ -139,14 +175,14 @@ def images_of(rows: Iterable[Any]) -> list[AuditImage]:
                 verdict, label = before.verdict, before.label
             probability = max(row["audit_probability"], before.probability if before else 0.0)
             day = before.day if before else row["time"].date()
-            found[sha256] = AuditImage(day, sha256, path, probability, verdict, label)
+            found[sha256] = LoggedVerdict(day, sha256, path, probability, verdict, label)
     return list(found.values())
 
 
-def judged_of(images: Iterable[AuditImage]) -> list[AuditImage]:
+def judged_of(images: Iterable[LoggedVerdict]) -> list[LoggedVerdict]:
     """Return the judged images that count: of each day those among the first of which :data:`JUDGED` are judged."""
     ordered = sorted(images, key=lambda image: (image.day, image.sha256))
-    found: list[AuditImage] = []
+    found: list[LoggedVerdict] = []
     for _, of_day in groupby(ordered, key=lambda image: image.day):
         day = list(of_day)
         has_verdict = np.array([image.verdict is not None for image in day])
@@ -156,27 +192,14 @@ def judged_of(images: Iterable[AuditImage]) -> list[AuditImage]:
     return found
 
 
-def _audit(log: Log, model: FittedModel, judged: Sequence[AuditImage], days: Sequence[str], stored: int) -> Audit:
+def _audit(log: Log, model: FittedModel, judged: Sequence[LoggedVerdict], days: Sequence[str], stored: int) -> Audit:
     by_verdict = {
         verdict: [i for i in judged if i.verdict == verdict] for verdict in (NONE_OF_THE_CLASSES, CANNOT_TELL)
     }
     # In the order of their digests over all days: a part of them is as random a sample as the whole.
     of_class = sorted((image for image in judged if image.verdict == LABEL), key=lambda image: image.sha256)
-    data = _data(log, model, of_class)
-    target = model.task.number()
-    if target is None:
-        position = {label: index for index, label in enumerate(model.classes)}
-        if odd := sorted({str(image.label) for image in of_class} - {*position}):
-            raise DataError(
-                f"labels of the audit slice are no classes of {model.name}: {listed(odd, 10)}; judge these images "
-                "again, or calibrate a bundle that has these classes"
-            )
-        data = replace(data, labels=torch.tensor([position[str(image.label)] for image in of_class]))
-    else:
-        values = torch.tensor([float(str(image.label)) for image in of_class], dtype=torch.float64)
-        data = replace(data, target=target, values=values)
     return Audit(
-        data,
+        _labelled(log, model, of_class),
         torch.tensor([1 / image.probability for image in of_class], dtype=torch.float64),
         {verdict: _data(log, model, images) for verdict, images in by_verdict.items() if images},
         (days[0], days[-1]),
@@ -184,7 +207,23 @@ def _audit(log: Log, model: FittedModel, judged: Sequence[AuditImage], days: Seq
     )
 
 
-def _data(log: Log, model: FittedModel, images: Sequence[AuditImage]) -> ImageDataset:
+def _labelled(log: Log, model: FittedModel, images: Sequence[LoggedVerdict]) -> ImageDataset:
+    """Return images that were judged to show a class or to have a number, as labelled ones."""
+    data = _data(log, model, images)
+    target = model.task.number()
+    if target is not None:
+        values = torch.tensor([float(str(image.label)) for image in images], dtype=torch.float64)
+        return replace(data, target=target, values=values)
+    position = {label: index for index, label in enumerate(model.classes)}
+    if odd := sorted({str(image.label) for image in images} - {*position}):
+        raise DataError(
+            f"labels of {log.where} are no classes of {model.name}: {listed(odd, 10)}; judge these images again, or "
+            "calibrate a bundle that has these classes"
+        )
+    return replace(data, labels=torch.tensor([position[str(image.label)] for image in images]))
+
+
+def _data(log: Log, model: FittedModel, images: Sequence[LoggedVerdict]) -> ImageDataset:
     source = LoggedImages(log, [image.path for image in images])
     labels = torch.zeros(len(images), dtype=torch.int64)
-    return labelled(f"the audit slice of {log.where}", model.classes, source, labels, model.preprocess)
+    return labelled(f"images of {log.where}", model.classes, source, labels, model.preprocess)

@@ -1,4 +1,4 @@
-"""Calibrate a scorer on validation images, through the path that serves; and a fitted model again, on others."""
+"""Calibrate a scorer on validation images, through the path that serves; and a pipeline again, on others."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from psc_core.compute.passes import Compute, track_images
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
 from psc_core.fitting.data import FitData
+from psc_core.fitting.parts import rounded
 from psc_core.gates.combined import Gates, readings_of
 from psc_core.gates.fit.combined import fit_gates
 from psc_core.maps.layer_map import LayerMap
-from psc_core.model.base import FittedModel
+from psc_core.model.base import TRIAL_IMAGES, FittedModel
 from psc_core.model.pipeline import Pipeline, Scorer, ood_score_of
 from psc_core.settings import FitSettings
-from psc_core.tasks.fit.task import Calibrated, task_fit
+from psc_core.tasks.fit.task import Calibrated, TaskFit, task_fit
 from psc_core.tasks.head import Scored
+from psc_core.tasks.policy import BasePolicy
 from psc_core.thumbnails.thumbnails import Thumbnails
 
 COMMON: Final = ("alpha", "coverage", "batch_images", "max_memory", "precision", "device")
 """Settings that calibration reads for every task."""
 
 
-def calibrate(
+def calibrate_scorer(
     scorer: Scorer,
     data: FitData,
     settings: FitSettings,
@@ -61,13 +63,14 @@ def calibrate(
     return pipeline, calibrated
 
 
-def recalibrate(
-    model: FittedModel, data: ImageDataset, settings: FitSettings, weights: Tensor | None = None
+def calibrate_pipeline(
+    pipeline: Pipeline, fit: TaskFit, data: ImageDataset, settings: FitSettings, weights: Tensor | None = None
 ) -> tuple[Pipeline, Calibrated]:
-    """Calibrate a fitted model on ``data`` alone; what was selected stays, the gates' readings of it too.
+    """Calibrate a pipeline on ``data`` alone; what was selected stays, the gates' readings of it too.
 
     Args:
-        model: To calibrate.
+        pipeline: To calibrate.
+        fit: Of its task.
         data: Images that nothing was chosen on.
         settings: The rates.
         weights: Images that each one stands for; None where all are equal.
@@ -76,12 +79,11 @@ def recalibrate(
         UsageError: Rates that so few images cannot keep.
         FitError: Scores that are not finite.
     """
-    fit = task_fit(model.task.name)
     fit.check(settings)
     images = len(data) if weights is None else worth(weights)
     check_rates(images, alpha=settings.alpha, coverage=settings.coverage)
-    scored = score_dataset(model.pipeline.scorer, data, settings.compute(), "calibration")
-    gates = model.pipeline.gates
+    scored = score_dataset(pipeline.scorer, data, settings.compute(), "calibration")
+    gates = pipeline.gates
     if gates is not None:
         each = readings_of(gates.names, scored.scores).float().T
         readings = torch.stack([reading[equal_scores(reading, weights)] for reading in each])
@@ -89,25 +91,56 @@ def recalibrate(
     ood_score, _ = ood_score_of(scored.scores, gates)
     calibrated = fit.calibrate(scored, ood_score, data, settings, weights)
     scores = calibrated.calibration.ood_scores
-    return model.pipeline.with_scorer(model.pipeline.scorer, scores=scores, gates=gates), calibrated
+    return pipeline.with_scorer(pipeline.scorer, scores=scores, gates=gates), calibrated
 
 
-def temper(model: FittedModel, data: ImageDataset, settings: FitSettings) -> FittedModel:
+def with_calibration(
+    model: FittedModel,
+    pipeline: Pipeline,
+    found: Calibrated,
+    data: ImageDataset,
+    *,
+    policy: BasePolicy | None = None,
+    provenance: Mapping[str, Any] | None = None,
+) -> FittedModel:
+    """Return ``model`` with a pipeline that was calibrated again, as no bundle holds it yet.
+
+    Args:
+        model: Before.
+        pipeline: From :func:`calibrate_pipeline`.
+        found: Likewise.
+        data: The images that calibrated it.
+        policy: In place of the one that was found.
+        provenance: In place of the model's.
+    """
+    metrics = {**model.report.get("metrics", {}), **found.metrics}
+    origin = {} if provenance is None else {"provenance": provenance}
+    return replace(
+        model,
+        pipeline=pipeline,
+        calibration=found.calibration,
+        policy=policy or found.policy,
+        report={**model.report, "metrics": rounded(metrics), **origin},
+        version="",
+        trial=trial_of(data),
+    )
+
+
+def temper(pipeline: Pipeline, fit: TaskFit, data: ImageDataset, settings: FitSettings) -> Pipeline:
     """Choose the temperature of base predictions again, on images that do not calibrate; others have none to choose.
 
     The gate ``confidence`` reads logits that were divided by it, so where it changes the gates' p-values are those of
-    the same images.  The model has to be calibrated again.
+    the same images.  The pipeline has to be calibrated again.
     """
-    pipeline = model.pipeline
     scored = score_dataset(pipeline.scorer, data, settings.compute(), "temperature")
-    head = task_fit(model.task.name).temper(pipeline.scorer.head, scored, data)
+    head = fit.temper(pipeline.scorer.head, scored, data)
     if head is pipeline.scorer.head:
-        return model
+        return pipeline
     scorer, gates = pipeline.scorer.with_head(head), pipeline.gates
     if gates is not None:
         scores = score_dataset(scorer, data, settings.compute(), "gates").scores
         gates = fit_gates(gates.names, *[readings_of(gates.names, scores)] * 2)
-    return replace(model, pipeline=pipeline.with_scorer(scorer, gates=gates))
+    return pipeline.with_scorer(scorer, gates=gates)
 
 
 def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:
@@ -136,3 +169,9 @@ def score_dataset(scorer: Scorer, dataset: ImageDataset, compute: Compute, descr
         parts.append(Scored({name: values.cpu() for name, values in scored.scores.items()}, scored.probabilities.cpu()))
     scores = {name: torch.cat([part.scores[name] for part in parts]) for name in parts[0].scores}
     return Scored(scores, torch.cat([part.probabilities for part in parts]))
+
+
+def trial_of(calibration: ImageDataset) -> Tensor:
+    """Return the first calibration images, with which a copy of the model can be tried."""
+    first = calibration.subset(torch.arange(min(TRIAL_IMAGES, len(calibration))))
+    return torch.cat([batch.images for batch in first.batches(TRIAL_IMAGES)])

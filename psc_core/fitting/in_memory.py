@@ -1,7 +1,7 @@
 """Fit a module that lives in this process, from the loaders that it was trained with; and calibrate a model again.
 
-``PSC.fit``, ``PSCRegressor.fit`` and ``calibrate`` of a fitted model are these, imported when first called: a model
-that only predicts loads none of it.
+``PSC.fit`` and ``PSCRegressor.fit`` are :func:`fit`, ``calibrate`` of a fitted model is :func:`calibrate_on`, imported
+when first called: a model that only predicts loads none of it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from psc_core.data.loader_warnings import warn_of_overlap, warn_of_repeated
 from psc_core.data.loaders import read_loader
 from psc_core.errors import NetworkError
 from psc_core.fitting import stages
-from psc_core.fitting.calibrate import recalibrate, settings_of
+from psc_core.fitting.calibrate import calibrate_pipeline, settings_of, with_calibration
 from psc_core.fitting.data import FitData
-from psc_core.fitting.parts import rounded
 from psc_core.fitting.served import check_read_by
 from psc_core.images.statistics import Statistics
 from psc_core.model.base import FittedModel
@@ -92,24 +91,15 @@ def fit(
     return stages.fit_model(net, candidate, projection, data, chosen, name=name, provenance=provenance)
 
 
-def calibrate(model: FittedModel, loader: Any, weights: Tensor | None = None, **changes: Any) -> FittedModel:
+def calibrate_on(model: FittedModel, loader: Any, **changes: Any) -> FittedModel:
     """Return ``model`` calibrated on other images, see :meth:`.FittedModel.calibrate`."""
     data = opened(loader, "the calibration data", Statistics(model.preprocess), model.classes, model.task.number())
     check_read_by(model, data)
-    settings = settings_of(model, changes)
-    task_fit(model.task.name).check_same(model.task, model.classes, data)
+    settings, fit = settings_of(model, changes), task_fit(model.task.name)
+    fit.check_same(model.task, model.classes, data)
     warn_of_repeated(data)
-    pipeline, found = recalibrate(model, data, settings, weights)
-    metrics = {**model.report.get("metrics", {}), **found.metrics}
-    return replace(
-        model,
-        pipeline=pipeline,
-        calibration=found.calibration,
-        policy=found.policy,
-        report={**model.report, "metrics": rounded(metrics)},
-        version="",
-        trial=stages.trial_of(data),
-    )
+    pipeline, found = calibrate_pipeline(model.pipeline, fit, data, settings)
+    return with_calibration(model, pipeline, found, data)
 
 
 def _warn_of_no_export(net: nn.Module, example: Tensor, precision: str) -> None:

@@ -5,33 +5,35 @@ are those of the audit images alone: calibration images have to be like the imag
 once the images have changed; a mixture of both would keep its promise for neither.  Each audit image counts by the
 inverse of the probability that it was drawn with (:mod:`psc_core.calibration.weighted`).
 
-Base predictions have a temperature too.  A quarter of the images chooses it and calibrates nothing, so that the rates
-hold whatever it becomes.
+Base predictions have a temperature too, and the density can be extended by images outside the slice
+(:mod:`psc_core.fitting.extend`).  A quarter of the audit images chooses either and calibrates nothing, so that the
+rates hold whatever comes of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from psc_core.calibration.weighted import thinned, worth
 from psc_core.data.dataset import ImageDataset
+from psc_core.errors import UsageError
 from psc_core.fitting.audit import Audit
-from psc_core.fitting.calibrate import settings_of, temper
-from psc_core.fitting.in_memory import calibrate
+from psc_core.fitting.calibrate import calibrate_pipeline, settings_of, temper, with_calibration
+from psc_core.fitting.extend import Extension, extend
 from psc_core.fitting.served import outputs_of
 from psc_core.model.base import FittedModel
 from psc_core.tasks.fit.task import task_fit
 from psc_core.version import __version__
 
 CHOOSES: Final = 0.25
-"""Fraction of the images that chooses the temperature of base predictions."""
+"""Fraction of the images that chooses the temperature of base predictions, and how a density is extended."""
 
 FEWEST_TO_CHOOSE: Final = 25
-"""Number of images below which the temperature stays."""
+"""Number of images below which the temperature stays, and no density is extended."""
 
 HISTORY: Final = "recalibrations"
 """The entry of a bundle's provenance that says how it was calibrated again, the oldest first."""
@@ -46,31 +48,41 @@ class Recalibrated:
     warnings: tuple[str, ...]
 
 
-def recalibrate_on(model: FittedModel, audit: Audit, changes: Mapping[str, Any]) -> Recalibrated:
+def recalibrate_from_audit(
+    model: FittedModel, audit: Audit, changes: Mapping[str, Any], more: ImageDataset | None = None
+) -> Recalibrated:
     """Return a model of a bundle, calibrated on an audit slice.
 
     Args:
         model: Of the bundle; :attr:`.FittedModel.version` says which.
         audit: The judged images.
         changes: Settings of :meth:`.FittedModel.calibrate` that change.
+        more: Images that extend the density, none of them of the slice; None for none.
 
     Raises:
-        UsageError: Rates that so few images cannot keep, or settings that calibration does not read.
+        UsageError: Rates that so few images cannot keep, settings that calibration does not read, or a density that
+            cannot be extended.
         DataError: An image cannot be read.
         FitError: Scores that are not finite.
     """
     fit, settings = task_fit(model.task.name), settings_of(model, changes)
-    lines, tempered, calibrates = [], model, audit
-    if fit.has_temperature(model.pipeline.scorer.head):
+    lines, pipeline, calibrates, extension = [], model.pipeline, audit, None
+    if more is not None or fit.has_temperature(pipeline.scorer.head):
         chooses, rest = _split(audit)
-        if len(chooses.of_class) >= FEWEST_TO_CHOOSE:
-            kept = thinned(chooses.weights).nonzero()[:, 0]
-            tempered, calibrates = temper(model, chooses.of_class.subset(kept), settings), rest
-            before, now = (each.pipeline.scorer.head.record["temperature"] for each in (model, tempered))
-            lines.append(f"temperature {now:.3g}, before {before:.3g}, by {len(kept)} images, which do not calibrate")
-    found = calibrate(tempered, calibrates.of_class, calibrates.weights, **changes)
-    policy, warning = fit.kept_policy(found.policy, model.policy, found.report["metrics"])
-    found = replace(found, policy=policy, report=_with_history(found, model, audit, calibrates))
+        real = chooses.of_class.subset(thinned(chooses.weights).nonzero()[:, 0])
+        if more is not None:
+            _check_enough(real, audit)
+            extension = extend(model, more, real, settings.compute())
+            pipeline, calibrates = extension.pipeline, rest
+            lines.append(extension.table())
+        if fit.has_temperature(pipeline.scorer.head) and len(chooses.of_class) >= FEWEST_TO_CHOOSE:
+            pipeline, calibrates = temper(pipeline, fit, real, settings), rest
+            before, now = (each.scorer.head.record["temperature"] for each in (model.pipeline, pipeline))
+            lines.append(f"temperature {now:.3g}, before {before:.3g}, by {len(real)} images, which do not calibrate")
+    pipeline, calibrated = calibrate_pipeline(pipeline, fit, calibrates.of_class, settings, calibrates.weights)
+    policy, warning = fit.kept_policy(calibrated.policy, model.policy, calibrated.metrics)
+    provenance = _with_history(model, audit, calibrates, extension)
+    found = with_calibration(model, pipeline, calibrated, calibrates.of_class, policy=policy, provenance=provenance)
     lines += [
         f"alarms at alpha {policy.alpha:g} on audit images of a class: {_alarms(model, audit.of_class):.1%} "
         f"before, at most {policy.alpha:.1%} of such images now"
@@ -78,7 +90,8 @@ def recalibrate_on(model: FittedModel, audit: Audit, changes: Mapping[str, Any])
     for verdict, images in audit.others.items():
         before, after = (_alarms(each, images) for each in (model, found))
         lines.append(f"alarms on the {len(images)} judged {verdict}: {before:.1%} before, {after:.1%} now")
-    return Recalibrated(found, tuple(lines), tuple(filter(None, [warning])))
+    warnings = [warning, "" if extension is None else extension.warning()]
+    return Recalibrated(found, tuple(lines), tuple(filter(None, warnings)))
 
 
 def _split(audit: Audit) -> tuple[Audit, Audit]:
@@ -87,8 +100,17 @@ def _split(audit: Audit) -> tuple[Audit, Audit]:
     return audit.at(torch.arange(count)), audit.at(torch.arange(count, len(audit.of_class)))
 
 
-def _with_history(found: FittedModel, before: FittedModel, audit: Audit, calibrates: Audit) -> dict[str, Any]:
-    provenance = found.report.get("provenance", {})
+def _check_enough(real: ImageDataset, audit: Audit) -> None:
+    if len(real) < FEWEST_TO_CHOOSE:
+        raise UsageError(
+            f"a quarter of the audit images of a class compares the densities and calibrates nothing: at least "
+            f"{FEWEST_TO_CHOOSE}, and of {len(audit.of_class)} judged that are {len(real)} that count equally; judge "
+            f"at least {round(FEWEST_TO_CHOOSE / CHOOSES)} drawn equally, or leave out --extend-density"
+        )
+
+
+def _with_history(before: FittedModel, audit: Audit, calibrates: Audit, extension: Extension | None) -> dict[str, Any]:
+    provenance = before.report.get("provenance", {})
     entry = {
         "from": before.version,
         "psc_version": __version__,
@@ -98,9 +120,10 @@ def _with_history(found: FittedModel, before: FittedModel, audit: Audit, calibra
         "worth": worth(calibrates.weights),
         **{verdict: len(images) for verdict, images in audit.others.items()},
         "sha256": audit.of_class.digest(),
+        **({} if extension is None else {"extension": extension.to_json()}),
     }
     history = [*provenance.get(HISTORY, []), entry]
-    return {**found.report, "provenance": {**provenance, HISTORY: history}}
+    return {**provenance, HISTORY: history}
 
 
 def _alarms(model: FittedModel, images: ImageDataset) -> float:

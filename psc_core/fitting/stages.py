@@ -9,19 +9,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from psc_core.collapse.measure import measure_layers
 from psc_core.collapse.report import Candidate, CollapseReport
-from psc_core.data.dataset import ImageDataset
 from psc_core.density import DENSITIES
-from psc_core.fitting.calibrate import calibrate
+from psc_core.fitting.calibrate import calibrate_scorer, trial_of
 from psc_core.fitting.data import FitData
 from psc_core.fitting.features import cut
 from psc_core.fitting.parts import FittedProjection, check_same_layers, fit_parts, report_of
 from psc_core.fitting.positions import compare_positions, fewest_positions
-from psc_core.model.base import TRIAL_IMAGES, FittedModel
+from psc_core.model.base import FittedModel
 from psc_core.model.load import model_class_of
 from psc_core.projection.fit.projection import fit_tucker
 from psc_core.projection.fit.ranks import choose_ranks
@@ -116,7 +114,7 @@ def fit_model(
     settings.reducer.require(data.train)
     parts = fit_parts(net, candidate, projection, data, settings)
     layer_map = None if parts.map is None else parts.map.map
-    pipeline, calibrated = calibrate(parts.scorer, data, settings, parts.gate_names, layer_map, parts.thumbnails)
+    pipeline, calibrated = calibrate_scorer(parts.scorer, data, settings, parts.gate_names, layer_map, parts.thumbnails)
     task = data.fit.task(data.train)
     model = model_class_of(task)(
         task=task,
@@ -132,9 +130,3 @@ def fit_model(
     )
     model.probe()  # As in loading: a model that cannot be loaded is not saved.
     return model
-
-
-def trial_of(calibration: ImageDataset) -> Tensor:
-    """Return the first calibration images, with which a copy of the model can be tried."""
-    first = calibration.subset(torch.arange(min(TRIAL_IMAGES, len(calibration))))
-    return torch.cat([batch.images for batch in first.batches(TRIAL_IMAGES)])

@@ -178,7 +178,7 @@ class FittedModel:
                 so few cannot keep.
             DataError: Batches that cannot be used, or other classes.
         """
-        model: AnyModel = import_module(IN_MEMORY).calibrate(self, loader, **settings)
+        model: AnyModel = import_module(IN_MEMORY).calibrate_on(self, loader, **settings)
         return model
 
     def decide(self, outputs: Outputs[FloatArray]) -> Any:

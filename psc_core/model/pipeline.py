@@ -130,6 +130,14 @@ class Scorer(nn.Module):
         own = (self.projection, self.density, head.to(self.scale.device), self.precision)
         return Scorer(self.preprocess, self.backbone, *own, self.texture, self.head_layers)
 
+    def with_densities(self, density: Density, texture: Density | None) -> Scorer:
+        """A scorer that shares everything else; ``texture`` is there if it was."""
+        device = self.scale.device
+        own = (self.projection, density.to(device), self.head, self.precision)
+        return Scorer(
+            self.preprocess, self.backbone, *own, None if texture is None else texture.to(device), self.head_layers
+        )
+
     def standardise(self, images: Images) -> Inputs:
         """The network's input, as :meth:`Preprocess.standardise` with scale and shift on the device already."""
         return standardise(images, self.scale, self.shift)

@@ -45,6 +45,19 @@ class Facts:
         first, last = history[-1]["days"]
         return f"{history[-1]['calibrated_on']} labelled images of a service's audit slice, {first} to {last}"
 
+    @property
+    def extension(self) -> str:
+        """How the last recalibration extended the density, a sentence; empty where it did not."""
+        found = self.manifest.provenance.get(HISTORY, [{}])[-1].get("extension")
+        if not found or not found["times"]:
+            return ""
+        rows = zip(found["kinds"], found["auroc_before"], found["auroc_after"], strict=True)
+        compared = ", ".join(f"{kind} {before:.3f} to {after:.3f}" for kind, before, after in rows)
+        return (
+            f"{found['images']} labelled images outside the slice extend the density, each as {found['times']} "
+            f"training images; AUROC on made-up images: {compared}."
+        )
+
     @cached_property
     def limits(self) -> Mapping[str, float | None]:
         """The limits of other decisions by the figure that shows them; None where nothing is beyond."""

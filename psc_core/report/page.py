@@ -31,10 +31,11 @@ _CONTROLS: Final = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x20
 
 @pass_eval_context
 def _plain(template: EvalContext, value: object) -> object:
-    """Return a text of the card without control characters, line ends and tags; the page is escaped whole."""
-    if template.autoescape or not isinstance(value, str):
+    """Return a text without control characters, and on the card without tags; the page is escaped whole."""
+    if not isinstance(value, str):
         return value
-    return value.translate(_CONTROLS).replace("<", "&lt;")
+    plain = value.translate(_CONTROLS)
+    return plain if template.autoescape else plain.replace("<", "&lt;")
 
 
 TEMPLATES: Final = Environment(

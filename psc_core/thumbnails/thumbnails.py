@@ -12,7 +12,7 @@ Shapes: B images, N kept images, P components, C channels, k nearest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy.typing as npt
@@ -83,6 +83,10 @@ class Thumbnails(nn.Module):
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that the constructor takes."""
         return {"embedding": self.embedding, **self._on_host}
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Thumbnails:
+        """Return the same images in other coordinates of the density, by a function of the embedding."""
+        return Thumbnails({**self.tensors(), "embedding": move(self.embedding)})
 
     @classmethod
     def restore(

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import httpx
 
-from tests.attacks import drain, over_grpc, over_memory
+from tests.attacks import drain, over_files, over_grpc, over_memory
 from tests.attacks.started import EXAMPLE, LIMIT_MIB, STALL_SECONDS, Seen, is_ready, longest_stall, service
 from tests.conftest import ROOT, SHIPPED_BUNDLE
 
@@ -375,6 +375,18 @@ CASES = (
     Case("gRPC: 4 million pixels one by one, 4 at once", "6 s of the only parser each", over_grpc.numbers_one_by_one),
     Case("gRPC: 16 calls of each method that send nothing", "no other call answered", over_grpc.silent_streams),
     Case("32 clients with photographs, 1,400 MiB", "the kernel killed it", over_memory.photographs),
+    Case(
+        "the same, five sixths of the memory taken before",
+        "its neighbours were killed with it",
+        over_memory.nearly_full,
+    ),
+    Case("a pipe as the cached network, a shared folder", "the start hung", over_files.cache),
+    Case(
+        "psc-score: a pipe, /dev/zero, a sparse file of 40 GB",
+        "waited for ever, or took all memory",
+        over_files.hostile_folder,
+    ),
+    Case("psc-fit: classes of mathematics, HTML and escapes", "a traceback", over_files.class_names),
     Case("SIGTERM with 16 clients, 5 times", "13 and 4 requests lost in 2 of 6", sigterm),
     Case("the example, after all of these", "", still_answers),
 )

@@ -90,3 +90,29 @@ def class_log_joint(
             own = log_normal(y[i], means[k], covariances[k])
             joint[i, k] = math.log(counts[k] / len(train)) + own - background
     return joint
+
+
+def extended_log_joint(
+    counts: list[int], means: Tensor, covariances: Tensor, pooled: bool, more: Tensor, labels: Tensor, w: Tensor
+) -> Tensor:
+    """``log π_k + log N_k`` (no background) at ``w`` after images were added one at a time.
+
+    With n images of a class, the next one moves its mean by ``(x − μ) / (n + 1)`` and adds
+    ``n / (n + 1) (x − μ)(x − μ)ᵀ`` to its scatter (Welford 1962); no matrix is whitened.
+    """
+    classes = len(counts)
+    n, means = list(counts), [mean.clone() for mean in means]
+    freedom = [sum(n) - classes] if pooled else [count - 1 for count in n]
+    scatters = [covariances[i] * freedom[i] for i in range(len(freedom))]
+    for x, k in zip(more, labels.tolist(), strict=True):
+        at, gap = 0 if pooled else k, x - means[k]
+        scatters[at] = scatters[at] + n[k] / (n[k] + 1) * torch.outer(gap, gap)
+        freedom[at] += 1
+        means[k] = means[k] + gap / (n[k] + 1)
+        n[k] += 1
+    joint = torch.empty(len(w), classes, dtype=torch.float64)
+    for i in range(len(w)):
+        for k in range(classes):
+            at = 0 if pooled else k
+            joint[i, k] = math.log(n[k] / sum(n)) + log_normal(w[i], means[k], scatters[at] / freedom[at])
+    return joint

@@ -34,6 +34,7 @@ from torch.nn import functional
 
 from psc_core.density import kind_of
 from psc_core.density.base import Density
+from psc_core.density.fit.extend import EXAMPLES
 from psc_core.density.fit.pca import fit_pca
 from psc_core.density.fit.tied_weight import ClassMoments, between, choose_tied_weight
 from psc_core.density.gaussian import ClasswiseDensity, RelativeDensity
@@ -116,6 +117,7 @@ def fit_density(
     constants = (counts / len(z)).double().log() - 0.5 * volume - 0.5 * inverse.log_det
     tensors = {"mean": projection.mean, "basis": projection.whitening @ root, "constants": constants}
     record: Record = {
+        EXAMPLES: len(z),
         "components": len(projection.variances),
         "explained_variance": projection.explained,
         "pooled_shrinkage": shrinkage,

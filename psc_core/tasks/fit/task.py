@@ -70,6 +70,9 @@ class TaskFit:
     why_no_confidence: ClassVar[str] = ""
     """The reason why no gate reads an entropy, a sentence; empty for a task that has entropies."""
 
+    why_not_extended: ClassVar[str] = ""
+    """The reason why no more images can extend a density of a fitted model; empty where they can."""
+
     def takes(self, data: ImageDataset) -> bool:
         """Return whether the images are labelled with what the task predicts."""
         raise NotImplementedError

@@ -49,6 +49,29 @@ def test_writes_a_new_version_beside_the_old_one(
     assert code == 2 and "at least 999 images" in err and not (tmp_path / "x").exists()
 
 
+def test_extends_the_density(
+    tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    digits = open_dataset(f"mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+    labels = digits.first_labels().tolist()
+    images = [Logged(dimmed(digits, i), "label", str(labels[i]), audit=i < 120) for i in range(180)]
+    write_log(tmp_path / "log", images)
+    write_log(tmp_path / "slice", images[:120])
+    words = [str(tiny_bundle), "--allow-factories", "tests.tiny:network", "--extend-density", "--risk", "0.2"]
+    out = tmp_path / "new"
+    code, text, err = run(capsys, cli.main, [*words, "--log", str(tmp_path / "log"), "--out", str(out)])
+    assert code == 0, err
+    assert "each of the 60 images outside the slice stands for" in text and "◀ chosen" in text
+    before, after = (read_bundle(folder) for folder in (tiny_bundle, out))
+    for part in ("backbone", "projection", "head"):
+        assert before.manifest.files[f"{part}.safetensors"] == after.manifest.files[f"{part}.safetensors"]
+    assert before.manifest.files["density.safetensors"] != after.manifest.files["density.safetensors"]
+    card = (out / "README.md").read_text()
+    assert card.count("60 labelled images outside the slice extend the density, each as ") == 1
+    code, _, err = run(capsys, cli.main, [*words, "--log", str(tmp_path / "slice"), "--out", str(tmp_path / "x")])
+    assert code == 2 and "outside the audit slice 0 are judged" in err and not (tmp_path / "x").exists()
+
+
 def test_a_day_is_a_day(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["bundle", "--log", "log", "--since", "yesterday"])

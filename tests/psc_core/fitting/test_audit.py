@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from psc_core.errors import DataError, UsageError
-from psc_core.fitting.audit import AuditImage, judged_of, read_audit
+from psc_core.fitting.audit import LoggedVerdict, judged_of, read_audit, read_outside
 from psc_core.log.store import open_log
 from psc_core.model.base import FittedModel
 from psc_core.model.load import load_model
@@ -62,8 +62,8 @@ def test_judged_images_count_in_the_order_of_digests() -> None:
     """Whoever judges what looks interesting leaves gaps in it."""
     monday, tuesday = date(2026, 11, 23), date(2026, 11, 24)
 
-    def image(number: int, day: date, *, judged: bool) -> AuditImage:
-        return AuditImage(day, f"{number:064x}", "", 0.1, "label" if judged else None, "1")
+    def image(number: int, day: date, *, judged: bool) -> LoggedVerdict:
+        return LoggedVerdict(day, f"{number:064x}", "", 0.1, "label" if judged else None, "1")
 
     images = [image(i, monday, judged=i < 40 or i % 3 == 0) for i in range(100)]
     new = [image(i, tuesday, judged=i < 10) for i in range(50)]  # They take nothing from the day before.
@@ -101,3 +101,22 @@ def test_numbers_of_a_regression(angle_bundle: Path, tmp_path: Path) -> None:
     audit = read_audit(write_log(tmp_path, [Logged(picture(0), "label", "-12.5")]), model)
     assert audit.of_class.values is not None and audit.of_class.values.tolist() == [-12.5]
     assert audit.of_class.target == model.task.number()
+
+
+def test_judged_images_outside_the_slice(model: FittedModel, tmp_path: Path) -> None:
+    outside = [Logged(picture(i), "label", str(i), audit=False) for i in range(5)]
+    others = [
+        Logged(picture(5), "none_of_the_classes", audit=False),
+        Logged(picture(6), audit=False),
+        Logged(picture(7), "label", "7", audit=False, stored=False),
+        Logged(picture(0), "label", "0"),  # the bytes of an image outside, once more and in the slice
+        Logged(picture(8), "label", "8"),
+        Logged(picture(1), "label", "1", audit=False),
+    ]
+    data = read_outside(write_log(tmp_path / "some", [*outside, *others]), model)
+    assert sorted(data.labels.tolist()) == [1, 2, 3, 4] == sorted(int(data.image(i).max()) for i in range(4))
+    log = write_log(tmp_path / "none", others[:5])
+    with pytest.raises(
+        UsageError, match=r"of the 2 stored images of digits in .* outside the audit slice 1 are judged"
+    ):
+        read_outside(log, model)

@@ -12,7 +12,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.errors import UsageError
 from psc_core.fitting.audit import Audit, read_audit
-from psc_core.fitting.recalibrate import HISTORY, recalibrate_on
+from psc_core.fitting.recalibrate import HISTORY, recalibrate_from_audit
 from psc_core.images.preprocess import PRESETS
 from psc_core.log.store import Log
 from psc_core.model.base import FittedModel
@@ -49,7 +49,7 @@ def audit(log: Log, model: FittedModel) -> Audit:
 
 
 def test_only_the_calibration_is_another(model: FittedModel, audit: Audit, tmp_path: Path) -> None:
-    found = recalibrate_on(model, audit, {"risk": 0.6})
+    found = recalibrate_from_audit(model, audit, {"risk": 0.6})
     new = found.model
     images = next(audit.of_class.batches(len(audit.of_class))).images
     before, after = model.predict(images), new.predict(images)
@@ -67,7 +67,7 @@ def test_only_the_calibration_is_another(model: FittedModel, audit: Audit, tmp_p
     assert manifest.version != model.version and found.warnings == ()
     again = load_model(tmp_path / "bundle", device="cpu", allow_factories=[FACTORY])
     assert torch.equal(again.predict(images).ood_p_value, after.ood_p_value)
-    twice = recalibrate_on(again, audit, {}).model.report["provenance"]
+    twice = recalibrate_from_audit(again, audit, {}).model.report["provenance"]
     assert [entry["from"] for entry in twice[HISTORY]] == [model.version, manifest.version]
     assert twice[HISTORY][0]["labels"] == twice[HISTORY][0]["worth"] == 200
     assert twice["train"] == model.report["provenance"]["train"]
@@ -77,7 +77,7 @@ def test_images_drawn_rarely_count_more(model: FittedModel, audit: Audit) -> Non
     rare = torch.arange(200) % 2 == 0
     uneven = replace(audit, weights=torch.where(rare, 20.0, 2.0).double())
     assert "200 of a class, which count as 110 drawn equally, 5 none" in uneven.summary()
-    new = recalibrate_on(model, uneven, {}).model
+    new = recalibrate_from_audit(model, uneven, {}).model
     assert len(new.calibration) == 110 == new.report["provenance"][HISTORY][-1]["worth"]
     scores = new.compute(next(audit.of_class.batches(200)).images)["ood_score"]
     assert float(new.calibration.ood_scores.median()) == pytest.approx(float(scores[rare].median()), rel=0.2)
@@ -86,15 +86,15 @@ def test_images_drawn_rarely_count_more(model: FittedModel, audit: Audit) -> Non
 def test_refuses_rates_that_the_images_cannot_keep(model: FittedModel, audit: Audit) -> None:
     few = audit.at(torch.arange(30))
     with pytest.raises(UsageError, match=r"alpha ≥ .* with n = 30 .* at least 99 images"):
-        recalibrate_on(model, few, {"alpha": 0.01})
+        recalibrate_from_audit(model, few, {"alpha": 0.01})
     with pytest.raises(UsageError, match=r"coverage ≤ .* with n = 30 .* at least 99 images"):
-        recalibrate_on(model, few, {"coverage": 0.99})
+        recalibrate_from_audit(model, few, {"coverage": 0.99})
     with pytest.raises(UsageError, match="calibration of a classification does not read max_width"):
-        recalibrate_on(model, few, {"max_width": 2.0})
+        recalibrate_from_audit(model, few, {"max_width": 2.0})
 
 
 def test_an_ambiguity_threshold_that_cannot_be_shown_stays(model: FittedModel, audit: Audit) -> None:
-    found = recalibrate_on(model, audit.at(torch.arange(50)), {"risk": 0.001})
+    found = recalibrate_from_audit(model, audit.at(torch.arange(50)), {"risk": 0.001})
     assert found.model.policy == model.policy
     assert "takes at least 2996 images" in found.warnings[0] and "the threshold stays at" in found.warnings[0]
 
@@ -112,12 +112,12 @@ def test_base_predictions_get_another_temperature_from_images_that_do_not_calibr
     pipeline = type(base.pipeline)(
         base.pipeline.scorer.with_head(sharp), base.pipeline.calibration_scores, base.pipeline.gates
     )
-    found = recalibrate_on(replace(base, pipeline=pipeline), audit, {})
+    found = recalibrate_from_audit(replace(base, pipeline=pipeline), audit, {})
     fitted = found.model.pipeline.scorer.head
     assert float(fitted.temperature) > 5 * float(sharp.temperature)
     assert fitted.record["temperature"] == pytest.approx(float(fitted.temperature))
     assert len(found.model.calibration) == 150 and "by 50 images, which do not calibrate" in found.lines[0]
-    few = recalibrate_on(base, audit.at(torch.arange(60)), {})
+    few = recalibrate_from_audit(base, audit.at(torch.arange(60)), {})
     assert len(few.model.calibration) == 60 and few.model.pipeline.scorer.head is head
 
 
@@ -127,7 +127,7 @@ def test_intervals_of_a_regression(angle_bundle: Path, data_root: Path, tmp_path
     assert data.values is not None
     images = [Logged(dimmed(data, i), "label", repr(float(data.values[i]))) for i in range(60)]
     audit = read_audit(write_log(tmp_path, images), model)
-    new = recalibrate_on(model, audit, {}).model
+    new = recalibrate_from_audit(model, audit, {}).model
     found = new.predict(next(audit.of_class.batches(60)).images)
     low, high = found.interval.double().unbind(1)
     values = audit.of_class.values

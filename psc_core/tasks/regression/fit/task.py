@@ -34,6 +34,8 @@ class RegressionFit(TaskFit):
     thresholds = ("max_width",)
     why_no_confidence = "a regression has no class probabilities, so confidence is no gate"
 
+    why_not_extended = "a regression's bundle does not keep where its bins part, which are the classes of its density"
+
     def takes(self, data: ImageDataset) -> bool:
         return data.target is not None
 

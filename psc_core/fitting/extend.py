@@ -1,0 +1,190 @@
+"""Extend the densities of a bundle by images that people judged to show a class, outside the audit slice.
+
+Images of the slice calibrate, so none of them extends anything: people may choose the others as they like.  The density
+and that of an early layer see each image as a training image (:mod:`psc_core.density.fit.extend`), or as several equal
+ones: of a new camera there are few images, of the old one perhaps a million.
+
+How many is chosen on made-up images, as a fit chooses gates (:mod:`psc_core.gates.fit.choice`): audit images that
+calibrate nothing are real, and altered ones are out of distribution.  Of :data:`TIMES`, of which 0 leaves the densities
+as they are, the one with the least regret is chosen, among those that lose at most :data:`LARGEST_LOSS` of AUROC on
+every kind.  Extended densities give other readings, so the p-values of their gates come from the same real images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from psc_core.compute.passes import Compute, track_images
+from psc_core.data.dataset import ImageDataset
+from psc_core.density.fit.extend import EXAMPLES, extend_density
+from psc_core.errors import UsageError
+from psc_core.gates.combined import KIND, Gates, readings_of
+from psc_core.gates.fit.choice import Auroc, regret
+from psc_core.gates.fit.combined import fit_gates
+from psc_core.gates.fit.made_up import MIXED, REAL, made_up_batches
+from psc_core.metrics.ranking import auroc
+from psc_core.model.base import FittedModel
+from psc_core.model.pipeline import Pipeline, Scorer
+from psc_core.tables import aligned
+from psc_core.tasks.fit.task import task_fit
+
+TIMES: Final = (0, 1, 10, 100)
+"""The numbers of training images that an image may stand for."""
+
+LARGEST_LOSS: Final = 0.02
+"""AUROC that an extended density may lose on a kind of made-up images."""
+
+
+@dataclass(frozen=True)
+class Extension:
+    """The chosen densities, and the comparison that chose them."""
+
+    pipeline: Pipeline  # to be calibrated again
+    images: int  # that were to extend the densities
+    times: int  # one of :data:`TIMES`
+    aurocs: Mapping[int, Auroc]  # by times, each with the same kinds of made-up images
+
+    def table(self) -> str:
+        """Return a line for each number of times, with the AUROC of each kind."""
+        rows = [["times", *self.aurocs[0]]]
+        for times, of_kind in self.aurocs.items():
+            numbers = (f"{value:.4f}" for value in of_kind.values())
+            rows.append([str(times), *numbers, "◀ chosen" * (times == self.times)])
+        head = f"AUROC on made-up images; each of the {self.images} images outside the slice stands for so many others:"
+        return "\n".join([head, *aligned(rows)])
+
+    def warning(self) -> str:
+        """Return why the densities stay as they are, or ""."""
+        if self.times:
+            return ""
+        return (
+            f"the density stays as it is: with these {self.images} images it is no better on made-up images, or loses "
+            f"more than {LARGEST_LOSS:g} of AUROC on a kind of them; check their labels, or give more"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a bundle records of it, JSON types."""
+        before, after = self.aurocs[0], self.aurocs[self.times]
+        return {
+            "images": self.images,
+            "times": self.times,
+            "kinds": list(before),
+            "auroc_before": [*before.values()],
+            "auroc_after": [*after.values()],
+        }
+
+
+class _Read(NamedTuple):
+    """What the densities read of n images, on the CPU."""
+
+    density_input: Float[Tensor, "n dim"]
+    early: Float[Tensor, "n channels"] | None
+    labels: Int[Tensor, " n"]
+
+
+def seen_examples(model: FittedModel) -> int:
+    """Return the number of labelled examples that the densities of a model were fitted to.
+
+    Raises:
+        UsageError: They cannot be extended.
+    """
+    instead = "fit the bundle again with these images among the training images, or leave out --extend-density"
+    if why_not := task_fit(model.task.name).why_not_extended:
+        raise UsageError(f"{why_not}; {instead}")
+    in_manifest = model.report.get("provenance", {}).get("train", {}).get("rows")  # Where the density does not say.
+    found = model.pipeline.scorer.density.record.get(EXAMPLES, in_manifest)
+    if not isinstance(found, int):
+        raise UsageError(f"the bundle of {model.name} does not say how many examples its density has seen; {instead}")
+    return found
+
+
+def extend(model: FittedModel, more: ImageDataset, real: ImageDataset, compute: Compute) -> Extension:
+    """Extend the densities of a model where that is better on made-up images.
+
+    Args:
+        model: Of a bundle.
+        more: At least one image, labelled with classes of the model, that calibrates nothing.
+        real: In-distribution images as they are sent now, which neither extend nor calibrate anything.
+        compute: Device and batch size.
+
+    Raises:
+        UsageError: The densities cannot be extended.
+        DataError: An image cannot be read.
+        FitError: Features that are not finite, or readings that gates cannot be fitted to.
+    """
+    examples = seen_examples(model)
+    read = _read(model.pipeline.scorer, more, compute)
+    pipelines = {times: extended(model.pipeline, read, examples, times) if times else model.pipeline for times in TIMES}
+    kinds = model.report.get("metrics", {}).get("gates", {}).get("kinds", ())
+    scorers = {times: pipeline.scorer for times, pipeline in pipelines.items()}
+    names = model.gates or (KIND,)
+    readings = _made_up_readings(scorers, names, real, compute, mixed=MIXED in kinds)
+    gates: dict[int, Gates | None] = {0: model.pipeline.gates}
+    for times in TIMES[1:]:
+        inside = readings[times][REAL]
+        gates[times] = fit_gates(names, inside, inside) if model.gates else None
+    aurocs = {times: _aurocs(gates[times], readings[times]) for times in TIMES}
+    chosen = _choose(aurocs)
+    return Extension(pipelines[chosen].with_scorer(scorers[chosen], gates=gates[chosen]), len(more), chosen, aurocs)
+
+
+def extended(pipeline: Pipeline, read: _Read, examples: int, times: int) -> Pipeline:
+    """Return a pipeline whose densities have seen more images, each as often as ``times``."""
+    scorer, texture = pipeline.scorer, None
+    found = extend_density(scorer.density, read.density_input, read.labels, examples=examples, times=times)
+    if scorer.texture is not None and read.early is not None:
+        texture = extend_density(scorer.texture, read.early, read.labels, examples=examples, times=times).density
+    thumbnails = None if pipeline.thumbnails is None else pipeline.thumbnails.moved(found.moved)
+    scorer = scorer.with_densities(found.density, texture)
+    return Pipeline(scorer, pipeline.calibration_scores, pipeline.gates, pipeline.map, thumbnails)
+
+
+def _choose(aurocs: Mapping[int, Auroc]) -> int:
+    """Return the times of least regret, of equals the smallest, that lose little on every kind."""
+    before = aurocs[0]
+    allowed = [
+        times for times in aurocs if all(value >= before[kind] - LARGEST_LOSS for kind, value in aurocs[times].items())
+    ]
+    named = {str(times): of_kind for times, of_kind in aurocs.items()}
+    return min(allowed, key=lambda times: (regret(named, str(times)), times))
+
+
+def _aurocs(gates: Gates | None, readings: Mapping[str, Float[Tensor, "n gates"]]) -> dict[str, float]:
+    if gates is None:
+        scores = {kind: values[:, 0] for kind, values in readings.items()}
+    else:
+        device = gates.ascending.device
+        scores = {kind: gates.score(values.to(device)).cpu() for kind, values in readings.items()}
+    return {kind: auroc(scores[REAL], of_kind) for kind, of_kind in scores.items() if kind != REAL}
+
+
+@torch.inference_mode()
+def _read(scorer: Scorer, data: ImageDataset, compute: Compute) -> _Read:
+    inputs, early, labels = [], [], []
+    for batch in track_images(data, compute, "images more"):
+        embedding = scorer.embed(batch.images.to(compute.device))
+        inputs.append(embedding.density_input.cpu())
+        early += [] if embedding.early is None else [embedding.early.cpu()]
+        labels.append(batch.first_labels())
+    return _Read(torch.cat(inputs), torch.cat(early) if early else None, torch.cat(labels))
+
+
+@torch.inference_mode()
+def _made_up_readings(
+    scorers: Mapping[int, Scorer], names: tuple[str, ...], real: ImageDataset, compute: Compute, *, mixed: bool
+) -> dict[int, dict[str, Float[Tensor, "n gates"]]]:
+    """Return the readings of real images and of each kind made from them, of scorers that share all but densities."""
+    parts: dict[int, dict[str, list[Tensor]]] = {times: {} for times in scorers}
+    for made in made_up_batches(real, compute, "made-up images", mixed=mixed, seed=0):
+        for kind, images in made.items():
+            embedding = scorers[0].embed(images)
+            for times, scorer in scorers.items():
+                found = readings_of(names, scorer.score(embedding).scores).cpu()
+                parts[times].setdefault(kind, []).append(found)
+    return {times: {kind: torch.cat(each) for kind, each in of_kind.items()} for times, of_kind in parts.items()}
