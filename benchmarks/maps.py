@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -444,7 +445,7 @@ def main(argv: list[str] | None = None) -> Json:
             run.part(
                 f"{subject.name}-s{seed}",
                 {**settings, "anomalib": bool(peer)},
-                lambda subject=subject, seed=seed, peer=peer: measure(run, subject, seed, peer),
+                partial(measure, run, subject, seed, peer),
             )
     run.part("cost", {"rounds": ROUNDS}, measure_cost)
     return run.write(run.finished(), fragment)

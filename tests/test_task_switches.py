@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args
 
 import pytest
 
@@ -130,6 +132,16 @@ def test_switches_on_the_task_are_few_and_named() -> None:
     )
     assert found == SWITCHES
     assert found.total() <= LIMIT
+
+
+def test_the_page_tells_tasks_apart_in_one_file() -> None:
+    types = [task_type(name) for name in TASKS]
+    decisions = [get_args(task.answer.model_fields["decision"].annotation) for task in types]
+    words = Counter(word for task in types for word in task.policy.model_fields) + Counter(chain(*decisions))
+    own = {"model.target", *OWN_SCORES, *(word for word, count in words.items() if count == 1)}
+    files = {file.name: file.read_text() for file in (ROOT / "app" / "http" / "page").glob("*.js")}
+    found = {name: {word for word in own if re.search(rf"\b{word}\b", text)} for name, text in files.items()}
+    assert {name for name, switches in found.items() if switches} == {"tasks.js"}
 
 
 @pytest.mark.parametrize(

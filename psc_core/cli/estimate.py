@@ -37,7 +37,7 @@ SECONDS: Final = 60.0
 PASSES: Final = 8
 """Passes over the training images that a small fit is taken to cost, its fixed costs included."""
 
-IMAGES: Final = (256, 4096)
+FIT_IMAGES: Final = (256, 4096)
 """Smallest and largest number of training images of the larger fit."""
 
 
@@ -124,7 +124,7 @@ def rate(net: nn.Module, train: ImageDataset, compute: Compute, seed: int, max_b
 def images_to_try(images_per_second: float, train: ImageDataset) -> int:
     """Training images of the larger fit, such that both together take about :data:`SECONDS`."""
     affordable = round(SECONDS * images_per_second / PASSES)
-    wanted = min(max(affordable, IMAGES[0], 12 * len(train.classes)), max(IMAGES[1], 12 * len(train.classes)))
+    wanted = min(max(affordable, FIT_IMAGES[0], 12 * len(train.classes)), max(FIT_IMAGES[1], 12 * len(train.classes)))
     return min(wanted, len(train))
 
 

@@ -31,7 +31,7 @@ from psc_core.model.base import FittedModel
 
 _COLUMNS: Final = [SHA256, IMAGE_PATH, "label", "decision", "audit", "audit_probability"]
 
-EXAMPLES: Final = 8
+EXAMPLE_IMAGES: Final = 8
 """Images of each flip to look at."""
 
 
@@ -121,7 +121,7 @@ class Replay:
                 if before == after or not found:
                     continue
                 found.sort(key=lambda row: row.ood_score, reverse=after == accepted)
-                yield before, after, list({row.position: row for row in found}.values())[:EXAMPLES]
+                yield before, after, list({row.position: row for row in found}.values())[:EXAMPLE_IMAGES]
 
     def to_json(self) -> dict[str, Any]:
         """Return tables and fractions, each with the images that it is of; JSON types."""

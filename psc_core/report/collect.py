@@ -1,6 +1,7 @@
 """Collect the contents of a report, from passes of images through the path that serves.
 
-At most :data:`IMAGES` of a set are looked at after a fit, drawn at random, so that a report costs little beside it.
+At most :data:`REPORTED_IMAGES` of a set are looked at after a fit, drawn at random, so that a report
+costs little beside it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from psc_core.projection.fit.report import ProjectionReport
 from psc_core.report.content import Content, Role, ScoredSet
 from psc_core.tasks import module_of
 
-IMAGES: Final = 2000
+REPORTED_IMAGES: Final = 2000
 """Maximum number of images of a set, for a report of a fit."""
 
 
@@ -40,7 +41,7 @@ def collect_fit(
     """
     name, seed = model.task.name, data.seed
     evaluation, sets = (module_of(name, f"psc_core.{floor}") for floor in ("evaluation.{}", "report.{}.sets"))
-    trained, validation = (balanced(images, IMAGES, seed) for images in (data.train, data.calibration))
+    trained, validation = (balanced(images, REPORTED_IMAGES, seed) for images in (data.train, data.calibration))
     own = evaluation.own_network(net, validation, compute)
     beside_own = evaluation.score_images(model, validation, own, batch_images=compute.batch_images)
     of_training = evaluation.score_images(model, trained, batch_images=compute.batch_images)

@@ -89,7 +89,7 @@ def collapse(report: CollapseReport, chosen: Sequence[str]) -> Figure:
 def sizes(nc1: Tensor, nc4: Tensor, chosen: tuple[int, int]) -> Figure:
     """Draw NC1 and NC4 of every size of the projection, the chosen one marked; lines where one of the two is fixed."""
     if 1 in nc1.shape:
-        return _sizes_of_one(nc1.flatten(), nc4.flatten(), max(chosen))
+        return _sizes_curve(nc1.flatten(), nc4.flatten(), max(chosen))
     figure, axes = axes_of(7.5, 3.2, 2)
     for axis, values, title in zip(axes, (nc1, nc4), ("NC1 (higher is better)", "NC4 (higher is better)"), strict=True):
         extent = (0.5, values.shape[1] + 0.5, 0.5, values.shape[0] + 0.5)
@@ -102,7 +102,7 @@ def sizes(nc1: Tensor, nc4: Tensor, chosen: tuple[int, int]) -> Figure:
     return figure
 
 
-def _sizes_of_one(nc1: Tensor, nc4: Tensor, chosen: int) -> Figure:
+def _sizes_curve(nc1: Tensor, nc4: Tensor, chosen: int) -> Figure:
     figure, axis = axes_of(7.5, 3.2)
     components = range(1, len(nc1) + 1)
     axis.plot(components, nc1.numpy(), color=UNKNOWN, label="NC1 (higher is better)")
@@ -113,9 +113,9 @@ def _sizes_of_one(nc1: Tensor, nc4: Tensor, chosen: int) -> Figure:
     return figure
 
 
-def scores(sets: Sequence[ScoredSet], which: str, title: str, limit: float | None) -> Figure | None:
+def scores(sets: Sequence[ScoredSet], score: str, title: str, limit: float | None) -> Figure | None:
     """Draw a histogram for each set of images over one axis, groups of a set apart, and the limit of the decision."""
-    rows = [(name, values, images.role) for images in sets for name, values in _groups(images, which)]
+    rows = [(name, values, images.role) for images in sets for name, values in _groups(images, score)]
     if not rows:
         return None
     known = torch.cat([values for _, values, role in rows if role.is_known] or [rows[0][1]])
@@ -142,8 +142,8 @@ def scores(sets: Sequence[ScoredSet], which: str, title: str, limit: float | Non
     return figure
 
 
-def _groups(images: ScoredSet, which: str) -> list[tuple[str, Tensor]]:
-    values: Tensor = getattr(images, which)
+def _groups(images: ScoredSet, score: str) -> list[tuple[str, Tensor]]:
+    values: Tensor = getattr(images, score)
     parts = {name: values[positions] for name, positions in sorted(images.groups.items()) if len(positions)}
     return [(f"{images.name}: {name}", part) for name, part in parts.items()] or [(images.name, values)]
 
