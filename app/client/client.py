@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self, TypedDict, TypeVar, Unpack, cast
+from typing import Any, Final, Self, TypedDict, TypeVar, Unpack, cast, get_type_hints
 from urllib.parse import quote
 
 import httpx
@@ -136,6 +136,14 @@ class _Call:
     def build(self, client: httpx.Client | httpx.AsyncClient) -> httpx.Request:
         files = list(self.files) or None
         return client.build_request(self.method, self.path, params=dict(self.params), files=files)
+
+
+def _known(options: Options, kind: type[Options]) -> dict[str, Any]:
+    """The options as keywords, none of which is misspelled."""
+    names = get_type_hints(kind)
+    if unknown := sorted(options.keys() - names.keys()):
+        raise TypeError(f"unexpected options {', '.join(unknown)}; expected some of {', '.join(names)}")
+    return {**options}
 
 
 def _predict_call(
@@ -304,8 +312,9 @@ class Client(_Base):
 
         Raises:
             ClientError: See its subclasses.
+            TypeError: An option that there is none of.
         """
-        return _expect(PredictResponse, self.ask(images, **options))
+        return _expect(PredictResponse, self.ask(images, **_known(options, ClassOptions)))
 
     def predict_values(self, images: Sequence[ImageInput], **options: Unpack[ValueOptions]) -> ValueResponse:
         """Predict the number of each image by a regression, in one request.
@@ -317,7 +326,7 @@ class Client(_Base):
         Raises:
             ClientError: See its subclasses.
         """
-        return _expect(ValueResponse, self.ask(images, **options))
+        return _expect(ValueResponse, self.ask(images, **_known(options, ValueOptions)))
 
     def ask(self, images: Sequence[ImageInput], **options: Any) -> Response:
         """Ask a model of any task about images, in one request.
@@ -378,11 +387,11 @@ class AsyncClient(_Base):
 
     async def predict(self, images: Sequence[ImageInput], **options: Unpack[ClassOptions]) -> PredictResponse:
         """Predict as :meth:`Client.predict` does."""
-        return _expect(PredictResponse, await self.ask(images, **options))
+        return _expect(PredictResponse, await self.ask(images, **_known(options, ClassOptions)))
 
     async def predict_values(self, images: Sequence[ImageInput], **options: Unpack[ValueOptions]) -> ValueResponse:
         """Predict as :meth:`Client.predict_values` does."""
-        return _expect(ValueResponse, await self.ask(images, **options))
+        return _expect(ValueResponse, await self.ask(images, **_known(options, ValueOptions)))
 
     async def ask(self, images: Sequence[ImageInput], **options: Any) -> Response:
         """Ask as :meth:`Client.ask` does; files are read on a thread."""
