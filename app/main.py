@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from functools import partial
 
 from fastapi import FastAPI
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
@@ -30,7 +29,7 @@ from app.service import Service
 from app.settings import Settings
 from psc_core.log.store import open_to_write
 from psc_core.model.base import FittedModel
-from psc_core.model.load import load_model
+from psc_core.model.load import build_model
 from psc_core.version import __version__
 
 
@@ -107,9 +106,14 @@ def check(settings: Settings) -> None:
 def _loader(settings: Settings) -> Callable[[str], FittedModel]:
     """Return a function that reads the bundle of a name."""
     bundles = dict(settings.named_bundles)
-    check = partial(check_affordable, max_batch=settings.max_batch_size, seconds=settings.warmup_seconds)
-    device, allowed = settings.device, settings.allow_factories
-    return lambda name: load_model(bundles[name], device=device, allow_factories=allowed, check=check)
+
+    def load(name: str) -> FittedModel:
+        model = build_model(bundles[name], device=settings.device, allow_factories=settings.allow_factories)
+        # Before its first image: a bundle may ask for minutes, or for all memory.
+        check_affordable(model, max_batch=settings.max_batch_size, seconds=settings.warmup_seconds)
+        return model.tried()
+
+    return load
 
 
 def _serving_grpc(app: FastAPI, service: Service) -> AbstractAsyncContextManager[None]:

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 MAX_HEAD_BYTES: Final = 1 << 16
 """Longest request line with headers, and longest run of a body's bytes that are not its content."""
 
-GRACE_SECONDS: Final = 1.0
+FIRST_REQUEST_SECONDS: Final = 1.0
 """Time for the first request of a connection that was accepted just before the server ended."""
 
 
@@ -89,7 +89,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def shutdown(self) -> None:
         # uvicorn would close this connection at once, though its first request may be on the way.
         if self.cycle is None:
-            self.loop.call_later(GRACE_SECONDS, self._shutdown)
+            self.loop.call_later(FIRST_REQUEST_SECONDS, self._shutdown)
         else:
             self._shutdown()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from anomalib.models.image.padim.torch_model import PadimModel
@@ -32,14 +33,14 @@ class Given(nn.Module):
         return self.features
 
 
-def model_of(kind: type[nn.Module], train: Features, **more: object) -> nn.Module:
-    model = kind(backbone="resnet18", layers=["layer1", "layer2", "layer3"], pre_trained=False, **more)
+def model_of(kind: type[nn.Module], train: Features, **more: object) -> Any:
+    model: Any = kind(backbone="resnet18", layers=["layer1", "layer2", "layer3"], pre_trained=False, **more)
     model.layers, model.feature_extractor = list(train), Given()
     return model
 
 
-def run(model: nn.Module, features: Features, size: tuple[int, int]) -> list[Tensor]:
-    """What the model gives for each batch: nothing of use while it trains, then maps."""
+def run(model: Any, features: Features, size: tuple[int, int]) -> list[Tensor]:
+    """Return the output of the model for each batch: nothing of use while it trains, then maps."""
     found = []
     for start in range(0, len(next(iter(features.values()))), BATCH):
         model.feature_extractor.features = {name: each[start : start + BATCH] for name, each in features.items()}

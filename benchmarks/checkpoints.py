@@ -112,7 +112,7 @@ class Trained:
 
     @property
     def preprocess(self) -> Preprocess:
-        """How images reach the network."""
+        """The preprocessing of images for the network."""
         return self.train.preprocess
 
 

@@ -1,4 +1,4 @@
-"""What reading a large prediction log takes: seconds and memory of ``psc-log`` and of the page's list, by rows.
+"""The cost of reading a large prediction log: seconds and memory of ``psc-log`` and of the page's list, by rows.
 
     python -m benchmarks.log_size --rows 1000000
 

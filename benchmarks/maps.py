@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,6 +39,7 @@ from benchmarks.data import keep_classes
 from benchmarks.networks import resnet18
 from benchmarks.runs import BUNDLE, ROOT, Json, Run, markdown_table, parser, plus_minus, provenance, start
 from psc_core.bundle.io import read_bundle
+from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset, drawn
 from psc_core.data.spec import open_dataset
 from psc_core.fitting.early_layers import early_layers
@@ -51,7 +53,6 @@ from psc_core.maps.layer_map import LayerMap
 from psc_core.maps.picture import map_document
 from psc_core.metrics.ranking import auroc
 from psc_core.network.backbone import Backbone, example_input, truncate
-from psc_core.settings import FitSettings
 
 TRAIN, SELECTION, TEST = 250, 60, 60
 """Images that maps are fitted to, that choose psc's layer, and of each kind that tests."""
@@ -226,7 +227,7 @@ def psc_maps(network: Network, train: Features, selection: ImageDataset, seed: i
         sums[layer] = PositionMoments(features.shape[1], network.grids[layer])
         for part in torch.split(features, BATCH):
             sums[layer].add(part.flatten(2))
-    chosen = choose_map(network.canonical, sums, selection, FitSettings(seed=seed, device="cpu"))
+    chosen = choose_map(network.canonical, sums, selection, Compute(torch.device("cpu")), seed)
     assert chosen is not None
 
     def of(layer: str) -> Maps:
@@ -444,7 +445,7 @@ def main(argv: list[str] | None = None) -> Json:
             run.part(
                 f"{subject.name}-s{seed}",
                 {**settings, "anomalib": bool(peer)},
-                lambda subject=subject, seed=seed, peer=peer: measure(run, subject, seed, peer),
+                partial(measure, run, subject, seed, peer),
             )
     run.part("cost", {"rounds": ROUNDS}, measure_cost)
     return run.write(run.finished(), fragment)

@@ -163,7 +163,7 @@ def cut(net: nn.Module, block: int) -> tuple[nn.Sequential, nn.Sequential]:
 
 @torch.no_grad()
 def outputs(net: nn.Module, images: ImageDataset, *, flip: bool = False) -> Tensor:
-    """What ``net`` makes of all images, on its device."""
+    """Return the outputs of ``net`` for all images, on its device."""
     device = next(net.parameters()).device
     found = []
     for batch in images.batches(BATCH_IMAGES):
@@ -181,10 +181,10 @@ def fit_output(early: nn.Sequential, late: nn.Sequential, images: ImageDataset) 
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss = F.cross_entropy(output(features), labels) + WEIGHT_DECAY / 2 * output.weight.square().sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss
 
-    optimizer.step(closure)  # type: ignore[no-untyped-call]
+    optimizer.step(closure)
 
 
 def tune(early: nn.Sequential, late: nn.Sequential, images: ImageDataset, epochs: int) -> None:
@@ -207,6 +207,6 @@ def tune(early: nn.Sequential, late: nn.Sequential, images: ImageDataset, epochs
             inputs = seen[flipped, chosen].float().contiguous(memory_format=torch.channels_last)
             loss = F.cross_entropy(late(inputs), labels[chosen])
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             schedule.step()

@@ -1,4 +1,4 @@
-"""How good the probabilities of PSC are beside those of its network, alone and divided by a temperature.
+"""The quality of the probabilities of PSC beside those of its network, alone and divided by a temperature.
 
 All are selected on the same validation images.  How well accuracy there happens to agree with that on the test images
 moves every ECE, alike for all seeds, so no number of seeds averages it out: :func:`divide` divides both anew at random.
@@ -19,6 +19,7 @@ from psc_core.compute.passes import track_images
 from psc_core.data.dataset import ImageDataset
 from psc_core.metrics import classification
 from psc_core.model.classifier import PSC
+from psc_core.numerics.matrix import as_matrix
 from psc_core.tasks.classification.fit.head import fit_head
 from psc_core.tasks.classification.fit.own import better_of, fit_own
 from psc_core.tasks.classification.fit.temperature import fit_temperature
@@ -40,13 +41,13 @@ class Examples:
     images: Tensor  # ``int64 (n,)``, which image of the data set each one shows
 
     def take(self, indices: Tensor | slice) -> Examples:
-        """Those at ``indices``."""
+        """Return the examples at ``indices``."""
         return Examples(self.head_input[indices], self.labels[indices], self.logits[indices], self.images[indices])
 
 
 @torch.inference_mode()
 def examples_of(run: Run, trained: Trained, psc: PSC, data: ImageDataset, *, logits: bool = True) -> Examples:
-    """What the classifiers read of a data set."""
+    """Return the features and logits of a data set, which the classifiers read."""
     read, labels = [], []
     for batch in track_images(data, fitting.compute_of(run), f"features of {data.name}"):
         read.append(batch.per_example(psc.pipeline.scorer.embed(batch.images.to(run.device)).head_input).cpu())
@@ -57,7 +58,7 @@ def examples_of(run: Run, trained: Trained, psc: PSC, data: ImageDataset, *, log
 
 
 def divide(run: Run, val: Examples, test: Examples, number: int) -> tuple[Examples, Examples]:
-    """Both shuffled together and split into parts of the same sizes."""
+    """Shuffle both together and split them into parts of the same sizes."""
     names = [field.name for field in fields(Examples)]
     both = Examples(*(torch.cat([getattr(part, name) for part in (val, test)]) for name in names))
     order = torch.randperm(len(both.labels), generator=torch.Generator().manual_seed(DIVISIONS * run.seed + number))
@@ -83,16 +84,19 @@ def qualities(run: Run, train: Examples, val: Examples, test: Examples) -> Json:
 
 @torch.inference_mode()
 def probabilities(run: Run, head: Head, test: Examples) -> Tensor:
-    """What a head says of the test images, ``float64 (n, K)``."""
+    """Return the probabilities of a head for the test images, ``float64 (n, K)``."""
     output: HeadOutput = head((test.logits if head.kind == "own" else test.head_input).to(run.device))
     return output.probabilities.double().cpu()
 
 
 def head_of(run: Run, train: Examples, val: Examples) -> Head:
     """The head fitted on ``train`` and selected on ``val``."""
-    read = (Features(part.head_input, part.labels, part.images, part.head_input.shape[1:]) for part in (train, val))
+    read, selection = (
+        Features(as_matrix(part.head_input), part.labels, part.images, part.head_input.shape[1:])
+        for part in (train, val)
+    )
     classes = tuple(map(str, range(val.logits.shape[1])))
-    return fit_head(HeadJob("laplace", *read, classes, seed=run.seed, device=run.device))
+    return fit_head(HeadJob("laplace", read, selection, classes, seed=run.seed, device=run.device))
 
 
 def ece_when_calibrated(probabilities: Tensor, seed: int, draws: int = 100) -> float:

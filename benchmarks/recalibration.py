@@ -122,7 +122,7 @@ def photographs(run: Run) -> Json:
 
 
 def compare(run: Run, model: PSC, sets: Mapping[str, tuple[ImageDataset, Callable[[Tensor], Tensor] | None]]) -> Json:
-    """What each way to calibrate keeps, on each set."""
+    """Return the rates that each way to calibrate keeps, on each set."""
     settings = settings_of(model, {})
     rows: Json = {}
     for name, (images, shift) in sets.items():
@@ -160,7 +160,7 @@ def scored(model: PSC, images: ImageDataset, shift: Callable[[Images], Images] |
 
 
 def kept_once(run: Run, name: str, compute: Callable[[], Tensor]) -> Tensor:
-    """What is computed once for a run's images, and kept beside its networks."""
+    """Return the outputs that are computed once for a run's images, and kept beside its networks."""
     number = run.test_images or IMAGES[run.scale]
     file = (
         run.checkpoints / f"{NAME}-{''.join(c if c.isalnum() else '-' for c in name)}-{number}-s{run.seed}.safetensors"
@@ -184,7 +184,7 @@ def accepted(model: PSC, outputs: Outputs[Tensor]) -> Tensor:
 
 
 def calibrated(labelled: Seen, settings: FitSettings, before: BasePolicy) -> tuple[BaseCalibration, BasePolicy]:
-    """What the labels of some images make of calibration and policy; what they cannot show stays as before."""
+    """Return calibration and policy by the labels of some images; what these cannot show stays as before."""
     outputs = labelled.outputs
     scores = Scored({name: outputs[name] for name in outputs.scores}, outputs.probabilities)
     fit = task_fit("classification")

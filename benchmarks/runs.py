@@ -1,4 +1,4 @@
-"""What the benchmarks share: their command line, resumable parts, results and provenance.
+"""The frame of all benchmarks: their command line, resumable parts, results and provenance.
 
 A run of a script with a scale writes ``NAME-SCALE.json`` (result, environment, command) and its figures into ``--out``.
 Its parts (one network, one seed, …) are kept in ``--out``/parts as they finish, so an interrupted run continues and a

@@ -173,7 +173,7 @@ def train(
                 logits = step_model(inputs)
             loss = F.cross_entropy(logits.float(), data.labels[chosen].to(device))
             optimizer.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             total += loss.detach()
         print(

@@ -20,9 +20,6 @@ EPSILON: Final = 0.2
 _LAST: Final = {"last": True}
 """Marks what only the last stage reads: changing it after an error does not start again."""
 
-_HERE: Final = {"here": True}
-"""Marks what is of this run and machine alone: no bundle records it."""
-
 PREDICTIONS: Final = ("auto", "psc", "base")
 """The predictions that a model can give: the better, the head's, or the network's own."""
 
@@ -67,26 +64,29 @@ class FitSettings:
     max_images: int | None = None  # training images that are used, balanced over classes; None for all
     max_memory: int = Compute.max_memory  # bytes
     seed: int = 0
-    device: str | torch.device = field(default="auto", metadata=_HERE)  # auto, cpu, cuda or cuda:N
-    reducer: Reducer = field(default_factory=Reducer, metadata=_HERE)  # this process among those that fit
+    device: str | torch.device = "auto"  # auto, cpu, cuda or cuda:N; of this machine, so that no bundle records it
 
     def of_task(self, task: str, heads: Collection[str]) -> FitSettings:
         """Return the settings of one task, with its first head where none is named."""
         return replace(self, task=task, head=self.head or next(iter(heads)))
 
-    def compute(self) -> Compute:
-        """Return device, precision, batch size, processes and memory.
+    def compute(self, reducer: Reducer | None = None) -> Compute:
+        """Return device, precision, batch size, processes and memory; all stages of a fit take the same.
+
+        Args:
+            reducer: This process among those that fit; None for the only one.
 
         Raises:
             UsageError: An unknown precision, or a device that is not there.
         """
         if self.precision not in PRECISIONS:
             raise UsageError(f"expected a precision of {', '.join(PRECISIONS)}, got {self.precision!r}")
-        return Compute(resolve_device(self.device), self.precision, self.batch_images, self.reducer, self.max_memory)
+        device, processes = resolve_device(self.device), reducer or Reducer()
+        return Compute(device, self.precision, self.batch_images, processes, self.max_memory)
 
     def recorded(self) -> dict[str, Any]:
         """Return the settings that a bundle records, JSON types."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if "here" not in each.metadata}
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "device"}
 
     def of_stages(self) -> dict[str, Any]:
         """Return the settings that the stages in a checkpoint read, JSON types."""

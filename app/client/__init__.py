@@ -1,6 +1,6 @@
 """A typed client of the service and its command line; imports nothing that needs torch."""
 
-from app.client.client import DEFAULT_URL, AsyncClient, Client, Retry
+from app.client.client import DEFAULT_URL, AsyncClient, ClassOptions, Client, Options, Retry, ValueOptions
 from app.client.errors import (
     BadAnswer,
     ClientError,
@@ -24,6 +24,7 @@ __all__ = [
     "DEFAULT_URL",
     "AsyncClient",
     "BadAnswer",
+    "ClassOptions",
     "Client",
     "ClientError",
     "ConnectionFailed",
@@ -31,6 +32,7 @@ __all__ = [
     "InputError",
     "ModelRef",
     "NotAllowed",
+    "Options",
     "Overloaded",
     "Policy",
     "PredictResponse",
@@ -41,6 +43,7 @@ __all__ = [
     "ServerFailed",
     "Target",
     "Unavailable",
+    "ValueOptions",
     "ValuePolicy",
     "ValuePrediction",
     "ValueResponse",

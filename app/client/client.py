@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar, cast
+from typing import Any, Final, Self, TypedDict, TypeVar, Unpack, cast, get_type_hints
 from urllib.parse import quote
 
 import httpx
@@ -55,6 +55,46 @@ AnyResponse = TypeVar("AnyResponse", bound=Response)
 
 ImageInput = str | Path | bytes
 """A path, or the bytes of an encoded image."""
+
+
+class Options(TypedDict, total=False):
+    """Options of any request; each is left out where the service's own is meant.
+
+    Attributes:
+        model: Name of the model; the service's default when ``None``.
+        explain: Ask for explanations.
+        map: Ask for maps in them, of where the images are strange.
+        monitor: False for images that are no part of the stream, a test, say: they stay out of drift and metrics.
+        alpha: False-alarm rate for ``is_ood`` in this request.
+    """
+
+    model: str | None
+    explain: bool
+    map: bool
+    monitor: bool
+    alpha: float | None
+
+
+class ClassOptions(Options, total=False):
+    """Options of a request to a classifier.
+
+    Attributes:
+        top_k: Only the ``top_k`` most probable classes.
+        ambiguity_threshold: Entropy (nats) above which an image is ambiguous, in this request.
+    """
+
+    top_k: int | None
+    ambiguity_threshold: float | None
+
+
+class ValueOptions(Options, total=False):
+    """Options of a request to a regression.
+
+    Attributes:
+        max_width: Width of an interval, in the target's unit, above which a number is uncertain, in this request.
+    """
+
+    max_width: float | None
 
 
 @dataclass(frozen=True)
@@ -98,17 +138,31 @@ class _Call:
         return client.build_request(self.method, self.path, params=dict(self.params), files=files)
 
 
-def _query(explain: bool, with_map: bool, monitor: bool, asked: Mapping[str, float | None]) -> dict[str, str]:
-    flags = {"explain": "true" if explain else None, "map": "true" if with_map else None}
-    flags["monitor"] = None if monitor else "false"
-    return {name: str(value) for name, value in {**asked, **flags}.items() if value is not None}
+def _known(options: Options, kind: type[Options]) -> dict[str, Any]:
+    """The options as keywords, none of which is misspelled."""
+    names = get_type_hints(kind)
+    if unknown := sorted(options.keys() - names.keys()):
+        raise TypeError(f"unexpected options {', '.join(unknown)}; expected some of {', '.join(names)}")
+    return {**options}
 
 
-def _predict_call(images: Sequence[ImageInput], model: str | None, query: Mapping[str, str]) -> _Call:
+def _predict_call(
+    images: Sequence[ImageInput],
+    *,
+    model: str | None = None,
+    explain: bool = False,
+    map: bool = False,
+    monitor: bool = True,
+    **thresholds: float | None,
+) -> _Call:
+    """Read the images, and build the request for them."""
     if isinstance(images, (str, bytes, Path)):
         raise InputError("expected a list of images, got one image; put it into a list")
     if not images:
         raise InputError("expected at least one image, got none")
+    flags = {"explain": "true" if explain else None, "map": "true" if map else None}
+    flags["monitor"] = None if monitor else "false"
+    query = {name: str(value) for name, value in {**thresholds, **flags}.items() if value is not None}
     path = "predict" if model is None else f"models/{quote(model, safe='')}/predict"
     return _Call("POST", path, query, [_part(image, index) for index, image in enumerate(images)])
 
@@ -249,93 +303,42 @@ class Client(_Base):
         """Close the connections."""
         self._http.close()
 
-    def predict(
-        self,
-        images: Sequence[ImageInput],
-        *,
-        model: str | None = None,
-        top_k: int | None = None,
-        alpha: float | None = None,
-        ambiguity_threshold: float | None = None,
-        explain: bool = False,
-        map: bool = False,
-        monitor: bool = True,
-    ) -> PredictResponse:
+    def predict(self, images: Sequence[ImageInput], **options: Unpack[ClassOptions]) -> PredictResponse:
         """Classify images in one request.
 
         Args:
             images: Paths or encoded bytes, at least one.
-            model: Name of the model; the service's default when ``None``.
-            top_k: Only the ``top_k`` most probable classes.
-            alpha: False-alarm rate for ``is_ood`` in this request.
-            ambiguity_threshold: Entropy (nats) above which an image is ambiguous, in this request.
-            explain: Ask for explanations.
-            map: Ask for maps in them, of where the images are strange.
-            monitor: False for images that are no part of the stream, a test, say: they stay out of drift and metrics.
+            options: See :class:`ClassOptions` and :class:`Options`.
 
         Raises:
             ClientError: See its subclasses.
+            TypeError: An option that there is none of.
         """
-        thresholds = {"alpha": alpha, "ambiguity_threshold": ambiguity_threshold}
-        return _expect(
-            PredictResponse,
-            self.ask(images, model=model, explain=explain, map=map, monitor=monitor, top_k=top_k, **thresholds),
-        )
+        return _expect(PredictResponse, self.ask(images, **_known(options, ClassOptions)))
 
-    def predict_values(
-        self,
-        images: Sequence[ImageInput],
-        *,
-        model: str | None = None,
-        alpha: float | None = None,
-        max_width: float | None = None,
-        explain: bool = False,
-        map: bool = False,
-        monitor: bool = True,
-    ) -> ValueResponse:
-        """The number of each image, from a regression.
+    def predict_values(self, images: Sequence[ImageInput], **options: Unpack[ValueOptions]) -> ValueResponse:
+        """Predict the number of each image by a regression, in one request.
 
         Args:
-            images: As of :meth:`predict`, and the others not named here.
-            model: Likewise.
-            alpha: Likewise.
-            max_width: Width of an interval, in the target's unit, above which a number is uncertain, in this request.
-            explain: Likewise.
-            map: Likewise.
-            monitor: Likewise.
+            images: As of :meth:`predict`.
+            options: See :class:`ValueOptions` and :class:`Options`.
 
         Raises:
             ClientError: See its subclasses.
         """
-        thresholds = {"alpha": alpha, "max_width": max_width}
-        return _expect(
-            ValueResponse, self.ask(images, model=model, explain=explain, map=map, monitor=monitor, **thresholds)
-        )
+        return _expect(ValueResponse, self.ask(images, **_known(options, ValueOptions)))
 
-    def ask(
-        self,
-        images: Sequence[ImageInput],
-        *,
-        model: str | None = None,
-        explain: bool = False,
-        map: bool = False,
-        monitor: bool = True,
-        **asked: float | None,
-    ) -> Response:
+    def ask(self, images: Sequence[ImageInput], **options: Any) -> Response:
         """Ask a model of any task about images, in one request.
 
         Args:
-            images: As of :meth:`predict`, and the others that are named here.
-            model: Likewise.
-            explain: Likewise.
-            map: Likewise.
-            monitor: Likewise.
-            asked: Thresholds and options of the model's task by name; None leaves one out.
+            images: As of :meth:`predict`.
+            options: See :class:`Options`; and thresholds and options of the model's task by name.
 
         Raises:
             ClientError: See its subclasses.
         """
-        return _response(_document(self._send(_predict_call(images, model, _query(explain, map, monitor, asked)))))
+        return _response(_document(self._send(_predict_call(images, **options))))
 
     def model(self, name: str | None = None) -> dict[str, Any]:
         """Summary of a served model (the default one when ``None``), as ``GET /model`` gives it."""
@@ -382,54 +385,17 @@ class AsyncClient(_Base):
         """Close the connections."""
         await self._http.aclose()
 
-    async def predict(
-        self,
-        images: Sequence[ImageInput],
-        *,
-        model: str | None = None,
-        top_k: int | None = None,
-        alpha: float | None = None,
-        ambiguity_threshold: float | None = None,
-        explain: bool = False,
-        map: bool = False,
-        monitor: bool = True,
-    ) -> PredictResponse:
+    async def predict(self, images: Sequence[ImageInput], **options: Unpack[ClassOptions]) -> PredictResponse:
         """Predict as :meth:`Client.predict` does."""
-        thresholds = {"alpha": alpha, "ambiguity_threshold": ambiguity_threshold}
-        response = await self.ask(
-            images, model=model, explain=explain, map=map, monitor=monitor, top_k=top_k, **thresholds
-        )
-        return _expect(PredictResponse, response)
+        return _expect(PredictResponse, await self.ask(images, **_known(options, ClassOptions)))
 
-    async def predict_values(
-        self,
-        images: Sequence[ImageInput],
-        *,
-        model: str | None = None,
-        alpha: float | None = None,
-        max_width: float | None = None,
-        explain: bool = False,
-        map: bool = False,
-        monitor: bool = True,
-    ) -> ValueResponse:
+    async def predict_values(self, images: Sequence[ImageInput], **options: Unpack[ValueOptions]) -> ValueResponse:
         """Predict as :meth:`Client.predict_values` does."""
-        thresholds = {"alpha": alpha, "max_width": max_width}
-        return _expect(
-            ValueResponse, await self.ask(images, model=model, explain=explain, map=map, monitor=monitor, **thresholds)
-        )
+        return _expect(ValueResponse, await self.ask(images, **_known(options, ValueOptions)))
 
-    async def ask(
-        self,
-        images: Sequence[ImageInput],
-        *,
-        model: str | None = None,
-        explain: bool = False,
-        map: bool = False,
-        monitor: bool = True,
-        **asked: float | None,
-    ) -> Response:
+    async def ask(self, images: Sequence[ImageInput], **options: Any) -> Response:
         """Ask as :meth:`Client.ask` does; files are read on a thread."""
-        call = await asyncio.to_thread(_predict_call, images, model, _query(explain, map, monitor, asked))
+        call = await asyncio.to_thread(_predict_call, images, **options)
         return _response(_document(await self._send(call)))
 
     async def model(self, name: str | None = None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Final
 
 from app.errors import TooManyRequests
 
-GRACE_SECONDS: Final = 5.0
+MESSAGE_SECONDS: Final = 5.0
 """A message that arrives within this time keeps its place; of a shorter time to arrive a third."""
 
 MAX_WAITING: Final = 256
@@ -42,7 +42,7 @@ class Places:
 
     def __init__(self, count: int, seconds: float) -> None:
         self._count = max(1, count)
-        self._grace = min(GRACE_SECONDS, seconds / 3)
+        self._grace = min(MESSAGE_SECONDS, seconds / 3)
         self._patience = 0.9 * seconds  # So that who only waited is told so, and not to send faster.
         self._held: list[_Place] = []  # The oldest first, as in the next.
         self._waiting: list[_Place] = []
@@ -58,22 +58,22 @@ class Places:
             len(self._waiting) >= MAX_WAITING
         ):
             raise TooManyRequests("too many calls wait to send their messages; try again in 1 s", retry_after=1)
-        mine = _Place(client, asyncio.timeout(self._patience))
+        place = _Place(client, asyncio.timeout(self._patience))
         try:
-            async with mine.scope:
-                self._waiting.append(mine)
+            async with place.scope:
+                self._waiting.append(place)
                 self._assign()
-                await mine.granted
+                await place.granted
                 yield
         except TimeoutError as error:
-            if not mine.scope.expired():
+            if not place.scope.expired():
                 raise
-            why = f"the message had not arrived after {self._grace:g} s, and others waited; send it at once"
-            if mine in self._waiting:
-                why = "no place for the message became free; try again in 1 s"
-            raise TooManyRequests(why, retry_after=1) from error
+            reason = f"the message had not arrived after {self._grace:g} s, and others waited; send it at once"
+            if place in self._waiting:
+                reason = "no place for the message became free; try again in 1 s"
+            raise TooManyRequests(reason, retry_after=1) from error
         finally:
-            (self._held if mine in self._held else self._waiting).remove(mine)
+            (self._held if place in self._held else self._waiting).remove(place)
             self._assign()
 
     def _assign(self) -> None:

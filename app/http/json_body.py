@@ -29,7 +29,7 @@ _PIECE: Final = 1 << 18
 
 
 class Marks:
-    """How often some characters have occurred, piece by piece.
+    """A count of some characters in the pieces of a body.
 
     Args:
         most: How often those of a key may, together.

@@ -63,6 +63,9 @@ class CalibrationDocument(Document):
 ClassNames = Annotated[list[str], Field(description="Of a regression the bins of its target.")]
 """Names of a model's classes."""
 
+TaskName = Annotated[str, Field(description="What it predicts: `classification` or `regression`.")]
+"""The task of a model."""
+
 PredictedNumber = Annotated[
     Target | None, Field(description="The number that a regression predicts; null for a classifier.")
 ]
@@ -76,6 +79,7 @@ class ModelDocument(Document):
     version: str
     layer: str
     predictions: str = Field(description="`psc` or `base`.")
+    task: TaskName
     epistemic_unit: str = Field(description="Of `epistemic`; empty for base predictions, which have none.")
     gates: list[str] = Field(description="What the OOD score is made of; empty for a model without gates.")
     device: str
@@ -92,7 +96,7 @@ class ModelDocument(Document):
     models: list[str] = Field(description="Names of all served models, the default first.")
 
 
-class LiveDocument(Document):
+class RecentDocument(Document):
     """A summary of the latest answers of one process of the service."""
 
     images: int = Field(description="Monitored images in the window, at most the setting `drift_window`.")

@@ -35,7 +35,7 @@ class BatchTimes:
     def total(self, images: int) -> float:
         """Least seconds that so many images take; 0 before the first batch."""
         full, rest = divmod(images, self._max_batch)
-        return full * self._of(self._max_batch) + (self._of(rest) if rest else 0.0)
+        return full * self._seconds(self._max_batch) + (self._seconds(rest) if rest else 0.0)
 
     @property
     def fixed(self) -> float:
@@ -46,7 +46,7 @@ class BatchTimes:
         (few, quick), (many, slow) = known[0], known[-1]
         return max(0.0, (many * quick - few * slow) / (many - few))
 
-    def _of(self, size: int) -> float:
+    def _seconds(self, size: int) -> float:
         """Time of a batch: measured at about this size, else its fraction of a larger one, else as the largest."""
         smallest = _size_class(size)
         for larger in range(smallest, len(self._means)):

@@ -41,7 +41,7 @@ import numpy as np
 
 from app.errors import ClientGone, DeadlineExceeded, InferenceFailed, NotReady, QueueFull
 from app.inference.batch_times import BatchTimes
-from app.inference.request import DeviceBatch, Images, QueuedRequest, RequestSlice, Result, State
+from app.inference.request import DeviceBatch, Images, QueuedRequest, RequestKind, RequestSlice, Result, State
 
 _MAX_RETRY_AFTER_S: Final = 60
 _WAIT_FRACTION: Final = 1 / 3
@@ -69,7 +69,7 @@ class Batcher:
     """The state machine; every method that depends on time takes ``now`` (seconds, any origin).
 
     Args:
-        max_batch_size: Maximum number of images in a batch.
+        max_batch: Maximum number of images in a batch.
         max_queue_images: Maximum number of images reserved or queued.
         max_delay_s: How long a batch may wait to fill; 0 sends it at once.
         shares_cores: Whether the step computes on the cores that decode.
@@ -80,19 +80,19 @@ class Batcher:
     """
 
     def __init__(
-        self, *, max_batch_size: int, max_queue_images: int, max_delay_s: float = 0.0, shares_cores: bool = False
+        self, *, max_batch: int, max_queue_images: int, max_delay_s: float = 0.0, shares_cores: bool = False
     ) -> None:
-        self.max_batch = max_batch_size
+        self.max_batch = max_batch
         self._max_queue = max_queue_images
         self.max_delay_s = max_delay_s
         self._shares_cores = shares_cores
-        self._quantum = max(1, max_batch_size // 8)
-        self._rings: dict[str, _Ring] = {}
+        self._quantum = max(1, max_batch // 8)
+        self._rings: dict[RequestKind, _Ring] = {}
         self._live: OrderedDict[QueuedRequest, None] = OrderedDict()
         self.finished: list[QueuedRequest] = []
         self.pending = 0
         self._closed = ""
-        self._times = BatchTimes(max_batch_size)
+        self._times = BatchTimes(max_batch)
         self._gaps = BatchTimes(1)  # Between requests that come from the decoders.
 
     @property
@@ -126,7 +126,9 @@ class Batcher:
                 retry_after=self.retry_after(),
             )
 
-    def reserve(self, count: int, *, now: float, deadline: float, kind: str = "", waiter: Any = None) -> QueuedRequest:
+    def reserve(
+        self, count: int, *, now: float, deadline: float, kind: RequestKind = RequestKind.PREDICT, waiter: Any = None
+    ) -> QueuedRequest:
         """Admit a request before its images are decoded.
 
         Raises:
@@ -190,7 +192,7 @@ class Batcher:
 
         Args:
             now: The time.
-            full: Only a batch of ``max_batch_size``, whatever the delay.
+            full: Only a batch of ``max_batch``, whatever the delay.
             patient: Wait for requests that are still RESERVED, where it pays.
         """
         for kind, ring in list(self._rings.items()):
@@ -246,7 +248,7 @@ class Batcher:
                 wait = max(wait, next(reversed(ring.requests)).queued_at + min(worth, 2 * gap) - now)
         return max(0.0, wait)
 
-    def _fill(self, kind: str, ring: _Ring, now: float) -> DeviceBatch | None:
+    def _fill(self, kind: RequestKind, ring: _Ring, now: float) -> DeviceBatch | None:
         slices: list[RequestSlice] = []
         room = self.max_batch
         while room and ring.requests:

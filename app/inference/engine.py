@@ -27,7 +27,7 @@ from app.errors import ImageRefused, NotReady, TooManyPixels
 from app.inference.batcher import Batcher
 from app.inference.decoder import Decoder, EncodedImage
 from app.inference.queue import RequestQueue
-from app.inference.request import PREDICT, DeviceBatch, Images, QueuedRequest, Result, State
+from app.inference.request import DeviceBatch, Images, QueuedRequest, RequestKind, Result, State
 from app.inference.steps import Step
 from app.inference.worker import DeviceWorker
 from psc_core.errors import DeviceError, PSCError
@@ -98,9 +98,7 @@ class Engine:
         self._worker = DeviceWorker(
             self._queue,
             step,
-            on_ready=lambda inline: self._call_on_loop(self._ready, inline),
-            on_failure=lambda error: self._call_on_loop(self._worker_failed, error),
-            on_batch=self._observe_batch,
+            self,
             name=f"psc-device-{name}",
             may_run_inline=batcher.max_delay_s == 0,
         )
@@ -137,14 +135,14 @@ class Engine:
         images: Sequence[EncodedImage] | Images,
         *,
         disconnected: Callable[[], bool] | None = None,
-        kind: str = PREDICT,
+        kind: RequestKind = RequestKind.PREDICT,
     ) -> Result:
         """The network's outputs for the images of one request.
 
         Args:
             images: At least one; encoded, or ``uint8 (n, channels, height, width)`` of the network's size.
             disconnected: Whether the client has left; asked now and then, and the work is dropped.
-            kind: What to compute, one of the kinds of :mod:`app.inference.request`.
+            kind: What to compute.
 
         Raises:
             NotReady: Warming up, draining or failed.
@@ -166,7 +164,7 @@ class Engine:
             self._memory.give(size)
 
     async def _predict(
-        self, images: Sequence[EncodedImage] | Images, disconnected: Callable[[], bool] | None, kind: str
+        self, images: Sequence[EncodedImage] | Images, disconnected: Callable[[], bool] | None, kind: RequestKind
     ) -> Result:
         done: asyncio.Future[Result] = self._loop.create_future()
         now = time.monotonic()
@@ -187,6 +185,21 @@ class Engine:
             raise
         finally:
             self._watched.pop(request, None)
+
+    # What the worker reports, on its thread
+
+    def worker_ready(self, inline: bool) -> None:
+        """See :class:`.worker.WorkerEvents`."""
+        self._call_on_loop(self._ready, inline)
+
+    def worker_failed(self, error: Exception) -> None:
+        """See there."""
+        self._call_on_loop(self._device_failed, error)
+
+    def batch_computed(self, batch: DeviceBatch, seconds: float) -> None:
+        """See there."""
+        waits = [batch.taken_at - each.request.queued_at for each in batch.slices if each.start == 0]
+        self._observer.batch(batch.size, seconds, waits)
 
     def sweep(self) -> None:
         """Fail what is past its deadline and drop what nobody waits for; call a few times a second."""
@@ -308,10 +321,6 @@ class Engine:
             # asyncio refuses calls on a closed loop, which the device thread may outlive.
             logger.debug("the event loop is closed; nobody waits for %s", action)
 
-    def _observe_batch(self, batch: DeviceBatch, seconds: float) -> None:
-        waits = [batch.taken_at - each.request.queued_at for each in batch.slices if each.start == 0]
-        self._observer.batch(batch.size, seconds, waits)
-
     def _ready(self, inline: bool) -> None:
         self._inline = inline
         # An engine that was told to drain while the thread was warming up stays so.
@@ -320,7 +329,7 @@ class Engine:
         if not self._started.done():
             self._started.set_result(None)
 
-    def _worker_failed(self, error: Exception) -> None:
+    def _device_failed(self, error: Exception) -> None:
         self.phase = Phase.FAILED
         if not self._started.done():
             reason = str(error) if isinstance(error, PSCError) else f"{type(error).__name__}, see the log"

@@ -1,10 +1,10 @@
-"""The contents of the queue: the images of one request, batches that hold parts of them, and their results."""
+"""The contents of the queue: the images of one request, batches that hold slices of them, and their results."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,14 +12,19 @@ import numpy.typing as npt
 Images = npt.NDArray[np.uint8]
 """(n, channels, height, width)."""
 
-PREDICT: Final = "predict"
-MAP: Final = "map"
-EXPLAIN: Final = "explain"
-EXPLAIN_WITH_MAP: Final = "explain with map"
-"""Kinds of requests: outputs alone, with maps, with explanations, or with both."""
 
-WITH_MAP: Final = frozenset({MAP, EXPLAIN_WITH_MAP})
-"""Kinds that only a model with a map can compute."""
+class RequestKind(enum.Enum):
+    """The kinds of requests: outputs alone, with maps, with explanations, or with both."""
+
+    PREDICT = enum.auto()
+    MAP = enum.auto()
+    EXPLAIN = enum.auto()
+    EXPLAIN_WITH_MAP = enum.auto()
+
+    @property
+    def has_map(self) -> bool:
+        """Whether only a model with a map can compute it."""
+        return self in (RequestKind.MAP, RequestKind.EXPLAIN_WITH_MAP)
 
 
 class State(enum.Enum):
@@ -57,7 +62,7 @@ class QueuedRequest:
     """The time at which the result must be there, seconds of the batcher's clock."""
     urgent_at: float
     """The time from which it keeps its turn until all of its images are taken."""
-    kind: str
+    kind: RequestKind
     """Requests of one kind may share a batch."""
     waiter: Any
     """Whoever waits for the result; never looked at here."""
@@ -70,19 +75,19 @@ class QueuedRequest:
     queued_at: float = 0.0
     """The time at which its images were there; while it is reserved, of its admission."""
     results: dict[int, Result] = field(default_factory=dict)
-    """The results of the images completed so far, by the first image of each part."""
+    """The results of the images completed so far, by the first image of each slice."""
     error: Exception | None = None
     """The reason why it failed; ``None`` after FINISHED means success."""
 
     def result(self) -> Result:
         """Return the result of all images, once they are completed."""
-        parts = [self.results[start] for start in sorted(self.results)]
-        if len(parts) == 1:
-            return parts[0]
-        names = parts[0].explanation
+        slices = [self.results[start] for start in sorted(self.results)]
+        if len(slices) == 1:
+            return slices[0]
+        names = slices[0].explanation
         return Result(
-            np.concatenate([part.packed for part in parts]),
-            {name: np.concatenate([part.explanation[name] for part in parts]) for name in names},
+            np.concatenate([each.packed for each in slices]),
+            {name: np.concatenate([each.explanation[name] for each in slices]) for name in names},
         )
 
 
@@ -97,7 +102,7 @@ class RequestSlice(NamedTuple):
 class DeviceBatch(NamedTuple):
     """Slices of requests of one kind, in the order of their outputs; ``size`` images in all."""
 
-    kind: str
+    kind: RequestKind
     slices: list[RequestSlice]
     size: int
     taken_at: float

@@ -13,12 +13,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from app.inference.queue import RequestQueue
 from app.inference.recovery import check_device, run_halves
-from app.inference.request import PREDICT, DeviceBatch, Result
+from app.inference.request import DeviceBatch, RequestKind, Result
 from app.inference.steps.base import Step, run_batch
 from psc_core.errors import DeviceError
 
@@ -35,16 +34,26 @@ class _Launched(NamedTuple):
     started: float
 
 
+class WorkerEvents(Protocol):
+    """The events that a worker reports, on the thread that computes."""
+
+    def worker_ready(self, inline: bool) -> None:
+        """Every shape is warm; with ``inline``, :meth:`DeviceWorker.run_due` computes the batches from now on."""
+
+    def worker_failed(self, error: Exception) -> None:
+        """The device is dead."""
+
+    def batch_computed(self, batch: DeviceBatch, seconds: float) -> None:
+        """A batch took ``seconds``; its results are about to go out."""
+
+
 class DeviceWorker:
     """Owns the step.
 
     Args:
         queue: Where batches come from; stopping it ends the thread.
         step: How they are computed.
-        on_ready: Called on the thread once every shape is warm, with whether :meth:`run_due` computes the batches
-            from now on, instead of the thread.
-        on_failure: Called when the device is dead.
-        on_batch: Told of each batch and the seconds its computation took.
+        events: Told when it is warm, of each batch, and of its end.
         name: Name of the thread.
         may_run_inline: Whether a quick step may run where :meth:`run_due` is called.
     """
@@ -53,18 +62,14 @@ class DeviceWorker:
         self,
         queue: RequestQueue,
         step: Step,
+        events: WorkerEvents,
         *,
-        on_ready: Callable[[bool], None],
-        on_failure: Callable[[Exception], None],
-        on_batch: Callable[[DeviceBatch, float], None],
         name: str,
         may_run_inline: bool = False,
     ) -> None:
         self._queue = queue
         self._step = step
-        self._on_ready = on_ready
-        self._on_failure = on_failure
-        self._on_batch = on_batch
+        self._events = events
         self._launched: deque[_Launched] = deque()
         self._next_slot = 0
         self._may_run_inline = may_run_inline
@@ -81,7 +86,7 @@ class DeviceWorker:
         return self._thread.is_alive()
 
     def run_due(self) -> None:
-        """Compute, on the calling thread, every batch that is due; only where ``on_ready`` said so."""
+        """Compute, on the calling thread, every batch that is due; where the worker is inline."""
         try:
             while (batch := self._queue.take(block=False)) is not None:
                 self._launch(batch)
@@ -98,7 +103,7 @@ class DeviceWorker:
         except Exception as error:
             self._end("the network failed while it was warmed up", error)
             return
-        self._on_ready(inline)
+        self._events.worker_ready(inline)
         try:
             while not inline and (not self._queue.stopped or self._launched):
                 self._advance()
@@ -133,10 +138,10 @@ class DeviceWorker:
         following = self._queue.take(block=False) if step.slots > 1 and not launched else None
         # Launched before the results go out, so that the device does not idle meanwhile.  An explanation is computed at
         # once and would hold them up.
-        if following is not None and following.kind == PREDICT:
+        if following is not None and following.kind is RequestKind.PREDICT:
             self._launch(following)
             following = None
-        self._on_batch(oldest.batch, seconds)
+        self._events.batch_computed(oldest.batch, seconds)
         self._complete(oldest.batch, Result(packed))
         if following is not None:
             self._launch(following)
@@ -145,7 +150,7 @@ class DeviceWorker:
         started = time.perf_counter()
         slot = self._next_slot
         try:
-            if batch.kind != PREDICT:
+            if batch.kind is not RequestKind.PREDICT:
                 result = run_batch(self._step, batch)
             else:
                 self._next_slot = (slot + 1) % self._step.slots
@@ -156,7 +161,7 @@ class DeviceWorker:
         except Exception as error:
             self._recover(batch, error)
             return
-        self._on_batch(batch, time.perf_counter() - started)
+        self._events.batch_computed(batch, time.perf_counter() - started)
         self._complete(batch, result)
 
     def _complete(self, batch: DeviceBatch, result: Result) -> None:
@@ -176,12 +181,12 @@ class DeviceWorker:
                 self._complete(other.batch, Result(packed))
         run_halves(self._queue, self._step, batch, error)
 
-    def _end(self, what: str, error: Exception) -> None:
-        logger.critical("%s", what, exc_info=error)
+    def _end(self, message: str, error: Exception) -> None:
+        logger.critical("%s", message, exc_info=error)
         self._launched.clear()
-        failure = DeviceError(f"{what}; this process is being replaced, try again")
+        failure = DeviceError(f"{message}; this process is being replaced, try again")
         # First, so that whoever is told of the failure finds the service not ready.
-        self._on_failure(error)
+        self._events.worker_failed(error)
         with self._queue as batcher:
-            batcher.close(what)
+            batcher.close(message)
             batcher.fail_all(failure)

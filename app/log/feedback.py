@@ -1,4 +1,4 @@
-"""What people are shown of the log, and their verdicts, checked against rows and written to the log's labels."""
+"""The images of the log that people judge, and their verdicts, checked against rows and written to its labels."""
 
 from __future__ import annotations
 

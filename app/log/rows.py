@@ -116,14 +116,13 @@ class OpenRows:
         outputs = Outputs(np.concatenate([each.packed for each in self._outputs]), first.scores, first.gates)
         decisions = type(self._decisions[0])(*map(np.concatenate, zip(*self._decisions, strict=True)))
         codes = decisions.decision
-        has_label = "label" in model.task.tensors
         cells: dict[str, Any] = {
             **self._cells,
             **{score: np.ascontiguousarray(outputs[score]) for score in outputs.scores},
             "bundle_version": [model.version] * n,
             "probabilities": _lists(outputs.probabilities) if outputs.probabilities.size else [None] * n,
             "gates": _maps(outputs),
-            "label": model.task.tensor("label", outputs, decisions, model.classes) if has_label else [None] * n,
+            "label": model.task.labels(decisions, model.classes),
             "decision": np.array(model.task.decision_names(), dtype=object)[codes],
             "sampling_probability": np.array(self.source.sampling.rows)[codes],
         }

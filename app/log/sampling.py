@@ -35,9 +35,9 @@ class Sampling:
     def of(cls, settings: Settings, task: Task) -> Sampling:
         """Return the sampling that the settings ask for of a model of this task."""
         asked, audit = settings.log_image_probabilities, settings.log_audit
-        of_abstained = asked.get("abstained", 0.0)
+        default = asked.get("abstained", 0.0)
         images = tuple(
-            max(audit, asked.get(name, of_abstained if code in task.abstentions.values() else 0.0))
+            max(audit, asked.get(name, default if code in task.abstentions.values() else 0.0))
             for code, name in enumerate(task.decision_names())
         )
         return cls(audit, tuple(max(settings.log_rows, each) for each in images), images)

@@ -217,10 +217,10 @@ class LogWriter:
         counter = self._metrics.psc_log_rows_total if kind == "rows" else self._metrics.psc_log_images_total
         counter.labels(model=source.name, result=result).inc(number)
 
-    def _warn(self, what: str, error: OSError) -> None:
+    def _warn(self, message: str, error: OSError) -> None:
         if time.monotonic() >= self._quiet_until:
             self._quiet_until = time.monotonic() + _QUIET_SECONDS
-            logger.error("the prediction log %s: %s; see psc_log_rows_total", what, error)
+            logger.error("the prediction log %s: %s; see psc_log_rows_total", message, error)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from app.inference.batcher import Batcher
 from app.inference.decoder import Decoder, EncodedImage
 from app.inference.engine import Engine
 from app.inference.fingerprints import fingerprints
-from app.inference.request import PREDICT, WITH_MAP, Images
+from app.inference.request import Images, RequestKind
 from app.inference.steps import Step, TorchThreads, make_step
 from app.log.writer import LogWriter, ModelLog
 from app.memory import MemoryBudget
@@ -99,7 +99,7 @@ class ServedModel:
         thresholds: Any,
         *,
         disconnected: Callable[[], bool],
-        kind: str = PREDICT,
+        kind: RequestKind = RequestKind.PREDICT,
         monitor: bool = True,
     ) -> Predicted:
         """Outputs and decisions for the images of one request, which are recorded.
@@ -114,7 +114,7 @@ class ServedModel:
         Raises:
             UnavailableMap: A map is asked for, and the model has none.
         """
-        if kind in WITH_MAP and self.model.pipeline.map is None:
+        if kind.has_map and self.model.pipeline.map is None:
             raise UnavailableMap(f"model {self.name!r} has no map, as bundles fitted without one; leave out map")
         result = await self.engine.predict(images, disconnected=disconnected, kind=kind)
         outputs = self.model.outputs(result.packed)
@@ -207,7 +207,7 @@ class ModelStarter:
 
     def _batcher(self, device: torch.device) -> Batcher:
         return Batcher(
-            max_batch_size=self._settings.max_batch_size,
+            max_batch=self._settings.max_batch_size,
             max_queue_images=self._settings.max_queue_images,
             max_delay_s=self._settings.max_delay_ms / 1000.0,
             shares_cores=device.type == "cpu",

@@ -74,7 +74,7 @@ _BLOCK: Final = 128
 _EPSILONS: Final = np.array(EXPONENTS)[:, None]
 _EARLIER: Final = np.tril(np.ones((_BLOCK, _BLOCK), bool), -1)
 
-FloatArray = npt.NDArray[np.floating[Any]]
+Floats = npt.NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True)
@@ -170,22 +170,22 @@ class DriftMonitor:
         """Take in the next images, at most up to the end of a run or trial; returns how many."""
         if self._is_active:
             cells = cells[: len(self._window) - self._tried]
-        is_strange = self._has_failed
-        if is_strange:
+        is_alarm = self._has_failed
+        if is_alarm:
             taken = len(cells)
         else:
             quiet = -math.log(QUIET)
             threshold = min(quiet, self._log_threshold) if self._is_active else self._log_threshold
-            taken, is_strange = self._bet(cells, threshold)
+            taken, is_alarm = self._bet(cells, threshold)
         self._remember(cells[:taken] < self._ood_cells)
         self._observed += taken
         if self._is_active:
-            self._has_failed = is_strange
+            self._has_failed = is_alarm
             self._tried += taken
             if self._tried == len(self._window):  # Which holds this trial alone.
-                self._is_active = is_strange or self.state.window_tail_probability < QUIET
+                self._is_active = is_alarm or self.state.window_tail_probability < QUIET
                 self._begin_run()
-        elif is_strange:
+        elif is_alarm:
             self._alarms += 1
             self._is_active = True
             self._begin_run()
@@ -208,13 +208,13 @@ class DriftMonitor:
         self._flagged += int(last.sum()) - int(self._window[places].sum())
         self._window[places] = last
 
-    def _online_p_values(self, cells: npt.NDArray[np.int64]) -> FloatArray:
+    def _online_p_values(self, cells: npt.NDArray[np.int64]) -> Floats:
         """max(q, p) of each image of a block."""
         among = (cells <= cells[:, None]) & _EARLIER[: len(cells), : len(cells)]
         earlier = self._counts.cumsum()[cells] + among.sum(axis=1)
         images = self.calibration_count + 1.0 + self._run_length + np.arange(len(cells))
         served = (1.0 + cells) / (self.calibration_count + 1.0)
-        q: FloatArray = np.maximum((1.0 + cells + earlier) / images, served)
+        q: Floats = np.maximum((1.0 + cells + earlier) / images, served)
         return q
 
     def _bet(self, cells: npt.NDArray[np.int64], log_threshold: float) -> tuple[int, bool]:
@@ -257,13 +257,13 @@ def window_tail(ood: int, images: int, rank: int, n: int) -> float:
     if ood <= 0:
         return 1.0
     highest = rank + ood - 1
-    of_n = np.arange(max(0, highest - images), rank)
-    log_terms = _log_binomial(n, of_n) + _log_binomial(images, highest - of_n) - _log_binomial(n + images, highest)
+    below = np.arange(max(0, highest - images), rank)
+    log_terms = _log_binomial(n, below) + _log_binomial(images, highest - below) - _log_binomial(n + images, highest)
     return min(1.0, float(np.exp(log_terms).sum()))
 
 
-def _log_binomial(n: int, k: npt.ArrayLike) -> FloatArray:
+def _log_binomial(n: int, k: npt.ArrayLike) -> Floats:
     """ln C(n, k)."""
     k = np.asarray(k, np.float64)
-    result: FloatArray = -math.log(n + 1.0) - betaln(n - k + 1.0, k + 1.0)
+    result: Floats = -math.log(n + 1.0) - betaln(n - k + 1.0, k + 1.0)
     return result

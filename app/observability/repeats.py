@@ -53,7 +53,7 @@ class RepeatFilter:
         self._recent: OrderedDict[int, None] = OrderedDict()
 
     def counts(self, p_values: npt.NDArray[np.floating[Any]], fingerprints: Iterable[int]) -> npt.NDArray[np.bool_]:
-        """Whether each image counts, in the order in which they came.
+        """Return whether each image counts, in the order in which they came.
 
         Args:
             p_values: Served p-values, shape (images,).

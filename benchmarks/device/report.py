@@ -17,7 +17,7 @@ ALTERNATIVES = {"ensemble": "ensemble ÷ PSC", "ensemble_fused": "fused", "mc_dr
 
 
 def fragment(record: Json) -> str:
-    """What is best and worst of each network, then every batch size and part."""
+    """Tabulate the best and worst of each network, then every batch size and part."""
     subjects = {each.name: record["subjects"][each.name] for each in SUBJECTS if each.name in record["subjects"]}
     tables = [measured(record)]
     if subjects:

@@ -56,6 +56,7 @@ from benchmarks.runs import RESULTS, Json, environment, plain_parser, write_json
 from psc_core.compute.allocator import keep_freed_memory
 from psc_core.compute.device import resolve_device
 from psc_core.model.pipeline import Pipeline, average_positions
+from psc_core.precision import Precision
 from psc_core.tasks.classification.heads import entropy
 from psc_core.tasks.head import Scored
 
@@ -82,7 +83,7 @@ def step_of(network: Any, shape: tuple[int, int, int], bucket: int, device: torc
     step: Any = make_step(network, shape, max_batch=bucket, device=device, compiled=mode == "compiled")
     step._buckets = (bucket,)
     step.warm_up()
-    return step  # type: ignore[no-any-return]
+    return step
 
 
 def call(step: Step, images: np.ndarray[Any, Any]) -> None:
@@ -121,7 +122,7 @@ def parts(pipeline: Pipeline, images: Tensor, device: torch.device) -> dict[str,
         "backbone": features,
         "projection": lambda: p.projection(layers),
         "density": densities,
-        "head": lambda: p.head(z),  # type: ignore[misc]
+        "head": lambda: p.head(z),
         "pack": packed,
     }
 
@@ -160,7 +161,7 @@ class Measurement:
         self.seconds = 0.0 if quick else 0.5 if device.type == "cpu" else 0.4
 
     def measure(self) -> Json:
-        """What the record keeps."""
+        """Return the content of the record."""
         return {
             "layer": self.subject.layer,
             "classes": self.subject.classes,
@@ -324,7 +325,7 @@ def large_tail(device: torch.device) -> list[Json]:
     return rows
 
 
-def _served(precision: str) -> str:
+def _served(precision: str) -> Precision:
     return "bf16" if precision == "bf16" else "fp32"
 
 

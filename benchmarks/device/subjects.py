@@ -24,6 +24,7 @@ from psc_core.network.cut import cut_graph
 from psc_core.network.fuse import fuse
 from psc_core.network.layers import list_layers
 from psc_core.network.load import load_network
+from psc_core.precision import Precision
 from psc_core.projection.module import Projection
 from psc_core.tasks.classification.heads import entropy
 from psc_core.tasks.classification.heads.laplace import LaplaceHead
@@ -75,10 +76,10 @@ class Subject:
 
     @property
     def many_classes(self) -> bool:
-        """Whether there are so many covariances that the tied density is measured too."""
+        """Return whether there are so many covariances that the tied density is measured too."""
         return self.classes >= 1000
 
-    def pipeline(self, net: nn.Module, precision: str, device: torch.device, *, density: str = "gda") -> Pipeline:
+    def pipeline(self, net: nn.Module, precision: Precision, device: torch.device, *, density: str = "gda") -> Pipeline:
         """The PSC of ``net``, or the shipped one, on the device."""
         if self.shipped:
             psc = PSC.load(BUNDLE, device=device)
@@ -89,13 +90,14 @@ class Subject:
         )
         c_proj, d_proj, kept = self.sizes
         dim = c_proj * d_proj
-        parts = (
-            random_projection(channels, positions, c_proj, d_proj),
-            random_density(dim, kept, self.classes, kind=density),
-            random_head(dim, self.classes),
+        scorer = Scorer(
+            self.preprocess,
+            truncate(net, [self.layer], keep_output=False).to(device).fused(precision),
+            random_projection(channels, positions, c_proj, d_proj).to(device),
+            random_density(dim, kept, self.classes, kind=density).to(device),
+            random_head(dim, self.classes).to(device),
+            precision,
         )
-        backbone = truncate(net, [self.layer], keep_output=False).to(device).fused(precision)
-        scorer = Scorer(self.preprocess, backbone, *(part.to(device) for part in parts), precision)
         return Pipeline(scorer, torch.randn(4000).sort().values)
 
 
@@ -180,7 +182,7 @@ def unfused(net: nn.Module, precision: str, device: torch.device) -> nn.Module:
     return twin.to(memory_format=torch.channels_last if use else torch.contiguous_format).eval()
 
 
-def fused(net: nn.Module, layer: str, precision: str, device: torch.device) -> nn.Module:
+def fused(net: nn.Module, layer: str, precision: Precision, device: torch.device) -> nn.Module:
     """A copy of the whole network, fused like the PSC's backbone."""
     root = copy.deepcopy(net).to(device)
     graph = cut_graph(root, [layer], keep_output=True)

@@ -1,1 +1,1 @@
-"""What to measure on a machine with a GPU, in parts of minutes: ``python -m benchmarks.gpu.run``."""
+"""The measurements for a machine with a GPU, in parts of minutes: ``python -m benchmarks.gpu.run``."""

@@ -1,4 +1,4 @@
-"""What the smoke run checks on a device: the step of the service in its forms, and the service itself.
+"""The checks of the smoke run on a device: the step of the service in its forms, and the service itself.
 
     python -m benchmarks.gpu.checks reload cuda
 
@@ -21,14 +21,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from httpx import Response
+from pydantic import SecretStr
 from starlette.testclient import TestClient
 from torch import Tensor
 
 from app.inference.batcher import Batcher
 from app.inference.decoder import Decoder
 from app.inference.engine import Engine
-from app.inference.request import EXPLAIN
+from app.inference.request import RequestKind
 from app.inference.steps import EagerStep, Step, make_step
 from app.main import create_app
 from app.memory import MemoryBudget
@@ -83,7 +83,7 @@ def explain(device: torch.device) -> str:
     results = []
     for where in (device, torch.device("cpu")):
         psc = PSC.load(BUNDLE, device=where)
-        results.append(warm(psc.pipeline, psc, 4).explain(images.numpy(), EXPLAIN))
+        results.append(warm(psc.pipeline, psc, 4).explain(images.numpy(), RequestKind.EXPLAIN))
     got, expected = results
     assert set(got.explanation) == set(expected.explanation) != set()
     for name, array in expected.explanation.items():
@@ -128,8 +128,14 @@ def same_as_eager(step: Step, network: Pipeline, images: Tensor, atol: float) ->
 @contextmanager
 def serving(device: torch.device, *served: Path, **settings: Any) -> Iterator[TestClient]:
     """The application in this process, ready."""
-    given = {"device": str(device), "max_batch_size": 16, "backend": "folded", "log_level": "error", **settings}
-    app = create_app(Settings(bundle=tuple(map(str, served or (BUNDLE,))), admin_keys=(KEY,), **given))
+    given: dict[str, Any] = {
+        "device": str(device),
+        "max_batch_size": 16,
+        "backend": "folded",
+        "log_level": "error",
+        **settings,
+    }
+    app = create_app(Settings(bundle=tuple(map(str, served or (BUNDLE,))), admin_keys=(SecretStr(KEY),), **given))
     with TestClient(app) as client:
         for _ in range(3000):
             if client.get("/readyz").status_code == 200:
@@ -138,7 +144,7 @@ def serving(device: torch.device, *served: Path, **settings: Any) -> Iterator[Te
         yield client
 
 
-def post(client: TestClient, image: bytes, path: str = "/predict") -> Response:
+def post(client: TestClient, image: bytes, path: str = "/predict") -> Any:
     """The answer for one PNG digit."""
     return client.post(path, content=image, headers={"Content-Type": "image/png"})
 
@@ -251,7 +257,7 @@ def out_of_memory(device: torch.device) -> str:
                     max_request_pixels=1 << 20,
                     inline_bytes=1 << 20,
                 ),
-                batcher=Batcher(max_batch_size=8, max_queue_images=64, max_delay_s=0.0),
+                batcher=Batcher(max_batch=8, max_queue_images=64, max_delay_s=0.0),
                 observer=_Silent(),
                 deadline_s=50.0,
             )

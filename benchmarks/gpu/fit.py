@@ -42,7 +42,7 @@ PASS = re.compile(r"(?P<what>.+?) (?P<done>\d+)/(?P<total>\d+) \((?P<speed>[\d.]
 
 
 def images(*, split: str, preprocess: Preprocess) -> ImageDataset:
-    """As many coloured blots as the environment says for training, :data:`VALIDATION` others for validation."""
+    """Make as many coloured blots as the environment says for training, :data:`VALIDATION` others for validation."""
     count = int(os.environ[COUNT]) if split == "train" else min(VALIDATION, int(os.environ[COUNT]))
     distinct = min(count, DISTINCT)
     random = np.random.default_rng(("train", "val", "test").index(split))

@@ -1,4 +1,4 @@
-"""What to measure on a machine with a GPU, in parts of at most eight minutes, each with its own files.
+"""The measurements for a machine with a GPU, in parts of at most eight minutes, each with its own files.
 
     python -m benchmarks.gpu.run smoke tests                    # four minutes: every path once; run it first
     python -m benchmarks.gpu.run device-small serving-digits    # any parts

@@ -1,4 +1,4 @@
-"""What no test of ``tests/gpu`` covers, once, within minutes: a table of what passed, what failed and the error.
+"""Checks that no test of ``tests/gpu`` covers, once, within minutes: a table of what passed, what failed and the error.
 
     python -m benchmarks.gpu.smoke --device cuda
     python -m benchmarks.gpu.smoke --device cpu            # a rehearsal: what only a GPU can do is skipped, and said so

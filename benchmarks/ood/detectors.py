@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -123,7 +124,8 @@ def fit_pscs(run: Run, trained: Trained) -> Pscs:
             pipelines[name] = of_density[density].pipeline
         else:
             settings = replace(fitting.settings_of(run), ood_score=options["ood_score"])
-            pipelines[name], _ = calibrate_scorer(of_density[density].pipeline.scorer, data, settings)
+            scorer, compute = of_density[density].pipeline.scorer, settings.compute()
+            pipelines[name], _ = calibrate_scorer(scorer, data, settings, compute)
     selected = score_dataset(pipelines[DENSITY].scorer, data.selection, fitting.compute_of(run), "selection").scores
     weight = upper_spread(-selected["log_density"]) / upper_spread(selected["predictive_entropy"])
     return Pscs(of_density[PSC_OPTIONS[DEFAULT]["density"]], pipelines, weight)
@@ -141,9 +143,13 @@ def read(run: Run, trained: Trained, pscs: Pscs, data: ImageDataset) -> Images:
     return Images(found.features, found.logits, found.labels, pscs.read(data))
 
 
+def _psc_score(name: str, images: Images) -> Tensor:
+    return images.psc[name]
+
+
 def of_psc(names: Sequence[str]) -> list[Detector]:
     """PSC's own scores."""
-    return [Detector(name, "psc", lambda images, name=name: images.psc[name]) for name in names]
+    return [Detector(name, "psc", partial(_psc_score, name)) for name in names]
 
 
 def fit_penultimate(train: Penultimate, val: Penultimate, classes: int, output: nn.Linear) -> list[Detector]:

@@ -94,7 +94,7 @@ def _collapse(parts: fitting.Stages, names: list[str]) -> Json:
 
 
 def calibration(run: Run, trained: Trained, psc: PSC) -> Json:
-    """How good the probabilities are of a head at PSC's layer that is fitted, as ``psc-fit`` does, on all images."""
+    """Measure the probabilities of a head at PSC's layer that is fitted, as ``psc-fit`` does, on all images."""
     train = examples_of(run, trained, psc, trained.train, logits=False)
     selection = split_validation(trained.val, run.seed)[0]
     val, test = (examples_of(run, trained, psc, data) for data in (selection, trained.test))

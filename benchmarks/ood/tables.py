@@ -61,7 +61,7 @@ def means(parts: Sequence[Json], metric: str = "auroc") -> dict[str, dict[Column
 
 
 def worst_gaps(of_detectors: Mapping[str, Mapping[Column, float]]) -> dict[str, float]:
-    """Of each detector, the largest distance to the best one of a column."""
+    """Return for each detector the largest distance to the best one of a column."""
     columns = next(iter(of_detectors.values()))
     best = {column: max(values[column] for values in of_detectors.values()) for column in columns}
     return {
@@ -155,7 +155,7 @@ def shift_table(parts: Sequence[Json]) -> str:
 
 
 def network_table(parts: Sequence[Json]) -> str:
-    """What was trained and chosen, a line for each part."""
+    """Say what was trained and chosen, a line for each part."""
     lines = []
     for part in sorted(parts, key=lambda part: (list(SETTINGS).index(part["setting"]), part["seed"])):
         candidate, end = part["candidate"], part["penultimate"]

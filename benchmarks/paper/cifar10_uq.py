@@ -19,6 +19,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 from benchmarks import fitting, runs
 from benchmarks.checkpoints import SPECTRAL_NORM, job_of, obtain, scale_of
@@ -85,7 +86,7 @@ def plain(run: Run) -> Json:
             "layer": psc.layer,
             "fit_images": len(trained.fit_on),
             "images": len(trained.test_on),
-            "rows": rows_of(run, train, val, test, psc.pipeline.scorer.head),
+            "rows": rows_of(run, train, val, test, cast(Head, psc.pipeline.scorer.head)),
             "divided": [rows_of(run, train, *divide(run, val, test, number)) for number in range(DIVISIONS)],
         }
 
@@ -105,7 +106,7 @@ def spectral(run: Run) -> Json:
 
 
 def rows_of(run: Run, train: Examples, val: Examples, test: Examples, head: Head | None = None) -> Json:
-    """Both heads of PSC, the one of ``psc-fit`` by default selected on half of ``val``, beside the others."""
+    """Return the rows of both heads of PSC, by default selected on half of ``val``, beside those of the others."""
     found = qualities(run, train, val, test)
     half = head or head_of(run, train, val.take(slice(len(val.labels) // 2)))
     return {**found, "psc_all": found["psc"], "psc": quality(probabilities(run, half, test), test.labels)}

@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> Json:
 
 
 def base_and_psc(run: Run, network: str) -> Json:
-    """Both rows of one network."""
+    """Return both rows of one network."""
     job = job_of(run, network, "dirty-mnist")
 
     def compute() -> Json:
@@ -180,7 +180,7 @@ def score_base(run: Run, baselines: Baselines, data: ImageDataset) -> Scored:
 
 
 def row(data: ImageDataset, inside: Scored, outside: Scored) -> Json:
-    """Both AUROCs and the histograms of one model."""
+    """Return both AUROCs and the histograms of one model."""
     groups = {name: data.groups[group] for group, name in GROUPS.items()}
 
     def split(score: str, sign: float) -> dict[str, Tensor]:

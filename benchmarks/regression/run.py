@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import getitem
-from typing import Final
+from typing import Any, Final
 
 import torch
 from safetensors.torch import save_file
@@ -113,7 +113,7 @@ def compare(run: Run, epochs: int) -> Json:
     }
 
 
-def fit(run: Run, net: nn.Module, train: ImageDataset, val: ImageDataset, **how: str) -> PSCRegressor:
+def fit(run: Run, net: nn.Module, train: ImageDataset, val: ImageDataset, **how: Any) -> PSCRegressor:
     """The three stages, on the network as ``psc-fit`` loads it; ``how`` names head and predictions."""
     settings = settings_of(run)
     weights = run.checkpoints / "angle-to-fit.safetensors"
@@ -125,7 +125,7 @@ def fit(run: Run, net: nn.Module, train: ImageDataset, val: ImageDataset, **how:
 
 
 def upside_down(data: ImageDataset) -> ImageDataset:
-    """The same images upside down."""
+    """Return the same images upside down."""
     pixels = torch.rot90(load_images(data), 2, (2, 3))[:, 0].numpy().copy()
     return replace(data, source=ArraySource(pixels), indices=torch.arange(len(data)))
 
@@ -190,7 +190,7 @@ def mc_dropout(net: AngleNet, selection: ImageDataset) -> Method:
 
 
 def of_psc(model: PSCRegressor) -> Method:
-    """What the bundle would serve."""
+    """Return the answers that the bundle would serve."""
 
     def forecast(data: ImageDataset) -> Forecast:
         scored = score_images(model, data)
@@ -241,7 +241,7 @@ def fragment(record: Json) -> str:
     rows = {name: [part["rows"][name] for part in parts] for name in sorted(parts[0]["rows"])}
 
     def mean(found: list[Json], pattern: str, *keys: str) -> str:
-        values = [reduce(getitem, keys, row) for row in found]
+        values: list[Any] = [reduce(getitem, keys, row) for row in found]
         return pattern.format(sum(values) / len(values))
 
     columns = {"rmse": "{:.2f}", "nll": "{:.3f}", "crps": "{:.2f}", "coverage": "{:.4f}", "width": "{:.1f}"}

@@ -1,1 +1,1 @@
-"""How the service behaves under load."""
+"""The service under load."""

@@ -28,7 +28,7 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests go and what they carry."""
+    """The target and the body of requests."""
 
     port: int  # of the server on this machine
     path: str  # to post to
@@ -87,7 +87,7 @@ class Connection:
 
     @property
     def usable(self) -> bool:
-        """Whether it is still open."""
+        """Return whether it is still open."""
         return not (self._reader.at_eof() or self._writer.is_closing())
 
     async def send(self, request: bytes) -> tuple[int, bytes, bytes]:

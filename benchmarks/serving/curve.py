@@ -94,13 +94,13 @@ def sweep(
             break
     for _ in range(between):
         for name, points in found.items():
-            if (rate := _next_between(points)) is not None:
-                offer(name, rate)
+            if (middle := _next_between(points)) is not None:
+                offer(name, middle)
     return found
 
 
 def point(phase: Json, per_s: float, seconds: float) -> Json:
-    """What is kept of a phase."""
+    """Return the numbers of a phase that are kept."""
     return {
         "per_s": per_s,
         "end": end_of(phase, seconds),
@@ -109,7 +109,7 @@ def point(phase: Json, per_s: float, seconds: float) -> Json:
 
 
 def meets_goal(one: Json) -> bool:
-    """Whether a point is sustained with a p99 of at most :data:`GOAL_MS`."""
+    """Return whether a point is sustained with a p99 of at most :data:`GOAL_MS`."""
     return one["end"] is None and one["p99_ms"] <= GOAL_MS
 
 

@@ -218,7 +218,7 @@ def _settings(record: Json) -> str:
     for server in SERVERS:
         shares = [table["servers"][server.name] for table in record["tables"] if server.name in table["servers"]]
         if shares:
-            versions = next((one["versions"] for one in shares if "versions" in one), {})
+            versions: Json = next((one["versions"] for one in shares if "versions" in one), {})
             failed = next((f"; did not run: {one['failed']}" for one in shares if "failed" in one), "")
             shown = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "torch")
             rows.append([server.label, " ".join((record["settings"][server.name] + failed).split()), shown])

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from psc_core.cli.run import run_stages
-from psc_core.compute.passes import passes
+from psc_core.compute.passes import Compute, passes
 from psc_core.compute.readable import only_readable
 from psc_core.data.cache import cached
 from psc_core.data.dataset import ImageDataset, balanced
@@ -37,7 +37,7 @@ SECONDS: Final = 60.0
 PASSES: Final = 8
 """Passes over the training images that a small fit is taken to cost, its fixed costs included."""
 
-IMAGES: Final = (256, 4096)
+FIT_IMAGES: Final = (256, 4096)
 """Smallest and largest number of training images of the larger fit."""
 
 
@@ -64,17 +64,17 @@ class Estimate:
         )
 
 
-def estimate(settings: FitSettings, net: nn.Module, data: FitData, max_bad_images: int) -> Estimate:
+def estimate(net: nn.Module, data: FitData, settings: FitSettings, compute: Compute, max_bad_images: int) -> Estimate:
     """Fit twice on few images and extrapolate; prints what the larger fit found."""
     train = data.train
-    larger = images_to_try(rate(net, train, settings, max_bad_images), train)
+    larger = images_to_try(rate(net, train, compute, settings.seed, max_bad_images), train)
     smallest = min(larger, 4 * len(train.classes))
     sizes = (max(larger // 3, smallest), larger)
     with contextlib.redirect_stdout(io.StringIO()):
-        timed_fit(settings, net, data, smallest, max_bad_images)
-        first = timed_fit(settings, net, data, sizes[0], max_bad_images)
-    seconds = (first, timed_fit(settings, net, data, larger, max_bad_images))
-    on_gpu = settings.compute().device.type == "cuda"
+        timed_fit(net, data, settings, compute, smallest, max_bad_images)
+        first = timed_fit(net, data, settings, compute, sizes[0], max_bad_images)
+    seconds = (first, timed_fit(net, data, settings, compute, larger, max_bad_images))
+    on_gpu = compute.device.type == "cuda"
     return Estimate(
         larger,
         extrapolate(sizes, seconds, len(train)),
@@ -84,7 +84,9 @@ def estimate(settings: FitSettings, net: nn.Module, data: FitData, max_bad_image
     )
 
 
-def timed_fit(settings: FitSettings, net: nn.Module, data: FitData, size: int, max_bad_images: int) -> float:
+def timed_fit(
+    net: nn.Module, data: FitData, settings: FitSettings, compute: Compute, size: int, max_bad_images: int
+) -> float:
     """Seconds of a fit on ``size`` training images and as large a fraction of the validation images."""
     fraction, classes = size / len(data.train), len(data.train.classes)
     lenient = replace(settings, alpha=0.5, coverage=0.5)  # Rates that so few images can keep.
@@ -94,8 +96,8 @@ def timed_fit(settings: FitSettings, net: nn.Module, data: FitData, size: int, m
         few = data.fewer(size, max(round(len(data.val) * fraction), min(len(data.val), 4 * classes)))
         few, left_out = few.cached(None, processes=1).readable(max_bad_images)
         print(*left_out, sep="\n", end="\n" * bool(left_out))
-        _, projection, model = run_stages(lenient, net, few, "dry-run", {}, checkpoint)
-        collect_fit(model, net, few, projection.report, settings)
+        _, projection, model = run_stages(net, few, lenient, compute, "dry-run", {}, checkpoint)
+        collect_fit(model, net, few, projection.report, compute, "")
     return time.perf_counter() - began
 
 
@@ -110,10 +112,9 @@ def extrapolate(sizes: tuple[int, int], seconds: tuple[float, float], images: in
     return seconds[1] + slope * max(0, images - sizes[1])
 
 
-def rate(net: nn.Module, train: ImageDataset, settings: FitSettings, max_bad_images: int) -> float:
+def rate(net: nn.Module, train: ImageDataset, compute: Compute, seed: int, max_bad_images: int) -> float:
     """Images a second through the network alone, decoding included."""
-    compute = settings.compute()
-    few = only_readable(balanced(train, 2 * compute.batch_size, settings.seed), max_bad_images)
+    few = only_readable(balanced(train, 2 * compute.batch_size, seed), max_bad_images)
     began = time.perf_counter()
     for _ in passes(few, compute, "one pass", net.to(compute.device)):
         pass
@@ -123,7 +124,7 @@ def rate(net: nn.Module, train: ImageDataset, settings: FitSettings, max_bad_ima
 def images_to_try(images_per_second: float, train: ImageDataset) -> int:
     """Training images of the larger fit, such that both together take about :data:`SECONDS`."""
     affordable = round(SECONDS * images_per_second / PASSES)
-    wanted = min(max(affordable, IMAGES[0], 12 * len(train.classes)), max(IMAGES[1], 12 * len(train.classes)))
+    wanted = min(max(affordable, FIT_IMAGES[0], 12 * len(train.classes)), max(FIT_IMAGES[1], 12 * len(train.classes)))
     return min(wanted, len(train))
 
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from torch import nn
 
-from psc_core.bundle.io import check_target, read_bundle
+from psc_core.bundle.io import check_target
 from psc_core.bundle.manifest import MAX_NAME, check_network, check_text
 from psc_core.cli import flags, preprocessing
 from psc_core.cli.estimate import estimate
-from psc_core.cli.provenance import check_disjoint, job_of, provenance_of
+from psc_core.cli.provenance import check_disjoint, job_of, origins_of, provenance_of
 from psc_core.cli.run import run_stages
 from psc_core.collapse.report import to_csv
 from psc_core.compute.distributed import Reducer
+from psc_core.compute.passes import Compute
 from psc_core.compute.readable import only_readable
 from psc_core.data.classes import in_network_order
 from psc_core.data.dataset import drawn
@@ -39,7 +40,7 @@ from psc_core.precision import PRECISIONS
 from psc_core.report import page
 from psc_core.report.collect import collect_fit
 from psc_core.report.content import Content
-from psc_core.report.facts import facts_of
+from psc_core.report.facts import facts_about
 from psc_core.settings import HEAD_INPUTS, OOD_SCORES, PREDICTIONS, FitSettings
 from psc_core.tasks import TASKS
 from psc_core.tasks.fit.task import OWN_IMAGES
@@ -211,10 +212,10 @@ def fit(args: argparse.Namespace) -> None:
     recipe = Recipe(described.spec or args.model, outputs, {**described.model_args, **model_args})
     check_network(asdict(recipe))
     net = load_network(args.model, weights=args.weights, num_classes=outputs, model_args=model_args)
-    settings = replace(settings, reducer=Reducer.start() if args.distributed else Reducer())
-    device = settings.compute().device
+    compute = settings.compute(Reducer.start() if args.distributed else None)
+    device, reducer = compute.device, compute.reducer
     check_output(net.to(device), example_input(preprocess).to(device), recipe.num_classes, name=recipe.spec)
-    is_first = settings.reducer.rank == 0
+    is_first = reducer.rank == 0
     if args.graph:
         forget_recipe(net)
     if recipe_of(net) is None:
@@ -230,8 +231,8 @@ def fit(args: argparse.Namespace) -> None:
             print(f"network: {'; '.join(notes)}")
         print(f"preprocessing: {preprocess}", flush=True)
     if args.dry_run:
-        print(look(net, data, settings, args.max_bad_images), flush=True)
-        print(estimate(settings, net, data, args.max_bad_images))
+        print(look(net, data, compute, args.max_bad_images), flush=True)
+        print(estimate(net, data, settings, compute, args.max_bad_images))
         return
     weights = [args.weights] if args.weights else described.weights
     provenance = provenance_of(recipe, weights, settings, data)
@@ -243,21 +244,21 @@ def fit(args: argparse.Namespace) -> None:
     folder = out.with_name(f".{out.name}.stages")
     flags.check_no_bundle(out, args.overwrite or (folder.exists() and not args.fresh))
     if args.cache != "off":
-        data = data.cached(Path(args.cache) if args.cache else None, processes=settings.reducer.world)
+        data = data.cached(Path(args.cache) if args.cache else None, processes=reducer.world)
     if is_first:
-        print(look(net, data, settings, args.max_bad_images), flush=True)
-    data, left_out = data.readable(args.max_bad_images, settings.reducer)
+        print(look(net, data, compute, args.max_bad_images), flush=True)
+    data, left_out = data.readable(args.max_bad_images, reducer)
     if left_out:
         data.check_rates(alpha=settings.alpha, coverage=settings.coverage)
-        provenance = provenance_of(recipe, weights, settings, data)
+        provenance |= origins_of(data)
         if is_first:
             print(*left_out, sep="\n", flush=True)
-    checkpoint = Checkpoint.of(folder, job_of(provenance, settings, data, described.configuration), settings.reducer)
+    checkpoint = Checkpoint.of(folder, job_of(provenance, settings, data, compute, described.configuration), reducer)
     resumed = checkpoint.is_resumed and not args.fresh
     flags.check_no_bundle(out, args.overwrite or resumed)
     if not resumed:
         checkpoint.clear()
-    report, projection, model = run_stages(settings, net, data, name, provenance, checkpoint)
+    report, projection, model = run_stages(net, data, settings, compute, name, provenance, checkpoint)
     if not is_first:
         return
     manifest = model.save(out)
@@ -266,10 +267,9 @@ def fit(args: argparse.Namespace) -> None:
     print(f"wrote {out} (version {manifest.version})", flush=True)
     content = Content(manifest.version)
     if not args.no_report:
-        saved = replace(model, version=manifest.version)
-        content = collect_fit(saved, net, data, projection.report, settings)
+        content = collect_fit(model, net, data, projection.report, compute, manifest.version)
         content.save(out)
-    facts = facts_of(read_bundle(out), content)
+    facts = facts_about(out, manifest, model.calibration, content)
     page.write_card(facts)
     print(facts.to_text())
     if not args.no_report:
@@ -278,12 +278,12 @@ def fit(args: argparse.Namespace) -> None:
     print(f"next: {page.serve_command(out, manifest)}")
 
 
-def look(net: nn.Module, data: FitData, settings: FitSettings, max_bad_images: int) -> str:
+def look(net: nn.Module, data: FitData, compute: Compute, max_bad_images: int) -> str:
     """Return the result of the network itself on a few random images, so that it is seen before all are decoded."""
     train, val = (
-        only_readable(drawn(images, OWN_IMAGES, settings.seed), max_bad_images) for images in (data.train, data.val)
+        only_readable(drawn(images, OWN_IMAGES, data.seed), max_bad_images) for images in (data.train, data.val)
     )
-    return data.fit.first_look(net, train, val, settings.compute())
+    return data.fit.first_look(net, train, val, compute)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,7 +20,7 @@ from psc_core.cli.flags import positive
 from psc_core.errors import UsageError, fault, needs
 from psc_core.images.preprocess import INTERPOLATIONS, PRESETS, Preprocess
 from psc_core.network.described.base import Aspect, Preparation
-from psc_core.network.described.preparation import of_timm
+from psc_core.network.described.preparation import read_timm
 
 DEFAULT: Final = "imagenet"
 """Preset for networks that say nothing of their preprocessing."""
@@ -142,7 +142,7 @@ def from_timm(name: str) -> Preprocess:
     config = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
     if config is None:
         raise UsageError(f"timm has no model {name!r}")
-    found = of_timm(asdict(config), name)
+    found = read_timm(asdict(config), name)
     for reason in found.unlike.values():
         raise UsageError(f"{reason}; give a JSON file")
     return found.preprocess

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
 from psc_core.fitting.data import FitData
@@ -25,10 +26,14 @@ def provenance_of(recipe: Recipe, weights: Sequence[Path], settings: FitSettings
         "model": without_path(recipe.spec),
         "model_args": dict(recipe.model_args),
         "weights_sha256": digest_of([file for path in weights for file in files_of(path)]),
-        "train": origin_of(data.train, data.left_out[0]),
-        "val": origin_of(data.val, data.left_out[1]),
+        **origins_of(data),
         "settings": settings.recorded(),
     }
+
+
+def origins_of(data: FitData) -> dict[str, Any]:
+    """Return the part of a provenance that changes when images are left out; JSON types."""
+    return {"train": origin_of(data.train, data.left_out[0]), "val": origin_of(data.val, data.left_out[1])}
 
 
 def without_path(spec: str) -> str:
@@ -55,12 +60,16 @@ def origin_of(data: ImageDataset, left_out: int) -> dict[str, Any]:
 
 
 def job_of(
-    provenance: Mapping[str, Any], settings: FitSettings, data: FitData, configuration: Path | None = None
+    provenance: Mapping[str, Any],
+    settings: FitSettings,
+    data: FitData,
+    compute: Compute,
+    configuration: Path | None = None,
 ) -> dict[str, Any]:
     """Return the inputs of the stages in a checkpoint, JSON types; ``configuration`` is the network's own file."""
     on = {
         "preprocess": data.train.preprocess.to_json(),
-        "device": settings.compute().device.type,
+        "device": compute.device.type,
         "configuration": None if configuration is None else digest_of([configuration]),
     }
     return {**provenance, "settings": settings.of_stages(), **on}

@@ -7,29 +7,30 @@ from typing import Any
 
 from torch import nn
 
-from psc_core.collapse.report import NC4, CollapseReport, to_text
+from psc_core.collapse.report import CollapseReport, to_text
+from psc_core.compute.passes import Compute
 from psc_core.fitting import stages
 from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.fitting.data import FitData
 from psc_core.fitting.parts import FittedProjection
-from psc_core.gates.fit.choice import GateChoice
 from psc_core.model.base import FittedModel
 from psc_core.settings import FitSettings
 
 
 def run_stages(
-    settings: FitSettings,
     net: nn.Module,
     data: FitData,
+    settings: FitSettings,
+    compute: Compute,
     name: str,
     provenance: Mapping[str, Any],
     checkpoint: Checkpoint,
 ) -> tuple[CollapseReport, FittedProjection, FittedModel]:
     """Fit stage by stage, those in the checkpoint left out; of several processes the first prints."""
-    is_first = settings.reducer.rank == 0
+    is_first = compute.reducer.rank == 0
     report = checkpoint.load_collapse()
     if report is None:
-        report = stages.collapse(net, data, settings)
+        report = stages.collapse(net, data, settings, compute)
         checkpoint.save_collapse(report)
     candidate = report.candidate(None if settings.layer == "auto" else settings.layer)
     if is_first:
@@ -37,13 +38,14 @@ def run_stages(
 
     projection = checkpoint.load_projection()
     if projection is None:
-        projection = stages.project(net, candidate, data, settings)
+        projection = stages.project(net, candidate, data, settings, compute)
         checkpoint.save_projection(projection)
     if is_first:
-        raw_nc4 = report.nc4_of(candidate) if report.measure == NC4 else None
-        print(projection.report.summary(raw_nc4))
+        print(projection.report.summary(report.nc4_of(candidate)))
 
-    model = stages.fit_model(net, candidate, projection, data, settings, name=name, provenance=provenance)
-    if is_first and settings.ood_score == "gates":
-        print(GateChoice.from_json(model.report["metrics"]["gates"]).table())
+    model, gates = stages.fit_model(
+        net, candidate, projection, data, settings, compute, name=name, provenance=provenance
+    )
+    if is_first and gates is not None:
+        print(gates.table())
     return report, projection, model

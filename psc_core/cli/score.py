@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from psc_core.cli import flags
 from psc_core.errors import UsageError
-from psc_core.scoring import FORMATS
+from psc_core.scoring import TABLE_FORMATS
 from psc_core.scoring.inputs import NamedImage, in_parts, named_images
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("input", type=Path, help="folder of images, .parquet file, or text file with one path a line")
     cli.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="from psc-fit")
     cli.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the parts")
-    cli.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="of the parts (default: jsonl)")
+    cli.add_argument("--format", choices=TABLE_FORMATS, default=TABLE_FORMATS[0], help="of the parts (default: jsonl)")
     cli.add_argument("--column", default="image", help="of a Parquet input: encoded images or paths (default: image)")
     text = "folder of a grey PNG for each image, brighter is stranger: PART-ROW.png"
     cli.add_argument("--maps", type=Path, metavar="DIR", help=text)

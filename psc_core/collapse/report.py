@@ -30,14 +30,29 @@ from psc_core.tables import aligned
 NEAR: Final = 0.05
 """Maximum distance of NC1 from ε at which two layers are combined."""
 
-NC4: Final = "NC4"
-R2: Final = "R²"
-
 EARLY: Final = 4
 """A candidate among the first 1/EARLY of the layers is worth a note."""
 
 _JSON_NAMES: Final = {"train_examples": "train_rows", "val_examples": "val_rows"}
 """Fields that the bundle format names otherwise."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What tells, beside NC1, how well a layer knows what the network predicts: its names."""
+
+    name: str  # in texts and JSON
+    column: str  # in a table of all layers
+    legend: str  # in a figure
+    of_means: bool  # whether it is the accuracy of the nearest class mean, as that of the projection's sizes
+
+    def __str__(self) -> str:
+        return self.name
+
+
+NC4: Final = Measure("NC4", "nc4", "NC4 (nearest class mean right)", of_means=True)
+R2: Final = Measure("R²", "r2", "R² (of a linear fit)", of_means=False)
+MEASURES: Final = {measure.name: measure for measure in (NC4, R2)}
 
 
 @dataclass(frozen=True)
@@ -82,7 +97,7 @@ class CollapseReport:
     train_examples: int  # labelled examples that NC1 was measured on
     val_examples: int  # labelled examples that NC4 was measured on
     seed: int | None = None  # of the split of the validation images; None where all of them were measured
-    measure: str = NC4  # what the layers' nc4 is: NC4, or R² of a regression
+    measure: Measure = NC4  # what the layers' nc4 is
 
     @property
     def penultimate(self) -> str:
@@ -136,7 +151,7 @@ class CollapseReport:
             )
         passing = [entry for entry in eligible if entry.nc1 > self.epsilon]
         trunk = next((entry for entry in eligible if entry.role == "trunk"), None)
-        if self._nothing_collapsed and trunk is not None and self.measure == NC4:
+        if self._nothing_collapsed and trunk is not None and self.measure.of_means:
             return self._noted(
                 [trunk],
                 f"{self.named(trunk)}, is all that the penultimate layer is computed from, before the network's last "
@@ -182,13 +197,14 @@ class CollapseReport:
             )
         return Candidate(tuple(layer.name for layer in chosen), reason, tuple(notes), self)
 
-    def nc4_of(self, candidate: Candidate) -> float:
-        """NC4 of the candidate's layer; the higher one of two."""
-        return max(self.layer(name).nc4 for name in candidate.layers)
+    def nc4_of(self, candidate: Candidate) -> float | None:
+        """NC4 of the candidate's layer, the higher one of two; None where something else was measured."""
+        return max(self.layer(name).nc4 for name in candidate.layers) if self.measure.of_means else None
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON types."""
-        return {_JSON_NAMES.get(name, name): value for name, value in asdict(self).items()}
+        values = {**asdict(self), "measure": self.measure.name}
+        return {_JSON_NAMES.get(name, name): value for name, value in values.items()}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CollapseReport:
@@ -197,13 +213,13 @@ class CollapseReport:
             LayerCollapse(**{**entry, "shape": tuple(entry["shape"]), "grid": tuple(entry["grid"])})
             for entry in data["layers"]
         )
-        stored = {"measure": NC4, **data}
+        stored = {**data, "measure": MEASURES[data.get("measure", NC4.name)]}
         return cls(layers, *(stored[_JSON_NAMES.get(part.name, part.name)] for part in fields(cls)[1:]))
 
 
 def to_text(report: CollapseReport, candidate: Candidate) -> str:
     """A table of all layers with the candidate marked and its reason below."""
-    rows = [["#", "layer", "kind", "channels×spatial", "NC1", report.measure]]
+    rows = [["#", "layer", "kind", "channels×spatial", "NC1", report.measure.name]]
     for entry in report.layers:
         marks = ["◀ candidate"] if entry.name in candidate.layers else []
         marks += [entry.role] if entry.role != "hidden" else []
@@ -221,9 +237,7 @@ def to_csv(report: CollapseReport) -> str:
     """One line per layer, with a header."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(
-        ["index", "layer", "kind", "channels", "spatial", "role", "nc1", "nc4" if report.measure == NC4 else "r2"]
-    )
+    writer.writerow(["index", "layer", "kind", "channels", "spatial", "role", "nc1", report.measure.column])
     for entry in report.layers:
         writer.writerow([entry.index, entry.name, entry.kind, *entry.shape, entry.role, entry.nc1, entry.nc4])
     return text.getvalue()

@@ -19,7 +19,7 @@ from psc_core.data.dataset import DECODERS, ImageDataset
 from psc_core.data.sources import ArraySource
 from psc_core.errors import DataError, ImageError
 
-SHOWN: Final = 5
+SHOWN_IMAGES: Final = 5
 """Number of images that are named."""
 
 _AT_ONCE: Final = 256
@@ -30,7 +30,7 @@ class Unreadable:
     """The images of a data set that cannot be decoded; where there are too many, not all of them."""
 
     positions: Int[Tensor, " n"]  # in the data set, ascending
-    reasons: tuple[str, ...]  # of the first :data:`SHOWN`, each with the image's name
+    reasons: tuple[str, ...]  # of the first :data:`SHOWN_IMAGES`, each with the image's name
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -58,7 +58,7 @@ def find_unreadable(dataset: ImageDataset, at_most: int, reducer: Reducer | None
                 if int(is_bad.sum()) > at_most:
                     break
     positions = reducer.sum_(is_bad).nonzero().flatten()
-    first = (why_unreadable(dataset, position) for position in positions[:SHOWN].tolist())
+    first = (why_unreadable(dataset, position) for position in positions[:SHOWN_IMAGES].tolist())
     return Unreadable(positions, tuple(filter(None, first)))
 
 
@@ -98,6 +98,6 @@ def check_count(at_most: int, *found: Unreadable) -> None:
     count, reasons = sum(map(len, found)), [reason for each in found for reason in each.reasons]
     if count > at_most:
         raise DataError(
-            f"expected at most {at_most} images that cannot be decoded, found more: {'; '.join(reasons[:SHOWN])}"
-            f"{'; …' * (count > SHOWN)}; repair or remove them, or leave out more by --max-bad-images"
+            f"expected at most {at_most} images that cannot be decoded, found more: {'; '.join(reasons[:SHOWN_IMAGES])}"
+            f"{'; …' * (count > SHOWN_IMAGES)}; repair or remove them, or leave out more by --max-bad-images"
         )

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import DataError, listed
 
-SHOWN = 10
+SHOWN_CLASSES = 10
 """Names that a message lists."""
 
 
@@ -24,34 +24,34 @@ class Matched(NamedTuple):
     note: str
 
 
-def match(of_images: Sequence[str], of_network: Sequence[str], name: str) -> Matched:
+def match(images: Sequence[str], outputs: Sequence[str], name: str) -> Matched:
     """Put the class names of images into the order of the network's.
 
     Names that are all unlike the network's, and as many, keep their order: one side may have codes for the other's
     names.
 
     Args:
-        of_images: Names of the images' classes, each once.
-        of_network: Names of the network's outputs.
+        images: Names of the images' classes, each once.
+        outputs: Names of the network's outputs.
         name: Of the images, for messages.
 
     Raises:
         DataError: Only some of the names are the network's, or there are more or fewer; the message names them.
     """
-    found = _in_order(of_images, of_network, str) or _in_order(of_images, of_network, _plain)
+    found = _in_order(images, outputs, str) or _in_order(images, outputs, _plain)
     if found is not None:
-        moved = found != tuple(of_images)
+        moved = found != tuple(images)
         return Matched(found, "classes are in the order of the network's outputs, by their names" if moved else "")
-    if len(of_images) == len(of_network) and {*map(_plain, of_images)}.isdisjoint(map(_plain, of_network)):
+    if len(images) == len(outputs) and {*map(_plain, images)}.isdisjoint(map(_plain, outputs)):
         return Matched(
-            tuple(of_images),
-            f"no class of {name} has a name of the network's ({listed(of_network, SHOWN)}); their order is taken to be "
-            "that of its outputs",
+            tuple(images),
+            f"no class of {name} has a name of the network's ({listed(outputs, SHOWN_CLASSES)}); their order is taken "
+            "to be that of its outputs",
         )
-    raise _other_classes(of_images, of_network, name, "network's")
+    raise _other_classes(images, outputs, name, "network's")
 
 
-def in_network_order(data: ImageDataset, of_network: Sequence[str] | None) -> tuple[ImageDataset, str]:
+def in_network_order(data: ImageDataset, outputs: Sequence[str] | None) -> tuple[ImageDataset, str]:
     """Return images with their labels in the order of the network's outputs, and what to tell of that.
 
     Images without classes, and those for a network without names, stay as they are.
@@ -59,9 +59,9 @@ def in_network_order(data: ImageDataset, of_network: Sequence[str] | None) -> tu
     Raises:
         DataError: Their classes are not the network's.
     """
-    if not of_network or not data.classes:
+    if not outputs or not data.classes:
         return data, ""
-    matched = match(data.classes, of_network, data.name)
+    matched = match(data.classes, outputs, data.name)
     return data.in_order(matched.classes), matched.note
 
 
@@ -80,16 +80,16 @@ def check_same(data: ImageDataset, classes: Sequence[str], whose: str) -> None:
         raise _other_classes(data.classes, classes, data.name, whose)
 
 
-def _other_classes(of_images: Sequence[str], expected: Sequence[str], name: str, whose: str) -> DataError:
+def _other_classes(images: Sequence[str], expected: Sequence[str], name: str, whose: str) -> DataError:
     """Return the error of images with other classes, which names those of one side alone, by spelling if need be."""
     for key in (_plain, str):
-        odd = {"unknown": _without(of_images, expected, key), "missing": _without(expected, of_images, key)}
-        differences = [f"{what}: {listed(names, SHOWN)}" for what, names in odd.items() if names]
+        odd = {"unknown": _without(images, expected, key), "missing": _without(expected, images, key)}
+        differences = [f"{what}: {listed(names, SHOWN_CLASSES)}" for what, names in odd.items() if names]
         if differences:
             break
-    in_common = "in another order" if len(of_images) == len(expected) else "some share a name"
+    in_common = "in another order" if len(images) == len(expected) else "some share a name"
     return DataError(
-        f"expected the {whose} {len(expected)} classes in {name}, got {len(of_images)} "
+        f"expected the {whose} {len(expected)} classes in {name}, got {len(images)} "
         f"({'; '.join(differences) or in_common}); use images of the same classes, in folders named alike (an "
         "empty one is enough for a class without images)"
     )
@@ -101,11 +101,11 @@ def _without(names: Sequence[str], others: Sequence[str], key: Callable[[str], s
     return [name for name in names if key(name) not in known]
 
 
-def _in_order(of_images: Sequence[str], of_network: Sequence[str], key: Callable[[str], str]) -> tuple[str, ...] | None:
+def _in_order(images: Sequence[str], outputs: Sequence[str], key: Callable[[str], str]) -> tuple[str, ...] | None:
     """The names of images in the network's order, if both have the same keys and no key is of two names."""
-    by_key = {key(name): name for name in of_images}
-    wanted = [key(name) for name in of_network]
-    if len(by_key) != len(of_images) or sorted(by_key) != sorted(wanted):
+    by_key = {key(name): name for name in images}
+    wanted = [key(name) for name in outputs]
+    if len(by_key) != len(images) or sorted(by_key) != sorted(wanted):
         return None
     return tuple(by_key[each] for each in wanted)
 

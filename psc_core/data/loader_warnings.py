@@ -28,7 +28,7 @@ READ_TWICE: Final = 8
 REPEATED: Final = 0.01
 """Fraction of the validation images that may be training images too: real data sets have a few by accident."""
 
-COMPARED: Final = 4096
+COMPARED_VALUES: Final = 4096
 """Maximum number of values by which two images are compared."""
 
 OUTSIDE: Final = 0.05
@@ -117,7 +117,7 @@ def _digests(data: ImageDataset) -> set[bytes]:
     if not isinstance(data.source, TensorSource):
         return set()
     images = data.source.images.reshape(len(data.source), -1)
-    step = max(1, images.shape[1] // COMPARED)
+    step = max(1, images.shape[1] // COMPARED_VALUES)
     return {
         hashlib.blake2b(images[index, ::step].tobytes(), digest_size=16).digest() for index in data.indices.tolist()
     }

@@ -23,7 +23,7 @@ import torch
 from psc_core.data.builtin import BUILT_IN
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.sources import FileSource
-from psc_core.data.targets import TABLES, open_table
+from psc_core.data.targets import TABLE_SUFFIXES, open_table
 from psc_core.errors import DataError
 from psc_core.images import SUFFIXES
 from psc_core.images.files import files_below
@@ -71,7 +71,7 @@ def open_dataset(
         return BUILT_IN[kind](Path(rest), split, preprocess)
     if separator and "/" not in kind and not Path(body).exists():
         return _from_factory(kind, rest, split, preprocess)
-    if Path(body).suffix in TABLES and not Path(body).is_dir():
+    if Path(body).suffix in TABLE_SUFFIXES and not Path(body).is_dir():
         return open_table(Path(body), preprocess, target=target, unit=unit)
     return image_folder(Path(body), preprocess, labelled_images=labelled_images, empty_classes=split != "train")
 

@@ -21,7 +21,7 @@ from psc_core.target import Target
 FILE_COLUMN: Final = "file"
 """Column of a table that holds the paths of images, relative to the table's folder."""
 
-TABLES: Final = (".csv", ".parquet")
+TABLE_SUFFIXES: Final = (".csv", ".parquet")
 """Suffixes of tables."""
 
 

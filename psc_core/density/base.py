@@ -49,6 +49,9 @@ class Density(Fitted):
     maximum_components: ClassVar[int | None] = None
     """Automatic choice of components: how many at most; ``None``: as many as memory allows."""
 
+    has_class_covariances: ClassVar[bool] = False
+    """Whether each class has a covariance of its own, so that memory limits the automatic choice of components."""
+
     tied_by_held_out: ClassVar[bool] = False
     """Whether held-out images choose how much of the pooled covariance the covariance of each class takes."""
 

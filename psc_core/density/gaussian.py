@@ -41,6 +41,7 @@ class ClasswiseDensity(Density):
     """One covariance for each class; ``centres`` (K, P) are the class means m_k, ``whiteners`` (K, P, P) S_k^(−1/2)."""
 
     kind = "gda"
+    has_class_covariances = True
     layout: ClassVar = {
         "mean": ("dim",),
         "basis": ("dim", "kept"),

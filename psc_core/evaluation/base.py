@@ -49,7 +49,7 @@ class ObservedRate:
 
 
 def observed_rate(happened: Bool[Tensor, " n"], nominal: float, calibration_images: int) -> ObservedRate:
-    """Return how often something happened, beside its nominal rate."""
+    """Return the fraction and count of an event, beside its nominal rate."""
     count, images = int(happened.sum()), len(happened)
     return ObservedRate(
         nominal=nominal,

@@ -26,7 +26,7 @@ from psc_core.errors import UsageError
 from psc_core.evaluation.base import PRIMARY, observed_rate
 from psc_core.evaluation.baselines import Baselines, OwnClassifier, fit_baselines
 from psc_core.evaluation.classification_report import ClassificationReport
-from psc_core.evaluation.losses import METRICS, Losses, losses_of
+from psc_core.evaluation.losses import QUALITIES, Losses, losses_of
 from psc_core.evaluation.selective import acceptance
 from psc_core.evaluation.separation import ENTROPY, EPISTEMIC, separation
 from psc_core.fitting.served import served
@@ -178,9 +178,9 @@ def score_images(
 
 
 def quality_of(scored: ScoredImages, data: ImageDataset) -> dict[str, dict[str, float]]:
-    """Return every metric of :data:`.losses.METRICS` by classifier; none for data of other classes."""
+    """Return every metric of :data:`.losses.QUALITIES` by classifier; none for data of other classes."""
     return {
-        name: {metric: compute(losses) for metric, (_, compute) in METRICS.items()}
+        name: {metric: compute(losses) for metric, (_, compute) in QUALITIES.items()}
         for name, losses in scored.losses.items()
     }
 

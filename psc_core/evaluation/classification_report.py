@@ -8,7 +8,7 @@ from typing import Any
 
 from psc_core.evaluation import summary
 from psc_core.evaluation.base import PRIMARY, ObservedRate, Report
-from psc_core.evaluation.losses import METRICS
+from psc_core.evaluation.losses import QUALITIES
 from psc_core.evaluation.selective import Acceptance
 from psc_core.evaluation.separation import Separation
 from psc_core.tables import aligned
@@ -106,9 +106,9 @@ class ClassificationReport(Report):
 
     def _classifiers(self) -> Table:
         rows = [
-            [name, *(f"{quality[metric]:.4f}" for metric in METRICS)] for name, quality in self.classification.items()
+            [name, *(f"{quality[metric]:.4f}" for metric in QUALITIES)] for name, quality in self.classification.items()
         ]
-        return Table("Classification", ["classifier", *(title for title, _ in METRICS.values())], rows)
+        return Table("Classification", ["classifier", *(title for title, _ in QUALITIES.values())], rows)
 
     def _separation_of(self, ood: str) -> Table:
         """Return every score on one OOD set, best first."""

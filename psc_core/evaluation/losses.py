@@ -29,7 +29,7 @@ def losses_of(probabilities: Float[Tensor, "batch classes"], batch: Batch) -> Lo
     return Losses(label_nll(p, labels), label_brier(p, labels), confidence, predicted == labels)
 
 
-METRICS: Final[Mapping[str, tuple[str, Callable[[Losses], float]]]] = {
+QUALITIES: Final[Mapping[str, tuple[str, Callable[[Losses], float]]]] = {
     "accuracy": ("Accuracy", lambda losses: float(losses.correct.double().mean())),
     "nll": ("NLL", lambda losses: float(losses.nll.mean())),
     "brier": ("Brier", lambda losses: float(losses.brier.mean())),

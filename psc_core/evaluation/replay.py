@@ -31,7 +31,7 @@ from psc_core.model.base import FittedModel
 
 _COLUMNS: Final = [SHA256, IMAGE_PATH, "label", "decision", "audit", "audit_probability"]
 
-EXAMPLES: Final = 8
+EXAMPLE_IMAGES: Final = 8
 """Images of each flip to look at."""
 
 
@@ -121,7 +121,7 @@ class Replay:
                 if before == after or not found:
                     continue
                 found.sort(key=lambda row: row.ood_score, reverse=after == accepted)
-                yield before, after, list({row.position: row for row in found}.values())[:EXAMPLES]
+                yield before, after, list({row.position: row for row in found}.values())[:EXAMPLE_IMAGES]
 
     def to_json(self) -> dict[str, Any]:
         """Return tables and fractions, each with the images that it is of; JSON types."""
@@ -203,7 +203,6 @@ def _answers(model: FittedModel, images: ImageDataset) -> tuple[list[Decided], l
     packed = outputs_of(model, images, "replay").packed
     outputs, names, task = model.outputs(packed.numpy()), model.task.decision_names(), model.task
     decisions = model.decide(outputs)
-    has_label = "label" in task.tensors
-    labels = task.tensor("label", outputs, decisions, model.classes) if has_label else [None] * len(images)
+    labels = task.labels(decisions, model.classes)
     answers = [Decided(names[code], label) for code, label in zip(decisions.decision.tolist(), labels, strict=True)]
     return answers, outputs["ood_score"].tolist()

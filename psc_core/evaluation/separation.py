@@ -39,7 +39,7 @@ class Separation:
 def separation(
     inside: Mapping[str, Float[Tensor, " n"]], outside: Mapping[str, Float[Tensor, " m"]], alpha: float
 ) -> dict[str, Separation]:
-    """Return how well every score separates the two sets of images, and the difference to the primary score.
+    """Compare two sets of images by every score, and each AUROC with the primary score's.
 
     Args:
         inside: In-distribution images by score, higher is more unusual.

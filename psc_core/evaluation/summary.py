@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from psc_core.evaluation.base import PRIMARY, ObservedRate
-from psc_core.evaluation.losses import METRICS
+from psc_core.evaluation.losses import QUALITIES
 from psc_core.evaluation.selective import DECISION, Acceptance
 from psc_core.evaluation.separation import FIELDS, Separation
 from psc_core.metrics.ranking import Difference
@@ -76,7 +76,7 @@ def compare_classifiers(classifiers: Mapping[str, Mapping[str, float]], metric: 
     best = max(values.values()) if metric == "accuracy" else min(values.values())
     names = [name for name, value in values.items() if value == best]
     listed = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
-    return f"{METRICS[metric][0]}: best is {' and '.join(names)} ({listed})."
+    return f"{QUALITIES[metric][0]}: best is {' and '.join(names)} ({listed})."
 
 
 def describe_rate(what: str, rate: ObservedRate) -> str:

@@ -30,13 +30,14 @@ from torch import Tensor
 
 from psc_core.calibration.weighted import worth
 from psc_core.data.dataset import ImageDataset, labelled
-from psc_core.errors import DataError, UsageError, listed
+from psc_core.errors import UsageError
 from psc_core.log.labels import CANNOT_TELL, LABEL, NONE_OF_THE_CLASSES, joined, read_labels
 from psc_core.log.rows import days_of, logged_model, read_rows
 from psc_core.log.schema import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256, arrow
 from psc_core.log.source import LoggedImages, is_stored
 from psc_core.log.store import Log
 from psc_core.model.base import FittedModel
+from psc_core.tasks.fit.task import task_fit
 
 JUDGED: Final = 0.95
 """Fraction of the images of a day, up to the last that counts, that has to have a verdict."""
@@ -209,18 +210,8 @@ def _audit(log: Log, model: FittedModel, judged: Sequence[LoggedVerdict], days: 
 
 def _labelled(log: Log, model: FittedModel, images: Sequence[LoggedVerdict]) -> ImageDataset:
     """Return images that were judged to show a class or to have a number, as labelled ones."""
-    data = _data(log, model, images)
-    target = model.task.number()
-    if target is not None:
-        values = torch.tensor([float(str(image.label)) for image in images], dtype=torch.float64)
-        return replace(data, target=target, values=values)
-    position = {label: index for index, label in enumerate(model.classes)}
-    if odd := sorted({str(image.label) for image in images} - {*position}):
-        raise DataError(
-            f"labels of {log.where} are no classes of {model.name}: {listed(odd, 10)}; judge these images again, or "
-            "calibrate a bundle that has these classes"
-        )
-    return replace(data, labels=torch.tensor([position[str(image.label)] for image in images]))
+    said = [str(image.label) for image in images]
+    return task_fit(model.task.name).relabelled(model.task, _data(log, model, images), said)
 
 
 def _data(log: Log, model: FittedModel, images: Sequence[LoggedVerdict]) -> ImageDataset:

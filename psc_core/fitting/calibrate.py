@@ -35,6 +35,7 @@ def calibrate_scorer(
     scorer: Scorer,
     data: FitData,
     settings: FitSettings,
+    compute: Compute,
     gates: Sequence[str] = (),
     layer_map: LayerMap | None = None,
     thumbnails: Thumbnails | None = None,
@@ -45,6 +46,7 @@ def calibrate_scorer(
         scorer: Everything that needs no calibration.
         data: The images.
         settings: The rates.
+        compute: Device and batch size.
         gates: Names of the gates that make the OOD score; without any it is the density.
         layer_map: Of the pipeline; it needs no calibration.
         thumbnails: Likewise.
@@ -52,7 +54,7 @@ def calibrate_scorer(
     Raises:
         FitError: Scores that are not finite.
     """
-    compute, fitted_gates = settings.compute(), None
+    fitted_gates = None
     scored = score_dataset(scorer, data.calibration, compute, "calibration")
     if gates:
         selected = score_dataset(scorer, data.selection, compute, "selection").scores
@@ -132,13 +134,14 @@ def temper(pipeline: Pipeline, fit: TaskFit, data: ImageDataset, settings: FitSe
     The gate ``confidence`` reads logits that were divided by it, so where it changes the gates' p-values are those of
     the same images.  The pipeline has to be calibrated again.
     """
-    scored = score_dataset(pipeline.scorer, data, settings.compute(), "temperature")
+    compute = settings.compute()
+    scored = score_dataset(pipeline.scorer, data, compute, "temperature")
     head = fit.temper(pipeline.scorer.head, scored, data)
     if head is pipeline.scorer.head:
         return pipeline
     scorer, gates = pipeline.scorer.with_head(head), pipeline.gates
     if gates is not None:
-        scores = score_dataset(scorer, data, settings.compute(), "gates").scores
+        scores = score_dataset(scorer, data, compute, "gates").scores
         gates = fit_gates(gates.names, *[readings_of(gates.names, scores)] * 2)
     return pipeline.with_scorer(scorer, gates=gates)
 

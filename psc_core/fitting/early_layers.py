@@ -3,7 +3,7 @@
 Which gates there are is a rule, not a choice: ``kind`` always, ``texture`` wherever a layer lies before the candidate,
 and ``confidence`` unless images are ambiguous by nature, that is, some training or validation image has labels of
 several classes.  There a high entropy is no reason to call an image out of distribution.  A task without entropies has
-no such gate (:attr:`.TaskFit.why_no_confidence`).  Choosing the gates on made-up images too was tried: it dropped gates
+no such gate (:meth:`.TaskFit.confidence_gate`).  Choosing the gates on made-up images too was tried: it dropped gates
 that real images need, because made-up far images have stranger textures.
 """
 
@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from psc_core.compute.passes import Compute
 from psc_core.density import Density
 from psc_core.errors import NetworkError
 from psc_core.fitting.data import FitData
@@ -26,7 +27,6 @@ from psc_core.gates.fit.made_up import REAL, made_up_batches
 from psc_core.metrics.ranking import auroc
 from psc_core.model.pipeline import Scorer, average_positions
 from psc_core.network.layers import LayerInfo, list_layers
-from psc_core.settings import FitSettings
 
 DEPTHS: Final = (1 / 3, 1 / 2, 2 / 3)
 """The fractions of the way to the candidate at which early layers are compared."""
@@ -51,7 +51,7 @@ class ChosenGates(NamedTuple):
 
 
 def choose_gates(
-    scorer: Scorer, layers: Layers, textures: Mapping[str, Density], data: FitData, settings: FitSettings
+    scorer: Scorer, layers: Layers, textures: Mapping[str, Density], data: FitData, compute: Compute
 ) -> ChosenGates:
     """Choose one of a few early layers on images made from the selection split.
 
@@ -60,18 +60,17 @@ def choose_gates(
         layers: Those that its network is cut behind.
         textures: The density of each early layer.
         data: All validation images are looked through for images of several labels.
-        settings: Device, precision, batch size, and the seed that draws images.
+        compute: Device, precision, batch size.
 
     Raises:
         FitError: Readings that gates cannot be fitted to.
     """
-    ambiguous = data.is_ambiguous
-    names: tuple[str, ...] = (KIND,) if ambiguous or data.fit.why_no_confidence else (KIND, CONFIDENCE)
-    readings = made_up_readings(scorer, layers, textures, names, data, settings)
+    reads_confidence, reason = data.fit.confidence_gate(ambiguous=data.is_ambiguous)
+    names: tuple[str, ...] = (KIND, CONFIDENCE) if reads_confidence else (KIND,)
+    readings = made_up_readings(scorer, layers, textures, names, data, compute)
     entropies = readings[REAL].get(CONFIDENCE)
     if entropies is not None and not entropies.min() < entropies.max():
         names = (KIND,)
-    reason = data.fit.why_no_confidence or _reason(ambiguous)
     choice = compare(readings, names, tuple(textures), reason=reason)
     if not textures:
         return ChosenGates(names, None, choice)
@@ -105,12 +104,12 @@ def made_up_readings(
     textures: Mapping[str, Density],
     names: Sequence[str],
     data: FitData,
-    settings: FitSettings,
+    compute: Compute,
 ) -> dict[str, Readings]:
     """Return the readings of real images of the selection split, and of each kind of image made from them."""
-    compute, mixed = settings.compute(), not data.is_ambiguous
+    mixed = not data.is_ambiguous
     parts: dict[str, list[Readings]] = {}
-    for made in made_up_batches(data.selection, compute, "made-up images", mixed=mixed, seed=settings.seed):
+    for made in made_up_batches(data.selection, compute, "made-up images", mixed=mixed, seed=data.seed):
         for kind, images in made.items():
             features, output = scorer.features(scorer.standardise(images))
             scores = scorer.score(scorer.embedding(features, output)).scores
@@ -137,12 +136,6 @@ def compare(
         scores = {kind: gates.score(torch.stack([readings[kind][name] for name in columns], dim=1)) for kind in kinds}
         aurocs[option] = {kind: auroc(gates.score(inside), of_kind) for kind, of_kind in scores.items()}
     return GateChoice(aurocs, tuple(full), reason)
-
-
-def _reason(ambiguous: bool) -> str:
-    if ambiguous:
-        return "some images have several labels, so confidence is no gate and mixed images are none of the kinds"
-    return "no image has several labels, so confidence is a gate"
 
 
 def option_name(layer: str | None, names: Sequence[str]) -> str:

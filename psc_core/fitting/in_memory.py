@@ -66,9 +66,10 @@ def fit(
     """
     net = own_copy(net)
     chosen = FitSettings(**{"device": device_of(net), **settings})
+    compute = chosen.compute()
     train = opened(loaders[0], "the training data", statistics, classes, target)
     if task_fit(task).takes(train):  # Before hours are spent on reading the others; if not, it is told below.
-        device, outputs = chosen.compute().device, task_fit(task).task(train).network_outputs(train.classes)
+        device, outputs = compute.device, task_fit(task).task(train).network_outputs(train.classes)
         try:
             check_output(net.to(device), example_input(train.preprocess).to(device), outputs, name=type(net).__name__)
         except NetworkError as error:
@@ -84,11 +85,12 @@ def fit(
     warn_of_repeated(val)
     data = FitData.of(train, val, seed=chosen.seed, task=task, max_images=chosen.max_images)
     chosen = stages.checked(chosen, data)
-    report = stages.collapse(net, data, chosen)
+    report = stages.collapse(net, data, chosen, compute)
     candidate = report.candidate(None if chosen.layer == "auto" else chosen.layer)
-    projection = stages.project(net, candidate, data, chosen)
+    projection = stages.project(net, candidate, data, chosen, compute)
     provenance = {"psc_version": __version__, "settings": chosen.recorded()}
-    return stages.fit_model(net, candidate, projection, data, chosen, name=name, provenance=provenance)
+    fitted = stages.fit_model(net, candidate, projection, data, chosen, compute, name=name, provenance=provenance)
+    return fitted.model
 
 
 def calibrate_on(model: FittedModel, loader: Any, **changes: Any) -> FittedModel:

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional
 
-from psc_core.compute.passes import track_images
+from psc_core.compute.passes import Compute, track_images
 from psc_core.data.dataset import ImageDataset, drawn
 from psc_core.errors import FitError
 from psc_core.gates.fit.choice import regret
@@ -29,7 +29,6 @@ from psc_core.maps.fit.moments import PositionMoments
 from psc_core.maps.fit.pasted import KINDS, paste
 from psc_core.maps.layer_map import LayerMap
 from psc_core.metrics.ranking import auroc
-from psc_core.settings import FitSettings
 
 IMAGES: Final = 500
 """Maximum number of images that something is pasted into."""
@@ -68,7 +67,8 @@ def choose_map(
     features_of: Callable[[Pixels], Mapping[str, Tensor]],
     moments: Mapping[str, PositionMoments],
     selection: ImageDataset,
-    settings: FitSettings,
+    compute: Compute,
+    seed: int,
 ) -> ChosenMap | None:
     """Choose one of a few early layers and fit its map; None where none of them has one.
 
@@ -76,11 +76,12 @@ def choose_map(
         features_of: Canonical features of images on the device, by layer.
         moments: Of the early layers that have a grid, over the training images.
         selection: In-distribution images that the moments have not seen.
-        settings: Device, batch size, and the seed that draws images.
+        compute: Device, batch size, processes.
+        seed: Draws images and what is pasted.
     """
     maps: dict[str, LayerMap] = {}
     for layer, sums in moments.items():
-        found = sums.moments(settings.reducer.sum_)  # In every process, whether or not a density can be fitted.
+        found = sums.moments(compute.reducer.sum_)  # In every process, whether or not a density can be fitted.
         with suppress(FitError):  # All positions look the same there.
             maps[layer] = LayerMap(layer, sums.grid, fit_positions(found))
     if not maps:
@@ -88,9 +89,8 @@ def choose_map(
     real: dict[str, list[Tensor]] = {layer: [] for layer in maps}
     pasted: dict[str, dict[str, list[Tensor]]] = {layer: {kind: [] for kind in KINDS} for layer in maps}
     masks: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
-    generator = torch.Generator().manual_seed(settings.seed)
-    compute = settings.compute()
-    for batch in track_images(drawn(selection, IMAGES, settings.seed), compute, "map: pasted images"):
+    generator = torch.Generator().manual_seed(seed)
+    for batch in track_images(drawn(selection, IMAGES, seed), compute, "map: pasted images"):
         pixels = selection.preprocess.to_pixels(batch.images)
         for layer, distances in _distances(maps, features_of(pixels.to(compute.device))).items():
             real[layer].append(distances.flatten())
@@ -104,7 +104,7 @@ def choose_map(
         for layer, of_layer in pasted.items()
     }
     names, choice = list(maps), MapChoice(aurocs)
-    chosen = maps[names[settings.reducer.first(names.index(choice.chosen))]]
+    chosen = maps[names[compute.reducer.first(names.index(choice.chosen))]]
     density = with_levels(chosen.density, torch.cat(real[chosen.layer]))
     return ChosenMap(LayerMap(chosen.layer, chosen.grid, density), choice)
 

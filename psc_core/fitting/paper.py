@@ -2,7 +2,7 @@
 
     net        = load_network("torchvision:resnet18", weights="net.safetensors", num_classes=10)
     candidate  = measure_collapse(net, train, val).candidate()
-    projection = fit_projection(net, candidate, train, method="tucker")
+    projection = fit_projection(net, candidate, train)
     psc        = fit_psc(net, candidate, projection, train, val, head="laplace")
 
 Every setting of :class:`psc_core.FitSettings` may be given by its name, or all of them as ``settings``; the defaults
@@ -25,6 +25,7 @@ from psc_core.errors import UsageError
 from psc_core.fitting import stages
 from psc_core.fitting.data import FitData
 from psc_core.fitting.parts import FittedProjection
+from psc_core.model.base import FittedModel
 from psc_core.model.classifier import PSC
 from psc_core.model.regressor import PSCRegressor
 from psc_core.settings import FitSettings
@@ -58,7 +59,7 @@ def measure_collapse(
         NetworkError: The network cannot be run or cut.
     """
     settings = replace(settings or FitSettings(), **changes)
-    return stages.collapse(net, _data(train, val, settings), settings)
+    return stages.collapse(net, _data(train, val, settings), settings, settings.compute())
 
 
 def fit_projection(
@@ -67,7 +68,6 @@ def fit_projection(
     train: ImageDataset,
     val: ImageDataset | None = None,
     *,
-    method: str = "tucker",
     settings: FitSettings | None = None,
     **changes: Any,
 ) -> FittedProjection:
@@ -85,24 +85,21 @@ def fit_projection(
         candidate: The layer(s) it is cut behind.
         train: Training images.
         val: Validation images, or None to choose the sizes on all of ``train``.
-        method: ``"tucker"``.
         settings: Settings of all stages.
         changes: Settings by name, as ``c_proj``, ``d_proj``, ``minimum_dim``; and ``density``, the kind that will be
             fitted, because one that reads z needs more spatial components.
 
     Raises:
-        UsageError: An unknown method or density, or settings of another seed or epsilon than the candidate's.
+        UsageError: An unknown density, or settings of another seed or epsilon than the candidate's.
         FitError: Constant features, or sizes larger than the layer allows.
         NetworkError: The network cannot be cut.
     """
-    if method != "tucker":
-        raise UsageError(f"expected method 'tucker', got {method!r}")
     settings = settings_for(candidate, settings, changes)
     if val is None:
         data = FitData.without_validation(train, seed=settings.seed, max_images=settings.max_images)
     else:
         data = _data(train, val, settings)
-    return stages.project(net, candidate, data, settings)
+    return stages.project(net, candidate, data, settings, settings.compute())
 
 
 def fit_psc(
@@ -154,8 +151,7 @@ def fit_psc(
         NetworkError: The network cannot be cut.
     """
     settings = settings_for(candidate, settings, changes)
-    data = _data(train, val, settings, PSC.task_type.name)
-    fitted = stages.fit_model(net, candidate, projection, data, settings, name=name, provenance=provenance)
+    fitted = _fit(PSC, net, candidate, projection, (train, val), settings, name=name, provenance=provenance)
     return cast(PSC, fitted)
 
 
@@ -185,29 +181,34 @@ def fit_regressor(
         >>> model.target, model.predict(next(val.batches(3)).images).interval.shape
         (Target(name='angle', unit='degrees'), torch.Size([3, 2]))
 
-    Args:
-        net: Trained network of one output, from :func:`psc_core.load_network`.
-        candidate: The layer(s) it is cut behind.
-        projection: From :func:`fit_projection`.
-        train: Training images with numbers.
-        val: Validation images with numbers of the same target.
-        name: Model name.
-        provenance: Recorded in the bundle.
-        settings: Settings of all stages.
-        changes: Settings by name, as of :func:`fit_psc`; ``head`` is ``"blr"`` or ``"dve"``, and ``max_width`` the
-            width of an interval above which an image is uncertain, in the target's unit.
+    Args are those of :func:`fit_psc`: a network of one output, and images with numbers of one target.  ``head`` is
+    ``"blr"`` or ``"dve"``, and ``max_width`` the width of an interval above which an image is uncertain, in the
+    target's unit.
 
     Raises:
-        UsageError: An unknown option, rates that so few validation images cannot keep, images without numbers, or a
-            projection of other layers or settings of another seed or epsilon than the candidate's.
+        UsageError: As of :func:`fit_psc`, and images without numbers.
         DataError: Numbers that are all equal, or of another target.
         FitError: Features or outputs that cannot be fitted; the message says why.
         NetworkError: The network cannot be cut.
     """
     settings = settings_for(candidate, settings, changes)
-    data = _data(train, val, settings, PSCRegressor.task_type.name)
-    fitted = stages.fit_model(net, candidate, projection, data, settings, name=name, provenance=provenance)
+    fitted = _fit(PSCRegressor, net, candidate, projection, (train, val), settings, name=name, provenance=provenance)
     return cast(PSCRegressor, fitted)
+
+
+def _fit(
+    kind: type[FittedModel],
+    net: nn.Module,
+    candidate: Candidate,
+    projection: FittedProjection,
+    images: tuple[ImageDataset, ImageDataset],
+    settings: FitSettings,
+    **recorded: Any,
+) -> FittedModel:
+    """Return a model of the task of ``kind``, which is the type of its models."""
+    data = _data(*images, settings, kind.task_type.name)
+    settings = stages.checked(settings, data)
+    return stages.fit_model(net, candidate, projection, data, settings, settings.compute(), **recorded).model
 
 
 def _data(train: ImageDataset, val: ImageDataset, settings: FitSettings, task: str | None = None) -> FitData:

@@ -22,16 +22,13 @@ from psc_core.fitting.data import FitData
 from psc_core.fitting.early_layers import TEXTURE_DENSITY, ChosenGates, choose_gates, early_layers
 from psc_core.fitting.features import Layers, Read, cut, read
 from psc_core.fitting.maps import ChosenMap, choose_map
-from psc_core.gates.fit.choice import GateChoice
 from psc_core.images.preprocess import Pixels
 from psc_core.model.pipeline import Scorer
 from psc_core.network.backbone import Backbone, example_input
 from psc_core.projection.fit.report import ProjectionReport
 from psc_core.projection.module import Projection
 from psc_core.settings import FitSettings
-from psc_core.tasks.fit.task import Features, HeadJob, one_of, own_outputs
-from psc_core.tasks.head import Head
-from psc_core.tasks.task import Task
+from psc_core.tasks.fit.task import HeadJob, one_of, own_outputs
 from psc_core.thumbnails.fit.choose import kept_images, thumbnails_of
 from psc_core.thumbnails.thumbnails import Thumbnails
 
@@ -63,14 +60,14 @@ class FittedParts:
         """Names of the gates; none without."""
         return () if self.gates is None else self.gates.names
 
-    @property
-    def choice(self) -> GateChoice | None:
-        """The comparison that chose the gates."""
-        return None if self.gates is None else self.gates.choice
-
 
 def fit_parts(
-    net: nn.Module, candidate: Candidate, projection: FittedProjection, data: FitData, settings: FitSettings
+    net: nn.Module,
+    candidate: Candidate,
+    projection: FittedProjection,
+    data: FitData,
+    settings: FitSettings,
+    compute: Compute,
 ) -> FittedParts:
     """Fit density and head on the training images, with free numbers chosen on the selection split, and the gates.
 
@@ -79,20 +76,24 @@ def fit_parts(
         candidate: The layer(s) it is cut behind.
         projection: Of the candidate.
         data: The images.
-        settings: With the kind of head.
+        settings: Checked, with the kind of head.
+        compute: Device, precision, batch size, processes.
 
     Raises:
         UsageError: The task has no such head.
         FitError: Features that cannot be fitted; the message says why.
         NetworkError: The network cannot be cut.
     """
-    compute, task = settings.compute(), data.fit.task(data.train)
+    task = data.fit.task(data.train)
     kind = one_of("head", settings.head, tuple(task.heads), task.noun)
     layers = _layers(net, candidate, data, compute, settings, reads_layers=task.heads[kind].reads_layers)
-    is_asked = settings.predictions == "base" or (settings.predictions == "auto" and bool(task.own_heads))
+    is_base = settings.predictions == "base"
+    is_asked = is_base or (settings.predictions == "auto" and data.fit.tries_own_output)
     backbone = cut(net, layers.names, data.train, compute, keep_output=is_asked)
-    if is_asked and not _has_own_output(backbone, data.train, compute, task, settings):
-        backbone = cut(net, layers.names, data.train, compute, keep_output=False)
+    outputs = task.network_outputs(data.train.classes)
+    if is_base:
+        check_own_output(backbone, data.train, compute, outputs)
+    reads_own = is_asked and own_width(backbone, data.train, compute) == outputs
     device_projection = projection.projection.to(compute.device)
     with tempfile.TemporaryDirectory(prefix="psc-fit-") as scratch:
         folders = [Path(tempfile.mkdtemp(dir=scratch)) for _ in range(2)]
@@ -110,7 +111,10 @@ def fit_parts(
             images=train.features.images,
             held_out=HeldOut(selection.density_input, selection.features.labels),
         ).to(compute.device)
-        head = _fit_head(kind, train.features, selection.features, backbone, data, settings)
+        own = own_outputs(lambda inputs: backbone(inputs)[1], data.selection, compute) if reads_own else None
+        classes, features = data.train.classes, (train.features, selection.features)
+        job = HeadJob(kind, *features, classes, own, settings.predictions, settings.seed, compute.device)
+        head = data.fit.fit_head(job)
         textures = {layer: _fit_texture(train, layer, data, compute) for layer in layers.texture}
         thumbnails = None
         if settings.keep_examples is not None:
@@ -124,11 +128,11 @@ def fit_parts(
         compute.precision,
         head_layers=layers.head,
     )
-    gates = choose_gates(scorer, layers, textures, data, settings) if settings.ood_score == "gates" else None
-    chosen_map = _choose_map(scorer, layers, train, data, settings)
+    gates = choose_gates(scorer, layers, textures, data, compute) if settings.ood_score == "gates" else None
+    chosen_map = _choose_map(scorer, layers, train, data, compute)
     layer, texture = (None, None) if gates is None or gates.texture is None else gates.texture
     kept = layers_of(layers.candidate, layers.head, layer, None if chosen_map is None else chosen_map.map.layer)
-    keep_output = settings.predictions == "base" or head.kind in task.own_heads
+    keep_output = is_base or head.reads_output
     if tuple(kept) != layers.names or keep_output != backbone.keep_output:
         backbone = cut(net, kept, data.train, compute, keep_output=keep_output)
     scorer = scorer.with_backbone(backbone.fused(compute.precision), texture)
@@ -153,34 +157,12 @@ def _layers(
     return Layers(candidate.layers, early if reads_layers else own, early if with_gates else ())
 
 
-def _has_own_output(
-    backbone: Backbone, train: ImageDataset, compute: Compute, task: Task, settings: FitSettings
-) -> bool:
-    """Whether the network's own output is what the task predicts; it has to be where base predictions are asked for."""
-    try:
-        check_own_output(backbone, train, compute, task.network_outputs(train.classes))
-    except UsageError:
-        if settings.predictions == "base":
-            raise
-        return False
-    return True
-
-
-def _fit_head(
-    kind: str, train: Features, selection: Features, backbone: Backbone, data: FitData, settings: FitSettings
-) -> Head:
-    compute = settings.compute()
-    own = own_outputs(lambda inputs: backbone(inputs)[1], data.selection, compute) if backbone.keep_output else None
-    classes, predictions, seed = data.train.classes, settings.predictions, settings.seed
-    return data.fit.fit_head(HeadJob(kind, train, selection, classes, own, predictions, seed, compute.device))
-
-
-def _choose_map(scorer: Scorer, layers: Layers, train: Read, data: FitData, settings: FitSettings) -> ChosenMap | None:
+def _choose_map(scorer: Scorer, layers: Layers, train: Read, data: FitData, compute: Compute) -> ChosenMap | None:
     def features_of(images: Pixels) -> dict[str, Tensor]:
         features, _ = scorer.features(scorer.standardise(images))
         return dict(zip(layers.names, features, strict=True))
 
-    return choose_map(features_of, train.moments, data.selection, settings)
+    return choose_map(features_of, train.moments, data.selection, compute, data.seed)
 
 
 def _fit_texture(train: Read, layer: str, data: FitData, compute: Compute) -> Density:
@@ -211,15 +193,20 @@ def _keep(count: int, read: Read, density: Density, data: FitData) -> Thumbnails
     return Thumbnails({name: tensor for name, tensor in tensors.items() if tensor is not None})
 
 
+@torch.inference_mode()
+def own_width(backbone: Backbone, train: ImageDataset, compute: Compute) -> int | None:
+    """Return the number of the network's own outputs; None where the backbone does not keep them."""
+    output = backbone(example_input(train.preprocess).to(compute.device))[1]
+    return None if output is None else output.shape[1]
+
+
 def check_own_output(backbone: Backbone, train: ImageDataset, compute: Compute, expected: int) -> None:
     """Reject a network whose own output is not what the task predicts.
 
     Raises:
         UsageError: It has another number of outputs.
     """
-    with torch.inference_mode():
-        output = backbone(example_input(train.preprocess).to(compute.device))[1]
-    width = None if output is None else output.shape[1]
+    width = own_width(backbone, train, compute)
     if width != expected:
         of_each = f", one for each class of {train.name}" if expected == len(train.classes) else ""
         raise UsageError(
@@ -245,7 +232,7 @@ def report_of(
     provenance: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Return the report of a fit that its bundle keeps; ``metrics`` are those of the calibration split."""
-    gates = {} if parts.choice is None else {"gates": parts.choice.to_json()}
+    gates = {} if parts.gates is None else {"gates": parts.gates.choice.to_json()}
     of_map = {} if parts.map is None else {"map": parts.map.choice.to_json()}
     report = {
         "collapse": candidate.report and {**candidate.report.to_json(), "notes": list(candidate.notes)},

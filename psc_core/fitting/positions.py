@@ -27,7 +27,6 @@ from psc_core.metrics.ranking import auroc
 from psc_core.network.backbone import Backbone, FeatureStep, feature_step
 from psc_core.projection.fit.projection import SizedProjection
 from psc_core.projection.module import Projection
-from psc_core.settings import FitSettings
 
 AUROC_LOSS: Final = 0.005
 """Loss of mean AUROC that fewer components may cost."""
@@ -41,7 +40,8 @@ def compare_positions(
     sized: SizedProjection,
     sizes: Sequence[tuple[int, int]],
     data: FitData,
-    settings: FitSettings,
+    kind: str,
+    compute: Compute,
 ) -> dict[int, float]:
     """Mean AUROC of made-up against real images by number of spatial components.
 
@@ -50,25 +50,24 @@ def compare_positions(
         sized: The largest projection.
         sizes: (c_proj, d_proj) to compare, within it.
         data: The images.
-        settings: Device, precision, batch size, the density that reads z, and the seed that draws images.
+        kind: Of the density, which reads z.
+        compute: Device, precision, batch size.
     """
-    compute = settings.compute()
     step = feature_step(backbone, compute.precision)
-    few = drawn(data.train, TRAINING_IMAGES, settings.seed)
+    few = drawn(data.train, TRAINING_IMAGES, data.seed)
     kept, of_batches = [], []
     for features, batch in passes(few, compute, "positions: features", step):
         kept.append(batch.per_example(sized.largest(features)).cpu())
         of_batches.append(batch.labels)
-    made = _made_up_features(sized.largest, step, data, compute, settings.seed)
+    made = _made_up_features(sized.largest, step, data, compute)
     z, labels, classes = usable(torch.cat(kept), torch.cat(of_batches))
     found = {}
     for c_proj, d_proj in sizes:
         columns = _columns(sized.largest, c_proj, d_proj)
-        fitted = fit_density(z[:, columns], labels, num_classes=classes, kind=settings.density)
-        scores = {kind: -fitted(values[:, columns]).log_density for kind, values in made.items()}
-        found[d_proj] = statistics.mean(
-            auroc(scores[REAL], of_kind) for kind, of_kind in scores.items() if kind != REAL
-        )
+        fitted = fit_density(z[:, columns], labels, num_classes=classes, kind=kind)
+        scores = {name: -fitted(values[:, columns]).log_density for name, values in made.items()}
+        real = scores.pop(REAL)
+        found[d_proj] = statistics.mean(auroc(real, made_up) for made_up in scores.values())
     return found
 
 
@@ -88,11 +87,11 @@ def fewest_positions(found: Mapping[int, float]) -> int:
 
 @torch.inference_mode()
 def _made_up_features(
-    largest: Projection, step: FeatureStep, data: FitData, compute: Compute, seed: int
+    largest: Projection, step: FeatureStep, data: FitData, compute: Compute
 ) -> dict[str, Float[Tensor, "n dim"]]:
     parts: dict[str, list[Tensor]] = {}
     mixed, selection = not data.is_ambiguous, data.selection
-    for made in made_up_batches(selection, compute, "positions: made-up images", mixed=mixed, seed=seed):
+    for made in made_up_batches(selection, compute, "positions: made-up images", mixed=mixed, seed=data.seed):
         for kind, images in made.items():
             with autocast(compute.device, compute.precision):
                 features = step(selection.preprocess.standardise(images))

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from psc_core.collapse.measure import measure_layers
 from psc_core.collapse.report import Candidate, CollapseReport
+from psc_core.compute.passes import Compute
 from psc_core.density import DENSITIES
 from psc_core.fitting.calibrate import calibrate_scorer, trial_of
 from psc_core.fitting.data import FitData
 from psc_core.fitting.features import cut
 from psc_core.fitting.parts import FittedProjection, check_same_layers, fit_parts, report_of
 from psc_core.fitting.positions import compare_positions, fewest_positions
+from psc_core.gates.fit.choice import GateChoice
 from psc_core.model.base import FittedModel
 from psc_core.model.load import model_class_of
 from psc_core.projection.fit.projection import fit_tucker
@@ -29,7 +31,14 @@ from psc_core.tasks.fit.task import TaskFit, one_of
 from psc_core.thumbnails.fit.choose import check_count
 
 
-def collapse(net: nn.Module, data: FitData, settings: FitSettings) -> CollapseReport:
+class FitResult(NamedTuple):
+    """A fitted model, and the comparison that chose its gates; None for a model without."""
+
+    model: FittedModel
+    gates: GateChoice | None
+
+
+def collapse(net: nn.Module, data: FitData, settings: FitSettings, compute: Compute) -> CollapseReport:
     """Measure NC1 on the training images and NC4 (R² of a regression) on the selection split, after every layer.
 
     Raises:
@@ -37,11 +46,13 @@ def collapse(net: nn.Module, data: FitData, settings: FitSettings) -> CollapseRe
         FitError: Features that are not finite.
         NetworkError: The network cannot be run or cut.
     """
-    settings.reducer.require(data.train)
-    return measure_layers(net, data.train, data.selection, settings)
+    compute.reducer.require(data.train)
+    return measure_layers(net, data.train, data.selection, settings, compute, data.fit.layer_quality)
 
 
-def project(net: nn.Module, candidate: Candidate, data: FitData, settings: FitSettings) -> FittedProjection:
+def project(
+    net: nn.Module, candidate: Candidate, data: FitData, settings: FitSettings, compute: Compute
+) -> FittedProjection:
     """Fit moments and Tucker factors on the training images; the selection split chooses the sizes.
 
     The fewest components that keep NC1 and NC4, and, for a density that reads z, as many spatial ones as that needs
@@ -53,17 +64,18 @@ def project(net: nn.Module, candidate: Candidate, data: FitData, settings: FitSe
         NetworkError: The network cannot be cut.
     """
     one_of("density", settings.density, tuple(DENSITIES), data.fit.task_type.noun)
-    settings.reducer.require(data.train)
-    backbone = cut(net, candidate.layers, data.train, settings.compute(), keep_output=False)
-    sized = fit_tucker(backbone, data.train, data.selection, settings)
+    compute.reducer.require(data.train)
+    backbone = cut(net, candidate.layers, data.train, compute, keep_output=False)
+    sized = fit_tucker(backbone, data.train, data.selection, settings, compute)
     choice = choose_ranks(sized.nc1, sized.nc4, sized.scaled_nc4, settings)
     compared: dict[int, float] = {}
     sizes = [choice]
     if settings.d_proj is None:
         sizes = choice.with_more_positions(sized.nc1, sized.nc4, sized.deviation, epsilon=settings.epsilon)
     if DENSITIES[settings.density].input_kind == "z" and len(sizes) > 1:
-        compared = compare_positions(backbone, sized, [(size.c_proj, size.d_proj) for size in sizes], data, settings)
-        kept = settings.reducer.first(fewest_positions(compared))
+        pairs = [(size.c_proj, size.d_proj) for size in sizes]
+        compared = compare_positions(backbone, sized, pairs, data, settings.density, compute)
+        kept = compute.reducer.first(fewest_positions(compared))
         choice = next(size for size in sizes if size.d_proj == kept)
     if data.fit.averages_candidate and settings.head_input == "both" and DENSITIES[settings.density].input_kind != "z":
         choice = replace(choice, warning="")  # Head and density read beside z, or instead of it, what z gives up.
@@ -97,24 +109,35 @@ def fit_model(
     projection: FittedProjection,
     data: FitData,
     settings: FitSettings,
+    compute: Compute,
     *,
     name: str = "psc",
     provenance: Mapping[str, Any] | None = None,
-) -> FittedModel:
+) -> FitResult:
     """Fit density, head and gates on the training images, and calibrate them on the calibration split.
 
+    Args:
+        net: The whole network.
+        candidate: The layer(s) it is cut behind.
+        projection: Of the candidate.
+        data: The images.
+        settings: As :func:`checked` returns them.
+        compute: Device, precision, batch size, processes.
+        name: Model name.
+        provenance: Recorded in the bundle.
+
     Raises:
-        UsageError: An unknown setting, rates that so few validation images cannot keep, or a projection of other layers
-            than the candidate's.
+        UsageError: A projection of other layers than the candidate's.
         FitError: Features or outputs that cannot be fitted; the message says why.
         NetworkError: The network cannot be cut.
     """
     check_same_layers(candidate, projection)
-    settings = checked(settings, data)
-    settings.reducer.require(data.train)
-    parts = fit_parts(net, candidate, projection, data, settings)
+    compute.reducer.require(data.train)
+    parts = fit_parts(net, candidate, projection, data, settings, compute)
     layer_map = None if parts.map is None else parts.map.map
-    pipeline, calibrated = calibrate_scorer(parts.scorer, data, settings, parts.gate_names, layer_map, parts.thumbnails)
+    pipeline, calibrated = calibrate_scorer(
+        parts.scorer, data, settings, compute, parts.gate_names, layer_map, parts.thumbnails
+    )
     task = data.fit.task(data.train)
     model = model_class_of(task)(
         task=task,
@@ -129,4 +152,4 @@ def fit_model(
         trial=trial_of(data.calibration),
     )
     model.probe()  # As in loading: a model that cannot be loaded is not saved.
-    return model
+    return FitResult(model, None if parts.gates is None else parts.gates.choice)

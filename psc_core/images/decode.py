@@ -22,7 +22,7 @@ from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, Unsuppo
 from psc_core.images.limits import DEFAULT_MAX_PIXELS, MAX_EXIF_BYTES, check_count, check_file, check_pixels
 from psc_core.images.turbo import decode_plain
 
-FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
+IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 """Supported formats; anything else is :class:`UnsupportedImage`."""
 
 _RUN_LENGTH_COST: Final = 50
@@ -80,7 +80,7 @@ class OpenImage:
 def open_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> OpenImage:
     """Read the header of an encoded image; see :func:`decode_image` for the errors."""
     try:
-        image = Image.open(check_file(data, max_pixels), formats=FORMATS)
+        image = Image.open(check_file(data, max_pixels), formats=IMAGE_FORMATS)
     except ImageError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -89,7 +89,7 @@ def open_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> OpenImag
         if data.startswith(_SIGNATURES) or data[8:12] == b"WEBP":
             raise UndecodableImage("image header is damaged or truncated; send the file again") from error
         kind = f"{len(data)} bytes of another format" if data else "no data"
-        raise UnsupportedImage(f"expected one of {', '.join(FORMATS)}, got {kind}") from error
+        raise UnsupportedImage(f"expected one of {', '.join(IMAGE_FORMATS)}, got {kind}") from error
     width, height = image.size
     run_length = any(tile.codec_name == "bmp_rle" for tile in image.tile)
     cost = width * height * (_RUN_LENGTH_COST if run_length else 1)
@@ -107,7 +107,7 @@ def decode_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.
         and CMYK converted, and 16-bit samples scaled to 8 bits.
 
     Raises:
-        UnsupportedImage: The file is in none of :data:`FORMATS`.
+        UnsupportedImage: The file is in none of :data:`IMAGE_FORMATS`.
         ImageTooLarge: The header declares more than ``max_pixels``.
         UndecodableImage: The file is damaged or truncated, has non-finite samples, or would cost far more to decode
             than its pixels.

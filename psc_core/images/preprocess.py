@@ -211,8 +211,8 @@ class Preprocess:
 
     def to_json(self) -> dict[str, Any]:
         """The attributes as JSON types, without what a manifest means that says nothing: bilinear, by Pillow."""
-        meant = {"interpolation": "bilinear", "resizer": "pillow"}.items()
-        return {name: value for name, value in asdict(self).items() if (name, value) not in meant}
+        defaults = {"interpolation": "bilinear", "resizer": "pillow"}.items()
+        return {name: value for name, value in asdict(self).items() if (name, value) not in defaults}
 
 
 def standardise(images: Images, scale: Float[Tensor, "channels 1 1"], shift: Float[Tensor, "channels 1 1"]) -> Inputs:

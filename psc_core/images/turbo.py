@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image
 
-INSTALLED: Final = find_spec("simplejpeg") is not None
+HAS_SIMPLEJPEG: Final = find_spec("simplejpeg") is not None
 
 FORMS: Final = {"RGB": "RGBX", "L": "GRAY"}
 """simplejpeg's names for the samples of each mode: four bytes a pixel of RGB, as Pillow keeps them."""
@@ -42,7 +42,7 @@ def decode_plain(image: Image.Image, data: bytes, mode: str) -> npt.NDArray[np.u
     Returns:
         ``None`` where Pillow is to decode: another format or mode, a damaged file, no simplejpeg.
     """
-    if not INSTALLED or image.format != "JPEG" or image.mode != mode or not _agrees():
+    if not HAS_SIMPLEJPEG or image.format != "JPEG" or image.mode != mode or not _agrees():
         return None
     try:
         if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:

@@ -17,7 +17,7 @@ _EXTENSIONS: Final = (
     (b"MM", "tif"),
     (b"RIFF", "webp"),
 )
-"""First bytes of the formats that are decoded (:data:`psc_core.images.decode.FORMATS`) and the end of a file's name."""
+"""First bytes of the formats in :data:`psc_core.images.decode.IMAGE_FORMATS`, and the end of a file's name."""
 
 MEDIA_TYPES: Final = {
     "jpg": "image/jpeg",

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from typing import Any
 
-from psc_core.errors import DataError, listed
+from psc_core.errors import DataError
 from psc_core.log.schema import model_path
 from psc_core.log.store import Log
 from psc_core.tasks.task import Task, task_type_of
@@ -33,23 +32,8 @@ class LoggedModel:
         return json.dumps(fields, ensure_ascii=False).encode()
 
     def check_label(self, label: str) -> str:
-        """Return a person's label as the log keeps it.
-
-        Raises:
-            DataError: It is no class of the model or, where that predicts a number, no finite number.
-        """
-        if self.task.number() is None:
-            if label not in self.classes:
-                known = listed(self.classes, 10)
-                raise DataError(f"expected one of the model's classes ({known}), got {label!r}; correct the label")
-            return label
-        try:
-            value = float(label)
-        except ValueError:
-            value = math.nan
-        if not math.isfinite(value):
-            raise DataError(f"expected a number for {self.task.number()}, got {label!r}; correct the label")
-        return repr(value)
+        """Return a person's label as the log keeps it; raises :class:`.DataError` for what it could not have said."""
+        return self.task.parse_label(label, self.classes)
 
 
 def read_model(log: Log, version: str) -> LoggedModel:

@@ -42,7 +42,7 @@ class ReviewImage:
 
     @property
     def is_audit(self) -> bool:
-        """Whether it is of the random slice, whatever it was chosen for."""
+        """True for an image of the audit slice, whatever it was chosen for."""
         return bool(self.row["audit"])
 
 
@@ -139,7 +139,7 @@ def _ordered(
 def _ranks_between(
     candidates: list[ReviewImage], scores: list[str], values: FloatMatrix, limits: Mapping[str, str]
 ) -> npt.NDArray[np.float64]:
-    """Return how many candidates lie between an image's score and its threshold: the least of all limits."""
+    """Return the number of candidates between an image's score and its threshold: the least of all limits."""
     policies = [json.loads(each.row["policy"]) for each in candidates]
     ranks = np.full(len(candidates), np.inf)
     for threshold, score in limits.items():

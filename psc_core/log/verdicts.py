@@ -26,7 +26,7 @@ from psc_core.log.rows import models_in, read_rows
 from psc_core.log.schema import IMAGE_INDEX, REQUEST_ID, SHA256
 from psc_core.log.store import Log
 
-MAX_BYTES: Final = 1 << 30
+MAX_TASKS_BYTES: Final = 1 << 30
 """Size of a file of answers."""
 
 _MAX_SOURCE: Final = 200
@@ -232,5 +232,5 @@ def _time(value: Any) -> datetime | None:
 def _check_size(path: Path) -> None:
     if not path.is_file():
         raise DataError(f"{path} is no file; check the path")
-    if path.stat().st_size > MAX_BYTES:
-        raise DataError(f"{path} has more than {MAX_BYTES} bytes; split it")
+    if path.stat().st_size > MAX_TASKS_BYTES:
+        raise DataError(f"{path} has more than {MAX_TASKS_BYTES} bytes; split it")

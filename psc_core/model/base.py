@@ -1,12 +1,11 @@
-"""The base of fitted models: their parts, saving, loading, and a trial before either."""
+"""The base of fitted models: their modules, saving, loading, and a trial before either."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from psc_core.images.inputs import ImageLike, as_batch
 from psc_core.images.preprocess import Preprocess
 from psc_core.model.backends import storable_backbone
 from psc_core.model.pipeline import NO_MAP, Pipeline, Scorer
-from psc_core.model.restore import restore_parts
+from psc_core.model.restore import restore_modules
 from psc_core.network.backbone import Backbone
 from psc_core.tasks.calibration import BaseCalibration
 from psc_core.tasks.outputs import FloatArray, Matrix, Outputs
@@ -37,9 +36,6 @@ MAX_BATCH = 64
 
 TRIAL_IMAGES: Final = 64
 """Calibration images that a fitted model keeps, for trying a copy of it."""
-
-IN_MEMORY: Final = "psc_core.fitting.in_memory"
-"""The module that fits and calibrates in this process, imported by its name when first used: no service loads it."""
 
 
 AnyModel = TypeVar("AnyModel", bound="FittedModel")
@@ -178,8 +174,9 @@ class FittedModel:
                 so few cannot keep.
             DataError: Batches that cannot be used, or other classes.
         """
-        model: AnyModel = import_module(IN_MEMORY).calibrate_on(self, loader, **settings)
-        return model
+        from psc_core.fitting.in_memory import calibrate_on  # When first called: no service loads what fits.
+
+        return cast(AnyModel, calibrate_on(self, loader, **settings))
 
     def decide(self, outputs: Outputs[FloatArray]) -> Any:
         """Return the decisions under the bundle's policy."""
@@ -205,20 +202,20 @@ class FittedModel:
             )
         scorer, gates = self.pipeline.scorer, self.pipeline.gates
         backbone = storable_backbone(self, graph=graph)
-        parts = {
+        files = {
             "projection": scorer.projection.state_dict(),
             "density": scorer.density.state_dict(),
             "head": scorer.head.state_dict(),
             "calibration": self.calibration.tensors(),
         }
         if backbone.onnx is None:
-            parts["backbone"] = backbone.state_dict()
+            files["backbone"] = backbone.state_dict()
         if gates is not None:
-            parts["gates"] = {**gates.state_dict(), **_prefixed("texture.", scorer.texture)}
+            files["gates"] = {**gates.state_dict(), **_prefixed("texture.", scorer.texture)}
         if self.pipeline.map is not None:
-            parts["map"] = self.pipeline.map.density.state_dict()
+            files["map"] = self.pipeline.map.density.state_dict()
         if self.pipeline.thumbnails is not None:
-            parts["thumbnails"] = self.pipeline.thumbnails.tensors()
+            files["thumbnails"] = self.pipeline.thumbnails.tensors()
         fields = {
             "schema_version": SCHEMA,
             "name": self.name,
@@ -241,7 +238,7 @@ class FittedModel:
             "metrics": self.report.get("metrics", {}),
             "provenance": self.report.get("provenance", {}),
         }
-        return write_bundle(Path(path), fields, parts, backbone.onnx)
+        return write_bundle(Path(path), fields, files, backbone.onnx)
 
     def _gates_config(self, gates: Gates) -> dict[str, Any]:
         texture = self.pipeline.scorer.texture
@@ -266,7 +263,6 @@ class FittedModel:
         *,
         device: str | torch.device = "auto",
         allow_factories: Collection[str] = (),
-        check: Callable[[AnyModel], None] | None = None,
     ) -> AnyModel:
         """Read, verify and build a bundle.
 
@@ -274,12 +270,12 @@ class FittedModel:
             path: Bundle directory.
             device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
             allow_factories: Network factories (``package.module:factory``) that may be imported.
-            check: Raises for a model that should not even be tried, before its first image.
 
         Raises:
             BundleError: The bundle is missing, altered, damaged, inconsistent, or of a model of another task.
         """
-        return cls.from_bundle(read_bundle(Path(path)), device=device, allow_factories=allow_factories, check=check)
+        model = cls.from_bundle(read_bundle(Path(path)), device=device, allow_factories=allow_factories)
+        return model.tried()
 
     @classmethod
     def from_bundle(
@@ -288,9 +284,8 @@ class FittedModel:
         *,
         device: str | torch.device = "auto",
         allow_factories: Collection[str] = (),
-        check: Callable[[AnyModel], None] | None = None,
     ) -> AnyModel:
-        """Build a verified bundle, see :meth:`load`."""
+        """Build a verified bundle, see :meth:`load`, and compute nothing: :meth:`tried` follows."""
         target = resolve_device(device)
         manifest = bundle.manifest
         if not isinstance(manifest.task, cls.task_type):
@@ -298,22 +293,22 @@ class FittedModel:
                 f"expected the bundle of a {cls.task_type.noun}, {bundle.path} is of a {manifest.task.noun}; "
                 "load_model loads any"
             )
-        parts = restore_parts(bundle, allow_factories)
+        modules = restore_modules(bundle, allow_factories)
         scorer = Scorer(
             manifest.preprocess,
-            parts.backbone.to(target).fused(manifest.precision),
-            parts.projection,
-            parts.density,
-            parts.head,
+            modules.backbone.to(target).fused(manifest.precision),
+            modules.projection,
+            modules.density,
+            modules.head,
             manifest.precision,
-            parts.texture,
+            modules.texture,
             manifest.head.layers,
         ).to(target)
-        model = cls(
-            pipeline=Pipeline(scorer, parts.calibration.ood_scores, parts.gates, parts.map, parts.thumbnails),
-            backbone=parts.backbone,
+        return cls(
+            pipeline=Pipeline(scorer, modules.calibration.ood_scores, modules.gates, modules.map, modules.thumbnails),
+            backbone=modules.backbone,
             classes=manifest.classes,
-            calibration=parts.calibration,
+            calibration=modules.calibration,
             policy=manifest.policy,
             layers=manifest.layers,
             name=manifest.name,
@@ -321,13 +316,18 @@ class FittedModel:
             version=manifest.version,
             task=manifest.task,
         )
-        if check is not None:
-            check(model)
+
+    def tried(self: AnyModel) -> AnyModel:
+        """Return this model, which a bundle gave, once it has computed its first images.
+
+        Raises:
+            BundleError: It cannot, see :meth:`probe`.
+        """
         try:
-            model.probe()
+            self.probe()
         except FitError as error:
             raise BundleError(str(error)) from error
-        return model
+        return self
 
     def probe(self) -> None:
         """Run a black, a white and a noise image through the pipeline.

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from psc_core.images.statistics import Statistics
-from psc_core.model.base import IN_MEMORY, FittedModel
+from psc_core.model.base import FittedModel
 from psc_core.tasks.classification.calibration import Calibration
 from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.classification.task import Classification
@@ -97,11 +96,11 @@ class PSC(FittedModel):
             FitError: Features that cannot be fitted; the message says why.
             NetworkError: The network returns no logits, or cannot be copied or cut.
         """
+        from psc_core.fitting.in_memory import fit  # When first called: no service loads what fits.
+
         of = Statistics(preprocess, mean, std)
-        model: PSC = import_module(IN_MEMORY).fit(
-            cls.task_type.name, net, (train, val), statistics=of, classes=classes, name=name, **settings
-        )
-        return model
+        model = fit(cls.task_type.name, net, (train, val), statistics=of, classes=classes, name=name, **settings)
+        return cast(PSC, model)
 
     if TYPE_CHECKING:
 

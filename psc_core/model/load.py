@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -21,9 +21,8 @@ def load_model(
     *,
     device: str | torch.device = "auto",
     allow_factories: Collection[str] = (),
-    check: Callable[[FittedModel], None] | None = None,
 ) -> FittedModel:
-    """Read, verify and build a bundle of any task; see :meth:`psc_core.PSC.load`.
+    """Read, verify, build and try a bundle of any task; see :meth:`psc_core.PSC.load`.
 
     Example:
         >>> load_model("artifacts/dirty-mnist-resnet18").task.noun
@@ -32,10 +31,20 @@ def load_model(
     Raises:
         BundleError: The bundle is missing, altered, damaged or inconsistent.
     """
+    return build_model(path, device=device, allow_factories=allow_factories).tried()
+
+
+def build_model(
+    path: str | Path, *, device: str | torch.device = "auto", allow_factories: Collection[str] = ()
+) -> FittedModel:
+    """Read, verify and build a bundle of any task, and compute nothing; :meth:`.base.FittedModel.tried` should follow.
+
+    Raises:
+        BundleError: The bundle is missing, altered, damaged or inconsistent.
+    """
     bundle = read_bundle(Path(path))
-    return model_class_of(bundle.manifest.task).from_bundle(
-        bundle, device=device, allow_factories=allow_factories, check=check
-    )
+    model_class = model_class_of(bundle.manifest.task)
+    return model_class.from_bundle(bundle, device=device, allow_factories=allow_factories)
 
 
 def model_class_of(task: object) -> type[FittedModel]:

@@ -252,10 +252,10 @@ class Pipeline(nn.Module):
 
     def outputs(self, scored: Scored) -> Float[Tensor, "batch columns"]:
         """Packed outputs: the scores, the probabilities, the p-values of the gates."""
-        ood_score, of_gates = ood_score_of(scored.scores, self.gates)
+        ood_score, gate_p_values = ood_score_of(scored.scores, self.gates)
         p_value = conformal_p_values(self.calibration_scores, ood_score)
         scores = {**scored.scores, "ood_score": ood_score, "ood_p_value": p_value}
-        return pack(self.scorer.head.score_names, scores, scored.probabilities, of_gates)
+        return pack(self.scorer.head.score_names, scores, scored.probabilities, gate_p_values)
 
     def explain(
         self, images: Images, *, with_map: bool = False

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from psc_core.images.statistics import Statistics
-from psc_core.model.base import IN_MEMORY, FittedModel
+from psc_core.model.base import FittedModel
 from psc_core.target import Target
 from psc_core.tasks.regression.calibration import Calibration
 from psc_core.tasks.regression.policy import ValuePolicy
@@ -97,11 +96,11 @@ class PSCRegressor(FittedModel):
             FitError: Features that cannot be fitted; the message says why.
             NetworkError: The network cannot be copied or cut.
         """
+        from psc_core.fitting.in_memory import fit  # When first called: no service loads what fits.
+
         of, predicted = Statistics(preprocess, mean, std), Target(name=target, unit=unit)
-        model: PSCRegressor = import_module(IN_MEMORY).fit(
-            cls.task_type.name, net, (train, val), statistics=of, target=predicted, name=name, **settings
-        )
-        return model
+        model = fit(cls.task_type.name, net, (train, val), statistics=of, target=predicted, name=name, **settings)
+        return cast(PSCRegressor, model)
 
     if TYPE_CHECKING:
 

@@ -28,7 +28,7 @@ from psc_core.tasks.head import Head
 from psc_core.thumbnails.thumbnails import Thumbnails
 
 
-class Parts(NamedTuple):
+class Modules(NamedTuple):
     """The modules of a model."""
 
     backbone: Backbone
@@ -42,11 +42,11 @@ class Parts(NamedTuple):
     thumbnails: Thumbnails | None
 
 
-def restore_parts(bundle: Bundle, allow_factories: Collection[str]) -> Parts:
+def restore_modules(bundle: Bundle, allow_factories: Collection[str]) -> Modules:
     """Build the modules of a bundle.
 
     Raises:
-        BundleError: Parts that do not fit the manifest or each other.
+        BundleError: Tensors that do not fit the manifest or each other.
     """
     manifest, tensors = bundle.manifest, bundle.parts
     try:
@@ -68,7 +68,7 @@ def restore_parts(bundle: Bundle, allow_factories: Collection[str]) -> Parts:
         raise BundleError(f"{bundle.path}: {error}") from error
     except Exception as error:  # A hostile file can make a network's constructor fail in any way.
         raise BundleError(f"{bundle.path}: the manifest and the tensors do not fit together: {error}") from error
-    return Parts(backbone, projection, density, head, calibration, texture, gates, layer_map, thumbnails)
+    return Modules(backbone, projection, density, head, calibration, texture, gates, layer_map, thumbnails)
 
 
 def _restore_backbone(bundle: Bundle, allow_factories: Collection[str]) -> Backbone:
@@ -91,15 +91,15 @@ def _restore_calibration(manifest: Manifest, tensors: Mapping[str, Tensor]) -> B
 
 
 def _restore_gates(
-    manifest: Manifest, parts: Mapping[str, Mapping[str, Tensor]]
+    manifest: Manifest, files: Mapping[str, Mapping[str, Tensor]]
 ) -> tuple[Density | None, Gates | None]:
     if manifest.gates is None:
         return None, None
-    tensors = parts["gates"]
+    tensors = files["gates"]
     texture, own = None, {name: tensor for name, tensor in tensors.items() if "." not in name}
     if manifest.gates.texture is not None:
-        of_texture = {name.removeprefix("texture."): tensor for name, tensor in tensors.items() if "." in name}
-        texture = restore_density(manifest.gates.texture.density.model_dump(), of_texture)
+        texture_tensors = {name.removeprefix("texture."): tensor for name, tensor in tensors.items() if "." in name}
+        texture = restore_density(manifest.gates.texture.density.model_dump(), texture_tensors)
     wanted = {"ascending", "scales", "calibration"}
     if set(own) != wanted or (texture is None and len(own) != len(tensors)):
         raise BundleError(
@@ -131,5 +131,5 @@ def _restore_thumbnails(
         components=density.basis.shape[1],
         channels=manifest.preprocess.channels,
         classes=len(manifest.classes),
-        has_values=manifest.task.number() is not None,
+        has_values=manifest.task.has_numbers,
     )

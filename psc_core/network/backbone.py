@@ -19,7 +19,7 @@ from psc_core.errors import BundleError, NetworkError
 from psc_core.images.preprocess import Inputs, Preprocess
 from psc_core.network.cut import HookedNetwork, HookPlan, cut_graph, plan_stop
 from psc_core.network.fuse import fuse, images_format
-from psc_core.network.layout import INPUT, Layout, canonical, layout_of
+from psc_core.network.layout import INPUT_SUFFIX, Layout, canonical, layout_of
 from psc_core.network.load import BUILT_BY_HAND, Recipe, bounded_size, build, recipe_of
 from psc_core.network.onnx.body import OnnxBody
 from psc_core.network.onnx.network import OnnxNetwork
@@ -173,7 +173,7 @@ def truncate(net: nn.Module, layers: Sequence[str], *, keep_output: bool, exampl
         return onnx_backbone(net.cut(layers, example, keep_output=keep_output), layers, keep_output=keep_output)
     modules = dict(net.named_modules())
     for name in layers:
-        if name.removesuffix(INPUT) not in modules or not name:
+        if name.removesuffix(INPUT_SUFFIX) not in modules or not name:
             near = ", ".join(get_close_matches(name, list(modules), n=3)) or "see list_layers"
             raise NetworkError(f"{type(net).__name__} has no layer {name!r}; similar names: {near}")
     if len(set(layers)) != len(layers) or not layers:

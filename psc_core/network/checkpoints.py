@@ -33,7 +33,7 @@ from torch import Tensor
 
 from psc_core.errors import NetworkError, shortened
 
-SUFFIXES: Final = ".safetensors, .pth, .pt, .bin, .ckpt, or the .index.json of several files"
+KNOWN_SUFFIXES: Final = ".safetensors, .pth, .pt, .bin, .ckpt, or the .index.json of several files"
 """Usual names of checkpoints, for people."""
 
 INDEX: Final = ".index.json"
@@ -76,7 +76,7 @@ def read_checkpoint(path: Path) -> Any:
         return _read_archive(path)
     if head == _OLDER_FORM:
         return _load(path, _older_pickle(path), mmap=False)
-    raise NetworkError(f"{path} is no checkpoint of a kind that can be read; expected {SUFFIXES}")
+    raise NetworkError(f"{path} is no checkpoint of a kind that can be read; expected {KNOWN_SUFFIXES}")
 
 
 def files_of(path: Path) -> list[Path]:
@@ -108,10 +108,10 @@ def _check_regular(path: Path) -> None:
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
-        raise NetworkError(f"there is no file of weights {path}; give one: {SUFFIXES}") from error
+        raise NetworkError(f"there is no file of weights {path}; give one: {KNOWN_SUFFIXES}") from error
     if not stat.S_ISREG(mode):
         kind = "a folder" if stat.S_ISDIR(mode) else "no regular file"
-        raise NetworkError(f"{path} is {kind}; give a file of weights: {SUFFIXES}")
+        raise NetworkError(f"{path} is {kind}; give a file of weights: {KNOWN_SUFFIXES}")
 
 
 @contextmanager
@@ -170,7 +170,7 @@ def _read_archive(path: Path) -> Any:
             f'net = torch.jit.load("{path.name}"); safetensors.torch.save_file(net.state_dict(), "net.safetensors")'
         )
     if "data.pkl" not in names:
-        raise NetworkError(f"{path} is a zip archive, but not one of torch.save; expected {SUFFIXES}")
+        raise NetworkError(f"{path} is a zip archive, but not one of torch.save; expected {KNOWN_SUFFIXES}")
     is_packed = any(entry.compress_type != ZIP_STORED for entry in entries)
     if is_packed or sum(entry.file_size for entry in entries) > path.stat().st_size:
         raise NetworkError(f"{path} is packed, which torch.save does not do; save it again")

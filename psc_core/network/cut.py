@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 from torch.utils.hooks import RemovableHandle
 
 from psc_core.errors import NetworkError
-from psc_core.network.layout import INPUT, value_of
+from psc_core.network.layout import INPUT_SUFFIX, value_of
 
 
 def shared_copy(net: nn.Module) -> nn.Module:
@@ -78,7 +78,7 @@ class _Recorder(fx.Tracer):
             return forward(*args, **kwargs)
         name = self.path_of_module(m)
         if args:
-            self._record(name + INPUT, args[0])
+            self._record(name + INPUT_SUFFIX, args[0])
         output = super().call_module(m, forward, args, kwargs)
         self._record(name, output)
         return output
@@ -187,7 +187,7 @@ class HookedNetwork(nn.Module):
         values: dict[str, Tensor] = {}
 
         def catch(name: str, _module: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
-            value = args[0] if name.endswith(INPUT) else value_of(output)
+            value = args[0] if name.endswith(INPUT_SUFFIX) else value_of(output)
             if not isinstance(value, Tensor):
                 raise NetworkError(f"expected a tensor from layer {name}, got {type(value).__name__}")
             # Later modules may change it in place.
@@ -214,8 +214,8 @@ class HookedNetwork(nn.Module):
 
 
 def _attach(net: nn.Module, name: str, hook: Callable[..., None]) -> RemovableHandle:
-    module = net.get_submodule(name.removesuffix(INPUT))
-    return module.register_forward_pre_hook(hook) if name.endswith(INPUT) else module.register_forward_hook(hook)
+    module = net.get_submodule(name.removesuffix(INPUT_SUFFIX))
+    return module.register_forward_pre_hook(hook) if name.endswith(INPUT_SUFFIX) else module.register_forward_hook(hook)
 
 
 @torch.inference_mode()

@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError, UsageError
-from psc_core.network.layout import CONVOLUTIONS, INPUT, Kind, is_pooling, layout_of, value_of
+from psc_core.network.layout import CONVOLUTIONS, INPUT_SUFFIX, Kind, is_pooling, layout_of, value_of
 
 GRANULARITIES: Final = ("operations", "blocks", "all")
 
@@ -156,13 +156,13 @@ def _with_roles(net: nn.Module, layers: list[LayerInfo], run: _Run) -> list[Laye
         name, features = run.reads
         last = run.vectors.get(hidden[-1].name) if hidden else None
         if last is None or not torch.equal(last, features):
-            hidden.append(LayerInfo(name + INPUT, 0, "vector", (features.shape[1], 1), (1,), "hidden"))
+            hidden.append(LayerInfo(name + INPUT_SUFFIX, 0, "vector", (features.shape[1], 1), (1,), "hidden"))
     return [*hidden[:-1], *(replace(layer, role="penultimate") for layer in hidden[-1:]), *outputs]
 
 
 @torch.inference_mode()
 def _carries_all(net: nn.Module, name: str, example: Tensor) -> bool:
-    """Whether the logits depend on the image through the module's output alone: they stay where that is held fixed."""
+    """Return whether the logits stay as they are where the module's output is held fixed, whatever the image."""
     held: list[Tensor] = []
 
     def hold(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

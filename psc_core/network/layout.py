@@ -29,7 +29,7 @@ Kind = Literal["map", "map_last", "tokens", "vector"]
 CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 BATCH_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
-INPUT: Final = ":input"
+INPUT_SUFFIX: Final = ":input"
 """After a module's name: its input, not its output."""
 
 
@@ -75,8 +75,8 @@ class Layout:
 
 def layout_of(net: nn.Module, name: str) -> Layout:
     """Layout of layer ``name``; a module without weights has the layout of the module that contains it."""
-    module = net.get_submodule(name.removesuffix(INPUT))
-    if name.endswith(INPUT):
+    module = net.get_submodule(name.removesuffix(INPUT_SUFFIX))
+    if name.endswith(INPUT_SUFFIX):
         return Layout(False, frozenset({int(getattr(module, "in_features", 0))}), frozenset())
     if is_pooling(module):
         return Layout(True, frozenset(), frozenset(), "Pool1d" in type(module).__name__)

@@ -128,9 +128,9 @@ def _unfit(tensor: Tensor, like: Tensor, *, is_counter: bool) -> str:
         return "a quantised tensor" if tensor.is_quantized else "a sparse tensor"
     if tensor.is_meta:
         return "a tensor without values"
-    of_kind, wanted = _kind(tensor), _kind(like)
-    is_unlike = of_kind > wanted or (of_kind, wanted) == (0, 1)
-    return _type(tensor) if is_unlike and not is_counter else ""
+    kind, wanted = _kind(tensor), _kind(like)
+    differs = kind > wanted or (kind, wanted) == (0, 1)
+    return _type(tensor) if differs and not is_counter else ""
 
 
 def _kind(tensor: Tensor) -> int:
@@ -194,5 +194,5 @@ def _type(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _counted(what: str, names: Sequence[str]) -> str:
-    return f"{len(names)} {what}" + (f" ({listed([*map(shortened, names)], 3)})" if names else "")
+def _counted(noun: str, names: Sequence[str]) -> str:
+    return f"{len(names)} {noun}" + (f" ({listed([*map(shortened, names)], 3)})" if names else "")

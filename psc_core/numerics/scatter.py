@@ -23,6 +23,7 @@ converted to float64 one block of columns at a time, never a whole batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -149,10 +150,26 @@ def between_scatter(
     return between, magnitude
 
 
-def nc1_from_scatter(within: float, between: float, magnitude: float) -> float:
-    """NC1 = within / (within + between); 0 for constant features, which have collapsed completely."""
-    total = within + between
-    return within / total if total > _ROUNDING * magnitude else 0.0
+@dataclass
+class ScatterSums:
+    """Scatter of all examples so far, of ranges of columns that add up."""
+
+    within: float = 0.0
+    between: float = 0.0
+    magnitude: float = 0.0
+
+    def add(self, scatter: ClassScatter) -> None:
+        """Add the scatter of another range, of all examples."""
+        between, magnitude = between_scatter(scatter.means, scatter.counts)
+        self.within += float(scatter.within)
+        self.between += float(between)
+        self.magnitude += float(magnitude)
+
+    @property
+    def nc1(self) -> float:
+        """NC1 = within / (within + between); 0 for constant features, which have collapsed completely."""
+        total = self.within + self.between
+        return self.within / total if total > _ROUNDING * self.magnitude else 0.0
 
 
 class Centroids:

@@ -1,6 +1,7 @@
 """Collect the contents of a report, from passes of images through the path that serves.
 
-At most :data:`IMAGES` of a set are looked at after a fit, drawn at random, so that a report costs little beside it.
+At most :data:`REPORTED_IMAGES` of a set are looked at after a fit, drawn at random, so that a report
+costs little beside it.
 """
 
 from __future__ import annotations
@@ -19,30 +20,38 @@ from psc_core.gates.fit.made_up import REAL, made_up_batches
 from psc_core.model.base import FittedModel
 from psc_core.projection.fit.report import ProjectionReport
 from psc_core.report.content import Content, Role, ScoredSet
-from psc_core.settings import FitSettings
 from psc_core.tasks import module_of
 
-IMAGES: Final = 2000
+REPORTED_IMAGES: Final = 2000
 """Maximum number of images of a set, for a report of a fit."""
 
 
 def collect_fit(
-    model: FittedModel, net: nn.Module, data: FitData, projection: ProjectionReport, settings: FitSettings
+    model: FittedModel, net: nn.Module, data: FitData, projection: ProjectionReport, compute: Compute, version: str
 ) -> Content:
-    """Collect training images, images of the calibration split beside the network's own output, and made-up images."""
-    name, compute, seed = model.task.name, settings.compute(), settings.seed
+    """Collect training images, images of the calibration split beside the network's own output, and made-up images.
+
+    Args:
+        model: Just fitted.
+        net: The whole network.
+        data: The images of the fit.
+        projection: What fitting it measured.
+        compute: Device, precision, batch size.
+        version: Of the bundle that the model is saved as.
+    """
+    name, seed = model.task.name, data.seed
     evaluation, sets = (module_of(name, f"psc_core.{floor}") for floor in ("evaluation.{}", "report.{}.sets"))
-    trained, validation = (balanced(images, IMAGES, seed) for images in (data.train, data.calibration))
+    trained, validation = (balanced(images, REPORTED_IMAGES, seed) for images in (data.train, data.calibration))
     own = evaluation.own_network(net, validation, compute)
-    beside_own = evaluation.score_images(model, validation, own, batch_images=settings.batch_images)
-    of_training = evaluation.score_images(model, trained, batch_images=settings.batch_images)
+    beside_own = evaluation.score_images(model, validation, own, batch_images=compute.batch_images)
+    of_training = evaluation.score_images(model, trained, batch_images=compute.batch_images)
     known = (
         sets.scored_set("training", Role.TRAINING, trained, of_training),
         sets.scored_set("validation", Role.VALIDATION, validation, beside_own),
     )
     made_up = made_up_sets(model, data.selection, compute, mixed=not data.is_ambiguous, seed=seed)
     sizes = {"nc1": projection.nc1.cpu(), "nc4": projection.nc4.cpu()}
-    return Content(model.version, (*known, *made_up), sets.pictures_of(validation, beside_own), sizes)
+    return Content(version, (*known, *made_up), sets.pictures_of(validation, beside_own), sizes)
 
 
 def collect_test(

@@ -84,13 +84,13 @@ class Content:
         sets: list[dict[str, Any]] = []
         for number, images in enumerate(self.sets):
             about = {"name": images.name, "role": images.role.value, "quality": images.quality}
-            mine: dict[str, Tensor] = {}
+            own: dict[str, Tensor] = {}
             for kind, value in vars(images).items():
                 if isinstance(value, Tensor):
-                    mine[kind] = value
+                    own[kind] = value
                 elif kind not in about:
-                    mine |= {f"{kind}.{name}": values for name, values in value.items()}
-            tensors |= {f"sets.{number}.{name}": values.contiguous() for name, values in mine.items()}
+                    own |= {f"{kind}.{name}": values for name, values in value.items()}
+            tensors |= {f"sets.{number}.{name}": values.contiguous() for name, values in own.items()}
             sets.append(about)
         pictures: list[dict[str, Any]] = []
         for number, picture in enumerate(self.pictures):

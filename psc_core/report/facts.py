@@ -157,18 +157,23 @@ def facts_of(bundle: Bundle, content: Content) -> Facts:
     Raises:
         BundleError: The bundle is damaged, or the content belongs to another one.
     """
-    manifest = bundle.manifest
+    calibration = bundle.manifest.task.calibration.from_tensors(bundle.parts["calibration"])
+    return facts_about(bundle.path, bundle.manifest, calibration, content)
+
+
+def facts_about(folder: Path, manifest: Manifest, calibration: BaseCalibration, content: Content) -> Facts:
+    """Return the facts of a bundle whose parts are at hand; raises as :func:`facts_of`."""
     if content.version != manifest.version:
         raise BundleError(
-            f"{bundle.path} is version {manifest.version}, its report is of {content.version}; fit again, or write a "
+            f"{folder} is version {manifest.version}, its report is of {content.version}; fit again, or write a "
             "report of test images with psc-eval --out"
         )
     collapse, candidate = _collapse_of(manifest)
     return Facts(
-        bundle.path,
+        folder,
         manifest,
         content,
-        manifest.task.calibration.from_tensors(bundle.parts["calibration"]),
+        calibration,
         collapse,
         candidate,
         tuple(_warnings(manifest, candidate, content)),

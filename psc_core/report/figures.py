@@ -17,7 +17,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from psc_core.collapse.report import NC4, CollapseReport
+from psc_core.collapse.report import CollapseReport
 from psc_core.report.content import Role, ScoredSet
 from psc_core.report.facts import Facts
 from psc_core.tasks import module_of
@@ -71,11 +71,10 @@ def axes_of(width: float, height: float, columns: int = 1) -> tuple[Figure, Any]
 
 def collapse(report: CollapseReport, chosen: Sequence[str]) -> Figure:
     """Draw NC1 and NC4 (or R²) after every layer, the cutoff ε, and the layers that PSC reads."""
-    measured = "NC4 (nearest class mean right)" if report.measure == NC4 else f"{report.measure} (of a linear fit)"
     figure, axis = axes_of(7.5, 3.2)
     depth = range(len(report.layers))
     axis.plot(depth, [layer.nc1 for layer in report.layers], ".-", color=UNKNOWN, label="NC1 (variability left)")
-    axis.plot(depth, [layer.nc4 for layer in report.layers], ".-", color=KNOWN, label=measured)
+    axis.plot(depth, [layer.nc4 for layer in report.layers], ".-", color=KNOWN, label=report.measure.legend)
     axis.axhline(report.epsilon, ls="--", lw=0.8, color=LIMIT, label=f"ε = {report.epsilon:g}")
     for position, layer in enumerate(report.layers):
         if layer.name in chosen:
@@ -90,7 +89,7 @@ def collapse(report: CollapseReport, chosen: Sequence[str]) -> Figure:
 def sizes(nc1: Tensor, nc4: Tensor, chosen: tuple[int, int]) -> Figure:
     """Draw NC1 and NC4 of every size of the projection, the chosen one marked; lines where one of the two is fixed."""
     if 1 in nc1.shape:
-        return _sizes_of_one(nc1.flatten(), nc4.flatten(), max(chosen))
+        return _sizes_curve(nc1.flatten(), nc4.flatten(), max(chosen))
     figure, axes = axes_of(7.5, 3.2, 2)
     for axis, values, title in zip(axes, (nc1, nc4), ("NC1 (higher is better)", "NC4 (higher is better)"), strict=True):
         extent = (0.5, values.shape[1] + 0.5, 0.5, values.shape[0] + 0.5)
@@ -103,7 +102,7 @@ def sizes(nc1: Tensor, nc4: Tensor, chosen: tuple[int, int]) -> Figure:
     return figure
 
 
-def _sizes_of_one(nc1: Tensor, nc4: Tensor, chosen: int) -> Figure:
+def _sizes_curve(nc1: Tensor, nc4: Tensor, chosen: int) -> Figure:
     figure, axis = axes_of(7.5, 3.2)
     components = range(1, len(nc1) + 1)
     axis.plot(components, nc1.numpy(), color=UNKNOWN, label="NC1 (higher is better)")
@@ -114,9 +113,9 @@ def _sizes_of_one(nc1: Tensor, nc4: Tensor, chosen: int) -> Figure:
     return figure
 
 
-def scores(sets: Sequence[ScoredSet], which: str, title: str, limit: float | None) -> Figure | None:
+def scores(sets: Sequence[ScoredSet], score: str, title: str, limit: float | None) -> Figure | None:
     """Draw a histogram for each set of images over one axis, groups of a set apart, and the limit of the decision."""
-    rows = [(name, values, images.role) for images in sets for name, values in _groups(images, which)]
+    rows = [(name, values, images.role) for images in sets for name, values in _groups(images, score)]
     if not rows:
         return None
     known = torch.cat([values for _, values, role in rows if role.is_known] or [rows[0][1]])
@@ -143,8 +142,8 @@ def scores(sets: Sequence[ScoredSet], which: str, title: str, limit: float | Non
     return figure
 
 
-def _groups(images: ScoredSet, which: str) -> list[tuple[str, Tensor]]:
-    values: Tensor = getattr(images, which)
+def _groups(images: ScoredSet, score: str) -> list[tuple[str, Tensor]]:
+    values: Tensor = getattr(images, score)
     parts = {name: values[positions] for name, positions in sorted(images.groups.items()) if len(positions)}
     return [(f"{images.name}: {name}", part) for name, part in parts.items()] or [(images.name, values)]
 

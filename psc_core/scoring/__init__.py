@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from typing import Final
 
-FORMATS: Final = ("jsonl", "parquet")
+TABLE_FORMATS: Final = ("jsonl", "parquet")
 """Formats of the parts, the default first."""

@@ -30,11 +30,13 @@ class Head(Fitted):
 
     Attributes:
         score_names: The scores of the task, in the order of their columns.
+        reads_output: Whether it reads the network's own output, for base predictions, and no features.
         reads_layers: Whether it reads features of earlier layers, averaged over positions, beside z.
         epistemic_unit: Unit of the epistemic uncertainty, for people; empty where there is none.
     """
 
     score_names: ClassVar[tuple[str, ...]]
+    reads_output: ClassVar[bool] = False
     reads_layers: ClassVar[bool] = False
     epistemic_unit: ClassVar[str] = ""
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from psc_core.errors import DataError, listed
 from psc_core.fitted import restore
 from psc_core.target import Target
 from psc_core.tasks import TASKS, module_of
@@ -62,6 +63,8 @@ class Task(BaseModel):
     """Thresholds of the policy to the scores that they are compared with."""
     tensors: ClassVar[Mapping[str, Datatype]]
     """The outputs of the v2 protocol, in order."""
+    has_numbers: ClassVar[bool] = False
+    """Whether a training image has a number, beside the class or bin that it belongs to."""
     request_options: ClassVar[frozenset[str]] = frozenset()
     """Options that a request may give beside thresholds."""
 
@@ -109,6 +112,17 @@ class Task(BaseModel):
             metrics: What a fit measured, as in the manifest.
         """
         return []
+
+    def parse_label(self, text: str, classes: Sequence[str]) -> str:
+        """Return what a person says of an image as a log keeps it: one of the classes, unless a task says otherwise.
+
+        Raises:
+            DataError: The model could not have said it.
+        """
+        if text not in classes:
+            known = listed(classes, 10)
+            raise DataError(f"expected one of the model's classes ({known}), got {text!r}; correct the label")
+        return text
 
     # What it says of images
 
@@ -159,6 +173,10 @@ class Task(BaseModel):
         Rounding alone gives differences of about 10⁻⁴ or less.
         """
         return "probabilities", outputs.probabilities - other.probabilities
+
+    def labels(self, decisions: Any, classes: Sequence[str]) -> Sequence[str | None]:
+        """Return the one label of each image's answer; None for a task whose answer has none."""
+        return [None] * len(decisions.decision)
 
     # What the protocol and the metrics call it
 

@@ -107,7 +107,7 @@ class Thumbnails(nn.Module):
             components: P of the density.
             channels: Of the network's input.
             classes: Number of classes, or of bins.
-            has_values: Whether the model is a regression.
+            has_values: Whether each image has a number.
 
         Raises:
             BundleError: Tensors that fit neither the sizes nor the model, or are beyond a limit.

@@ -209,10 +209,14 @@ class FakeValuePipeline(FakePipeline):
         return pack(VALUE_SCORES, scores, brightness.new_empty(len(images), 0))
 
     def explain(self, images: Tensor, /, *, with_map: bool = False) -> tuple[Tensor, Mapping[str, Tensor]]:
-        _, told = super().explain(images, with_map=with_map)
+        _, explanation = super().explain(images, with_map=with_map)
         near = torch.arange(3.0).expand(len(images), 2, 3)
         neighbours = {"neighbour_image": near, "neighbour_value": 10 * near, "neighbour_distance": near}
-        return self(images), {**told, **neighbours, "layer_weight": torch.tensor([0.75, 0.25]).expand(len(images), 2)}
+        return self(images), {
+            **explanation,
+            **neighbours,
+            "layer_weight": torch.tensor([0.75, 0.25]).expand(len(images), 2),
+        }
 
 
 @dataclass

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,29 @@ class Running:
         """The value of the exposition line that begins with ``line``."""
         text = (await self.client.get("/metrics")).text
         return next((float(row.rsplit(" ", 1)[1]) for row in text.splitlines() if row.startswith(line + " ")), 0.0)
+
+
+@contextmanager
+def clock() -> Iterator[Callable[[float], None]]:
+    """Within the block, a function that moves the running loop's time forward by so many seconds."""
+    loop: Any = asyncio.get_running_loop()
+    time, ahead = loop.time, 0.0
+
+    def advance(seconds: float) -> None:
+        nonlocal ahead
+        ahead += seconds
+
+    loop.time = lambda: time() + ahead
+    try:
+        yield advance
+    finally:
+        del loop.time
+
+
+async def settled() -> None:
+    """Let everything that is due on the loop happen."""
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 async def until(condition: Any, seconds: float = 10.0) -> None:

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from app.protocol import MAX_HEAD_BYTES, LimitedProtocol
+from tests.app.support import clock, settled
 
 pytestmark = pytest.mark.anyio
 
@@ -166,9 +167,12 @@ async def test_a_head_that_does_not_come_ends_the_connection(sent: bytes) -> Non
 async def test_a_slow_body_is_not_a_slow_head() -> None:
     async with serving(1.0) as (reader, writer, state):
         await in_one_read(state, b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\n\r\n123")
-        await asyncio.sleep(1.2)  # Longer than a head may take.
-        writer.write(b"45")
-        assert await response(reader) == b"HTTP/1.1 200 OK xx"
+        with clock() as advance:
+            advance(2.0)  # Longer than a head may take.
+            await settled()
+            assert state.connections
+            writer.write(b"45")
+            assert await response(reader) == b"HTTP/1.1 200 OK xx"
 
 
 SIZE = 16 << 20
@@ -419,15 +423,18 @@ async def test_a_body_that_nobody_reads_must_come_in_time(pause_s: float) -> Non
 
 
 async def test_a_connection_is_kept_when_a_body_that_nobody_reads_has_come() -> None:
-    async with serving(1.0, echo, idle_s=1000.0) as (reader, writer, _):
+    async with serving(5.0, echo, idle_s=1000.0) as (reader, writer, state):
         writer.write(EARLY)
         assert await response(reader) == b"HTTP/1.1 200 OK POST "
+        (connection,) = state.connections
         for piece in (b"a" * 50, b"a" * 50):
-            await asyncio.sleep(0.05)
-            writer.write(piece)
-        await asyncio.sleep(1.5)
-        writer.write(REQUEST)
-        assert await response(reader) == b"HTTP/1.1 200 OK GET "
+            await in_one_read(state, piece)
+        assert connection.timeout_keep_alive_task is not None  # type: ignore[union-attr]
+        with clock() as advance:
+            advance(10.0)  # Longer than a body may take.
+            await settled()
+            writer.write(REQUEST)
+            assert await response(reader) == b"HTTP/1.1 200 OK GET "
 
 
 async def test_a_connection_is_idle_when_a_body_that_nobody_reads_has_come() -> None:

@@ -16,7 +16,7 @@ from PIL import Image
 
 from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, UnsupportedImage
 from psc_core.images import limits as image_limits
-from psc_core.images.decode import FORMATS, decode_image
+from psc_core.images.decode import IMAGE_FORMATS, decode_image
 from psc_core.images.preprocess import PRESETS
 
 MAX_PIXELS = 1 << 20
@@ -130,7 +130,7 @@ def test_extreme_aspect_ratio(size: tuple[int, int]) -> None:
     assert array.shape == (3, 224, 224)
 
 
-@given(st.binary(max_size=200), st.sampled_from(FORMATS), st.integers(0, 400))
+@given(st.binary(max_size=200), st.sampled_from(IMAGE_FORMATS), st.integers(0, 400))
 def test_noise_after_a_valid_start(noise: bytes, kind: str, keep: int) -> None:
     pixels = np.arange(28 * 28, dtype=np.uint8).reshape(28, 28)
     data = encoded(Image.fromarray(pixels), kind)[:keep] + noise

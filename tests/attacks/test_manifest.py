@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -202,11 +203,15 @@ def test_rejects_an_edited_manifest(bundle: Path) -> None:
         read_bundle(bundle)
 
 
-def test_never_runs_a_regular_expression_of_a_bundle(bundle: Path) -> None:
+def test_never_runs_a_regular_expression_of_a_bundle(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     collapse = forge.read(bundle)["collapse"]
     collapse["pattern"] = "(a+)+$("  # It could not even be compiled.
     forge.assign(bundle, "collapse", collapse)
+    compiled: list[object] = []
+    compile_pattern = re._compile  # type: ignore[attr-defined]  # Of every function of re.
+    monkeypatch.setattr(re, "_compile", lambda *given: (compiled.append(given[0]), compile_pattern(*given))[1])
     PSC.load(bundle, device="cpu", allow_factories=forge.ALLOW)
+    assert collapse["pattern"] not in compiled
 
 
 def test_manifest_is_read_once(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from psc_core.tasks import TASKS
 from psc_core.tasks.classification.policy import Policy
 from tests.app.fakes import (
     FakeModel,
@@ -148,7 +149,7 @@ def classify(driver: Driver, *paths: Path, failed: int = 0) -> None:
     images = f"{len(paths)} {'image' if len(paths) == 1 else 'images'}"
     ending = f", {failed} failed." if failed else "."
     until(lambda: text(driver, "#status") == f"{len(paths) - failed} of {images} classified{ending}")
-    until(lambda: len(find(driver, "#map .mark")) == len(paths) - failed)
+    until(lambda: len(find(driver, "#chart .mark")) == len(paths) - failed)
 
 
 def tile(driver: Driver, name: str) -> Any:
@@ -254,7 +255,7 @@ def test_names_the_gate_that_alarmed(driver: Driver, files: dict[str, Path]) -> 
         assert text(driver, "#reason").startswith("Texture that no training image has, and a kind of image that is not")
         open_panel(driver, "clear.png")
         assert (numbers(driver)["Gate texture"], numbers(driver)["Gate kind"]) == ("0", "1")
-        assert text(driver, "#reason") == "An ordinary image, and the answer is as sure as asked; closest to bright."
+        assert text(driver, "#reason") == "In distribution, and the answer is as sure as asked; closest to bright."
         assert errors(driver) == []
 
 
@@ -304,7 +305,9 @@ def test_classifies_and_clears_dropped_images(page: Driver, files: dict[str, Pat
 def test_sliders_decide_as_the_service_does(page: Driver, files: dict[str, Path], url: str) -> None:
     names = ("clear", "between", "strange")
     classify(page, *(files[name] for name in names))
-    assert "Of 100 ordinary images, up to 70 are handed to a person: 20 as strange, 50 as" in text(page, "#handed")
+    assert "Of 100 in-distribution images, up to 70 are handed to a person: 20 as strange, 50 as" in text(
+        page, "#handed"
+    )
     for alpha, threshold in ((0.0, 0.45), (0.9, 0.65), (1.0, 0.0), (0.4, 0.6), (0.5, 1.0)):
         query = {"alpha": slide(page, "alpha", alpha), "ambiguity_threshold": slide(page, "limit", threshold)}
         query = {name: value for name, value in query.items() if value is not None}
@@ -312,7 +315,7 @@ def test_sliders_decide_as_the_service_does(page: Driver, files: dict[str, Path]
             sent = {"images": (f"{name}.png", files[name].read_bytes())}
             answer = httpx.post(f"{url}/predict", files=sent, params={"ambiguity_threshold": 9, **query}).json()
             assert verdict(page, f"{name}.png") == answer["predictions"][0]["decision"], (name, query)
-    assert text(page, "#handed") == "Of 100 ordinary images, 7 are handed to a person."
+    assert text(page, "#handed") == "Of 100 in-distribution images, 7 are handed to a person."
     assert "the service keeps its own" in text(page, "#own")
     find(page, "#reset")[0].click()
     until(lambda: not find(page, "#own")[0].is_displayed())
@@ -321,20 +324,32 @@ def test_sliders_decide_as_the_service_does(page: Driver, files: dict[str, Path]
 
 def test_rounds_at_a_threshold_as_the_service_does(page: Driver) -> None:
     entropies = np.random.default_rng(0).uniform(0, 2, 200).astype(np.float32)
-    said = [{"ood_p_value": 1, "predictive_entropy": float(np.format_float_positional(each))} for each in entropies]
+    shortest = [float(np.format_float_positional(each)) for each in entropies]
+    predictions = [{"ood_p_value": 1, "predictive_entropy": each} for each in shortest]
     found = page.execute_async_script(
-        "const [said, limits, done] = arguments; import('./page/decide.js').then(({decide}) => done(said.map("
-        "(each, index) => decide(each, {alpha: 0.1, ambiguity_threshold: limits[index]}, 99))));",
-        said,
+        "const [predictions, limits, model, done] = arguments; import('./page/decide.js').then("
+        "({decide}) => done(predictions.map("
+        "(each, index) => decide(each, {alpha: 0.1, ambiguity_threshold: limits[index]}, model))));",
+        predictions,
         entropies.astype(np.float64).tolist(),
+        {"task": "classification", "calibration": {"images": 99}},
     )
     assert set(found) == {"accept"}  # An entropy is not above itself.
+
+
+def test_knows_every_task(page: Driver) -> None:
+    members = page.execute_async_script(
+        "const done = arguments[0]; import('./page/tasks.js').then(({TASKS}) => done("
+        "Object.fromEntries(Object.entries(TASKS).map(([name, task]) => [name, Object.keys(task)]))));"
+    )
+    assert {*members} == {*TASKS}
+    assert len({frozenset(names) for names in members.values()}) == 1  # What the page asks of one, it asks of all.
 
 
 def test_every_image_is_a_mark_that_opens_it(page: Driver, files: dict[str, Path]) -> None:
     classify(page, files["clear"], files["between"], files["strange"], files["broken"], failed=1)
     marks, lines = page.execute_script(  # At once, for every answer draws the map anew.
-        "const all = (name) => [...document.querySelectorAll(`#map .${name}`)];"
+        "const all = (name) => [...document.querySelectorAll(`#chart .${name}`)];"
         "return [all('mark').map((mark) => [mark.textContent, mark.getAttribute('transform')]),"
         "all('threshold').map((line) => [Number(line.getAttribute('x1')), Number(line.getAttribute('y1'))])];"
     )
@@ -343,18 +358,18 @@ def test_every_image_is_a_mark_that_opens_it(page: Driver, files: dict[str, Path
     assert places["clear"][0] < limit < places["strange"][0]
     assert places["between"][1] < level < places["clear"][1]
     slide(page, "alpha", 0.1)
-    first = "return Number(document.querySelector('#map .threshold').getAttribute('x1'))"
+    first = "return Number(document.querySelector('#chart .threshold').getAttribute('x1'))"
     until(lambda: page.execute_script(first) > limit)
     find(page, "#reset")[0].click()
     find(page, "#filters [data-filter=accept]")[0].click()
     until(lambda: order(page) == ["clear.png"])
     page.execute_script(
-        "document.querySelector('#map .mark[data-decision=abstain_ambiguous]')"
+        "document.querySelector('#chart .mark[data-decision=abstain_ambiguous]')"
         ".dispatchEvent(new MouseEvent('click', {bubbles: true}));"
     )
     until(lambda: text(page, "#panel-name") == "between.png")
     until(lambda: len(order(page)) == 4)  # It was filtered out.
-    assert len(find(page, "#map .mark.current")) == 1
+    assert len(find(page, "#chart .mark.current")) == 1
 
 
 def test_filters_and_sorts(page: Driver, files: dict[str, Path]) -> None:
@@ -504,7 +519,7 @@ def test_a_refused_image_says_why_and_spoils_no_other(page: Driver, files: dict[
     until(lambda: len(find(page, ".thumb.none")) == 1)  # It has no preview.
     assert verdict(page, "broken.png") == "error" and verdict(page, "clear.png") == "accept"
     open_panel(page, "broken.png")
-    assert "expected one of JPEG, PNG" in text(page, "#reason") and not find(page, "#told")[0].is_displayed()
+    assert "expected one of JPEG, PNG" in text(page, "#reason") and not find(page, "#answered")[0].is_displayed()
 
 
 def test_asks_for_a_key_and_sends_the_waiting_images_again(driver: Driver, files: dict[str, Path]) -> None:
@@ -592,7 +607,7 @@ def test_shows_two_hundred_images(page: Driver, files: dict[str, Path]) -> None:
         list(files["clear"].read_bytes()),
     )
     until(lambda: text(page, "#status") == "200 of 200 images classified.")
-    until(lambda: len(find(page, "#map .mark")) == 200)
+    until(lambda: len(find(page, "#chart .mark")) == 200)
     assert len(find(page, ".tile[tabindex='0']")) == 1
     assert find(page, "#grid li")[0].value_of_css_property("content-visibility") == "auto"
 

@@ -29,18 +29,20 @@ class RelativeDensity(TiedDensity):''',
     ],
     "psc_core/density/fit/density.py": [
         (
-            "import ClasswiseDensity, RelativeDensity\n",
-            "import ClasswiseDensity, RelativeDensity, SphericalDensity\n",
+            "FITS: Final",
+            '''def fit_spherical(pooled: Pooled, held_out: HeldOut | None) -> OwnPart:
+    """Return class means in w, and the size of each class there."""
+    x, root = pooled.x, pooled.inverse.root
+    parts = [(linalg.scatter_about(x.take(own), mean), n) for (own, n), mean in zip(pooled.classes, pooled.means)]
+    variances = [(root.T @ scatter @ root).trace() / (n - 1) for scatter, n in parts]
+    spreads = (torch.stack(variances) / x.shape[1]).sqrt().clamp(min=1e-3)
+    constants = pooled.constants - x.shape[1] * spreads.log()
+    return OwnPart({**fit_tied(pooled, held_out).tensors, "spreads": spreads, "constants": constants}, {})
+
+
+FITS: Final''',
         ),
-        (
-            "    return family(tensors, record=record)",
-            """    if family is SphericalDensity:
-        parts = [(linalg.scatter_about(x.take(own), linalg.mean_of_rows(x.take(own))), own) for own in members]
-        variances = [(root.T @ scatter @ root).trace() / (len(own) - 1) for scatter, own in parts]
-        spreads = (torch.stack(variances) / x.shape[1]).sqrt().clamp(min=1e-3)
-        tensors |= {"spreads": spreads, "constants": constants - x.shape[1] * spreads.log()}
-    return family(tensors, record=record)""",
-        ),
+        ('    "rmd": fit_relative,\n', '    "rmd": fit_relative,\n    "spherical": fit_spherical,\n'),
     ],
     "tests/reference/density.py": [
         (

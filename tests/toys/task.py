@@ -13,6 +13,43 @@ EDITS = {
         for file in (_FILES / "psc_core").rglob("*")
         if file.suffix in (".py", ".jinja")
     },
+    "app/http/page/tasks.js": [
+        (
+            "export const TASKS = { classification, regression };",
+            """const multilabel = {
+  threshold: "max_undecided",
+  thresholdName: "Undecided with more undecided labels than",
+  abstention: "abstain_undecided",
+  unsure: "undecided",
+  uncertainty: ({ undecided }) => undecided.length,
+  limit: (policy) => policy.max_undecided,
+  isOff: (limit, highest) => limit >= highest,
+  lowest: 0,
+  off: (highest) => highest,
+  limitText: number,
+  value: ({ labels }) => labels.join(" "),
+  summary: ({ classes }) => `${classes.length} labels`,
+  axis: ({ classes }) => ({ highest: classes.length, title: "↑ more undecided labels" }),
+
+  answer: ({ labels }, decision) => (decision === "accept" ? list(labels) : `guess: ${list(labels)}`),
+  rows: ({ labels, undecided }) => [["Labels", list(labels), ""], ["Undecided", list(undecided), ""]],
+  bars: classification.bars,
+  reason: ({ undecided }) => `${list(undecided)} may hold or not`,
+  evidence: () => [],
+  nearest: "Nearest labels",
+  kept: ({ label }) => label,
+
+  handed: () => ({ fraction: 0, rest: "" }),
+
+  field: "input",
+  guess: ({ label }) => label,
+  choices: () => [],
+  verdict: (text) => text,
+};
+
+export const TASKS = { classification, regression, multilabel };""",
+        )
+    ],
     "docs/service.md": [
         (
             "\n## Clients\n",

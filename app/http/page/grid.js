@@ -1,8 +1,8 @@
 // The pictures, each with its verdict: in which order, which of them, and which one the keyboard is at.
 
 import { DECISIONS } from "./decide.js";
-import { answerText, uncertainty } from "./kinds.js";
 import { pictureOf } from "./pictures.js";
+import { taskOf } from "./tasks.js";
 
 export const SMALL_PIXELS = 96;
 const FILTERS = { all: "All", ...DECISIONS, error: "✕ Failed", differ: "≠ Models differ" };
@@ -30,35 +30,36 @@ export function mark(line, decision, badge, label = "") {
   line.querySelector(".label").textContent = label;
 }
 
-export function showTile({ tile, said, decision, other }, model, rival) {
+export function showTile({ tile, prediction, decision, other }, model, rival) {
   const [own, second] = tile.querySelectorAll(".says");
   own.dataset.model = rival ? model.name : "";
-  mark(own, decision, DECISIONS[decision], answerText(said, decision, model));
+  mark(own, decision, DECISIONS[decision], taskOf(model).answer(prediction, decision, model));
   second.hidden = !(rival && other);
   if (second.hidden) return;
   second.dataset.model = rival.name;
-  mark(second, other.decision, DECISIONS[other.decision], answerText(other.said, other.decision, rival));
+  mark(second, other.decision, DECISIONS[other.decision], taskOf(rival).answer(other.prediction, other.decision, rival));
 }
 
-const differs = ({ decision, other, said }) => other && (other.decision !== decision || other.said.label !== said.label);
+const differs = ({ decision, other, prediction }) => other && (other.decision !== decision || other.prediction.label !== prediction.label);
 
 const belongs = (image, filter) =>
   filter === "all" ||
   (filter === "error" ? image.state === "failed" : image.state === "done" && (filter === "differ" ? differs(image) : image.decision === filter));
 
-const strangest = (a, b) => a.said.ood_p_value - b.said.ood_p_value || b.said.ood_score - a.said.ood_score;
+const strangest = (a, b) => a.prediction.ood_p_value - b.prediction.ood_p_value || b.prediction.ood_score - a.prediction.ood_score;
 const ranks = Object.keys(DECISIONS);
 const ORDERS = {
   added: () => 0,
   strange: strangest,
-  unsure: (a, b) => uncertainty(b.said) - uncertainty(a.said),
+  unsure: (a, b, { uncertainty }) => uncertainty(b.prediction) - uncertainty(a.prediction),
   decision: (a, b) => ranks.indexOf(a.decision) - ranks.indexOf(b.decision) || strangest(a, b),
 };
 
 // Images without an answer stay ahead, where they were added.
-export function sorted(images, order) {
-  const done = images.filter(({ said }) => said).sort(ORDERS[order]);
-  return [...images.filter(({ said }) => !said), ...done];
+export function sorted(images, order, model) {
+  const done = images.filter(({ prediction }) => prediction);
+  done.sort((a, b) => ORDERS[order](a, b, taskOf(model)));
+  return [...images.filter(({ prediction }) => !prediction), ...done];
 }
 
 export function arrange(images) {

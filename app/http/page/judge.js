@@ -3,7 +3,7 @@
 import { canJudge, getStoredImage, getUnjudged, giveVerdict, useFeedbackKey } from "./api.js";
 import { DECISIONS } from "./decide.js";
 import { SMALL_PIXELS } from "./grid.js";
-import { measured } from "./kinds.js";
+import { taskOf } from "./tasks.js";
 import { reason } from "./why.js";
 
 const WORDS = { none_of_the_classes: "None of the classes", cannot_tell: "Cannot tell" };
@@ -43,23 +43,26 @@ async function look() {
 function newCase(image, model, position) {
   const item = element("case").content.firstElementChild.cloneNode(true);
   const form = item.querySelector("form");
+  const task = taskOf(model);
   const part = (selector) => item.querySelector(selector);
-  const said = { ...image.scores, gates: image.gates, prediction_set: [] };
+  const prediction = { ...image.scores, gates: image.gates, prediction_set: [] };
   part(".badge").dataset.decision = image.decision;
   part(".badge").textContent = DECISIONS[image.decision];
-  part(".guess").textContent = `guess: ${model.target ? measured(image.scores.mean, model) : image.label}`;
-  part(".reason").textContent = reason(said, image.decision, image.policy, model);
+  part(".guess").textContent = `guess: ${task.guess(image, model)}`;
+  part(".reason").textContent = reason(prediction, image.decision, image.policy, model);
   part("time").dateTime = image.time;
   part("time").textContent = `${new Date(image.time).toLocaleString("en")} · ${image.model}`;
   form.setAttribute("aria-label", `Image ${position}`);
   part("img").alt = `Image ${position}`;
   showPicture(part("img"), image.file);
-  part(model.target ? "select" : "input").remove();
-  if (!model.target) part("select").append(...options(image.label, model.classes));
+  for (const field of form.querySelectorAll("select, input")) {
+    if (!field.matches(task.field)) field.remove();
+  }
+  part("select")?.append(...options(task.choices(image, model)));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     const { value } = form.elements.label;
-    save(item, image, { verdict: "label", label: model.target ? Number(value) : value }, value);
+    save(item, image, { verdict: "label", label: task.verdict(value) }, value);
   });
   for (const [verdict, words] of Object.entries(WORDS)) {
     form.elements[verdict].addEventListener("click", () => save(item, image, { verdict }, words));
@@ -77,14 +80,10 @@ async function showPicture(picture, file) {
   }
 }
 
-// The model's own label comes first, but none is chosen: a person would tend to leave it.
-function options(label, classes) {
-  const names = [label, ...classes.filter((name) => name !== label)];
-  return [new Option("choose a class", ""), ...names.map((name) => new Option(name, name))];
-}
+const options = (names) => [new Option("choose a class", ""), ...names.map((name) => new Option(name, name))];
 
 async function save(item, { request_id, image_index, image_sha256 }, verdict, words) {
-  const note = item.querySelector(".said");
+  const note = item.querySelector(".saved");
   const isFirst = !item.dataset.judged;
   try {
     await giveVerdict({ request_id, image_index, image_sha256, ...verdict, source: "page" });

@@ -5,11 +5,11 @@ import { decide } from "./decide.js";
 import { percent } from "./format.js";
 import { arrange, mark, newTile, reach, showFilters, showTile, sorted, step, visible } from "./grid.js";
 import { startJudging } from "./judge.js";
-import { summary } from "./kinds.js";
 import { openPanel, showPanel } from "./panel.js";
-import { drawMap } from "./plots.js";
+import { drawChart } from "./plots.js";
 import { chosen, showPolicy } from "./policy.js";
 import { save, toCsv, toJson } from "./save.js";
+import { taskOf } from "./tasks.js";
 
 const PARALLEL = 4;
 const LIVE_MILLISECONDS = 2000;
@@ -19,7 +19,7 @@ const element = (id) => document.getElementById(id);
 const on = (id, kind, act) => element(id).addEventListener(kind, act);
 const panel = element("panel");
 const view = { model: null, rival: null, policy: null }; // the thresholds of this page; the model's until they are changed
-let images = []; // {id, file, tile, state: "waiting", "asked", "locked", "failed" or "done", said, decision, other, drawn, problem}
+let images = []; // {id, file, tile, state: "waiting", "asked", "locked", "failed" or "done", prediction, decision, other, drawn, problem}
 let modelLoading = null;
 let filter = "all";
 let opened = null; // the image in the panel
@@ -42,7 +42,7 @@ async function loadModel(name = null) {
   const { model } = view;
   say("");
   view.policy = { ...model.policy };
-  element("model").textContent = `${model.name} · version ${model.version.slice(0, 12)} · ${summary(model)} · layer ${model.layer} · α = ${model.policy.alpha}`;
+  element("model").textContent = `${model.name} · version ${model.version.slice(0, 12)} · ${taskOf(model).summary(model)} · layer ${model.layer} · α = ${model.policy.alpha}`;
   element("expects").textContent = expects(model.input);
   fill("models", model.models, model.name);
   fill("rivals", model.models.filter((each) => each !== model.name), view.rival?.name, "nothing");
@@ -81,14 +81,14 @@ function draw() {
   if (model === null) return;
   const done = decided();
   for (const image of done) {
-    const { decision, said, other, drawn } = image;
-    if (drawn?.decision === decision && drawn.said === said && drawn.other === other) continue;
-    image.drawn = { decision, said, other };
+    const { decision, prediction, other, drawn } = image;
+    if (drawn?.decision === decision && drawn.prediction === prediction && drawn.other === other) continue;
+    image.drawn = { decision, prediction, other };
     showTile(image, model, rival);
   }
   showFilters(images, filter);
   showPolicy(policy, model, done);
-  drawMap(element("map"), done, policy, model, opened?.id);
+  drawChart(element("chart"), done, policy, model, opened?.id);
   if (!panel.open || !opened) return;
   const shown = visible(images);
   showPanel(opened, view, `${shown.indexOf(opened) + 1} of ${shown.length}`);
@@ -98,13 +98,13 @@ function draw() {
 // The images that have an answer, each with its decision under the thresholds of this page.
 function decided() {
   const done = images.filter(({ state }) => state === "done");
-  for (const image of done) image.decision = decide(image.said, view.policy, view.model.calibration.images);
+  for (const image of done) image.decision = decide(image.prediction, view.policy, view.model);
   return done;
 }
 
 function resort() {
   decided();
-  images = sorted(images, element("sort").value);
+  images = sorted(images, element("sort").value, view.model);
   arrange(images);
   redraw();
 }
@@ -176,8 +176,8 @@ async function ask(image) {
       return;
     }
     if (answer.model.version !== model.version) await (modelLoading = loadModel(model.name)); // It was reloaded.
-    [image.said] = answer.predictions;
-    image.other = second ? { said: second.predictions[0], decision: second.predictions[0].decision } : null;
+    [image.prediction] = answer.predictions;
+    image.other = second ? { prediction: second.predictions[0], decision: second.predictions[0].decision } : null;
     image.state = "done";
   } catch (problem) {
     fail(image, problem);
@@ -188,7 +188,7 @@ async function ask(image) {
 function fail(image, problem) {
   const wantsKey = problem.status === 401;
   element("key-form").hidden &&= !wantsKey;
-  Object.assign(image, { state: wantsKey ? "locked" : "failed", said: null, problem: problem.message });
+  Object.assign(image, { state: wantsKey ? "locked" : "failed", prediction: null, problem: problem.message });
   mark(image.tile, "error", "✕ Failed", problem.message);
 }
 
@@ -202,8 +202,8 @@ function again(...states) {
 
 function progress() {
   const [done, failed] = ["done", "failed"].map((state) => images.filter((image) => image.state === state).length);
-  const said = `${done} of ${images.length} ${images.length === 1 ? "image" : "images"} classified`;
-  say(images.length === 0 ? "" : failed === 0 ? `${said}.` : `${said}, ${failed} failed.`);
+  const text = `${done} of ${images.length} ${images.length === 1 ? "image" : "images"} classified`;
+  say(images.length === 0 ? "" : failed === 0 ? `${text}.` : `${text}, ${failed} failed.`);
   redraw();
 }
 
@@ -223,12 +223,12 @@ function open(image) {
 // The map is asked for when "Why?" is open, once an image; the service lists it and does not watch these requests.
 async function explain() {
   const [image, { model }] = [opened, view];
-  const wanted = element("why").open && image?.said && image.mapped !== image.said && !model.isWithoutMap;
+  const wanted = element("why").open && image?.prediction && image.mapped !== image.prediction && !model.isWithoutMap;
   if (!wanted || !(await canMap())) return redraw();
-  image.mapped = image.said;
+  image.mapped = image.prediction;
   try {
     const answer = await predict(model.name, image.file, { map: true });
-    if (image.mapped === image.said) image.said.explanation = answer.predictions[0].explanation;
+    if (image.mapped === image.prediction) image.prediction.explanation = answer.predictions[0].explanation;
   } catch ({ status }) {
     image.mapped = null; // Told in words, and asked again the next time.
     model.isWithoutMap = status === 422; // It was fitted without one.
@@ -297,7 +297,7 @@ on("filters", "click", ({ target }) => {
   redraw();
 });
 element("grid").addEventListener("load", redraw, true); // Of a picture, which may be the one in the panel.
-for (const id of ["grid", "map"]) {
+for (const id of ["grid", "chart"]) {
   on(id, "click", ({ target }) => {
     const chosenId = target.closest(".tile")?.id ?? target.closest(".mark")?.dataset.id;
     const image = images.find(({ id: each }) => each === chosenId);

@@ -1,10 +1,10 @@
 // The panel beside the pictures: one of them, its verdict, why, and the numbers behind it.
 
 import { DECISIONS } from "./decide.js";
-import { percent } from "./format.js";
+import { nats, number, percent } from "./format.js";
 import { SMALL_PIXELS } from "./grid.js";
-import { answerText, rows } from "./kinds.js";
 import { drawHistogram } from "./plots.js";
+import { taskOf } from "./tasks.js";
 import { reason, showWhy } from "./why.js";
 
 const SHOWN_CLASSES = 5;
@@ -26,7 +26,7 @@ beside.addEventListener("change", () => {
 });
 
 export function showPanel(image, { model, policy, rival }, place) {
-  const { file, said, decision, tile } = image;
+  const { file, prediction, decision, tile } = image;
   const picture = element("picture");
   const source = tile.querySelector("img").src;
   element("panel-name").textContent = file.name;
@@ -39,35 +39,44 @@ export function showPanel(image, { model, policy, rival }, place) {
   element("frame").classList.toggle("none", source !== "" && picture.complete && width === 0);
   const badge = tile.querySelector(".badge");
   element("badge").dataset.decision = badge.dataset.decision;
-  element("badge").textContent = said ? DECISIONS[decision] : badge.textContent;
-  element("told").hidden = !said;
-  element("answer").textContent = said ? answerText(said, decision, model) : "";
-  const text = said ? reason(said, decision, policy, model) : (image.problem ?? "");
+  element("badge").textContent = prediction ? DECISIONS[decision] : badge.textContent;
+  element("answered").hidden = !prediction;
+  element("answer").textContent = prediction ? taskOf(model).answer(prediction, decision, model) : "";
+  const text = prediction ? reason(prediction, decision, policy, model) : (image.problem ?? "");
   if (element("reason").textContent !== text) element("reason").textContent = text;
-  showWhy(said ?? {}, model, element("why").open);
-  if (!said) return;
-  element("classes").replaceChildren(...(model.target ? [] : classBars(said, model)));
+  showWhy(prediction ?? {}, model, element("why").open);
+  if (!prediction) return;
+  element("classes").replaceChildren(...classBars(taskOf(model).bars(prediction, model)));
   showNumbers(image, model, policy, rival);
-  drawHistogram(element("histogram"), model, policy.alpha, said.ood_score);
+  drawHistogram(element("histogram"), model, policy.alpha, prediction.ood_score);
 }
 
-function classBars(said, model) {
-  const order = said.probabilities.map((probability, index) => ({ probability, index }));
-  order.sort((a, b) => b.probability - a.probability);
-  return order.slice(0, SHOWN_CLASSES).map(({ probability, index }) => {
+function classBars(classes) {
+  const order = classes.sort((a, b) => b.probability - a.probability);
+  return order.slice(0, SHOWN_CLASSES).map(({ probability, name }) => {
     const fill = make("span", "fill");
     fill.style.width = `${100 * probability}%`;
     const track = make("span", "track", fill);
     track.setAttribute("aria-hidden", "true");
-    return make("li", "", make("span", "name", model.classes[index]), track, make("span", "share", percent(probability)));
+    return make("li", "", make("span", "name", name), track, make("span", "share", percent(probability)));
   });
 }
 
+// Rows of [name, value, what it is held against].
+function rows(prediction, policy, model) {
+  return [
+    ...taskOf(model).rows(prediction, policy, model),
+    ["p-value", number(prediction.ood_p_value), `out of distribution up to ${number(policy.alpha)}`],
+    ["OOD score", nats(prediction.ood_score), ""],
+    ...Object.entries(prediction.gates ?? {}).map(([gate, p]) => [`Gate ${gate}`, number(p), ""]),
+  ];
+}
+
 // With a second model its numbers stand beside.
-function showNumbers({ said, other }, model, policy, rival) {
+function showNumbers({ prediction, other }, model, policy, rival) {
   const both = rival && other;
-  const theirs = new Map(both ? rows(other.said, rival.policy, rival).map(([name, value]) => [name, value]) : []);
-  const body = rows(said, policy, model).map(([name, value, limit]) => {
+  const theirs = new Map(both ? rows(other.prediction, rival.policy, rival).map(([name, value]) => [name, value]) : []);
+  const body = rows(prediction, policy, model).map(([name, value, limit]) => {
     const head = make("th", "", name, make("small", "", limit));
     head.scope = "row";
     return make("tr", "", head, make("td", "", value), ...(both ? [make("td", "", theirs.get(name) ?? "–")] : []));

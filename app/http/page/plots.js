@@ -2,9 +2,9 @@
 
 import { isOod } from "./decide.js";
 import { number } from "./format.js";
-import { axisOf, limitOf, uncertainty } from "./kinds.js";
+import { taskOf } from "./tasks.js";
 
-const MAP = { width: 320, height: 300, left: 30, right: 0, top: 24, bottom: 40, pad: 8 };
+const CHART = { width: 320, height: 300, left: 30, right: 0, top: 24, bottom: 40, pad: 8 };
 const SVG = "http://www.w3.org/2000/svg";
 const MARKS = { accept: "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0-10 0", abstain_ood: "M-4.5-4.5h9v9h-9z" };
 const TRIANGLE = "M0-6L5.5 4.5h-11z";
@@ -22,16 +22,17 @@ function shape(kind, name, attributes, text = null) {
 const line = (name, x1, y1, x2, y2) => shape("line", name, { x1, y1, x2, y2 });
 
 // To the right the p-value falls (logarithmic), upwards the doubt grows; a mark has the id of its image.
-export function drawMap(svg, images, policy, model, current) {
-  const { width, height, left, right, top, bottom, pad } = MAP;
+export function drawChart(svg, images, policy, model, current) {
+  const { width, height, left, right, top, bottom, pad } = CHART;
   const floor = height - bottom;
   const end = width - right;
   const smallest = 1 / (model.calibration.images + 1);
-  const { highest, title } = axisOf(model, images);
+  const task = taskOf(model);
+  const { highest, title } = task.axis(model, images.map(({ prediction }) => prediction));
   const x = (p) => left + pad + ((end - left - 2 * pad) * Math.log(Math.max(p, smallest))) / Math.log(smallest);
   const y = (doubt) => floor - pad - ((floor - top - 2 * pad) * Math.min(doubt, highest)) / highest;
   const limit = x(policy.alpha);
-  const level = limitOf(policy) < highest ? y(limitOf(policy)) : top;
+  const level = task.limit(policy) < highest ? y(task.limit(policy)) : top;
   const area = (decision, x1, y1, x2, y2) => {
     const rect = shape("rect", "area", { x: x1, y: y1, width: Math.max(0, x2 - x1), height: Math.max(0, y2 - y1) });
     rect.dataset.decision = decision;
@@ -39,7 +40,7 @@ export function drawMap(svg, images, policy, model, current) {
   };
   const parts = [
     area("accept", left, level, limit, floor),
-    area("abstain_ambiguous", left, top, limit, level),
+    area(task.abstention, left, top, limit, level),
     area("abstain_ood", limit, top, end, floor),
     line("threshold", limit, top, limit, floor),
     ...(level > top ? [line("threshold", left, level, limit, level)] : []),
@@ -52,12 +53,12 @@ export function drawMap(svg, images, policy, model, current) {
   }
   const name = (text, place, across, room) => room > 15 && parts.push(shape("text", "tick", { x: across, y: place }, text));
   name("accept", level + 14, left + 5, Math.min(floor - level - 8, limit - left - 35));
-  name(model.target ? "uncertain" : "ambiguous", top + 14, left + 5, Math.min(level - top, limit - left - 55));
+  name(task.unsure, top + 14, left + 5, Math.min(level - top, limit - left - 55));
   name("out of distribution", top + 14, limit + 5, end - limit - 100);
   parts.push(shape("text", "title middle", { x: (left + end) / 2, y: height - 6 }, "stranger (p-value) →"));
   parts.push(shape("text", "title", { x: 0, y: 12 }, title));
-  for (const { said, decision, file, id } of images) {
-    const place = `translate(${x(said.ood_p_value).toFixed(1)} ${y(uncertainty(said)).toFixed(1)})`;
+  for (const { prediction, decision, file, id } of images) {
+    const place = `translate(${x(prediction.ood_p_value).toFixed(1)} ${y(task.uncertainty(prediction)).toFixed(1)})`;
     const mark = shape("path", "mark", { d: MARKS[decision] ?? TRIANGLE, transform: place });
     Object.assign(mark.dataset, { decision, id });
     mark.append(shape("title", "", {}, file.name));
@@ -65,25 +66,26 @@ export function drawMap(svg, images, policy, model, current) {
     parts.push(mark);
   }
   parts.push(...parts.filter((part) => part.classList.contains("current"))); // Last, so that none covers it.
-  svg.setAttribute("aria-label", `Map of ${images.length} images, stranger to the right, more unsure upwards; the list has the same.`);
+  svg.setAttribute("aria-label", `Chart of ${images.length} images, stranger to the right, more unsure upwards; the list has the same.`);
   svg.replaceChildren(...parts);
 }
 
 // The OOD score from which on p ≤ alpha: exact for the model's own alpha, else within a bar of the histogram.
-function scoreThreshold(calibration, alpha, ownAlpha) {
-  if (alpha === ownAlpha) return calibration.ood_score_threshold;
+function scoreThreshold(model, alpha) {
+  const { calibration, policy } = model;
+  if (alpha === policy.alpha) return calibration.ood_score_threshold;
   const { edges, counts } = calibration.ood_score;
   let above = 0;
   for (let bar = counts.length - 1; bar >= 0; bar -= 1) {
     above += counts[bar];
-    if (!isOod((1 + above) / (calibration.images + 1), alpha, calibration.images)) return edges[bar + 1];
+    if (!isOod((1 + above) / (calibration.images + 1), alpha, model)) return edges[bar + 1];
   }
   return edges[0];
 }
 
 export function drawHistogram(svg, model, alpha, here) {
   const { edges, counts } = model.calibration.ood_score;
-  const limit = scoreThreshold(model.calibration, alpha, model.policy.alpha);
+  const limit = scoreThreshold(model, alpha);
   const low = Math.min(edges[0], here);
   const high = Math.max(edges.at(-1), here);
   const margin = 0.02 * (high - low || 1);

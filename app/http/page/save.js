@@ -1,8 +1,10 @@
 // What is on the page as a file: one row an image, decided as the page decides.
 
-function row({ file, said, decision, other, problem }, rival) {
-  if (!said) return { file: file.name, error: problem ?? "no answer yet" };
-  const { probabilities, explanation, gates = {}, prediction_set: set, is_ood: isOod, ...scores } = said;
+import { taskOf } from "./tasks.js";
+
+function row({ file, prediction, decision, other, problem }, rival) {
+  if (!prediction) return { file: file.name, error: problem ?? "no answer yet" };
+  const { probabilities, explanation, gates = {}, prediction_set: set, is_ood: isOod, ...scores } = prediction;
   return {
     file: file.name,
     ...scores,
@@ -11,7 +13,7 @@ function row({ file, said, decision, other, problem }, rival) {
     ...(set && { prediction_set: set }),
     ...(probabilities && { probabilities }),
     ...Object.fromEntries(Object.entries(gates ?? {}).map(([gate, p]) => [`gate_${gate}`, p])),
-    ...(rival && other && { other_decision: other.decision, other_answer: other.said.label ?? other.said.mean }),
+    ...(rival && other && { other_decision: other.decision, other_answer: taskOf(rival).value(other.prediction) }),
   };
 }
 

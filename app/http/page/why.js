@@ -1,35 +1,32 @@
 // Why an image was decided so: in one sentence, on the picture, and by the training images that are nearest.
 
 import { alarming } from "./decide.js";
-import { nats, number, percent } from "./format.js";
+import { number } from "./format.js";
 import { SMALL_PIXELS } from "./grid.js";
-import { limitOf, limitText, measured } from "./kinds.js";
+import { taskOf } from "./tasks.js";
 
 const NEAREST = 3;
 const WIDE = 0.6; // of the image's area: no place then
 const STRANGE = {
   texture: "texture that no training image has",
   kind: "a kind of image that is not among the training images",
-  confidence: "fits the classes worse than ordinary images do",
+  confidence: "fits the classes worse than the training images do",
 };
 const element = (id) => document.getElementById(id);
 
-export function reason(said, decision, policy, model) {
-  const nearest = closest(said.explanation, model)[0]?.name;
+export function reason(prediction, decision, policy, model) {
+  const nearest = closest(prediction.explanation, model)[0]?.name;
   const near = nearest === undefined ? "" : `; closest to ${nearest}`;
   if (decision === "abstain_ood") {
-    const strange = alarming(said).map((gate) => STRANGE[gate] ?? gate).join(", and ") || "unlike the training images";
-    const where = place(said.explanation?.map?.box);
+    const strange = alarming(prediction).map((gate) => STRANGE[gate] ?? gate).join(", and ") || "unlike the training images";
+    const where = place(prediction.explanation?.map?.box);
     return sentence(`${strange}${where && `, ${where}`}${near}`);
   }
-  if (decision === "accept") return `An ordinary image, and the answer is as sure as asked${near}.`;
-  if (model.target) return `The interval is wider than ${limitText(limitOf(policy), model)}${near}.`;
-  const fit = said.prediction_set.length > 1 ? `${list(said.prediction_set)} fit, a person should choose` : "several classes fit, a person should choose";
-  return sentence(fit);
+  if (decision === "accept") return `In distribution, and the answer is as sure as asked${near}.`;
+  return sentence(taskOf(model).reason(prediction, policy, model, near));
 }
 
 const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
-const list = (names) => (names.length > 4 ? `${names.length} classes` : new Intl.ListFormat("en").format(names));
 
 // "mostly upper left", of a box in fractions of the image: [left, top, right, bottom].
 function place(box) {
@@ -72,11 +69,12 @@ export function showWhy({ explanation }, model, isOpen) {
   element("evidence").replaceChildren(...evidence(explanation, model).map((text) => item(text)));
 }
 
-function kept({ label, value, distance, png }, model) {
+function kept(example, model) {
+  const { distance, png } = example;
   const picture = Object.assign(document.createElement("img"), { src: `data:image/png;base64,${png}`, alt: "" });
   picture.addEventListener("load", () => picture.classList.toggle("pixels", picture.naturalWidth < SMALL_PIXELS / 2));
   const away = Object.assign(document.createElement("span"), { className: "muted", textContent: `${number(distance)}\u00a0σ` });
-  return item(picture, model.target ? measured(value, model) : label, away);
+  return item(picture, taskOf(model).kept(example, model), away);
 }
 
 function item(...content) {
@@ -88,18 +86,12 @@ function item(...content) {
 function evidence(explanation, model) {
   if (!explanation) return [];
   const nearest = closest(explanation, model).slice(0, NEAREST);
-  const lines = [
-    `${model.target ? "Nearest bins" : "Nearest classes"}: ${nearest.map(({ name, distance }) => `${name} (${number(distance)})`).join(", ")}`,
+  const task = taskOf(model);
+  return [
+    `${task.nearest}: ${nearest.map(({ name, distance }) => `${name} (${number(distance)})`).join(", ")}`,
     `Most unusual components: ${explanation.unusual_components
       .map(({ component, deviation }) => `${component} (${number(deviation)} σ)`)
       .join(", ")}`,
+    ...task.evidence(explanation, model),
   ];
-  for (const { layer, weight, examples } of explanation.nearest_examples ?? []) {
-    const shown = examples.map(({ image, value }) => `${measured(value, model)} (image ${image})`).join(", ");
-    lines.push(`Nearest training images after ${layer}, which counts for ${percent(weight)}: ${shown}`);
-  }
-  if (typeof explanation.aleatoric === "number") {
-    lines.push(`Of the entropy, ${nats(explanation.aleatoric)} are the image's, ${nats(explanation.epistemic)} the model's`);
-  }
-  return lines;
 }

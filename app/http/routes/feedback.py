@@ -100,7 +100,7 @@ async def feedback(request: Request) -> FeedbackDocument:
 async def searched(
     service: Service, work: Callable[Concatenate[LogWriter, P], R], *args: P.args, **kwargs: P.kwargs
 ) -> R:
-    """Return what some work on the prediction log gives, done beside the event loop.
+    """Search the prediction log beside the event loop.
 
     Raises:
         DeadlineExceeded: It took more than ``deadline_seconds``.

@@ -10,24 +10,24 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse
 
 from app.http.openapi import responses
-from app.http.schemas import ExamplesDocument, LiveDocument
+from app.http.schemas import ExamplesDocument, RecentDocument
 from app.service import Service, service_to_predict
 from psc_core.bundle.io import EXAMPLES
 from psc_core.images import SUFFIXES
 
 MAX_EXAMPLES: Final = 12
-MAX_BYTES: Final = 1 << 20
+MAX_EXAMPLE_BYTES: Final = 1 << 20
 """Maximum size of an example; larger files are not shown."""
 
 router = APIRouter(tags=["model"], responses=responses(401, 404, 503))
 
 
 @router.get("/models/{name}/live", summary="The last images of a model")
-async def live(request: Request, name: str) -> LiveDocument:
+async def live(request: Request, name: str) -> RecentDocument:
     """Summarise what this process answered lately: out-of-distribution images among the last ones, drift, queue."""
     served = service_to_predict(request).registry.get(name)
     drift = served.recorder.drift
-    return LiveDocument(
+    return RecentDocument(
         images=drift.window_images,
         ood_fraction=drift.window_ood_rate,
         alpha=served.thresholds.policy.alpha,
@@ -69,6 +69,6 @@ def example_files(service: Service, name: str) -> dict[str, Path]:
         if path.suffix.lower() in SUFFIXES
         and path.is_file()
         and path.resolve().is_relative_to(root)
-        and path.stat().st_size <= MAX_BYTES
+        and path.stat().st_size <= MAX_EXAMPLE_BYTES
     ]
     return {path.name: path for path in files[:MAX_EXAMPLES]}

@@ -41,6 +41,7 @@ def model_document(served: ServedModel, names: tuple[str, ...]) -> ModelDocument
         version=model.version,
         layer=model.layer,
         predictions=model.predictions,
+        task=model.task.name,
         epistemic_unit=model.epistemic_unit,
         gates=list(model.gates),
         device=str(model.device),

@@ -14,7 +14,7 @@ from app.http.disconnect import has_disconnected
 from app.http.openapi import IMAGES_BODY, responses
 from app.http.query import parse_query, query_parameters
 from app.http.uploads import UploadLimits, read_images
-from app.inference.request import EXPLAIN, EXPLAIN_WITH_MAP, PREDICT
+from app.inference.request import RequestKind
 from app.models.served import Predicted, ServedModel
 from app.service import service_to_predict
 from psc_core.maps.picture import map_document
@@ -60,9 +60,11 @@ class PredictQuery(BaseModel):
     )
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> RequestKind:
         """The kind of request in the queue."""
-        return EXPLAIN_WITH_MAP if self.map else EXPLAIN if self.explain else PREDICT
+        if self.explain:
+            return RequestKind.EXPLAIN_WITH_MAP if self.map else RequestKind.EXPLAIN
+        return RequestKind.PREDICT
 
 
 _ROUTE: Final[dict[str, Any]] = {

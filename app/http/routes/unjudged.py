@@ -14,7 +14,7 @@ from starlette.responses import StreamingResponse
 
 from app.http.openapi import responses
 from app.http.routes.feedback import searched
-from app.http.schemas import ClassNames, PredictedNumber
+from app.http.schemas import ClassNames, PredictedNumber, TaskName
 from app.log.feedback import stored_image, to_judge
 from app.service import service_of
 from psc_core.log.images import MEDIA_TYPES
@@ -55,6 +55,7 @@ class UnjudgedImage(Document):
 class JudgedModel(Document):
     """The verdicts that there may be on a bundle's images."""
 
+    task: TaskName
     classes: ClassNames
     target: PredictedNumber
 
@@ -126,4 +127,4 @@ def _image(found: Unjudged) -> UnjudgedImage:
 
 
 def _model(model: LoggedModel) -> JudgedModel:
-    return JudgedModel(classes=list(model.classes), target=model.task.number())
+    return JudgedModel(task=model.task.name, classes=list(model.classes), target=model.task.number())

@@ -14,9 +14,8 @@ from app.http.disconnect import has_disconnected
 from app.http.uploads import parse
 from app.http.v2.schemas import InferRequest
 from app.http.v2.tensors import OutputTensor, images_of
-from app.inference import request as kinds
 from app.inference.decoder import EncodedImage
-from app.inference.request import Images
+from app.inference.request import Images, RequestKind
 from app.models.served import ServedModel
 from app.service import Service
 from psc_core.model.base import FittedModel
@@ -101,7 +100,7 @@ async def infer(service: Service, name: str, version: str | None, received: Rece
         images if isinstance(images, np.ndarray) else [EncodedImage(data) for data in images],
         thresholds,
         disconnected=partial(has_disconnected, receive),
-        kind=kinds.MAP if MAP in as_binary else kinds.PREDICT,
+        kind=RequestKind.MAP if MAP in as_binary else RequestKind.PREDICT,
         monitor=wanted.parameters.monitor,
     )
     tensors = [

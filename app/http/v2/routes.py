@@ -22,11 +22,11 @@ from app.http.v2.schemas import (
     INFER_PARAMETERS,
     ErrorDocument,
     InferResponse,
-    LiveDocument,
     ModelMetadata,
     ModelReadyDocument,
-    ReadyDocument,
+    ServerLiveDocument,
     ServerMetadata,
+    ServerReadyDocument,
     TensorMetadata,
 )
 from app.http.v2.tensors import build_response, parse_request
@@ -63,17 +63,17 @@ async def server_metadata() -> ServerMetadata:
 
 
 @router.get("/health/live", summary="Server liveness")
-async def live() -> LiveDocument:
+async def live() -> ServerLiveDocument:
     """Always 200 while the process answers at all."""
-    return LiveDocument(live=True)
+    return ServerLiveDocument(live=True)
 
 
-@router.get("/health/ready", summary="Server readiness", responses={503: {"model": ReadyDocument}})
-async def ready(request: Request, response: Response) -> ReadyDocument:
+@router.get("/health/ready", summary="Server readiness", responses={503: {"model": ServerReadyDocument}})
+async def ready(request: Request, response: Response) -> ServerReadyDocument:
     """200 when every model answers; else 503."""
     is_ready = not service_of(request).reasons()
     response.status_code = 200 if is_ready else 503
-    return ReadyDocument(live=True, ready=is_ready)
+    return ServerReadyDocument(live=True, ready=is_ready)
 
 
 @router.get("/models/{name}", response_model=ModelMetadata, responses=_METADATA_ERRORS, summary="Model metadata")

@@ -32,13 +32,13 @@ class ServerMetadata(Document):
     extensions: list[str]
 
 
-class LiveDocument(Document):
+class ServerLiveDocument(Document):
     """The process answers."""
 
     live: bool
 
 
-class ReadyDocument(Document):
+class ServerReadyDocument(Document):
     """The readiness of all models together."""
 
     live: bool
@@ -102,7 +102,7 @@ class InferResponse(Document):
 _OutputName = Literal[_NAMES]  # type: ignore[valid-type]
 
 
-class RequestPart(BaseModel):
+class RequestModel(BaseModel):
     """Base of a request's parts: members and parameters that are not declared are ignored, as the protocol asks."""
 
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
@@ -116,7 +116,7 @@ def _reject(value: Any) -> None:
 _Unsupported = Annotated[None, BeforeValidator(_reject), Field(description="Not supported.")]
 
 
-class _TensorParameters(RequestPart):
+class _TensorParameters(RequestModel):
     """Parameters of a tensor; those that this server does not offer are refused rather than ignored."""
 
     shared_memory_region: _Unsupported = None
@@ -130,7 +130,7 @@ class InputParameters(_TensorParameters):
     layout: Literal["NHWC", "NCHW"] | None = Field(default=None, description="Unset: the one that the shape fits.")
 
 
-class InputTensor(RequestPart):
+class InputTensor(RequestModel):
     """An input: JSON ``data``, or binary data of the size that its parameters give."""
 
     name: Literal["images", "encoded_images"]
@@ -155,14 +155,14 @@ class OutputParameters(_TensorParameters):
     binary_data: bool | None = Field(default=None, description="Unset: as `binary_data_output` of the request.")
 
 
-class WantedOutput(RequestPart):
+class WantedOutput(RequestModel):
     """An output that the answer should have."""
 
     name: _OutputName
     parameters: OutputParameters = OutputParameters()
 
 
-class RequestParameters(RequestPart):
+class RequestParameters(RequestModel):
     """Parameters of a request."""
 
     alpha: Alpha | None = Field(default=None, description="`is_ood` when p ≤ alpha, for this request.")
@@ -172,7 +172,7 @@ class RequestParameters(RequestPart):
     )
 
 
-class InferRequest(RequestPart):
+class InferRequest(RequestModel):
     """An inference request; without ``outputs`` all are given but ``map``."""
 
     id: str | None = None

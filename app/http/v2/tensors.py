@@ -184,10 +184,10 @@ def _pixels(tensor: InputTensor, binary: memoryview | None) -> npt.NDArray[np.ui
     try:
         values = np.asarray(tensor.data, dtype=object)  # Of one type, a long text would make all of them as long.
     except ValueError as error:
-        raise MalformedRequest(f"input {tensor.name!r}: expected rows of equal length") from error
+        raise MalformedRequest(f"input {tensor.name!r}: expected rows of equal length; pad or cut them") from error
     types = set(map(type, values.ravel().tolist()))
     if list in types:
-        raise MalformedRequest(f"input {tensor.name!r}: expected rows of equal length")
+        raise MalformedRequest(f"input {tensor.name!r}: expected rows of equal length; pad or cut them")
     if values.size != size:
         raise _bad_size(tensor, size, values.size, "values")
     if types != {int} or values.min() < 0 or values.max() > 255:

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from app.inference.request import MAP, PREDICT, WITH_MAP, DeviceBatch, Images, Result
-from psc_core.model.pipeline import MAP as MAP_ARRAY
-from psc_core.model.pipeline import Pipeline
+from app.inference.request import DeviceBatch, Images, RequestKind, Result
+from psc_core.model.pipeline import MAP, Pipeline
 from psc_core.network.onnx.body import keep_from_compiler
 from psc_core.tasks.outputs import FloatArray
 
@@ -53,7 +52,7 @@ class Step(Protocol):
     def fetch(self, slot: int, count: int) -> FloatArray:
         """Outputs of what was launched; the caller owns the array.  Device errors surface here."""
 
-    def explain(self, images: Images, kind: str) -> Result:
+    def explain(self, images: Images, kind: RequestKind) -> Result:
         """Outputs, and maps, explanations or both as the kind of request asks, computed at once."""
 
     def release_memory(self) -> None:
@@ -90,20 +89,20 @@ def bucket_of(buckets: tuple[int, ...], count: int) -> int:
     return next(size for size in buckets if size >= count)
 
 
-def explain(network: Pipeline | CompiledNetwork, images: Tensor, kind: str) -> Result:
+def explain(network: Pipeline | CompiledNetwork, images: Tensor, kind: RequestKind) -> Result:
     """Outputs of a batch on the network's device, and what else the kind of request asks."""
-    if kind == MAP:
+    if kind is RequestKind.MAP:
         packed, grey = network.forward_with_map(images)
-        explanation = {MAP_ARRAY: grey}
+        explanation = {MAP: grey}
     else:
-        packed, explanation = network.explain(images, with_map=kind in WITH_MAP)
+        packed, explanation = network.explain(images, with_map=kind.has_map)
     arrays: dict[str, Any] = {name: value.cpu().numpy() for name, value in explanation.items()}
     return Result(packed.float().cpu().numpy(), arrays)
 
 
 def run_batch(step: Step, batch: DeviceBatch) -> Result:
     """The result of a batch, computed at once, in slot 0 or in none."""
-    if batch.kind != PREDICT:
+    if batch.kind is not RequestKind.PREDICT:
         images = np.empty((batch.size, *step.input(0).shape[1:]), np.uint8)
         batch.copy_images(images)
         return step.explain(images, batch.kind)

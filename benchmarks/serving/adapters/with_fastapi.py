@@ -1,4 +1,4 @@
-"""What one writes first: a FastAPI endpoint that decodes and runs the model, one image at a time."""
+"""The plainest service: a FastAPI endpoint that decodes and runs the model, one image at a time."""
 
 from __future__ import annotations
 

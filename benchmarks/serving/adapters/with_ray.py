@@ -38,7 +38,8 @@ def main() -> None:
         http_options={"host": "127.0.0.1", "port": port()},
         logging_config={"log_level": "ERROR", "enable_access_log": False},
     )
-    serve.run(Classify.bind(), route_prefix="/predict")
+    application = Classify.bind()  # type: ignore[attr-defined]
+    serve.run(application, route_prefix="/predict")
     signal.sigwait({signal.SIGTERM, signal.SIGINT})
     serve.shutdown()
     ray.shutdown()

@@ -24,7 +24,7 @@ The fit's record says how often either happened.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -37,7 +37,6 @@ from psc_core.density.base import Density
 from psc_core.density.fit.extend import EXAMPLES
 from psc_core.density.fit.pca import fit_pca
 from psc_core.density.fit.tied_weight import ClassMoments, between, choose_tied_weight
-from psc_core.density.gaussian import ClasswiseDensity, RelativeDensity
 from psc_core.fitted import Record
 from psc_core.numerics import linalg
 from psc_core.numerics.matrix import FeatureMatrix, as_matrix, check_features, images_of_classes
@@ -92,9 +91,8 @@ def fit_density(
     n_images = len(z) if images is None else int(images.bincount().count_nonzero())
     z, feature_dtype = as_matrix(z), z.dtype
     z = _lengths(family, z)  # ``feature_dtype`` still tells how exact the features are.
-    classwise = issubclass(family, ClasswiseDensity)
     limit = n_images - num_classes
-    if classwise:
+    if family.has_class_covariances:
         limit = min(limit, math.isqrt(WHITENER_ELEMENTS // num_classes))
     limit = min(limit, family.maximum_components or limit)
     projection = fit_pca(
@@ -111,11 +109,14 @@ def fit_density(
     # Labelled examples of one image are one observation; the K means take one degree of freedom each.
     covariance, shrinkage = linalg.covariance(scatter * (n_images / len(z)), n_images - num_classes)
     inverse = linalg.inverse_root(covariance)
-    root = inverse.root
     # −2 × the log-density at the centre of one Gaussian for all images
     volume = len(projection.variances) * math.log(2 * math.pi) + projection.variances.log().sum().item()
     constants = (counts / len(z)).double().log() - 0.5 * volume - 0.5 * inverse.log_det
-    tensors = {"mean": projection.mean, "basis": projection.whitening @ root, "constants": constants}
+    pooled = Pooled(x, means, inverse, volume, constants, list(zip(members, observed.tolist(), strict=True)))
+    apart = None
+    if family.tied_by_held_out and held_out is not None and len(held_out.labels):
+        w = projection.whiten(_lengths(family, as_matrix(held_out.z)))[:] @ inverse.root
+        apart = HeldOut(w, held_out.labels.to(w.device))
     record: Record = {
         EXAMPLES: len(z),
         "components": len(projection.variances),
@@ -124,42 +125,89 @@ def fit_density(
         "clamped_eigenvalues": inverse.n_clamped,
         "largest_increase": inverse.largest_increase,
     }
-    if classwise:
-        w = x.map(lambda part: part @ root, x.shape[1], torch.float64)
-        # Float32, and K × P × P the largest tensor: whiteners apply to differences, which no longer cancel.
-        whiteners = torch.empty(num_classes, *root.shape, device=z.device)
-        centres = torch.empty(num_classes, len(root), dtype=torch.float64, device=z.device)
-        groups = list(zip(members, observed.tolist(), strict=True))
-        tied_weight = None
-        if family.tied_by_held_out and held_out is not None and len(held_out.labels):
-            apart = projection.whiten(_lengths(family, as_matrix(held_out.z)))[:] @ root
-            tied_weight = record["tied_weight"] = choose_tied_weight(
-                (_moments(w.take(own), n_own), apart[held_out.labels.to(apart.device) == k])
-                for k, (own, n_own) in enumerate(groups)
-            )
-        shrinkages = []
-        for k, (own, n_own) in enumerate(groups):
-            centres[k], covariance = _moments(w.take(own), n_own)
-            if tied_weight is None:
-                covariance, shrinkage = linalg.covariance(covariance * (n_own - 1), n_own - 1)
-            else:
-                covariance, shrinkage = between(covariance, tied_weight), tied_weight
-            inverse = linalg.inverse_root(covariance)
-            whiteners[k] = inverse.root
-            constants[k] -= 0.5 * inverse.log_det
-            shrinkages.append(shrinkage)
-            record["clamped_eigenvalues"] += inverse.n_clamped
-            record["largest_increase"] = max(record["largest_increase"], inverse.largest_increase)
-        tensors |= {"centres": centres, "whiteners": whiteners}
-        record["shrunk_classes"] = sum(shrinkage > 0 for shrinkage in shrinkages)
-        record["mean_shrinkage"] = sum(shrinkages) / num_classes
-    else:
-        tensors["centres"] = means @ root
-    if family is RelativeDensity:
-        # x has zero mean and identity covariance over all images, and x = w V⁻¹
-        tensors["background"] = torch.linalg.inv(root)
-        tensors["background_constant"] = torch.tensor(-0.5 * volume, device=z.device)
-    return family(tensors, record=record).to(z.device)
+    found = FITS[kind](pooled, apart)
+    tensors = {"mean": projection.mean, "basis": projection.whitening @ inverse.root, **found.tensors}
+    return family(tensors, record=record | found.record).to(z.device)
+
+
+class Pooled(NamedTuple):
+    """What is alike for all densities: the training features in x, and their pooled covariance, float64."""
+
+    x: FeatureMatrix  # (n, P)
+    means: Float[Tensor, "K P"]  # of each class, in x
+    inverse: linalg.InverseRoot  # of the pooled covariance: its root is V
+    volume: float
+    constants: Float[Tensor, " K"]  # of one covariance for all classes
+    classes: Sequence[tuple[Int[Tensor, " members"], int]]  # labelled examples of each class, and its number of images
+
+
+class OwnPart(NamedTuple):
+    """Tensors of a density beside mean and basis, and what its record has beside that of the pooled covariance."""
+
+    tensors: dict[str, Tensor]
+    record: Record
+
+
+def fit_tied(pooled: Pooled, held_out: HeldOut | None) -> OwnPart:
+    """Return class means in w; held-out images choose nothing."""
+    return OwnPart({"constants": pooled.constants, "centres": pooled.means @ pooled.inverse.root}, {})
+
+
+def fit_relative(pooled: Pooled, held_out: HeldOut | None) -> OwnPart:
+    """Return class means in w, and one Gaussian for all images, of which x has zero mean and identity covariance."""
+    background = {
+        "background": torch.linalg.inv(pooled.inverse.root),  # x = w V⁻¹
+        "background_constant": torch.tensor(-0.5 * pooled.volume, device=pooled.means.device),
+    }
+    return OwnPart({**fit_tied(pooled, held_out).tensors, **background}, {})
+
+
+def fit_classwise(pooled: Pooled, held_out: HeldOut | None) -> OwnPart:
+    """Return mean and whitener of each class in w; held-out images, in w too, choose how alike the whiteners are."""
+    x, root, device = pooled.x, pooled.inverse.root, pooled.means.device
+    w = x.map(lambda part: part @ root, x.shape[1], torch.float64)
+    num_classes = len(pooled.classes)
+    # Float32, and K × P × P the largest tensor: whiteners apply to differences, which no longer cancel.
+    whiteners = torch.empty(num_classes, *root.shape, device=device)
+    centres, constants = torch.empty_like(pooled.means), pooled.constants.clone()
+    record: Record = {}
+    tied_weight = None
+    if held_out is not None:
+        tied_weight = record["tied_weight"] = choose_tied_weight(
+            (_moments(w.take(own), n_own), held_out.z[held_out.labels == k])
+            for k, (own, n_own) in enumerate(pooled.classes)
+        )
+    shrinkages = []
+    clamped, increase = pooled.inverse.n_clamped, pooled.inverse.largest_increase
+    for k, (own, n_own) in enumerate(pooled.classes):
+        centres[k], covariance = _moments(w.take(own), n_own)
+        if tied_weight is None:
+            covariance, shrinkage = linalg.covariance(covariance * (n_own - 1), n_own - 1)
+        else:
+            covariance, shrinkage = between(covariance, tied_weight), tied_weight
+        inverse = linalg.inverse_root(covariance)
+        whiteners[k] = inverse.root
+        constants[k] -= 0.5 * inverse.log_det
+        shrinkages.append(shrinkage)
+        clamped, increase = clamped + inverse.n_clamped, max(increase, inverse.largest_increase)
+    record |= {
+        "clamped_eigenvalues": clamped,
+        "largest_increase": increase,
+        "shrunk_classes": sum(shrinkage > 0 for shrinkage in shrinkages),
+        "mean_shrinkage": sum(shrinkages) / num_classes,
+    }
+    return OwnPart({"constants": constants, "centres": centres, "whiteners": whiteners}, record)
+
+
+FITS: Final[Mapping[str, Callable[[Pooled, HeldOut | None], OwnPart]]] = {
+    "gda": fit_classwise,
+    "gda++": fit_classwise,
+    "pooled++": fit_classwise,
+    "tied": fit_tied,
+    "mahalanobis++": fit_tied,
+    "rmd": fit_relative,
+}
+"""How each kind of :data:`psc_core.density.DENSITIES` is fitted."""
 
 
 def _lengths(family: type[Density], z: FeatureMatrix) -> FeatureMatrix:

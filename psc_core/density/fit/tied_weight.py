@@ -48,7 +48,7 @@ def log_likelihoods(own: ClassMoments, images: Float[Tensor, "m P"]) -> Float[Te
     return -0.5 * (squares / variances + len(images) * variances.log()).sum(1)
 
 
-def choose_tied_weight(classes: Iterable[tuple[ClassMoments, Float[Tensor, "m P"]]]) -> float:
+def choose_tied_weight(classes: Iterable[tuple[ClassMoments, Float[Tensor, "_ P"]]]) -> float:
     """The t under which the held-out images of all classes are most likely, of equals the largest."""
     total = sum(log_likelihoods(own, images).cpu() for own, images in classes)
     return max(zip(total.tolist(), TIED_WEIGHTS, strict=True))[1]  # type: ignore[union-attr]

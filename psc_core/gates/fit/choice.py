@@ -66,10 +66,3 @@ class GateChoice:
                 for name, auroc in self.aurocs.items()
             ],
         }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> GateChoice:
-        """Inverse of :meth:`to_json`."""
-        options = data["options"]
-        aurocs = {option["gates"]: dict(zip(data["kinds"], option["auroc"], strict=True)) for option in options}
-        return cls(aurocs, tuple(option["gates"] for option in options if option["selectable"]), data["reason"])

@@ -12,8 +12,9 @@ or the squared resolution of the features, are none.
 
 A level's threshold is the distance that a fraction t of in-distribution positions reaches.  Of m sorted readings
 ``r_1 ≤ … ≤ r_m`` the i-th has ``t_i = (m + 1 − i) / (m + 1)``, and ``log t`` is linear in between; beyond ``r_m`` it
-falls with the mean excess of the largest twentieth, as the tails of the gates do.  A threshold lies :data:`ROUNDING`
-above its reading: distances that are all the same, as of a black background, then have one level, however rounded.
+falls with the mean excess of the largest twentieth, as the tails of the gates do.  A threshold lies
+:data:`DISTANCE_ROUNDING` above its reading: distances that are all the same, as of a black background, then
+have one level, however rounded.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ DEAD_UNIT: Final = 1e-2
 MAX_COMPONENTS: Final = 128
 """Maximum number of components, so that a map costs a few hundredths of the network."""
 
-ROUNDING: Final = 1e-4
+DISTANCE_ROUNDING: Final = 1e-4
 """Fraction of a distance that two ways to compute it may differ by."""
 
 TAIL_FRACTION: Final = 0.05
@@ -84,4 +85,4 @@ def thresholds(readings: Float[Tensor, " m"]) -> Float[Tensor, " levels"]:
     k = max(1, round(TAIL_FRACTION * m))
     excess = float((ordered[m - k :] - ordered[max(0, m - k - 1)]).mean())
     beyond = np.maximum(0.0, -math.log(m + 1) - log_fractions) * excess
-    return torch.from_numpy((1 + ROUNDING) * (inside + beyond))
+    return torch.from_numpy((1 + DISTANCE_ROUNDING) * (inside + beyond))

@@ -35,9 +35,9 @@ def describe(spec: str, *, allow_download: bool = False) -> Described:
     Raises:
         NetworkError: There is no such folder, or a file in it is missing or malformed.
     """
-    for prefix, of_name in DESCRIBERS.items():
+    for prefix, describer in DESCRIBERS.items():
         if spec.startswith(prefix):
-            return of_name(spec.removeprefix(prefix), allow_download)
+            return describer(spec.removeprefix(prefix), allow_download)
     return Described()
 
 
@@ -46,11 +46,11 @@ def is_described(spec: str) -> bool:
     return spec.startswith(tuple(DESCRIBERS))
 
 
-def _in_folder(of_folder: Callable[[Path], Described]) -> Callable[[str, bool], Described]:
-    return lambda name, allow_download: of_folder(folder_of(name, allow_download=allow_download))
+def _in_folder(describe_folder: Callable[[Path], Described]) -> Callable[[str, bool], Described]:
+    return lambda name, allow_download: describe_folder(folder_of(name, allow_download=allow_download))
 
 
-def _of_file(path: Path) -> Described:
+def _describe_file(path: Path) -> Described:
     if not path.is_file():
         raise NetworkError(f"there is no file {path}; give the ONNX file that the network was exported to")
     return Described(weights=files_of_model(path))
@@ -60,6 +60,6 @@ DESCRIBERS: Final[Mapping[str, Callable[[str, bool], Described]]] = {
     "hf:": _in_folder(hugging_face.describe),
     "timm:local-dir:": _in_folder(timm.describe),
     "timm:hf-hub:": _in_folder(timm.describe),
-    "onnx:": lambda name, _: _of_file(Path(name).expanduser()),
+    "onnx:": lambda name, _: _describe_file(Path(name).expanduser()),
 }
 """Prefix of the spec → function of the rest of it and of whether to download."""

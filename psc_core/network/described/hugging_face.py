@@ -20,12 +20,12 @@ from psc_core.images.preprocess import PRESETS
 from psc_core.network.described import timm
 from psc_core.network.described.base import Described, Preparation
 from psc_core.network.described.files import read_json, weights_in
-from psc_core.network.described.preparation import of_processor
+from psc_core.network.described.preparation import read_processor
 
 CONFIG: Final = "config.json"
 PROCESSOR: Final = "preprocessor_config.json"
 ADAPTER: Final = "adapter_config.json"
-WEIGHTS: Final = (
+WEIGHT_FILES: Final = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
 
@@ -85,7 +85,7 @@ def describe(folder: Path) -> Described:
         outputs=outputs,
         classes=classes,
         preparation=_preparation(folder, config),
-        weights=weights_in(folder, WEIGHTS),
+        weights=weights_in(folder, WEIGHT_FILES),
     )
 
 
@@ -126,7 +126,7 @@ def _preparation(folder: Path, config: Mapping[str, Any]) -> Preparation:
     file = folder / PROCESSOR
     if not file.exists():
         return Preparation(PRESETS["imagenet"], {"whole": f"{folder} has no {PROCESSOR}"})
-    return of_processor(read_json(file), config, str(file))
+    return read_processor(read_json(file), config, str(file))
 
 
 def load(folder: Path) -> Logits:
@@ -136,7 +136,7 @@ def load(folder: Path) -> Logits:
         NetworkError: transformers is missing or cannot build it, or the folder lacks some of its weights.
     """
     transformers = needs(f"hf:{folder}", "hf", "transformers", error=NetworkError)
-    safe = weights_in(folder, WEIGHTS)[0].suffix == ".safetensors"
+    safe = weights_in(folder, WEIGHT_FILES)[0].suffix == ".safetensors"
     try:
         with _quiet():
             model, found = transformers.AutoModelForImageClassification.from_pretrained(

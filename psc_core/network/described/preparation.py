@@ -95,7 +95,7 @@ class _Network(NamedTuple):
     image_size: int | None
 
 
-def of_processor(written: Mapping[str, Any], config: Mapping[str, Any], origin: str) -> Preparation:
+def read_processor(written: Mapping[str, Any], config: Mapping[str, Any], origin: str) -> Preparation:
     """Read the preprocessing of a transformers image processor.
 
     Args:
@@ -135,7 +135,7 @@ def of_processor(written: Mapping[str, Any], config: Mapping[str, Any], origin: 
     return Preparation(_preprocess(net.channels, geometry, mean, std, interpolation, origin), unlike)
 
 
-def of_timm(written: Mapping[str, Any], origin: str) -> Preparation:
+def read_timm(written: Mapping[str, Any], origin: str) -> Preparation:
     """Read the preprocessing for evaluation in timm's ``pretrained_cfg``; what is missing is timm's default.
 
     Raises:

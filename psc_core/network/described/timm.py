@@ -14,10 +14,10 @@ from typing import Any, Final
 from psc_core.errors import NetworkError
 from psc_core.network.described.base import Described
 from psc_core.network.described.files import read_json, weights_in
-from psc_core.network.described.preparation import of_timm
+from psc_core.network.described.preparation import read_timm
 
 CONFIG: Final = "config.json"
-WEIGHTS: Final = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
+WEIGHT_FILES: Final = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
 
 
 def is_of_timm(config: Mapping[str, Any]) -> bool:
@@ -51,8 +51,8 @@ def describe(folder: Path) -> Described:
         configuration=file,
         outputs=outputs,
         classes=_names(names, outputs, file),
-        preparation=of_timm(_with_size(pretrained, model_args, file), str(file)),
-        weights=weights_in(folder, WEIGHTS),
+        preparation=read_timm(_with_size(pretrained, model_args, file), str(file)),
+        weights=weights_in(folder, WEIGHT_FILES),
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from psc_core.errors import NetworkError, needs
 from psc_core.network.onnx.cost import Cost
-from psc_core.network.onnx.rewrite import INPUT
+from psc_core.network.onnx.rewrite import INPUT_NAME
 
 MAX_SESSIONS: Final = 2
 """Sessions at once, each with the weights in its own order: a service computes small batches with fewer threads."""
@@ -61,7 +61,7 @@ class OnnxBody(nn.Module):
         x = x.float().contiguous()  # ONNX Runtime reads the memory as it is told to.
         where = x.device.type, x.device.index or 0, np.float32
         binding = session.io_binding()
-        binding.bind_input(INPUT, *where, tuple(x.shape), x.data_ptr())
+        binding.bind_input(INPUT_NAME, *where, tuple(x.shape), x.data_ptr())
         outputs = []
         for output in session.get_outputs():
             values = x.new_empty((len(x), *output.shape[1:]))

@@ -2,8 +2,8 @@
 
 While serving, a process of its own exports the network, because exporting changes PyTorch's state for all threads.  It
 builds the network as a bundle's is built: ``python -m psc_core.network.onnx.export FOLDER`` reads :data:`SPEC` and
-:data:`WEIGHTS` from a folder and writes :data:`MODEL` beside them.  A network that no name can build is exported where
-it is.
+:data:`WEIGHTS_FILE` from a folder and writes :data:`MODEL` beside them.  A network that no name can build is exported
+where it is.
 
 Exporting takes seconds, so its result is kept in the user's cache folder (``$XDG_CACHE_HOME/psc``, else
 ``~/.cache/psc``), by the digest of spec, weights and versions; the folder may be deleted at any time, and need not be
@@ -39,13 +39,13 @@ from psc_core.network.layers import list_layers
 from psc_core.network.onnx import PACKAGES
 from psc_core.network.onnx.body import OnnxBody
 from psc_core.network.onnx.network import OnnxNetwork, Size
-from psc_core.network.onnx.rewrite import INPUT, remove_notes
+from psc_core.network.onnx.rewrite import INPUT_NAME, remove_notes
 from psc_core.version import __version__
 
 logger = logging.getLogger("psc.onnx")
 
 SPEC: Final = "spec.json"
-WEIGHTS: Final = "weights.safetensors"
+WEIGHTS_FILE: Final = "weights.safetensors"
 MODEL: Final = "model.onnx"
 
 
@@ -122,7 +122,7 @@ def export_apart(spec: bytes, weights: bytes, layers: str) -> bytes:
     with TemporaryDirectory(prefix="psc-onnx-") as name:
         folder = Path(name)
         (folder / SPEC).write_bytes(spec)
-        (folder / WEIGHTS).write_bytes(weights)
+        (folder / WEIGHTS_FILE).write_bytes(weights)
         command = [sys.executable, "-m", __name__, name]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         try:
@@ -138,7 +138,7 @@ def export_apart(spec: bytes, weights: bytes, layers: str) -> bytes:
 def export(folder: Path) -> None:
     """Write the ONNX model, for any number of images, of the network whose spec and weights lie in ``folder``."""
     spec = json.loads((folder / SPEC).read_text())
-    backbone = rebuild_backbone(spec, load_file(folder / WEIGHTS), allow_factories=[spec["network"]["spec"]])
+    backbone = rebuild_backbone(spec, load_file(folder / WEIGHTS_FILE), allow_factories=[spec["network"]["spec"]])
     (folder / MODEL).write_bytes(_exported(backbone, spec["size"]))
 
 
@@ -188,7 +188,12 @@ def _exported(backbone: Backbone, size: Sequence[int]) -> bytes:
     any_number = ({0: torch.export.Dim.DYNAMIC},)
     with torch.no_grad():
         program = torch.onnx.export(
-            _SideBySide(backbone), (images,), dynamo=True, input_names=[INPUT], dynamic_shapes=any_number, verbose=False
+            _SideBySide(backbone),
+            (images,),
+            dynamo=True,
+            input_names=[INPUT_NAME],
+            dynamic_shapes=any_number,
+            verbose=False,
         )
     if program is None:
         raise NetworkError("PyTorch gave no ONNX program")

@@ -91,9 +91,9 @@ class Graph:
         if not layers:
             raise NetworkError(f"the graph has no layers of granularity {granularity!r}; use another one")
         order = {name: index for index, node in enumerate(self.nodes) for name in node.output}
-        of_head = order[self.head.output[0]] if self.head is not None else len(self.nodes)
-        hidden = [layer for layer in layers if order[layer.name] < of_head]
-        outputs = [layer for layer in layers if order[layer.name] >= of_head]
+        head_order = order[self.head.output[0]] if self.head is not None else len(self.nodes)
+        hidden = [layer for layer in layers if order[layer.name] < head_order]
+        outputs = [layer for layer in layers if order[layer.name] >= head_order]
         if self.head is not None:
             reads = list(self._same_values(str(self.head.input[0])))
             if not hidden or hidden[-1].name not in reads:
@@ -111,7 +111,7 @@ class Graph:
         return self.sizes[self.logits][1][-1]
 
     def kind(self, name: str) -> Kind | None:
-        """Return which axis of a tensor holds the channels; None for what is no batch of float features."""
+        """Return the axis of a tensor that holds the channels; None where it is no batch of float features."""
         known = self.sizes.get(name)
         if known is None or known[0] not in _FLOATS or known[1][:1] != (self.batch,) or name in self.constants:
             return None

@@ -20,7 +20,7 @@ from psc_core.protobuf import LENGTH, fields
 if TYPE_CHECKING:
     from onnx import ModelProto, TensorProto
 
-MAX_BYTES: Final = (1 << 31) - 1
+MAX_FILE_BYTES: Final = (1 << 31) - 1
 """Maximum size of a model, the limit of its format."""
 
 MAX_NODES: Final = 1 << 16
@@ -126,7 +126,7 @@ def check_model(model: ModelProto, origin: str) -> None:
         is_known = isinstance(node.op_type, str) and onnx.defs.has(node.op_type)  # bytes if it is no UTF-8
         if node.op_type in _REFUSED or not is_known:
             raise NetworkError(
-                f"{origin}: the operator {said(node.op_type)} is not supported; export the network without it"
+                f"{origin}: the operator {quoted(node.op_type)} is not supported; export the network without it"
             )
         if any(attribute.HasField("sparse_tensor") or attribute.sparse_tensors for attribute in node.attribute):
             raise NetworkError(f"{origin} has sparse constants, which are not supported; store them dense")
@@ -163,16 +163,18 @@ def _check_tensor(tensor: TensorProto, origin: str) -> None:
 
     if tensor.data_location == tensor.EXTERNAL or tensor.external_data:
         raise NetworkError(
-            f"{origin}: the constant {said(tensor.name)} lies in another file; store it inside the model"
+            f"{origin}: the constant {quoted(tensor.name)} lies in another file; store it inside the model"
         )
     if isinstance(tensor.name, bytes):
         raise NetworkError(f"{origin} has a tensor whose name is not in UTF-8; export it again")
     is_numeric = tensor.data_type in helper.get_all_tensor_dtypes() and tensor.data_type != tensor.STRING
     if not is_numeric or min(tensor.dims, default=0) < 0:
-        raise NetworkError(f"{origin}: the constant {said(tensor.name)} is no array of numbers; export the model again")
+        raise NetworkError(
+            f"{origin}: the constant {quoted(tensor.name)} is no array of numbers; export the model again"
+        )
     if len(tensor.dims) > MAX_AXES:
         raise NetworkError(
-            f"{origin}: the constant {said(tensor.name)} has {len(tensor.dims)} axes, expected at most {MAX_AXES}; "
+            f"{origin}: the constant {quoted(tensor.name)} has {len(tensor.dims)} axes, expected at most {MAX_AXES}; "
             "export the model again"
         )
     size = math.prod(tensor.dims)
@@ -186,7 +188,7 @@ def _check_tensor(tensor: TensorProto, origin: str) -> None:
             expected = (size * _bits(tensor.data_type) + 7) // 8
     if expected != got:
         raise NetworkError(
-            f"{origin}: the constant {said(tensor.name)} claims the shape {tuple(tensor.dims)}, its data has another "
+            f"{origin}: the constant {quoted(tensor.name)} claims the shape {tuple(tensor.dims)}, its data has another "
             "size; export the model again"
         )
 
@@ -239,14 +241,14 @@ def _where(tensor: TensorProto) -> dict[str, str]:
 def _unreadable(tensor: TensorProto, origin: str, error: Exception) -> NetworkError:
     reason = getattr(error, "strerror", None) or error
     return NetworkError(
-        f"{origin}: cannot read the constant {said(tensor.name)} from {said(_where(tensor).get('location', ''))}: "
+        f"{origin}: cannot read the constant {quoted(tensor.name)} from {quoted(_where(tensor).get('location', ''))}: "
         f"{shortened(str(reason))}; keep the files of an export in one folder"
     )
 
 
 def _read(path: Path) -> bytes:
     try:
-        return read_file(path, MAX_BYTES)
+        return read_file(path, MAX_FILE_BYTES)
     except ImageError as error:
         raise NetworkError(f"{path}: {error}") from error
     except (OSError, ValueError) as error:
@@ -254,7 +256,7 @@ def _read(path: Path) -> bytes:
         raise NetworkError(f"there is no ONNX file {path} ({reason}); give what the network was exported to") from error
 
 
-def said(name: str | bytes) -> str:
+def quoted(name: str | bytes) -> str:
     """Return a name of the file's for messages; bytes where it is no UTF-8."""
     return shortened(repr(name))
 

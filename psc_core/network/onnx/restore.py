@@ -9,7 +9,7 @@ from psc_core.network.onnx.body import OnnxBody
 from psc_core.network.onnx.cost import cost_of
 from psc_core.network.onnx.model import check_model, parse_model
 from psc_core.network.onnx.network import Size
-from psc_core.network.onnx.rewrite import INPUT
+from psc_core.network.onnx.rewrite import INPUT_NAME
 from psc_core.network.onnx.sizes import sizes_of
 
 _ORIGIN: Final = "backbone.onnx"
@@ -29,10 +29,10 @@ def restore_body(data: bytes, size: Size, *, outputs: int) -> OnnxBody:
     """
     model = parse_model(data, _ORIGIN)
     check_model(model, _ORIGIN)
-    if [value.name for value in model.graph.input] != [INPUT]:
-        raise NetworkError(f"{_ORIGIN}: expected one input named {INPUT}; fit the bundle again")
+    if [value.name for value in model.graph.input] != [INPUT_NAME]:
+        raise NetworkError(f"{_ORIGIN}: expected one input named {INPUT_NAME}; fit the bundle again")
     sizes = sizes_of(model, _ORIGIN)
-    kind, (batch, *got) = sizes[INPUT]
+    kind, (batch, *got) = sizes[INPUT_NAME]
     if kind != _FLOAT or tuple(got) != size:
         raise NetworkError(f"{_ORIGIN}: expected images of the shape {size}, got {tuple(got)}; fit the bundle again")
     found = [sizes.get(value.name) for value in model.graph.output]

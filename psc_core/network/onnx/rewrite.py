@@ -17,7 +17,7 @@ from psc_core.network.layers import LayerInfo
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-INPUT: Final = "images"
+INPUT_NAME: Final = "images"
 """Name of the input of a rewritten graph."""
 
 ANY: Final = "batch"
@@ -57,9 +57,9 @@ def with_one_input(model: ModelProto, origin: str) -> ModelProto:
     if is_last:
         sides = [sides[0], sides[3], sides[1], sides[2]]
     name, before = old.name, []
-    if INPUT in constants.union(*(node.output for node in graph.node)):
-        raise NetworkError(f"{origin}: expected no tensor named {INPUT!r} but the input; rename it")
-    source, kind = INPUT, old.type.tensor_type.elem_type
+    if INPUT_NAME in constants.union(*(node.output for node in graph.node)):
+        raise NetworkError(f"{origin}: expected no tensor named {INPUT_NAME!r} but the input; rename it")
+    source, kind = INPUT_NAME, old.type.tensor_type.elem_type
     if kind != onnx.TensorProto.FLOAT:
         before.append(helper.make_node("Cast", [source], [source := f"{_OWN}cast"], to=kind))
     if is_last:
@@ -69,7 +69,7 @@ def with_one_input(model: ModelProto, origin: str) -> ModelProto:
     for added in before[::-1]:
         graph.node.insert(0, added)
     del graph.input[:]
-    graph.input.append(helper.make_tensor_value_info(INPUT, onnx.TensorProto.FLOAT, sides))
+    graph.input.append(helper.make_tensor_value_info(INPUT_NAME, onnx.TensorProto.FLOAT, sides))
     return model
 
 

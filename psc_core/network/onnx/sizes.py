@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from psc_core.errors import NetworkError, shortened
-from psc_core.network.onnx.model import MAX_AXES, first_line, said
+from psc_core.network.onnx.model import MAX_AXES, first_line, quoted
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto, TensorProto
@@ -66,7 +66,7 @@ def sizes_of(model: ModelProto, origin: str) -> dict[str, tuple[int, Shape]]:
         for name, (kind, shape) in walk.infer(node).items():
             if shape is None:
                 raise NetworkError(
-                    f"{origin}: the size of {said(name)} ({node.op_type}) is not known before it is computed; export "
+                    f"{origin}: the size of {quoted(name)} ({node.op_type}) is not known before it is computed; export "
                     "the network with fixed image sizes"
                 )
             walk.add(name, kind, shape)
@@ -78,7 +78,7 @@ def sizes_of(model: ModelProto, origin: str) -> dict[str, tuple[int, Shape]]:
 
 @dataclass(frozen=True)
 class _Walk:
-    """What is known of the tensors up to an operation.
+    """The sizes and small constants of the tensors up to an operation.
 
     Attributes:
         model: In which the operation is.
@@ -96,7 +96,7 @@ class _Walk:
         """Note a tensor; raises where it is too large."""
         if len(shape) > MAX_AXES or math.prod(shape) > MAX_ELEMENTS:
             raise NetworkError(
-                f"{self.origin}: tensor {said(name)} has the shape {shortened(str(shape))}, expected at most "
+                f"{self.origin}: tensor {quoted(name)} has the shape {shortened(str(shape))}, expected at most "
                 f"{MAX_ELEMENTS} elements for {BATCH} images and {MAX_AXES} axes; use smaller images or another network"
             )
         self.sizes[name] = kind, shape
@@ -117,7 +117,7 @@ class _Walk:
                 known = self.sizes[name] if constant is None else (constant.data_type, constant.dims)
                 inputs.append(helper.make_tensor_value_info(name, *known))
             else:
-                raise NetworkError(f"{self.origin}: nothing gives {said(name)}, which {node.op_type} reads")
+                raise NetworkError(f"{self.origin}: nothing gives {quoted(name)}, which {node.op_type} reads")
         outputs = [helper.make_empty_tensor_value_info(name) for name in node.output if name]
         graph = helper.make_graph([node], "one", inputs, outputs, shown)
         alone = helper.make_model(graph, opset_imports=self.model.opset_import)
@@ -128,7 +128,7 @@ class _Walk:
         return {value.name: _size(value.type.tensor_type) for value in inferred.graph.output}
 
     def compute(self, node: NodeProto) -> TensorProto | None:
-        """Return what an operation gives where sizes may be made of it: few integers, made of few."""
+        """Return the result of an operation that sizes may be made of: few integers, computed from few."""
         from onnx import numpy_helper
         from onnx.reference import ReferenceEvaluator
 

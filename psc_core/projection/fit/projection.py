@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from psc_core.compute.allocator import release_freed_memory
-from psc_core.compute.passes import passes
+from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import FitError
 from psc_core.network.backbone import Backbone, example_input, feature_step
@@ -47,6 +47,7 @@ def fit_tucker(
     train: ImageDataset,
     selection: ImageDataset,
     settings: FitSettings,
+    compute: Compute,
 ) -> SizedProjection:
     """Fit the largest projection and measure its sizes.
 
@@ -54,13 +55,14 @@ def fit_tucker(
         backbone: Network cut behind the candidate layer(s).
         train: Training images.
         selection: Validation images that NC4 is measured on.
-        settings: The memory is for the covariance tensor, whose correlation takes as much again, and for the class
+        settings: Sizes that are given, and whether z is standardised.
+        compute: The memory is for the covariance tensor, whose correlation takes as much again, and for the class
             means of the scaled layer.
 
     Raises:
         FitError: ``c_proj`` or ``d_proj`` is larger than the layer, or the part of it that is measured, allows.
     """
-    compute, c_proj = settings.compute(), settings.c_proj
+    c_proj = settings.c_proj
     step = feature_step(backbone, compute.precision)
     with torch.inference_mode():
         features = backbone(example_input(train.preprocess).to(compute.device))[0]

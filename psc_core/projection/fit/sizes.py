@@ -9,21 +9,16 @@ repeated for ranges of its columns, over which scatter and distances add up.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from psc_core.compute.passes import Compute, passes
-from psc_core.data.dataset import ImageDataset, stable_order
+from psc_core.compute.class_passes import add_statistics, distances_to_means
+from psc_core.compute.passes import Compute
+from psc_core.data.dataset import ImageDataset
 from psc_core.network.backbone import FeatureStep
-from psc_core.numerics.scatter import (
-    MIN_COLUMNS,
-    Centroids,
-    ClassScatter,
-    between_scatter,
-    class_pairs,
-    nc1_from_scatter,
-)
+from psc_core.numerics.scatter import MIN_COLUMNS, ClassScatter, ScatterSums
 from psc_core.projection.fit.ranks import nc1_prefixes, nearest_mean_hits
 from psc_core.projection.module import Projection
 
@@ -59,37 +54,32 @@ def measure_sizes(
     block = ClassScatter(classes, c_max * d_max, device, by_column=True)
     hits = torch.zeros(c_max, d_max, dtype=torch.int64, device=device)
     scaled_hits = torch.zeros((), dtype=torch.int64, device=device)
-    within = between = level = 0.0
-    order = stable_order(train.first_labels())
-    distances = torch.zeros(len(selection) if len(ranges) > 1 else 0, classes, dtype=torch.float64)
-    for columns in ranges:
-        first, last = columns.start == 0, columns.stop == width
+    sums = ScatterSums()
+    kept = torch.zeros(len(selection) if len(ranges) > 1 else 0, classes, dtype=torch.float64)
+    for number, columns in enumerate(ranges):
+        is_first = number == 0
+        of = partial(_columns, largest=largest, columns=columns, is_first=is_first)
         scaled = ClassScatter(classes, columns.stop - columns.start, device)
-        for features, batch in passes(train, compute, "class statistics", step, order=order):
-            pairs = class_pairs(batch.labels, batch.image_index, device)
-            x = largest.scaled(features)
-            scaled.add(x.flatten(1)[:, columns], pairs)
-            if first:
-                block.add(largest.project(x).flatten(1), pairs)
-        scaled.all_reduce(compute.reducer.sum_)
-        if first:
-            block.all_reduce(compute.reducer.sum_)
-            means = block.means.view(-1, c_max, d_max)
-        parts = between_scatter(scaled.means, scaled.counts)
-        within, between, level = within + float(scaled.within), between + float(parts[0]), level + float(parts[1])
-        centroids = Centroids(scaled.means)
+        statistics = [scaled, block] if is_first else [scaled]
+        add_statistics(statistics, train, compute, "class statistics", step, of)
+        sums.add(scaled)
         seen = 0
-        for features, batch in passes(selection, compute, "sizes", step):
+        for batch, found, (here,) in distances_to_means([scaled.means], selection, compute, "sizes", step, of):
             labels, image_index = batch.labels.to(device), batch.image_index.to(device)
-            x = largest.scaled(features)
-            here = centroids.distances(x.flatten(1)[:, columns])
             if len(ranges) > 1:
                 at = slice(seen, seen := seen + len(here))
-                here = distances[at].add_(here.cpu()).to(device)
-            if last:
+                here = kept[at].add_(here.cpu()).to(device)
+            if columns.stop == width:
                 scaled_hits += (here.argmin(1)[image_index] == labels).sum()
-            if first:
-                hits += nearest_mean_hits(batch.per_example(largest.project(x)), means, labels)
+            if is_first:
+                z, means = (part.view(-1, c_max, d_max) for part in (batch.per_example(found[1]), block.means))
+                hits += nearest_mean_hits(z, means, labels)
     nc1 = nc1_prefixes(block.within.view(c_max, d_max), block.total().view(c_max, d_max))
     scaled_nc4 = int(scaled_hits) / selection.examples
-    return Sizes(nc1_from_scatter(within, between, level), scaled_nc4, nc1, hits.double() / selection.examples, block)
+    return Sizes(sums.nc1, scaled_nc4, nc1, hits.double() / selection.examples, block)
+
+
+def _columns(features: list[Tensor], largest: Projection, columns: slice, *, is_first: bool) -> list[Tensor]:
+    """Return columns (batch, columns) of the scaled layer, and with the first ones the projection (batch, dim)."""
+    x = largest.scaled(features)
+    return [x.flatten(1)[:, columns], *([largest.project(x).flatten(1)] if is_first else [])]

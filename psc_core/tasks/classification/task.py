@@ -131,6 +131,9 @@ class Classification(Task):
             )
         return documents
 
+    def labels(self, decisions: Decisions, classes: Sequence[str]) -> list[str]:
+        return [classes[k] for k in decisions.class_index.tolist()]
+
     def tensor_shape(self, name: str, classes: Sequence[str], gates: Sequence[str]) -> list[int]:
         return [len(classes)] if name == "probabilities" else super().tensor_shape(name, classes, gates)
 
@@ -138,7 +141,7 @@ class Classification(Task):
         self, name: str, outputs: Outputs[FloatArray], decisions: Decisions, classes: Sequence[str]
     ) -> npt.NDArray[Any] | list[str]:
         if name == "label":
-            return [classes[k] for k in decisions.class_index.tolist()]
+            return self.labels(decisions, classes)
         return outputs.probabilities if name == "probabilities" else super().tensor(name, outputs, decisions, classes)
 
     def label_index(self, decisions: Decisions) -> npt.NDArray[np.int64]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from psc_core.collapse.nearest_mean import NearestMean
+from psc_core.collapse.quality import LayerQuality
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.classes import check_same
 from psc_core.data.dataset import ImageDataset
-from psc_core.errors import UsageError
+from psc_core.errors import DataError, UsageError, listed
 from psc_core.numerics.matrix import FeatureMatrix
 from psc_core.settings import FitSettings
 from psc_core.tasks import TASKS, module_of
@@ -61,14 +64,17 @@ class TaskFit:
 
     task_type: ClassVar[type[Task]]
 
+    layer_quality: ClassVar[type[LayerQuality]] = NearestMean
+    """What is measured after every layer beside NC1."""
+
     averages_candidate: ClassVar[bool] = False
     """Whether a head reads the candidate's features averaged over positions beside z, where settings do not forbid."""
 
     thresholds: ClassVar[tuple[str, ...]] = ()
     """Names of the settings that its own thresholds come from."""
 
-    why_no_confidence: ClassVar[str] = ""
-    """The reason why no gate reads an entropy, a sentence; empty for a task that has entropies."""
+    tries_own_output: ClassVar[bool] = False
+    """Whether the network's own output may be the better predictions, where settings leave the choice."""
 
     why_not_extended: ClassVar[str] = ""
     """The reason why no more images can extend a density of a fitted model; empty where they can."""
@@ -103,6 +109,27 @@ class TaskFit:
 
     def check(self, settings: FitSettings) -> None:
         """Reject settings of this task alone; raises :class:`UsageError`."""
+
+    def relabelled(self, task: Task, data: ImageDataset, labels: Sequence[str]) -> ImageDataset:
+        """Return images that are labelled as people said, by labels of :meth:`.Task.parse_label`.
+
+        Raises:
+            DataError: The model cannot predict one of them.
+        """
+        position = {label: index for index, label in enumerate(data.classes)}
+        if odd := sorted({*labels} - {*position}):
+            raise DataError(
+                f"labels of {data.name} are no classes of the model: {listed(odd, 10)}; judge these images again, or "
+                "calibrate a bundle that has these classes"
+            )
+        return replace(data, labels=torch.tensor([position[label] for label in labels]))
+
+    def confidence_gate(self, *, ambiguous: bool) -> tuple[bool, str]:
+        """Return whether a gate reads the entropy, and why, a sentence; ``ambiguous`` where images have many labels."""
+        if ambiguous:
+            reason = "some images have several labels, so confidence is no gate and mixed images are none of the kinds"
+            return False, reason
+        return True, "no image has several labels, so confidence is a gate"
 
     def fit_head(self, job: HeadJob) -> Head:
         """Return a fitted head, on the job's device.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
 
@@ -10,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from psc_core.errors import DataError
 from psc_core.target import Target
 from psc_core.tasks.head import Head
 from psc_core.tasks.outputs import FloatArray, Outputs
@@ -38,6 +40,8 @@ class Regression(Task):
         "is_ood": "BOOL",
     }
 
+    has_numbers = True
+
     target: Target
 
     @classmethod
@@ -58,6 +62,16 @@ class Regression(Task):
 
     def epistemic_unit(self, head: Head) -> str:
         return f"standard deviation, {self.target.unit}".removesuffix(", ")
+
+    def parse_label(self, text: str, classes: Sequence[str]) -> str:
+        """Return a number as a log keeps it."""
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
+            raise DataError(f"expected a number for {self.target}, got {text!r}; correct the label")
+        return repr(value)
 
     def decide(self, outputs: Outputs[FloatArray], thresholds: Thresholds) -> Decisions:
         return decide(outputs, thresholds)

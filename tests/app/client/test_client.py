@@ -232,6 +232,8 @@ def test_rejects_bad_input_before_sending(send: Send, tmp_path: Path) -> None:
     script = Script()
     with pytest.raises(InputError, match="absent"):
         send(script, tmp_path / "absent.png")
+    with pytest.raises(TypeError, match="unexpected options topk; expected some of model, explain"):
+        send(script, topk=3)
     with Client(transport=script.transport) as client:
         with pytest.raises(InputError, match="at least one image"):
             client.predict([])

@@ -12,8 +12,8 @@ pytest.importorskip("grpc", reason="the gRPC extra is not installed")
 
 from app.errors import TooManyRequests
 from app.grpc import places as module
-from app.grpc.places import MAX_WAITING, Places
-from tests.app.support import until
+from app.grpc.places import MAX_WAITING, MESSAGE_SECONDS, Places
+from tests.app.support import clock, settled, until
 
 pytestmark = pytest.mark.anyio
 
@@ -54,11 +54,6 @@ async def calls(count: int, seconds: float = 1e6) -> AsyncIterator[Calls]:
         pass
 
 
-async def settled() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
 async def test_a_client_leaves_places_to_others() -> None:
     async with calls(8) as held:
         held.start("greedy", 8)
@@ -80,23 +75,24 @@ async def test_who_waits_gets_the_place_of_one_who_leaves() -> None:
         assert held.holding == ["b"]
 
 
-async def test_the_silent_give_up_when_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "GRACE_SECONDS", 0.05)
+async def test_the_silent_give_up_when_others_wait() -> None:
     async with calls(4) as held:
-        greedy = held.start("greedy", 3)
-        (other,) = held.start("other")
-        await settled()
-        await asyncio.sleep(0.1)
-        assert len(held.holding) == 4  # Nobody waits: they are left alone.
-        held.start("late")
-        await until(lambda: "late" in held.holding)
-        with pytest.raises(TooManyRequests, match="others waited"):
-            await greedy[0]
-        assert not any(each.done() for each in (*greedy[1:], other))
+        with clock() as advance:
+            greedy = held.start("greedy", 3)
+            (other,) = held.start("other")
+            await settled()
+            advance(2 * MESSAGE_SECONDS)
+            await settled()
+            assert len(held.holding) == 4  # Nobody waits: they are left alone.
+            held.start("late")
+            await until(lambda: "late" in held.holding)
+            with pytest.raises(TooManyRequests, match="others waited"):
+                await greedy[0]
+            assert not any(each.done() for each in (*greedy[1:], other))
 
 
 async def test_no_place_is_taken_within_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "GRACE_SECONDS", 3600)
+    monkeypatch.setattr(module, "MESSAGE_SECONDS", 3600)
     async with calls(1) as held:
         held.start("a")
         (late,) = held.start("b")
@@ -107,30 +103,35 @@ async def test_no_place_is_taken_within_the_grace(monkeypatch: pytest.MonkeyPatc
         assert held.holding == ["a"]
 
 
-async def test_a_waiting_one_that_leaves_spares_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "GRACE_SECONDS", 0.2)
+async def test_a_waiting_one_that_leaves_spares_the_others() -> None:
     async with calls(1) as held:
-        (first,) = held.start("a")
-        (late,) = held.start("b")
-        await settled()
-        late.cancel()
-        await asyncio.sleep(0.4)
-        assert not first.done()
+        with clock() as advance:
+            (first,) = held.start("a")
+            (late,) = held.start("b")
+            await settled()
+            late.cancel()
+            await settled()
+            advance(2 * MESSAGE_SECONDS)
+            await settled()
+            assert not first.done()
 
 
-async def test_who_could_have_no_place_takes_none_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "GRACE_SECONDS", 0.05)
+async def test_who_could_have_no_place_takes_none_from_others() -> None:
     async with calls(4) as held:
-        held.start("greedy", 3)
-        (other,) = held.start("other")
-        held.start("greedy", 3)
-        await until(lambda: sum(each.done() for each in held.tasks) == 3)  # Its own give up, one for each that waits.
-        await asyncio.sleep(0.1)
-        assert not other.done()
+        with clock() as advance:
+            held.start("greedy", 3)
+            (other,) = held.start("other")
+            held.start("greedy", 3)
+            await settled()
+            for _ in range(2):
+                advance(2 * MESSAGE_SECONDS)
+                await settled()
+                assert sum(each.done() for each in held.tasks) == 3  # Its own give up, one for each that waited.
+            assert not other.done()
 
 
 async def test_who_waits_comes_before_those_of_clients_with_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(module, "MESSAGE_SECONDS", 0.2)
     async with calls(8) as held:
         for greedy in ("a", "b"):
             held.start(greedy, 50)
@@ -154,7 +155,7 @@ async def test_a_call_that_ends_while_others_are_let_in_ends_alone() -> None:
 
 
 async def test_who_only_waits_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "GRACE_SECONDS", 3600)
+    monkeypatch.setattr(module, "MESSAGE_SECONDS", 3600)
     async with calls(1, 0.3) as held:
         held.places._grace = 3600.0
         (first,) = held.start("a")

@@ -13,10 +13,12 @@ import torch
 from app.inference.batcher import Batcher
 from app.inference.decoder import Decoder
 from app.inference.engine import Engine
-from app.inference.request import DeviceBatch, QueuedRequest, Result
+from app.inference.request import DeviceBatch, QueuedRequest, RequestKind, Result
 from app.inference.steps import make_step
 from app.memory import MemoryBudget
 from tests.app.fakes import PREPROCESS, FakePipeline
+
+PREDICT, EXPLAIN = RequestKind.PREDICT, RequestKind.EXPLAIN
 
 NO_IMAGES = np.empty((0, 1, 8, 8), np.uint8)
 """For tests that never compute."""
@@ -24,10 +26,12 @@ NO_IMAGES = np.empty((0, 1, 8, 8), np.uint8)
 
 def make(batch: int = 8, queue: int = 100, delay: float = 0.0, *, shares_cores: bool = False) -> Batcher:
     """A batcher."""
-    return Batcher(max_batch_size=batch, max_queue_images=queue, max_delay_s=delay, shares_cores=shares_cores)
+    return Batcher(max_batch=batch, max_queue_images=queue, max_delay_s=delay, shares_cores=shares_cores)
 
 
-def admit(batcher: Batcher, count: int, now: float = 0.0, deadline: float = 1e9, kind: str = "") -> QueuedRequest:
+def admit(
+    batcher: Batcher, count: int, now: float = 0.0, deadline: float = 1e9, kind: RequestKind = PREDICT
+) -> QueuedRequest:
     """Reserve and queue a request."""
     request = batcher.reserve(count, now=now, deadline=deadline, kind=kind)
     assert batcher.put(request, NO_IMAGES, now=now)
@@ -105,7 +109,7 @@ async def engine(
             "m",
             step,
             decoder,
-            batcher=Batcher(max_batch_size=max_batch, max_queue_images=queue, max_delay_s=delay_ms / 1000),
+            batcher=Batcher(max_batch=max_batch, max_queue_images=queue, max_delay_s=delay_ms / 1000),
             observer=metrics,
             deadline_s=deadline_s,
         )

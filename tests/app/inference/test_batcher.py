@@ -8,8 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from app.errors import ClientGone, DeadlineExceeded, NotReady, QueueFull
 from app.inference.batcher import Batcher
-from app.inference.request import DeviceBatch, QueuedRequest, State
-from tests.app.inference.support import NO_IMAGES, admit, complete, make
+from app.inference.request import DeviceBatch, QueuedRequest, RequestKind, State
+from tests.app.inference.support import EXPLAIN, NO_IMAGES, PREDICT, admit, complete, make
 
 
 def parts(batch: DeviceBatch | None) -> list[tuple[QueuedRequest, int, int]]:
@@ -40,8 +40,8 @@ class Simulation(RuleBasedStateMachine):
     def gather(self) -> None:
         self.finished += self.batcher.collect()
 
-    @rule(count=st.integers(1, 30), urgent_at=st.floats(0.1, 5.0), kind=st.sampled_from(["a", "b"]))
-    def reserve(self, count: int, urgent_at: float, kind: str) -> None:
+    @rule(count=st.integers(1, 30), urgent_at=st.floats(0.1, 5.0), kind=st.sampled_from([PREDICT, EXPLAIN]))
+    def reserve(self, count: int, urgent_at: float, kind: RequestKind) -> None:
         before = self.batcher.pending
         try:
             request = self.batcher.reserve(count, now=self.now, deadline=self.now + urgent_at, kind=kind)
@@ -260,10 +260,10 @@ def test_full_waits_for_a_whole_batch() -> None:
 def test_kinds_take_turns_in_batches_of_their_own() -> None:
     batcher = make(batch=4)
     for _ in range(2):
-        admit(batcher, 4, kind="a")
-        admit(batcher, 4, kind="b")
+        admit(batcher, 4, kind=PREDICT)
+        admit(batcher, 4, kind=EXPLAIN)
     taken = [batcher.take(0.0) for _ in range(4)]
-    assert [batch.kind for batch in taken if batch] == ["a", "b", "a", "b"]
+    assert [batch.kind for batch in taken if batch] == [PREDICT, EXPLAIN, PREDICT, EXPLAIN]
 
 
 def test_expired_requests_never_reach_the_device() -> None:

@@ -18,7 +18,7 @@ from app.errors import (
 )
 from app.inference.batcher import Batcher
 from app.inference.engine import Engine, Phase
-from app.inference.request import EXPLAIN, Result
+from app.inference.request import RequestKind, Result
 from app.inference.steps import EagerStep
 from psc_core.errors import DeviceError
 from tests.app.fakes import FakePipeline, outputs_of, pixels
@@ -129,7 +129,7 @@ async def slow_engine() -> AsyncIterator[tuple[Engine, SlowStep]]:
             "m",
             step,
             decoder,
-            batcher=Batcher(max_batch_size=4, max_queue_images=100),
+            batcher=Batcher(max_batch=4, max_queue_images=100),
             observer=Metrics(),
             deadline_s=10,
         )
@@ -144,7 +144,7 @@ async def test_an_explanation_does_not_hold_a_finished_batch() -> None:
         step.finish = False
         first = asyncio.create_task(made.predict(stack(pixels(1))))
         await until(lambda: step.launched == [1])
-        explained = asyncio.create_task(made.predict(stack(pixels(2)), kind=EXPLAIN))
+        explained = asyncio.create_task(made.predict(stack(pixels(2)), kind=RequestKind.EXPLAIN))
         await until(lambda: made.pending == 1)
         step.finish = True
         await first

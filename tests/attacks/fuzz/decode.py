@@ -8,7 +8,7 @@ from typing import Final
 from PIL import Image
 
 from psc_core.errors import ImageError
-from psc_core.images.decode import FORMATS, decode_image, mute_codecs
+from psc_core.images.decode import IMAGE_FORMATS, decode_image, mute_codecs
 
 MAX_PIXELS: Final = 1 << 16
 MAX_TEXT: Final = 500
@@ -23,7 +23,7 @@ def _encoded(kind: str, mode: str, **options: object) -> bytes:
 
 
 SEEDS: Final = [
-    *(_encoded(kind, "L") for kind in FORMATS),
+    *(_encoded(kind, "L") for kind in IMAGE_FORMATS),
     *(_encoded("TIFF", "RGB", compression=name) for name in ("tiff_lzw", "tiff_adobe_deflate", "packbits", "jpeg")),
     *(_encoded("PNG", mode) for mode in ("1", "P", "LA", "RGBA", "I;16")),
     _encoded("JPEG", "CMYK", progressive=True),

@@ -78,6 +78,6 @@ def test_another_configuration_is_another_job(tmp_path: Path) -> None:
     jobs = []
     for config in ({"layer_norm_eps": 1e-6}, {"layer_norm_eps": 1e-12}, {"layer_norm_eps": 1e-6}):
         file.write_text(json.dumps(config))
-        jobs.append(job_of(provenance(data, tmp_path), settings, data, file))
+        jobs.append(job_of(provenance(data, tmp_path), settings, data, settings.compute(), file))
     assert jobs[0] == jobs[2] != jobs[1]
     assert str(tmp_path) not in json.dumps(jobs)

@@ -10,14 +10,13 @@ import torch
 from sklearn.linear_model import Ridge
 from torch import nn
 
-from psc_core.collapse import linear
-from psc_core.collapse.measure import measure_layers
 from psc_core.collapse.report import R2, CollapseReport, to_csv, to_text
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS
 from psc_core.settings import FitSettings
 from psc_core.tasks.regression.fit.bins import binned
+from tests.psc_core.collapse.support import measured
 
 SETTINGS = FitSettings(device="cpu", batch_images=50)
 
@@ -41,7 +40,7 @@ def network() -> nn.Sequential:
 def test_equals_ridge_on_whole_matrices(turned: tuple[ImageDataset, ImageDataset]) -> None:
     train, val = turned
     net = network()
-    report = measure_layers(net, train, val, replace(SETTINGS, granularity="all"))
+    report = measured(net, train, val, replace(SETTINGS, granularity="all"))
     assert report.measure == R2 and train.values is not None and val.values is not None
     pixels = [train.preprocess.standardise(next(data.batches(len(data))).images) for data in turned]
     with torch.inference_mode():
@@ -52,7 +51,7 @@ def test_equals_ridge_on_whole_matrices(turned: tuple[ImageDataset, ImageDataset
     got = report.layer("4").nc4
     assert best - 0.02 < got <= best + 1e-6
     chosen = report.candidate()
-    assert R2 in chosen.reason and f"{R2}" in to_text(report, chosen) and ",r2" in to_csv(report)
+    assert R2.name in chosen.reason and R2.name in to_text(report, chosen) and ",r2" in to_csv(report)
     assert CollapseReport.from_json(report.to_json()) == report
     assert min(layer.nc4_error for layer in report.layers if layer.nc4_error is not None) == 0.0
 
@@ -60,8 +59,7 @@ def test_equals_ridge_on_whole_matrices(turned: tuple[ImageDataset, ImageDataset
 def test_small_budgets_make_more_groups(turned: tuple[ImageDataset, ImageDataset]) -> None:
     train, val = turned
     whole, few = (
-        measure_layers(network(), train, val, replace(SETTINGS, max_memory=budget)) for budget in (1 << 30, 1 << 14)
+        measured(network(), train, val, replace(SETTINGS, max_memory=budget)) for budget in (1 << 30, 1 << 14)
     )
     for one, other in zip(whole.layers, few.layers, strict=True):
         assert one.nc4 == pytest.approx(other.nc4, abs=1e-9)
-    assert len(linear._groups([], 4, 10)) == 1

@@ -1,19 +1,14 @@
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn import functional
 
-from psc_core.collapse import measure as collapse
-from psc_core.collapse.measure import measure_layers, paired_error
+from psc_core.collapse import columns
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.sources import ArraySource
 from psc_core.errors import FitError, UsageError
@@ -21,6 +16,7 @@ from psc_core.images.preprocess import Preprocess
 from psc_core.network.layers import list_layers
 from psc_core.network.layout import canonical
 from psc_core.settings import FitSettings
+from tests.psc_core.collapse.support import measured
 from tests.reference import collapse as reference
 
 PLAIN = Preprocess("L", 6, 6, None, (0.0,), (1.0,))
@@ -78,7 +74,7 @@ def test_every_layer_equals_naive_loop(several: bool) -> None:
     net = Net().eval()
     labels = torch.randint(0, 3, (40, 4), generator=torch.Generator().manual_seed(0)) if several else None
     train, val = images(0, 40, labels), images(1, 21)
-    report = measure_layers(net, train, val, on_cpu(16))
+    report = measured(net, train, val, on_cpu(16))
     assert [layer.name for layer in report.layers] == ["conv", "pool", "hidden", "out:input", "out"]
     assert (report.train_examples, report.val_examples) == (160 if several else 40, 21)
     for layer in report.layers:
@@ -93,7 +89,7 @@ def test_errors_equal_naive_loop(several: bool) -> None:
     net = Net().eval()
     val_labels = torch.randint(0, 3, (33, 4), generator=torch.Generator().manual_seed(1)) if several else None
     train, val = images(0, 40), images(1, 33, val_labels)
-    report = measure_layers(net, train, val, on_cpu(16))
+    report = measured(net, train, val, on_cpu(16))
     hits = {}
     for layer in report.layers:
         features, labels = examples_of(net, layer.name, train)
@@ -105,21 +101,10 @@ def test_errors_equal_naive_loop(several: bool) -> None:
     assert [layer.nc4_error for layer in report.layers] == pytest.approx(expected, rel=1e-12)
 
 
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=12), st.integers(0, 2**31))
-def test_paired_error_equals_twin(labels_each: list[int], seed: int) -> None:
-    one, other = torch.randint(0, 2, (2, sum(labels_each)), generator=torch.Generator().manual_seed(seed)).bool()
-    counts = torch.tensor(labels_each)
-    owners = torch.arange(len(counts)).repeat_interleave(counts)
-    error = paired_error(one, other, functional.pad(counts.cumsum(0), (1, 0)))
-    assert error == pytest.approx(reference.paired_error(one.tolist(), other.tolist(), owners.tolist()), rel=1e-12)
-    if max(labels_each) == 1:
-        assert error == pytest.approx(math.sqrt(int((one ^ other).sum())) / len(one), rel=1e-12)
-
-
 def test_each_validation_label_counts() -> None:
     net = Net().eval()
     val = images(1, 20, torch.stack([torch.arange(20) % 3, (torch.arange(20) + 1) % 3], dim=1))
-    report = measure_layers(net, images(0, 40), val, on_cpu(7))
+    report = measured(net, images(0, 40), val, on_cpu(7))
     features, labels = examples_of(net, "pool", images(0, 40))
     val_features, val_labels = examples_of(net, "pool", val)
     assert report.layer("pool").nc4 == reference.nc4(features, labels, val_features, val_labels, 3) <= 0.5
@@ -150,7 +135,7 @@ def test_linear_toy_equals_closed_form() -> None:
     preprocess = Preprocess("L", 1, 3, None, (0.0,), (1.0,))
     data = labelled("toy", ["minus", "plus"], ArraySource(pixels), labels, preprocess)
     weight = torch.tensor([[1.0, 2.0, 0.5], [0.0, -1.0, 3.0]])
-    report = measure_layers(Flat(weight), data, data, on_cpu())
+    report = measured(Flat(weight), data, data, on_cpu())
     w = weight.double().numpy()
     within = float((s**2 * (w**2).sum(axis=0)).sum())
     between = float(((w @ a) ** 2).sum())
@@ -161,27 +146,14 @@ def test_linear_toy_equals_closed_form() -> None:
 
 @pytest.mark.parametrize("budget", [1, 900, 2500, 5000])
 def test_groups_and_column_ranges_change_nothing(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collapse, "MIN_COLUMNS", 7)
+    monkeypatch.setattr(columns, "MIN_COLUMNS", 7)
     net, train, val = Net(), images(0, 40), images(1, 21, torch.randint(0, 3, (21, 2)))
-    whole = measure_layers(net, train, val, on_cpu(8))
-    parts = measure_layers(net, train, val, on_cpu(8, max_memory=budget))
-    assert len(collapse.column_groups(list_layers(net, torch.zeros(1, 1, 6, 6)), 3, 8, budget)) > 1
+    layers, whole = list_layers(net, torch.zeros(1, 1, 6, 6)), measured(net, train, val, on_cpu(8))
+    parts = measured(net, train, val, on_cpu(8, max_memory=budget))
+    assert sum(len(group.rounds) for group in columns.layer_groups(layers, 3, 8, budget)) > 1
     for one, other in zip(whole.layers, parts.layers, strict=True):
         assert other.nc1 == pytest.approx(one.nc1, rel=1e-6)
         assert (other.nc4, other.nc4_error) == (one.nc4, one.nc4_error)
-
-
-def test_groups_fit_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collapse, "MIN_COLUMNS", 1)
-    layers = list_layers(Net(), torch.zeros(1, 1, 6, 6))
-    groups = collapse.column_groups(layers, classes=10, batch_images=8, budget=6000)
-    assert [[(part.layer.name, part.start, part.stop) for part in group] for group in groups] == [
-        [("conv", 0, 49)],
-        [("conv", 49, 64)],
-        [("pool", 0, 16), ("hidden", 0, 5), ("out:input", 0, 5), ("out", 0, 3)],
-    ]
-    for group in groups:
-        assert sum(4 * 8 * math.prod(part.layer.shape) + 8 * 10 * (part.stop - part.start) for part in group) <= 6000
 
 
 def test_wide_layer_runs_in_column_ranges() -> None:
@@ -198,15 +170,15 @@ def test_wide_layer_runs_in_column_ranges() -> None:
 
     torch.manual_seed(0)
     train, val = images(0, 400, classes=200, labels=torch.arange(400) % 200), images(1, 50, classes=200)
-    few = measure_layers(Wide(), train, val, on_cpu(50, max_memory=8 << 20, layers="wide"))
+    few = measured(Wide(), train, val, on_cpu(50, max_memory=8 << 20, layers="wide"))
     torch.manual_seed(0)
-    whole = measure_layers(Wide(), train, val, on_cpu(50, layers="wide"))
+    whole = measured(Wide(), train, val, on_cpu(50, layers="wide"))
     assert few.layer("wide").nc1 == pytest.approx(whole.layer("wide").nc1, rel=1e-9)
     assert few.layer("wide").nc4 == whole.layer("wide").nc4
 
 
 def test_pattern_always_includes_penultimate_layer() -> None:
-    report = measure_layers(Net(), images(0, 40), images(1, 21), on_cpu(layers="conv|hidden"))
+    report = measured(Net(), images(0, 40), images(1, 21), on_cpu(layers="conv|hidden"))
     assert [layer.name for layer in report.layers] == ["conv", "hidden", "out:input"]
     assert report.candidate().layers[0] in ("conv", "hidden")
 
@@ -216,13 +188,13 @@ def test_non_finite_features_name_layer() -> None:
     with torch.no_grad():
         net.hidden.bias[0] = torch.inf
     with pytest.raises(FitError, match="finite features, layer hidden gives"):
-        measure_layers(net, images(0, 40), images(1, 21), on_cpu())
+        measured(net, images(0, 40), images(1, 21), on_cpu())
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 1.0, -1.0])
 def test_rejects_epsilon_outside_unit_interval(epsilon: float) -> None:
     with pytest.raises(UsageError, match="between 0 and 1"):
-        measure_layers(Net(), images(0, 40), images(1, 21), on_cpu(epsilon=epsilon))
+        measured(Net(), images(0, 40), images(1, 21), on_cpu(epsilon=epsilon))
 
 
 def test_in_place_activation_does_not_reach_its_layer() -> None:
@@ -230,6 +202,6 @@ def test_in_place_activation_does_not_reach_its_layer() -> None:
     net = Net().eval()
     features, labels = examples_of(net, "conv", images(0, 40))
     assert features.min() < 0
-    report = measure_layers(net, images(0, 40), images(1, 21), on_cpu())
+    report = measured(net, images(0, 40), images(1, 21), on_cpu())
     assert report.layer("conv").nc1 == pytest.approx(reference.nc1(features, labels, 3), rel=1e-6)
     assert canonical(torch.zeros(1, 4, 4, 4), report.layer("conv").kind).shape[1:] == report.layer("conv").shape

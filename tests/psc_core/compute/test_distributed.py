@@ -11,23 +11,24 @@ from typing import Any
 import pytest
 import torch
 
-from psc_core.collapse.measure import measure_layers
 from psc_core.compute import distributed
 from psc_core.compute.distributed import Process, Reducer
 from psc_core.data.dataset import balanced
 from psc_core.errors import UsageError
-from psc_core.fitting import paper as fit
+from psc_core.fitting import stages
+from psc_core.fitting.data import FitData
+from tests.psc_core.collapse.support import measured
 from tests.psc_core.collapse.test_measure import Net, images, on_cpu
 
 PROGRAM = """
 import json, torch
-from psc_core.collapse.measure import measure_layers
 from psc_core.compute.distributed import Reducer
+from tests.psc_core.collapse.support import measured
 from tests.psc_core.collapse.test_measure import Net, images, on_cpu
 reducer = Reducer.start()
 labels = torch.randint(0, 3, (41, 2), generator=torch.Generator().manual_seed(0))
 reports = [
-    measure_layers(Net(), images(0, 41, labels), images(1, 21), on_cpu(8, reducer=reducer, max_memory=budget))
+    measured(Net(), images(0, 41, labels), images(1, 21), on_cpu(8, max_memory=budget), reducer)
     for budget in (1 << 30, 900)
 ]
 total = reducer.sum_(torch.tensor([float(reducer.rank + 1)]))
@@ -71,14 +72,14 @@ def run_two() -> list[dict[str, Any]]:
 def test_two_processes_equal_one() -> None:
     """In one group of layers and in column ranges."""
     labels = torch.randint(0, 3, (41, 2), generator=torch.Generator().manual_seed(0))
-    alone = measure_layers(Net(), images(0, 41, labels), images(1, 21), on_cpu(8))
+    alone = measured(Net(), images(0, 41, labels), images(1, 21), on_cpu(8))
     first, second = run_two()
     assert first["world"] == 2 and first["total"] == second["total"] == 3.0
     assert first["reports"] == second["reports"]
     for report in first["reports"]:
-        for layer, measured in zip(alone.layers, report["layers"], strict=True):
-            assert measured["name"] == layer.name
-            assert measured["nc1"] == pytest.approx(layer.nc1, rel=1e-8) and measured["nc4"] == layer.nc4
+        for layer, found in zip(alone.layers, report["layers"], strict=True):
+            assert found["name"] == layer.name
+            assert found["nc1"] == pytest.approx(layer.nc1, rel=1e-8) and found["nc4"] == layer.nc4
 
 
 def test_shards_partition_labelled_examples() -> None:
@@ -101,7 +102,7 @@ def test_rejects_fewer_images_than_processes() -> None:
     world = len(few) + 1
     for rank in range(world):
         with pytest.raises(UsageError, match=f"for each of {world} processes, got {len(few)}"):
-            fit.measure_collapse(Net(), few, few, device="cpu", reducer=Reducer(rank, world))
+            stages.collapse(Net(), FitData.of(few, few), on_cpu(), on_cpu().compute(Reducer(rank, world)))
 
 
 def test_single_process_neither_shards_nor_sums() -> None:

@@ -38,7 +38,7 @@ BAD = [2, 3, 9, 12, 13, 19]
 def test_finds_and_names_them(folder: ImageDataset) -> None:
     found = find_unreadable(folder, 10)
     assert found.positions.tolist() == BAD and len(found) == len(BAD)
-    assert len(found.reasons) == readable.SHOWN
+    assert len(found.reasons) == readable.SHOWN_IMAGES
     assert "a/2.png: expected one of JPEG" in found.reasons[0] and "a/9.png: " in found.reasons[2]
     kept = without(folder, found)
     assert len(kept) == 14 and kept.first_labels().tolist() == [0] * 7 + [1] * 7

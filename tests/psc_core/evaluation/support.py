@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from psc_core.evaluation.base import ObservedRate
 from psc_core.evaluation.classification_report import ClassificationReport
-from psc_core.evaluation.losses import METRICS
+from psc_core.evaluation.losses import QUALITIES
 from psc_core.evaluation.selective import Acceptance
 from psc_core.evaluation.separation import Separation
 from psc_core.metrics.intervals import CountInterval, RateInterval
@@ -17,7 +17,7 @@ def separation(auroc: float, difference: float, error: float) -> Separation:
 
 def classification(nll: float) -> dict[str, float]:
     values = (0.96, nll, 0.05, 0.005, 0.006, 0.001, 0.002, 0.9, 1.0)
-    return dict(zip(METRICS, values, strict=True))
+    return dict(zip(QUALITIES, values, strict=True))
 
 
 def rate(count: int) -> ObservedRate:

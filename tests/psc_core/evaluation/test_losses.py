@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from psc_core.data.dataset import Batch
-from psc_core.evaluation.losses import METRICS, losses_of
+from psc_core.evaluation.losses import QUALITIES, losses_of
 
 
 def test_an_image_with_two_labels_has_two_losses() -> None:
@@ -19,7 +19,7 @@ def test_an_image_with_two_labels_has_two_losses() -> None:
     assert losses.brier.tolist() == pytest.approx([0.08, 0.72, 0.32])
     assert losses.confidence.tolist() == pytest.approx([0.8, 0.6, 0.6])
     assert losses.correct.tolist() == [True, False, True]
-    metrics = {name: compute(losses) for name, (_, compute) in METRICS.items()}
+    metrics = {name: compute(losses) for name, (_, compute) in QUALITIES.items()}
     assert metrics["accuracy"] == pytest.approx(2 / 3)
     assert metrics["coverage_at_risk_1_percent"] == pytest.approx(1 / 3)
     assert metrics["nll"] == pytest.approx(float(losses.nll.mean()))

@@ -86,7 +86,7 @@ def test_names_and_classes_that_are_not_there(model: FittedModel, tmp_path: Path
     write_log(tmp_path, [Logged(picture(0), "label", "cat")])
     write_log(tmp_path, [Logged(picture(1))], model="other")
     log = open_log(tmp_path)
-    with pytest.raises(DataError, match="no classes of bundle: cat; judge these images again"):
+    with pytest.raises(DataError, match="no classes of the model: cat; judge these images again"):
         read_audit(log, model, "digits")
     with pytest.raises(UsageError, match="rows of several models; it has digits, other, name one by --model"):
         read_audit(log, model)

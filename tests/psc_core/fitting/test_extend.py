@@ -91,7 +91,7 @@ def test_a_network_that_is_a_graph(model: FittedModel, audit: Audit, more: Image
     found = recalibrate_from_audit(graph, audit, {"risk": 0.6}, more).model
     found.save(tmp_path / "extended")
     again, images = load_model(tmp_path / "extended", device="cpu"), next(audit.of_class.batches(64)).images
-    assert again.pipeline.is_traced and (tmp_path / "extended" / "backbone.onnx").is_file()
+    assert again.backbone.onnx is not None and (tmp_path / "extended" / "backbone.onnx").is_file()
     assert torch.equal(again.compute(images).packed, found.compute(images).packed)
     assert found.report["provenance"][HISTORY][-1]["extension"]["times"] > 0
 

@@ -80,5 +80,6 @@ def test_the_least_regret_is_chosen() -> None:
 def test_layers_whose_positions_are_alike_have_no_map(val: ImageDataset) -> None:
     sums = PositionMoments(1, Grid(4, 4))
     sums.add(torch.ones(3, 1, 16))
-    assert choose_map(lambda images: {"a": torch.ones(len(images), 1, 16)}, {"a": sums}, val, SETTINGS) is None
-    assert choose_map(lambda images: {}, {}, val, SETTINGS) is None
+    compute = SETTINGS.compute()
+    assert choose_map(lambda images: {"a": torch.ones(len(images), 1, 16)}, {"a": sums}, val, compute, 0) is None
+    assert choose_map(lambda images: {}, {}, val, compute, 0) is None

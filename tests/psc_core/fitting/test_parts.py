@@ -23,7 +23,7 @@ def test_gates_add_the_layer_of_the_texture(
     net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection, with_gates: bool
 ) -> None:
     settings = replace(SETTINGS, head="duq", density="gda", ood_score="gates" if with_gates else "density")
-    parts = fit_parts(net, CANDIDATE, projection, FitData.of(train, val), settings)
+    parts = fit_parts(net, CANDIDATE, projection, FitData.of(train, val), settings, settings.compute())
     assert (parts.gates is not None) == with_gates == ("texture" in parts.gate_names)
     assert (parts.scorer.texture is not None) == with_gates
     assert len(parts.backbone.layers) == 1 + with_gates and parts.backbone.layers[0] == "4"

@@ -90,7 +90,7 @@ def test_no_images_are_mixed_where_any_are_ambiguous(
     plain = FitData.of(train, val)
     two_labels = torch.stack([val.labels, (val.labels + 1) % 10], dim=1).flatten()
     for data in (plain, replace(plain, val=replace(val, labels=two_labels, offsets=2 * val.offsets))):
-        project(net, Candidate(("4",), "named by the test"), data, settings)
+        project(net, Candidate(("4",), "named by the test"), data, settings, settings.compute())
     assert asked == [True, False]
 
 

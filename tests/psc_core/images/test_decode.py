@@ -12,11 +12,11 @@ from PIL import Image
 
 from psc_core.errors import ImageError, UndecodableImage, UnsupportedImage
 from psc_core.images import SUFFIXES, decode
-from psc_core.images.decode import FORMATS, decode_image
+from psc_core.images.decode import IMAGE_FORMATS, decode_image
 from tests.psc_core.images.support import GRADIENT, encode
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", IMAGE_FORMATS)
 def test_reads_every_format(kind: str) -> None:
     image = Image.fromarray(np.stack([GRADIENT, GRADIENT.copy(), GRADIENT[::-1]], axis=2))
     decoded = decode_image(encode(image, kind))
@@ -112,7 +112,7 @@ def test_truncated_file_is_undecodable(kind: str) -> None:
             decode_image(data[: max(12, int(len(data) * part))])
 
 
-@given(st.binary(max_size=300), st.sampled_from(FORMATS), st.integers(0, 200))
+@given(st.binary(max_size=300), st.sampled_from(IMAGE_FORMATS), st.integers(0, 200))
 def test_damaged_bytes_give_image_or_image_error(noise: bytes, kind: str, at: int) -> None:
     data = bytearray(encode(Image.fromarray(GRADIENT), kind))
     data[at : at + len(noise)] = noise

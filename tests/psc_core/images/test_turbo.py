@@ -87,7 +87,7 @@ def test_plain_file_takes_the_quick_way_to_the_same_input(mode: str, monkeypatch
     preprocess = PRESETS["imagenet" if mode == "RGB" else "mnist"]
     assert open_image(data).samples(mode) is not None
     quick = preprocess.from_bytes(data)
-    monkeypatch.setattr(turbo, "INSTALLED", False)
+    monkeypatch.setattr(turbo, "HAS_SIMPLEJPEG", False)
     assert open_image(data).samples(mode) is None
     assert np.array_equal(preprocess.from_bytes(data), quick)
 

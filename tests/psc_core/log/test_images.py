@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from psc_core.images.decode import FORMATS, decode_image
+from psc_core.images.decode import IMAGE_FORMATS, decode_image
 from psc_core.log.images import extension_of, file_of
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", IMAGE_FORMATS)
 def test_extension_of_every_format_that_is_decoded(name: str) -> None:
     file = io.BytesIO()
     Image.new("L", (4, 4)).save(file, name)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from psc_core import PRESETS, PSC, open_dataset
-from psc_core.errors import BundleError, FitError, ImageError, UsageError
-from psc_core.model.pipeline import Pipeline
+from psc_core.errors import ImageError, UsageError
 
 ALLOW = ("tests.tiny:network",)
 
@@ -58,18 +56,6 @@ def test_inputs_enter_behind_the_standardisation(psc: PSC, digits: torch.Tensor)
     assert torch.equal(inputs, psc.preprocess.standardise(digits)), "the caller's tensor stays as it is"
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), MemoryError("full")])
-def test_out_of_memory_is_not_a_bundle_error(
-    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def fail(*_: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(Pipeline, "forward", fail)
-    with pytest.raises(type(error), match="full"):
-        PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
-
-
 def test_base_predictions_equal_the_network(tiny_job, digits: torch.Tensor, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     from psc_core.cli.fit import main
 
@@ -81,24 +67,3 @@ def test_base_predictions_equal_the_network(tiny_job, digits: torch.Tensor, tmp_
     torch.testing.assert_close(prediction.probabilities, expected, atol=1e-6, rtol=0)
     assert base.predictions == "base"
     assert bool(prediction.log_density.isfinite().all())
-
-
-def test_rejects_other_features_after_fusion(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    psc = PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
-    psc.probe()
-    with torch.no_grad():
-        for parameter in psc.pipeline.scorer.backbone.parameters():
-            parameter.mul_(1.2)
-    with pytest.raises(FitError, match=r"same features from .* in fewer operations"):
-        psc.probe()
-    monkeypatch.setattr("psc_core.model.base.FUSION_TOLERANCE", {"fp32": -1.0})
-    with pytest.raises(BundleError, match="same features"):
-        PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
-
-
-def test_rejects_nan_hidden_by_a_relu(tiny_bundle: Path) -> None:
-    psc = PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
-    with torch.no_grad():  # The fused copy has weights of its own.
-        next(psc.backbone.parameters()).fill_(torch.nan)
-    with pytest.raises(FitError, match=r"finite features and outputs .* some that are not"):
-        psc.probe()

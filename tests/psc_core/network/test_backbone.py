@@ -12,7 +12,7 @@ from psc_core.errors import NetworkError
 from psc_core.images.preprocess import PRESETS
 from psc_core.network.backbone import Backbone, check_output, example_input, rebuild_backbone, truncate
 from psc_core.network.layers import list_layers
-from psc_core.network.layout import INPUT, canonical
+from psc_core.network.layout import INPUT_SUFFIX, canonical
 from psc_core.network.load import load_network
 
 HERE = __name__
@@ -124,8 +124,8 @@ def hooked(net: nn.Module, layers: Sequence[str], x: Tensor) -> tuple[dict[str, 
     values: dict[str, Tensor] = {}
     handles = []
     for name in layers:
-        module = net.get_submodule(name.removesuffix(INPUT))
-        if name.endswith(INPUT):
+        module = net.get_submodule(name.removesuffix(INPUT_SUFFIX))
+        if name.endswith(INPUT_SUFFIX):
             handles.append(
                 module.register_forward_pre_hook(lambda _m, args, name=name: values.__setitem__(name, args[0].clone()))
             )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from psc_core.numerics import scatter
-from psc_core.numerics.scatter import Centroids, ClassScatter, between_scatter, class_pairs, nc1_from_scatter
+from psc_core.numerics.scatter import Centroids, ClassScatter, ScatterSums, class_pairs
 from tests.reference import collapse as reference
 
 SEEDS = st.integers(0, 2**31)
@@ -44,9 +44,9 @@ def measure(
     sums = ClassScatter(classes, features.shape[1])
     stream(sums, features, labels, image_index, batch)
     assert torch.equal(sums.counts, torch.bincount(labels, minlength=classes).double())
-    between, level = between_scatter(sums.means, sums.counts)
-    nc1 = nc1_from_scatter(float(sums.within), float(between), float(level))
-    return nc1, float(sums.within + between), sums.means
+    total = ScatterSums()
+    total.add(sums)
+    return total.nc1, total.within + total.between, sums.means
 
 
 def centroid_distances(features: Tensor, means: Tensor) -> Tensor:

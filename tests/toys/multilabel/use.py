@@ -71,6 +71,8 @@ def serve_and_ask(files: list[bytes]) -> None:
             assert abs(each.entropy - float(expected.entropy[i])) < 1e-4
             assert each.explanation.nearest_label in MARKS
 
+        assert httpx.get(f"{server.url}/model").json()["task"] == "multilabel"
+
         images = {"name": "encoded_images", "datatype": "BYTES", "shape": [len(files)]}
         call = {"inputs": [{**images, "data": [base64.b64encode(file).decode() for file in files]}]}
         outputs = httpx.post(f"{server.url}/v2/models/{model.name}/infer", json=call).json()["outputs"]

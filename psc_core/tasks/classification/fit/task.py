@@ -41,6 +41,7 @@ class ClassificationFit(TaskFit):
     task_type = Classification
     thresholds = ("risk",)
     averages_candidate = True
+    tries_own_output = True
 
     def takes(self, data: ImageDataset) -> bool:
         return data.target is None

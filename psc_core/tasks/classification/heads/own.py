@@ -19,6 +19,7 @@ class OwnHead(ClassifierHead):
     """The softmax of the module's text; it reads the network's output, and no features."""
 
     kind = "own"
+    reads_output = True
     layout: ClassVar = {"temperature": ()}
     temperature: Tensor
 

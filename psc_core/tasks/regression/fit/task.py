@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -10,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from psc_core.calibration.weighted import thinned
+from psc_core.collapse.linear import LinearFit
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.targets import known_values
@@ -31,8 +33,8 @@ class RegressionFit(TaskFit):
     """The fit of a regression: density and gates work on bins of the numbers."""
 
     task_type = Regression
+    layer_quality = LinearFit
     thresholds = ("max_width",)
-    why_no_confidence = "a regression has no class probabilities, so confidence is no gate"
 
     why_not_extended = "a regression's bundle does not keep where its bins part, which are the classes of its density"
 
@@ -53,6 +55,12 @@ class RegressionFit(TaskFit):
 
     def describe_labels(self, train: ImageDataset) -> str:
         return f"numbers of {train.target}"
+
+    def relabelled(self, task: Task, data: ImageDataset, labels: Sequence[str]) -> ImageDataset:
+        return replace(data, target=task.number(), values=torch.tensor([*map(float, labels)], dtype=torch.float64))
+
+    def confidence_gate(self, *, ambiguous: bool) -> tuple[bool, str]:
+        return False, "a regression has no class probabilities, so confidence is no gate"
 
     def fit_head(self, job: HeadJob) -> RegressionHead:
         return fit_head(job)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.http.routes.live import MAX_BYTES, MAX_EXAMPLES
+from app.http.routes.live import MAX_EXAMPLE_BYTES, MAX_EXAMPLES
 from tests.app.fakes import FakeModel, png
 from tests.app.support import PNG, running
 
@@ -32,7 +32,7 @@ async def test_examples_are_the_images_in_the_bundle(tmp_path: Path) -> None:
     (folder / "b.png").write_bytes(png(1))
     (folder / "a.PNG").write_bytes(png(2))
     (folder / "notes.txt").write_text("no image")
-    (folder / "huge.png").write_bytes(bytes(MAX_BYTES + 1))
+    (folder / "huge.png").write_bytes(bytes(MAX_EXAMPLE_BYTES + 1))
     (tmp_path.parent / "outside.png").write_bytes(png(3))
     (folder / "link.png").symlink_to(tmp_path.parent / "outside.png")
     async with running({"m": FakeModel()}, bundle=(f"m={tmp_path}",)) as app:

@@ -50,7 +50,8 @@ async def test_images_are_shown_until_they_are_judged(tmp_path: Path) -> None:
         assert (image["decision"], image["label"], image["model"]) == ("abstain_ambiguous", "middle", "m")
         assert set(image["gates"]) == {"texture", "kind"} and image["scores"]["ood_p_value"] > 0
         assert image["policy"]["ambiguity_threshold"] == 0.5
-        assert document["models"][image["bundle_version"]] == {"classes": ["dark", "middle", "bright"], "target": None}
+        classifier = {"task": "classification", "classes": ["dark", "middle", "bright"], "target": None}
+        assert document["models"][image["bundle_version"]] == classifier
         assert value["label"] is None and document["models"]["w1"]["target"]["unit"] == "%"
         assert [each["model"] for each in (await shown(app, limit=1))["images"]] == ["v"]
         answer = await app.client.get(f"/feedback/images/{image['file']}", headers=KEY)

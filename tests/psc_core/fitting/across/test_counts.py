@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from psc_core import FitSettings, fit_projection, fit_psc
-from psc_core.collapse.measure import measure_layers
 from psc_core.compute.passes import MAX_CPU_BATCH, Compute
 from psc_core.model.base import TRIAL_IMAGES
 from psc_core.numerics.scatter import ClassScatter, class_pairs
 from psc_core.tasks.classification.fit import softmax
 from tests import tiny
+from tests.psc_core.collapse.support import measured
 from tests.psc_core.fitting.support import counted, typical
 
 SETTINGS = FitSettings(device="cpu")
@@ -27,7 +27,7 @@ def test_fit_reads_training_images_four_times(data_root: Path) -> None:
     """Collapse, moments, sizes, features; the selection split seven times, the other once and its trial twice."""
     net = tiny.network().eval()
     (train, train_reads), (val, val_reads) = counted(data_root, "train"), counted(data_root, "val")
-    candidate = measure_layers(net, train, val, SETTINGS).candidate("4")
+    candidate = measured(net, train, val, SETTINGS).candidate("4")
     assert (typical(train_reads), set(val_reads.values())) == (1, {1})
     train_reads.clear(), val_reads.clear()
     projection = fit_projection(net, candidate, train, val, minimum_dim=8, settings=SETTINGS)
@@ -67,7 +67,7 @@ def test_collapse_takes_one_forward_pass(data_root: Path) -> None:
     (train, _), (val, _) = counted(data_root, "train"), counted(data_root, "val")
     net = tiny.network().eval()
     with FirstConvolution() as seen:
-        measure_layers(net, train, val, SETTINGS)
+        measured(net, train, val, SETTINGS)
     examples = seen.images - len(train) - len(val)
     assert 0 < examples <= 16
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from psc_core.errors import FitError
 from psc_core.maps.fit.gaussian import (
     DEAD_UNIT,
+    DISTANCE_ROUNDING,
     MAX_COMPONENTS,
-    ROUNDING,
     TAIL_FRACTION,
     fit_positions,
     thresholds,
@@ -64,7 +64,7 @@ READINGS = st.lists(st.floats(0, 1e6, width=32), min_size=1, max_size=60)
 def test_thresholds_match_the_twin(readings: list[float]) -> None:
     got = thresholds(torch.tensor(readings))
     exact = naive.thresholds(readings, LEVELS, DECADES, TAIL_FRACTION)
-    expected = [(1 + ROUNDING) * each for each in exact]
+    expected = [(1 + DISTANCE_ROUNDING) * each for each in exact]
     np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-6)
     assert (got.diff() >= -1e-9 * got[-1]).all()
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from psc_core.errors import NetworkError
 from psc_core.images.preprocess import Preprocess
-from psc_core.network.described.preparation import of_processor, of_timm
+from psc_core.network.described.preparation import read_processor, read_timm
 
 CONFIG = {"model_type": "vit", "num_channels": 3, "image_size": 224}
 STATISTICS = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.25, 0.3]}
@@ -74,7 +74,7 @@ def test_gives_what_the_image_processor_gives(name: str, turned: bool, photograp
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[name]))
     image = photograph.rotate(90, expand=True) if turned else photograph
-    found = of_processor(PROCESSORS[name], CONFIG, name)
+    found = read_processor(PROCESSORS[name], CONFIG, name)
     assert found.unlike == {}
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path, local_files_only=True)
     theirs = processor(image, return_tensors="pt")["pixel_values"]
@@ -88,7 +88,7 @@ def test_gives_what_the_image_processor_gives(name: str, turned: bool, photograp
 def test_gives_what_the_transform_of_timm_gives(crop: dict[str, Any], photograph: Image.Image) -> None:
     timm_data = pytest.importorskip("timm.data", reason="the transform is timm's")
     written = {"input_size": [3, 160, 160], "mean": OURS[0], "std": OURS[1], "interpolation": "bilinear", **crop}
-    found = of_timm(written, "config.json")
+    found = read_timm(written, "config.json")
     assert found.unlike == {}
     resolved = timm_data.resolve_data_config({}, pretrained_cfg=written)
     theirs = timm_data.create_transform(**resolved)(photograph)[None]
@@ -116,14 +116,14 @@ def test_gives_what_the_transform_of_timm_gives(crop: dict[str, Any], photograph
     ],
 )
 def test_tells_what_it_cannot_do(written: dict[str, Any], part: str, reason: str) -> None:
-    found = of_processor(written, {**CONFIG, "model_type": "bert"}, "here.json")
+    found = read_processor(written, {**CONFIG, "model_type": "bert"}, "here.json")
     assert list(found.unlike) == [part]
     assert found.unlike[part].startswith("here.json ") and reason in found.unlike[part]  # type: ignore[index]
 
 
 def test_keeps_what_is_near() -> None:
     written = of_kind("DeiT", size={"height": 256, "width": 256}, crop_size=224)
-    assert of_processor(written, CONFIG, "").preprocess == Preprocess("RGB", 224, 224, 256, *OURS, "bicubic")
+    assert read_processor(written, CONFIG, "").preprocess == Preprocess("RGB", 224, 224, 256, *OURS, "bicubic")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_keeps_what_is_near() -> None:
     ],
 )
 def test_tells_what_it_cannot_do_of_timm(written: dict[str, Any], part: str, reason: str) -> None:
-    found = of_timm(written, "here.json")
+    found = read_timm(written, "here.json")
     assert list(found.unlike) == [part] and reason in found.unlike[part]  # type: ignore[index]
 
 
@@ -154,18 +154,18 @@ def test_tells_what_it_cannot_do_of_timm(written: dict[str, Any], part: str, rea
 )
 def test_rejects_what_means_nothing(written: dict[str, Any], config: dict[str, Any], message: str) -> None:
     with pytest.raises(NetworkError, match=message):
-        of_processor(written, config, "here.json")
+        read_processor(written, config, "here.json")
 
 
 @pytest.mark.parametrize("written", [{"input_size": 224}, {"mean": "x"}, {"crop_pct": -0.0001}, {"std": [0, 0, 0]}])
 def test_rejects_what_means_nothing_of_timm(written: dict[str, Any]) -> None:
     with pytest.raises(NetworkError, match=r"here\.json: (expected|field)"):
-        of_timm(written, "here.json")
+        read_timm(written, "here.json")
 
 
 def test_grey_images() -> None:
     written = vit(image_mean=0.1307, image_std=0.3081)
-    found = of_processor(written, {**CONFIG, "num_channels": 1}, "")
+    found = read_processor(written, {**CONFIG, "num_channels": 1}, "")
     assert found.preprocess == Preprocess("L", 224, 224, None, (0.1307,), (0.3081,))
     assert found.unlike == {}
     assert np.asarray(found.preprocess.from_image(Image.new("RGB", (9, 9)))).shape == (1, 224, 224)

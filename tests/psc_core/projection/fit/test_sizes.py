@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from psc_core import FitSettings, fit_projection
-from psc_core.collapse.measure import measure_layers
 from psc_core.projection.fit import projection as fit_tucker
 from psc_core.projection.fit import sizes
 from tests import tiny
+from tests.psc_core.collapse.support import measured
 from tests.psc_core.fitting.support import counted, typical
 
 SETTINGS = FitSettings(device="cpu")
@@ -22,7 +22,7 @@ def test_column_ranges_give_the_same(data_root: Path, monkeypatch: pytest.Monkey
     """Class means beyond the budget are taken a range of columns at a time, in passes of their own."""
     net = tiny.network().eval()
     (train, reads), (val, _) = counted(data_root, "train"), counted(data_root, "val")
-    candidate = measure_layers(net, train, val, replace(SETTINGS, layers="^4$")).candidate("4")
+    candidate = measured(net, train, val, replace(SETTINGS, layers="^4$")).candidate("4")
     whole = fit_projection(net, candidate, train, val, minimum_dim=8, settings=SETTINGS).report
     monkeypatch.setattr(sizes, "MIN_COLUMNS", 100)
     monkeypatch.setattr(fit_tucker, "reduced_positions", lambda channels, positions, budget: positions)

@@ -26,13 +26,15 @@ class MultiLabelFit(TaskFit):
 
     task_type = MultiLabel
     fits = FITS
-    why_no_confidence = "images have several labels by nature, so confidence is no gate"
 
     def takes(self, data: ImageDataset) -> bool:
         return data.target is None and data.is_ambiguous
 
     def describe_labels(self, train: ImageDataset) -> str:
         return f"some of {len(train.classes)} labels each"
+
+    def confidence_gate(self, *, ambiguous: bool) -> tuple[bool, str]:
+        return False, "images have several labels by nature, so confidence is no gate"
 
     def fit_head(self, job: HeadJob) -> LabelHead:
         parts = (part for each in (job.train, job.selection) for part in _images_of(each, len(job.classes)))

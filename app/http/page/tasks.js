@@ -1,0 +1,105 @@
+// What differs between the tasks of models: their words, their second threshold, and how unsure an image is.
+
+import { nats, number, percent } from "./format.js";
+
+const measured = (value, { target }) => `${number(value)}\u00a0${target.unit}`.trim();
+const interval = ({ lower, upper }, model) => `${number(lower)} to ${measured(upper, model)}`;
+const list = (names) => (names.length > 4 ? `${names.length} classes` : new Intl.ListFormat("en").format(names));
+
+const classification = {
+  threshold: "ambiguity_threshold",
+  thresholdName: "Ambiguous above",
+  abstention: "abstain_ambiguous",
+  unsure: "ambiguous",
+  uncertainty: ({ predictive_entropy: entropy }) => entropy, // nats
+  limit: (policy) => policy.ambiguity_threshold,
+  isOff: (limit, highest) => limit >= highest,
+  lowest: 0,
+  off: (highest) => 2 * highest,
+  limitText: nats,
+  value: ({ label }) => label,
+  summary: ({ classes }) => `${classes.length} classes`,
+  axis: ({ classes }) => ({ highest: Math.log(classes.length), title: "↑ more ambiguous (nats)" }),
+
+  // The answer as a person may rely on it: one, several that fit, or a guess.
+  answer({ label, prediction_set: set }, decision) {
+    if (decision === "abstain_ood") return `guess: ${label}`;
+    if (decision === "accept") return label;
+    return set.length > 1 && set.length < 4 ? set.join(" or ") : `${label}?`;
+  },
+  rows(prediction, policy, { classes }) {
+    const limit = policy.ambiguity_threshold;
+    return [
+      ["Most probable", `${prediction.label}, ${percent(prediction.confidence)}`, ""],
+      ["Could be", prediction.prediction_set.join(", ") || "none of the classes", ""],
+      ["Entropy", nats(prediction.predictive_entropy), limit < Math.log(classes.length) ? `ambiguous above ${number(limit)}` : "none is ambiguous"],
+    ];
+  },
+  bars: ({ probabilities }, { classes }) => probabilities.map((probability, index) => ({ probability, name: classes[index] })),
+  reason: ({ prediction_set: set }) => `${set.length > 1 ? list(set) : "several classes"} fit, a person should choose`,
+  evidence: ({ aleatoric, epistemic }) =>
+    typeof aleatoric === "number" ? [`Of the entropy, ${nats(aleatoric)} are the image's, ${nats(epistemic)} the model's`] : [],
+  nearest: "Nearest classes",
+  kept: ({ label }) => label,
+
+  handed: (policy, entropies) => ({ fraction: entropies.filter((each) => each > policy.ambiguity_threshold).length / entropies.length, rest: "" }),
+
+  // A person chooses a class; the model's own comes first, but none is chosen: one would tend to leave it.
+  field: "select",
+  guess: ({ label }) => label,
+  choices: ({ label }, { classes }) => [label, ...classes.filter((name) => name !== label)],
+  verdict: (text) => text,
+};
+
+const regression = {
+  threshold: "max_width",
+  thresholdName: "Uncertain where wider than",
+  abstention: "abstain_uncertain",
+  unsure: "uncertain",
+  uncertainty: ({ lower, upper }) => upper - lower, // in the target's unit
+  limit: (policy) => policy.max_width ?? Infinity,
+  isOff: (limit) => limit === Infinity,
+  lowest: 1, // step of the slider: a width of 0 is none
+  off: () => null,
+  limitText: measured,
+  value: ({ mean }) => mean,
+  summary: ({ target }) => `predicts ${target.name}`,
+  axis({ target, policy }, predictions) {
+    const unit = target.unit ? ` (${target.unit})` : "";
+    const widest = Math.max(...predictions.map(regression.uncertainty), 1.5 * (policy.max_width ?? 0));
+    return { highest: 1.05 * widest || 1, title: `↑ wider interval${unit}` };
+  },
+
+  answer(prediction, decision, model) {
+    if (decision === "abstain_ood") return `guess: ${measured(prediction.mean, model)}`;
+    return decision === "accept" ? measured(prediction.mean, model) : interval(prediction, model);
+  },
+  rows(prediction, policy, model) {
+    const limit = regression.limit(policy);
+    return [
+      ["Mean", measured(prediction.mean, model), ""],
+      ["Interval", interval(prediction, model), limit < Infinity ? `uncertain where wider than ${measured(limit, model)}` : "none is uncertain"],
+      ["Deviation", `noise ${number(prediction.aleatoric)}, model ${number(prediction.epistemic)}`, ""],
+    ];
+  },
+  bars: () => [],
+  reason: (prediction, policy, model, near) => `The interval is wider than ${measured(policy.max_width, model)}${near}`,
+  evidence: ({ nearest_examples: layers = [] }, model) =>
+    layers.map(({ layer, weight, examples }) => {
+      const shown = examples.map(({ image, value }) => `${measured(value, model)} (image ${image})`).join(", ");
+      return `Nearest training images after ${layer}, which counts for ${percent(weight)}: ${shown}`;
+    }),
+  nearest: "Nearest bins",
+  kept: ({ value }, model) => measured(value, model),
+
+  handed: ({ max_width: width }) => ({ fraction: 0, rest: width === null ? "" : " as strange, and those with too wide an interval" }),
+
+  field: "input",
+  guess: ({ scores }, model) => measured(scores.mean, model),
+  choices: () => [],
+  verdict: Number,
+};
+
+export const TASKS = { classification, regression };
+
+export const taskOf = (model) => TASKS[model.task];

@@ -1,0 +1,20 @@
+"""Collapse measured with the settings' own device."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from psc_core.collapse.measure import measure_layers
+from psc_core.collapse.report import CollapseReport
+from psc_core.compute.distributed import Reducer
+from psc_core.data.dataset import ImageDataset
+from psc_core.settings import FitSettings
+from psc_core.tasks.fit.task import task_fit_for
+
+
+def measured(
+    net: nn.Module, train: ImageDataset, val: ImageDataset, settings: FitSettings, reducer: Reducer | None = None
+) -> CollapseReport:
+    """Return what ``psc-fit`` finds on these images, none of them set apart."""
+    quality = task_fit_for(train).layer_quality
+    return measure_layers(net, train, val, settings, settings.compute(reducer), quality)

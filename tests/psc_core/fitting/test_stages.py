@@ -1,0 +1,53 @@
+"""What the stages refuse before they read an image, and what they fill in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from psc_core import FitSettings
+from psc_core.data.dataset import ImageDataset
+from psc_core.errors import UsageError
+from psc_core.fitting.data import FitData
+from psc_core.fitting.stages import checked, trial_of
+from psc_core.model.base import TRIAL_IMAGES
+
+SETTINGS = FitSettings(device="cpu")
+
+
+@pytest.fixture(scope="module")
+def data(train: ImageDataset, val: ImageDataset) -> FitData:
+    return FitData.of(train, val)
+
+
+def test_settings_get_the_head_of_the_task(data: FitData) -> None:
+    assert checked(SETTINGS, data).head == next(iter(data.fit.task_type.heads))
+    assert checked(replace(SETTINGS, head="duq"), data).head == "duq"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"head": "blr"}, "head"),
+        ({"density": "kde"}, "density"),
+        ({"ood_score": "energy"}, "ood_score"),
+        ({"predictions": "both"}, "predictions"),
+        ({"head_input": "x"}, "head_input"),
+        ({"alpha": 1e-9}, "alpha"),
+        ({"coverage": 1.5}, "coverage"),
+        ({"keep_examples": -1}, "examples"),
+    ],
+)
+def test_unknown_options_and_rates_that_cannot_be_kept_are_refused(
+    data: FitData, wrong: dict[str, object], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        checked(replace(SETTINGS, **wrong), data)  # type: ignore[arg-type]
+
+
+def test_a_model_is_tried_with_the_first_calibration_images(data: FitData) -> None:
+    images = trial_of(data.calibration)
+    assert len(images) == min(TRIAL_IMAGES, len(data.calibration))
+    assert torch.equal(images[:8], next(data.calibration.batches(8)).images)
