@@ -22,7 +22,7 @@ from torch import Tensor
 
 from psc_core.compute.passes import Compute, track_images
 from psc_core.data.dataset import ImageDataset
-from psc_core.density.fit.extend import EXAMPLES, extend_density
+from psc_core.density.fit.extend import EXAMPLES, EXTENDED, extend_density
 from psc_core.errors import UsageError
 from psc_core.gates.combined import KIND, Gates, readings_of
 from psc_core.gates.fit.choice import Auroc, regret
@@ -97,8 +97,11 @@ def seen_examples(model: FittedModel) -> int:
     instead = "fit the bundle again with these images among the training images, or leave out --extend-density"
     if why_not := task_fit(model.task.name).why_not_extended:
         raise UsageError(f"{why_not}; {instead}")
+    density = model.pipeline.scorer.density
+    if density.kind not in EXTENDED:
+        raise UsageError(f"a density {density.kind!r} cannot be extended, {', '.join(EXTENDED)} can; {instead}")
     in_manifest = model.report.get("provenance", {}).get("train", {}).get("rows")  # Where the density does not say.
-    found = model.pipeline.scorer.density.record.get(EXAMPLES, in_manifest)
+    found = density.record.get(EXAMPLES, in_manifest)
     if not isinstance(found, int):
         raise UsageError(f"the bundle of {model.name} does not say how many examples its density has seen; {instead}")
     return found

@@ -38,6 +38,9 @@ from psc_core.numerics import linalg
 EXAMPLES: Final = "examples"
 """The entry of a density's record that holds n."""
 
+EXTENDED: Final = ("gda", "gda++", "pooled++", "tied", "mahalanobis++", "rmd")
+"""Kinds of density that are extended: their constants hold the class proportions and their tensors all moments."""
+
 
 class Extended(NamedTuple):
     """A density that was extended, and how its coordinates changed."""
@@ -77,8 +80,11 @@ def extend_density(
         times: t, the number of equal images that each one stands for.
 
     Raises:
-        FitError: Features that are not finite, or fewer than two examples of each class.
+        FitError: A kind that is not in :data:`EXTENDED`, features that are not finite, or fewer than two examples of
+            each class.
     """
+    if density.kind not in EXTENDED:
+        raise FitError(f"expected a density of {', '.join(EXTENDED)} to extend, got {density.kind!r}; fit it again")
     classes, m, device = len(density.constants), times * len(labels), density.basis.device
     if not features.isfinite().all():
         raise FitError("expected finite features of the images that extend the density; check the precision")
