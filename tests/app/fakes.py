@@ -194,6 +194,10 @@ class FakeModel:
         """Packed outputs, read by name."""
         return Outputs(packed, self.score_names, self.gates)
 
+    def tried(self) -> FakeModel:
+        """This one, untried."""
+        return self
+
 
 class FakeValuePipeline(FakePipeline):
     """Predicts the brightness in per cent; the p-value is that of the other one."""

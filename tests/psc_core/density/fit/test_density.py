@@ -12,6 +12,7 @@ from torch import Tensor
 
 from psc_core.density import DENSITIES, Density
 from psc_core.density.fit.density import WHITENER_ELEMENTS, fit_density
+from psc_core.density.fit.extend import EXAMPLES
 from psc_core.errors import FitError, UsageError
 from psc_core.metrics import ranking
 from tests.psc_core.density.support import KINDS, SCALES, SEEDS, images
@@ -137,6 +138,7 @@ def test_repeated_labels_add_no_images() -> None:
     once = fit_density(z, labels, num_classes=3)
     shown = torch.arange(60).repeat(10)
     copies = fit_density(z[shown], labels[shown], num_classes=3, images=shown)
+    assert (once.record.pop(EXAMPLES), copies.record.pop(EXAMPLES)) == (60, 600)
     assert copies.record == pytest.approx(once.record, rel=1e-2)
     torch.testing.assert_close(copies(z).log_density, once(z).log_density, rtol=0.01, atol=0.1)
     assert fit_density(z[shown], labels[shown], num_classes=3).record["shrunk_classes"] == 0
