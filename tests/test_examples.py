@@ -66,6 +66,7 @@ def test_ask_service(tmp_path: Path) -> None:
         assert said[1:] == [
             "ambiguous.png: let a person choose among 8, 9",
             "clean.png: take 7",
+            "corner.png: do not use the label, the image is like none seen (p-value 0.003)",
             "shirt.png: do not use the label, the image is like none seen (p-value 0.000)",
             "accepted: 1; with an ambiguity threshold of 1: 2",
         ]

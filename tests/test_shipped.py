@@ -46,10 +46,20 @@ def test_readme_examples(url: str) -> None:
     assert clean["predictive_entropy"] < 0.1
     (ambiguous,) = ask(url, example("ambiguous.png"))
     assert (ambiguous["is_ood"], ambiguous["decision"]) == (False, "abstain_ambiguous")
-    assert ambiguous["predictive_entropy"] > 0.6
+    assert ambiguous["predictive_entropy"] > 0.5
     assert len(ambiguous["prediction_set"]) > 1
     (shirt,) = ask(url, example("shirt.png"))
     assert (shirt["is_ood"], shirt["decision"]) == (True, "abstain_ood")
+
+
+def test_the_strange_corner_is_found(url: str) -> None:
+    query = "explain=true&map=true"
+    answer = httpx.post(f"{url}/predict?{query}", files=[("images", example("corner.png"))], timeout=60)
+    (corner,) = answer.json()["predictions"]
+    assert (corner["label"], corner["decision"]) == ("7", "abstain_ood")
+    left, top, right, bottom = corner["explanation"]["map"]["box"]
+    assert left == top == 0 and max(right, bottom) < 0.8
+    assert len(corner["explanation"]["nearest"]) == 3
 
 
 @pytest.fixture(scope="module")

@@ -103,7 +103,7 @@ def test_readme_starts_with_two_make_targets() -> None:
 
 def test_readme_curl_lines_send_existing_files() -> None:
     files = re.findall(r"images=@(\S+)", README)
-    assert len(files) == 3
+    assert len(files) == 4
     assert all((ROOT / file).is_file() for file in files)
 
 
