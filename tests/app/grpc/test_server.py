@@ -57,7 +57,7 @@ def test_the_examples_and_a_batch_are_bit_equal_to_rest(shipped_bundle: Path) ->
         rest = triton_http.InferenceServerClient(f"127.0.0.1:{server.port}")
         with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
             files = [path.read_bytes() for path in EXAMPLES]
-            assert len(files) == 3
+            assert len(files) == 4
             for batch in ([files[0]], [files[1]], [files[2]], files * 8):
                 tensor = triton_http.InferInput("encoded_images", [len(batch)], "BYTES")
                 tensor.set_data_from_numpy(np.array(batch, dtype=object))
