@@ -7,7 +7,6 @@ together twice a full one, and three feature maps of a batch are alive at once.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
@@ -17,14 +16,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.flop_counter import FlopCounterMode
 
 from app.memory import limits
 from psc_core.errors import BundleError
 from psc_core.model.base import FittedModel
-from psc_core.network.onnx import INSTALLED
 from psc_core.network.onnx.body import OnnxBody
-from psc_core.network.onnx.cost import Cost
-from psc_core.network.onnx.export import cache_file, read_checked, write_checked
 
 logger = logging.getLogger("psc.models")
 
@@ -63,27 +60,11 @@ def check_affordable(model: FittedModel, *, max_batch: int, seconds: float) -> N
         )
 
 
-def cost_of_an_image(model: FittedModel) -> Cost:
-    """The cost of one image: :data:`ALIVE` times the largest output of a module, and operations.
-
-    It is kept beside exported networks, for PyTorch imports its compiler to count it.
-    """
+@torch.inference_mode()
+def cost_of_an_image(model: FittedModel) -> tuple[int, int]:
+    """Bytes in memory at once, :data:`ALIVE` times the largest output of a module, and operations, for one image."""
     if isinstance(model.backbone.body, OnnxBody) and model.backbone.body.cost is not None:
         return model.backbone.body.cost
-    file = cache_file("cost", model.version.encode()) if INSTALLED and model.version else None
-    kept = file and read_checked(file)
-    if kept:
-        return Cost(*json.loads(kept))
-    cost = _counted(model)
-    if file:
-        write_checked(file, json.dumps(cost).encode())
-    return cost
-
-
-@torch.inference_mode()
-def _counted(model: FittedModel) -> Cost:
-    from torch.utils.flop_counter import FlopCounterMode
-
     largest = 0
 
     def measure(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -99,7 +80,7 @@ def _counted(model: FittedModel) -> Cost:
             network(image)
     finally:
         hook.remove()
-    return Cost(ALIVE * largest, counter.get_total_flops())
+    return ALIVE * largest, counter.get_total_flops()
 
 
 def operations_per_second(device: torch.device) -> float:

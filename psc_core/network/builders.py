@@ -8,44 +8,17 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping
-from types import ModuleType
 from typing import Any, Final
 
 from torch import nn
 
 from psc_core.errors import NetworkError, needs
 
-_COMPILER: Final = "torch._dynamo"
-
-
-def import_torchvision() -> Any:
-    """Import torchvision without PyTorch's compiler, which takes ten times as long.
-
-    Of it torchvision wants one function, for detectors that are compiled; that one imports it when it is called.
-    """
-    if not {"torchvision", _COMPILER} & sys.modules.keys():
-        utils = ModuleType(f"{_COMPILER}.utils")
-
-        def is_compile_supported(device: Any) -> Any:
-            return importlib.import_module(utils.__name__).is_compile_supported(device)
-
-        setattr(utils, is_compile_supported.__name__, is_compile_supported)
-        stand_ins = {_COMPILER: ModuleType(_COMPILER), utils.__name__: utils}
-        sys.modules.update(stand_ins)
-        try:
-            return importlib.import_module("torchvision")
-        except ImportError:  # Another version wants more of the compiler.
-            pass
-        finally:
-            for name in stand_ins:
-                del sys.modules[name]
-    return importlib.import_module("torchvision")
-
 
 def from_torchvision(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.Module:
-    torchvision = import_torchvision()
+    import torchvision
+
     known = torchvision.models.list_models(module=torchvision.models)
     if name not in known:
         raise NetworkError(f"torchvision has no classification network {name!r}; {_near(name, known)}")
@@ -67,7 +40,8 @@ def from_torchvision(name: str, num_classes: int, model_args: Mapping[str, Any])
 
 
 def _small_stem(net: nn.Module, name: str, num_classes: int) -> None:
-    torchvision = import_torchvision()
+    import torchvision
+
     if isinstance(net, torchvision.models.ResNet):
         net.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
         net.maxpool = nn.Identity()

@@ -24,7 +24,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from psc_core.errors import NetworkError
 from psc_core.network.builders import BUILDERS, from_factory
@@ -179,18 +178,10 @@ def bounded_size(recipe: Recipe) -> Iterator[None]:
         NetworkError: More than :data:`MAX_WEIGHTS` weights or :data:`MAX_MODULES` modules.
     """
     if not recipe.is_factory:
-        # A builder that cannot run on it is skipped.
-        with _counting(), suppress(RuntimeError), torch.device("meta"), _Unfilled():
+        with _counting(), suppress(RuntimeError), torch.device("meta"):  # a builder that cannot run on it is skipped
             build(recipe)
     with _counting():
         yield
-
-
-class _Unfilled(TorchFunctionMode):
-    """Draws no numbers: for tensors without memory PyTorch would import its compiler to draw none."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if func in (Tensor.normal_, Tensor.uniform_) else func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -31,18 +31,6 @@ def test_the_largest_feature_map_is_found(model: PSC) -> None:
     assert stem + blocks < operations < 4 * blocks
 
 
-def test_the_cost_is_counted_once(model: PSC, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cost = cost_of_an_image(model)
-    monkeypatch.setattr(affordable, "_counted", None)
-    assert cost_of_an_image(model) == cost
-    [kept] = (tmp_path / "psc").iterdir()
-    kept.write_bytes(b"altered")
-    with pytest.raises(TypeError):
-        cost_of_an_image(model)
-
-
 def test_a_batch_without_room_is_refused(model: PSC, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(affordable, "free_bytes", lambda _: 1 << 20)
     with pytest.raises(BundleError, match=re.escape("a batch of 64 images of 28 × 28 pixels needs about 0.0 GiB")):
