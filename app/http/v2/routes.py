@@ -13,7 +13,7 @@ from typing import Any, Final
 from fastapi import APIRouter, Request, Response
 
 from app.errors import UnsupportedMedia
-from app.http.uploads import parse, read_body
+from app.http.uploads import parse, read_body, read_json_body
 from app.http.v2.inference import Received, find_model, outputs_of
 from app.http.v2.inference import infer as infer_images
 from app.http.v2.schemas import (
@@ -182,8 +182,10 @@ async def _infer(request: Request, name: str, version: str | None) -> Response:
     if encoding != "identity":
         raise UnsupportedMedia(f"expected a body that is not compressed, got {encoding!r}; send it as it is")
     find_model(service, name, version).engine.check_room()
-    body = await read_body(request, service.settings.upload_seconds)
-    wanted, binary = await parse(body, parse_request, body, request.headers.get(HEADER))
+    of_head = request.headers.get(HEADER)
+    read = read_json_body if of_head is None else read_body
+    body = await read(request, service.settings.upload_seconds)
+    wanted, binary = await parse(body, parse_request, body, of_head)
     answer = await infer_images(service, name, version, Received(wanted, binary, body), request.receive)
     head: dict[str, Any] = {"model_name": answer.served.name, "model_version": answer.served.model.version}
     head["parameters"] = {"alpha": answer.alpha}
