@@ -2,7 +2,7 @@
 
     net        = load_network("torchvision:resnet18", weights="net.safetensors", num_classes=10)
     candidate  = measure_collapse(net, train, val).candidate()
-    projection = fit_projection(net, candidate, train)
+    projection = fit_projection(net, candidate, train, method="tucker")
     psc        = fit_psc(net, candidate, projection, train, val, head="laplace")
 
 Every setting of :class:`psc_core.FitSettings` may be given by its name, or all of them as ``settings``; the defaults
@@ -68,6 +68,7 @@ def fit_projection(
     train: ImageDataset,
     val: ImageDataset | None = None,
     *,
+    method: str = "tucker",
     settings: FitSettings | None = None,
     **changes: Any,
 ) -> FittedProjection:
@@ -85,15 +86,18 @@ def fit_projection(
         candidate: The layer(s) it is cut behind.
         train: Training images.
         val: Validation images, or None to choose the sizes on all of ``train``.
+        method: The paper's only one, ``"tucker"``.
         settings: Settings of all stages.
         changes: Settings by name, as ``c_proj``, ``d_proj``, ``minimum_dim``; and ``density``, the kind that will be
             fitted, because one that reads z needs more spatial components.
 
     Raises:
-        UsageError: An unknown density, or settings of another seed or epsilon than the candidate's.
+        UsageError: An unknown method or density, or settings of another seed or epsilon than the candidate's.
         FitError: Constant features, or sizes larger than the layer allows.
         NetworkError: The network cannot be cut.
     """
+    if method != "tucker":
+        raise UsageError(f"expected method 'tucker', got {method!r}")
     settings = settings_for(candidate, settings, changes)
     if val is None:
         data = FitData.without_validation(train, seed=settings.seed, max_images=settings.max_images)
