@@ -144,8 +144,7 @@ def extended(pipeline: Pipeline, read: _Read, examples: int, times: int) -> Pipe
     if scorer.texture is not None and read.early is not None:
         texture = extend_density(scorer.texture, read.early, read.labels, examples=examples, times=times).density
     thumbnails = None if pipeline.thumbnails is None else pipeline.thumbnails.moved(found.moved)
-    scorer = scorer.with_densities(found.density, texture)
-    return Pipeline(scorer, pipeline.calibration_scores, pipeline.gates, pipeline.map, thumbnails)
+    return pipeline.with_scorer(scorer.with_densities(found.density, texture), thumbnails=thumbnails)
 
 
 def _choose(aurocs: Mapping[int, Auroc]) -> int:

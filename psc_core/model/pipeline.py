@@ -240,11 +240,17 @@ class Pipeline(nn.Module):
         return self.with_scorer(self.scorer.with_backbone(backbone, self.scorer.texture, precision))
 
     def with_scorer(
-        self, scorer: Scorer, *, scores: Float[Tensor, " n"] | None = None, gates: Gates | None = None
+        self,
+        scorer: Scorer,
+        *,
+        scores: Float[Tensor, " n"] | None = None,
+        gates: Gates | None = None,
+        thumbnails: Thumbnails | None = None,
     ) -> Pipeline:
-        """A pipeline with another scorer, other calibration scores and gates where given, and the rest of this one."""
-        kept = self.calibration_scores if scores is None else scores
-        return Pipeline(scorer, kept, self.gates if gates is None else gates, self.map, self.thumbnails)
+        """A pipeline with another scorer, what else is given, and the rest of this one."""
+        scores = self.calibration_scores if scores is None else scores
+        gates = self.gates if gates is None else gates
+        return Pipeline(scorer, scores, gates, self.map, self.thumbnails if thumbnails is None else thumbnails)
 
     def forward(self, images: Images) -> Float[Tensor, "batch columns"]:
         """Packed outputs of a batch, the same for an image in any batch."""
