@@ -13,6 +13,7 @@ from PIL import Image
 
 from tests.attacks.started import Seen, service
 from tests.conftest import ROOT, SHIPPED_BUNDLE
+from tests.psc_core.scoring.support import rows_of, write_hostile
 
 NAMES = (r"$\frac{1}{0$", "<script>alert(1)<b>", "# Heading\x1b[31m")
 IMAGES = 30
@@ -42,17 +43,12 @@ def cache(_url: str) -> Seen:
 
 
 def hostile_folder(_url: str) -> Seen:
-    """A pipe, a link to ``/dev/zero`` and a sparse file of 40 GB beside an image, for ``psc-score``."""
+    """Files that never end beside an image, for ``psc-score``."""
     with tempfile.TemporaryDirectory() as place:
         images, out = Path(place) / "images", Path(place) / "out"
-        images.mkdir()
-        (images / "good.png").write_bytes((SHIPPED_BUNDLE / "examples" / "clean.png").read_bytes())
-        os.mkfifo(images / "pipe.png")
-        (images / "zero.png").symlink_to("/dev/zero")
-        with (images / "sparse.png").open("wb") as file:
-            file.truncate(40 << 30)
+        write_hostile(images)
         ended = _command("score", "--bundle", str(SHIPPED_BUNDLE), str(images), "--out", str(out))
-        rows = [json.loads(line) for file in out.glob("part-*.jsonl") for line in file.read_text().splitlines()]
+        rows = rows_of(out)
     errors = sum(row["error"] is not None for row in rows)
     return Seen(f"{errors} of {len(rows)} rows with an error", ended == 0 and (errors, len(rows)) == (3, 4))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,3 +26,13 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
 
 def bytes_of(out: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in out.iterdir()}
+
+
+def write_hostile(folder: Path) -> None:
+    """Write a good image, and beside it a pipe, a link to ``/dev/zero`` and a sparse file of 40 GB."""
+    folder.mkdir()
+    (folder / "good.png").write_bytes((SHIPPED_BUNDLE / "examples" / "clean.png").read_bytes())
+    os.mkfifo(folder / "pipe.png")
+    (folder / "zero.png").symlink_to("/dev/zero")
+    with (folder / "sparse.png").open("wb") as file:
+        file.truncate(40 << 30)

@@ -24,7 +24,7 @@ from psc_core.scoring.parts import PartWriter
 from psc_core.tasks.classification.answer import ImagePrediction
 from psc_core.tasks.regression.answer import ValuePrediction
 from tests.conftest import ROOT, SHIPPED_BUNDLE
-from tests.psc_core.scoring.support import COUNT, PART, bytes_of, rows_of, run
+from tests.psc_core.scoring.support import COUNT, PART, bytes_of, rows_of, run, write_hostile
 
 
 def test_rows_are_the_predictions_of_the_images_in_order(folder: Path, scored: Path) -> None:
@@ -109,12 +109,7 @@ def test_an_image_that_cannot_be_read_is_a_row_with_its_error(scored: Path) -> N
 
 def test_a_hostile_folder_is_rows_with_errors(tmp_path: Path) -> None:
     images, out = tmp_path / "images", tmp_path / "out"
-    images.mkdir()
-    (images / "good.png").write_bytes((SHIPPED_BUNDLE / "examples" / "clean.png").read_bytes())
-    os.mkfifo(images / "pipe.png")
-    (images / "zero.png").symlink_to("/dev/zero")
-    with (images / "sparse.png").open("wb") as file:
-        file.truncate(40 << 30)
+    write_hostile(images)
     run(images, out)
     errors = {row["item"]: row["error"] for row in rows_of(out)}
     assert errors.pop("good.png") is None and set(errors) == {"pipe.png", "zero.png", "sparse.png"}
