@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from app.http.json_body import MAX_CONTAINERS
 from app.http.v2.schemas import HEADER, ErrorDocument, InferResponse, ModelMetadata
 from psc_core.images.preprocess import Preprocess
 from psc_core.tasks.classification.answer import SCORES
@@ -114,6 +115,21 @@ async def test_not_ready_is_503_everywhere() -> None:
         response = await app.client.post("/v2/models/m/infer", json={"inputs": [raw_input(grey(1))]})
         assert response.status_code == 503
         ErrorDocument.model_validate(response.json())
+
+
+async def test_too_many_values_are_refused_before_the_rest_arrives() -> None:
+    sent = 0
+
+    async def pieces() -> AsyncIterator[bytes]:
+        nonlocal sent
+        for _ in range(8):
+            sent += 1
+            yield b"[]," * (MAX_CONTAINERS // 2 + 1)
+
+    async with running({"m": FakeModel()}) as app:
+        answer = await app.client.post("/v2/models/m/infer", content=pieces())
+    assert (answer.status_code, sent) == (400, 2)
+    assert "262144 lists" in answer.json()["error"]
 
 
 async def test_raw_images_give_every_output(service: Running) -> None:
