@@ -12,9 +12,10 @@ import httpx
 import numpy as np
 from PIL import Image
 
-from tests.attacks.started import Seen, is_ready, service
+from tests.attacks.started import EXAMPLE, Seen, is_ready, service
 
 CLIENTS = 32
+FEW = 8
 LIMIT_MIB = 1400
 
 
@@ -58,6 +59,40 @@ def nearly_full(_url: str) -> Seen:
     return found.seen(
         limit, is_wanted=found.recovers and 503 in found.statuses and set(found.statuses) <= {200, 429, 503}
     )
+
+
+def killed(_url: str) -> Seen:
+    """Neighbours take the memory of its group, until the kernel kills the service, which is the largest."""
+    answers, lost = Counter[str](), Counter[str]()
+    with service(memory_mib=LIMIT_MIB) as started:
+        if not started.is_limited:
+            return NOT_TRIED
+
+        def send() -> None:
+            with httpx.Client(base_url=started.url, timeout=60) as client:
+                while True:
+                    try:
+                        answer = client.post("/predict", content=EXAMPLE, headers={"content-type": "image/png"})
+                    except httpx.ConnectError:  # Nobody listens any more, so that nothing is lost.
+                        return
+                    except httpx.TransportError as error:
+                        lost[type(error).__name__] += 1
+                        continue
+                    is_right = answer.is_success and answer.json()["predictions"][0]["label"] == "7"
+                    answers["right" if is_right else str(answer.status_code)] += 1
+
+        threads = [threading.Thread(target=send) for _ in range(FEW)]
+        for thread in threads:
+            thread.start()
+        while answers["right"] < 10 * FEW:
+            time.sleep(0.01)
+        with started.neighbours(FEW, LIMIT_MIB // FEW):
+            for thread in threads:
+                thread.join()
+            was_killed = started.was_killed()
+    # A client that sends again at once may find the socket of the process that is being killed, and lose that too.
+    now = f"{answers['right']} right answers, then {lost.total()} requests of {FEW} clients without one"
+    return Seen(now, was_killed and set(answers) <= {"right", "429", "503"})
 
 
 NOT_TRIED = Seen("not tried: no control group may be made here", True)

@@ -380,6 +380,7 @@ CASES = (
         "its neighbours were killed with it",
         over_memory.nearly_full,
     ),
+    Case("the kernel kills it for its neighbours' memory, 8 clients", "not tried", over_memory.killed),
     Case("a pipe as the cached network, a shared folder", "the start hung", over_files.cache),
     Case(
         "psc-score: a pipe, /dev/zero, a sparse file of 40 GB",

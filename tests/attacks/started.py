@@ -39,7 +39,38 @@ class Started(NamedTuple):
 
     url: str
     pid: int
-    is_limited: bool = False
+    group: Path | None = None  # with its limit
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether it is in a control group."""
+        return self.group is not None
+
+    def was_killed(self) -> bool:
+        """Whether the kernel has killed something in its group because memory ended."""
+        files = ("memory.oom_control", "memory.events")
+        lines = [
+            line for name in files if (file := self._file(name)).exists() for line in file.read_text().splitlines()
+        ]
+        return any(line.startswith("oom_kill ") and int(line.split()[1]) for line in lines)
+
+    @contextmanager
+    def neighbours(self, count: int, mib: int) -> Iterator[None]:
+        """Meanwhile, processes in its group that hold so much memory each."""
+        joins = f'echo $$ > {self.group}/cgroup.procs; exec "$@"'
+        holds = f"import time; held = bytearray(b'x') * ({mib} << 20); time.sleep(600)"
+        words = ["bash", "-c", joins, "neighbour", sys.executable, "-c", holds]
+        started = [subprocess.Popen(words) for _ in range(count)]
+        try:
+            yield
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+
+    def _file(self, name: str) -> Path:
+        assert self.group is not None
+        return self.group / name
 
     def peak_bytes(self) -> int:
         """The most memory that it ever had."""
@@ -88,7 +119,7 @@ def service(*flags: str, stderr: str = os.devnull, shell: str = ":", memory_mib:
                     if process.poll() is not None:
                         raise RuntimeError(f"the service ended with {process.returncode}")
                     time.sleep(0.1)
-                yield Started(url, process.pid, folder is not None)
+                yield Started(url, process.pid, folder)
             finally:
                 process.terminate()
 
