@@ -50,7 +50,7 @@ def fit_peers(train: Penultimate, output: nn.Linear, seed: int) -> tuple[list[De
 
 
 def _builders(train: Penultimate, output: nn.Linear, seed: int) -> Mapping[str, Callable[[], Score]]:
-    from pytorch_ood import detector as peers  # type: ignore[import-untyped]
+    from pytorch_ood import detector as peers
 
     head = nn.Linear(output.in_features, output.out_features)
     head.load_state_dict({name: value.cpu() for name, value in output.state_dict().items()})
