@@ -27,7 +27,7 @@ from psc_core.tasks.head import Scored
 from psc_core.tasks.policy import BasePolicy
 from psc_core.thumbnails.thumbnails import Thumbnails
 
-COMMON: Final = ("alpha", "coverage", "batch_images", "max_memory", "precision", "device")
+COMMON: Final = ("alpha", "coverage", "batch_images")
 """Settings that calibration reads for every task."""
 
 
