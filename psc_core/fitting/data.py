@@ -72,9 +72,7 @@ class FitData:
                 f"expected the same target for training and validation, got {train.target} and {val.target}"
             )
         train, val = fit.labelled(train, val)
-        train = balanced(train, max_images, seed)
-        check_classes(train, val)
-        return cls(train, val, fit, seed)
+        return cls(balanced(train, max_images, seed), val, fit, seed).checked()
 
     @classmethod
     def without_validation(cls, train: ImageDataset, *, seed: int, max_images: int | None) -> FitData:
@@ -82,6 +80,17 @@ class FitData:
         fit = task_fit_for(train)
         train = balanced(fit.labelled(train, train)[0], max_images, seed)
         return cls(train, train, fit, seed, is_split=False)
+
+    def checked(self) -> FitData:
+        """Return these images where a fit can use them.
+
+        Raises:
+            DataError: Classes that differ between the two or have too few images, or a half without anything to measure.
+        """
+        check_classes(self.train, self.val)
+        for half in self._halves:
+            self.fit.check_half(half)
+        return self
 
     @cached_property
     def _halves(self) -> tuple[ImageDataset, ImageDataset]:
@@ -126,10 +135,10 @@ class FitData:
         if not count:
             return self, ()
         kept_train, kept_val = without(self.train, train), without(self.val, val)  # They are labelled already.
-        check_classes(kept_train, kept_val)
         of_each = f"{len(train)} of {self.train.name}, {len(val)} of {self.val.name}"
         notes = (*(f"left out: {reason}" for reason in reasons), f"left out {count} that cannot be decoded: {of_each}")
-        return replace(self, train=kept_train, val=kept_val, left_out=(len(train), len(val))), notes
+        kept = replace(self, train=kept_train, val=kept_val, left_out=(len(train), len(val)))
+        return kept.checked(), notes
 
     @property
     def is_ambiguous(self) -> bool:

@@ -173,3 +173,16 @@ def test_a_class_without_images_that_can_be_decoded_ends_the_fit(folders: FitDat
         (tmp_path / "train" / "a" / f"{number}.png").write_bytes(b"")
     with pytest.raises(DataError, match="at least two training images of each class, got 1 of 'a'"):
         folders.readable(10)
+
+
+def test_a_half_of_equal_numbers_is_refused() -> None:
+    def ages(values: list[float]) -> ImageDataset:
+        source = ArraySource(np.zeros((len(values), 3, 3), np.uint8))
+        return measured("some", Target(name="age"), source, torch.tensor(values), TINY)
+
+    train, alike = ages([float(number) for number in range(60)]), ages([0.0] * 40)
+    for index in (0, 39):  # One number that differs is in one half.
+        mixed = replace(alike, values=torch.where(torch.arange(40) == index, 3.0, 0.0).double())
+        with pytest.raises(DataError, match="of some all 20 of one half are 0; give more validation images"):
+            FitData.of(train, mixed)
+    assert len(FitData.of(train, train).selection) == 30

@@ -141,7 +141,7 @@ def test_one_or_two_images_are_refused(base: FittedModel, audit: Audit, digits: 
     few = audit.at(torch.arange(count))
     with pytest.raises(UsageError, match=rf"with n = {count}"):
         recalibrate_from_audit(base, few, {})
-    with pytest.raises(UsageError, match="a quarter of the audit images .* at least 100 drawn equally"):
+    with pytest.raises(UsageError, match=r"a quarter of the audit images .* at least 100 drawn equally"):
         recalibrate_from_audit(base, few, {}, digits.subset(torch.arange(3)))
 
 

@@ -44,6 +44,14 @@ class RegressionFit(TaskFit):
     def labelled(self, train: ImageDataset, val: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
         return binned(train, val)
 
+    def check_half(self, images: ImageDataset) -> None:
+        values = known_values(images.values)
+        if bool((values == values[0]).all()):
+            raise DataError(
+                f"expected numbers that differ in each half of the validation images, of {images.name} all "
+                f"{len(values)} of one half are {float(values[0]):g}; give more validation images"
+            )
+
     def task(self, train: ImageDataset) -> Regression:
         if train.target is None:
             raise DataError(f"expected numbers in {train.name}, got {len(train.classes)} classes; give a table")
