@@ -85,7 +85,7 @@ class FitData:
         """Return these images where a fit can use them.
 
         Raises:
-            DataError: Classes that differ between the two or have too few images, or a half without anything to measure.
+            DataError: Other classes in one than in the other, too few images, or a half that measures nothing.
         """
         check_classes(self.train, self.val)
         for half in self._halves:

@@ -235,7 +235,7 @@ def test_a_regression(angle_job: TinyJob, data_root: Path, tmp_path: Path) -> No
     with pytest.raises(UsageError, match=r"a regression does not read risk; it takes .*max_width$"):
         model.calibrate(loaders["test"], risk=0.1)
     assert len(calibrated.calibration) == len(loaders["test"]) and calibrated.policy.coverage == 0.9
-    with pytest.raises(DataError, match=r"expected .* to have numbers of the model's target, got angle, radians"):
+    with pytest.raises(DataError, match=r"expected numbers of angle, degrees in .*, got angle, radians"):
         target = model.target.model_copy(update={"unit": "radians"})
         model.calibrate(replace(opened["test"], target=target))
 

@@ -59,7 +59,8 @@ class RegressionFit(TaskFit):
 
     def check_same(self, task: Task, classes: Sequence[str], data: ImageDataset) -> None:
         if not isinstance(task, Regression) or data.target != task.target:
-            raise DataError(f"expected {data.name} to have numbers of the model's target, got {data.target}")
+            wanted = task.target if isinstance(task, Regression) else "a regression"
+            raise DataError(f"expected numbers of {wanted} in {data.name}, got {data.target or 'classes'}")
 
     def describe_labels(self, train: ImageDataset) -> str:
         return f"numbers of {train.target}"

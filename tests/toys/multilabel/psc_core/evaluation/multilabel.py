@@ -65,14 +65,6 @@ def open_images(model: FittedModel, spec: str) -> ImageDataset:
     return open_dataset(spec, split="test", preprocess=model.preprocess)
 
 
-def check_images(model: FittedModel, data: ImageDataset) -> None:
-    """Require data with the model's labels; raises :class:`UsageError`."""
-    if data.classes != model.classes or data.target is not None:
-        raise UsageError(
-            f"expected the labels {', '.join(model.classes)} in {data.name}, got {', '.join(data.classes)}"
-        )
-
-
 def open_baselines(model: FittedModel, weights: Path, train: str, val: str, *, batch_images: int = 256) -> NoReturn:
     """Refuse, by :class:`UsageError`: there are none."""
     raise UsageError("a model of several labels has no baselines; leave out --weights, --train and --val")
