@@ -35,6 +35,9 @@ MAX_PART_BYTES: Final = 16 << 30
 GRAPH: Final = "backbone.onnx"
 """The network of a bundle that no name can build, in place of its tensors."""
 
+HISTORY: Final = "recalibrations"
+"""The entry of a bundle's provenance that says how it was calibrated again, the oldest first."""
+
 MAX_NAME: Final = 200
 """Maximum length of a model name, characters."""
 

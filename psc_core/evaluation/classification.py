@@ -29,12 +29,12 @@ from psc_core.evaluation.classification_report import ClassificationReport
 from psc_core.evaluation.losses import QUALITIES, Losses, losses_of
 from psc_core.evaluation.selective import acceptance
 from psc_core.evaluation.separation import ENTROPY, EPISTEMIC, separation
-from psc_core.fitting.served import served
 from psc_core.metrics import ranking
 from psc_core.model.classifier import PSC
 from psc_core.network.backbone import example_input
 from psc_core.network.layers import list_layers
 from psc_core.network.load import bounded_size, load_network
+from psc_core.scoring.served import served
 from psc_core.tasks.classification.heads import entropy
 
 AMBIGUOUS_PREFIX: Final = "ambiguous"

@@ -20,9 +20,9 @@ from psc_core.data.spec import open_dataset
 from psc_core.data.targets import known_values
 from psc_core.errors import UsageError
 from psc_core.evaluation.base import PRIMARY, ObservedRate, OwnNetwork, Report, observed_rate
-from psc_core.fitting.served import served
 from psc_core.metrics import ranking, regression
 from psc_core.model.regressor import PSCRegressor
+from psc_core.scoring.served import served
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from psc_core.compute.passes import Compute, track_images
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
 from psc_core.fitting.data import FitData
-from psc_core.fitting.parts import rounded
+from psc_core.fitting.record import rounded
 from psc_core.gates.combined import Gates, readings_of
 from psc_core.gates.fit.combined import fit_gates
 from psc_core.maps.layer_map import LayerMap

@@ -22,13 +22,13 @@ from psc_core.errors import NetworkError
 from psc_core.fitting import stages
 from psc_core.fitting.calibrate import calibrate_pipeline, settings_of, with_calibration
 from psc_core.fitting.data import FitData
-from psc_core.fitting.served import check_read_by
 from psc_core.images.statistics import Statistics
 from psc_core.model.base import FittedModel
 from psc_core.network.backbone import check_output, example_input
 from psc_core.network.cut import own_copy
 from psc_core.network.load import recipe_of
 from psc_core.network.onnx.export import check_exportable
+from psc_core.scoring.served import check_read_by
 from psc_core.settings import FitSettings
 from psc_core.target import Target
 from psc_core.tasks.fit.task import task_fit

@@ -1,12 +1,11 @@
-"""The last stage before calibration: density, head and gates, the scorer made of them, and what a bundle records."""
+"""The last stage before calibration: density, head and gates, and the scorer made of them."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +13,16 @@ from torch import Tensor, nn
 from psc_core.bundle.manifest import layers_of
 from psc_core.collapse.report import Candidate
 from psc_core.compute.passes import Compute
-from psc_core.data.dataset import ImageDataset
 from psc_core.density import Density, kind_of
 from psc_core.density.fit.density import HeldOut, fit_density
-from psc_core.errors import UsageError
 from psc_core.fitting.data import FitData
 from psc_core.fitting.early_layers import TEXTURE_DENSITY, ChosenGates, choose_gates, early_layers
 from psc_core.fitting.features import Layers, Read, cut, read
 from psc_core.fitting.maps import ChosenMap, choose_map
 from psc_core.images.preprocess import Pixels
 from psc_core.model.pipeline import Scorer
-from psc_core.network.backbone import Backbone, example_input
-from psc_core.projection.fit.report import ProjectionReport
-from psc_core.projection.module import Projection
+from psc_core.network.backbone import Backbone, check_own_output, example_input, own_width
+from psc_core.projection.fit.report import FittedProjection
 from psc_core.settings import FitSettings
 from psc_core.tasks.fit.task import HeadJob, one_of, own_outputs
 from psc_core.thumbnails.fit.choose import kept_images, thumbnails_of
@@ -34,15 +30,6 @@ from psc_core.thumbnails.thumbnails import Thumbnails
 
 BATCH: Final = 64
 """Images that are made thumbnails at once."""
-
-
-@dataclass(frozen=True)
-class FittedProjection:
-    """A projection, what choosing it measured, and the layers that it reads."""
-
-    projection: Projection
-    report: ProjectionReport
-    layers: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -91,9 +78,10 @@ def fit_parts(
     is_asked = is_base or (settings.predictions == "auto" and data.fit.tries_own_output)
     backbone = cut(net, layers.names, data.train, compute, keep_output=is_asked)
     outputs = task.network_outputs(data.train.classes)
+    example = example_input(data.train.preprocess).to(compute.device)
     if is_base:
-        check_own_output(backbone, data.train, compute, outputs)
-    reads_own = is_asked and own_width(backbone, data.train, compute) == outputs
+        check_own_output(backbone, example, outputs, name=data.train.name)
+    reads_own = is_asked and own_width(backbone, example) == outputs
     device_projection = projection.projection.to(compute.device)
     with tempfile.TemporaryDirectory(prefix="psc-fit-") as scratch:
         folders = [Path(tempfile.mkdtemp(dir=scratch)) for _ in range(2)]
@@ -191,76 +179,3 @@ def _keep(count: int, read: Read, density: Density, data: FitData) -> Thumbnails
         "values": few.values,
     }
     return Thumbnails({name: tensor for name, tensor in tensors.items() if tensor is not None})
-
-
-@torch.inference_mode()
-def own_width(backbone: Backbone, train: ImageDataset, compute: Compute) -> int | None:
-    """Return the number of the network's own outputs; None where the backbone does not keep them."""
-    output = backbone(example_input(train.preprocess).to(compute.device))[1]
-    return None if output is None else output.shape[1]
-
-
-def check_own_output(backbone: Backbone, train: ImageDataset, compute: Compute, expected: int) -> None:
-    """Reject a network whose own output is not what the task predicts.
-
-    Raises:
-        UsageError: It has another number of outputs.
-    """
-    width = own_width(backbone, train, compute)
-    if width != expected:
-        of_each = f", one for each class of {train.name}" if expected == len(train.classes) else ""
-        raise UsageError(
-            f"expected a network of {expected} output{'s' * (expected > 1)}{of_each}, got {width}; use the data it was "
-            "trained for, and a factory that reads num_classes"
-        )
-
-
-def check_same_layers(candidate: Candidate, projection: FittedProjection) -> None:
-    """Reject a projection of other layers than the candidate's, by :class:`UsageError`."""
-    if projection.layers != candidate.layers:
-        raise UsageError(
-            f"expected a projection of the candidate {'+'.join(candidate.layers)}, got one of "
-            f"{'+'.join(projection.layers)}; fit the projection for this candidate"
-        )
-
-
-def report_of(
-    candidate: Candidate,
-    projection: FittedProjection,
-    parts: FittedParts,
-    metrics: Mapping[str, Any],
-    provenance: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """Return the report of a fit that its bundle keeps; ``metrics`` are those of the calibration split."""
-    gates = {} if parts.gates is None else {"gates": parts.gates.choice.to_json()}
-    of_map = {} if parts.map is None else {"map": parts.map.choice.to_json()}
-    report = {
-        "collapse": candidate.report and {**candidate.report.to_json(), "notes": list(candidate.notes)},
-        "metrics": {**metrics, "projection": projection_metrics(projection.report), **gates, **of_map},
-        "provenance": dict(provenance or {}),
-    }
-    recorded: dict[str, Any] = rounded(report)
-    return recorded
-
-
-def projection_metrics(report: ProjectionReport) -> dict[str, Any]:
-    """Return the report of a projection that its bundle keeps."""
-    choice = report.choice
-    return {
-        "nc1": choice.nc1,
-        "nc4": choice.nc4,
-        "scaled_nc1": report.scaled_nc1,
-        "scaled_nc4": report.scaled_nc4,
-        "warning": choice.warning,
-        "pooled": report.note,
-        "positions": [{"d_proj": d, "made_up_auroc": value} for d, value in report.positions],
-    }
-
-
-def rounded(value: Any) -> Any:
-    """Return a report's numbers to 9 digits: the version hashes them, and the last ones depend on how sums split."""
-    if isinstance(value, float):
-        return float(f"{value:.9g}")
-    if isinstance(value, Mapping):
-        return {key: rounded(each) for key, each in value.items()}
-    return [rounded(each) for each in value] if isinstance(value, (list, tuple)) else value

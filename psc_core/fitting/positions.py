@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float
 from torch import Tensor
 
 from psc_core.compute.device import autocast
@@ -25,6 +25,7 @@ from psc_core.fitting.data import FitData
 from psc_core.gates.fit.made_up import REAL, made_up_batches
 from psc_core.metrics.ranking import auroc
 from psc_core.network.backbone import Backbone, FeatureStep, feature_step
+from psc_core.numerics.matrix import usable
 from psc_core.projection.fit.projection import SizedProjection
 from psc_core.projection.module import Projection
 
@@ -69,15 +70,6 @@ def compare_positions(
         real = scores.pop(REAL)
         found[d_proj] = statistics.mean(auroc(real, made_up) for made_up in scores.values())
     return found
-
-
-def usable(
-    examples: Shaped[Tensor, "n ..."], labels: Int[Tensor, " n"]
-) -> tuple[Shaped[Tensor, "m ..."], Int[Tensor, " m"], int]:
-    """The examples of classes that have at least two, their labels renumbered, and the number of these classes."""
-    enough = labels.bincount() >= 2
-    keep = enough[labels]
-    return examples[keep], (enough.cumsum(0) - 1)[labels[keep]], int(enough.sum())
 
 
 def fewest_positions(found: Mapping[int, float]) -> int:

@@ -18,14 +18,15 @@ from typing import Any, Final
 
 import torch
 
+from psc_core.bundle.manifest import HISTORY
 from psc_core.calibration.weighted import thinned, worth
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
 from psc_core.fitting.audit import Audit
 from psc_core.fitting.calibrate import calibrate_pipeline, settings_of, temper, with_calibration
 from psc_core.fitting.extend import Extension, extend
-from psc_core.fitting.served import outputs_of
 from psc_core.model.base import FittedModel
+from psc_core.scoring.served import outputs_of
 from psc_core.tasks.fit.task import task_fit
 from psc_core.version import __version__
 
@@ -34,9 +35,6 @@ CHOOSES: Final = 0.25
 
 FEWEST_TO_CHOOSE: Final = 25
 """Number of images that count equally below which the temperature stays, and no density is extended."""
-
-HISTORY: Final = "recalibrations"
-"""The entry of a bundle's provenance that says how it was calibrated again, the oldest first."""
 
 
 @dataclass(frozen=True)

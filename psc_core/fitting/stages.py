@@ -15,17 +15,19 @@ from psc_core.collapse.measure import measure_layers
 from psc_core.collapse.report import Candidate, CollapseReport
 from psc_core.compute.passes import Compute
 from psc_core.density import DENSITIES
+from psc_core.errors import UsageError
 from psc_core.fitting.calibrate import calibrate_scorer, trial_of
 from psc_core.fitting.data import FitData
 from psc_core.fitting.features import cut
-from psc_core.fitting.parts import FittedProjection, check_same_layers, fit_parts, report_of
+from psc_core.fitting.parts import fit_parts
 from psc_core.fitting.positions import compare_positions, fewest_positions
+from psc_core.fitting.record import report_of
 from psc_core.gates.fit.choice import GateChoice
 from psc_core.model.base import FittedModel
 from psc_core.model.load import model_class_of
 from psc_core.projection.fit.projection import fit_tucker
 from psc_core.projection.fit.ranks import choose_ranks
-from psc_core.projection.fit.report import ProjectionReport
+from psc_core.projection.fit.report import FittedProjection, ProjectionReport
 from psc_core.settings import HEAD_INPUTS, OOD_SCORES, PREDICTIONS, FitSettings
 from psc_core.tasks.fit.task import TaskFit, one_of
 from psc_core.thumbnails.fit.choose import check_count
@@ -153,3 +155,12 @@ def fit_model(
     )
     model.probe()  # As in loading: a model that cannot be loaded is not saved.
     return FitResult(model, None if parts.gates is None else parts.gates.choice)
+
+
+def check_same_layers(candidate: Candidate, projection: FittedProjection) -> None:
+    """Reject a projection of other layers than the candidate's, by :class:`UsageError`."""
+    if projection.layers != candidate.layers:
+        raise UsageError(
+            f"expected a projection of the candidate {'+'.join(candidate.layers)}, got one of "
+            f"{'+'.join(projection.layers)}; fit the projection for this candidate"
+        )

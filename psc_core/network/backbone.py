@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from psc_core.errors import BundleError, NetworkError
+from psc_core.errors import BundleError, NetworkError, UsageError
 from psc_core.images.preprocess import Inputs, Preprocess
 from psc_core.network.cut import HookedNetwork, HookPlan, cut_graph, plan_stop
 from psc_core.network.fuse import fuse, images_format
@@ -263,6 +263,26 @@ def check_output(net: nn.Module, example: Inputs, outputs: int, *, name: str) ->
         _check_same(first, second)
     except NetworkError as error:
         raise NetworkError(f"{name}: {error}") from error
+
+
+def check_own_output(backbone: Backbone, example: Inputs, outputs: int, *, name: str) -> None:
+    """Reject a backbone whose network has another number of outputs than is predicted for the data set ``name``.
+
+    Raises:
+        UsageError: It has, or keeps none.
+    """
+    if (width := own_width(backbone, example)) != outputs:
+        raise UsageError(
+            f"expected a network of {outputs} output{'s' * (outputs > 1)} for {name}, got {width}; use the data it was "
+            "trained for, and a factory that reads num_classes"
+        )
+
+
+@torch.inference_mode()
+def own_width(backbone: Backbone, example: Inputs) -> int | None:
+    """Return the number of the network's own outputs; None where the backbone does not keep them."""
+    output = backbone(example)[1]
+    return None if output is None else output.shape[1]
 
 
 def _described(output: object) -> str:

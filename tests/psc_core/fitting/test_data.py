@@ -18,7 +18,7 @@ from psc_core.data.spec import image_folder
 from psc_core.data.targets import measured
 from psc_core.errors import DataError, FitError, UsageError
 from psc_core.fitting.data import FitData
-from psc_core.fitting.parts import FittedProjection
+from psc_core.projection.fit.report import FittedProjection
 from psc_core.target import Target
 from tests.psc_core.data.support import TINY, write_folder
 
@@ -88,7 +88,7 @@ def test_base_predictions_need_one_output_per_class(
     net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
 ) -> None:
     wide = torch.nn.Sequential(*list(net)[:-1], torch.nn.Linear(16, 20)).eval()  # type: ignore[call-overload]
-    with pytest.raises(UsageError, match=r"expected a network of 10 outputs, .* got 20"):
+    with pytest.raises(UsageError, match=r"expected a network of 10 outputs for mnist, got 20"):
         fit_psc(wide, Candidate(("4",), ""), projection, train, val, predictions="base", settings=SETTINGS)
 
 

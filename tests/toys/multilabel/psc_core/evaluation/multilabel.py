@@ -16,9 +16,9 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.errors import UsageError
 from psc_core.evaluation.base import PRIMARY, ObservedRate, Report, observed_rate
-from psc_core.fitting.served import served
 from psc_core.metrics import ranking
 from psc_core.model.base import FittedModel
+from psc_core.scoring.served import served
 from psc_core.tasks.multilabel.fit.task import held
 
 
