@@ -60,7 +60,7 @@ def calibrate_scorer(
         selected = score_dataset(scorer, data.selection, compute, "selection").scores
         fitted_gates = fit_gates(gates, readings_of(gates, selected), readings_of(gates, scored.scores))
     ood_score, _ = ood_score_of(scored.scores, fitted_gates)
-    calibrated = data.fit.calibrate(scored, ood_score, data.calibration, settings)
+    calibrated = data.task_fit.calibrate(scored, ood_score, data.calibration, settings)
     pipeline = Pipeline(scorer, calibrated.calibration.ood_scores, fitted_gates, layer_map, thumbnails)
     return pipeline, calibrated
 

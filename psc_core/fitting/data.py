@@ -16,6 +16,7 @@ from psc_core.data.classes import check_same
 from psc_core.data.dataset import ImageDataset, balanced, split_validation
 from psc_core.errors import DataError, UsageError
 from psc_core.tasks.fit.task import TaskFit, task_fit, task_fit_for
+from psc_core.tasks.task import Task
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class FitData:
     Attributes:
         train: Training images.
         val: All validation images.
-        fit: How models of what these images are labelled with are fitted.
+        task_fit: How models of what these images are labelled with are fitted.
         seed: Splits the validation images, and draws training images.
         left_out: How many training and validation images were left out, because they cannot be decoded.
         is_split: False where the training images stand for both halves.
@@ -33,7 +34,7 @@ class FitData:
 
     train: ImageDataset
     val: ImageDataset
-    fit: TaskFit
+    task_fit: TaskFit
     seed: int
     left_out: tuple[int, int] = (0, 0)
     is_split: bool = True
@@ -89,8 +90,13 @@ class FitData:
         """
         check_classes(self.train, self.val)
         for half in self._halves:
-            self.fit.check_half(half)
+            self.task_fit.check_half(half)
         return self
+
+    @cached_property
+    def task(self) -> Task:
+        """The task of a model of these images."""
+        return self.task_fit.task(self.train)
 
     @cached_property
     def _halves(self) -> tuple[ImageDataset, ImageDataset]:

@@ -65,7 +65,7 @@ def choose_gates(
     Raises:
         FitError: Readings that gates cannot be fitted to.
     """
-    reads_confidence, reason = data.fit.confidence_gate(ambiguous=data.is_ambiguous)
+    reads_confidence, reason = data.task_fit.confidence_gate(ambiguous=data.is_ambiguous)
     names: tuple[str, ...] = (KIND, CONFIDENCE) if reads_confidence else (KIND,)
     readings = made_up_readings(scorer, layers, textures, names, data, compute)
     entropies = readings[REAL].get(CONFIDENCE)

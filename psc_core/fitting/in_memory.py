@@ -68,8 +68,9 @@ def fit(
     chosen = FitSettings(**{"device": device_of(net), **settings})
     compute = chosen.compute()
     train = opened(loaders[0], "the training data", statistics, classes, target)
-    if task_fit(task).takes(train):  # Before hours are spent on reading the others; if not, it is told below.
-        device, outputs = compute.device, task_fit(task).task(train).network_outputs(train.classes)
+    of_task = task_fit(task)
+    if of_task.takes(train):  # Before hours are spent on reading the others; if not, it is told below.
+        device, outputs = compute.device, of_task.task(train).network_outputs(train.classes)
         try:
             check_output(net.to(device), example_input(train.preprocess).to(device), outputs, name=type(net).__name__)
         except NetworkError as error:

@@ -71,11 +71,11 @@ def fit_parts(
         FitError: Features that cannot be fitted; the message says why.
         NetworkError: The network cannot be cut.
     """
-    task = data.fit.task(data.train)
+    task = data.task
     kind = one_of("head", settings.head, tuple(task.heads), task.noun)
     layers = _layers(net, candidate, data, compute, settings, reads_layers=task.heads[kind].reads_layers)
     is_base = settings.predictions == "base"
-    is_asked = is_base or (settings.predictions == "auto" and data.fit.tries_own_output)
+    is_asked = is_base or (settings.predictions == "auto" and data.task_fit.tries_own_output)
     backbone = cut(net, layers.names, data.train, compute, keep_output=is_asked)
     outputs = task.network_outputs(data.train.classes)
     example = example_input(data.train.preprocess).to(compute.device)
@@ -102,7 +102,7 @@ def fit_parts(
         own = own_outputs(lambda inputs: backbone(inputs)[1], data.selection, compute) if reads_own else None
         classes, features = data.train.classes, (train.features, selection.features)
         job = HeadJob(kind, *features, classes, own, settings.predictions, settings.seed, compute.device)
-        head = data.fit.fit_head(job)
+        head = data.task_fit.fit_head(job)
         textures = {layer: _fit_texture(train, layer, data, compute) for layer in layers.texture}
         thumbnails = None
         if settings.keep_examples is not None:
@@ -141,7 +141,7 @@ def _layers(
     if with_gates or reads_layers:
         example = example_input(data.train.preprocess).to(compute.device)
         early = tuple(early_layers(net.to(compute.device), candidate.layers, example))
-    own = candidate.layers if data.fit.averages_candidate and settings.head_input == "both" else ()
+    own = candidate.layers if data.task_fit.averages_candidate and settings.head_input == "both" else ()
     return Layers(candidate.layers, early if reads_layers else own, early if with_gates else ())
 
 

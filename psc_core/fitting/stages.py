@@ -29,7 +29,7 @@ from psc_core.projection.fit.projection import fit_tucker
 from psc_core.projection.fit.ranks import choose_ranks
 from psc_core.projection.fit.report import FittedProjection, ProjectionReport
 from psc_core.settings import HEAD_INPUTS, OOD_SCORES, PREDICTIONS, FitSettings
-from psc_core.tasks.fit.task import TaskFit, one_of
+from psc_core.tasks.fit.task import one_of
 from psc_core.thumbnails.fit.choose import check_count
 
 
@@ -49,7 +49,7 @@ def collapse(net: nn.Module, data: FitData, settings: FitSettings, compute: Comp
         NetworkError: The network cannot be run or cut.
     """
     compute.reducer.require(data.train)
-    return measure_layers(net, data.train, data.selection, settings, compute, data.fit.layer_quality)
+    return measure_layers(net, data.train, data.selection, settings, compute, data.task_fit.layer_quality)
 
 
 def project(
@@ -65,7 +65,7 @@ def project(
         FitError: Constant features, or sizes larger than the layer allows.
         NetworkError: The network cannot be cut.
     """
-    one_of("density", settings.density, tuple(DENSITIES), data.fit.task_type.noun)
+    one_of("density", settings.density, tuple(DENSITIES), data.task_fit.task_type.noun)
     compute.reducer.require(data.train)
     backbone = cut(net, candidate.layers, data.train, compute, keep_output=False)
     sized = fit_tucker(backbone, data.train, data.selection, settings, compute)
@@ -79,7 +79,11 @@ def project(
         compared = compare_positions(backbone, sized, pairs, data, settings.density, compute)
         kept = compute.reducer.first(fewest_positions(compared))
         choice = next(size for size in sizes if size.d_proj == kept)
-    if data.fit.averages_candidate and settings.head_input == "both" and DENSITIES[settings.density].input_kind != "z":
+    if (
+        data.task_fit.averages_candidate
+        and settings.head_input == "both"
+        and DENSITIES[settings.density].input_kind != "z"
+    ):
         choice = replace(choice, warning="")  # Head and density read beside z, or instead of it, what z gives up.
     projection = sized.largest.leading(choice.c_proj, choice.d_proj).cpu()
     return FittedProjection(projection, ProjectionReport.of(choice, sized, compared), candidate.layers)
@@ -91,7 +95,7 @@ def checked(settings: FitSettings, data: FitData) -> FitSettings:
     Raises:
         UsageError: An unknown option, or rates outside (0, 1) or that so few validation images cannot keep.
     """
-    fit: TaskFit = data.fit
+    fit = data.task_fit
     settings = settings.of_task(fit.task_type.name, fit.task_type.heads)
     for option, allowed in (
         ("predictions", PREDICTIONS), ("head_input", HEAD_INPUTS), ("head", tuple(fit.task_type.heads)),
@@ -140,9 +144,8 @@ def fit_model(
     pipeline, calibrated = calibrate_scorer(
         parts.scorer, data, settings, compute, parts.gate_names, layer_map, parts.thumbnails
     )
-    task = data.fit.task(data.train)
-    model = model_class_of(task)(
-        task=task,
+    model = model_class_of(data.task)(
+        task=data.task,
         pipeline=pipeline,
         backbone=parts.backbone,
         classes=data.train.classes,

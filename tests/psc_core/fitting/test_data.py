@@ -94,7 +94,7 @@ def test_base_predictions_need_one_output_per_class(
 
 def test_halves_are_split_once_and_stay_with_their_images(train: ImageDataset, val: ImageDataset) -> None:
     data = FitData.of(train, val, seed=3)
-    assert (data.train, data.val, data.fit.task_type.name) == (train, val, "classification")
+    assert (data.train, data.val, data.task_fit.task_type.name) == (train, val, "classification")
     halves = split_validation(val, 3)
     for half, expected in zip((data.selection, data.calibration), halves, strict=True):
         assert torch.equal(half.indices, expected.indices)
@@ -114,7 +114,7 @@ def test_rejects_another_target_for_validation() -> None:
 
 def test_images_without_validation_stand_for_it(train: ImageDataset) -> None:
     data = FitData.without_validation(train, seed=0, max_images=50)
-    assert data.train is data.selection and data.fit.takes(train) and len(data.train) == 50
+    assert data.train is data.selection and data.task_fit.takes(train) and len(data.train) == 50
 
 
 def test_rejects_images_of_another_task(train: ImageDataset, val: ImageDataset) -> None:
