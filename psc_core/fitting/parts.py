@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from psc_core.bundle.manifest import layers_of
 from psc_core.collapse.report import Candidate
 from psc_core.compute.passes import Compute
-from psc_core.density import Density, kind_of
+from psc_core.density import DENSITIES, Density
 from psc_core.density.fit.density import HeldOut, fit_density
 from psc_core.fitting.data import FitData
 from psc_core.fitting.early_layers import TEXTURE_DENSITY, ChosenGates, choose_gates, early_layers
@@ -24,7 +24,7 @@ from psc_core.model.pipeline import Scorer
 from psc_core.network.backbone import Backbone, check_own_output, example_input, own_width
 from psc_core.projection.fit.report import FittedProjection
 from psc_core.settings import FitSettings
-from psc_core.tasks.fit.task import HeadJob, one_of, own_outputs
+from psc_core.tasks.fit.task import HeadJob, own_outputs
 from psc_core.thumbnails.fit.choose import kept_images, thumbnails_of
 from psc_core.thumbnails.thumbnails import Thumbnails
 
@@ -63,16 +63,16 @@ def fit_parts(
         candidate: The layer(s) it is cut behind.
         projection: Of the candidate.
         data: The images.
-        settings: Checked, with the kind of head.
+        settings: As :func:`.stages.checked` returns them.
         compute: Device, precision, batch size, processes.
 
     Raises:
-        UsageError: The task has no such head.
+        UsageError: Base predictions of a network with another number of outputs.
         FitError: Features that cannot be fitted; the message says why.
         NetworkError: The network cannot be cut.
     """
     task = data.task
-    kind = one_of("head", settings.head, tuple(task.heads), task.noun)
+    kind = settings.head_of(task.heads)
     layers = _layers(net, candidate, data, compute, settings, reads_layers=task.heads[kind].reads_layers)
     is_base = settings.predictions == "base"
     is_asked = is_base or (settings.predictions == "auto" and data.task_fit.tries_own_output)
@@ -85,7 +85,7 @@ def fit_parts(
     device_projection = projection.projection.to(compute.device)
     with tempfile.TemporaryDirectory(prefix="psc-fit-") as scratch:
         folders = [Path(tempfile.mkdtemp(dir=scratch)) for _ in range(2)]
-        is_pooled = kind_of(settings.density).input_kind == "pooled"
+        is_pooled = DENSITIES[settings.density].input_kind == "pooled"
         train = read(backbone, layers, device_projection, data.train, compute, folders[0], pooled=is_pooled)
         read_here = layers._replace(texture=())
         selection = read(backbone, read_here, device_projection, data.selection, compute, folders[1], pooled=is_pooled)

@@ -66,6 +66,7 @@ def project(
         NetworkError: The network cannot be cut.
     """
     one_of("density", settings.density, tuple(DENSITIES), data.task_fit.task_type.noun)
+    reads_z = DENSITIES[settings.density].input_kind == "z"
     compute.reducer.require(data.train)
     backbone = cut(net, candidate.layers, data.train, compute, keep_output=False)
     sized = fit_tucker(backbone, data.train, data.selection, settings, compute)
@@ -74,16 +75,12 @@ def project(
     sizes = [choice]
     if settings.d_proj is None:
         sizes = choice.with_more_positions(sized.nc1, sized.nc4, sized.deviation, epsilon=settings.epsilon)
-    if DENSITIES[settings.density].input_kind == "z" and len(sizes) > 1:
+    if reads_z and len(sizes) > 1:
         pairs = [(size.c_proj, size.d_proj) for size in sizes]
         compared = compare_positions(backbone, sized, pairs, data, settings.density, compute)
         kept = compute.reducer.first(fewest_positions(compared))
         choice = next(size for size in sizes if size.d_proj == kept)
-    if (
-        data.task_fit.averages_candidate
-        and settings.head_input == "both"
-        and DENSITIES[settings.density].input_kind != "z"
-    ):
+    if data.task_fit.averages_candidate and settings.head_input == "both" and not reads_z:
         choice = replace(choice, warning="")  # Head and density read beside z, or instead of it, what z gives up.
     projection = sized.largest.leading(choice.c_proj, choice.d_proj).cpu()
     return FittedProjection(projection, ProjectionReport.of(choice, sized, compared), candidate.layers)
