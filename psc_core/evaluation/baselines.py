@@ -39,11 +39,11 @@ from psc_core.density.fit.density import fit_density
 from psc_core.density.gaussian import ClasswiseDensity
 from psc_core.errors import FitError, NetworkError
 from psc_core.evaluation.base import OwnNetwork
+from psc_core.evaluation.temperature import fit_temperature
 from psc_core.images.preprocess import Images, Preprocess
 from psc_core.network.backbone import Backbone, check_own_output, example_input, truncate
 from psc_core.numerics import linalg
 from psc_core.numerics.matrix import usable
-from psc_core.tasks.classification.fit.temperature import fit_temperature
 from psc_core.tasks.classification.heads import entropy
 
 NEIGHBOURS: Final = 50
