@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
 
 def recalibrate(args: argparse.Namespace) -> None:
     """Read the log, calibrate, and write the new bundle."""
-    from psc_core.bundle.io import EXAMPLES, check_target, read_bundle
+    from psc_core.bundle.io import EXAMPLES, check_target
     from psc_core.fitting.audit import read_audit, read_outside
     from psc_core.fitting.extend import seen_examples
     from psc_core.fitting.recalibrate import recalibrate_from_audit
@@ -57,7 +57,7 @@ def recalibrate(args: argparse.Namespace) -> None:
     from psc_core.model.load import load_model
     from psc_core.report import page
     from psc_core.report.content import Content
-    from psc_core.report.facts import facts_of
+    from psc_core.report.facts import facts_about
 
     bundle = args.bundle.resolve()
     out = args.out.resolve() if args.out else bundle.with_name(f"{bundle.name}-recalibrated")
@@ -80,7 +80,7 @@ def recalibrate(args: argparse.Namespace) -> None:
     if (bundle / EXAMPLES).is_dir():
         shutil.copytree(bundle / EXAMPLES, out / EXAMPLES, symlinks=True, dirs_exist_ok=True)
     page.remove(out)
-    page.write_card(facts_of(read_bundle(out), Content(manifest.version)))
+    page.write_card(facts_about(out, manifest, found.model.calibration, Content(manifest.version)))
     print(f"wrote {out} (version {manifest.version}, from {model.version})")
     print(f"next: {page.serve_command(out, manifest)}")
 
