@@ -22,7 +22,8 @@ from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import drawn
 from psc_core.density.fit.density import fit_density
 from psc_core.fitting.data import FitData
-from psc_core.gates.fit.made_up import REAL, made_up_batches
+from psc_core.gates.fit.made_up import REAL, by_kind, made_up_batches
+from psc_core.images.preprocess import Pixels
 from psc_core.metrics.ranking import auroc
 from psc_core.network.backbone import Backbone, FeatureStep, feature_step
 from psc_core.numerics.matrix import usable
@@ -77,18 +78,19 @@ def fewest_positions(found: Mapping[int, float]) -> int:
     return min(d for d, value in found.items() if value >= max(found.values()) - AUROC_LOSS)
 
 
-@torch.inference_mode()
 def _made_up_features(
     largest: Projection, step: FeatureStep, data: FitData, compute: Compute
 ) -> dict[str, Float[Tensor, "n dim"]]:
-    parts: dict[str, list[Tensor]] = {}
+    """Return z of real images of the selection split, and of each kind of image made from them."""
     mixed, selection = not data.is_ambiguous, data.selection
-    for made in made_up_batches(selection, compute, "positions: made-up images", mixed=mixed, seed=data.seed):
-        for kind, images in made.items():
-            with autocast(compute.device, compute.precision):
-                features = step(selection.preprocess.standardise(images))
-            parts.setdefault(kind, []).append(largest(features).cpu())
-    return {kind: torch.cat(values) for kind, values in parts.items()}
+
+    def project(images: Pixels) -> dict[str, Tensor]:
+        with autocast(compute.device, compute.precision):
+            features = step(selection.preprocess.standardise(images))
+        return {"z": largest(features)}
+
+    batches = made_up_batches(selection, compute, "positions: made-up images", mixed=mixed, seed=data.seed)
+    return {kind: found["z"] for kind, found in by_kind(batches, project).items()}
 
 
 def _columns(largest: Projection, c_proj: int, d_proj: int) -> Tensor:
