@@ -113,7 +113,6 @@ def fit_parts(
         device_projection,
         density,
         head,
-        compute.precision,
         head_layers=layers.head,
     )
     gates = choose_gates(scorer, layers, textures, data, compute) if settings.ood_score == "gates" else None

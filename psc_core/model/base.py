@@ -303,7 +303,6 @@ class FittedModel:
             modules.projection,
             modules.density,
             modules.head,
-            manifest.precision,
             modules.texture,
             manifest.head.layers,
         ).to(target)

@@ -52,14 +52,25 @@ class Cut:
 class Backbone(nn.Module):
     """A cut network: canonical features of each layer, and the logits where they are kept.
 
-    ``body`` gives one tensor per layer, then the logits; images are converted to ``memory_format`` for it.
+    Args:
+        body: It gives one tensor per layer, then the logits.
+        cut: Where it is cut.
+        memory_format: That images are converted to for it.
+        precision: Of the floats that it computes in, under :func:`psc_core.compute.device.autocast`.
     """
 
-    def __init__(self, body: nn.Module, cut: Cut, memory_format: torch.memory_format = torch.contiguous_format) -> None:
+    def __init__(
+        self,
+        body: nn.Module,
+        cut: Cut,
+        memory_format: torch.memory_format = torch.contiguous_format,
+        precision: Precision = "fp32",
+    ) -> None:
         super().__init__()
         self.body = body
         self.cut = cut
         self.memory_format = memory_format
+        self.precision = precision
         self.eval()
 
     @property
@@ -117,7 +128,7 @@ class Backbone(nn.Module):
         """
         if self.onnx is not None and precision != "fp32":
             raise NetworkError(f"an ONNX network computes in float32, got precision {precision}; leave it out")
-        return Backbone(fuse(self.body, precision=precision), self.cut, images_format(self.body, precision))
+        return Backbone(fuse(self.body, precision=precision), self.cut, images_format(self.body, precision), precision)
 
     def spec(self) -> dict[str, Any]:
         """Return the specification that :func:`rebuild_backbone` needs besides the state dict, as JSON types.
