@@ -1,1 +1,1 @@
-"""The command lines ``psc-fit``, ``psc-eval`` and ``psc-score``."""
+"""The command lines, a module each: fit, evaluate, score, report, log, recalibrate and replay."""

@@ -167,7 +167,7 @@ def _keep(count: int, read: Read, density: Density, data: FitData) -> Thumbnails
     """Return thumbnails of training images with their coordinates, from the features that were read."""
     kept = kept_images(data.train, count, data.seed)
     images, rows = read.features.images, torch.empty(len(data.train), dtype=torch.int64)
-    rows[images] = torch.arange(len(images))  # Of several labels any: the features are those of the image.
+    rows[images] = torch.arange(len(images))  # Several labels of an image have the same features.
     features = read.density_input[rows[kept]].to(density.basis.device)
     few = data.train.subset(kept)
     tensors = {

@@ -130,7 +130,7 @@ def fit_density(
 
 
 class Pooled(NamedTuple):
-    """What is alike for all densities: the training features in x, and their pooled covariance, float64."""
+    """The training features in x and their pooled covariance, float64, which every density is fitted to."""
 
     x: FeatureMatrix  # (n, P)
     means: Float[Tensor, "K P"]  # of each class, in x
