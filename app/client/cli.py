@@ -169,8 +169,10 @@ def _batch(ask: Callable[[Sequence[str]], Response], images: Sequence[str]) -> l
         at = error.index
         if at is not None and at < len(images):
             return [*_batch(ask, images[:at]), error, *_batch(ask, images[at + 1 :])]
-        if not (isinstance(error, Refused) and error.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE and len(images) > 1):
+        if not (isinstance(error, Refused) and error.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE):
             raise
+        if len(images) == 1:
+            return [error]
         half = len(images) // 2
         return [*_batch(ask, images[:half]), *_batch(ask, images[half:])]
 
