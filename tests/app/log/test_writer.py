@@ -133,7 +133,8 @@ async def test_flush_is_not_done_when_the_one_before_it_is(tmp_path: Path, monke
         put(log, name, data, **options)
 
     async with running(log=str(tmp_path), log_flush_seconds=3600, log_audit=0) as app:
-        assert (log := app.service.log) is not None
+        log = app.service.log
+        assert log is not None
         monkeypatch.setattr(Log, "put", hang)
         await send(app, 0)
         assert not log.flush(0)
