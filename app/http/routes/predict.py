@@ -99,7 +99,7 @@ async def _predict(request: Request, name: str | None) -> Response:
         raise UnavailableMap("a map is part of an explanation; ask for both, explain=true&map=true")
     registry.get(name).engine.check_room()
     limits = UploadLimits(settings.max_images_per_request, settings.max_fields, settings.upload_seconds)
-    images = await read_images(request, limits)
+    images = await read_images(request, limits, service.parser)
     served = registry.get(name)  # After the body: a reload may have swapped it meanwhile.
     task, options = served.model.task, query.model_dump(exclude_none=True, exclude={"explain", "map", "monitor"})
     changes = {name: options.pop(name) for name in options.keys() & task.policy.model_fields}
