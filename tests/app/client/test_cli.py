@@ -28,7 +28,7 @@ def files(tmp_path: Path) -> list[str]:
     return [str(tmp_path / name) for name in ("one.png", "two.png", "three.png")]
 
 
-@pytest.mark.parametrize(("flag", "kind"), [("--batch-size", "a positive integer"), ("--timeout", "a positive number")])
+@pytest.mark.parametrize(("flag", "kind"), [("--batch-size", "a positive integer"), ("--timeout", "a number above 0")])
 @pytest.mark.parametrize("value", ["0", "-1", "many", "nan"])
 def test_cli_flags_say_what_they_want(capsys: pytest.CaptureFixture[str], flag: str, kind: str, value: str) -> None:
     with pytest.raises(SystemExit, match="2"):
