@@ -25,7 +25,7 @@ from psc_core.log.erase import prune
 from psc_core.log.models import LoggedModel
 from psc_core.log.schema import model_path, rows_path
 from psc_core.log.store import Log
-from psc_core.log.unjudged import UnjudgedImages
+from psc_core.log.unreviewed import UnreviewedImages
 from psc_core.model.base import FittedModel
 from psc_core.tasks.outputs import FloatArray, Outputs
 
@@ -53,12 +53,12 @@ class LogWriter:
 
     Attributes:
         log: The log.
-        unjudged: What it holds for people to judge.
+        unreviewed: What it holds for people to review.
     """
 
     def __init__(self, log: Log, settings: Settings, metrics: Metrics) -> None:
         self.log = log
-        self.unjudged = UnjudgedImages(log)
+        self.unreviewed = UnreviewedImages(log)
         self._settings = settings
         self._metrics = metrics
         self._waiting: deque[Waiting] = deque()
