@@ -77,7 +77,9 @@ def test_a_person_judges_the_last_abstentions(driver: Driver, url: str, log: Log
     find(driver, "#review-key")[0].send_keys("reviewer" + ENTER)
     until(lambda: len(find(driver, ".case")) == 3)
     driver.get_log("browser")  # It complains about each 401.
-    assert text(driver, "#review-status") == "0 of 3 reviewed." and not find(driver, "#review-key-form")[0].is_displayed()
+    assert (
+        text(driver, "#review-status") == "0 of 3 reviewed." and not find(driver, "#review-key-form")[0].is_displayed()
+    )
     value, first, _ = find(driver, ".case")
     assert "? Uncertain guess: 100 %" in value.text and "The interval is wider than 14 %" in value.text
     assert "? Ambiguous guess: middle" in first.text and "a person should choose" in first.text

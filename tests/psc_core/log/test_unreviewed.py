@@ -63,7 +63,10 @@ def test_what_was_reviewed_erased_or_not_stored_is_left_out(tmp_path: Path) -> N
 def test_labels_are_read_once_and_as_time_allows(tmp_path: Path) -> None:
     log = make_log(tmp_path, 0)
     put_rows(log, [abstained(index) for index in range(4)])
-    images, got = UnreviewedImages(log), lambda: [each.row["request_id"] for each in images.newest(limit=9, seconds=FAR)]
+    images, got = (
+        UnreviewedImages(log),
+        lambda: [each.row["request_id"] for each in images.newest(limit=9, seconds=FAR)],
+    )
     review(log, "r3", digest(3))
     assert got() == ["r2", "r1", "r0"]
     log.put("labels/part-1.parquet", b"PAR1 torn")
