@@ -75,7 +75,7 @@ async def images(
     request: Request,
     limit: Annotated[int, Query(ge=1, le=MAX_IMAGES, description="Largest number of images.")] = 12,
 ) -> ReviewDocument:
-    """List the newest images of the prediction log that were stored, not accepted, and not reviewed.  Only with `--log`.
+    """List the newest stored images of the prediction log that were not accepted and not reviewed.  Only with `--log`.
 
     A verdict on them is given to `POST /feedback`.
     """

@@ -1,4 +1,4 @@
-"""``GET /feedback/images``: what was not accepted is shown to whoever gives feedback, until it is reviewed or erased."""
+"""``GET /feedback/images``: what was not accepted is shown to reviewers, until it is reviewed or erased."""
 
 from __future__ import annotations
 
