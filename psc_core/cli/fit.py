@@ -70,11 +70,14 @@ def parser() -> argparse.ArgumentParser:
     """The command line of ``psc-fit``."""
     description = "Fit uncertainty to a trained image classifier or regression, without retraining it."
     cli = flags.command("psc-fit", description, _EXAMPLE)
+    cli.usage = "%(prog)s --model SPEC [--weights FILE] --train DIR --val DIR --out DIR [flag ...]"
     _add_network_flags(cli.add_argument_group("network"))
     _add_data_flags(cli.add_argument_group("data"))
+    _add_bundle_flags(cli.add_argument_group("bundle"))
+    _add_answer_flags(cli.add_argument_group("answers"))
     preprocessing.add_flags(cli)
-    _add_method_flags(cli.add_argument_group("method"))
     _add_run_flags(cli.add_argument_group("run"))
+    _add_method_flags(cli.add_argument_group("method (the paper's settings and others, for comparisons)"))
     return cli
 
 
@@ -104,8 +107,36 @@ def _add_data_flags(group: _Group) -> None:
     group.add_argument("--unit", default="", help="of the numbers in the tables")
 
 
-def _add_method_flags(group: _Group) -> None:
+def _add_bundle_flags(group: _Group) -> None:
+    group.add_argument("--out", type=Path, required=True, metavar="DIR", help="bundle to write")
+    group.add_argument("--overwrite", action="store_true", help="replace the bundle that --out holds, and its report")
+    group.add_argument("--name", help="model name (default: the name of --out)")
+    text = "store the network as an ONNX graph, which a server loads without its code; always so of hf: and onnx:"
+    group.add_argument("--graph", action="store_true", help=text)
+    text = "write no report; it holds pictures of training and validation images, or their numbers"
+    group.add_argument("--no-report", action="store_true", help=text)
+
+
+def _add_answer_flags(group: _Group) -> None:
     _add_choice(group, "--task", TASKS[::-1], "what the network predicts: a class, or one number")
+    text = "auto: the better on validation images; psc: the head's; base: the network's own, divided by a temperature"
+    _add_choice(group, "--predictions", PREDICTIONS, text)
+    kinds = {task: tuple(task_type(task).heads) for task in TASKS[::-1]}
+    listed = "; ".join(f"of a {task_type(task).noun}: {', '.join(heads)}" for task, heads in kinds.items())
+    text = f"what predicts from the features, {listed}; laplace is the paper's (default: the first)"
+    group.add_argument("--head", choices=sum(kinds.values(), ()), help=text)
+    _add_rate(group, "--alpha", "false-alarm rate of the OOD decision")
+    _add_rate(group, "--coverage", "coverage of the prediction sets, or of a regression's intervals")
+    _add_rate(group, "--risk", "error rate that images below the ambiguity threshold keep, with 95 %% confidence")
+    text = "width above which an interval makes a number uncertain, in its unit, of a regression (default: no limit)"
+    group.add_argument("--max-width", type=arguments.positive_number, metavar="WIDTH", help=text)
+    text = (
+        "keep thumbnails of N training images, some of each class, to show what an image is nearest to (default: none)"
+    )
+    group.add_argument("--keep-examples", type=arguments.positive, metavar="N", help=text)
+
+
+def _add_method_flags(group: _Group) -> None:
     group.add_argument("--layer", default="auto", metavar="NAME", help="candidate layer, or auto (default)")
     group.add_argument("--layers", metavar="REGEX", help="measure only layers whose name matches")
     _add_choice(group, "--granularity", GRANULARITIES, "which modules are layers; operations is the paper's")
@@ -117,25 +148,10 @@ def _add_method_flags(group: _Group) -> None:
     text = "what measures how typical an image is; gda is the paper's"
     _add_choice(group, "--density", tuple(DENSITIES), text)
     _add_number(group, "--pca", "dimension the density works in")
-    kinds = {task: tuple(task_type(task).heads) for task in TASKS[::-1]}
-    listed = "; ".join(f"of a {task_type(task).noun}: {', '.join(heads)}" for task, heads in kinds.items())
-    text = f"what predicts from the features, {listed}; laplace is the paper's (default: the first)"
-    group.add_argument("--head", choices=sum(kinds.values(), ()), help=text)
     text = "what a classifier's head reads: z and the layer's features averaged over positions, or z, as in the paper"
     _add_choice(group, "--head-input", HEAD_INPUTS, text)
-    text = "auto: the better on validation images; psc: the head's; base: the network's own, divided by a temperature"
-    _add_choice(group, "--predictions", PREDICTIONS, text)
-    _add_rate(group, "--alpha", "false-alarm rate of the OOD decision")
     text = "what the OOD decision ranks: texture, kind and confidence together, or the density alone, as in the paper"
     _add_choice(group, "--ood-score", OOD_SCORES, text)
-    _add_rate(group, "--coverage", "coverage of the prediction sets, or of a regression's intervals")
-    _add_rate(group, "--risk", "error rate that images below the ambiguity threshold keep, with 95 %% confidence")
-    text = "width above which an interval makes a number uncertain, in its unit, of a regression (default: no limit)"
-    group.add_argument("--max-width", type=arguments.positive_number, metavar="WIDTH", help=text)
-    text = (
-        "keep thumbnails of N training images, some of each class, to show what an image is nearest to (default: none)"
-    )
-    group.add_argument("--keep-examples", type=arguments.positive, metavar="N", help=text)
 
 
 def _add_run_flags(group: _Group) -> None:
@@ -155,18 +171,11 @@ def _add_run_flags(group: _Group) -> None:
     text = f"{text} (default: {MAX_BAD_IMAGES})"
     group.add_argument("--max-bad-images", type=arguments.whole, default=MAX_BAD_IMAGES, metavar="N", help=text)
     group.add_argument("--distributed", action="store_true", help="be one of the processes that torchrun started")
-    text = "write no report; it holds pictures of training and validation images, or their numbers"
-    group.add_argument("--no-report", action="store_true", help=text)
     text = "fit on a few images only, write nothing, and say how long and how much memory a fit on all of them takes"
     group.add_argument("--dry-run", action="store_true", help=text)
     group.add_argument("--fresh", action="store_true", help="ignore the checkpoint of an interrupted run")
     text = "splits the validation images and seeds the head (default: 0)"
     group.add_argument("--seed", type=arguments.seed, default=0, metavar="N", help=text)
-    group.add_argument("--name", help="model name (default: the name of --out)")
-    group.add_argument("--out", type=Path, required=True, metavar="DIR", help="bundle to write")
-    text = "store the network as an ONNX graph, which a server loads without its code; always so of hf: and onnx:"
-    group.add_argument("--graph", action="store_true", help=text)
-    group.add_argument("--overwrite", action="store_true", help="replace the bundle that --out holds, and its report")
 
 
 def _add_number(group: _Group, flag: str, text: str) -> None:
