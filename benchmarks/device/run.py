@@ -104,9 +104,10 @@ def parts(pipeline: Pipeline, images: Tensor, device: torch.device) -> dict[str,
                 return p.backbone(inputs)[0]
 
         given = features()
-        layers, early = (given, []) if p.texture is None else (given[:-1], given[-1:])
+        layers, early = given[: len(p.projection.positions)], given[-1:]
         z = p.projection(layers)
-        scored = p.score(p.embed(images))
+        embedding = p.embed(images)
+        scored = p.score(embedding)
 
     def densities() -> None:
         p.density(average_positions(layers) if p.density.input_kind == "pooled" else z)
@@ -122,7 +123,7 @@ def parts(pipeline: Pipeline, images: Tensor, device: torch.device) -> dict[str,
         "backbone": features,
         "projection": lambda: p.projection(layers),
         "density": densities,
-        "head": lambda: p.head(z),
+        "head": lambda: p.head(embedding.head_input),
         "pack": packed,
     }
 

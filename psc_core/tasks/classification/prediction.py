@@ -29,7 +29,7 @@ class Prediction(BasePrediction):
         >>> prediction
         Prediction for 1 image: 1 accept
            label  confidence  entropy  log density  p-value  decision
-        0      7       1.000    0.001      1131.69   0.8958    accept
+        0      7       1.000    0.001      1147.28   0.8925    accept
     """
 
     answer = ImagePrediction

@@ -18,8 +18,7 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 
 from psc_core import PRESETS, PSC, open_dataset
-from psc_core.model.pipeline import Pipeline, Scorer
-from psc_core.network.backbone import Backbone, truncate
+from psc_core.network.backbone import truncate
 from psc_core.network.cut import cut_graph
 from psc_core.network.fuse import fuse
 
@@ -306,16 +305,9 @@ def images(data_root: Path, name: str) -> Tensor:
     ).images
 
 
-def pipeline_with(psc: PSC, backbone: Backbone, precision: str) -> Pipeline:
-    """The pipeline of ``psc`` with another backbone."""
-    own = psc.pipeline.scorer
-    scorer = Scorer(psc.preprocess, backbone, own.projection, own.density, own.head, precision, own.texture)
-    return Pipeline(scorer, psc.calibration.ood_scores, psc.pipeline.gates)
-
-
 @pytest.mark.parametrize("name", ["mnist", "ambiguous-mnist", "fashion-mnist"])
 def test_shipped_bundle_equals_unfused(psc: PSC, data_root: Path, name: str) -> None:
-    plain = pipeline_with(psc, psc.backbone, "fp32")
+    plain = psc.pipeline.with_backbone(psc.backbone, "fp32")
     with torch.inference_mode():
         got, expected = (psc.outputs(p(images(data_root, name))) for p in (psc.pipeline, plain))
     torch.testing.assert_close(got.probabilities, expected.probabilities, atol=1e-5, rtol=0)
@@ -328,7 +320,7 @@ def test_shipped_bundle_equals_unfused(psc: PSC, data_root: Path, name: str) -> 
 @pytest.mark.parametrize("onednn", [False, True])
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
 def test_bf16_decisions_match_fp32(psc: PSC, data_root: Path, name: str, onednn: bool) -> None:
-    half = pipeline_with(psc, psc.backbone.fused("bf16"), "bf16")
+    half = psc.pipeline.with_backbone(psc.backbone.fused("bf16"), "bf16")
     with torch.inference_mode(), torch.backends.mkldnn.flags(enabled=onednn):
         exact, got = (psc.outputs(p(images(data_root, name))) for p in (psc.pipeline, half))
     assert float((exact.probabilities - got.probabilities).abs().max()) < 0.05
