@@ -1,1 +1,1 @@
-"""The command lines ``psc-fit``, ``psc-eval`` and ``psc-score``."""
+"""The command lines, one a module."""
