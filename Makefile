@@ -9,7 +9,7 @@ CPU    ?=
 PIP    := $(BIN)/pip install --disable-pip-version-check --constraint requirements.lock \
           $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cpu)
 
-.PHONY: serve test test-quick check lint types layers docs workflows nightly attack soak audit sbom gpu bench bench-more paper clean
+.PHONY: serve test test-quick check lint types layers docs rules workflows nightly attack soak audit sbom gpu bench bench-more paper clean
 
 serve: $(VENV)/.serve           ## set up everything and serve the shipped bundle on http://127.0.0.1:8000
 	$(BIN)/psc-serve --bundle $(BUNDLE) --port $(PORT)
@@ -37,6 +37,11 @@ layers: $(VENV)/.dev
 
 docs: $(VENV)/.dev              ## the documentation site, in site/
 	$(BIN)/mkdocs build
+
+OPERATOR := deploy/kustomize/overlays/prometheus-operator
+
+rules: deploy/alerts.yml        ## the alert rules as a resource of the Prometheus operator, for its overlay
+	{ printf 'apiVersion: monitoring.coreos.com/v1\nkind: PrometheusRule\nmetadata:\n  name: psc\nspec:\n'; sed 's/^/  /' $<; } > $(OPERATOR)/rules.yaml
 
 workflows: $(VENV)/.dev         ## actionlint over the hosted CI; installing it asks GitHub
 	$(PIP) --quiet --editable '.[workflows]'
@@ -71,7 +76,7 @@ paper: $(VENV)/.bench           ## the paper's tables and the OOD comparison, CP
 	$(BIN)/python -m benchmarks.ood.run --scale cpu --data $(PSC_DATA)
 	$(BIN)/python -m benchmarks.report
 
-# In parts of at most eight minutes each, named in CONTRIBUTING.md; PART= runs all of them.
+# In parts of at most eight minutes each, named in benchmarks/README.md; PART= runs all of them.
 # RUN=python3 uses an environment that is there already; DEVICE=cpu is a rehearsal without a GPU.
 PART   ?= smoke tests
 DEVICE ?= cuda

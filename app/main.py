@@ -18,7 +18,7 @@ from app.http.middleware.limits import RequestLimits
 from app.http.middleware.problems import ProblemResponses
 from app.http.middleware.telemetry import Telemetry
 from app.http.openapi import Application
-from app.http.routes import feedback, live, model, operations, page, predict, unjudged
+from app.http.routes import feedback, live, model, operations, page, predict, review
 from app.http.v2 import repository
 from app.http.v2 import routes as v2
 from app.http.v2.schemas import HEADER
@@ -130,7 +130,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         app.include_router(routes.router)
     if service.log is not None:
         app.include_router(feedback.router)
-        app.include_router(unjudged.router)
+        app.include_router(review.router)
     if service.settings.grpc_port is not None:
         check_installed()
         from app.grpc import methods

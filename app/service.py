@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from starlette.requests import Request
@@ -58,6 +59,8 @@ class Service:
         memory: The bytes that requests may hold.
         log: Of predictions; None where there is none.
         registry: The models.
+        parser: The thread that parses large bodies, one at a time.
+        searcher: The thread that searches the log, once at a time.
         exit_code: The code with which the process should end.
         exit_message: Why, one line.
         inflight: Requests being answered.
@@ -87,6 +90,8 @@ class Service:
             retire_within_s=settings.deadline_seconds,
             on_models_changed=host.models_changed,
         )
+        self.parser = ThreadPoolExecutor(1, "psc-parse")  # Each starts its thread with its first work.
+        self.searcher = ThreadPoolExecutor(1, "psc-feedback")
         self.exit_code: int = ExitCode.OK
         self.exit_message = ""
         self.inflight = 0
@@ -158,6 +163,8 @@ class Service:
         await self.registry.close(within_s=self.drain_seconds_left())
         if self.log is not None:
             await self.log.close(within_s=self.drain_seconds_left())
+        for pool in (self.parser, self.searcher):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def reload(self, name: str | None) -> list[tuple[str, str, str]]:
         """Reload one bundle or all for a request and tell the host; see :meth:`.Registry.reload`."""

@@ -238,10 +238,11 @@ class SecondReader:
         half = calibration["residuals"][math.ceil((n + 1) * policy["coverage"] - 1e-9) - 1] * np.hypot(
             aleatoric, epistemic
         )
-        uncertain = np.zeros(len(z), bool) if policy["max_width"] is None else 2 * half > policy["max_width"]
+        interval = np.stack([mean - half, mean + half], axis=1).astype(np.float32)
+        width = interval[:, 1] - interval[:, 0]
+        uncertain = np.zeros(len(z), bool) if policy["max_width"] is None else width > policy["max_width"]
         decision = ["abstain_ood" if o else "abstain_uncertain" if u else "accept"
                     for o, u in zip(p_value <= policy["alpha"], uncertain, strict=True)]  # fmt: skip
-        interval = np.stack([mean - half, mean + half], axis=1)
         return ValueAnswer(log_density, p_value, mean, aleatoric, epistemic, interval, decision)
 
     def answer(self, features: list[Array], logits: Array | None = None) -> Answer:

@@ -29,6 +29,7 @@ from app.client import (
     Refused,
     ServerFailed,
 )
+from psc_core.arguments import positive, positive_number
 from psc_core.errors import ExitCode
 from psc_core.images import SUFFIXES
 from psc_core.tables import aligned
@@ -96,12 +97,10 @@ def parser(environment: Mapping[str, str] | None = None) -> argparse.ArgumentPar
     text = "keep the images out of the service's drift and metrics: a test, no part of the stream"
     cli.add_argument("--no-monitor", action="store_true", help=text)
     cli.add_argument("--json", action="store_true", help="print one JSON object a line instead of a table")
-    cli.add_argument(
-        "--batch-size", type=_positive_int, default=32, metavar="N", help="images per request (default: 32)"
-    )
+    cli.add_argument("--batch-size", type=positive, default=32, metavar="N", help="images per request (default: 32)")
     cli.add_argument(
         "--timeout",
-        type=_positive_float,
+        type=positive_number,
         default=60.0,
         metavar="SECONDS",
         help="longest time without an answer (default: 60)",
@@ -169,8 +168,10 @@ def _batch(ask: Callable[[Sequence[str]], Response], images: Sequence[str]) -> l
         at = error.index
         if at is not None and at < len(images):
             return [*_batch(ask, images[:at]), error, *_batch(ask, images[at + 1 :])]
-        if not (isinstance(error, Refused) and error.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE and len(images) > 1):
+        if not (isinstance(error, Refused) and error.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE):
             raise
+        if len(images) == 1:
+            return [error]
         half = len(images) // 2
         return [*_batch(ask, images[:half]), *_batch(ask, images[half:])]
 
@@ -216,22 +217,6 @@ def _print_table(rows: Sequence[tuple[str, Mapping[str, str] | ClientError]]) ->
     print(head)
     for line, (_, cells) in zip(lines, rows, strict=True):
         print(f"{line:<{names}}  error: {cells}" if isinstance(cells, ClientError) else line)
-
-
-def _positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
-    return int(text)
-
-
-def _positive_float(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
-    return value
 
 
 if __name__ == "__main__":

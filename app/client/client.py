@@ -312,7 +312,7 @@ class Client(_Base):
 
         Raises:
             ClientError: See its subclasses.
-            TypeError: An option that there is none of.
+            TypeError: An unknown option.
         """
         return _expect(PredictResponse, self.ask(images, **_known(options, ClassOptions)))
 

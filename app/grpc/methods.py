@@ -53,10 +53,10 @@ def parsed(body: bytes, method: str) -> Any:
 async def _infer(request: Request) -> Response:
     service = service_to_predict(request)
     body = await read_body(request, service.settings.upload_seconds)
-    message = await parse(body, parsed, body, "ModelInfer")
+    message = await parse(service.parser, body, parsed, body, "ModelInfer")
     name, version = message.model_name, message.model_version or None
     find_model(service, name, version).engine.check_room()
-    wanted, binary = await parse(body, tensor_of, message)
+    wanted, binary = await parse(service.parser, body, tensor_of, message)
     answer = await infer(service, name, version, Received(wanted, binary, body), request.receive)
     model = answer.served
     response = METHODS["ModelInfer"][1](model_name=model.name, model_version=model.model.version, id=message.id)

@@ -139,6 +139,7 @@ class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
             raise
         except Exception:
             logger.exception("a call failed")
+            start["status"] = 500  # It may have begun to answer.
             body.clear()
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in start.get("headers", ())]
         context.set_trailing_metadata([each for each in headers if each[0] in ("retry-after", "traceresponse")])

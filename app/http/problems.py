@@ -92,7 +92,7 @@ TABLE: Final[Mapping[type[PSCError], tuple[int, str, str]]] = {
     UnsupportedImage: (415, "unsupported-image", "Unsupported image format"),
     UndecodableImage: (422, "undecodable-image", "Image cannot be decoded"),
     UnattainableAlpha: (422, "unattainable-alpha", "Alpha below the smallest p-value"),
-    UnavailableMap: (422, "no-map", "No map to be had"),
+    UnavailableMap: (422, "no-map", "No map available"),
     UnusableLabel: (422, "unusable-label", "No label of the model"),
     BundleError: (422, "bad-bundle", "The bundle cannot be used"),
     QueueFull: (429, "queue-full", "The queue is full"),

@@ -10,7 +10,7 @@ import asyncio
 import binascii
 import reprlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -37,9 +37,6 @@ _INLINE_BYTES: Final = 256 * 1024
 _MAX_PARAMETERS: Final = 16
 """Maximum parameters of a part's ``Content-Disposition``, or semicolons in its file name."""
 
-_PARSER: Final = ThreadPoolExecutor(1, "psc-parse")
-"""Starts its thread with the first large body."""
-
 _FORMS: Final = "multipart/form-data with the field 'images', application/json, or image/*"
 
 
@@ -52,8 +49,8 @@ class UploadLimits:
     seconds: float
 
 
-async def read_images(request: Request, limits: UploadLimits) -> list[EncodedImage]:
-    """The images of a request, at least one.
+async def read_images(request: Request, limits: UploadLimits, parser: Executor) -> list[EncodedImage]:
+    """The images of a request, at least one; a large JSON document is parsed by ``parser``.
 
     Raises:
         UnsupportedMedia: The content type is none of the three forms.
@@ -71,7 +68,7 @@ async def read_images(request: Request, limits: UploadLimits) -> list[EncodedIma
         return [EncodedImage(image)]
     if media == "application/json":
         body = await read_json_body(request, limits.seconds)
-        return await parse(body, parse_json, body, limits.max_images)
+        return await parse(parser, body, parse_json, body, limits.max_images)
     if media == "multipart/form-data":
         return await _read_multipart(content_type, request, limits)
     got = repr(media) if media else "no content type"
@@ -109,11 +106,11 @@ async def read_json_body(request: Request, seconds: float) -> bytes:
     return b"".join(pieces)
 
 
-async def parse(body: bytes, work: Callable[..., Parsed], *arguments: Any) -> Parsed:
-    """``work(*arguments)``; of a large body on a thread, one at a time, so that the event loop has its turn between."""
+async def parse(parser: Executor, body: bytes, work: Callable[..., Parsed], *arguments: Any) -> Parsed:
+    """``work(*arguments)``; of a large body by ``parser``, so that the event loop has its turn between."""
     if len(body) <= _INLINE_BYTES:
         return work(*arguments)
-    return await asyncio.get_running_loop().run_in_executor(_PARSER, work, *arguments)
+    return await asyncio.get_running_loop().run_in_executor(parser, work, *arguments)
 
 
 async def _read(request: Request, take: Callable[[bytes], Any], seconds: float) -> None:

@@ -136,7 +136,7 @@ class Batcher:
             NotReady: Closed.
         """
         self.check(count, now=now, deadline=deadline)
-        request = QueuedRequest(count, deadline, now + _WAIT_FRACTION * (deadline - now), kind, waiter, queued_at=now)
+        request = QueuedRequest(count, now, deadline, now + _WAIT_FRACTION * (deadline - now), kind, waiter)
         self._live[request] = None
         self._rings.setdefault(kind, _Ring()).n_coming += 1
         self.pending += count
@@ -146,7 +146,7 @@ class Batcher:
         """Queue a reserved request; ``False`` when it has finished already (cancelled, expired)."""
         if request.state is not State.RESERVED:
             return False
-        self._gaps.add(1, request.queued_at, now)
+        self._gaps.add(1, request.admitted_at, now)
         request.state = State.QUEUED
         request.images = images
         request.queued_at = now
@@ -275,8 +275,7 @@ class Batcher:
         return DeviceBatch(kind, slices, self.max_batch - room, now) if slices else None
 
     def _expire(self, request: QueuedRequest) -> None:
-        # Of the time to the deadline this much lies after ``urgent_at``; the time of admission is not kept.
-        seconds = (request.deadline - request.urgent_at) / (1 - _WAIT_FRACTION)
+        seconds = request.deadline - request.admitted_at
         self._finish(request, DeadlineExceeded(f"deadline exceeded after {seconds:.3g} s; try again"))
 
     def _finish(self, request: QueuedRequest, error: Exception | None) -> None:

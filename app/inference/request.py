@@ -58,8 +58,10 @@ class QueuedRequest:
     """One request's images on their way through the device."""
 
     count: int
+    admitted_at: float
+    """The time at which it was reserved, seconds of the batcher's clock."""
     deadline: float
-    """The time at which the result must be there, seconds of the batcher's clock."""
+    """The time at which the result must be there."""
     urgent_at: float
     """The time from which it keeps its turn until all of its images are taken."""
     kind: RequestKind
@@ -73,7 +75,7 @@ class QueuedRequest:
     """Images handed out in batches so far."""
     n_done: int = 0
     queued_at: float = 0.0
-    """The time at which its images were there; while it is reserved, of its admission."""
+    """The time at which its images were there."""
     results: dict[int, Result] = field(default_factory=dict)
     """The results of the images completed so far, by the first image of each slice."""
     error: Exception | None = None

@@ -1,4 +1,4 @@
-"""The images of the log that people judge, and their verdicts, checked against rows and written to its labels."""
+"""The images of the log that people review, and their verdicts, checked against rows and written to its labels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from psc_core.log.models import LoggedModel, read_model
 from psc_core.log.rows import find_row
 from psc_core.log.schema import SHA256
 from psc_core.log.source import open_image
-from psc_core.log.unjudged import Unjudged
+from psc_core.log.unreviewed import Unreviewed
 
 _FLUSH_SECONDS: Final = 5.0
 """Seconds that a search waits until what the writer holds is written, and that it then goes on for."""
@@ -50,7 +50,7 @@ def give(writer: LogWriter, label: Label) -> Label:
     return checked
 
 
-def to_judge(writer: LogWriter, limit: int) -> tuple[list[Unjudged], dict[str, LoggedModel]]:
+def to_review(writer: LogWriter, limit: int) -> tuple[list[Unreviewed], dict[str, LoggedModel]]:
     """Return the newest stored images that were not accepted and have no verdict, and the bundles that they are of.
 
     Call it on a thread.
@@ -64,7 +64,7 @@ def to_judge(writer: LogWriter, limit: int) -> tuple[list[Unjudged], dict[str, L
     """
     writer.flush(_FLUSH_SECONDS)
     try:
-        found = writer.unjudged.newest(limit=limit, seconds=_FLUSH_SECONDS)
+        found = writer.unreviewed.newest(limit=limit, seconds=_FLUSH_SECONDS)
         versions = {each.row["bundle_version"] for each in found}
         return found, {version: read_model(writer.log, version) for version in sorted(versions)}
     except (OSError, DataError) as error:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from psc_core.log.erase import prune
 from psc_core.log.models import LoggedModel
 from psc_core.log.schema import model_path, rows_path
 from psc_core.log.store import Log
-from psc_core.log.unjudged import UnjudgedImages
+from psc_core.log.unreviewed import UnreviewedImages
 from psc_core.model.base import FittedModel
 from psc_core.tasks.outputs import FloatArray, Outputs
 
@@ -40,6 +40,8 @@ _MAX_ROWS: Final = 50_000
 _PRUNE_SECONDS: Final = 3600.0
 _QUIET_SECONDS: Final = 60.0
 
+Item = TypeVar("Item")
+
 
 class LogWriter:
     """Writes what models answer; :meth:`add` is called on the event loop, all else happens on a thread of its own.
@@ -51,12 +53,12 @@ class LogWriter:
 
     Attributes:
         log: The log.
-        unjudged: What it holds for people to judge.
+        unreviewed: What it holds for people to review.
     """
 
     def __init__(self, log: Log, settings: Settings, metrics: Metrics) -> None:
         self.log = log
-        self.unjudged = UnjudgedImages(log)
+        self.unreviewed = UnreviewedImages(log)
         self._settings = settings
         self._metrics = metrics
         self._waiting: deque[Waiting] = deque()
@@ -66,8 +68,8 @@ class LogWriter:
         self._given = 0
         self._known: set[Source] = set()
         self._wake = threading.Event()
-        self._flushed = threading.Event()
-        self._flush_now = self._closing = self._is_given_up = False
+        self._flushes: deque[threading.Event] = deque()
+        self._closing = self._is_given_up = False
         self._flush_at = self._prune_at = 0.0
         self._quiet_until = 0.0
         self._thread = threading.Thread(target=self._run, name="psc-log", daemon=True)
@@ -102,10 +104,9 @@ class LogWriter:
 
     def flush(self, within_s: float) -> bool:
         """Have what was added written now, and wait for it; returns whether it was done in time.  Not on the loop."""
-        self._flushed.clear()
-        self._flush_now = True
+        self._flushes.append(done := threading.Event())
         self._wake.set()
-        return self._flushed.wait(within_s)
+        return done.wait(within_s)
 
     async def close(self, *, within_s: float) -> None:
         """Write what is held and end the thread; what is not written after ``within_s`` seconds is dropped."""
@@ -117,7 +118,7 @@ class LogWriter:
         if self._thread.is_alive():
             self._is_given_up = True
             logger.error("the prediction log was not written within drain_seconds; its last rows are lost")
-            for waiting in self._take_all():
+            for waiting in _taken(self._waiting):
                 self._count_dropped(waiting)
             for rows in list(self._open.values()):
                 self._count("rows", rows.source, "dropped", len(rows))
@@ -128,19 +129,18 @@ class LogWriter:
             self._wake.wait(_TURN_SECONDS)
             self._wake.clear()
             # Read before what waits: nothing that was added before them is left out.
-            closing, flush_now = self._closing, self._flush_now
+            closing, flushes = self._closing, list(_taken(self._flushes))
             try:
-                self._turn(closing or flush_now)
+                self._turn(closing or bool(flushes))
             except Exception as error:  # A bug must not end the log, nor be silent.
                 logger.error("the prediction log failed", exc_info=error)
-            if flush_now:
-                self._flush_now = False
-                self._flushed.set()
+            for done in flushes:
+                done.set()
             if closing:
                 return
 
     def _turn(self, flush: bool) -> None:
-        for waiting in self._take_all():
+        for waiting in _taken(self._waiting):
             self._add_rows(waiting)
             self._flush_full()
         now = time.monotonic()
@@ -151,11 +151,6 @@ class LogWriter:
         if self._settings.log_days is not None and now >= self._prune_at:
             self._prune_at = now + _PRUNE_SECONDS
             self._prune(self._settings.log_days)
-
-    def _take_all(self) -> Iterator[Waiting]:
-        with suppress(IndexError):  # At the end another thread may take what is left.
-            while True:
-                yield self._waiting.popleft()
 
     def _add_rows(self, waiting: Waiting) -> None:
         source, key, kept = waiting.source, (waiting.source, day_of(waiting.time_us)), 0
@@ -249,3 +244,9 @@ class ModelLog:
         request_id = f"{trace.trace_id}-{trace.span_id}"
         row = Waiting(self.source, now, request_id, images, outputs, decisions, policy, is_monitored, size)
         self.writer.add(row)
+
+
+def _taken(queue: deque[Item]) -> Iterator[Item]:
+    with suppress(IndexError):  # At the end another thread may take what is left.
+        while True:
+            yield queue.popleft()

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy.typing as npt
 import torch
 
-from app.errors import MalformedRequest, UnattainableAlpha, UnavailableMap
+from app.errors import UnattainableAlpha, UnavailableMap
 from app.inference.backend import choose_backend
 from app.inference.batcher import Batcher
 from app.inference.decoder import Decoder, EncodedImage
@@ -71,25 +71,16 @@ class ServedModel:
         reference = {"name": self.name, "version": self.model.version, "layer": self.model.layer}
         return {"model": reference, **self.model.task.model_dump()}
 
-    def thresholds_with(self, **asked: float) -> Any:
-        """Return the thresholds with those that a request asks for in place of the policy's.
-
-        Args:
-            asked: Thresholds by name; options of the task may be among them, and change none.
+    def thresholds_with(self, **changes: float) -> Any:
+        """Return the thresholds with those that a request asks for, by name, in place of the policy's.
 
         Raises:
-            MalformedRequest: A name that models of this task do not have.
             UnattainableAlpha: The calibration images are too few for this alpha.
         """
-        task, policy = self.model.task, self.thresholds.policy
-        unknown = [name for name in asked if name not in {*task.policy.model_fields, *task.request_options}]
-        if unknown:
-            raise MalformedRequest(f"model {self.name!r} is a {task.noun}, which has no {unknown[0]}; leave it out")
-        changes = {name: value for name, value in asked.items() if name in task.policy.model_fields}
         if not changes:
             return self.thresholds
         try:
-            return self.model.calibration.thresholds(policy.model_copy(update=changes))
+            return self.model.calibration.thresholds(self.thresholds.policy.model_copy(update=changes))
         except UsageError as error:
             raise UnattainableAlpha(str(error)) from error
 

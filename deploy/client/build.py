@@ -21,6 +21,7 @@ MODULES = [
     "app.client.cli",
     "app.client.client",
     "app.client.errors",
+    "psc_core.arguments",
     "psc_core.errors",
     "psc_core.images",
     "psc_core.tables",

@@ -1,1 +1,1 @@
-"""The command lines, a module each: fit, evaluate, score, report, log, recalibrate and replay."""
+"""The command lines, one a module."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from psc_core import arguments
 from psc_core.cli import flags
 from psc_core.errors import UsageError
 from psc_core.report import FIGURES, PAGE
@@ -46,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     beside.add_argument("--val", metavar="DIR", help="validation images")
     flags.add_model_flags(cli)
     text = "images sent through the network at once (default: 256)"
-    cli.add_argument("--batch-images", type=flags.positive, default=256, help=text)
+    cli.add_argument("--batch-images", type=arguments.positive, default=256, help=text)
     cli.add_argument("--out", type=Path, metavar="DIR", help=f"write {', '.join(WRITTEN)} here")
     cli.add_argument("--overwrite", action="store_true", help="replace those that --out holds")
     return cli

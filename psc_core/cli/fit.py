@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from torch import nn
 
+from psc_core import arguments
 from psc_core.bundle.io import check_target
 from psc_core.bundle.manifest import MAX_NAME, check_network, check_text
 from psc_core.cli import flags, preprocessing
@@ -69,11 +70,14 @@ def parser() -> argparse.ArgumentParser:
     """The command line of ``psc-fit``."""
     description = "Fit uncertainty to a trained image classifier or regression, without retraining it."
     cli = flags.command("psc-fit", description, _EXAMPLE)
+    cli.usage = "%(prog)s --model SPEC [--weights FILE] --train DIR --val DIR --out DIR [flag ...]"
     _add_network_flags(cli.add_argument_group("network"))
     _add_data_flags(cli.add_argument_group("data"))
+    _add_bundle_flags(cli.add_argument_group("bundle"))
+    _add_answer_flags(cli.add_argument_group("answers"))
     preprocessing.add_flags(cli)
-    _add_method_flags(cli.add_argument_group("method"))
     _add_run_flags(cli.add_argument_group("run"))
+    _add_method_flags(cli.add_argument_group("method (the paper's settings and others, for comparisons)"))
     return cli
 
 
@@ -103,8 +107,36 @@ def _add_data_flags(group: _Group) -> None:
     group.add_argument("--unit", default="", help="of the numbers in the tables")
 
 
-def _add_method_flags(group: _Group) -> None:
+def _add_bundle_flags(group: _Group) -> None:
+    group.add_argument("--out", type=Path, required=True, metavar="DIR", help="bundle to write")
+    group.add_argument("--overwrite", action="store_true", help="replace the bundle that --out holds, and its report")
+    group.add_argument("--name", help="model name (default: the name of --out)")
+    text = "store the network as an ONNX graph, which a server loads without its code; always so of hf: and onnx:"
+    group.add_argument("--graph", action="store_true", help=text)
+    text = "write no report; it holds pictures of training and validation images, or their numbers"
+    group.add_argument("--no-report", action="store_true", help=text)
+
+
+def _add_answer_flags(group: _Group) -> None:
     _add_choice(group, "--task", TASKS[::-1], "what the network predicts: a class, or one number")
+    text = "auto: the better on validation images; psc: the head's; base: the network's own, divided by a temperature"
+    _add_choice(group, "--predictions", PREDICTIONS, text)
+    kinds = {task: tuple(task_type(task).heads) for task in TASKS[::-1]}
+    listed = "; ".join(f"of a {task_type(task).noun}: {', '.join(heads)}" for task, heads in kinds.items())
+    text = f"what predicts from the features, {listed}; laplace is the paper's (default: the first)"
+    group.add_argument("--head", choices=sum(kinds.values(), ()), help=text)
+    _add_rate(group, "--alpha", "false-alarm rate of the OOD decision")
+    _add_rate(group, "--coverage", "coverage of the prediction sets, or of a regression's intervals")
+    _add_rate(group, "--risk", "error rate that images below the ambiguity threshold keep, with 95 %% confidence")
+    text = "width above which an interval makes a number uncertain, in its unit, of a regression (default: no limit)"
+    group.add_argument("--max-width", type=arguments.positive_number, metavar="WIDTH", help=text)
+    text = (
+        "keep thumbnails of N training images, some of each class, to show what an image is nearest to (default: none)"
+    )
+    group.add_argument("--keep-examples", type=arguments.positive, metavar="N", help=text)
+
+
+def _add_method_flags(group: _Group) -> None:
     group.add_argument("--layer", default="auto", metavar="NAME", help="candidate layer, or auto (default)")
     group.add_argument("--layers", metavar="REGEX", help="measure only layers whose name matches")
     _add_choice(group, "--granularity", GRANULARITIES, "which modules are layers; operations is the paper's")
@@ -116,25 +148,10 @@ def _add_method_flags(group: _Group) -> None:
     text = "what measures how typical an image is; gda is the paper's"
     _add_choice(group, "--density", tuple(DENSITIES), text)
     _add_number(group, "--pca", "dimension the density works in")
-    kinds = {task: tuple(task_type(task).heads) for task in TASKS[::-1]}
-    listed = "; ".join(f"of a {task_type(task).noun}: {', '.join(heads)}" for task, heads in kinds.items())
-    text = f"what predicts from the features, {listed}; laplace is the paper's (default: the first)"
-    group.add_argument("--head", choices=sum(kinds.values(), ()), help=text)
     text = "what a classifier's head reads: z and the layer's features averaged over positions, or z, as in the paper"
     _add_choice(group, "--head-input", HEAD_INPUTS, text)
-    text = "auto: the better on validation images; psc: the head's; base: the network's own, divided by a temperature"
-    _add_choice(group, "--predictions", PREDICTIONS, text)
-    _add_rate(group, "--alpha", "false-alarm rate of the OOD decision")
     text = "what the OOD decision ranks: texture, kind and confidence together, or the density alone, as in the paper"
     _add_choice(group, "--ood-score", OOD_SCORES, text)
-    _add_rate(group, "--coverage", "coverage of the prediction sets, or of a regression's intervals")
-    _add_rate(group, "--risk", "error rate that images below the ambiguity threshold keep, with 95 %% confidence")
-    text = "width above which an interval makes a number uncertain, in its unit, of a regression (default: no limit)"
-    group.add_argument("--max-width", type=flags.positive_number, metavar="WIDTH", help=text)
-    text = (
-        "keep thumbnails of N training images, some of each class, to show what an image is nearest to (default: none)"
-    )
-    group.add_argument("--keep-examples", type=flags.positive, metavar="N", help=text)
 
 
 def _add_run_flags(group: _Group) -> None:
@@ -142,35 +159,28 @@ def _add_run_flags(group: _Group) -> None:
     _add_choice(group, "--precision", PRECISIONS, "of the network, while fitting and served")
     _add_number(group, "--batch-images", "images sent through the network at once")
     text = "fit on at most N training images, balanced over classes (default: all)"
-    group.add_argument("--max-images", type=flags.positive, metavar="N", help=text)
+    group.add_argument("--max-images", type=arguments.positive, metavar="N", help=text)
     budget = FitSettings.max_memory
     text = f"budget of one stage's statistics (default: {budget >> 30}G)"
-    group.add_argument("--max-memory", type=flags.byte_count, default=budget, metavar="SIZE", help=text)
+    group.add_argument("--max-memory", type=arguments.byte_count, default=budget, metavar="SIZE", help=text)
     text = "where decoded images are kept until the end, or off to decode them in every pass (default: the system's)"
     group.add_argument("--cache", metavar="DIR|off", help=text)
     text = (
         "leave out up to N images that cannot be decoded; with --cache off, finding them takes a pass more, and 0 none"
     )
     text = f"{text} (default: {MAX_BAD_IMAGES})"
-    group.add_argument("--max-bad-images", type=flags.whole, default=MAX_BAD_IMAGES, metavar="N", help=text)
+    group.add_argument("--max-bad-images", type=arguments.whole, default=MAX_BAD_IMAGES, metavar="N", help=text)
     group.add_argument("--distributed", action="store_true", help="be one of the processes that torchrun started")
-    text = "write no report; it holds pictures of training and validation images, or their numbers"
-    group.add_argument("--no-report", action="store_true", help=text)
     text = "fit on a few images only, write nothing, and say how long and how much memory a fit on all of them takes"
     group.add_argument("--dry-run", action="store_true", help=text)
     group.add_argument("--fresh", action="store_true", help="ignore the checkpoint of an interrupted run")
     text = "splits the validation images and seeds the head (default: 0)"
-    group.add_argument("--seed", type=flags.seed, default=0, metavar="N", help=text)
-    group.add_argument("--name", help="model name (default: the name of --out)")
-    group.add_argument("--out", type=Path, required=True, metavar="DIR", help="bundle to write")
-    text = "store the network as an ONNX graph, which a server loads without its code; always so of hf: and onnx:"
-    group.add_argument("--graph", action="store_true", help=text)
-    group.add_argument("--overwrite", action="store_true", help="replace the bundle that --out holds, and its report")
+    group.add_argument("--seed", type=arguments.seed, default=0, metavar="N", help=text)
 
 
 def _add_number(group: _Group, flag: str, text: str) -> None:
     default = _default_of(flag)
-    kind, shown = (flags.positive_or_auto, "auto") if default is None else (flags.positive, default)
+    kind, shown = (arguments.positive_or_auto, "auto") if default is None else (arguments.positive, default)
     metavar = "N|auto" if default is None else "N"
     group.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{text} (default: {shown})")
 
@@ -182,7 +192,7 @@ def _add_choice(group: _Group, flag: str, choices: Sequence[str], text: str) -> 
 
 def _add_rate(group: _Group, flag: str, text: str) -> None:
     default = _default_of(flag)
-    group.add_argument(flag, type=flags.open_unit_interval, default=default, help=f"{text} (default: {default})")
+    group.add_argument(flag, type=arguments.open_unit_interval, default=default, help=f"{text} (default: {default})")
 
 
 def _default_of(flag: str) -> Any:
@@ -206,7 +216,7 @@ def fit(args: argparse.Namespace) -> None:
     check_target(out)
     if len(name) > MAX_NAME:
         raise UsageError(f"expected a --name of at most {MAX_NAME} characters, got {len(name)}")
-    model_args = flags.key_values(args.model_arg)
+    model_args = arguments.key_values(args.model_arg)
     outputs = data.task.network_outputs(data.train.classes)
     recipe = Recipe(described.spec or args.model, outputs, {**described.model_args, **model_args})
     check_network(asdict(recipe))

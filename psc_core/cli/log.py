@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from psc_core import arguments
 from psc_core.cli import flags
 from psc_core.errors import UsageError
 
@@ -36,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--model", metavar="NAME", help="only of this one (default: all, in turn)")
     text = "only the audit slice, a fair sample: what psc-recalibrate takes"
     command.add_argument("--audit", action="store_true", help=text)
-    command.add_argument("--limit", type=flags.positive, default=200, metavar="N", help="of images (default: 200)")
+    command.add_argument("--limit", type=arguments.positive, default=200, metavar="N", help="of images (default: 200)")
     text = "before each image's path (default: Label Studio's /data/local-files/?d=, or the bucket)"
     command.add_argument("--images", metavar="PREFIX", help=text.replace("%", "%%"))
     command = add("import", import_labels, "add what people answered")
@@ -45,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     command = add("delete", delete, "remove an image: its file, its digest and path in all rows, its labels")
     command.add_argument("sha256", metavar="SHA256", help="of the file, as sha256sum prints it")
     command = add("prune", prune_log, "remove what is older than some days")
-    command.add_argument("--days", type=flags.positive, required=True, metavar="N", help="that are kept")
+    command.add_argument("--days", type=arguments.positive, required=True, metavar="N", help="that are kept")
     return cli
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter, ValidationError
 
-from psc_core.cli.flags import positive
+from psc_core.arguments import positive
 from psc_core.errors import UsageError, fault, needs
 from psc_core.images.preprocess import INTERPOLATIONS, PRESETS, Preprocess
 from psc_core.network.described.base import Aspect, Preparation

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from psc_core.arguments import open_unit_interval, positive_number
 from psc_core.cli import flags
 from psc_core.errors import UsageError
 
@@ -34,11 +35,11 @@ def parser() -> argparse.ArgumentParser:
         ("--coverage", "coverage of the prediction sets, or of a regression's intervals"),
         ("--risk", "error rate that images below the ambiguity threshold keep, of a classifier"),
     ):
-        cli.add_argument(name, type=flags.open_unit_interval, metavar="RATE", help=f"{text} (default: the bundle's)")
+        cli.add_argument(name, type=open_unit_interval, metavar="RATE", help=f"{text} (default: the bundle's)")
     text = (
         "width above which an interval makes a number uncertain, in its unit, of a regression (default: the bundle's)"
     )
-    cli.add_argument("--max-width", type=flags.positive_number, metavar="WIDTH", help=text)
+    cli.add_argument("--max-width", type=positive_number, metavar="WIDTH", help=text)
     text = "let judged images outside the slice extend the density, where made-up images say that nothing gets worse"
     cli.add_argument("--extend-density", action="store_true", help=text)
     flags.add_model_flags(cli)

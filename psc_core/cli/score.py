@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from psc_core import arguments
 from psc_core.cli import flags
 from psc_core.errors import UsageError
 from psc_core.scoring import TABLE_FORMATS
@@ -43,10 +44,10 @@ def parser() -> argparse.ArgumentParser:
     text = "folder of a grey PNG for each image, brighter is stranger: PART-ROW.png"
     cli.add_argument("--maps", type=Path, metavar="DIR", help=text)
     text = "images in a part, what an interruption can lose (default: 1024)"
-    cli.add_argument("--part-images", type=flags.positive, default=1024, metavar="N", help=text)
+    cli.add_argument("--part-images", type=arguments.positive, default=1024, metavar="N", help=text)
     text = "score on a Ray cluster with N actors, each with a GPU where there are any (extra psc[ray])"
-    cli.add_argument("--ray", type=flags.positive, metavar="N", help=text)
-    cli.add_argument("--threads", type=flags.positive, metavar="N", help="decode images (default: one per CPU)")
+    cli.add_argument("--ray", type=arguments.positive, metavar="N", help=text)
+    cli.add_argument("--threads", type=arguments.positive, metavar="N", help="decode images (default: one per CPU)")
     flags.add_model_flags(cli)
     return cli
 

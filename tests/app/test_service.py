@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from pathlib import Path
+
 import pytest
 
-from tests.app.support import running
+from tests.app.support import running, until
 
 pytestmark = pytest.mark.anyio
 
@@ -14,3 +18,11 @@ async def test_counters_start_at_zero() -> None:
         text = (await app.client.get("/metrics")).text
         assert 'psc_abstained_total{model="m",reason="ood"} 0.0' in text
         assert f'psc_predictions_total{{label="{app.model.classes[0]}",model="m"}} 0.0' in text
+
+
+async def test_threads_are_a_service_s_own_and_end_with_it(tmp_path: Path) -> None:
+    async with running(log=str(tmp_path)) as app, running(log=str(tmp_path)) as other:
+        pools = [app.service.parser, app.service.searcher, other.service.parser, other.service.searcher]
+        threads = {await asyncio.wrap_future(pool.submit(threading.current_thread)) for pool in pools}
+        assert len(threads) == 4
+    await until(lambda: not any(thread.is_alive() for thread in threads))

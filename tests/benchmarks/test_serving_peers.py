@@ -168,7 +168,8 @@ def test_servers_take_turns_and_failed_ones_are_left_out(tmp_path: Path, monkeyp
     assert len(found["rounds"]) == len(kept["bare"]) == 2 and set(found["rounds"][0]) == {"closed", "unloaded", "many"}
     turn = found["rounds"][0]
     assert turn["closed"]["statuses"].keys() == {"200"} and turn["closed"]["mean_batch"] == 2.0
-    assert turn["many"]["images_per_s"] > turn["many"]["requests_per_s"] and turn["closed"]["server_cpu_s"] >= 0
+    assert turn["many"]["images_per_s"] > turn["many"]["requests_per_s"]
+    assert "server_cpu_s" in turn["closed"]
     assert kept["slowest_peak"] == peers.slowest_peak({"fake": found}) > 0
     assert len(found["sweeps"][0]) >= 2
 

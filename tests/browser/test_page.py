@@ -22,6 +22,12 @@ from PIL import Image
 
 from psc_core.tasks import TASKS
 from psc_core.tasks.classification.policy import Policy
+from psc_core.tasks.outputs import Outputs
+from psc_core.tasks.regression.answer import DECISIONS
+from psc_core.tasks.regression.answer import SCORES as VALUE_SCORES
+from psc_core.tasks.regression.calibration import Thresholds
+from psc_core.tasks.regression.decide import decide
+from psc_core.tasks.regression.policy import ValuePolicy
 from tests.app.fakes import (
     FakeModel,
     FakePipeline,
@@ -322,19 +328,45 @@ def test_sliders_decide_as_the_service_does(page: Driver, files: dict[str, Path]
     assert verdict(page, "clear.png") == "accept"
 
 
+def decided(page: Driver, predictions: list[Any], policies: list[Any], model: Any) -> list[str]:
+    """What the page decides on each prediction under the policy beside it."""
+    found: list[str] = page.execute_async_script(
+        "const [predictions, policies, model, done] = arguments; import('./page/decide.js').then("
+        "({decide}) => done(predictions.map((each, index) => decide(each, policies[index], model))));",
+        predictions,
+        policies,
+        {**model, "calibration": {"images": 99}},
+    )
+    return found
+
+
+def shortest(numbers: np.ndarray[Any, Any]) -> list[float]:
+    """float32 numbers as the service writes them into JSON."""
+    return [float(np.format_float_positional(each)) for each in numbers]
+
+
 def test_rounds_at_a_threshold_as_the_service_does(page: Driver) -> None:
     entropies = np.random.default_rng(0).uniform(0, 2, 200).astype(np.float32)
-    shortest = [float(np.format_float_positional(each)) for each in entropies]
-    predictions = [{"ood_p_value": 1, "predictive_entropy": each} for each in shortest]
-    found = page.execute_async_script(
-        "const [predictions, limits, model, done] = arguments; import('./page/decide.js').then("
-        "({decide}) => done(predictions.map("
-        "(each, index) => decide(each, {alpha: 0.1, ambiguity_threshold: limits[index]}, model))));",
-        predictions,
-        entropies.astype(np.float64).tolist(),
-        {"task": "classification", "calibration": {"images": 99}},
-    )
-    assert set(found) == {"accept"}  # An entropy is not above itself.
+    predictions = [{"ood_p_value": 1, "predictive_entropy": each} for each in shortest(entropies)]
+    policies = [{"alpha": 0.1, "ambiguity_threshold": each} for each in entropies.astype(np.float64).tolist()]
+    assert set(decided(page, predictions, policies, {"task": "classification"})) == {"accept"}  # Not above itself.
+
+
+def test_measures_an_interval_as_the_service_does(page: Driver) -> None:
+    """A million is so large that rounding its ends moves the width by a third."""
+    rng = np.random.default_rng(0)
+    columns = np.zeros((200, len(VALUE_SCORES)), np.float32)
+    columns[:, VALUE_SCORES.index("mean")] = 1e6 + rng.uniform(0, 1e3, 200)
+    columns[:, VALUE_SCORES.index("aleatoric")] = rng.uniform(0.05, 0.2, 200)
+    columns[:, VALUE_SCORES.index("ood_p_value")] = 1
+    policy = ValuePolicy(alpha=0.1, max_width=0.25, coverage=0.9)
+    lower, upper, _, codes = decide(Outputs(columns, VALUE_SCORES, ()), Thresholds(policy, 0.1, 1.0))
+    predictions = [
+        {"ood_p_value": 1, "lower": low, "upper": high}
+        for low, high in zip(shortest(lower), shortest(upper), strict=True)
+    ]
+    found = decided(page, predictions, [policy.model_dump()] * 200, {"task": "regression"})
+    assert found == [DECISIONS[code] for code in codes] and len(set(found)) == 2
 
 
 def test_knows_every_task(page: Driver) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.conftest import ROOT
 from tests.deploy.test_files import DEFAULTS, last_stage, load, routes, settings_in
 from tests.deploy.tools import DEPLOY, checked, program
 
@@ -35,6 +37,15 @@ def base() -> Documents:
     return by_kind("\n---\n".join((BASE / name).read_text(encoding="utf-8") for name in names))
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of ``deploy/kustomize`` with what ``make rules`` writes."""
+    copy = tmp_path_factory.mktemp("checkout")
+    shutil.copytree(DEPLOY, copy / "deploy")
+    checked("make", "--silent", "--directory", copy, "--file", ROOT / "Makefile", "rules")
+    return copy / "deploy" / "kustomize"
+
+
 def pod_of(documents: Documents) -> tuple[dict[str, Any], dict[str, Any]]:
     """The pod's specification, and its one container."""
     spec = documents["Deployment"]["spec"]["template"]["spec"]
@@ -43,8 +54,8 @@ def pod_of(documents: Documents) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_every_overlay_renders_to_valid_documents(folder: Path, tmp_path: Path) -> None:
-    text = rendered(folder)
+def test_every_overlay_renders_to_valid_documents(folder: Path, made: Path, tmp_path: Path) -> None:
+    text = rendered(made / folder.relative_to(BASE.parent))
     file = tmp_path / "rendered.yaml"
     file.write_text(text, encoding="utf-8")
     out = checked(program("kubernetes-validate", "pip install kubernetes-validate"), "--strict", file)
@@ -113,8 +124,8 @@ def test_bundle_overlays_serve_the_bundle_they_bring(name: str) -> None:
         assert init["command"][-1] == str(path)
 
 
-def test_rules_of_the_operator_are_those_of_prometheus() -> None:
-    rules = yaml.safe_load((OVERLAYS / "prometheus-operator" / "rules.yaml").read_text(encoding="utf-8"))
+def test_rules_of_the_operator_are_those_of_prometheus(made: Path) -> None:
+    rules = by_kind(rendered(made / "overlays" / "prometheus-operator"))["PrometheusRule"]
     assert rules["spec"]["groups"] == load("deploy/alerts.yml")["groups"]
 
 

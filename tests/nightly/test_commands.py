@@ -34,9 +34,6 @@ ELSEWHERE: Final = {
     "kubectl": "needs a cluster; tests/deploy validates its files",
     "serve": "needs a Ray cluster; tests/app/test_ray_serve.py runs the same application",
     "pip": "installs from an index",
-    "debootstrap": "needs root and a mirror",
-    "container=$(buildah": "needs root",
-    "buildah": "needs root",
     **dict.fromkeys(("psc-log", "psc-recalibrate", "psc-replay", "ln", "kill"), "of tests/docs/test_recalibration.py"),
 }
 """First words of commands that are not run here, and why."""

@@ -74,9 +74,9 @@ const takes = async (name) => (await listed())["/predict"]?.post.parameters.some
 
 export const canMap = () => takes("map");
 
-export const canJudge = async () => "/feedback/images" in (await listed());
+export const canReview = async () => "/feedback/images" in (await listed());
 
-export async function getUnjudged() {
+export async function getUnreviewed() {
   return (await request("feedback/images", {}, FEEDBACK_KEY)).json();
 }
 

@@ -4,7 +4,7 @@ import { canMap, getExample, getExamples, getLive, getModel, predict, Problem, u
 import { decide } from "./decide.js";
 import { percent } from "./format.js";
 import { arrange, mark, newTile, reach, showFilters, showTile, sorted, step, visible } from "./grid.js";
-import { startJudging } from "./judge.js";
+import { startReview } from "./review.js";
 import { openPanel, showPanel } from "./panel.js";
 import { drawChart } from "./plots.js";
 import { chosen, showPolicy } from "./policy.js";
@@ -347,4 +347,4 @@ on("key-form", "submit", (event) => {
 });
 element("policy").open = matchMedia("(min-width: 48rem)").matches;
 modelLoading = loadModel();
-startJudging();
+startReview();

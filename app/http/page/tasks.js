@@ -56,7 +56,7 @@ const regression = {
   thresholdName: "Uncertain where wider than",
   abstention: "abstain_uncertain",
   unsure: "uncertain",
-  uncertainty: ({ lower, upper }) => upper - lower, // in the target's unit
+  uncertainty: ({ lower, upper }) => Math.fround(upper) - Math.fround(lower), // in the target's unit
   limit: (policy) => policy.max_width ?? Infinity,
   isOff: (limit) => limit === Infinity,
   lowest: 1, // step of the slider: a width of 0 is none

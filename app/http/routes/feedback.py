@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Concatenate, Final, Literal, ParamSpec, Self, TypeVar
@@ -22,9 +21,6 @@ from app.service import Service, service_of
 from psc_core.errors import fault
 from psc_core.log.labels import LABEL, Label
 from psc_core.tasks.answer import Document
-
-_LOOKUPS: Final = ThreadPoolExecutor(1, "psc-feedback")
-"""Starts its thread with the first search; a log is searched once at a time."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -111,6 +107,7 @@ async def searched(
         raise LogUnavailable("there is no prediction log; serve with --log")
     try:
         async with asyncio.timeout(seconds):
-            return await asyncio.get_running_loop().run_in_executor(_LOOKUPS, partial(work, log, *args, **kwargs))
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(service.searcher, partial(work, log, *args, **kwargs))
     except TimeoutError as error:
         raise DeadlineExceeded(f"the log was not searched within {seconds:g} s; try again") from error

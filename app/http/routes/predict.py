@@ -9,7 +9,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.errors import UnavailableMap
+from app.errors import MalformedRequest, UnavailableMap
 from app.http.disconnect import has_disconnected
 from app.http.openapi import IMAGES_BODY, responses
 from app.http.query import parse_query, query_parameters
@@ -99,15 +99,17 @@ async def _predict(request: Request, name: str | None) -> Response:
         raise UnavailableMap("a map is part of an explanation; ask for both, explain=true&map=true")
     registry.get(name).engine.check_room()
     limits = UploadLimits(settings.max_images_per_request, settings.max_fields, settings.upload_seconds)
-    images = await read_images(request, limits)
+    images = await read_images(request, limits, service.parser)
     served = registry.get(name)  # After the body: a reload may have swapped it meanwhile.
-    asked = query.model_dump(exclude_none=True, exclude={"explain", "map", "monitor"})
-    thresholds = served.thresholds_with(**asked)
+    task, options = served.model.task, query.model_dump(exclude_none=True, exclude={"explain", "map", "monitor"})
+    changes = {name: options.pop(name) for name in options.keys() & task.policy.model_fields}
+    if unknown := sorted(options.keys() - task.request_options):
+        raise MalformedRequest(f"model {served.name!r} is a {task.noun}, which has no {unknown[0]}; leave it out")
+    thresholds = served.thresholds_with(**changes)
     disconnected = partial(has_disconnected, request.receive)
     predicted = await served.predict(
         images, thresholds, disconnected=disconnected, kind=query.kind, monitor=query.monitor
     )
-    options = {option: asked[option] for option in served.model.task.request_options & asked.keys()}
     return Response(predict_response(served, thresholds.policy, predicted, **options), media_type="application/json")
 
 

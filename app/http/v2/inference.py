@@ -15,7 +15,7 @@ from app.http.uploads import parse
 from app.http.v2.schemas import InferRequest
 from app.http.v2.tensors import OutputTensor, images_of
 from app.inference.decoder import EncodedImage
-from app.inference.request import Images, RequestKind
+from app.inference.request import RequestKind
 from app.models.served import ServedModel
 from app.service import Service
 from psc_core.model.base import FittedModel
@@ -81,13 +81,13 @@ async def infer(service: Service, name: str, version: str | None, received: Rece
     Raises:
         PSCError: See :meth:`.ServedModel.predict` and :func:`.images_of`.
     """
-    served, wanted = find_model(service, name, version), received.wanted
-    images: Images | list[bytes] | None = None
-    while images is None or served is not find_model(service, name, version):  # A reload may swap it at every await.
-        served = find_model(service, name, version)
-        size, limit = served.model.preprocess.shape, service.settings.max_images_per_request
-        read = partial(images_of, wanted.inputs[0], received.binary, size, max_images=limit)
-        images = await parse(received.body, read)
+    served, wanted, limit = find_model(service, name, version), received.wanted, service.settings.max_images_per_request
+    while True:
+        read = partial(images_of, wanted.inputs[0], received.binary, served.model.preprocess.shape, max_images=limit)
+        images = await parse(service.parser, received.body, read)
+        before, served = served, find_model(service, name, version)
+        if served is before:  # Else a reload swapped it meanwhile.
+            break
     task, classes, gates = served.model.task, served.model.classes, served.model.gates
     as_binary = wanted.binary_outputs(outputs_of(served.model))
     unknown = [output for output in as_binary if output not in task.tensors and output != MAP]

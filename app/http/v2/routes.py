@@ -159,15 +159,15 @@ def _map_outputs(layer_map: LayerMap | None) -> list[TensorMetadata]:
 
 
 def is_model_ready(service: Service, name: str, version: str | None) -> bool:
-    """Return whether a model answers."""
-    registry = service.registry
-    reasons = service.reasons()
-    if name not in registry.names:
-        registry.get(name)
-    is_loaded = name not in reasons and name not in registry.unloaded
-    if version is not None and is_loaded:
-        find_model(service, name, version)
-    return is_loaded and "service" not in reasons
+    """Return whether a model answers.
+
+    Raises:
+        UnknownModel: There is none of this name and version.
+    """
+    if name in {*service.registry.unloaded, *service.registry.reasons()}:
+        return False
+    find_model(service, name, version)
+    return "service" not in service.reasons()
 
 
 def _readiness(request: Request, response: Response, name: str, version: str | None) -> ModelReadyDocument:
@@ -185,7 +185,7 @@ async def _infer(request: Request, name: str, version: str | None) -> Response:
     of_head = request.headers.get(HEADER)
     read = read_json_body if of_head is None else read_body
     body = await read(request, service.settings.upload_seconds)
-    wanted, binary = await parse(body, parse_request, body, of_head)
+    wanted, binary = await parse(service.parser, body, parse_request, body, of_head)
     answer = await infer_images(service, name, version, Received(wanted, binary, body), request.receive)
     head: dict[str, Any] = {"model_name": answer.served.name, "model_version": answer.served.model.version}
     head["parameters"] = {"alpha": answer.alpha}

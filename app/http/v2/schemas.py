@@ -13,7 +13,7 @@ from psc_core.tasks.policy import Alpha
 from psc_core.tasks.task import Datatype, task_types
 
 MAX_DIMENSIONS: Final = 8
-"""Most dimensions of an input; a list is refused at its first fault: a million take longer to say than to find."""
+"""Largest number of dimensions of an input; the first fault ends the check, as an error for each would be slow."""
 
 _NAMES: Final = (*dict.fromkeys(name for task in task_types() for name in task.tensors), MAP)
 

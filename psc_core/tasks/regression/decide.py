@@ -24,12 +24,12 @@ class Decisions(NamedTuple):
 
 
 def decide(outputs: Outputs[FloatArray], thresholds: Thresholds) -> Decisions:
-    """Apply thresholds to the outputs of n images."""
+    """Apply thresholds to the outputs of n images; an interval is as wide as its float32 ends are apart."""
     mean, half = outputs["mean"], thresholds.deviations * np.hypot(outputs["aleatoric"], outputs["epistemic"])
     lower, upper = (mean - half).astype(np.float32), (mean + half).astype(np.float32)
     is_ood = outputs["ood_p_value"] <= thresholds.ood_p_value
     decision = np.full(len(outputs), ACCEPT, np.int8)
     if thresholds.policy.max_width is not None:
-        decision[2 * half > thresholds.policy.max_width] = ABSTAIN_UNCERTAIN
+        decision[upper - lower > thresholds.policy.max_width] = ABSTAIN_UNCERTAIN
     decision[is_ood] = ABSTAIN_OOD
     return Decisions(lower, upper, is_ood, decision)

@@ -28,7 +28,7 @@ def files(tmp_path: Path) -> list[str]:
     return [str(tmp_path / name) for name in ("one.png", "two.png", "three.png")]
 
 
-@pytest.mark.parametrize(("flag", "kind"), [("--batch-size", "a positive integer"), ("--timeout", "a positive number")])
+@pytest.mark.parametrize(("flag", "kind"), [("--batch-size", "a positive integer"), ("--timeout", "a number above 0")])
 @pytest.mark.parametrize("value", ["0", "-1", "many", "nan"])
 def test_cli_flags_say_what_they_want(capsys: pytest.CaptureFixture[str], flag: str, kind: str, value: str) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -120,10 +120,21 @@ def test_an_absent_file_has_its_line(files: list[str], capsys: pytest.CaptureFix
 
 
 def test_a_batch_that_is_too_large_is_sent_in_halves(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    script = Script(problem(413), answer(1), problem(413), answer(1), problem(413))
-    assert run_cli(script, *files) == 2  # The third image is too large by itself.
-    assert "413" in capsys.readouterr().err
     assert run_cli(Script(problem(413), answer(1), answer(2)), *files) == 0
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[1:]] == ["accept"] * 3
+
+
+def test_an_image_that_is_too_large_by_itself_has_its_line(
+    files: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = Script(problem(413), answer(1), problem(413), problem(413), answer(1), answer(1))
+    assert run_cli(script, *files, files[0], "--batch-size", "3") == 2
+    output = capsys.readouterr()
+    lines = output.out.splitlines()[1:]
+    assert [line.split()[0] for line in lines] == [*files, files[0]]
+    assert [line.split()[-1] for line in (lines[0], lines[2], lines[3])] == ["accept"] * 3
+    assert lines[1].endswith("error: 413 Kind: what was wrong")
+    assert output.err == "psc-predict: 1 of the images could not be answered\n"
 
 
 def test_answers_are_kept_when_the_service_goes(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:

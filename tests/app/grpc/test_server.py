@@ -236,10 +236,14 @@ async def test_calls_are_counted_and_traced_as_requests() -> None:
 
 
 @pytest.mark.anyio
-async def test_what_fails_outside_the_routes_stays_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_what_fails_outside_the_routes_stays_inside(monkeypatch: pytest.MonkeyPatch, has_begun: bool) -> None:
     async with calling() as (_, client):
 
-        async def fail(*_: Any) -> None:
+        async def fail(_app: Any, _scope: Any, _receive: Any, send: Any) -> None:
+            if has_begun:
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+                await send({"type": "http.response.body", "body": b"half a mes", "more_body": True})
             raise RuntimeError("a secret")
 
         monkeypatch.setattr("app.http.middleware.problems.ProblemResponses.__call__", fail)

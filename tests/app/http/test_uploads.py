@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -51,7 +52,8 @@ def read(
         return messages.pop(0)
 
     scope = {"type": "http", "headers": [(b"content-type", media_type.encode())]}
-    return asyncio.run(read_images(Request(scope, receive), limits))
+    with ThreadPoolExecutor(1) as parser:
+        return asyncio.run(read_images(Request(scope, receive), limits, parser))
 
 
 names = st.none() | st.text("abc.é 7", min_size=1, max_size=8).map(str.strip).filter(bool)
@@ -152,7 +154,7 @@ def test_slow_body(media_type: str) -> None:
     limits = UploadLimits(max_images=10, max_fields=20, seconds=0.01)
     scope = {"type": "http", "headers": [(b"content-type", media_type.encode())]}
     with pytest.raises(SlowUpload, match=r"within 0\.01 s"):
-        asyncio.run(read_images(Request(scope, receive), limits))
+        asyncio.run(read_images(Request(scope, receive), limits, ThreadPoolExecutor(1)))
 
 
 def test_raw_body_is_not_copied() -> None:

@@ -124,6 +124,29 @@ async def test_bucket_that_hangs_delays_no_answer(tmp_path: Path, monkeypatch: p
     await until(lambda: not ours() - before)
 
 
+async def test_flush_is_not_done_when_the_one_before_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put, gate, hangs = Log.put, threading.Event(), threading.Event()
+
+    def hang(log: Log, name: str, data: Any, **options: Any) -> None:
+        hangs.set()
+        gate.wait(60)
+        put(log, name, data, **options)
+
+    async with running(log=str(tmp_path), log_flush_seconds=3600, log_audit=0) as app:
+        log = app.service.log
+        assert log is not None
+        monkeypatch.setattr(Log, "put", hang)
+        await send(app, 0)
+        assert not log.flush(0)
+        await until(hangs.is_set)
+        await send(app, 255)
+        second = asyncio.create_task(asyncio.to_thread(log.flush, 60))
+        await asyncio.sleep(0.1)  # So that it asks before the first is done; the other way round shows nothing.
+        gate.set()
+        assert await second
+        assert {row["label"] for row in rows_in(tmp_path)} == {"dark", "bright"}
+
+
 async def test_bug_in_the_thread_ends_neither_log_nor_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(log=str(tmp_path), log_flush_seconds=0.05, log_audit=0) as app:
         monkeypatch.setattr("app.log.rows.OpenRows.to_parquet", lambda _: 1 / 0)

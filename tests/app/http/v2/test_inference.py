@@ -41,8 +41,8 @@ async def test_reload_while_the_images_are_read(monkeypatch: pytest.MonkeyPatch,
         serve_next(app, FakeModel("v2", **colour))
         parse = inference.parse
 
-        async def reload_meanwhile(body: bytes, work: Any, *arguments: Any) -> Any:
-            found = await parse(body, work, *arguments)
+        async def reload_meanwhile(*arguments: Any) -> Any:
+            found = await parse(*arguments)
             if app.service.registry.get().model.version == "v1":
                 await app.service.registry.reload(None)
                 await asyncio.sleep(0.05)  # The old engine admits nothing any more.

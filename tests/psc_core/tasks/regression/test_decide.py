@@ -34,3 +34,17 @@ def test_the_policy_decides(limit: float | None, names: list[str]) -> None:
     assert decisions.lower.tolist() == [0.0, -24.0, -9.0, -199.0]
     assert decisions.upper.tolist() == [20.0, 16.0, 11.0, 201.0]
     assert decisions.is_ood.tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize(("mean", "deviation"), [(1e6, 0.1), (40.0, 2.5), (0.0, 1.0)])
+def test_an_interval_is_as_wide_as_its_ends_are_apart(mean: float, deviation: float) -> None:
+    """Whoever sees only the ends of an answer finds the same decision, however much rounding took off its width."""
+    rng = np.random.default_rng(0)
+    columns = np.zeros((500, len(SCORES)), np.float32)
+    columns[:, SCORES.index("mean")] = mean * (1 + rng.uniform(0, 1e-3, 500))
+    columns[:, SCORES.index("aleatoric")] = deviation * rng.uniform(0.9, 1.1, 500)
+    columns[:, SCORES.index("ood_p_value")] = 1
+    policy = ValuePolicy(alpha=0.05, max_width=float(np.float32(2 * deviation)), coverage=0.9)
+    lower, upper, _, decision = decide(Outputs(columns, SCORES, ()), Thresholds(policy, 0.05, 1.0))
+    assert (decision == (upper - lower > np.float32(2 * deviation))).all()
+    assert set(decision.tolist()) == {0, 1}

@@ -1,4 +1,4 @@
-"""``GET /feedback/images``: the last images that a model abstained from and nobody judged."""
+"""``GET /feedback/images``: the last images that a model abstained from and nobody reviewed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from starlette.responses import StreamingResponse
 from app.http.openapi import responses
 from app.http.routes.feedback import searched
 from app.http.schemas import ClassNames, PredictedNumber, TaskName
-from app.log.feedback import stored_image, to_judge
+from app.log.feedback import stored_image, to_review
 from app.service import service_of
 from psc_core.log.images import MEDIA_TYPES
 from psc_core.log.models import LoggedModel
 from psc_core.log.schema import IMAGE_PATH
-from psc_core.log.unjudged import Unjudged
+from psc_core.log.unreviewed import Unreviewed
 from psc_core.tasks.answer import Document
 
 MAX_IMAGES: Final = 50
@@ -35,7 +35,7 @@ _HEADERS: Final = {
 """Of a stored image: anybody may have sent it, and it may be erased."""
 
 
-class UnjudgedImage(Document):
+class ImageToReview(Document):
     """A stored image that was not accepted and has no verdict."""
 
     request_id: str
@@ -52,7 +52,7 @@ class UnjudgedImage(Document):
     gates: dict[str, float] = Field(description="p-value of each gate.")
 
 
-class JudgedModel(Document):
+class ReviewedModel(Document):
     """The verdicts that there may be on a bundle's images."""
 
     task: TaskName
@@ -60,29 +60,29 @@ class JudgedModel(Document):
     target: PredictedNumber
 
 
-class UnjudgedDocument(Document):
-    """Images for people to judge."""
+class ReviewDocument(Document):
+    """Images for people to review."""
 
-    images: list[UnjudgedImage] = Field(description="The newest first.")
-    models: dict[str, JudgedModel] = Field(description="By `bundle_version`.")
+    images: list[ImageToReview] = Field(description="The newest first.")
+    models: dict[str, ReviewedModel] = Field(description="By `bundle_version`.")
 
 
 router = APIRouter(tags=["feedback"])
 
 
-@router.get("/feedback/images", summary="Images to judge", responses=responses(400, 401, 403, 429, 503, 504))
+@router.get("/feedback/images", summary="Images to review", responses=responses(400, 401, 403, 429, 503, 504))
 async def images(
     request: Request,
     limit: Annotated[int, Query(ge=1, le=MAX_IMAGES, description="Largest number of images.")] = 12,
-) -> UnjudgedDocument:
-    """List the newest images of the prediction log that were stored, not accepted, and not judged.  Only with `--log`.
+) -> ReviewDocument:
+    """List the newest stored images of the prediction log that were not accepted and not reviewed.  Only with `--log`.
 
     A verdict on them is given to `POST /feedback`.
     """
     service = service_of(request)
     service.keys.check_feedback(request.headers)
-    found, models = await searched(service, to_judge, limit)
-    return UnjudgedDocument(
+    found, models = await searched(service, to_review, limit)
+    return ReviewDocument(
         images=[_image(each) for each in found], models={version: _model(each) for version, each in models.items()}
     )
 
@@ -111,10 +111,10 @@ def _blocks(file: Any) -> Iterator[bytes]:
             yield block
 
 
-def _image(found: Unjudged) -> UnjudgedImage:
+def _image(found: Unreviewed) -> ImageToReview:
     row = found.row
-    taken = {name: row[name] for name in UnjudgedImage.model_fields if name in row}
-    return UnjudgedImage(
+    taken = {name: row[name] for name in ImageToReview.model_fields if name in row}
+    return ImageToReview(
         **{
             **taken,
             "file": PurePosixPath(row[IMAGE_PATH]).name,
@@ -126,5 +126,5 @@ def _image(found: Unjudged) -> UnjudgedImage:
     )
 
 
-def _model(model: LoggedModel) -> JudgedModel:
-    return JudgedModel(task=model.task.name, classes=list(model.classes), target=model.task.number())
+def _model(model: LoggedModel) -> ReviewedModel:
+    return ReviewedModel(task=model.task.name, classes=list(model.classes), target=model.task.number())

@@ -1,4 +1,4 @@
-"""The last abstentions on the page in a real Chromium: shown to holders of a key, judged by mouse and by keyboard."""
+"""The last abstentions on the page in a real Chromium: shown to holders of a key, reviewed by mouse and by keyboard."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def look(driver: Driver, url: str, key: str = "reviewer", cases: int = 3) -> Non
     """Open the page and what waits for a verdict."""
     driver.get(url)
     driver.execute_script("sessionStorage.clear()")
-    until(find(driver, "#judge")[0].is_displayed)
-    find(driver, "#judge summary")[0].click()
-    until(find(driver, "#judge-key-form")[0].is_displayed)
-    find(driver, "#judge-key")[0].send_keys(key + ENTER)
+    until(find(driver, "#review")[0].is_displayed)
+    find(driver, "#review summary")[0].click()
+    until(find(driver, "#review-key-form")[0].is_displayed)
+    find(driver, "#review-key")[0].send_keys(key + ENTER)
     if cases:
         until(lambda: len(find(driver, ".case")) == cases)
 
@@ -73,11 +73,13 @@ def labels(log: Log) -> list[tuple[str, str | None, str]]:
 
 def test_a_person_judges_the_last_abstentions(driver: Driver, url: str, log: Log) -> None:
     look(driver, url, "wrong", cases=0)
-    until(lambda: says(driver, "#judge-status", "is not accepted"))
-    find(driver, "#judge-key")[0].send_keys("reviewer" + ENTER)
+    until(lambda: says(driver, "#review-status", "is not accepted"))
+    find(driver, "#review-key")[0].send_keys("reviewer" + ENTER)
     until(lambda: len(find(driver, ".case")) == 3)
     driver.get_log("browser")  # It complains about each 401.
-    assert text(driver, "#judge-status") == "0 of 3 judged." and not find(driver, "#judge-key-form")[0].is_displayed()
+    assert (
+        text(driver, "#review-status") == "0 of 3 reviewed." and not find(driver, "#review-key-form")[0].is_displayed()
+    )
     value, first, _ = find(driver, ".case")
     assert "? Uncertain guess: 100 %" in value.text and "The interval is wider than 14 %" in value.text
     assert "? Ambiguous guess: middle" in first.text and "a person should choose" in first.text
@@ -93,9 +95,9 @@ def test_a_person_judges_the_last_abstentions(driver: Driver, url: str, log: Log
     until(lambda: "✓ Cannot tell" in first.text)
     value.find_element("css selector", "input").send_keys("97.5")
     value.find_element("css selector", "[type=submit]").click()
-    until(lambda: text(driver, "#judge-status") == "2 of 3 judged.")
+    until(lambda: text(driver, "#review-status") == "2 of 3 reviewed.")
     assert labels(log) == [("label", "dark", "page"), ("cannot_tell", None, "page"), ("label", "97.5", "page")]
-    find(driver, "#judge-again")[0].click()
+    find(driver, "#review-again")[0].click()
     until(lambda: len(find(driver, ".case")) == 1)
     assert errors(driver) == []
 
@@ -113,31 +115,31 @@ def test_the_keyboard_is_enough(driver: Driver, url: str, log: Log) -> None:
     press(TAB)
     press(ENTER)
     until(lambda: len(labels(log)) == 2)
-    until(lambda: driver.switch_to.active_element.tag_name == "select" and says(driver, "#judge-status", "2 of 3"))
+    until(lambda: driver.switch_to.active_element.tag_name == "select" and says(driver, "#review-status", "2 of 3"))
     for _ in range(2):
         press(TAB)
     press(ENTER)
-    until(lambda: driver.switch_to.active_element.get_attribute("id") == "judge-again")
+    until(lambda: driver.switch_to.active_element.get_attribute("id") == "review-again")
     assert [each[:2] for each in labels(log)] == [("label", "90.0"), ("label", "bright"), ("none_of_the_classes", None)]
     press(ENTER)
-    until(lambda: text(driver, "#judge-status") == "No stored image waits for a verdict.")
+    until(lambda: text(driver, "#review-status") == "No stored image waits for a verdict.")
 
 
-def test_what_cannot_be_judged_says_why(driver: Driver, url: str, log: Log) -> None:
+def test_what_cannot_be_reviewed_says_why(driver: Driver, url: str, log: Log) -> None:
     look(driver, url)
     first = find(driver, ".case")[1]
     for name, _ in list(log.names("images")):
         erase(log, name.rsplit("/", 1)[1].split(".")[0])
     first.find_element("css selector", "[name=cannot_tell]").click()
     until(lambda: "was erased" in first.text)
-    assert text(driver, "#judge-status") == "0 of 3 judged."
+    assert text(driver, "#review-status") == "0 of 3 reviewed."
 
 
 def test_only_where_the_service_keeps_a_log(driver: Driver) -> None:
     with live_server({"m": FakeModel()}) as url:
         driver.get(url)
         until(lambda: "3 classes" in content(driver, "#model"))
-        assert not find(driver, "#judge")[0].is_displayed()
+        assert not find(driver, "#review")[0].is_displayed()
 
 
 @pytest.mark.parametrize("width", [390, 1280])
@@ -146,7 +148,7 @@ def test_can_be_read_and_used_everywhere(driver: Driver, url: str, scheme: str, 
     with wide(driver, width, scheme):
         look(driver, url)
         find(driver, ".case")[0].find_element("css selector", "[name=cannot_tell]").click()
-        until(lambda: text(driver, "#judge-status") == "1 of 3 judged.")
+        until(lambda: text(driver, "#review-status") == "1 of 3 reviewed.")
         found, inner = driver.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
         assert found <= inner == width
         assert all(each.rect["width"] <= width for each in find(driver, ".case, .case *"))

@@ -1,4 +1,4 @@
-"""``GET /feedback/images``: what was not accepted is shown to whoever gives feedback, until it is judged or erased."""
+"""``GET /feedback/images``: what was not accepted is shown to reviewers, until it is reviewed or erased."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.http.routes.unjudged import MAX_IMAGES
+from app.http.routes.review import MAX_IMAGES
 from psc_core.fitting.audit import images_of, judged_of
 from psc_core.log.erase import erase
 from psc_core.log.labels import joined, read_labels
@@ -35,7 +35,7 @@ def settings(folder: Path) -> dict[str, Any]:
     return {**KEYS, "log": str(folder), "log_images": "abstained", "log_audit": 0.0}
 
 
-async def test_images_are_shown_until_they_are_judged(tmp_path: Path) -> None:
+async def test_images_are_shown_until_they_are_reviewed(tmp_path: Path) -> None:
     gated: FittedModel = FakeModel(pipeline=FakePipelineWithGates(), gates=("texture", "kind"))
     models = {"m": gated, "v": FakeValueModel(version="w1")}
     async with running(models, **settings(tmp_path)) as app:

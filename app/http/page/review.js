@@ -1,6 +1,6 @@
 // The last images of the prediction log that were not accepted: a person with a key for feedback says what they show.
 
-import { canJudge, getStoredImage, getUnjudged, giveVerdict, useFeedbackKey } from "./api.js";
+import { canReview, getStoredImage, getUnreviewed, giveVerdict, useFeedbackKey } from "./api.js";
 import { DECISIONS } from "./decide.js";
 import { SMALL_PIXELS } from "./grid.js";
 import { taskOf } from "./tasks.js";
@@ -8,19 +8,19 @@ import { reason } from "./why.js";
 
 const WORDS = { none_of_the_classes: "None of the classes", cannot_tell: "Cannot tell" };
 const element = (id) => document.getElementById(id);
-const judge = element("judge");
+const review = element("review");
 const cases = element("cases");
 
-export async function startJudging() {
-  judge.hidden = !(await canJudge());
-  judge.addEventListener("toggle", () => {
-    if (judge.open) look();
+export async function startReview() {
+  review.hidden = !(await canReview());
+  review.addEventListener("toggle", () => {
+    if (review.open) look();
   });
-  element("judge-again").addEventListener("click", look);
-  element("judge-key-form").addEventListener("submit", (event) => {
+  element("review-again").addEventListener("click", look);
+  element("review-key-form").addEventListener("submit", (event) => {
     event.preventDefault();
-    useFeedbackKey(element("judge-key").value);
-    element("judge-key").value = "";
+    useFeedbackKey(element("review-key").value);
+    element("review-key").value = "";
     look();
   });
 }
@@ -28,14 +28,14 @@ export async function startJudging() {
 async function look() {
   say("Looking…");
   try {
-    const { images, models } = await getUnjudged();
-    element("judge-key-form").hidden = true;
+    const { images, models } = await getUnreviewed();
+    element("review-key-form").hidden = true;
     for (const picture of cases.querySelectorAll("img")) URL.revokeObjectURL(picture.src);
     cases.replaceChildren(...images.map((image, index) => newCase(image, models[image.bundle_version], index + 1)));
     if (images.length > 0) progress();
     else say("No stored image waits for a verdict.");
   } catch ({ status, message }) {
-    element("judge-key-form").hidden = status !== 401;
+    element("review-key-form").hidden = status !== 401;
     say(message);
   }
 }
@@ -84,10 +84,10 @@ const options = (names) => [new Option("choose a class", ""), ...names.map((name
 
 async function save(item, { request_id, image_index, image_sha256 }, verdict, words) {
   const note = item.querySelector(".saved");
-  const isFirst = !item.dataset.judged;
+  const isFirst = !item.dataset.reviewed;
   try {
     await giveVerdict({ request_id, image_index, image_sha256, ...verdict, source: "page" });
-    item.dataset.judged = "true";
+    item.dataset.reviewed = "true";
     delete note.dataset.decision;
     note.textContent = `✓ ${words}`;
     progress();
@@ -95,22 +95,22 @@ async function save(item, { request_id, image_index, image_sha256 }, verdict, wo
   } catch ({ message, status }) {
     note.dataset.decision = "error";
     note.textContent = `✕ ${message}`;
-    element("judge-key-form").hidden = status !== 401;
+    element("review-key-form").hidden = status !== 401;
   }
 }
 
 // What the keyboard goes on with: the next image without a verdict, from here on and then from the first.
 function next(item) {
-  const open = [...cases.children].filter((each) => !each.dataset.judged);
+  const open = [...cases.children].filter((each) => !each.dataset.reviewed);
   const after = open.find((each) => item.compareDocumentPosition(each) & Node.DOCUMENT_POSITION_FOLLOWING);
-  return (after ?? open[0])?.querySelector("select, input") ?? element("judge-again");
+  return (after ?? open[0])?.querySelector("select, input") ?? element("review-again");
 }
 
 function progress() {
-  const judged = cases.querySelectorAll("[data-judged]").length;
-  say(`${judged} of ${cases.children.length} judged.`);
+  const reviewed = cases.querySelectorAll("[data-reviewed]").length;
+  say(`${reviewed} of ${cases.children.length} reviewed.`);
 }
 
 function say(text) {
-  element("judge-status").textContent = text;
+  element("review-status").textContent = text;
 }

@@ -1,4 +1,4 @@
-"""The newest stored images that a model abstained from and nobody judged, for a page that shows them.
+"""The newest stored images that a model abstained from and nobody reviewed, for a page that shows them.
 
 They were chosen for what they look like.  A verdict on one of them is a label as any other: it counts for a rate only
 where its row is of the audit slice anyway (:mod:`psc_core.fitting.audit`).
@@ -26,15 +26,15 @@ _FILES: Final = 200
 
 
 @dataclass(frozen=True)
-class Unjudged:
-    """A stored image that the model abstained from and nobody judged yet."""
+class Unreviewed:
+    """A stored image that the model abstained from and nobody reviewed yet."""
 
     model: str
     row: Mapping[str, Any]  # its columns but scores and probabilities
     scores: Mapping[str, float]
 
 
-class UnjudgedImages:
+class UnreviewedImages:
     """Finds such images; every file of labels is read once, for a log has one for each verdict that a service took.
 
     Memory holds 0.1 KiB for each label, and the rows of one file without their probabilities.  One thread at a time.
@@ -43,10 +43,10 @@ class UnjudgedImages:
     def __init__(self, log: Log) -> None:
         self._log = log
         self._read: set[str] = set()
-        self._judged: set[int] = set()  # hashes of digests, and of requests with positions
+        self._reviewed: set[int] = set()  # hashes of digests, and of requests with positions
 
-    def newest(self, *, limit: int, seconds: float) -> list[Unjudged]:
-        """Return the newest ones, each once; one whose very bytes were judged in another request is left out.
+    def newest(self, *, limit: int, seconds: float) -> list[Unreviewed]:
+        """Return the newest ones, each once; one whose very bytes were reviewed in another request is left out.
 
         Args:
             limit: Their largest number.
@@ -59,11 +59,11 @@ class UnjudgedImages:
         """
         ends = time.monotonic() + seconds
         self._read_labels(ends)
-        found: dict[str, Unjudged] = {}
+        found: dict[str, Unreviewed] = {}
         for each in _abstained(self._log, ends):
             row, digest = each.row, each.row[SHA256]
             keys = {hash(digest), hash((row[REQUEST_ID], row[IMAGE_INDEX]))}
-            if self._judged.isdisjoint(keys) and is_stored(digest, row[IMAGE_PATH]):
+            if self._reviewed.isdisjoint(keys) and is_stored(digest, row[IMAGE_PATH]):
                 found.setdefault(digest, each)
             if len(found) >= limit:
                 break
@@ -78,11 +78,11 @@ class UnjudgedImages:
                 return
             names = new[start : start + _FILES]
             for digest, request_id, index in _keys(self._log, names):
-                self._judged |= {hash(digest)} if request_id is None else {hash(digest), hash((request_id, index))}
+                self._reviewed |= {hash(digest)} if request_id is None else {hash(digest), hash((request_id, index))}
             self._read.update(names)
 
 
-def _abstained(log: Log, ends: float) -> Iterator[Unjudged]:
+def _abstained(log: Log, ends: float) -> Iterator[Unreviewed]:
     """Yield stored images that were not accepted, file by file; the files that were written last come first."""
     pa: Any = arrow()
     ds = pa.dataset
@@ -97,7 +97,7 @@ def _abstained(log: Log, ends: float) -> Iterator[Unjudged]:
         scores = scores_in(table.schema)
         for start in range(0, len(table), _CHUNK):
             rows = table.slice(start, _CHUNK).to_pylist()
-            yield from (Unjudged(model, row, {score: row.pop(score) for score in scores}) for row in rows)
+            yield from (Unreviewed(model, row, {score: row.pop(score) for score in scores}) for row in rows)
 
 
 def _files(log: Log) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""The newest images that were not accepted and that nobody judged."""
+"""The newest images that were not accepted and that nobody reviewed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from psc_core.errors import DataError
 from psc_core.log.labels import CANNOT_TELL, Label, write_labels
 from psc_core.log.store import Log
-from psc_core.log.unjudged import UnjudgedImages
+from psc_core.log.unreviewed import UnreviewedImages
 from psc_core.tasks.classification.answer import SCORES
 from tests.psc_core.log.support import TIME, add_values, digest, make_log, put_rows, row
 
@@ -22,10 +22,10 @@ def abstained(index: int, **changes: object) -> dict[str, object]:
 
 
 def names(log: Log, limit: int = 100, seconds: float = FAR) -> list[str]:
-    return [each.row["request_id"] for each in UnjudgedImages(log).newest(limit=limit, seconds=seconds)]
+    return [each.row["request_id"] for each in UnreviewedImages(log).newest(limit=limit, seconds=seconds)]
 
 
-def judge(log: Log, request_id: str | None, sha256: str | None) -> None:
+def review(log: Log, request_id: str | None, sha256: str | None) -> None:
     index = None if request_id is None else 0
     write_labels(log, [Label(request_id, index, sha256, CANNOT_TELL, None, "test", TIME)])
 
@@ -38,11 +38,11 @@ def test_the_newest_come_first_and_accepted_ones_never(tmp_path: Path) -> None:
     add_values(log)
     assert names(log, 4) == ["r5000", "r4000", "r1200", "r1199"]
     assert len(names(log, 10_000)) == 602 and names(log, seconds=-1.0) == []
-    first = UnjudgedImages(log).newest(limit=1, seconds=FAR)[0]
+    first = UnreviewedImages(log).newest(limit=1, seconds=FAR)[0]
     assert (first.model, set(first.scores)) == ("m", set(SCORES)) and "probabilities" not in first.row
 
 
-def test_what_was_judged_erased_or_not_stored_is_left_out(tmp_path: Path) -> None:
+def test_what_was_reviewed_erased_or_not_stored_is_left_out(tmp_path: Path) -> None:
     log = make_log(tmp_path, 0)
     same = {"image_sha256": digest(1), "image_path": f"images/{digest(1)[:2]}/{digest(1)}.png"}
     rows = [abstained(index) for index in range(5)]
@@ -52,10 +52,10 @@ def test_what_was_judged_erased_or_not_stored_is_left_out(tmp_path: Path) -> Non
     for index, each in enumerate((*repeated, *strange)):
         put_rows(log, [{**each, "request_id": "r1"}], day=f"2026-02-0{index + 1}")  # The images are those of r1.
     assert names(log) == ["r4", "r3", "r2", "r1", "r0"]
-    judge(log, "r3", None)
-    judge(log, None, digest(0))
-    judge(log, "elsewhere", digest(1))  # The same bytes in another request.
-    judge(log, "r4", None)
+    review(log, "r3", None)
+    review(log, None, digest(0))
+    review(log, "elsewhere", digest(1))  # The same bytes in another request.
+    review(log, "r4", None)
     assert names(log) == ["r2"]
     assert names(make_log(tmp_path / "empty", 0)) == []
 
@@ -63,8 +63,11 @@ def test_what_was_judged_erased_or_not_stored_is_left_out(tmp_path: Path) -> Non
 def test_labels_are_read_once_and_as_time_allows(tmp_path: Path) -> None:
     log = make_log(tmp_path, 0)
     put_rows(log, [abstained(index) for index in range(4)])
-    images, got = UnjudgedImages(log), lambda: [each.row["request_id"] for each in images.newest(limit=9, seconds=FAR)]
-    judge(log, "r3", digest(3))
+    images, got = (
+        UnreviewedImages(log),
+        lambda: [each.row["request_id"] for each in images.newest(limit=9, seconds=FAR)],
+    )
+    review(log, "r3", digest(3))
     assert got() == ["r2", "r1", "r0"]
     log.put("labels/part-1.parquet", b"PAR1 torn")
     with pytest.raises(DataError):
@@ -72,11 +75,11 @@ def test_labels_are_read_once_and_as_time_allows(tmp_path: Path) -> None:
     log.delete("labels/part-1.parquet")
     (known,) = (name for name, _ in log.names("labels"))
     log.put(known, b"PAR1 torn")  # It is not looked at again.
-    judge(log, None, digest(1))
+    review(log, None, digest(1))
     assert got() == ["r2", "r0"] and images.newest(limit=9, seconds=-1.0) == []
 
 
-def test_chunks_of_judged_ones_hide_none_behind_them(tmp_path: Path) -> None:
+def test_chunks_of_reviewed_ones_hide_none_behind_them(tmp_path: Path) -> None:
     log = make_log(tmp_path, 0)
     put_rows(log, [abstained(index) for index in range(1100)])
     write_labels(log, [Label(f"r{n}", 0, digest(n), CANNOT_TELL, None, "test", TIME) for n in range(3, 1100)])

@@ -1,0 +1,53 @@
+"""Text of command lines becomes values, or an error that says what was expected."""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from psc_core import arguments
+from psc_core.errors import UsageError
+
+VALUES: dict[Callable[[str], Any], dict[str, Any]] = {
+    arguments.by_commas: {"a, b,,c": ["a", "b", "c"], "": []},
+    arguments.day: {"2026-02-28": "2026-02-28"},
+    arguments.positive: {"1": 1, "007": 7},
+    arguments.whole: {"0": 0, "3": 3},
+    arguments.positive_or_auto: {"auto": None, "3": 3},
+    arguments.seed: {"0": 0, str(2**63 - 1): 2**63 - 1},
+    arguments.byte_count: {"5": 5, "512M": 512 << 20, "2gib": 2 << 30, "1kb": 1 << 10},
+    arguments.positive_number: {"1e3": 1000.0, "0.5": 0.5},
+    arguments.open_unit_interval: {"0.05": 0.05},
+}
+REFUSED = {
+    arguments.day: ("a day as YYYY-MM-DD", ["2026-02-30", "20260228", "today"]),
+    arguments.positive: ("a positive integer", ["0", "-1", "1.5", "many", ""]),
+    arguments.whole: ("0 or a positive integer", ["-1", "00", "x"]),
+    arguments.positive_or_auto: ("a positive integer or auto", ["0", "none"]),
+    arguments.seed: ("a whole number from 0 to 2**63 - 1", ["-1", str(2**63), "x"]),
+    arguments.byte_count: ("a size such as 512M or 2G", ["0", "1.5G", "lots", "1T"]),
+    arguments.positive_number: ("a number above 0", ["0", "-1", "nan", "inf", "x"]),
+    arguments.open_unit_interval: ("a number between 0 and 1", ["0", "1", "-0.1", "nan", "x"]),
+}
+
+
+@pytest.mark.parametrize(("kind", "text"), [(kind, text) for kind, values in VALUES.items() for text in values])
+def test_values(kind: Callable[[str], Any], text: str) -> None:
+    assert kind(text) == VALUES[kind][text]
+
+
+@pytest.mark.parametrize(("kind", "text"), [(kind, text) for kind, (_, texts) in REFUSED.items() for text in texts])
+def test_an_error_says_what_was_expected(kind: Callable[[str], Any], text: str) -> None:
+    with pytest.raises(ArgumentTypeError) as caught:
+        kind(text)
+    assert str(caught.value) == f"expected {REFUSED[kind][0]}, got {text!r}"
+
+
+def test_key_values_are_json_where_they_parse() -> None:
+    assert arguments.key_values(["a=1", "b=x", "c=[true]", "d="]) == {"a": 1, "b": "x", "c": [True], "d": ""}
+    for pair in ("novalue", "=1"):
+        with pytest.raises(UsageError, match="expected key=value"):
+            arguments.key_values([pair])
