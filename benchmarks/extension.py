@@ -21,11 +21,12 @@ from torch import Tensor
 from benchmarks import runs
 from benchmarks.runs import BUNDLE, Json, Run
 from psc_core import PSC
+from psc_core.bundle.manifest import HISTORY
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.sources import ArraySource
 from psc_core.data.spec import open_dataset
 from psc_core.fitting.audit import Audit
-from psc_core.fitting.recalibrate import HISTORY, recalibrate_from_audit
+from psc_core.fitting.recalibrate import recalibrate_from_audit
 from psc_core.metrics.ranking import auroc
 from psc_core.model.base import FittedModel
 

@@ -19,10 +19,10 @@ from psc_core.data.spec import open_dataset
 from psc_core.evaluation.baselines import Baselines, fit_baselines, penultimate_and_logits
 from psc_core.fitting import paper as fit
 from psc_core.fitting.checkpoint import Checkpoint
-from psc_core.fitting.parts import FittedProjection
 from psc_core.model.classifier import PSC
 from psc_core.network.backbone import example_input, truncate
 from psc_core.network.layers import list_layers
+from psc_core.projection.fit.report import FittedProjection
 
 
 @dataclass(frozen=True)

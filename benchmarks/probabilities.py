@@ -17,12 +17,12 @@ from benchmarks.checkpoints import Trained
 from benchmarks.runs import Json, Run
 from psc_core.compute.passes import track_images
 from psc_core.data.dataset import ImageDataset
+from psc_core.evaluation.temperature import fit_temperature
 from psc_core.metrics import classification
 from psc_core.model.classifier import PSC
 from psc_core.numerics.matrix import as_matrix
 from psc_core.tasks.classification.fit.head import fit_head
 from psc_core.tasks.classification.fit.own import better_of, fit_own
-from psc_core.tasks.classification.fit.temperature import fit_temperature
 from psc_core.tasks.classification.heads import ClassifierHead as Head
 from psc_core.tasks.classification.heads import HeadOutput
 from psc_core.tasks.fit.task import Features, HeadJob

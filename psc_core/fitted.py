@@ -66,6 +66,10 @@ class Fitted(nn.Module):
         """Type that a tensor is stored in."""
         return torch.float64 if name in cls.in_float64 else torch.float32
 
+    def recording(self: AnyFitted, more: Mapping[str, float | int]) -> AnyFitted:
+        """Return this model with more in its record."""
+        return type(self)({name: getattr(self, name) for name in self.layout}, record={**self.record, **more})
+
     def config(self) -> dict[str, Any]:
         """Kind, axis sizes and record, as JSON types; with ``state_dict()`` all that restoring needs."""
         return {"kind": self.kind, "sizes": dict(self.sizes), "record": dict(self.record)}

@@ -68,7 +68,11 @@ class FitSettings:
 
     def of_task(self, task: str, heads: Collection[str]) -> FitSettings:
         """Return the settings of one task, with its first head where none is named."""
-        return replace(self, task=task, head=self.head or next(iter(heads)))
+        return replace(self, task=task, head=self.head_of(heads))
+
+    def head_of(self, heads: Collection[str]) -> str:
+        """Return the kind of head, by default the first of the task's."""
+        return self.head or next(iter(heads))
 
     def compute(self, reducer: Reducer | None = None) -> Compute:
         """Return device, precision, batch size, processes and memory; all stages of a fit take the same.

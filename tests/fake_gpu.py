@@ -86,7 +86,6 @@ def moved(net: Module, fake: FakeTensorMode) -> Module:
 def on_gpu(psc: PSC, precision: Precision, fake: FakeTensorMode) -> Pipeline:
     """The pipeline that :meth:`PSC.load` builds on a GPU: its backbone is fused there."""
     pipeline, backbone = moved(psc.pipeline, fake), moved(psc.backbone, fake)
-    pipeline.scorer.precision = precision
     with fake:
         return pipeline.with_backbone(backbone.fused(precision))
 

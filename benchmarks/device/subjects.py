@@ -83,7 +83,7 @@ class Subject:
         """The PSC of ``net``, or the shipped one, on the device."""
         if self.shipped:
             psc = PSC.load(BUNDLE, device=device)
-            return psc.pipeline.with_backbone(psc.backbone.fused(precision), precision)
+            return psc.pipeline.with_backbone(psc.backbone.fused(precision))
         example = self.preprocess.standardise(torch.zeros(1, 3, self.size, self.size, dtype=torch.uint8))
         channels, positions = next(
             layer.shape for layer in list_layers(net, example, granularity="all") if layer.name == self.layer
@@ -96,7 +96,6 @@ class Subject:
             random_projection(channels, positions, c_proj, d_proj).to(device),
             random_density(dim, kept, self.classes, kind=density).to(device),
             random_head(dim, self.classes).to(device),
-            precision,
         )
         return Pipeline(scorer, torch.randn(4000).sort().values)
 

@@ -124,21 +124,34 @@ def write_bundle(
             write_file(scratch / name, blob)
         write_file(scratch / "manifest.json", (json.dumps(ordered, indent=1) + "\n").encode())
         scratch.chmod(0o755)
-        if path.exists():
-            retired = path.with_name(f"{scratch.name}.old")
-            path.rename(retired)
-            scratch.rename(path)
-            ours = {"manifest.json", GRAPH, *(f"{part}.safetensors" for part in PARTS)}
-            for kept in retired.iterdir():
-                if kept.name not in ours:
-                    kept.rename(path / kept.name)
-            shutil.rmtree(retired)
-        else:
-            scratch.rename(path)
+        _put(scratch, path)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
     return manifest
+
+
+def _put(scratch: Path, path: Path) -> None:
+    """Rename a filled folder to ``path``; the bundle that lies there is back in its place if that fails."""
+    retired = path.with_name(f"{scratch.name}.old")
+    try:
+        if not path.exists():
+            scratch.rename(path)
+            return
+        path.rename(retired)
+        try:
+            scratch.rename(path)
+        except BaseException:
+            retired.rename(path)
+            raise
+        ours = {"manifest.json", GRAPH, *(f"{part}.safetensors" for part in PARTS)}
+        for kept in retired.iterdir():
+            if kept.name not in ours:
+                kept.rename(path / kept.name)
+        shutil.rmtree(retired)
+    except OSError as error:
+        left = f", what it held lies in {retired}" if retired.exists() else ""
+        raise BundleError(f"cannot replace {path} ({error.strerror}){left}; choose another place") from error
 
 
 def write_file(file: Path, data: bytes) -> None:

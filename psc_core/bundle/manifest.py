@@ -35,6 +35,9 @@ MAX_PART_BYTES: Final = 16 << 30
 GRAPH: Final = "backbone.onnx"
 """The network of a bundle that no name can build, in place of its tensors."""
 
+HISTORY: Final = "recalibrations"
+"""The entry of a bundle's provenance that says how it was calibrated again, the oldest first."""
+
 MAX_NAME: Final = 200
 """Maximum length of a model name, characters."""
 
@@ -258,9 +261,11 @@ def _manifest_type(task: type[Task]) -> type[Manifest]:
     own: dict[str, Any] = {name: (field.annotation, field) for name, field in task.model_fields.items()}
     if not task.is_of(own):  # It says so by its name, and not by a field of its own.
         own["task_name"] = (Literal[task.name], Field(alias="task"))
-    made = create_model("Manifest", __base__=Manifest, policy=(task.policy, ...), **own)
-    made.task_type = task
-    return made
+
+    class OfTask(Manifest):
+        task_type = task
+
+    return create_model("Manifest", __base__=OfTask, policy=(task.policy, ...), **own)
 
 
 def layers_of(

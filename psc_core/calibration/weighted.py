@@ -33,8 +33,8 @@ def worth(weights: Float[Tensor, " n"]) -> int:
 
 
 def relative(weights: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Return ``w_i / w*``, float64."""
-    return weights.double() / float(weights.max())
+    """Return ``w_i / w*``, float64; nothing of nothing."""
+    return weights.double() / float(weights.max()) if len(weights) else weights.double()
 
 
 def equal_scores(scores: Float[Tensor, " n"], weights: Float[Tensor, " n"] | None) -> Int[Tensor, " m"]:
@@ -45,8 +45,8 @@ def equal_scores(scores: Float[Tensor, " n"], weights: Float[Tensor, " n"] | Non
     if weights is None:
         return scores.argsort(stable=True)
     kept, order = worth(weights), scores.argsort(descending=True, stable=True)
-    shares = relative(weights)[order].cumsum(0)
-    ranks = (1 + shares) * ((kept + 1) / (1 + float(shares[-1])))  # (m + 1) p of each score
+    sums = relative(weights)[order].cumsum(0)
+    ranks = (1 + sums) * ((kept + 1) / (1 + float(sums[-1])))  # (m + 1) p of each score
     above = torch.searchsorted(ranks, torch.arange(1, kept + 1, dtype=ranks.dtype), right=True)
     return order[above.clamp(max=len(order) - 1)].flip(0)
 

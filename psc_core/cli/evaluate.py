@@ -56,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
 def evaluate(args: argparse.Namespace) -> None:
     """Measure and print."""
     from psc_core.bundle.io import read_bundle
+    from psc_core.evaluation.evaluate import check_images
     from psc_core.evaluation.evaluate import evaluate as measure
     from psc_core.model.load import model_class_of
     from psc_core.report import page
@@ -73,7 +74,7 @@ def evaluate(args: argparse.Namespace) -> None:
     model = model_class.from_bundle(bundle, device=args.device, allow_factories=args.allow_factories).tried()
     task = module_of(model.task.name, "psc_core.evaluation.{}")
     id_data = task.open_images(model, args.id)
-    task.check_images(model, id_data)
+    check_images(model, id_data)
     ood = open_others(args.ood, model.preprocess)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)

@@ -216,9 +216,8 @@ def fit(args: argparse.Namespace) -> None:
     check_target(out)
     if len(name) > MAX_NAME:
         raise UsageError(f"expected a --name of at most {MAX_NAME} characters, got {len(name)}")
-    task = data.fit.task(data.train)
     model_args = arguments.key_values(args.model_arg)
-    outputs = task.network_outputs(data.train.classes)
+    outputs = data.task.network_outputs(data.train.classes)
     recipe = Recipe(described.spec or args.model, outputs, {**described.model_args, **model_args})
     check_network(asdict(recipe))
     net = load_network(args.model, weights=args.weights, num_classes=outputs, model_args=model_args)
@@ -232,7 +231,7 @@ def fit(args: argparse.Namespace) -> None:
         check_exportable(net, example_input(preprocess).to(device), settings.precision)
     if is_first:
         print(
-            f"train: {data.train.name}, {len(data.train)} images, {data.fit.describe_labels(data.train)}; "
+            f"train: {data.train.name}, {len(data.train)} images, {data.task_fit.describe_labels(data.train)}; "
             f"val: {data.val.name}, {len(data.val)} images"
         )
         if order_note:
@@ -293,7 +292,7 @@ def look(net: nn.Module, data: FitData, compute: Compute, max_bad_images: int) -
     train, val = (
         only_readable(drawn(images, OWN_IMAGES, data.seed), max_bad_images) for images in (data.train, data.val)
     )
-    return data.fit.first_look(net, train, val, compute)
+    return data.task_fit.first_look(net, train, val, compute)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -90,9 +90,7 @@ def delete(args: argparse.Namespace) -> None:
     from psc_core.log.store import open_log
 
     done = erase(open_log(args.log), args.sha256)
-    print(
-        f"{args.log}: removed {done.images} files and {done.labels} labels; {done.rows} rows no longer name the image"
-    )
+    print(f"{args.log}: removed {done.files} files and {done.labels} labels; {done.rows} rows no longer name the image")
 
 
 def prune_log(args: argparse.Namespace) -> None:
@@ -101,7 +99,8 @@ def prune_log(args: argparse.Namespace) -> None:
     from psc_core.log.store import open_log
 
     done = prune(open_log(args.log), args.days)
-    print(f"{args.log}: removed {done.rows} files of rows, {done.images} images and {done.labels} files of labels")
+    files = f"{done.row_files} files of rows, {done.images} images and {done.label_files} files of labels"
+    print(f"{args.log}: removed {files}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from psc_core.arguments import open_unit_interval
+from psc_core.arguments import open_unit_interval, positive_number
 from psc_core.cli import flags
 from psc_core.errors import UsageError
 
@@ -36,6 +36,10 @@ def parser() -> argparse.ArgumentParser:
         ("--risk", "error rate that images below the ambiguity threshold keep, of a classifier"),
     ):
         cli.add_argument(name, type=open_unit_interval, metavar="RATE", help=f"{text} (default: the bundle's)")
+    text = (
+        "width above which an interval makes a number uncertain, in its unit, of a regression (default: the bundle's)"
+    )
+    cli.add_argument("--max-width", type=positive_number, metavar="WIDTH", help=text)
     text = "let judged images outside the slice extend the density, where made-up images say that nothing gets worse"
     cli.add_argument("--extend-density", action="store_true", help=text)
     flags.add_model_flags(cli)
@@ -46,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
 
 def recalibrate(args: argparse.Namespace) -> None:
     """Read the log, calibrate, and write the new bundle."""
-    from psc_core.bundle.io import EXAMPLES, read_bundle
+    from psc_core.bundle.io import EXAMPLES, check_target
     from psc_core.fitting.audit import read_audit, read_outside
     from psc_core.fitting.extend import seen_examples
     from psc_core.fitting.recalibrate import recalibrate_from_audit
@@ -54,12 +58,13 @@ def recalibrate(args: argparse.Namespace) -> None:
     from psc_core.model.load import load_model
     from psc_core.report import page
     from psc_core.report.content import Content
-    from psc_core.report.facts import facts_of
+    from psc_core.report.facts import facts_about
 
     bundle = args.bundle.resolve()
     out = args.out.resolve() if args.out else bundle.with_name(f"{bundle.name}-recalibrated")
     if out == bundle:
         raise UsageError(f"expected another --out than {args.bundle}: the old version stays, to go back to")
+    check_target(out)
     flags.check_no_bundle(out, args.overwrite)
     model = load_model(bundle, device=args.device, allow_factories=args.allow_factories)
     log, span = open_log(args.log), {"since": args.since, "until": args.until}
@@ -67,7 +72,8 @@ def recalibrate(args: argparse.Namespace) -> None:
         seen_examples(model)
     audit = read_audit(log, model, args.model, **span)
     more = read_outside(log, model, args.model, **span) if args.extend_density else None
-    changes = {name: getattr(args, name) for name in ("alpha", "coverage", "risk") if getattr(args, name) is not None}
+    asked = {name: getattr(args, name) for name in ("alpha", "coverage", "risk", "max_width")}
+    changes = {name: value for name, value in asked.items() if value is not None}
     print(audit.summary(), flush=True)
     found = recalibrate_from_audit(model, audit, changes, more)
     print(*found.lines, *(f"warning: {text}" for text in found.warnings), sep="\n")
@@ -75,7 +81,7 @@ def recalibrate(args: argparse.Namespace) -> None:
     if (bundle / EXAMPLES).is_dir():
         shutil.copytree(bundle / EXAMPLES, out / EXAMPLES, symlinks=True, dirs_exist_ok=True)
     page.remove(out)
-    page.write_card(facts_of(read_bundle(out), Content(manifest.version)))
+    page.write_card(facts_about(out, manifest, found.model.calibration, Content(manifest.version)))
     print(f"wrote {out} (version {manifest.version}, from {model.version})")
     print(f"next: {page.serve_command(out, manifest)}")
 

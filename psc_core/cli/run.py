@@ -12,8 +12,8 @@ from psc_core.compute.passes import Compute
 from psc_core.fitting import stages
 from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.fitting.data import FitData
-from psc_core.fitting.parts import FittedProjection
 from psc_core.model.base import FittedModel
+from psc_core.projection.fit.report import FittedProjection
 from psc_core.settings import FitSettings
 
 

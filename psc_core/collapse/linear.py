@@ -16,11 +16,12 @@ from torch import Tensor
 from psc_core.collapse.columns import LayerGroup
 from psc_core.collapse.quality import LayerQuality, Round
 from psc_core.collapse.report import R2
-from psc_core.collapse.ridge import CountSketch, RidgeSums, fit_ridge, r_squared, r_squared_error
+from psc_core.collapse.ridge import CountSketch, RidgeSums, fit_ridge
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.targets import known_values
 from psc_core.network.backbone import Backbone, feature_step
+from psc_core.numerics.explained import r_squared, r_squared_error
 
 
 class LinearFit(LayerQuality):

@@ -5,7 +5,7 @@ For each layer, with h the features of an image, flattened, and y its number,
     x = S h                                S: a count sketch (Charikar, Chen & Farach-Colton 2002) where h is wide
     w_λ = (Σ_xx + λ I)^{-1} Σ_xy           from sums over the training images
     λ = argmin GCV(λ) = n RSS(λ) / (n − 1 − df(λ))²,   df(λ) = Σ_j e_j / (e_j + λ)    (Golub, Heath & Wahba 1979)
-    R² = 1 − Σ_i (y_i − ŷ_i)² / Σ_i (y_i − ȳ)²        over the validation images
+    R² = 1 − Σ_i (y_i − ŷ_i)² / Σ_i (y_i − ȳ)²        over the validation images (:mod:`psc_core.numerics.explained`)
     its error = √(Σ_i d_i²) / Σ_i (y_i − ȳ)²          standard error of its difference to the best layer's R²
 
 with e_j the eigenvalues of Σ_xx and d_i the difference of the two layers' squared errors of image i.  A count sketch
@@ -97,21 +97,3 @@ def fit_ridge(sums: RidgeSums) -> Ridge:
     best = weights[(residual.clamp(min=0) / freedom.square()).argmin()]
     weight = vectors @ best
     return Ridge(weight, mean[-1] - mean[:-1] @ weight)
-
-
-def r_squared(squared_errors: Float[Tensor, " n"], y: Float[Tensor, " n"]) -> float:
-    """R² of n images; −∞ where y is constant and the errors are not 0."""
-    total = total_squares(y)
-    left = float(squared_errors.sum())
-    return 1.0 - left / total if total > 0 else 1.0 if left == 0 else float("-inf")
-
-
-def total_squares(y: Float[Tensor, " n"]) -> float:
-    """Σ (y − ȳ)²."""
-    return float((y - y.mean()).square().sum())
-
-
-def r_squared_error(one: Float[Tensor, " n"], other: Float[Tensor, " n"], y: Float[Tensor, " n"]) -> float:
-    """Standard error of the difference between two R², from the squared errors of both."""
-    total = total_squares(y)
-    return float((one - other).norm()) / total if total > 0 else 0.0

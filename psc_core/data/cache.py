@@ -22,7 +22,7 @@ from psc_core.data.sources import ArraySource, ImageSource, StoredImage, TensorS
 from psc_core.errors import UsageError
 from psc_core.images.preprocess import Preprocess
 
-FREE_SHARE: Final = 0.5
+FREE_FRACTION: Final = 0.5
 """Fraction of the free disk space that pixels may take."""
 
 
@@ -68,7 +68,7 @@ def cached(dataset: ImageDataset, folder: Path | None = None, *, processes: int 
     size = int(np.prod(shape))
     try:
         with tempfile.TemporaryFile(dir=folder, prefix="psc-pixels-") as file:
-            if processes * size > FREE_SHARE * shutil.disk_usage(folder or tempfile.gettempdir()).free:
+            if processes * size > FREE_FRACTION * shutil.disk_usage(folder or tempfile.gettempdir()).free:
                 return dataset
             os.posix_fallocate(file.fileno(), 0, size)
             pixels = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8).reshape(shape)

@@ -17,7 +17,7 @@ from typing import IO, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from psc_core.data.cache import FREE_SHARE
+from psc_core.data.cache import FREE_FRACTION
 from psc_core.errors import DataError, UsageError
 
 ELSEWHERE: Final = "set TMPDIR to a folder of a larger disk"
@@ -88,4 +88,4 @@ class Scratch:
 def scratch_file(name: str) -> Iterator[Scratch]:
     """A context with an empty file for images of some ``name``."""
     with tempfile.TemporaryFile(prefix="psc-inputs-", buffering=0) as file:
-        yield Scratch(name, file, int(FREE_SHARE * shutil.disk_usage(tempfile.gettempdir()).free))
+        yield Scratch(name, file, int(FREE_FRACTION * shutil.disk_usage(tempfile.gettempdir()).free))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import os
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -96,19 +98,29 @@ def _read_table(path: Path) -> dict[str, list[Any]]:
         except ImportError as error:
             raise UsageError(f"{path} needs pyarrow; pip install 'psc[parquet]'") from error
         try:
-            columns: dict[str, list[Any]] = parquet.read_table(path).to_pydict()
+            table = parquet.ParquetFile(path).read()
         except (OSError, ArrowException) as error:
             raise DataError(f"cannot read the table {path}: {error}") from error
+        _check_names(path, table.column_names)
+        columns: dict[str, list[Any]] = table.to_pydict()
         return columns
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.reader(file))
+            rows = [row for row in csv.reader(file) if row]  # A line without anything is no row.
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"cannot read the table {path}: {error}") from error
     if not rows:
         raise DataError(f"{path} is empty; give a table with a header, as file,age")
     header = rows[0]
+    _check_names(path, header)
     for number, row in enumerate(rows[1:], 1):
         if len(row) != len(header):
             raise DataError(f"{path}: row {number} has {len(row)} values, the header {len(header)}; mend the row")
     return {name: [row[at] for row in rows[1:]] for at, name in enumerate(header)}
+
+
+def _check_names(path: Path, columns: Sequence[str]) -> None:
+    """Reject a table of which two columns share a name; raises :class:`DataError`."""
+    name, count = Counter(columns).most_common(1)[0] if columns else ("", 0)
+    if count > 1:
+        raise DataError(f"{path} has the column {name!r} twice; name each column once")

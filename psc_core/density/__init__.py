@@ -22,10 +22,9 @@ from psc_core.density.gaussian import (
     UnitLengthDensity,
     UnitLengthTiedDensity,
 )
-from psc_core.errors import UsageError
 from psc_core.fitted import restore
 
-__all__ = ["DENSITIES", "Density", "DensityExplanation", "DensityOutput", "kind_of", "restore_density"]
+__all__ = ["DENSITIES", "Density", "DensityExplanation", "DensityOutput", "restore_density"]
 
 DENSITIES: Final[Mapping[str, type[Density]]] = {
     density.kind: density
@@ -39,13 +38,6 @@ DENSITIES: Final[Mapping[str, type[Density]]] = {
     )
 }
 """Densities by kind."""
-
-
-def kind_of(name: str) -> type[Density]:
-    """The density of a name; raises :class:`UsageError` for one that is not in :data:`DENSITIES`."""
-    if name not in DENSITIES:
-        raise UsageError(f"expected a density of {', '.join(DENSITIES)}, got {name!r}")
-    return DENSITIES[name]
 
 
 def restore_density(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Density:

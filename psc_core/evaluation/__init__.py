@@ -4,7 +4,6 @@
 
 ================== ================================================================================================
 ``open_images``    the in-distribution test images that a spec names
-``check_images``   whether images are labelled as the model needs them
 ``open_baselines`` other detectors, fitted on the network that the model was cut from
 ``own_network``    the network itself, as a baseline
 ``score_images``   one pass of a data set through the served path, and beside it the baselines

@@ -39,12 +39,11 @@ from psc_core.density.fit.density import fit_density
 from psc_core.density.gaussian import ClasswiseDensity
 from psc_core.errors import FitError, NetworkError
 from psc_core.evaluation.base import OwnNetwork
-from psc_core.fitting.parts import check_own_output
-from psc_core.fitting.positions import usable
+from psc_core.evaluation.temperature import fit_temperature
 from psc_core.images.preprocess import Images, Preprocess
-from psc_core.network.backbone import Backbone, example_input, truncate
+from psc_core.network.backbone import Backbone, check_own_output, example_input, truncate
 from psc_core.numerics import linalg
-from psc_core.tasks.classification.fit.temperature import fit_temperature
+from psc_core.numerics.matrix import usable
 from psc_core.tasks.classification.heads import entropy
 
 NEIGHBOURS: Final = 50
@@ -135,7 +134,7 @@ def fit_baselines(
     net.to(compute.device)
     example = example_input(train.preprocess).to(compute.device)
     backbone = truncate(net, [penultimate_layer], keep_output=True, example=example)
-    check_own_output(backbone, train, compute, len(train.classes))
+    check_own_output(backbone, example, len(train.classes), name=train.name)
     step = partial(penultimate_and_logits, backbone)
     logits, labels = [], []
     for (_, output), batch in passes(val, compute, "baselines: temperature", step):

@@ -29,12 +29,12 @@ from psc_core.evaluation.classification_report import ClassificationReport
 from psc_core.evaluation.losses import QUALITIES, Losses, losses_of
 from psc_core.evaluation.selective import acceptance
 from psc_core.evaluation.separation import ENTROPY, EPISTEMIC, separation
-from psc_core.fitting.served import served
 from psc_core.metrics import ranking
 from psc_core.model.classifier import PSC
 from psc_core.network.backbone import example_input
 from psc_core.network.layers import list_layers
 from psc_core.network.load import bounded_size, load_network
+from psc_core.scoring.served import served
 from psc_core.tasks.classification.heads import entropy
 
 AMBIGUOUS_PREFIX: Final = "ambiguous"
@@ -82,11 +82,6 @@ def open_images(model: PSC, spec: str) -> ImageDataset:
     return open_dataset(spec, split="test", preprocess=model.preprocess).in_order(model.classes)
 
 
-def check_images(model: PSC, data: ImageDataset) -> None:
-    """Require data of the model's classes; raises :class:`DataError`."""
-    check_same(data, model.classes, "model's")
-
-
 def open_baselines(model: PSC, weights: Path, train: str, val: str, *, batch_images: int = 256) -> Baselines:
     """Fit the other detectors on the network that the model was cut from.
 
@@ -107,7 +102,7 @@ def open_baselines(model: PSC, weights: Path, train: str, val: str, *, batch_ima
         for spec, split in ((train, "train"), (val, "val"))
     ]
     for data in images:
-        check_images(model, data)
+        check_same(data, model.classes, "model's")
     layers = list_layers(net, example_input(model.preprocess))
     penultimate = [layer.name for layer in layers if layer.role == "penultimate"]
     if not penultimate:

@@ -9,6 +9,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.evaluation.base import Report
 from psc_core.model.base import FittedModel
 from psc_core.tasks import module_of
+from psc_core.tasks.fit.task import task_fit
 
 
 class Evaluation(NamedTuple):
@@ -17,6 +18,11 @@ class Evaluation(NamedTuple):
     report: Report
     inside: Any  # in-distribution images
     outside: Mapping[str, Any]  # out-of-distribution images, by name
+
+
+def check_images(model: FittedModel, data: ImageDataset) -> None:
+    """Require test images that are labelled with what the model predicts; raises :class:`DataError`."""
+    task_fit(model.task.name).check_same(model.task, model.classes, data)
 
 
 def evaluate(
@@ -41,7 +47,7 @@ def evaluate(
         UsageError: Data read through another preprocessing.
     """
     task = module_of(model.task.name, "psc_core.evaluation.{}")
-    task.check_images(model, id_data)
+    check_images(model, id_data)
     inside = task.score_images(model, id_data, baselines, batch_images=batch_images)
     outside = {name: task.score_images(model, data, baselines, batch_images=batch_images) for name, data in ood.items()}
     return Evaluation(task.compare(model, id_data, inside, outside), inside, outside)

@@ -18,11 +18,11 @@ from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.data.targets import known_values
-from psc_core.errors import DataError, UsageError
+from psc_core.errors import UsageError
 from psc_core.evaluation.base import PRIMARY, ObservedRate, OwnNetwork, Report, observed_rate
-from psc_core.fitting.served import served
 from psc_core.metrics import ranking, regression
 from psc_core.model.regressor import PSCRegressor
+from psc_core.scoring.served import served
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,6 @@ def open_images(model: PSCRegressor, spec: str) -> ImageDataset:
     """
     target = model.target
     return open_dataset(spec, split="test", preprocess=model.preprocess, target=target.name, unit=target.unit)
-
-
-def check_images(model: PSCRegressor, data: ImageDataset) -> None:
-    """Require data with numbers of the model's target; raises :class:`DataError`."""
-    if data.values is None or data.target is None or data.target.name != model.target.name:
-        raise DataError(f"expected numbers of {model.target} in {data.name}, got {data.target or 'classes'}")
 
 
 def open_baselines(model: PSCRegressor, weights: Path, train: str, val: str, *, batch_images: int = 256) -> NoReturn:

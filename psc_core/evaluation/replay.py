@@ -21,13 +21,13 @@ import torch
 
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.errors import UsageError
-from psc_core.fitting.served import outputs_of
 from psc_core.log.rows import days_of, logged_model, read_rows
 from psc_core.log.schema import IMAGE_PATH, SHA256
 from psc_core.log.source import LoggedImages, is_stored
 from psc_core.log.store import Log
 from psc_core.metrics.intervals import RateInterval, weighted_interval
 from psc_core.model.base import FittedModel
+from psc_core.scoring.served import outputs_of
 
 _COLUMNS: Final = [SHA256, IMAGE_PATH, "label", "decision", "audit", "audit_probability"]
 

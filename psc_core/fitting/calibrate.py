@@ -15,7 +15,7 @@ from psc_core.compute.passes import Compute, track_images
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
 from psc_core.fitting.data import FitData
-from psc_core.fitting.parts import rounded
+from psc_core.fitting.record import rounded
 from psc_core.gates.combined import Gates, readings_of
 from psc_core.gates.fit.combined import fit_gates
 from psc_core.maps.layer_map import LayerMap
@@ -27,7 +27,7 @@ from psc_core.tasks.head import Scored
 from psc_core.tasks.policy import BasePolicy
 from psc_core.thumbnails.thumbnails import Thumbnails
 
-COMMON: Final = ("alpha", "coverage", "batch_images", "max_memory", "precision", "device")
+COMMON: Final = ("alpha", "coverage", "batch_images")
 """Settings that calibration reads for every task."""
 
 
@@ -60,7 +60,7 @@ def calibrate_scorer(
         selected = score_dataset(scorer, data.selection, compute, "selection").scores
         fitted_gates = fit_gates(gates, readings_of(gates, selected), readings_of(gates, scored.scores))
     ood_score, _ = ood_score_of(scored.scores, fitted_gates)
-    calibrated = data.fit.calibrate(scored, ood_score, data.calibration, settings)
+    calibrated = data.task_fit.calibrate(scored, ood_score, data.calibration, settings)
     pipeline = Pipeline(scorer, calibrated.calibration.ood_scores, fitted_gates, layer_map, thumbnails)
     return pipeline, calibrated
 

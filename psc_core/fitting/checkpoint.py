@@ -21,9 +21,8 @@ from safetensors.torch import save
 from psc_core.bundle.io import write_file
 from psc_core.collapse.report import CollapseReport
 from psc_core.compute.distributed import Reducer
-from psc_core.fitting.parts import FittedProjection
 from psc_core.projection.fit.ranks import RankChoice
-from psc_core.projection.fit.report import ProjectionReport
+from psc_core.projection.fit.report import FittedProjection, ProjectionReport
 from psc_core.projection.module import Projection
 
 Stage = TypeVar("Stage")

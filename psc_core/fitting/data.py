@@ -16,6 +16,7 @@ from psc_core.data.classes import check_same
 from psc_core.data.dataset import ImageDataset, balanced, split_validation
 from psc_core.errors import DataError, UsageError
 from psc_core.tasks.fit.task import TaskFit, task_fit, task_fit_for
+from psc_core.tasks.task import Task
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class FitData:
     Attributes:
         train: Training images.
         val: All validation images.
-        fit: How models of what these images are labelled with are fitted.
+        task_fit: How models of what these images are labelled with are fitted.
         seed: Splits the validation images, and draws training images.
         left_out: How many training and validation images were left out, because they cannot be decoded.
         is_split: False where the training images stand for both halves.
@@ -33,7 +34,7 @@ class FitData:
 
     train: ImageDataset
     val: ImageDataset
-    fit: TaskFit
+    task_fit: TaskFit
     seed: int
     left_out: tuple[int, int] = (0, 0)
     is_split: bool = True
@@ -72,9 +73,7 @@ class FitData:
                 f"expected the same target for training and validation, got {train.target} and {val.target}"
             )
         train, val = fit.labelled(train, val)
-        train = balanced(train, max_images, seed)
-        check_classes(train, val)
-        return cls(train, val, fit, seed)
+        return cls(balanced(train, max_images, seed), val, fit, seed).checked()
 
     @classmethod
     def without_validation(cls, train: ImageDataset, *, seed: int, max_images: int | None) -> FitData:
@@ -82,6 +81,22 @@ class FitData:
         fit = task_fit_for(train)
         train = balanced(fit.labelled(train, train)[0], max_images, seed)
         return cls(train, train, fit, seed, is_split=False)
+
+    def checked(self) -> FitData:
+        """Return these images where a fit can use them.
+
+        Raises:
+            DataError: Other classes in one than in the other, too few images, or a half that measures nothing.
+        """
+        check_classes(self.train, self.val)
+        for half in self._halves:
+            self.task_fit.check_half(half)
+        return self
+
+    @cached_property
+    def task(self) -> Task:
+        """The task of a model of these images."""
+        return self.task_fit.task(self.train)
 
     @cached_property
     def _halves(self) -> tuple[ImageDataset, ImageDataset]:
@@ -126,10 +141,10 @@ class FitData:
         if not count:
             return self, ()
         kept_train, kept_val = without(self.train, train), without(self.val, val)  # They are labelled already.
-        check_classes(kept_train, kept_val)
         of_each = f"{len(train)} of {self.train.name}, {len(val)} of {self.val.name}"
         notes = (*(f"left out: {reason}" for reason in reasons), f"left out {count} that cannot be decoded: {of_each}")
-        return replace(self, train=kept_train, val=kept_val, left_out=(len(train), len(val))), notes
+        kept = replace(self, train=kept_train, val=kept_val, left_out=(len(train), len(val)))
+        return kept.checked(), notes
 
     @property
     def is_ambiguous(self) -> bool:

@@ -23,7 +23,8 @@ from psc_core.fitting.features import Layers
 from psc_core.gates.combined import CONFIDENCE, KIND, TEXTURE, readings_of
 from psc_core.gates.fit.choice import GateChoice
 from psc_core.gates.fit.combined import fit_gates
-from psc_core.gates.fit.made_up import REAL, made_up_batches
+from psc_core.gates.fit.made_up import REAL, by_kind, made_up_batches
+from psc_core.images.preprocess import Pixels
 from psc_core.metrics.ranking import auroc
 from psc_core.model.pipeline import Scorer, average_positions
 from psc_core.network.layers import LayerInfo, list_layers
@@ -65,7 +66,7 @@ def choose_gates(
     Raises:
         FitError: Readings that gates cannot be fitted to.
     """
-    reads_confidence, reason = data.fit.confidence_gate(ambiguous=data.is_ambiguous)
+    reads_confidence, reason = data.task_fit.confidence_gate(ambiguous=data.is_ambiguous)
     names: tuple[str, ...] = (KIND, CONFIDENCE) if reads_confidence else (KIND,)
     readings = made_up_readings(scorer, layers, textures, names, data, compute)
     entropies = readings[REAL].get(CONFIDENCE)
@@ -97,7 +98,6 @@ Readings = Mapping[str, Tensor]
 """The readings of n images, (n,) by gate; those of early layers by layer."""
 
 
-@torch.inference_mode()
 def made_up_readings(
     scorer: Scorer,
     layers: Layers,
@@ -105,20 +105,19 @@ def made_up_readings(
     names: Sequence[str],
     data: FitData,
     compute: Compute,
-) -> dict[str, Readings]:
+) -> dict[str, dict[str, Tensor]]:
     """Return the readings of real images of the selection split, and of each kind of image made from them."""
+
+    def read(images: Pixels) -> dict[str, Tensor]:
+        features, output = scorer.features(scorer.standardise(images))
+        scores = scorer.score(scorer.embedding(features, output)).scores
+        readings = dict(zip(names, readings_of(names, scores).unbind(1), strict=True))
+        for (layer, density), early in zip(textures.items(), layers.of(features, layers.texture), strict=True):
+            readings[layer] = -density(average_positions([early])).log_density
+        return readings
+
     mixed = not data.is_ambiguous
-    parts: dict[str, list[Readings]] = {}
-    for made in made_up_batches(data.selection, compute, "made-up images", mixed=mixed, seed=data.seed):
-        for kind, images in made.items():
-            features, output = scorer.features(scorer.standardise(images))
-            scores = scorer.score(scorer.embedding(features, output)).scores
-            readings = dict(zip(names, readings_of(names, scores).cpu().unbind(1), strict=True))
-            for (layer, density), early in zip(textures.items(), layers.of(features, layers.texture), strict=True):
-                readings[layer] = -density(average_positions([early])).log_density.cpu()
-            parts.setdefault(kind, []).append(readings)
-    return {kind: {name: torch.cat([part[name] for part in of_kind]) for name in of_kind[0]}
-            for kind, of_kind in parts.items()}  # fmt: skip
+    return by_kind(made_up_batches(data.selection, compute, "made-up images", mixed=mixed, seed=data.seed), read)
 
 
 def compare(

@@ -27,7 +27,8 @@ from psc_core.errors import UsageError
 from psc_core.gates.combined import KIND, Gates, readings_of
 from psc_core.gates.fit.choice import Auroc, regret
 from psc_core.gates.fit.combined import fit_gates
-from psc_core.gates.fit.made_up import MIXED, REAL, made_up_batches
+from psc_core.gates.fit.made_up import MIXED, REAL, by_kind, made_up_batches
+from psc_core.images.preprocess import Pixels
 from psc_core.metrics.ranking import auroc
 from psc_core.model.base import FittedModel
 from psc_core.model.pipeline import Pipeline, Scorer
@@ -177,16 +178,14 @@ def _read(scorer: Scorer, data: ImageDataset, compute: Compute) -> _Read:
     return _Read(torch.cat(inputs), torch.cat(early) if early else None, torch.cat(labels))
 
 
-@torch.inference_mode()
 def _made_up_readings(
     scorers: Mapping[int, Scorer], names: tuple[str, ...], real: ImageDataset, compute: Compute, *, mixed: bool
 ) -> dict[int, dict[str, Float[Tensor, "n gates"]]]:
     """Return the readings of real images and of each kind made from them, of scorers that share all but densities."""
-    parts: dict[int, dict[str, list[Tensor]]] = {times: {} for times in scorers}
-    for made in made_up_batches(real, compute, "made-up images", mixed=mixed, seed=0):
-        for kind, images in made.items():
-            embedding = scorers[0].embed(images)
-            for times, scorer in scorers.items():
-                found = readings_of(names, scorer.score(embedding).scores).cpu()
-                parts[times].setdefault(kind, []).append(found)
-    return {times: {kind: torch.cat(each) for kind, each in of_kind.items()} for times, of_kind in parts.items()}
+
+    def read(images: Pixels) -> dict[int, Tensor]:
+        embedding = scorers[0].embed(images)
+        return {times: readings_of(names, scorer.score(embedding).scores) for times, scorer in scorers.items()}
+
+    found = by_kind(made_up_batches(real, compute, "made-up images", mixed=mixed, seed=0), read)
+    return {times: {kind: of_kind[times] for kind, of_kind in found.items()} for times in scorers}

@@ -22,13 +22,13 @@ from psc_core.errors import NetworkError
 from psc_core.fitting import stages
 from psc_core.fitting.calibrate import calibrate_pipeline, settings_of, with_calibration
 from psc_core.fitting.data import FitData
-from psc_core.fitting.served import check_read_by
 from psc_core.images.statistics import Statistics
 from psc_core.model.base import FittedModel
 from psc_core.network.backbone import check_output, example_input
 from psc_core.network.cut import own_copy
 from psc_core.network.load import recipe_of
 from psc_core.network.onnx.export import check_exportable
+from psc_core.scoring.served import check_read_by
 from psc_core.settings import FitSettings
 from psc_core.target import Target
 from psc_core.tasks.fit.task import task_fit
@@ -68,8 +68,9 @@ def fit(
     chosen = FitSettings(**{"device": device_of(net), **settings})
     compute = chosen.compute()
     train = opened(loaders[0], "the training data", statistics, classes, target)
-    if task_fit(task).takes(train):  # Before hours are spent on reading the others; if not, it is told below.
-        device, outputs = compute.device, task_fit(task).task(train).network_outputs(train.classes)
+    of_task = task_fit(task)
+    if of_task.takes(train):  # Before hours are spent on reading the others; if not, it is told below.
+        device, outputs = compute.device, of_task.task(train).network_outputs(train.classes)
         try:
             check_output(net.to(device), example_input(train.preprocess).to(device), outputs, name=type(net).__name__)
         except NetworkError as error:

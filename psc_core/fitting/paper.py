@@ -24,10 +24,10 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
 from psc_core.fitting import stages
 from psc_core.fitting.data import FitData
-from psc_core.fitting.parts import FittedProjection
 from psc_core.model.base import FittedModel
 from psc_core.model.classifier import PSC
 from psc_core.model.regressor import PSCRegressor
+from psc_core.projection.fit.report import FittedProjection
 from psc_core.settings import FitSettings
 
 

@@ -1,12 +1,11 @@
-"""The last stage before calibration: density, head and gates, the scorer made of them, and what a bundle records."""
+"""The last stage before calibration: density, head and gates, and the scorer made of them."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -14,35 +13,23 @@ from torch import Tensor, nn
 from psc_core.bundle.manifest import layers_of
 from psc_core.collapse.report import Candidate
 from psc_core.compute.passes import Compute
-from psc_core.data.dataset import ImageDataset
-from psc_core.density import Density, kind_of
+from psc_core.density import DENSITIES, Density
 from psc_core.density.fit.density import HeldOut, fit_density
-from psc_core.errors import UsageError
 from psc_core.fitting.data import FitData
 from psc_core.fitting.early_layers import TEXTURE_DENSITY, ChosenGates, choose_gates, early_layers
 from psc_core.fitting.features import Layers, Read, cut, read
 from psc_core.fitting.maps import ChosenMap, choose_map
 from psc_core.images.preprocess import Pixels
 from psc_core.model.pipeline import Scorer
-from psc_core.network.backbone import Backbone, example_input
-from psc_core.projection.fit.report import ProjectionReport
-from psc_core.projection.module import Projection
+from psc_core.network.backbone import Backbone, check_own_output, example_input, own_width
+from psc_core.projection.fit.report import FittedProjection
 from psc_core.settings import FitSettings
-from psc_core.tasks.fit.task import HeadJob, one_of, own_outputs
+from psc_core.tasks.fit.task import HeadJob, own_outputs
 from psc_core.thumbnails.fit.choose import kept_images, thumbnails_of
 from psc_core.thumbnails.thumbnails import Thumbnails
 
 BATCH: Final = 64
 """Images that are made thumbnails at once."""
-
-
-@dataclass(frozen=True)
-class FittedProjection:
-    """A projection, what choosing it measured, and the layers that it reads."""
-
-    projection: Projection
-    report: ProjectionReport
-    layers: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -76,28 +63,29 @@ def fit_parts(
         candidate: The layer(s) it is cut behind.
         projection: Of the candidate.
         data: The images.
-        settings: Checked, with the kind of head.
+        settings: As :func:`.stages.checked` returns them.
         compute: Device, precision, batch size, processes.
 
     Raises:
-        UsageError: The task has no such head.
+        UsageError: Base predictions of a network with another number of outputs.
         FitError: Features that cannot be fitted; the message says why.
         NetworkError: The network cannot be cut.
     """
-    task = data.fit.task(data.train)
-    kind = one_of("head", settings.head, tuple(task.heads), task.noun)
+    task = data.task
+    kind = settings.head_of(task.heads)
     layers = _layers(net, candidate, data, compute, settings, reads_layers=task.heads[kind].reads_layers)
     is_base = settings.predictions == "base"
-    is_asked = is_base or (settings.predictions == "auto" and data.fit.tries_own_output)
+    is_asked = is_base or (settings.predictions == "auto" and data.task_fit.tries_own_output)
     backbone = cut(net, layers.names, data.train, compute, keep_output=is_asked)
     outputs = task.network_outputs(data.train.classes)
+    example = example_input(data.train.preprocess).to(compute.device)
     if is_base:
-        check_own_output(backbone, data.train, compute, outputs)
-    reads_own = is_asked and own_width(backbone, data.train, compute) == outputs
+        check_own_output(backbone, example, outputs, name=data.train.name)
+    reads_own = is_asked and own_width(backbone, example) == outputs
     device_projection = projection.projection.to(compute.device)
     with tempfile.TemporaryDirectory(prefix="psc-fit-") as scratch:
         folders = [Path(tempfile.mkdtemp(dir=scratch)) for _ in range(2)]
-        is_pooled = kind_of(settings.density).input_kind == "pooled"
+        is_pooled = DENSITIES[settings.density].input_kind == "pooled"
         train = read(backbone, layers, device_projection, data.train, compute, folders[0], pooled=is_pooled)
         read_here = layers._replace(texture=())
         selection = read(backbone, read_here, device_projection, data.selection, compute, folders[1], pooled=is_pooled)
@@ -114,7 +102,7 @@ def fit_parts(
         own = own_outputs(lambda inputs: backbone(inputs)[1], data.selection, compute) if reads_own else None
         classes, features = data.train.classes, (train.features, selection.features)
         job = HeadJob(kind, *features, classes, own, settings.predictions, settings.seed, compute.device)
-        head = data.fit.fit_head(job)
+        head = data.task_fit.fit_head(job)
         textures = {layer: _fit_texture(train, layer, data, compute) for layer in layers.texture}
         thumbnails = None
         if settings.keep_examples is not None:
@@ -125,7 +113,6 @@ def fit_parts(
         device_projection,
         density,
         head,
-        compute.precision,
         head_layers=layers.head,
     )
     gates = choose_gates(scorer, layers, textures, data, compute) if settings.ood_score == "gates" else None
@@ -153,7 +140,7 @@ def _layers(
     if with_gates or reads_layers:
         example = example_input(data.train.preprocess).to(compute.device)
         early = tuple(early_layers(net.to(compute.device), candidate.layers, example))
-    own = candidate.layers if data.fit.averages_candidate and settings.head_input == "both" else ()
+    own = candidate.layers if data.task_fit.averages_candidate and settings.head_input == "both" else ()
     return Layers(candidate.layers, early if reads_layers else own, early if with_gates else ())
 
 
@@ -180,7 +167,7 @@ def _keep(count: int, read: Read, density: Density, data: FitData) -> Thumbnails
     """Return thumbnails of training images with their coordinates, from the features that were read."""
     kept = kept_images(data.train, count, data.seed)
     images, rows = read.features.images, torch.empty(len(data.train), dtype=torch.int64)
-    rows[images] = torch.arange(len(images))  # Of several labels any: the features are those of the image.
+    rows[images] = torch.arange(len(images))  # Several labels of an image have the same features.
     features = read.density_input[rows[kept]].to(density.basis.device)
     few = data.train.subset(kept)
     tensors = {
@@ -191,76 +178,3 @@ def _keep(count: int, read: Read, density: Density, data: FitData) -> Thumbnails
         "values": few.values,
     }
     return Thumbnails({name: tensor for name, tensor in tensors.items() if tensor is not None})
-
-
-@torch.inference_mode()
-def own_width(backbone: Backbone, train: ImageDataset, compute: Compute) -> int | None:
-    """Return the number of the network's own outputs; None where the backbone does not keep them."""
-    output = backbone(example_input(train.preprocess).to(compute.device))[1]
-    return None if output is None else output.shape[1]
-
-
-def check_own_output(backbone: Backbone, train: ImageDataset, compute: Compute, expected: int) -> None:
-    """Reject a network whose own output is not what the task predicts.
-
-    Raises:
-        UsageError: It has another number of outputs.
-    """
-    width = own_width(backbone, train, compute)
-    if width != expected:
-        of_each = f", one for each class of {train.name}" if expected == len(train.classes) else ""
-        raise UsageError(
-            f"expected a network of {expected} output{'s' * (expected > 1)}{of_each}, got {width}; use the data it was "
-            "trained for, and a factory that reads num_classes"
-        )
-
-
-def check_same_layers(candidate: Candidate, projection: FittedProjection) -> None:
-    """Reject a projection of other layers than the candidate's, by :class:`UsageError`."""
-    if projection.layers != candidate.layers:
-        raise UsageError(
-            f"expected a projection of the candidate {'+'.join(candidate.layers)}, got one of "
-            f"{'+'.join(projection.layers)}; fit the projection for this candidate"
-        )
-
-
-def report_of(
-    candidate: Candidate,
-    projection: FittedProjection,
-    parts: FittedParts,
-    metrics: Mapping[str, Any],
-    provenance: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """Return the report of a fit that its bundle keeps; ``metrics`` are those of the calibration split."""
-    gates = {} if parts.gates is None else {"gates": parts.gates.choice.to_json()}
-    of_map = {} if parts.map is None else {"map": parts.map.choice.to_json()}
-    report = {
-        "collapse": candidate.report and {**candidate.report.to_json(), "notes": list(candidate.notes)},
-        "metrics": {**metrics, "projection": projection_metrics(projection.report), **gates, **of_map},
-        "provenance": dict(provenance or {}),
-    }
-    recorded: dict[str, Any] = rounded(report)
-    return recorded
-
-
-def projection_metrics(report: ProjectionReport) -> dict[str, Any]:
-    """Return the report of a projection that its bundle keeps."""
-    choice = report.choice
-    return {
-        "nc1": choice.nc1,
-        "nc4": choice.nc4,
-        "scaled_nc1": report.scaled_nc1,
-        "scaled_nc4": report.scaled_nc4,
-        "warning": choice.warning,
-        "pooled": report.note,
-        "positions": [{"d_proj": d, "made_up_auroc": value} for d, value in report.positions],
-    }
-
-
-def rounded(value: Any) -> Any:
-    """Return a report's numbers to 9 digits: the version hashes them, and the last ones depend on how sums split."""
-    if isinstance(value, float):
-        return float(f"{value:.9g}")
-    if isinstance(value, Mapping):
-        return {key: rounded(each) for key, each in value.items()}
-    return [rounded(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float
 from torch import Tensor
 
 from psc_core.compute.device import autocast
@@ -22,9 +22,11 @@ from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import drawn
 from psc_core.density.fit.density import fit_density
 from psc_core.fitting.data import FitData
-from psc_core.gates.fit.made_up import REAL, made_up_batches
+from psc_core.gates.fit.made_up import REAL, by_kind, made_up_batches
+from psc_core.images.preprocess import Pixels
 from psc_core.metrics.ranking import auroc
 from psc_core.network.backbone import Backbone, FeatureStep, feature_step
+from psc_core.numerics.matrix import usable
 from psc_core.projection.fit.projection import SizedProjection
 from psc_core.projection.module import Projection
 
@@ -71,32 +73,24 @@ def compare_positions(
     return found
 
 
-def usable(
-    examples: Shaped[Tensor, "n ..."], labels: Int[Tensor, " n"]
-) -> tuple[Shaped[Tensor, "m ..."], Int[Tensor, " m"], int]:
-    """The examples of classes that have at least two, their labels renumbered, and the number of these classes."""
-    enough = labels.bincount() >= 2
-    keep = enough[labels]
-    return examples[keep], (enough.cumsum(0) - 1)[labels[keep]], int(enough.sum())
-
-
 def fewest_positions(found: Mapping[int, float]) -> int:
     """The smallest number of spatial components within :data:`AUROC_LOSS` of the best."""
     return min(d for d, value in found.items() if value >= max(found.values()) - AUROC_LOSS)
 
 
-@torch.inference_mode()
 def _made_up_features(
     largest: Projection, step: FeatureStep, data: FitData, compute: Compute
 ) -> dict[str, Float[Tensor, "n dim"]]:
-    parts: dict[str, list[Tensor]] = {}
+    """Return z of real images of the selection split, and of each kind of image made from them."""
     mixed, selection = not data.is_ambiguous, data.selection
-    for made in made_up_batches(selection, compute, "positions: made-up images", mixed=mixed, seed=data.seed):
-        for kind, images in made.items():
-            with autocast(compute.device, compute.precision):
-                features = step(selection.preprocess.standardise(images))
-            parts.setdefault(kind, []).append(largest(features).cpu())
-    return {kind: torch.cat(values) for kind, values in parts.items()}
+
+    def project(images: Pixels) -> dict[str, Tensor]:
+        with autocast(compute.device, compute.precision):
+            features = step(selection.preprocess.standardise(images))
+        return {"z": largest(features)}
+
+    batches = made_up_batches(selection, compute, "positions: made-up images", mixed=mixed, seed=data.seed)
+    return {kind: found["z"] for kind, found in by_kind(batches, project).items()}
 
 
 def _columns(largest: Projection, c_proj: int, d_proj: int) -> Tensor:

@@ -18,14 +18,15 @@ from typing import Any, Final
 
 import torch
 
+from psc_core.bundle.manifest import HISTORY
 from psc_core.calibration.weighted import thinned, worth
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
 from psc_core.fitting.audit import Audit
 from psc_core.fitting.calibrate import calibrate_pipeline, settings_of, temper, with_calibration
 from psc_core.fitting.extend import Extension, extend
-from psc_core.fitting.served import outputs_of
 from psc_core.model.base import FittedModel
+from psc_core.scoring.served import outputs_of
 from psc_core.tasks.fit.task import task_fit
 from psc_core.version import __version__
 
@@ -33,10 +34,7 @@ CHOOSES: Final = 0.25
 """Fraction of the images that chooses the temperature of base predictions, and how a density is extended."""
 
 FEWEST_TO_CHOOSE: Final = 25
-"""Number of images below which the temperature stays, and no density is extended."""
-
-HISTORY: Final = "recalibrations"
-"""The entry of a bundle's provenance that says how it was calibrated again, the oldest first."""
+"""Number of images that count equally below which the temperature stays, and no density is extended."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ def recalibrate_from_audit(
             extension = extend(model, more, real, settings.compute())
             pipeline, calibrates = extension.pipeline, rest
             lines.append(extension.table())
-        if fit.has_temperature(pipeline.scorer.head) and len(chooses.of_class) >= FEWEST_TO_CHOOSE:
+        if fit.has_temperature(pipeline.scorer.head) and len(real) >= FEWEST_TO_CHOOSE:
             pipeline, calibrates = temper(pipeline, fit, real, settings), rest
             before, now = (each.scorer.head.record["temperature"] for each in (model.pipeline, pipeline))
             lines.append(f"temperature {now:.3g}, before {before:.3g}, by {len(real)} images, which do not calibrate")

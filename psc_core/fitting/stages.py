@@ -15,19 +15,21 @@ from psc_core.collapse.measure import measure_layers
 from psc_core.collapse.report import Candidate, CollapseReport
 from psc_core.compute.passes import Compute
 from psc_core.density import DENSITIES
+from psc_core.errors import UsageError
 from psc_core.fitting.calibrate import calibrate_scorer, trial_of
 from psc_core.fitting.data import FitData
 from psc_core.fitting.features import cut
-from psc_core.fitting.parts import FittedProjection, check_same_layers, fit_parts, report_of
+from psc_core.fitting.parts import fit_parts
 from psc_core.fitting.positions import compare_positions, fewest_positions
+from psc_core.fitting.record import report_of
 from psc_core.gates.fit.choice import GateChoice
 from psc_core.model.base import FittedModel
 from psc_core.model.load import model_class_of
 from psc_core.projection.fit.projection import fit_tucker
 from psc_core.projection.fit.ranks import choose_ranks
-from psc_core.projection.fit.report import ProjectionReport
+from psc_core.projection.fit.report import FittedProjection, ProjectionReport
 from psc_core.settings import HEAD_INPUTS, OOD_SCORES, PREDICTIONS, FitSettings
-from psc_core.tasks.fit.task import TaskFit, one_of
+from psc_core.tasks.fit.task import one_of
 from psc_core.thumbnails.fit.choose import check_count
 
 
@@ -47,7 +49,7 @@ def collapse(net: nn.Module, data: FitData, settings: FitSettings, compute: Comp
         NetworkError: The network cannot be run or cut.
     """
     compute.reducer.require(data.train)
-    return measure_layers(net, data.train, data.selection, settings, compute, data.fit.layer_quality)
+    return measure_layers(net, data.train, data.selection, settings, compute, data.task_fit.layer_quality)
 
 
 def project(
@@ -63,7 +65,8 @@ def project(
         FitError: Constant features, or sizes larger than the layer allows.
         NetworkError: The network cannot be cut.
     """
-    one_of("density", settings.density, tuple(DENSITIES), data.fit.task_type.noun)
+    one_of("density", settings.density, tuple(DENSITIES), data.task_fit.task_type.noun)
+    reads_z = DENSITIES[settings.density].input_kind == "z"
     compute.reducer.require(data.train)
     backbone = cut(net, candidate.layers, data.train, compute, keep_output=False)
     sized = fit_tucker(backbone, data.train, data.selection, settings, compute)
@@ -72,12 +75,12 @@ def project(
     sizes = [choice]
     if settings.d_proj is None:
         sizes = choice.with_more_positions(sized.nc1, sized.nc4, sized.deviation, epsilon=settings.epsilon)
-    if DENSITIES[settings.density].input_kind == "z" and len(sizes) > 1:
+    if reads_z and len(sizes) > 1:
         pairs = [(size.c_proj, size.d_proj) for size in sizes]
         compared = compare_positions(backbone, sized, pairs, data, settings.density, compute)
         kept = compute.reducer.first(fewest_positions(compared))
         choice = next(size for size in sizes if size.d_proj == kept)
-    if data.fit.averages_candidate and settings.head_input == "both" and DENSITIES[settings.density].input_kind != "z":
+    if data.task_fit.averages_candidate and settings.head_input == "both" and not reads_z:
         choice = replace(choice, warning="")  # Head and density read beside z, or instead of it, what z gives up.
     projection = sized.largest.leading(choice.c_proj, choice.d_proj).cpu()
     return FittedProjection(projection, ProjectionReport.of(choice, sized, compared), candidate.layers)
@@ -89,7 +92,7 @@ def checked(settings: FitSettings, data: FitData) -> FitSettings:
     Raises:
         UsageError: An unknown option, or rates outside (0, 1) or that so few validation images cannot keep.
     """
-    fit: TaskFit = data.fit
+    fit = data.task_fit
     settings = settings.of_task(fit.task_type.name, fit.task_type.heads)
     for option, allowed in (
         ("predictions", PREDICTIONS), ("head_input", HEAD_INPUTS), ("head", tuple(fit.task_type.heads)),
@@ -138,9 +141,8 @@ def fit_model(
     pipeline, calibrated = calibrate_scorer(
         parts.scorer, data, settings, compute, parts.gate_names, layer_map, parts.thumbnails
     )
-    task = data.fit.task(data.train)
-    model = model_class_of(task)(
-        task=task,
+    model = model_class_of(data.task)(
+        task=data.task,
         pipeline=pipeline,
         backbone=parts.backbone,
         classes=data.train.classes,
@@ -153,3 +155,12 @@ def fit_model(
     )
     model.probe()  # As in loading: a model that cannot be loaded is not saved.
     return FitResult(model, None if parts.gates is None else parts.gates.choice)
+
+
+def check_same_layers(candidate: Candidate, projection: FittedProjection) -> None:
+    """Reject a projection of other layers than the candidate's, by :class:`UsageError`."""
+    if projection.layers != candidate.layers:
+        raise UsageError(
+            f"expected a projection of the candidate {'+'.join(candidate.layers)}, got one of "
+            f"{'+'.join(projection.layers)}; fit the projection for this candidate"
+        )

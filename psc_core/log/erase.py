@@ -19,15 +19,24 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
-class Removed:
-    """The numbers of what was removed, or, of rows, made to name their image no longer."""
+class Erased:
+    """How often an image was found in a log."""
 
+    files: int = 0  # removed
+    labels: int = 0  # removed
+    rows: int = 0  # which no longer name the image
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """The numbers of files that were removed from a log."""
+
+    row_files: int = 0
     images: int = 0
-    rows: int = 0
-    labels: int = 0
+    label_files: int = 0
 
 
-def erase(log: Log, sha256: str) -> Removed:
+def erase(log: Log, sha256: str) -> Erased:
     """Remove an image: its file, its digest and path in every row, and its labels.
 
     Rows that a service has not written yet are not seen.
@@ -58,28 +67,28 @@ def erase(log: Log, sha256: str) -> Removed:
         if len(left) < len(found):
             labels += len(found) - len(left)
             write_labels(log, left, name) if left else log.delete(name)
-    return Removed(len(files), len(keys), labels)
+    return Erased(len(files), labels, len(keys))
 
 
-def prune(log: Log, days: int, now: datetime | None = None) -> Removed:
+def prune(log: Log, days: int, now: datetime | None = None) -> Pruned:
     """Remove rows of days that ended more than ``days`` days ago, and the images and labels written before then.
 
-    An image is written again with each row that names it, so no row that is left loses its own.  ``rows`` counts files.
+    An image is written again with each row that names it, so no row that is left loses its own.
 
     Raises:
         OSError: The log cannot be read or written.
     """
     first = (now or datetime.now(UTC)).astimezone(UTC).date() - timedelta(days)
     begins = datetime.combine(first, time(), UTC)
-    rows = 0
+    row_files = 0
     for model in models_in(log):
         for day in days_of(log, model):
             if day < first.isoformat():
-                rows += _delete(log, f"model={model}/day={day}", lambda _: True)
+                row_files += _delete(log, f"model={model}/day={day}", lambda _: True)
                 with suppress(OSError):  # Another process has.
                     log.files.delete_dir(log.path(f"model={model}/day={day}"))
     is_old: Callable[[datetime], bool] = lambda written: written < begins  # noqa: E731
-    return Removed(_delete(log, IMAGES, is_old), rows, _delete(log, LABELS, is_old))
+    return Pruned(row_files, _delete(log, IMAGES, is_old), _delete(log, LABELS, is_old))
 
 
 def _delete(log: Log, folder: str, is_old: Callable[[datetime], bool]) -> int:

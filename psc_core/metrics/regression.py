@@ -16,6 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from psc_core.numerics.explained import r_squared
+
 
 def rmse(mean: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> float:
     """Root mean squared error, in the target's unit."""
@@ -23,10 +25,8 @@ def rmse(mean: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> float:
 
 
 def r2(mean: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> float:
-    """Fraction of the variance of the numbers that is explained; −∞ where they do not vary and the error is not 0."""
-    y = values.double()
-    left, total = float((y - mean.double()).square().sum()), float((y - y.mean()).square().sum())
-    return 1.0 - left / total if total > 0 else 1.0 if left == 0 else float("-inf")
+    """Fraction of the variance of the numbers that is explained, :func:`psc_core.numerics.explained.r_squared`."""
+    return r_squared((values.double() - mean.double()).square(), values.double())
 
 
 def nll(mean: Float[Tensor, " n"], deviation: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> float:

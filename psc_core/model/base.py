@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from psc_core.bundle.io import Bundle, read_bundle, write_bundle
 from psc_core.bundle.manifest import SCHEMA, Manifest
 from psc_core.compute.device import resolve_device
-from psc_core.errors import BundleError, FitError, UsageError
+from psc_core.errors import BundleError, FitError, PSCError, UsageError, shortened
 from psc_core.gates.combined import Gates
 from psc_core.images.inputs import ImageLike, as_batch
 from psc_core.images.preprocess import Preprocess
@@ -26,6 +27,8 @@ from psc_core.tasks.outputs import FloatArray, Matrix, Outputs
 from psc_core.tasks.policy import BasePolicy
 from psc_core.tasks.prediction import BasePrediction
 from psc_core.tasks.task import Task
+
+logger = logging.getLogger("psc.model")
 
 FUSION_TOLERANCE = {"fp32": 0.01, "bf16": 0.5}
 """Maximum difference between fused and stored features, relative to the largest; rounding is far below."""
@@ -300,7 +303,6 @@ class FittedModel:
             modules.projection,
             modules.density,
             modules.head,
-            manifest.precision,
             modules.texture,
             manifest.head.layers,
         ).to(target)
@@ -349,8 +351,13 @@ class FittedModel:
                 fused, _ = scorer.features(inputs)
         except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
             raise  # Not the bundle's fault.
-        except Exception as error:  # A hostile file can make a network fail in any way.
+        except PSCError as error:
             raise FitError(f"the parts of {self.name!r} do not fit together: {error}") from error
+        except Exception as error:  # A hostile file can make a network fail in any way.
+            logger.warning("the first images of %r: %s", self.name, shortened(repr(error)))  # Clients get the message.
+            raise FitError(
+                f"the parts of {self.name!r} do not fit together: {type(error).__name__}, see the log; fit it again"
+            ) from error
         # The features too: a ReLU inside a convolution turns NaN into zeros.
         finite = all(bool(part.isfinite().all()) for part in (packed, *stored))
         others, expected = len(self.score_names) + len(self.gates), self.num_probabilities

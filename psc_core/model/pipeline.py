@@ -83,7 +83,6 @@ class Scorer(nn.Module):
         projection: Features to z.
         density: log p of z, or of features averaged over positions.
         head: g′ on z, or what reads the network's own output in its place ("base" predictions).
-        precision: ``"fp32"`` or ``"bf16"`` of the backbone; everything after it is float32.
         texture: Density of the pooled features of the backbone's last layer, which is then none of the projection's.
         head_layers: Names, among the backbone's layers, of those that the head reads beside z.
     """
@@ -98,7 +97,6 @@ class Scorer(nn.Module):
         projection: Projection,
         density: Density,
         head: Head,
-        precision: Precision = "fp32",
         texture: Density | None = None,
         head_layers: Sequence[str] = (),
     ) -> None:
@@ -112,28 +110,26 @@ class Scorer(nn.Module):
         self.head = head
         self.texture = texture
         self.head_layers = tuple(head_layers)
-        self.precision = precision
         self.eval().requires_grad_(False)
 
-    def with_backbone(
-        self,
-        backbone: Backbone,
-        texture: Density | None,
-        precision: Precision | None = None,
-    ) -> Scorer:
+    @property
+    def precision(self) -> Precision:
+        """``"fp32"`` or ``"bf16"``, of the backbone; everything after it is float32."""
+        return self.backbone.precision
+
+    def with_backbone(self, backbone: Backbone, texture: Density | None) -> Scorer:
         """A scorer that shares everything else; the last layer of ``backbone`` is the one that ``texture`` reads."""
-        own = (self.projection, self.density, self.head, precision or self.precision)
-        return Scorer(self.preprocess, backbone, *own, texture, self.head_layers)
+        return Scorer(self.preprocess, backbone, self.projection, self.density, self.head, texture, self.head_layers)
 
     def with_head(self, head: Head) -> Scorer:
         """A scorer that shares everything else."""
-        own = (self.projection, self.density, head.to(self.scale.device), self.precision)
+        own = (self.projection, self.density, head.to(self.scale.device))
         return Scorer(self.preprocess, self.backbone, *own, self.texture, self.head_layers)
 
     def with_densities(self, density: Density, texture: Density | None) -> Scorer:
         """A scorer that shares everything else; ``texture`` is there if it was."""
         device = self.scale.device
-        own = (self.projection, density.to(device), self.head, self.precision)
+        own = (self.projection, density.to(device), self.head)
         return Scorer(
             self.preprocess, self.backbone, *own, None if texture is None else texture.to(device), self.head_layers
         )
@@ -171,7 +167,7 @@ class Scorer(nn.Module):
         """Return the scores and the probabilities from what density and head read.
 
         Raises:
-            NetworkError: There is neither a head nor the network's output.
+            NetworkError: The head reads the network's output, which the backbone does not keep.
         """
         log_density = self.density(embedding.density_input).log_density
         scores, probabilities = self.head.score(embedding.head_input, embedding.output)
@@ -235,9 +231,9 @@ class Pipeline(nn.Module):
         """True if its network runs as a graph, see :attr:`psc_core.network.backbone.Backbone.is_traced`."""
         return self.scorer.backbone.is_traced
 
-    def with_backbone(self, backbone: Backbone, precision: Precision | None = None) -> Pipeline:
-        """A pipeline that shares everything else with this one; by default the precision too."""
-        return self.with_scorer(self.scorer.with_backbone(backbone, self.scorer.texture, precision))
+    def with_backbone(self, backbone: Backbone) -> Pipeline:
+        """A pipeline that shares everything else with this one."""
+        return self.with_scorer(self.scorer.with_backbone(backbone, self.scorer.texture))
 
     def with_scorer(
         self,

@@ -6,6 +6,7 @@ the manifest only claims.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
@@ -26,6 +27,8 @@ from psc_core.projection.module import Projection
 from psc_core.tasks.calibration import BaseCalibration
 from psc_core.tasks.head import Head
 from psc_core.thumbnails.thumbnails import Thumbnails
+
+logger = logging.getLogger("psc.model")
 
 
 class Modules(NamedTuple):
@@ -67,7 +70,11 @@ def restore_modules(bundle: Bundle, allow_factories: Collection[str]) -> Modules
     except PSCError as error:
         raise BundleError(f"{bundle.path}: {error}") from error
     except Exception as error:  # A hostile file can make a network's constructor fail in any way.
-        raise BundleError(f"{bundle.path}: the manifest and the tensors do not fit together: {error}") from error
+        logger.warning("%s: %s", bundle.path, shortened(repr(error)))  # Clients of the service get the message.
+        raise BundleError(
+            f"{bundle.path}: the manifest and the tensors do not fit together: {type(error).__name__}, see the log; "
+            "fit the bundle again"
+        ) from error
     return Modules(backbone, projection, density, head, calibration, texture, gates, layer_map, thumbnails)
 
 

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from psc_core.errors import BundleError, NetworkError
+from psc_core.errors import BundleError, NetworkError, UsageError
 from psc_core.images.preprocess import Inputs, Preprocess
 from psc_core.network.cut import HookedNetwork, HookPlan, cut_graph, plan_stop
 from psc_core.network.fuse import fuse, images_format
@@ -52,14 +52,25 @@ class Cut:
 class Backbone(nn.Module):
     """A cut network: canonical features of each layer, and the logits where they are kept.
 
-    ``body`` gives one tensor per layer, then the logits; images are converted to ``memory_format`` for it.
+    Args:
+        body: It gives one tensor per layer, then the logits.
+        cut: Where it is cut.
+        memory_format: That images are converted to for it.
+        precision: Of the floats that it computes in, under :func:`psc_core.compute.device.autocast`.
     """
 
-    def __init__(self, body: nn.Module, cut: Cut, memory_format: torch.memory_format = torch.contiguous_format) -> None:
+    def __init__(
+        self,
+        body: nn.Module,
+        cut: Cut,
+        memory_format: torch.memory_format = torch.contiguous_format,
+        precision: Precision = "fp32",
+    ) -> None:
         super().__init__()
         self.body = body
         self.cut = cut
         self.memory_format = memory_format
+        self.precision = precision
         self.eval()
 
     @property
@@ -117,7 +128,7 @@ class Backbone(nn.Module):
         """
         if self.onnx is not None and precision != "fp32":
             raise NetworkError(f"an ONNX network computes in float32, got precision {precision}; leave it out")
-        return Backbone(fuse(self.body, precision=precision), self.cut, images_format(self.body, precision))
+        return Backbone(fuse(self.body, precision=precision), self.cut, images_format(self.body, precision), precision)
 
     def spec(self) -> dict[str, Any]:
         """Return the specification that :func:`rebuild_backbone` needs besides the state dict, as JSON types.
@@ -263,6 +274,26 @@ def check_output(net: nn.Module, example: Inputs, outputs: int, *, name: str) ->
         _check_same(first, second)
     except NetworkError as error:
         raise NetworkError(f"{name}: {error}") from error
+
+
+def check_own_output(backbone: Backbone, example: Inputs, outputs: int, *, name: str) -> None:
+    """Reject a backbone whose network has another number of outputs than is predicted for the data set ``name``.
+
+    Raises:
+        UsageError: It has, or keeps none.
+    """
+    if (width := own_width(backbone, example)) != outputs:
+        raise UsageError(
+            f"expected a network of {outputs} output{'s' * (outputs > 1)} for {name}, got {width}; use the data it was "
+            "trained for, and a factory that reads num_classes"
+        )
+
+
+@torch.inference_mode()
+def own_width(backbone: Backbone, example: Inputs) -> int | None:
+    """Return the number of the network's own outputs; None where the backbone does not keep them."""
+    output = backbone(example)[1]
+    return None if output is None else output.shape[1]
 
 
 def _described(output: object) -> str:

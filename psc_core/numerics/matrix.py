@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.nn import functional
 
@@ -175,3 +175,15 @@ def images_of_classes(
     pairs = (labels * span + images).sort().values
     first = functional.pad(pairs.diff() != 0, (1, 0), value=True)
     return (pairs[first] // span).bincount(minlength=num_classes)
+
+
+def usable(
+    examples: Shaped[Tensor, "n ..."], labels: Int[Tensor, " n"]
+) -> tuple[Shaped[Tensor, "m ..."], Int[Tensor, " m"], int]:
+    """Return the examples of classes that have at least two, their labels renumbered, and how many classes these are.
+
+    Fewer than two have no covariance.
+    """
+    enough = labels.bincount() >= 2
+    keep = enough[labels]
+    return examples[keep], (enough.cumsum(0) - 1)[labels[keep]], int(enough.sum())

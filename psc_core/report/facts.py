@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from psc_core.bundle.io import Bundle
-from psc_core.bundle.manifest import Manifest
+from psc_core.bundle.manifest import HISTORY, Manifest
 from psc_core.collapse.report import Candidate, CollapseReport
 from psc_core.errors import BundleError
-from psc_core.fitting.recalibrate import HISTORY
 from psc_core.report import words
 from psc_core.report.content import Content, Role, ScoredSet
 from psc_core.tasks import module_of

@@ -49,7 +49,7 @@ TEMPLATES: Final = Environment(
 
 
 def write(facts: Facts, folder: Path) -> Path:
-    """Write :data:`PAGE` and :data:`FIGURES` into ``folder``, and return the path of the page.
+    """Write :data:`PAGE` and :data:`FIGURES` into ``folder``, in place of those of another report, and return the page.
 
     Raises:
         OSError: ``folder`` cannot be written to.
@@ -57,6 +57,7 @@ def write(facts: Facts, folder: Path) -> Path:
     drawn = figures.draw(facts)
     pngs = {name: figures.png(figure) for name, figure in drawn.items()}
     (folder / FIGURES).mkdir(exist_ok=True)
+    _remove_figures(folder)
     for name, png in pngs.items():
         (folder / FIGURES / f"{name}.png").write_bytes(png)
     words, limits = _words(facts), facts.limits
@@ -85,10 +86,16 @@ def write_card(facts: Facts) -> None:
 
 def remove(folder: Path) -> None:
     """Remove page, figures, content and card from a bundle's folder: after a new fit they describe another one."""
-    for file in (folder / PAGE, folder / FILE, folder / CARD, *(folder / FIGURES).glob("*.png")):
+    for file in (folder / PAGE, folder / FILE, folder / CARD):
         file.unlink(missing_ok=True)
+    _remove_figures(folder)
     with suppress(OSError):  # There is none, or it holds files of others, such as an evaluation.
         (folder / FIGURES).rmdir()
+
+
+def _remove_figures(folder: Path) -> None:
+    for file in (folder / FIGURES).glob("*.png"):
+        file.unlink()
 
 
 def serve_command(folder: Path, manifest: Manifest) -> str:

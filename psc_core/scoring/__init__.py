@@ -1,4 +1,4 @@
-"""``psc-score``: every output for a folder, a list or a Parquet column of images, offline, part by part."""
+"""A fitted model over many images: over a data set, and for ``psc-score`` over a folder or list, part by part."""
 
 from __future__ import annotations
 

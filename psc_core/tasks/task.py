@@ -1,4 +1,4 @@
-"""The noun that everything outside the tasks' folders asks: what does a model predict, and how is it told?
+"""The interface of a task: what a model predicts, and how that is decided, answered and described.
 
 A :class:`Task` is a value.  Its fields are what a manifest keeps of it, as the target of a regression; everything else
 is the same for all models of a task.

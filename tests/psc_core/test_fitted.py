@@ -17,6 +17,7 @@ class Line(Fitted):
 
     kind = "line"
     layout: ClassVar = {"slope": ("dim",), "offset": ("dim",)}
+    offset: Tensor
 
 
 GOOD = {"slope": torch.ones(3), "offset": torch.zeros(3)}
@@ -27,6 +28,13 @@ def test_round_trip() -> None:
     again = restore({"line": Line}, line.config(), line.state_dict())
     assert again.config() == {"kind": "line", "sizes": {"dim": 3}, "record": {"tau": 2.0}}
     assert all(torch.equal(tensor, GOOD[name]) for name, tensor in again.state_dict().items())
+
+
+def test_more_in_a_record_leaves_the_model_as_it_is() -> None:
+    line = Line(GOOD, record={"tau": 2.0})
+    more = line.recording({"loss": 1})
+    assert (line.record, more.record) == ({"tau": 2.0}, {"tau": 2.0, "loss": 1})
+    assert type(more) is Line and torch.equal(more.offset, line.offset)
 
 
 @pytest.mark.parametrize(

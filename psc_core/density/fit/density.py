@@ -32,7 +32,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from psc_core.density import kind_of
+from psc_core.density import DENSITIES
 from psc_core.density.base import Density
 from psc_core.density.fit.extend import EXAMPLES
 from psc_core.density.fit.pca import fit_pca
@@ -81,11 +81,10 @@ def fit_density(
         A module on the device of ``z``.
 
     Raises:
-        UsageError: An unknown kind.
         FitError: Features that are not finite or all equal, a class with fewer than two images,
             or a ``pca`` beyond the rank.
     """
-    family = kind_of(kind)
+    family = DENSITIES[kind]
     counts = check_features(z, labels, num_classes=num_classes, class_names=class_names, minimum=2, images=images)
     observed = counts if images is None else images_of_classes(images, labels, num_classes)
     n_images = len(z) if images is None else int(images.bincount().count_nonzero())
@@ -131,7 +130,7 @@ def fit_density(
 
 
 class Pooled(NamedTuple):
-    """What is alike for all densities: the training features in x, and their pooled covariance, float64."""
+    """The training features in x and their pooled covariance, float64, which every density is fitted to."""
 
     x: FeatureMatrix  # (n, P)
     means: Float[Tensor, "K P"]  # of each class, in x

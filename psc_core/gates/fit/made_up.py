@@ -18,8 +18,8 @@ All are ``uint8 (n, C, H, W)``, computed on the device of the images.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final
 
 import torch
 from jaxtyping import Float, Int, UInt8
@@ -114,3 +114,21 @@ def made_up_batches(
         if mixed:
             made[MIXED] = mix(pixels, batch.first_labels(), generator)
         yield {kind: images.to(compute.device) for kind, images in made.items()}
+
+
+@torch.inference_mode()
+def by_kind(
+    batches: Iterable[Mapping[str, Pixels]], step: Callable[[Pixels], Mapping[Any, Tensor]]
+) -> dict[str, dict[Any, Tensor]]:
+    """Return what ``step`` gives for all images of each kind, (n, …) by its names, on the CPU.
+
+    Args:
+        batches: From :func:`made_up_batches`.
+        step: A function of the pixels of a batch, the same names for each.
+    """
+    parts: dict[str, dict[Any, list[Tensor]]] = {}
+    for made in batches:
+        for kind, images in made.items():
+            for name, values in step(images).items():
+                parts.setdefault(kind, {}).setdefault(name, []).append(values.cpu())
+    return {kind: {name: torch.cat(each) for name, each in of_kind.items()} for kind, of_kind in parts.items()}

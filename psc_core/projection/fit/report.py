@@ -10,6 +10,7 @@ from torch import Tensor
 
 from psc_core.projection.fit.projection import SizedProjection
 from psc_core.projection.fit.ranks import RankChoice
+from psc_core.projection.module import Projection
 
 
 @dataclass(frozen=True)
@@ -43,3 +44,12 @@ class ProjectionReport:
             lines.append(f"density on made-up images by spatial components (mean AUROC): {found}")
         lines += [f"note: {text}" for text in (self.note, choice.warning) if text]
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class FittedProjection:
+    """A projection, what choosing it measured, and the layers that it reads."""
+
+    projection: Projection
+    report: ProjectionReport
+    layers: tuple[str, ...]

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Final
 
 import torch
+from jaxtyping import Float, Int
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from psc_core.metrics.classification import ECE_BINS
 from psc_core.report import words
@@ -73,11 +75,7 @@ def confusion(images: ImageSet, classes: Sequence[str]) -> Figure | None:
     """Draw true against predicted classes; of many classes, the :data:`MAX_CONFUSED` with the most errors."""
     if not len(images.labels):
         return None
-    count = len(classes)
-    matrix = torch.bincount(images.labels * count + images.predicted, minlength=count**2).reshape(count, count)
-    wrong = matrix.sum(1) - matrix.diagonal()
-    kept = wrong.argsort(descending=True, stable=True)[:MAX_CONFUSED].sort().values
-    shown = matrix[kept][:, kept].float() / matrix[kept].sum(1, keepdim=True).clamp_min(1)
+    kept, shown = most_confused(images.labels, images.predicted, len(classes))
     names = [classes[index] for index in kept.tolist()]
     figure, axis = axes_of(4.6, 4.2)
     mapped = axis.imshow(shown.numpy(), cmap="Blues", vmin=0, vmax=1)
@@ -89,6 +87,20 @@ def confusion(images: ImageSet, classes: Sequence[str]) -> Figure | None:
         axis.text(column, row, f"{value:.0%}", ha="center", va="center", fontsize=5, color="w" if value > 0.5 else "k")
     axis.set(xlabel="predicted", ylabel="label")
     return figure
+
+
+def most_confused(
+    labels: Int[Tensor, " n"], predicted: Int[Tensor, " n"], classes: int
+) -> tuple[Int[Tensor, " kept"], Float[Tensor, "kept kept"]]:
+    """Return the classes with the most errors, ascending, and the fraction of each that is predicted as each."""
+    errors = labels[labels != predicted].bincount(minlength=classes)
+    kept = errors.argsort(descending=True, stable=True)[:MAX_CONFUSED].sort().values
+    place, count = torch.full((classes,), -1), len(kept)
+    place[kept] = torch.arange(count)
+    rows, columns = place[labels], place[predicted]
+    images, is_shown = rows[rows >= 0].bincount(minlength=count), (rows >= 0) & (columns >= 0)
+    pairs = (rows * count + columns)[is_shown].bincount(minlength=count**2)
+    return kept, pairs.reshape(count, count).float() / images[:, None].clamp_min(1)
 
 
 def _colour(classifier: str) -> str | None:

@@ -91,6 +91,9 @@ class TaskFit:
         """
         return train, val
 
+    def check_half(self, images: ImageDataset) -> None:
+        """Reject one half of the validation images that nothing can be measured on; raises :class:`DataError`."""
+
     def task(self, train: ImageDataset) -> Task:
         """Return the task of a model of these images."""
         return self.task_type()

@@ -166,6 +166,42 @@ def test_save_keeps_other_files_of_a_bundle(tiny_bundle: Path, tmp_path: Path) -
     assert [entry.name for entry in tmp_path.iterdir()] == ["bundle"]
 
 
+@pytest.mark.parametrize("error", [OSError(errno.EACCES, "Permission denied"), KeyboardInterrupt()])
+def test_a_bundle_that_cannot_be_replaced_stays(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    (bundle / "mine.txt").write_text("mine")
+    before, rename = read_bundle(bundle), Path.rename
+
+    def refused(path: Path, target: Path) -> Path:
+        if target == bundle and not path.name.endswith(".old"):
+            raise error
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    raised = (BundleError, r"cannot replace .*Permission denied") if isinstance(error, OSError) else (type(error), "^$")
+    with pytest.raises(raised[0], match=raised[1]):
+        write_bundle(bundle, before.manifest.model_dump(exclude={"version", "files"}), before.parts)
+    assert read_bundle(bundle).manifest == before.manifest and (bundle / "mine.txt").read_text() == "mine"
+    assert [entry.name for entry in tmp_path.iterdir()] == [bundle.name]
+
+
+def test_where_the_old_files_are_is_said(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (bundle / "mine.txt").write_text("mine")
+    before, rename = read_bundle(bundle), Path.rename
+
+    def refused(path: Path, target: Path) -> Path:
+        if path.name == "mine.txt":
+            raise OSError(errno.EACCES, "Permission denied")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(BundleError, match=r"Permission denied.*what it held lies in .*\.old"):
+        write_bundle(bundle, before.manifest.model_dump(exclude={"version", "files"}), before.parts)
+    (old,) = tmp_path.glob(".*.old")
+    assert (old / "mine.txt").read_text() == "mine" and set(read_bundle(bundle).parts) == set(before.parts)
+
+
 def test_tensors_that_share_memory(tiny_bundle: Path, tmp_path: Path) -> None:
     """A network cut by hooks may hold one module under two names."""
     bundle = read_bundle(tiny_bundle)

@@ -70,3 +70,7 @@ def test_thinned_images_count_equally() -> None:
     kept = thinned(weights)
     assert kept[5000:].all()
     assert int(kept[:5000].sum()) == pytest.approx(500, abs=80)
+
+
+def test_of_no_images_none_is_drawn() -> None:
+    assert thinned(torch.empty(0)).shape == (0,)

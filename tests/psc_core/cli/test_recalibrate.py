@@ -72,6 +72,30 @@ def test_extends_the_density(
     assert code == 2 and "outside the audit slice 0 are judged" in err and not (tmp_path / "x").exists()
 
 
+def test_a_place_that_is_none_is_found_before_any_image_is_read(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    words = [str(tiny_bundle), "--log", str(tmp_path / "no log"), "--out", str(tmp_path / "file")]
+    code, _, err = run(capsys, cli.main, words)
+    assert code == 2 and "it is a file; choose another place" in err
+
+
+def test_the_width_of_a_regression_changes(
+    angle_bundle: Path, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = open_dataset(f"rotated-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+    assert data.values is not None
+    write_log(tmp_path / "log", [Logged(dimmed(data, i), "label", repr(float(data.values[i]))) for i in range(60)])
+    words = [str(angle_bundle), "--log", str(tmp_path / "log"), "--allow-factories", "tests.tiny:network"]
+    code, _, err = run(capsys, cli.main, [*words, "--max-width", "12.5", "--out", str(tmp_path / "new")])
+    assert code == 0, err
+    policies = [read_bundle(folder).manifest.policy.model_dump() for folder in (angle_bundle, tmp_path / "new")]
+    assert policies[1] == {**policies[0], "max_width": 12.5}
+    code, _, err = run(capsys, cli.main, [*words, "--risk", "0.1", "--out", str(tmp_path / "x")])
+    assert code == 2 and "calibration of a regression does not read risk" in err
+
+
 def test_a_day_is_a_day(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["bundle", "--log", "log", "--since", "yesterday"])

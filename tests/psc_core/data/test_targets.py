@@ -72,6 +72,8 @@ def test_reads_a_column_of_a_parquet_table(tmp_path: Path) -> None:
         ("file,age,dose\na.png,3,1\n", None, UsageError, "choose by --target"),
         ("file,age\na.png,3\n", "dose", UsageError, "no column 'dose'"),
         ("file,age\na.png,nan\n", None, DataError, "finite numbers"),
+        ("file,age,age\na.png,3,4\n", None, DataError, "has the column 'age' twice; name each column once"),
+        ("\n\n", None, DataError, "is empty"),
     ],
 )
 def test_bad_tables_say_what_is_wrong(
@@ -79,6 +81,20 @@ def test_bad_tables_say_what_is_wrong(
 ) -> None:
     with pytest.raises(error, match=said):
         open_dataset(table(tmp_path, text), split="train", preprocess=TINY, target=target)
+
+
+def test_blank_lines_of_a_csv_are_no_rows(tmp_path: Path) -> None:
+    data = open_dataset(table(tmp_path, "file,age\n\na.png,3\nb.png,4\n\n"), split="train", preprocess=TINY)
+    assert data.values is not None and data.values.tolist() == [3.0, 4.0]
+
+
+def test_two_columns_of_one_name_are_refused_in_a_parquet_table(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    columns = [pa.array(["a.png"]), pa.array([1]), pa.array([2])]
+    parquet.write_table(pa.table(columns, names=["file", "age", "age"]), tmp_path / "t.parquet")
+    with pytest.raises(DataError, match="has the column 'age' twice"):
+        open_dataset(str(tmp_path / "t.parquet"), split="train", preprocess=TINY)
 
 
 def test_missing_and_damaged_tables(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_rare_classes_and_several_labels() -> None:
 def test_rejects_wrong_number_of_outputs(width: int) -> None:
     net = trained()
     net.fc = nn.Linear(32, width)
-    with pytest.raises(UsageError, match=rf"expected a network of 3 outputs, .* got {width}"):
+    with pytest.raises(UsageError, match=rf"expected a network of 3 outputs for .*, got {width}"):
         fit_baselines(net.eval(), "pool", images(30, 1), images(30, 2), compute=CPU)
 
 

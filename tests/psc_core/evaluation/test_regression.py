@@ -17,6 +17,7 @@ from psc_core.errors import DataError, UsageError
 from psc_core.evaluation.evaluate import evaluate
 from psc_core.evaluation.regression import RegressionReport, own_network, quality_of, score_images
 from psc_core.metrics import ranking, regression
+from psc_core.target import Target
 from tests.conftest import TinyJob
 
 ALLOW = ("tests.tiny:network",)
@@ -65,6 +66,12 @@ def test_other_images_are_refused(model: PSCRegressor, data_root: Path) -> None:
     digits = open_dataset(f"mnist:{data_root}", split="test", preprocess=model.preprocess)
     with pytest.raises(DataError, match="expected numbers of angle, degrees in mnist, got classes"):
         evaluate(model, digits, {})
+    radians = replace(
+        open_dataset(f"rotated-mnist:{data_root}", split="test", preprocess=model.preprocess),
+        target=Target(name="angle", unit="radians"),
+    )
+    with pytest.raises(DataError, match="expected numbers of angle, degrees in rotated-mnist, got angle, radians"):
+        evaluate(model, radians, {})
     other = replace(PRESETS["mnist"], mean=(0.5,))
     turned = open_dataset(f"rotated-mnist:{data_root}", split="test", preprocess=other)
     with pytest.raises(UsageError, match="model's preprocessing"):

@@ -11,7 +11,7 @@ import torch
 from psc_core import FitSettings, fit_projection, fit_psc, measure_collapse
 from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset, split_validation
-from psc_core.fitting.parts import FittedProjection
+from psc_core.projection.fit.report import FittedProjection
 from psc_core.tasks.head import Head
 
 SETTINGS = FitSettings(device="cpu")

@@ -18,7 +18,7 @@ from psc_core.data.spec import image_folder
 from psc_core.data.targets import measured
 from psc_core.errors import DataError, FitError, UsageError
 from psc_core.fitting.data import FitData
-from psc_core.fitting.parts import FittedProjection
+from psc_core.projection.fit.report import FittedProjection
 from psc_core.target import Target
 from tests.psc_core.data.support import TINY, write_folder
 
@@ -88,13 +88,13 @@ def test_base_predictions_need_one_output_per_class(
     net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
 ) -> None:
     wide = torch.nn.Sequential(*list(net)[:-1], torch.nn.Linear(16, 20)).eval()  # type: ignore[call-overload]
-    with pytest.raises(UsageError, match=r"expected a network of 10 outputs, .* got 20"):
+    with pytest.raises(UsageError, match=r"expected a network of 10 outputs for mnist, got 20"):
         fit_psc(wide, Candidate(("4",), ""), projection, train, val, predictions="base", settings=SETTINGS)
 
 
 def test_halves_are_split_once_and_stay_with_their_images(train: ImageDataset, val: ImageDataset) -> None:
     data = FitData.of(train, val, seed=3)
-    assert (data.train, data.val, data.fit.task_type.name) == (train, val, "classification")
+    assert (data.train, data.val, data.task_fit.task_type.name) == (train, val, "classification")
     halves = split_validation(val, 3)
     for half, expected in zip((data.selection, data.calibration), halves, strict=True):
         assert torch.equal(half.indices, expected.indices)
@@ -114,7 +114,7 @@ def test_rejects_another_target_for_validation() -> None:
 
 def test_images_without_validation_stand_for_it(train: ImageDataset) -> None:
     data = FitData.without_validation(train, seed=0, max_images=50)
-    assert data.train is data.selection and data.fit.takes(train) and len(data.train) == 50
+    assert data.train is data.selection and data.task_fit.takes(train) and len(data.train) == 50
 
 
 def test_rejects_images_of_another_task(train: ImageDataset, val: ImageDataset) -> None:
@@ -173,3 +173,16 @@ def test_a_class_without_images_that_can_be_decoded_ends_the_fit(folders: FitDat
         (tmp_path / "train" / "a" / f"{number}.png").write_bytes(b"")
     with pytest.raises(DataError, match="at least two training images of each class, got 1 of 'a'"):
         folders.readable(10)
+
+
+def test_a_half_of_equal_numbers_is_refused() -> None:
+    def ages(values: list[float]) -> ImageDataset:
+        source = ArraySource(np.zeros((len(values), 3, 3), np.uint8))
+        return measured("some", Target(name="age"), source, torch.tensor(values), TINY)
+
+    train, alike = ages([float(number) for number in range(60)]), ages([0.0] * 40)
+    for index in (0, 39):  # One number that differs is in one half.
+        mixed = replace(alike, values=torch.where(torch.arange(40) == index, 3.0, 0.0).double())
+        with pytest.raises(DataError, match="of some all 20 of one half are 0; give more validation images"):
+            FitData.of(train, mixed)
+    assert len(FitData.of(train, train).selection) == 30

@@ -15,9 +15,9 @@ from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.fitting.calibrate import score_dataset
 from psc_core.fitting.early_layers import early_layers
-from psc_core.fitting.parts import FittedProjection
 from psc_core.gates.combined import readings_of
 from psc_core.images.preprocess import PRESETS
+from psc_core.projection.fit.report import FittedProjection
 
 FACTORY = "tests.tiny:network"
 SETTINGS = FitSettings(device="cpu")

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from psc_core.bundle.manifest import HISTORY
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.errors import UsageError
 from psc_core.fitting import extend
 from psc_core.fitting.audit import Audit, read_audit, read_outside
 from psc_core.fitting.extend import LARGEST_LOSS, TIMES, Extension, extended, seen_examples
-from psc_core.fitting.recalibrate import HISTORY, recalibrate_from_audit
+from psc_core.fitting.recalibrate import recalibrate_from_audit
 from psc_core.images.preprocess import PRESETS
 from psc_core.log.store import Log
 from psc_core.model.base import FittedModel

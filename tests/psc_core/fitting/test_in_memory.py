@@ -203,7 +203,10 @@ def test_calibration_keeps_the_rates_that_are_not_changed(fitted: PSC, test: Ten
         fitted.calibrate(few, layer="x", head="duq")
     with pytest.raises(UsageError, match="a classification does not read max_width"):
         fitted.calibrate(few, max_width=3.0)
-    changed = fitted.calibrate(few, alpha=0.2, coverage=0.8)
+    for name, value in (("device", "meta"), ("precision", "bf16"), ("max_memory", 1 << 30)):  # The model has them.
+        with pytest.raises(UsageError, match=f"a classification does not read {name}; it takes"):
+            fitted.calibrate(few, **{name: value})
+    changed = fitted.calibrate(few, alpha=0.2, coverage=0.8, batch_images=7)
     assert (changed.policy.alpha, changed.policy.coverage) == (0.2, 0.8)
     assert fitted.calibrate(val).policy.alpha == fitted.policy.alpha
     with pytest.raises(UsageError, match="read through the model's preprocessing"):
@@ -232,7 +235,7 @@ def test_a_regression(angle_job: TinyJob, data_root: Path, tmp_path: Path) -> No
     with pytest.raises(UsageError, match=r"a regression does not read risk; it takes .*max_width$"):
         model.calibrate(loaders["test"], risk=0.1)
     assert len(calibrated.calibration) == len(loaders["test"]) and calibrated.policy.coverage == 0.9
-    with pytest.raises(DataError, match=r"expected .* to have numbers of the model's target, got angle, radians"):
+    with pytest.raises(DataError, match=r"expected numbers of angle, degrees in .*, got angle, radians"):
         target = model.target.model_copy(update={"unit": "radians"})
         model.calibrate(replace(opened["test"], target=target))
 

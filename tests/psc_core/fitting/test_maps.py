@@ -14,12 +14,12 @@ from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.errors import UsageError
 from psc_core.fitting.maps import MapChoice, choose_map
-from psc_core.fitting.parts import FittedProjection
 from psc_core.gates.fit.choice import regret
 from psc_core.maps.fit.moments import PositionMoments
 from psc_core.maps.fit.pasted import CROP, KINDS, TEXTURE, paste
 from psc_core.maps.grid import Grid
 from psc_core.metrics.ranking import auroc
+from psc_core.projection.fit.report import FittedProjection
 
 FACTORY = "tests.tiny:network"
 SETTINGS = FitSettings(device="cpu")

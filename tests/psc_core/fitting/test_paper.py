@@ -12,7 +12,7 @@ from psc_core import FitSettings, fit_projection, fit_psc, measure_collapse
 from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset, balanced
 from psc_core.errors import FitError, UsageError
-from psc_core.fitting.parts import FittedProjection
+from psc_core.projection.fit.report import FittedProjection
 
 SETTINGS = FitSettings(device="cpu")
 

@@ -10,9 +10,10 @@ import torch
 from psc_core import FitSettings
 from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset
-from psc_core.errors import UsageError
 from psc_core.fitting.data import FitData
-from psc_core.fitting.parts import FittedProjection, check_same_layers, fit_parts, report_of, rounded
+from psc_core.fitting.parts import fit_parts
+from psc_core.fitting.record import report_of
+from psc_core.projection.fit.report import FittedProjection
 
 SETTINGS = FitSettings(device="cpu")
 CANDIDATE = Candidate(("4",), "")
@@ -30,12 +31,3 @@ def test_gates_add_the_layer_of_the_texture(
     report = report_of(CANDIDATE, projection, parts, {"accuracy": 1 / 3}, None)
     assert report["metrics"]["accuracy"] == 0.333333333
     assert ("gates" in report["metrics"]) == with_gates
-
-
-def test_rejects_a_projection_of_other_layers(projection: FittedProjection) -> None:
-    with pytest.raises(UsageError, match="expected a projection of the candidate 2, got one of 4"):
-        check_same_layers(Candidate(("2",), ""), projection)
-
-
-def test_numbers_of_a_report_have_nine_digits() -> None:
-    assert rounded({"a": [1 / 3, (2, "x")]}) == {"a": [0.333333333, [2, "x"]]}

@@ -16,7 +16,7 @@ from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.errors import UsageError
 from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.fitting.data import FitData
-from psc_core.fitting.positions import fewest_positions, usable
+from psc_core.fitting.positions import fewest_positions
 from psc_core.fitting.stages import project
 from psc_core.gates.fit import made_up
 from psc_core.metrics.ranking import auroc
@@ -43,11 +43,6 @@ def test_more_positions_keep_what_the_choice_kept() -> None:
     assert choice.with_more_positions(nc1, nc4, uneven, epsilon=0.2) == found[:2]
     uneven[1, 1] = 0.005
     assert choice.with_more_positions(nc1, nc4, uneven, epsilon=0.2) == [choice]
-
-
-def test_classes_of_one_example_are_left_out() -> None:
-    z, labels, classes = usable(torch.arange(10.0).view(5, 2), torch.tensor([0, 3, 3, 1, 1]))
-    assert z[:, 0].tolist() == [2.0, 4.0, 6.0, 8.0] and labels.tolist() == [1, 1, 0, 0] and classes == 2
 
 
 def test_compared_density_is_the_one_that_is_fitted(

@@ -8,16 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from psc_core.bundle.manifest import HISTORY
+from psc_core.cli.fit import main as fit
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.errors import UsageError
 from psc_core.fitting.audit import Audit, read_audit
-from psc_core.fitting.recalibrate import HISTORY, recalibrate_from_audit
+from psc_core.fitting.recalibrate import recalibrate_from_audit
 from psc_core.images.preprocess import PRESETS
 from psc_core.log.store import Log
 from psc_core.model.base import FittedModel
 from psc_core.model.load import load_model
 from psc_core.tasks.classification.heads import OwnHead
+from tests.conftest import TinyJob
 from tests.logged import Logged, dimmed, png, write_log
 from tests.reference import calibration as naive
 
@@ -99,13 +102,17 @@ def test_an_ambiguity_threshold_that_cannot_be_shown_stays(model: FittedModel, a
     assert "takes at least 2996 images" in found.warnings[0] and "the threshold stays at" in found.warnings[0]
 
 
-def test_base_predictions_get_another_temperature_from_images_that_do_not_calibrate(
-    model: FittedModel, audit: Audit, tiny_job: object, tmp_path: Path
-) -> None:
-    from psc_core.cli.fit import main
+@pytest.fixture(scope="module")
+def base(tiny_job: TinyJob, tmp_path_factory: pytest.TempPathFactory) -> FittedModel:
+    """The network's own predictions."""
+    bundle = tmp_path_factory.mktemp("base") / "bundle"
+    assert fit([*tiny_job.args, "--predictions", "base", "--out", str(bundle)]) == 0
+    return load_model(bundle, device="cpu", allow_factories=[FACTORY])
 
-    assert main([*tiny_job.args, "--predictions", "base", "--out", str(tmp_path / "base")]) == 0  # type: ignore[attr-defined]
-    base = load_model(tmp_path / "base", device="cpu", allow_factories=[FACTORY])
+
+def test_base_predictions_get_another_temperature_from_images_that_do_not_calibrate(
+    base: FittedModel, audit: Audit
+) -> None:
     head = base.pipeline.scorer.head
     assert isinstance(head, OwnHead)
     sharp = OwnHead({"temperature": head.temperature / 20}, record={"temperature": float(head.temperature) / 20})
@@ -117,8 +124,26 @@ def test_base_predictions_get_another_temperature_from_images_that_do_not_calibr
     assert float(fitted.temperature) > 5 * float(sharp.temperature)
     assert fitted.record["temperature"] == pytest.approx(float(fitted.temperature))
     assert len(found.model.calibration) == 150 and "by 50 images, which do not calibrate" in found.lines[0]
-    few = recalibrate_from_audit(base, audit.at(torch.arange(60)), {})
-    assert len(few.model.calibration) == 60 and few.model.pipeline.scorer.head is head
+
+
+@pytest.mark.parametrize("rare", [60, 2])
+def test_a_temperature_stays_where_few_images_that_count_equally_choose_it(
+    base: FittedModel, audit: Audit, rare: int
+) -> None:
+    few = audit.at(torch.arange(60)) if rare == 60 else audit
+    weights = torch.where(torch.arange(len(few.of_class)) < rare, 50.0, 1.0).double()
+    new = recalibrate_from_audit(base, replace(few, weights=weights), {"alpha": 0.3, "coverage": 0.7}).model
+    assert new.pipeline.scorer.head is base.pipeline.scorer.head
+    assert new.report["provenance"][HISTORY][-1]["calibrated_on"] == len(few.of_class)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_one_or_two_images_are_refused(base: FittedModel, audit: Audit, digits: ImageDataset, count: int) -> None:
+    few = audit.at(torch.arange(count))
+    with pytest.raises(UsageError, match=rf"with n = {count}"):
+        recalibrate_from_audit(base, few, {})
+    with pytest.raises(UsageError, match=r"a quarter of the audit images .* at least 100 drawn equally"):
+        recalibrate_from_audit(base, few, {}, digits.subset(torch.arange(3)))
 
 
 def test_intervals_of_a_regression(angle_bundle: Path, data_root: Path, tmp_path: Path) -> None:

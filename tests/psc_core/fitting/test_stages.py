@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from psc_core import FitSettings
+from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
 from psc_core.fitting.data import FitData
-from psc_core.fitting.stages import checked, trial_of
+from psc_core.fitting.stages import check_same_layers, checked, trial_of
 from psc_core.model.base import TRIAL_IMAGES
+from psc_core.projection.fit.report import FittedProjection
 
 SETTINGS = FitSettings(device="cpu")
 
@@ -23,7 +25,7 @@ def data(train: ImageDataset, val: ImageDataset) -> FitData:
 
 
 def test_settings_get_the_head_of_the_task(data: FitData) -> None:
-    assert checked(SETTINGS, data).head == next(iter(data.fit.task_type.heads))
+    assert checked(SETTINGS, data).head == next(iter(data.task_fit.task_type.heads))
     assert checked(replace(SETTINGS, head="duq"), data).head == "duq"
 
 
@@ -51,3 +53,8 @@ def test_a_model_is_tried_with_the_first_calibration_images(data: FitData) -> No
     images = trial_of(data.calibration)
     assert len(images) == min(TRIAL_IMAGES, len(data.calibration))
     assert torch.equal(images[:8], next(data.calibration.batches(8)).images)
+
+
+def test_rejects_a_projection_of_other_layers(projection: FittedProjection) -> None:
+    with pytest.raises(UsageError, match="expected a projection of the candidate 2, got one of 4"):
+        check_same_layers(Candidate(("2",), ""), projection)

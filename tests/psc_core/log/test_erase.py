@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from psc_core.errors import DataError, UsageError
-from psc_core.log.erase import Removed, erase, prune
+from psc_core.log.erase import Erased, Pruned, erase, prune
 from psc_core.log.labels import Label, read_labels, write_labels
 from psc_core.log.rows import read_rows
 from psc_core.log.schema import row_schema
@@ -22,7 +22,7 @@ def test_erased_image_is_nowhere(tmp_path: Path) -> None:
     put_rows(log, [row(7, image_sha256=digest(1), image_path=None)], model="other")
     write_labels(log, [Label("r1", 0, None, "label", "cat", "x", TIME)])  # By request alone.
     write_labels(log, [Label(None, None, digest(n), "label", "cat", "x", TIME) for n in (0, 1)])
-    assert erase(log, digest(1).upper()) == Removed(images=1, rows=2, labels=2)
+    assert erase(log, digest(1).upper()) == Erased(files=1, labels=2, rows=2)
     assert [name for name, _ in log.names() if digest(1) in name] == []
     assert all(digest(1).encode() not in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
     rows = {each["request_id"]: each for batch in read_rows(log, "m") for each in batch.to_pylist()}
@@ -31,7 +31,7 @@ def test_erased_image_is_nowhere(tmp_path: Path) -> None:
     assert next(iter(read_rows(log, "m"))).schema.equals(row_schema(SCORES))
     labels = read_labels(log)
     assert labels.of("r1", 0, None) is None and labels.of("r0", 0, digest(0)) is not None
-    assert erase(log, digest(1)) == Removed()
+    assert erase(log, digest(1)) == Erased()
 
 
 def test_what_is_no_digest_or_no_log(tmp_path: Path) -> None:
@@ -53,8 +53,8 @@ def test_old_days_go(tmp_path: Path) -> None:
     for file in tmp_path.rglob("*"):
         is_new = digest(4) in file.name or "new" in file.name
         os.utime(file, (time := (old + timedelta(days=7 * is_new)).timestamp(), time))
-    assert prune(log, 10, datetime(2026, 3, 10, tzinfo=UTC)) == Removed()
-    assert prune(log, 7, datetime(2026, 3, 9, 1, tzinfo=UTC)) == Removed(images=3, rows=1, labels=1)
+    assert prune(log, 10, datetime(2026, 3, 10, tzinfo=UTC)) == Pruned()
+    assert prune(log, 7, datetime(2026, 3, 9, 1, tzinfo=UTC)) == Pruned(row_files=1, images=3, label_files=1)
     names = [name for name, _ in log.names() if not name.startswith("model=")]
     assert names == [row(4)["image_path"], "labels/part-new.parquet", "models/v1.json"]
     assert [batch["request_id"].to_pylist() for batch in read_rows(log, "m")] == [["r4"]]

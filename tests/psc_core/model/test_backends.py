@@ -37,7 +37,7 @@ def test_only_a_traced_float32_network_on_a_cpu_has_several(psc: PSC, monkeypatc
     assert available_backends(psc) == ("folded", "plain")
     with pytest.raises(NetworkError, match=r"pip install 'psc\[onnx\]'"):
         pipeline_on(psc, "onnx")
-    monkeypatch.setattr(psc.pipeline.scorer, "precision", "bf16")
+    monkeypatch.setattr(psc.pipeline.scorer.backbone, "precision", "bf16")
     assert available_backends(psc) == ("folded",)
 
 

@@ -38,6 +38,18 @@ def test_out_of_memory_is_not_a_bundle_error(
         PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
 
 
+def test_text_of_a_strange_failure_is_in_the_log_alone(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("/home/somebody/secret")
+
+    monkeypatch.setattr(Pipeline, "forward", fail)
+    with pytest.raises(BundleError, match=r"do not fit together: RuntimeError, see the log; fit it again$"):
+        PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
+    assert "RuntimeError('/home/somebody/secret')" in caplog.text
+
+
 def test_rejects_other_features_after_fusion(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     psc = PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
     psc.probe()

@@ -12,6 +12,7 @@ import torch
 from psc_core import PSC
 from psc_core.bundle.manifest import PARTS
 from psc_core.errors import BundleError
+from psc_core.model import restore
 from tests.attacks.forge import ALLOW, assign, edit_part
 
 
@@ -104,3 +105,17 @@ def test_a_texture_may_count_at_every_p_value(bundle: Path, tmp_path: Path) -> N
     psc = PSC.load(bundle, device="cpu", allow_factories=ALLOW)
     assert psc.pipeline.gates is not None and psc.pipeline.gates.texture_counts_below == 1
     assert psc.save(tmp_path / "again").version == psc.version
+
+
+def test_text_of_a_strange_failure_is_in_the_log_alone(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A service tells the message to whoever loads a bundle."""
+
+    def broken(*_: object) -> None:
+        raise ValueError("/home/somebody/secret")
+
+    monkeypatch.setattr(restore, "restore_density", broken)
+    with pytest.raises(BundleError, match=r"do not fit together: ValueError, see the log; fit the bundle again$"):
+        PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
+    assert "ValueError('/home/somebody/secret')" in caplog.text

@@ -307,7 +307,7 @@ def images(data_root: Path, name: str) -> Tensor:
 
 @pytest.mark.parametrize("name", ["mnist", "ambiguous-mnist", "fashion-mnist"])
 def test_shipped_bundle_equals_unfused(psc: PSC, data_root: Path, name: str) -> None:
-    plain = psc.pipeline.with_backbone(psc.backbone, "fp32")
+    plain = psc.pipeline.with_backbone(psc.backbone)
     with torch.inference_mode():
         got, expected = (psc.outputs(p(images(data_root, name))) for p in (psc.pipeline, plain))
     torch.testing.assert_close(got.probabilities, expected.probabilities, atol=1e-5, rtol=0)
@@ -320,7 +320,7 @@ def test_shipped_bundle_equals_unfused(psc: PSC, data_root: Path, name: str) -> 
 @pytest.mark.parametrize("onednn", [False, True])
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
 def test_bf16_decisions_match_fp32(psc: PSC, data_root: Path, name: str, onednn: bool) -> None:
-    half = psc.pipeline.with_backbone(psc.backbone.fused("bf16"), "bf16")
+    half = psc.pipeline.with_backbone(psc.backbone.fused("bf16"))
     with torch.inference_mode(), torch.backends.mkldnn.flags(enabled=onednn):
         exact, got = (psc.outputs(p(images(data_root, name))) for p in (psc.pipeline, half))
     assert float((exact.probabilities - got.probabilities).abs().max()) < 0.05

@@ -17,7 +17,7 @@ from torch import Tensor
 from psc_core.density import DENSITIES
 from psc_core.density.fit.density import fit_density
 from psc_core.numerics import matrix
-from psc_core.numerics.matrix import FeatureFile, as_matrix, blocks
+from psc_core.numerics.matrix import FeatureFile, as_matrix, blocks, usable
 from psc_core.tasks.classification.fit import sngp
 from psc_core.tasks.classification.heads import HEADS
 from tests.psc_core.tasks.classification.heads.support import fit_head
@@ -129,3 +129,8 @@ def test_head_fitted_from_file_equals_memory(kind: str, tmp_path: Path, monkeypa
     monkeypatch.setattr(sngp, "IN_MEMORY_BYTES", 0)
     got = fit_head(in_file(values, tmp_path), labels, *val, num_classes=3, kind=kind)
     torch.testing.assert_close(got(values).probabilities, expected(values).probabilities, rtol=0, atol=1e-5)
+
+
+def test_classes_of_one_example_are_left_out() -> None:
+    z, labels, classes = usable(torch.arange(10.0).view(5, 2), torch.tensor([0, 3, 3, 1, 1]))
+    assert z[:, 0].tolist() == [2.0, 4.0, 6.0, 8.0] and labels.tolist() == [1, 1, 0, 0] and classes == 2

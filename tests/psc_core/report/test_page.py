@@ -58,6 +58,13 @@ def test_page_is_self_contained(shipped: Facts, tmp_path: Path) -> None:
     assert re.search(r"clothes\s*out-of-distribution images\s*3\s*\d+\.\d %", written.text)
 
 
+def test_figures_of_another_report_do_not_stay(shipped: Facts, angles: Facts, tmp_path: Path) -> None:
+    page.write(angles, tmp_path)
+    (tmp_path / FIGURES / "notes.txt").write_text("mine")
+    page.write(shipped, tmp_path)
+    assert {path.name for path in (tmp_path / FIGURES).iterdir()} == {"notes.txt", *(f"{n}.png" for n in words.TEXTS)}
+
+
 def test_page_of_a_regression(angles: Facts, tmp_path: Path) -> None:
     written = Page(page.write(angles, tmp_path).read_text())
     images = [attributes for tag, attributes in written.tags if tag == "img"]

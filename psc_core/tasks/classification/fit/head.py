@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from psc_core.errors import UsageError
 from psc_core.numerics.matrix import check_features
 from psc_core.tasks.classification.fit.data import HeadData
 from psc_core.tasks.classification.fit.duq import fit_duq
@@ -27,11 +26,8 @@ def fit_head(job: HeadJob) -> ClassifierHead:
     """Fit a head to training features; every free number is chosen by validation NLL.
 
     Raises:
-        UsageError: An unknown kind.
         FitError: Features that are not finite or all equal, or a class without training images.
     """
-    if job.kind not in FITS:
-        raise UsageError(f"expected a head of {', '.join(FITS)}, got {job.kind!r}")
     num_classes, shown = len(job.classes), job.train.images
     train, val = job.train.head_input.to(job.device), job.selection.head_input[:].to(job.device)
     train_labels, val_labels = (part.labels.to(job.device) for part in (job.train, job.selection))

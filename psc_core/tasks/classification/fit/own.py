@@ -15,9 +15,8 @@ from psc_core.tasks.classification.heads import ClassifierHead, OwnHead
 def fit_own(logits: Float[Tensor, "m classes"], labels: Int[Tensor, " m"]) -> OwnHead:
     """Fit the temperature by validation NLL, as :func:`.posterior.choose_temperature`."""
     temperature = choose_temperature(logits, logits.new_zeros(len(logits), 1), labels)
-    own = OwnHead({"temperature": logits.new_tensor(temperature)}, record={"temperature": temperature})
-    own.record["val_nll"] = float(nll(logits / temperature, labels).mean())
-    return own
+    record = {"temperature": temperature, "val_nll": float(nll(logits / temperature, labels).mean())}
+    return OwnHead({"temperature": logits.new_tensor(temperature)}, record=record)
 
 
 def retempered(own: OwnHead, probabilities: Float[Tensor, "m classes"], labels: Int[Tensor, " m"]) -> OwnHead:
@@ -50,5 +49,4 @@ def better_of(
     difference = of_head - nll(logits / own.temperature.to(logits.device), labels)
     mean, error = float(difference.mean()), float(difference.std(correction=0)) / math.sqrt(len(difference))
     chosen: ClassifierHead = own if mean > error else head
-    chosen.record |= {"nll_above_own": mean, "nll_above_own_error": error}
-    return chosen
+    return chosen.recording({"nll_above_own": mean, "nll_above_own_error": error})

@@ -24,7 +24,8 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 from torch.nn import functional
 
-from psc_core.tasks.classification.fit.temperature import TEMPERATURES
+TEMPERATURES: Final = (0.01, 100.0)
+"""Range of T; logits that are right on every validation image would drive T to 0."""
 
 PRIOR_IMAGES: Final = 1.0
 """Strength of the prior that T is 1: a of a Gamma prior on 1 / T with its mode at 1."""
@@ -85,7 +86,7 @@ def choose_posterior(
 def choose_temperature(
     mean: Float[Tensor, "m classes"], variance: Float[Tensor, " m #classes"], labels: Int[Tensor, " m"]
 ) -> float:
-    """T of the least NLL plus prior within :data:`.temperature.TEMPERATURES`, or 1.
+    """T of the least NLL plus prior within :data:`TEMPERATURES`, or 1.
 
     One that is not 1 has to gain log(m) / 2 nats over the m examples (Schwarz 1978): a smaller gain is within the error
     of the estimate.

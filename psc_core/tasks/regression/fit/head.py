@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from psc_core.data.targets import known_values
-from psc_core.errors import FitError, UsageError
+from psc_core.errors import FitError
 from psc_core.numerics.matrix import check_features
 from psc_core.tasks.fit.standardisation import fit_standardisation
 from psc_core.tasks.fit.task import HeadJob
@@ -28,11 +28,8 @@ def fit_head(job: HeadJob) -> RegressionHead:
     The network's own predictions, where the job has them, are served in place of the head's.
 
     Raises:
-        UsageError: An unknown kind.
         FitError: Features that are not finite or all equal, or numbers that are all equal.
     """
-    if job.kind not in FITS:
-        raise UsageError(f"expected a head of {', '.join(FITS)} for a regression, got {job.kind!r}")
     train, val = job.train.head_input.to(job.device), job.selection.head_input[:].to(job.device)
     for z in (train, val):
         labels = torch.zeros(len(z), dtype=torch.int64, device=job.device)

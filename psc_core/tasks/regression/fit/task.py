@@ -44,6 +44,14 @@ class RegressionFit(TaskFit):
     def labelled(self, train: ImageDataset, val: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
         return binned(train, val)
 
+    def check_half(self, images: ImageDataset) -> None:
+        values = known_values(images.values)
+        if bool((values == values[0]).all()):
+            raise DataError(
+                f"expected numbers that differ in each half of the validation images, of {images.name} all "
+                f"{len(values)} of one half are {float(values[0]):g}; give more validation images"
+            )
+
     def task(self, train: ImageDataset) -> Regression:
         if train.target is None:
             raise DataError(f"expected numbers in {train.name}, got {len(train.classes)} classes; give a table")
@@ -51,7 +59,8 @@ class RegressionFit(TaskFit):
 
     def check_same(self, task: Task, classes: Sequence[str], data: ImageDataset) -> None:
         if not isinstance(task, Regression) or data.target != task.target:
-            raise DataError(f"expected {data.name} to have numbers of the model's target, got {data.target}")
+            wanted = task.target if isinstance(task, Regression) else "a regression"
+            raise DataError(f"expected numbers of {wanted} in {data.name}, got {data.target or 'classes'}")
 
     def describe_labels(self, train: ImageDataset) -> str:
         return f"numbers of {train.target}"

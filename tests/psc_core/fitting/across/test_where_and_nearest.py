@@ -13,10 +13,10 @@ from torchvision.models import VisionTransformer
 from psc_core import PSC, FitSettings, fit_psc, load_model
 from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset
-from psc_core.fitting.parts import FittedProjection
 from psc_core.maps.fit.pasted import TEXTURE, paste
 from psc_core.maps.grid import Grid
 from psc_core.metrics.ranking import auroc
+from psc_core.projection.fit.report import FittedProjection
 
 FACTORY = "tests.tiny:network"
 SETTINGS = FitSettings(device="cpu", head="duq", keep_examples=20)

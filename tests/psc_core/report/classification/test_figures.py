@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from psc_core.report.classification import figures
 from psc_core.report.classification.sets import ImageSet
@@ -32,6 +34,24 @@ def test_many_classes_show_those_with_errors() -> None:
     names = [label.get_text() for label in drawn.axes[0].get_yticklabels()]
     assert len(names) == figures.MAX_CONFUSED and "c30" in names
     assert {text.get_text() for text in drawn.axes[0].texts} >= {"50%"}
+
+
+def test_confusion_of_very_many_classes_takes_the_memory_of_those_that_are_drawn() -> None:
+    count = 12_000_000  # Times itself, in no memory.
+    images = image_set("test", Role.TEST, [0.0] * 40, classes=40)
+    drawn = figures.confusion(images, "c" * count)
+    assert drawn is not None and len(drawn.axes[0].get_yticklabels()) == figures.MAX_CONFUSED
+
+
+@given(st.integers(0, 10_000), st.integers(2, 40))
+def test_confusion_is_that_of_all_classes(seed: int, count: int) -> None:
+    labels, predicted = torch.randint(0, count, (2, 300), generator=torch.Generator().manual_seed(seed))
+    whole = torch.bincount(labels * count + predicted, minlength=count**2).reshape(count, count)
+    wrong = whole.sum(1) - whole.diagonal()
+    kept = wrong.argsort(descending=True, stable=True)[: figures.MAX_CONFUSED].sort().values
+    expected = whole[kept][:, kept].float() / whole[kept].sum(1, keepdim=True).clamp_min(1)
+    found, fractions = figures.most_confused(labels, predicted, count)
+    assert torch.equal(found, kept) and torch.equal(fractions, expected)
 
 
 def test_images_without_labels_have_no_figure() -> None:

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from psc_core.evaluation.temperature import fit_temperature
 from psc_core.tasks.classification.fit import posterior, softmax
 from psc_core.tasks.classification.fit.posterior import COST, choose_posterior, choose_temperature
-from psc_core.tasks.classification.fit.temperature import fit_temperature
 from psc_core.tasks.classification.heads import entropy
 from psc_core.tasks.classification.heads.laplace import LaplaceHead
 from tests.psc_core.tasks.classification.heads.support import SEEDS, fit, fit_head, images

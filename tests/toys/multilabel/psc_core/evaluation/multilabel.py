@@ -16,9 +16,9 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.errors import UsageError
 from psc_core.evaluation.base import PRIMARY, ObservedRate, Report, observed_rate
-from psc_core.fitting.served import served
 from psc_core.metrics import ranking
 from psc_core.model.base import FittedModel
+from psc_core.scoring.served import served
 from psc_core.tasks.multilabel.fit.task import held
 
 
@@ -63,14 +63,6 @@ class LabelReport(Report):
 def open_images(model: FittedModel, spec: str) -> ImageDataset:
     """Open the test images with labels that ``spec`` names."""
     return open_dataset(spec, split="test", preprocess=model.preprocess)
-
-
-def check_images(model: FittedModel, data: ImageDataset) -> None:
-    """Require data with the model's labels; raises :class:`UsageError`."""
-    if data.classes != model.classes or data.target is not None:
-        raise UsageError(
-            f"expected the labels {', '.join(model.classes)} in {data.name}, got {', '.join(data.classes)}"
-        )
 
 
 def open_baselines(model: FittedModel, weights: Path, train: str, val: str, *, batch_images: int = 256) -> NoReturn:

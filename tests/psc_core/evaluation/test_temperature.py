@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import optimize
 
-from psc_core.tasks.classification.fit.temperature import TEMPERATURES, fit_temperature
+from psc_core.evaluation.temperature import fit_temperature
+from psc_core.tasks.classification.fit.posterior import TEMPERATURES
 from tests.reference import metrics as naive
 
 LOGITS = st.lists(st.lists(st.floats(-60, 60), min_size=3, max_size=3), min_size=1, max_size=12)

@@ -1,17 +1,18 @@
-"""Temperature scaling (Guo et al. 2017): logits are divided by one number T, chosen by validation NLL."""
+"""Temperature scaling (Guo et al. 2017) as people use it beside PSC: T alone minimises the validation NLL.
+
+Base predictions of a fitted model have another T, which has a prior and has to gain more than its error
+(:func:`psc_core.tasks.classification.fit.posterior.choose_temperature`).
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Final
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from psc_core.numerics.matrix import chunk_rows
-
-TEMPERATURES: Final = (0.01, 100.0)
-"""Range of T; logits that are right on every validation image would drive T to 0."""
+from psc_core.tasks.classification.fit.posterior import TEMPERATURES
 
 
 def fit_temperature(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> float:

@@ -10,7 +10,7 @@ import torch
 
 from psc_core import PSC, open_dataset
 from psc_core.errors import UsageError
-from psc_core.fitting.served import outputs_of
+from psc_core.scoring.served import outputs_of
 from tests.attacks.forge import ALLOW
 
 
