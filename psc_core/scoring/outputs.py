@@ -54,17 +54,18 @@ def write(columns: Columns, types: Mapping[str, Any], file: Path) -> None:
     partial.replace(file)
 
 
-def names_in(file: Path) -> list[str]:
-    """Return the ``item`` column of a written part.
+def errors_in(file: Path) -> list[tuple[str, str | None]]:
+    """Return the columns ``item`` and ``error`` of a written part.
 
     Raises:
         UsageError: The file is damaged.
     """
     try:
         if file.suffix == ".parquet":
-            names: list[str] = pyarrow_parquet().read_table(file, columns=["item"])["item"].to_pylist()
-            return names
-        return [json.loads(line)["item"] for line in file.read_text().splitlines()]
+            table = pyarrow_parquet().read_table(file, columns=["item", "error"])
+            return list(zip(table["item"].to_pylist(), table["error"].to_pylist(), strict=True))
+        rows = map(json.loads, file.read_text().splitlines())
+        return [(row["item"], row["error"]) for row in rows]
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(f"{file} cannot be read ({error}); remove it and run again") from error
 

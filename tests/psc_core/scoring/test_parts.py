@@ -20,7 +20,7 @@ from psc_core.cli import score as cli
 from psc_core.errors import UsageError
 from psc_core.model.pipeline import Pipeline
 from psc_core.scoring.inputs import NamedImage, named_images
-from psc_core.scoring.parts import PartWriter
+from psc_core.scoring.parts import PartCount, PartWriter
 from psc_core.tasks.classification.answer import ImagePrediction
 from psc_core.tasks.regression.answer import ValuePrediction
 from tests.conftest import ROOT, SHIPPED_BUNDLE
@@ -54,6 +54,32 @@ def test_maps_are_written_by_part_and_row(tiny_bundle: Path, folder: Path, tmp_p
     for name, grey in zip(read, maps.numpy(), strict=True):
         with Image.open(tmp_path / "maps" / name) as picture:
             assert np.abs(np.asarray(picture).astype(int) - grey).max() <= 1
+
+
+def test_parts_without_their_maps_are_computed_again(
+    tiny_bundle: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ("--bundle", str(tiny_bundle), "--allow-factories", "tests.tiny:network")
+    run(folder, tmp_path / "scores", *own)
+    before = bytes_of(tmp_path / "scores")
+    for there in (0, COUNT + 1):
+        capsys.readouterr()
+        run(folder, tmp_path / "scores", *own, "--maps", str(tmp_path / "maps"))
+        assert f"{COUNT + 1} images, {there} of them were there already, 1 with an error" in capsys.readouterr().out
+        assert len(list((tmp_path / "maps").iterdir())) == COUNT
+    assert bytes_of(tmp_path / "scores") == before
+    next((tmp_path / "maps").glob("00002-*")).unlink()
+    run(folder, tmp_path / "scores", *own, "--maps", str(tmp_path / "maps"))
+    assert len(list((tmp_path / "maps").iterdir())) == COUNT
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_errors_of_a_part_that_is_there_are_counted(tmp_path: Path, form: str) -> None:
+    if form == "parquet":
+        pytest.importorskip("pyarrow")
+    writer = PartWriter(PSC.load(SHIPPED_BUNDLE, device="cpu"), tmp_path, form)
+    images = [NamedImage("a", b""), NamedImage("b", str(SHIPPED_BUNDLE / "examples" / "clean.png"))]
+    assert [writer(0, images), writer(0, images)] == [PartCount(2, 1, written=True), PartCount(2, 1, written=False)]
 
 
 def test_a_bundle_without_a_map_writes_none(folder: Path, tmp_path: Path) -> None:
