@@ -1,7 +1,7 @@
 """Outputs of scored images as columns: one file a part, in Parquet or JSON lines.
 
 Columns: ``item`` (the image's name), those of the model's task (:meth:`psc_core.tasks.task.Task.columns`), and
-``error``: why an image could not be read, null for the others, whose other columns are null instead.
+``error``: why an image has no answer, null for the others, whose other columns are null instead.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def write(columns: Columns, types: Mapping[str, Any], file: Path) -> None:
         pyarrow_parquet().write_table(_arrow(columns, types), partial)
     else:
         rows = zip(*columns.values(), strict=True)
-        partial.write_text("".join(json.dumps(dict(zip(columns, row, strict=True))) + "\n" for row in rows))
+        partial.write_text(
+            "".join(json.dumps(dict(zip(columns, row, strict=True)), allow_nan=False) + "\n" for row in rows)
+        )
     partial.replace(file)
 
 

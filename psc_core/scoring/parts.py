@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,9 @@ from psc_core.tasks.prediction import BasePrediction
 
 BATCHES_AHEAD = 2
 """Batches that are decoded while the network computes one."""
+
+NOT_FINITE = "the network's outputs are not finite"
+"""The error of an image that the network cannot answer."""
 
 Decoded = npt.NDArray[np.uint8] | str
 """Pixels, or why there are none."""
@@ -50,7 +54,7 @@ class PartWriter:
         out: Folder of the parts' files.
         file_format: ``"parquet"`` or ``"jsonl"``.
         threads: Decode images.
-        maps: Folder of a PNG for each image that can be read, ``00003-0017.png`` of row 17 of part 3, from 0.
+        maps: Folder of a PNG for each image with an answer, ``00003-0017.png`` of row 17 of part 3, from 0.
 
     Raises:
         UsageError: Maps of a model that has none.
@@ -95,7 +99,11 @@ class PartWriter:
             pixels = [each for each in decoded if not isinstance(each, str)]
             if pixels:
                 prediction = self.model.predict(torch.from_numpy(np.stack(pixels)), maps=self.maps is not None)
-                self._write_maps(prediction, number, rows)
+                finite = prediction.outputs.packed.isfinite().all(dim=1)
+                for row in compress(rows, (~finite).tolist()):
+                    errors[row] = NOT_FINITE
+                prediction = prediction[finite]
+                self._write_maps(prediction, number, list(compress(rows, finite.tolist())))
                 for name, column in columns_of(prediction, self.model.task).items():
                     scored[name] += column
         return merge([each.name for each in images], errors, scored)
