@@ -30,7 +30,7 @@ def test_erased_image_is_nowhere(tmp_path: Path) -> None:
     assert rows["r0"] == row(0)
     assert next(iter(read_rows(log, "m"))).schema.equals(row_schema(SCORES))
     labels = read_labels(log)
-    assert labels.of("r1", 0, None) is None and labels.of("r0", 0, digest(0)) is not None
+    assert labels.of("m", "r1", 0, None) is None and labels.of("m", "r0", 0, digest(0)) is not None
     assert erase(log, digest(1)) == Erased()
 
 
