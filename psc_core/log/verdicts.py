@@ -222,7 +222,7 @@ def _folders(root: Path) -> Iterator[HumanAnswer]:
 
 def _answer(where: str, of: Mapping[str, Any], text: Any, source: Any, time: Any) -> HumanAnswer | None:
     """Return the answer to the image that some members name; None while there is no answer."""
-    if text is None or text == "":
+    if text is None or (isinstance(text, str) and not text.strip()):
         return None
     if isinstance(text, bool) or not isinstance(text, str | int | float):
         raise DataError(f"{where}: expected one label, got {type(text).__name__}; correct it")

@@ -64,6 +64,7 @@ def test_short_export_and_csv(log: Log, tmp_path: Path) -> None:
         {"request_id": "r0", "image_index": 0, "image_sha256": digest(0), "label": "dog", "annotator": 4},
         {"request_id": "r1", "image_index": 0, "image_sha256": digest(1), "label": "", "annotator": 4},
         {"request_id": "", "image_index": "", "image_sha256": digest(2), "label": "none_of_the_classes"},
+        {"request_id": "r3", "image_index": 0, "image_sha256": digest(3), "label": " \t"},
     ]
     (tmp_path / "min.json").write_text(json.dumps(rows))
     with (tmp_path / "labels.csv").open("w", newline="") as file:
