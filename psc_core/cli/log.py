@@ -101,8 +101,8 @@ def prune_log(args: argparse.Namespace) -> None:
     from psc_core.log.store import open_log
 
     done = prune(open_log(args.log), args.days)
-    files = f"{done.row_files} files of rows, {done.images} images and {done.label_files} files of labels"
-    print(f"{args.log}: removed {files}")
+    files = f"{done.row_files} files of rows, {done.images} images, {done.label_files} files of labels"
+    print(f"{args.log}: removed {files} and {done.partial} that were never complete")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
