@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, time, timedelta
+from threading import Event
 from typing import Any, Final
 
 from psc_core.errors import DataError, UsageError
@@ -83,15 +84,22 @@ def erase(log: Log, sha256: str) -> Erased:
     return Erased(files, labels, len(keys))
 
 
-def prune(log: Log, days: int, now: datetime | None = None) -> Pruned:
+def prune(log: Log, days: int, now: datetime | None = None, *, ended: Event | None = None) -> Pruned:
     """Remove rows of days that ended more than ``days`` days ago, and the images and labels written before then.
 
     An image is written again with each row that names it, so no row that is left loses its own.  Files that were never
     complete are removed too.
 
+    Args:
+        log: The log; services may write to it.
+        days: That are kept.
+        now: The time.
+        ended: Once it is set, no further file is removed.
+
     Raises:
         OSError: The log cannot be read or written.
     """
+    ended = ended or Event()
     now = (now or datetime.now(UTC)).astimezone(UTC)
     first = now.date() - timedelta(days)
     begins = datetime.combine(first, time(), UTC)
@@ -99,12 +107,15 @@ def prune(log: Log, days: int, now: datetime | None = None) -> Pruned:
     for model in models_in(log):
         for day in days_of(log, model):
             if day < first.isoformat():
-                row_files += _delete(log, (name for name, _ in log.names(f"model={model}/day={day}")))
-                with suppress(OSError):  # Another process has.
-                    log.files.delete_dir(log.path(f"model={model}/day={day}"))
-    images = _delete(log, (name for name, written in log.names(IMAGES) if written < begins))
-    labels = _delete(log, (name for name, written in label_files(log) if _first_written(name, written) < begins))
-    return Pruned(row_files, images, labels, _delete_partial(log, now))
+                row_files += _delete(log, (name for name, _ in log.names(f"model={model}/day={day}")), ended)
+                if not ended.is_set():
+                    with suppress(OSError):  # Another process has.
+                        log.files.delete_dir(log.path(f"model={model}/day={day}"))
+    # Asked again: thousands of removals after they were listed, one may have been written for a new row.
+    old = (name for name, at in log.names(IMAGES) if at < begins and (log.written(name) or now) < begins)
+    images = _delete(log, old, ended)
+    labels = _delete(log, (name for name, at in label_files(log) if _first_written(name, at) < begins), ended)
+    return Pruned(row_files, images, labels, _delete_partial(log, now, ended))
 
 
 def _first_written(name: str, written: datetime) -> datetime:
@@ -113,13 +124,15 @@ def _first_written(name: str, written: datetime) -> datetime:
     return datetime.fromisoformat(day[1]).replace(tzinfo=UTC) if day else written
 
 
-def _delete_partial(log: Log, now: datetime) -> int:
-    return _delete(log, (name for name, written in log.partial() if written < now - _PARTIAL_AGE))
+def _delete_partial(log: Log, now: datetime, ended: Event | None = None) -> int:
+    return _delete(log, (name for name, written in log.partial() if written < now - _PARTIAL_AGE), ended)
 
 
-def _delete(log: Log, names: Iterable[str]) -> int:
+def _delete(log: Log, names: Iterable[str], ended: Event | None = None) -> int:
     count = 0
     for name in names:
+        if ended is not None and ended.is_set():
+            break
         with suppress(FileNotFoundError):  # Several processes may do this at once, and a file may get its name.
             log.delete(name)
             count += 1

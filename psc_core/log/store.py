@@ -66,6 +66,11 @@ class Log:
         """Remove a file; raises ``OSError``."""
         self.files.delete_file(self.path(name))
 
+    def written(self, name: str) -> datetime | None:
+        """Return when a file was written (UTC); None where there is none.  Raises ``OSError``."""
+        found: datetime | None = self.files.get_file_info(self.path(name)).mtime
+        return found
+
     def names(self, folder: str = "", *, suffix: str = "") -> Iterator[tuple[str, datetime]]:
         """Yield the files below a folder with such names, each with when it was written (UTC), in order of the names.
 

@@ -13,6 +13,7 @@ from psc_core.log.erase import Erased, Pruned, erase, prune
 from psc_core.log.labels import Label, label_files, read_file, read_labels, write_labels
 from psc_core.log.rows import read_rows
 from psc_core.log.schema import row_schema
+from psc_core.log.store import Log
 from psc_core.tasks.classification.answer import SCORES
 from tests.psc_core.log.support import TIME, content, digest, make_log, put_rows, row
 
@@ -58,6 +59,24 @@ def test_files_that_were_never_complete_are_pruned_after_an_hour(tmp_path: Path)
             os.utime(file, (time := (now - timedelta(hours=hours)).timestamp(), time))
     assert prune(log, 7, now) == Pruned(partial=4)
     assert {file.name for file in tmp_path.rglob(".*")} == {".new"}
+
+
+def test_image_that_a_new_row_names_is_not_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service may store an old image again after it was listed."""
+    log = make_log(tmp_path, 3)
+    first, second, third = sorted(file for file in (tmp_path / "images").rglob("*.png"))
+    for file in (first, second, third):
+        os.utime(file, (0, 0))
+    delete = Log.delete
+
+    def slow(log: Log, name: str) -> None:
+        second.touch()
+        third.unlink(missing_ok=True)  # Another process removes too.
+        delete(log, name)
+
+    monkeypatch.setattr(Log, "delete", slow)
+    assert prune(log, 7, datetime(2026, 3, 8, 1, tzinfo=UTC)).images == 1
+    assert [file.exists() for file in (first, second, third)] == [False, True, False]
 
 
 def test_labels_beside_erased_ones_grow_no_younger(tmp_path: Path) -> None:
