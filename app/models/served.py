@@ -155,6 +155,7 @@ class ModelStarter:
         except (UsageError, NetworkError) as error:
             raise BundleError(f"model {name!r}: {error}") from error
         recorder = self._recorder(name, model, thresholds.policy.alpha)
+        log = None if self._log is None else self._log.log_of(name, model)
         engine = Engine(
             name,
             step,
@@ -163,8 +164,11 @@ class ModelStarter:
             observer=recorder,
             deadline_s=self._settings.deadline_seconds,
         )
-        await engine.start()
-        log = None if self._log is None else self._log.log_of(name, model)
+        try:
+            await engine.start()
+        except BaseException:  # Cancelled too: the thread that warms up would keep the model.
+            await engine.close(within_s=0)
+            raise
         return ServedModel(name, model, backend, engine, thresholds, recorder, log)
 
     def close(self) -> None:

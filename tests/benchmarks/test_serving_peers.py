@@ -171,7 +171,7 @@ def test_servers_take_turns_and_failed_ones_are_left_out(tmp_path: Path, monkeyp
     assert turn["many"]["images_per_s"] > turn["many"]["requests_per_s"]
     assert "server_cpu_s" in turn["closed"]
     assert kept["slowest_peak"] == peers.slowest_peak({"fake": found}) > 0
-    assert len(found["sweeps"][0]) >= 2
+    assert 1 <= len(found["sweeps"][0]) <= 2  # A slow machine falls behind at the first rate.
 
 
 def test_only_the_compute_bound_case_is_measured_on_older_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,9 @@ class Feedback(BaseModel):
         default=None, pattern=r"^[0-9a-f]{64}$", description="Of the file that was sent; checked where it is given."
     )
     verdict: Literal["label", "none_of_the_classes", "cannot_tell"] = Field(default="label")
-    label: str | float | None = Field(default=None, description="The true class, or number; with the verdict `label`.")
+    label: str | int | float | None = Field(
+        default=None, description="The true class, or number; with the verdict `label`."
+    )
     source: str = Field(default="feedback", min_length=1, max_length=200, description="Who says so.")
 
     @model_validator(mode="after")

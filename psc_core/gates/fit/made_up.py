@@ -118,7 +118,7 @@ def made_up_batches(
 
 @torch.inference_mode()
 def by_kind(
-    batches: Iterable[Mapping[str, Pixels]], step: Callable[[Pixels], Mapping[Any, Tensor]]
+    batches: Iterable[Mapping[str, Tensor]], step: Callable[[Tensor], Mapping[Any, Tensor]]
 ) -> dict[str, dict[Any, Tensor]]:
     """Return what ``step`` gives for all images of each kind, (n, …) by its names, on the CPU.
 

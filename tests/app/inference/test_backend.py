@@ -141,7 +141,7 @@ def test_a_backend_that_was_asked_for_must_work(psc: PSC, monkeypatch: pytest.Mo
 
 
 def test_the_only_backend_is_not_measured(psc: PSC, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psc.pipeline.scorer, "precision", "bf16")
+    monkeypatch.setattr(psc.pipeline.scorer.backbone, "precision", "bf16")
     monkeypatch.setattr(backend, "measure", None)
     for wanted in ("auto", "onnx"):
         assert choose_backend(psc, wanted, max_batch=4, threads=1) == ("folded", psc.pipeline)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
 import numpy as np
 import pytest
 
 from app.errors import UnattainableAlpha
+from app.models.served import ModelStarter
 from psc_core.tasks.classification.answer import SCORES
 from psc_core.tasks.classification.decide import decide
 from psc_core.tasks.outputs import Outputs
@@ -42,3 +46,33 @@ async def test_monitors_share_the_bound_on_false_alarms() -> None:
             served = app.service.registry.get()
             served.recorder.predicted(outputs, decide(outputs, served.thresholds), range(5))
             assert await app.metric('psc_drift_alarms_total{model="m"}') == alarms
+
+
+async def test_a_start_that_is_cancelled_ends_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    warming, go_on = threading.Event(), threading.Event()
+    async with running() as app:
+        served = app.service.registry.get()
+        starter = app.service.registry._starter
+
+        def step_of(self: ModelStarter, model: object) -> object:
+            backend, step = real(self, model)
+
+            def warm_up() -> bool:
+                warming.set()
+                return go_on.wait(60) and False
+
+            monkeypatch.setattr(step, "warm_up", warm_up)
+            return backend, step
+
+        real = ModelStarter._step
+        monkeypatch.setattr(ModelStarter, "_step", step_of)
+        starting = asyncio.create_task(starter.start("other", served.model))
+        await asyncio.to_thread(warming.wait, 60)
+        starting.cancel()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        threads = [thread for thread in threading.enumerate() if thread.name == "psc-device-other"]
+        for thread in threads:
+            await asyncio.to_thread(thread.join, 60)
+        assert not any(thread.is_alive() for thread in threads)

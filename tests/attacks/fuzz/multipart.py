@@ -6,6 +6,7 @@ Of some bodies that are not quite right, python-multipart takes or refuses the s
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -26,6 +27,7 @@ SEEDS: Final = [
 ]
 
 _runner: Final = asyncio.Runner()
+_parser: Final = ThreadPoolExecutor(1)
 
 
 def check(data: bytes) -> None:
@@ -45,7 +47,7 @@ async def _read(pieces: list[bytes]) -> list[EncodedImage] | type[Exception]:
         return messages.pop(0)
 
     try:
-        images = await read_images(Request({"type": "http", "headers": HEADERS}, receive), LIMITS)
+        images = await read_images(Request({"type": "http", "headers": HEADERS}, receive), LIMITS, _parser)
     except (MalformedRequest, TooManyImages) as error:
         return type(error)
     assert 0 < len(images) <= LIMITS.max_images

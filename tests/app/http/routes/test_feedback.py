@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from app.http.routes.feedback import Feedback
 from psc_core.log.erase import erase
 from psc_core.log.labels import read_labels
 from psc_core.log.store import Log, open_log
@@ -47,6 +48,11 @@ async def test_verdicts_are_written(tmp_path: Path) -> None:
     assert labels.of("m", "another", 0, digest) == last and labels.of("v", "another", 0, digest) != last
     value = labels.of("v", number[3:52], 0, None)
     assert value is not None and (value.label, value.source) == ("12.5", "a person")
+
+
+def test_a_whole_number_is_the_class_of_that_name() -> None:
+    assert Feedback(request_id="r", label=7).to_label().label == "7"
+    assert Feedback(request_id="r", label=7.5).to_label().label == "7.5"
 
 
 async def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
