@@ -36,10 +36,10 @@ PER_FILE: Final = 50_000
 DECISIONS: Final = {"accept": 0.9, "abstain_ood": 0.05, "abstain_ambiguous": 0.05}
 POLICY: Final = json.dumps({"alpha": 0.05, "ambiguity_threshold": 0.5, "coverage": 0.95})
 
-_IMPORTS: Final = "import psc_core.log.unjudged, psc_core.log.review, psc_core.log.erase; "
+_IMPORTS: Final = "import psc_core.log.unreviewed, psc_core.log.review, psc_core.log.erase; "
 _LIST: Final = (
-    "from psc_core.log.store import open_log; from psc_core.log.unjudged import UnjudgedImages; "
-    "print(len(UnjudgedImages(open_log('{log}')).newest(limit=12, seconds=60)), 'images')"
+    "from psc_core.log.store import open_log; from psc_core.log.unreviewed import UnreviewedImages; "
+    "print(len(UnreviewedImages(open_log('{log}')).newest(limit=12, seconds=60)), 'images')"
 )
 _MEASURED: Final = """
 import resource, sys, time

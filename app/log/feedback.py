@@ -46,7 +46,7 @@ def give(writer: LogWriter, label: Label, *, seconds: float) -> Label:
         if label.image_sha256 is not None and label.image_sha256 != row[SHA256]:
             of = "an image that was erased" if row[SHA256] is None else f"the image {row[SHA256]}"
             raise ImageConflict(f"the row is of {of}, not of {label.image_sha256}; correct request_id or image_index")
-        checked = replace(label, image_sha256=row[SHA256], time=datetime.now(UTC))
+        checked = replace(label, image_sha256=row[SHA256], time=datetime.now(UTC), model=row["model"])
         if label.verdict == LABEL:
             text = read_model(writer.log, row["bundle_version"]).check_label(label.label or "")
             checked = replace(checked, label=text)

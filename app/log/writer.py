@@ -16,12 +16,12 @@ import numpy as np
 
 from app.inference.decoder import EncodedImage
 from app.inference.request import Images
+from app.log.pruner import LogPruner
 from app.log.rows import ROW_BYTES, OpenRows, Source, Waiting, day_of
 from app.log.sampling import Sampling
 from app.observability.metrics import Metrics
 from app.observability.tracing import begin_trace, current_trace
 from app.settings import Settings
-from psc_core.log.erase import prune
 from psc_core.log.models import LoggedModel
 from psc_core.log.schema import model_path, rows_path
 from psc_core.log.store import Log
@@ -37,7 +37,6 @@ _TURN_SECONDS: Final = 0.25
 _MAX_ROWS: Final = 50_000
 """Rows of a file."""
 
-_PRUNE_SECONDS: Final = 3600.0
 _QUIET_SECONDS: Final = 60.0
 
 Item = TypeVar("Item")
@@ -45,6 +44,8 @@ Item = TypeVar("Item")
 
 class LogWriter:
     """Writes what models answer; :meth:`add` is called on the event loop, all else happens on a thread of its own.
+
+    What is too old is removed on another (:class:`.LogPruner`), for that may take long.
 
     Args:
         log: Where to.
@@ -70,13 +71,16 @@ class LogWriter:
         self._wake = threading.Event()
         self._flushes: deque[threading.Event] = deque()
         self._closing = self._is_given_up = False
-        self._flush_at = self._prune_at = 0.0
+        self._flush_at = 0.0
         self._quiet_until = 0.0
         self._thread = threading.Thread(target=self._run, name="psc-log", daemon=True)
+        self._pruner = None if settings.log_days is None else LogPruner(log, settings.log_days)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the threads."""
         self._thread.start()
+        if self._pruner is not None:
+            self._pruner.start()
 
     def log_of(self, name: str, model: FittedModel) -> ModelLog:
         """Return the log of a served model, and show its counters at 0."""
@@ -109,11 +113,16 @@ class LogWriter:
         return done.wait(within_s)
 
     async def close(self, *, within_s: float) -> None:
-        """Write what is held and end the thread; what is not written after ``within_s`` seconds is dropped."""
+        """Write what is held and end the threads; what is not written after ``within_s`` seconds is dropped."""
         self._closing = True
         self._wake.set()
+        threads: list[threading.Thread | LogPruner] = [self._thread]
+        if self._pruner is not None:
+            self._pruner.end()
+            threads.append(self._pruner)
         end = time.monotonic() + within_s
-        while self._thread.is_alive() and time.monotonic() < end:  # Not a join, which would hold up the event loop.
+        # Not a join, which would hold up the event loop.
+        while any(each.is_alive() for each in threads) and time.monotonic() < end:
             await asyncio.sleep(0.01)
         if self._thread.is_alive():
             self._is_given_up = True
@@ -148,9 +157,6 @@ class LogWriter:
             self._flush_at = now + self._settings.log_flush_seconds
             for key in list(self._open):
                 self._write_rows(key)
-        if self._settings.log_days is not None and now >= self._prune_at:
-            self._prune_at = now + _PRUNE_SECONDS
-            self._prune(self._settings.log_days)
 
     def _add_rows(self, waiting: Waiting) -> None:
         source, key, kept = waiting.source, (waiting.source, day_of(waiting.time_us)), 0
@@ -195,15 +201,9 @@ class LogWriter:
         try:
             self.log.put(name, data, synced=synced)
         except OSError as error:
-            self._warn("cannot write", error)
+            self._warn(error)
             return False
         return True
-
-    def _prune(self, days: int) -> None:
-        try:
-            prune(self.log, days)
-        except OSError as error:
-            self._warn("cannot remove what is too old", error)
 
     def _count_dropped(self, waiting: Waiting) -> None:
         self._count("rows", waiting.source, "dropped", len(waiting.drawn()))
@@ -212,10 +212,10 @@ class LogWriter:
         counter = self._metrics.psc_log_rows_total if kind == "rows" else self._metrics.psc_log_images_total
         counter.labels(model=source.name, result=result).inc(number)
 
-    def _warn(self, message: str, error: OSError) -> None:
+    def _warn(self, error: OSError) -> None:
         if time.monotonic() >= self._quiet_until:
             self._quiet_until = time.monotonic() + _QUIET_SECONDS
-            logger.error("the prediction log %s: %s; see psc_log_rows_total", message, error)
+            logger.error("the prediction log cannot write: %s; see psc_log_rows_total", error)
 
 
 @dataclass(frozen=True)

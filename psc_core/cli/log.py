@@ -43,6 +43,8 @@ def parser() -> argparse.ArgumentParser:
     command = add("import", import_labels, "add what people answered")
     text = "Label Studio's JSON or JSON-MIN, a CSV, or a folder with a folder of images for each class"
     command.add_argument("labels", type=Path, help=text)
+    text = "whose images they are (default: of each model that has the image and the class)"
+    command.add_argument("--model", metavar="NAME", help=text)
     command = add("delete", delete, "remove an image: its file, its digest and path in all rows, its labels")
     command.add_argument("sha256", metavar="SHA256", help="of the file, as sha256sum prints it")
     command = add("prune", prune_log, "remove what is older than some days")
@@ -77,7 +79,7 @@ def import_labels(args: argparse.Namespace) -> None:
     from psc_core.log.verdicts import labels_of, read_answers
 
     log = open_log(args.log)
-    labels = labels_of(log, read_answers(args.labels))
+    labels = labels_of(log, read_answers(args.labels), args.model)
     if not labels:
         raise UsageError(f"{args.labels} has no answer; label some images and export them again")
     write_labels(log, labels)
@@ -99,8 +101,8 @@ def prune_log(args: argparse.Namespace) -> None:
     from psc_core.log.store import open_log
 
     done = prune(open_log(args.log), args.days)
-    files = f"{done.row_files} files of rows, {done.images} images and {done.label_files} files of labels"
-    print(f"{args.log}: removed {files}")
+    files = f"{done.row_files} files of rows, {done.images} images, {done.label_files} files of labels"
+    print(f"{args.log}: removed {files} and {done.partial} that were never complete")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

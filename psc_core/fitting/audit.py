@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
+from datetime import date, datetime
 from itertools import groupby
 from typing import Any, Final
 
@@ -55,6 +55,7 @@ class LoggedVerdict:
     probability: float  # with which it came into the slice
     verdict: str | None  # one of :data:`psc_core.log.labels.VERDICTS`
     label: str | None
+    judged: datetime | None = None  # when
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def read_audit(
     name = logged_model(log, name)
     days = days_of(log, name, since=since, until=until)
     rows = read_rows(log, name, audit=True, days=days, columns=list(_COLUMNS))
-    stored = images_of(joined(rows, read_labels(log)))
+    stored = images_of(joined(rows, read_labels(log), name))
     if not stored:
         span = f" from {days[0]} to {days[-1]}" if days else ""
         raise UsageError(
@@ -147,7 +148,7 @@ def read_outside(
     name = logged_model(log, name)
     days = days_of(log, name, since=since, until=until)
     audit, others = set(), []
-    for batch in joined(read_rows(log, name, days=days, columns=[*_COLUMNS, "audit"]), read_labels(log)):
+    for batch in joined(read_rows(log, name, days=days, columns=[*_COLUMNS, "audit"]), read_labels(log), name):
         is_audit = batch["audit"].to_pylist()
         audit |= {sha256 for sha256, of_slice in zip(batch[SHA256].to_pylist(), is_audit, strict=True) if of_slice}
         others.append(batch.filter(arrow().array([not of_slice for of_slice in is_audit])))
@@ -163,7 +164,7 @@ def read_outside(
 
 
 def images_of(rows: Iterable[Any]) -> list[LoggedVerdict]:
-    """Return the stored images of rows with verdicts, each once, with the last verdict that one of its rows has."""
+    """Return the stored images of rows with verdicts, each once, with the last verdict on any of its rows."""
     found: dict[str, LoggedVerdict] = {}
     for batch in rows:
         for row in batch.to_pylist():
@@ -171,12 +172,12 @@ def images_of(rows: Iterable[Any]) -> list[LoggedVerdict]:
             if not is_stored(sha256, path):
                 continue
             before = found.get(sha256)
-            verdict, label = row["verdict"], row["true_label"]
-            if before and verdict is None:
-                verdict, label = before.verdict, before.label
+            verdict, label, judged = row["verdict"], row["true_label"], row["verdict_time"]
+            if before and before.judged and (judged is None or before.judged > judged):
+                verdict, label, judged = before.verdict, before.label, before.judged
             probability = max(row["audit_probability"], before.probability if before else 0.0)
             day = before.day if before else row["time"].date()
-            found[sha256] = LoggedVerdict(day, sha256, path, probability, verdict, label)
+            found[sha256] = LoggedVerdict(day, sha256, path, probability, verdict, label, judged)
     return list(found.values())
 
 

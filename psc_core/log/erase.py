@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, time, timedelta
+from threading import Event
 from typing import Any, Final
 
 from psc_core.errors import DataError, UsageError
@@ -16,6 +17,12 @@ from psc_core.log.schema import IMAGE_INDEX, IMAGE_PATH, IMAGES, LABELS, REQUEST
 from psc_core.log.store import Log
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+
+_WRITTEN: Final = re.compile(rf"{LABELS}/written-(\d{{4}}-\d\d-\d\d)-")
+"""The name of a file of labels of which some were erased begins with the day that they were written."""
+
+_PARTIAL_AGE: Final = timedelta(hours=1)
+"""A file that is not complete after so long never will be."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +41,11 @@ class Pruned:
     row_files: int = 0
     images: int = 0
     label_files: int = 0
+    partial: int = 0  # that were never complete
 
 
 def erase(log: Log, sha256: str) -> Erased:
-    """Remove an image: its file, its digest and path in every row, and its labels.
+    """Remove an image: its file, complete or not, its digest and path in every row, and its labels.
 
     Rows that a service has not written yet are not seen.
 
@@ -51,52 +59,84 @@ def erase(log: Log, sha256: str) -> Erased:
         raise UsageError(
             f"expected a SHA-256 of 64 hexadecimal digits, got {sha256[:80]!r}; `sha256sum FILE` prints it"
         )
-    files = [name for name, _ in log.names(f"{IMAGES}/{sha256[:2]}") if name.rsplit("/", 1)[1].startswith(sha256)]
-    for name in files:
-        log.delete(name)
+    folder = f"{IMAGES}/{sha256[:2]}"
+    # Those that are being written first: one that is complete a moment later is found by its name.
+    files = _delete(log, (name for name, _ in log.partial(folder) if name.startswith(f"{folder}/.{sha256}")))
+    files += _delete(log, (name for name, _ in log.names(folder) if name.startswith(f"{folder}/{sha256}")))
+    _delete_partial(log, datetime.now(UTC))  # Rows and labels of it.
     keys: set[tuple[str, int]] = set()
     for model in models_in(log):
         for name, _ in log.names(f"model={model}", suffix=".parquet"):
             keys |= _forget(log, name, sha256)
     labels = 0
-    for name, _ in label_files(log):
+    for name, written in label_files(log):
         found = read_file(log, name)
         left = [
             each for each in found if each.image_sha256 != sha256 and (each.request_id, each.image_index) not in keys
         ]
         if len(left) < len(found):
             labels += len(found) - len(left)
-            write_labels(log, left, name) if left else log.delete(name)
-    return Erased(len(files), labels, len(keys))
+            kept = name if _WRITTEN.match(name) else f"{LABELS}/written-{written:%Y-%m-%d}-{name.rsplit('/', 1)[1]}"
+            if left:
+                write_labels(log, left, kept)
+            if not left or kept != name:
+                log.delete(name)
+    return Erased(files, labels, len(keys))
 
 
-def prune(log: Log, days: int, now: datetime | None = None) -> Pruned:
+def prune(log: Log, days: int, now: datetime | None = None, *, ended: Event | None = None) -> Pruned:
     """Remove rows of days that ended more than ``days`` days ago, and the images and labels written before then.
 
-    An image is written again with each row that names it, so no row that is left loses its own.
+    An image is written again with each row that names it, so no row that is left loses its own.  Files that were never
+    complete are removed too.
+
+    Args:
+        log: The log; services may write to it.
+        days: That are kept.
+        now: The time.
+        ended: Once it is set, no further file is removed.
 
     Raises:
         OSError: The log cannot be read or written.
     """
-    first = (now or datetime.now(UTC)).astimezone(UTC).date() - timedelta(days)
+    ended = ended or Event()
+    now = (now or datetime.now(UTC)).astimezone(UTC)
+    first = now.date() - timedelta(days)
     begins = datetime.combine(first, time(), UTC)
     row_files = 0
     for model in models_in(log):
         for day in days_of(log, model):
             if day < first.isoformat():
-                row_files += _delete(log, f"model={model}/day={day}", lambda _: True)
-                with suppress(OSError):  # Another process has.
-                    log.files.delete_dir(log.path(f"model={model}/day={day}"))
-    is_old: Callable[[datetime], bool] = lambda written: written < begins  # noqa: E731
-    return Pruned(row_files, _delete(log, IMAGES, is_old), _delete(log, LABELS, is_old))
+                row_files += _delete(log, (name for name, _ in log.names(f"model={model}/day={day}")), ended)
+                if not ended.is_set():
+                    with suppress(OSError):  # Another process has.
+                        log.files.delete_dir(log.path(f"model={model}/day={day}"))
+    # Asked again: thousands of removals after they were listed, one may have been written for a new row.
+    old = (name for name, at in log.names(IMAGES) if at < begins and (log.written(name) or now) < begins)
+    images = _delete(log, old, ended)
+    labels = _delete(log, (name for name, at in label_files(log) if _first_written(name, at) < begins), ended)
+    return Pruned(row_files, images, labels, _delete_partial(log, now, ended))
 
 
-def _delete(log: Log, folder: str, is_old: Callable[[datetime], bool]) -> int:
-    names = [name for name, written in log.names(folder) if is_old(written)]
+def _first_written(name: str, written: datetime) -> datetime:
+    """Return when a file of labels was written, before some of them were erased."""
+    day = _WRITTEN.match(name)
+    return datetime.fromisoformat(day[1]).replace(tzinfo=UTC) if day else written
+
+
+def _delete_partial(log: Log, now: datetime, ended: Event | None = None) -> int:
+    return _delete(log, (name for name, written in log.partial() if written < now - _PARTIAL_AGE), ended)
+
+
+def _delete(log: Log, names: Iterable[str], ended: Event | None = None) -> int:
+    count = 0
     for name in names:
-        with suppress(FileNotFoundError):  # Several processes may do this at once.
+        if ended is not None and ended.is_set():
+            break
+        with suppress(FileNotFoundError):  # Several processes may do this at once, and a file may get its name.
             log.delete(name)
-    return len(names)
+            count += 1
+    return count
 
 
 def _forget(log: Log, name: str, sha256: str) -> set[tuple[str, int]]:

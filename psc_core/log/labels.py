@@ -1,7 +1,9 @@
 """The verdicts of people on logged images; the last one on an image wins.
 
-A label names its image by request and position, by the digest of its bytes, or by both.  One by the digest alone holds
-for every row of that image.
+A label names its image by request and position, by the digest of its bytes, or by both, and the model that it is about.
+It holds for every row of that model with these bytes, so that the same image in another request has the same verdict;
+another model may have other classes.  Labels from before they named a model hold for their row alone, or, where they
+name a digest alone, for every row of that image.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ CANNOT_TELL: Final = "cannot_tell"
 VERDICTS: Final = (LABEL, NONE_OF_THE_CLASSES, CANNOT_TELL)
 """It has this label; it shows none of the classes; nobody can say."""
 
+Key = tuple[str | None, str | int | None]
+"""A request and a position, or a model and the digest of an image."""
+
 
 @dataclass(frozen=True)
 class Label:
@@ -34,6 +39,22 @@ class Label:
     label: str | None  # a class, or a number as text; only with the verdict ``label``
     source: str
     time: datetime  # with a time zone
+    model: str | None = None  # the name by which it was served
+
+
+def label_keys(
+    model: str | None, request_id: str | None, image_index: int | None, image_sha256: str | None
+) -> list[Key]:
+    """Return what a label is found by: its row, and its image where it names a model or no row."""
+    of_row: list[Key] = [(request_id, image_index)] if request_id is not None else []
+    of_image: list[Key] = [(model, image_sha256)] if image_sha256 is not None else []
+    return of_row + of_image if model is not None else of_row or of_image
+
+
+def row_keys(model: str, request_id: str, image_index: int, image_sha256: str | None) -> list[Key]:
+    """Return all that a label on the image of a row may be found by."""
+    of_image: list[Key] = [(model, image_sha256), (None, image_sha256)] if image_sha256 is not None else []
+    return [(request_id, image_index), *of_image]
 
 
 class Labels:
@@ -44,22 +65,17 @@ class Labels:
     """
 
     def __init__(self, labels: Iterable[Label] = ()) -> None:
-        self._of_row: dict[tuple[str | None, int | None], Label] = {}
-        self._of_image: dict[str, Label] = {}
-        for label in sorted(labels, key=lambda each: each.time):
-            if label.request_id is not None:
-                self._of_row[label.request_id, label.image_index] = label
-            elif label.image_sha256 is not None:
-                self._of_image[label.image_sha256] = label
+        ordered = sorted(labels, key=lambda each: each.time)
+        self._last = {
+            key: label
+            for label in ordered
+            for key in label_keys(label.model, label.request_id, label.image_index, label.image_sha256)
+        }
 
-    def __len__(self) -> int:
-        return len(self._of_row) + len(self._of_image)
-
-    def of(self, request_id: str, image_index: int, image_sha256: str | None) -> Label | None:
+    def of(self, model: str, request_id: str, image_index: int, image_sha256: str | None) -> Label | None:
         """Return the last verdict on the image of a row; None where nobody gave one."""
-        found = self._of_row.get((request_id, image_index)), self._of_image.get(image_sha256 or "")
-        given = [each for each in found if each is not None]
-        return max(given, key=lambda each: each.time) if given else None
+        keys = row_keys(model, request_id, image_index, image_sha256)
+        return max((self._last[key] for key in keys if key in self._last), key=lambda each: each.time, default=None)
 
 
 def read_labels(log: Log) -> Labels:
@@ -95,20 +111,22 @@ def write_labels(log: Log, labels: Iterable[Label], name: str | None = None) -> 
     log.put(name or labels_path(), sink.getvalue())
 
 
-def joined(rows: Iterable[Any], labels: Labels) -> Iterator[Any]:
-    """Yield batches of rows with the columns ``verdict`` and ``true_label``, null where nobody gave a verdict.
+def joined(rows: Iterable[Any], labels: Labels, model: str) -> Iterator[Any]:
+    """Yield rows with the columns ``verdict``, ``true_label`` and ``verdict_time``, null where nobody gave a verdict.
 
     Args:
         rows: From :func:`.rows.read_rows`, with at least the columns ``request_id``, ``image_index``, ``image_sha256``.
         labels: From :func:`read_labels`.
+        model: Whose rows they are.
     """
     pa = arrow()
     for batch in rows:
         keys = zip(*(batch[name].to_pylist() for name in (REQUEST_ID, IMAGE_INDEX, SHA256)), strict=True)
-        found = [labels.of(*key) for key in keys]
-        for name, cells in (
-            ("verdict", [each and each.verdict for each in found]),
-            ("true_label", [each and each.label for each in found]),
+        found = [labels.of(model, *key) for key in keys]
+        for name, cells, kind in (
+            ("verdict", [each and each.verdict for each in found], pa.string()),
+            ("true_label", [each and each.label for each in found], pa.string()),
+            ("verdict_time", [each and each.time for each in found], pa.timestamp("us", tz="UTC")),
         ):
-            batch = batch.append_column(name, pa.array(cells, pa.string()))
+            batch = batch.append_column(name, pa.array(cells, kind))
         yield batch

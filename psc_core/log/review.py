@@ -87,7 +87,7 @@ def _groups(
         scores = scores_in(batch.schema)
         batch = batch.filter(batch[IMAGE_PATH].is_valid())
         keys = zip(*(batch[name].to_pylist() for name in (REQUEST_ID, IMAGE_INDEX, SHA256)), strict=True)
-        batch = batch.filter(arrow().array([labels.of(*key) is None for key in keys], arrow().bool_()))
+        batch = batch.filter(arrow().array([labels.of(model, *key) is None for key in keys], arrow().bool_()))
         if not batch.num_rows:
             continue
         columns = [batch[name].to_numpy(zero_copy_only=False) for name in scores]

@@ -72,7 +72,7 @@ def read_rows(
 
 
 def find_row(log: Log, request_id: str, image_index: int) -> dict[str, Any] | None:
-    """Return digest and ``bundle_version`` of the row of an image; None where there is none.  Newest days come first.
+    """Return digest, ``bundle_version`` and ``model`` of the row of an image, or None.  Newest days come first.
 
     Raises:
         DataError: A file of the log is damaged.
@@ -83,8 +83,7 @@ def find_row(log: Log, request_id: str, image_index: int) -> dict[str, Any] | No
     days = [(day, name) for name in models_in(log) for day in days_of(log, name)]
     for day, model in sorted(days, reverse=True):
         for batch in _scan(log, model, [day], wanted, [SHA256, "bundle_version"]):
-            found: dict[str, Any] = batch.slice(0, 1).to_pylist()[0]
-            return found
+            return {**batch.slice(0, 1).to_pylist()[0], "model": model}
     return None
 
 

@@ -69,6 +69,7 @@ def label_schema() -> Any:
             ("label", pa.string()),  # a class, or the number of a regression as text; null for other verdicts
             ("source", pa.string()),  # who or what gave it
             ("time", pa.timestamp("us", tz="UTC")),
+            ("model", pa.string()),  # of the row; null in labels from before there was this column
         ]
     )
 

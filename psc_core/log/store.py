@@ -66,17 +66,32 @@ class Log:
         """Remove a file; raises ``OSError``."""
         self.files.delete_file(self.path(name))
 
+    def written(self, name: str) -> datetime | None:
+        """Return when a file was written (UTC); None where there is none.  Raises ``OSError``."""
+        found: datetime | None = self.files.get_file_info(self.path(name)).mtime
+        return found
+
     def names(self, folder: str = "", *, suffix: str = "") -> Iterator[tuple[str, datetime]]:
         """Yield the files below a folder with such names, each with when it was written (UTC), in order of the names.
 
         Raises:
             OSError: The log cannot be read.
         """
+        for name, written in self._all(folder):
+            if name.endswith(suffix) and not _is_partial(name):
+                yield name, written
+
+    def partial(self, folder: str = "") -> Iterator[tuple[str, datetime]]:
+        """Yield the files below a folder that are being written, or never were complete; raises ``OSError``."""
+        if self.is_folder:  # A bucket shows none.
+            yield from (each for each in self._all(folder) if _is_partial(each[0]))
+
+    def _all(self, folder: str) -> Iterator[tuple[str, datetime]]:
         fs = arrow().fs
         base = self.path(folder).rstrip("/")
         found = self.files.get_file_info(fs.FileSelector(base, allow_not_found=True, recursive=True))
         for info in sorted(found, key=lambda each: each.path):
-            if info.type == fs.FileType.File and info.path.endswith(suffix) and not info.base_name.startswith("."):
+            if info.type == fs.FileType.File:
                 yield info.path.removeprefix(f"{self.root}/"), info.mtime
 
     def folders(self, folder: str = "") -> list[str]:
@@ -144,6 +159,10 @@ def open_to_write(where: str | Path) -> Log:
             reason = error.strerror or error
             raise UsageError(f"the log {where} cannot be written to ({reason}); choose another folder") from error
     return log
+
+
+def _is_partial(name: str) -> bool:
+    return name.rsplit("/", 1)[-1].startswith(".")
 
 
 def _put_local(path: Path, data: Any, *, synced: bool) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from psc_core.errors import DataError
-from psc_core.log.labels import label_files
+from psc_core.log.labels import label_files, label_keys, row_keys
 from psc_core.log.rows import days_of, models_in, rows_of_file
 from psc_core.log.schema import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256, arrow, label_schema, scores_in
 from psc_core.log.source import is_stored
@@ -43,10 +43,10 @@ class UnreviewedImages:
     def __init__(self, log: Log) -> None:
         self._log = log
         self._read: set[str] = set()
-        self._reviewed: set[int] = set()  # hashes of digests, and of requests with positions
+        self._reviewed: set[int] = set()  # hashes of what labels are found by
 
     def newest(self, *, limit: int, seconds: float) -> list[Unreviewed]:
-        """Return the newest ones, each once; one whose very bytes were reviewed in another request is left out.
+        """Return the newest ones, each once; one whose bytes the model had in a reviewed request is left out.
 
         Args:
             limit: Their largest number.
@@ -62,8 +62,8 @@ class UnreviewedImages:
         found: dict[str, Unreviewed] = {}
         for each in _abstained(self._log, ends):
             row, digest = each.row, each.row[SHA256]
-            keys = {hash(digest), hash((row[REQUEST_ID], row[IMAGE_INDEX]))}
-            if self._reviewed.isdisjoint(keys) and is_stored(digest, row[IMAGE_PATH]):
+            keys = row_keys(each.model, row[REQUEST_ID], row[IMAGE_INDEX], digest)
+            if self._reviewed.isdisjoint(map(hash, keys)) and is_stored(digest, row[IMAGE_PATH]):
                 found.setdefault(digest, each)
             if len(found) >= limit:
                 break
@@ -77,8 +77,8 @@ class UnreviewedImages:
             if time.monotonic() > ends:
                 return
             names = new[start : start + _FILES]
-            for digest, request_id, index in _keys(self._log, names):
-                self._reviewed |= {hash(digest)} if request_id is None else {hash(digest), hash((request_id, index))}
+            for named in _named(self._log, names):
+                self._reviewed.update(map(hash, label_keys(*named)))
             self._read.update(names)
 
 
@@ -113,13 +113,13 @@ def _files(log: Log) -> Iterator[tuple[str, str]]:
         yield from ((name, model) for _, name, model in sorted(files, reverse=True))
 
 
-def _keys(log: Log, names: Sequence[str]) -> Iterator[tuple[str | None, str | None, int | None]]:
-    """Yield digest, request and position of each label of some files."""
+def _named(log: Log, names: Sequence[str]) -> Iterator[tuple[str | None, str | None, int | None, str | None]]:
+    """Yield model, request, position and digest of each label of some files."""
     pa: Any = arrow()
     try:
         paths = [log.path(name) for name in names]
         files = pa.dataset.dataset(paths, filesystem=log.files, format="parquet", schema=label_schema())
-        labels = files.to_table(columns=[SHA256, REQUEST_ID, IMAGE_INDEX])
+        labels = files.to_table(columns=["model", REQUEST_ID, IMAGE_INDEX, SHA256])
     except pa.ArrowException as error:
         raise DataError(f"{log.where} has a file of labels that cannot be read ({error}); remove it") from error
     yield from zip(*(column.to_pylist() for column in labels), strict=True)

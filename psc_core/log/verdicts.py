@@ -11,18 +11,18 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from psc_core.errors import DataError
 from psc_core.images import SUFFIXES
 from psc_core.images.files import read_file
 from psc_core.log.labels import CANNOT_TELL, LABEL, NONE_OF_THE_CLASSES, Label
 from psc_core.log.models import LoggedModel, read_model
-from psc_core.log.rows import models_in, read_rows
+from psc_core.log.rows import logged_model, models_in, read_rows
 from psc_core.log.schema import IMAGE_INDEX, REQUEST_ID, SHA256
 from psc_core.log.store import Log
 
@@ -44,6 +44,19 @@ class HumanAnswer:
     source: str
     time: datetime | None
 
+    @property
+    def key(self) -> tuple[str, int | None] | str | None:
+        """The row, or the digest, that it names."""
+        return self.image_sha256 if self.request_id is None else (self.request_id, self.image_index)
+
+
+class _Row(NamedTuple):
+    """What a label needs of the row of its image."""
+
+    model: str
+    version: str
+    sha256: str | None
+
 
 def read_answers(path: Path) -> Iterator[HumanAnswer]:
     """Yield the answers of a ``.json`` or ``.csv`` file, or of a folder with a folder of images for each answer.
@@ -62,58 +75,71 @@ def read_answers(path: Path) -> Iterator[HumanAnswer]:
         raise DataError(f"expected a .json or .csv file or a folder, got {path}; export the labels as one of them")
 
 
-def labels_of(log: Log, answers: Iterable[HumanAnswer]) -> list[Label]:
+def labels_of(log: Log, answers: Iterable[HumanAnswer], model: str | None = None) -> list[Label]:
     """Return the labels that the answers mean, of images that the log has rows of.
+
+    An answer to an image by its digest is a label of each model that has the image and could have given this answer.
+
+    Args:
+        log: The log.
+        answers: From :func:`read_answers`.
+        model: The only one that they are about; None takes all.
 
     Raises:
         DataError: An image has no row, or an answer is nothing that its model could have said.
+        UsageError: The log has no such model.
         OSError: The log cannot be read.
     """
     given = list(answers)
-    rows = {(each.request_id, each.image_index) for each in given if each.request_id is not None}
-    digests = {each.image_sha256 for each in given if each.request_id is None}
-    versions: dict[Any, str] = {}
-    for model in models_in(log):
-        for batch in read_rows(log, model, columns=[REQUEST_ID, IMAGE_INDEX, SHA256, "bundle_version"]):
+    rows: dict[Any, dict[str, _Row]] = {each.key: {} for each in given}
+    for name in models_in(log) if model is None else [logged_model(log, model)]:
+        for batch in read_rows(log, name, columns=[REQUEST_ID, IMAGE_INDEX, SHA256, "bundle_version"]):
             for request_id, index, digest, version in zip(*(column.to_pylist() for column in batch), strict=True):
-                if (request_id, index) in rows:
-                    versions[request_id, index] = version
-                if digest in digests:
-                    versions[digest] = version
+                for key in ((request_id, index), digest):
+                    if key in rows:
+                        rows[key][name] = _Row(name, version, digest)
     models: dict[str, LoggedModel] = {}
-    return [_label(log, answer, versions, models) for answer in given]
+    return [label for answer in given for label in _labels(log, answer, rows[answer.key].values(), models)]
 
 
-def label_of(answer: HumanAnswer, model: LoggedModel) -> Label:
-    """Return the label that an answer means; raises :class:`.DataError`."""
+def _labels(log: Log, answer: HumanAnswer, rows: Collection[_Row], models: dict[str, LoggedModel]) -> Iterator[Label]:
+    """Yield the label of each row whose model could have given the answer; raise as none could have."""
+    if not rows:
+        name = answer.image_sha256 if answer.request_id is None else f"{answer.request_id} {answer.image_index}"
+        raise DataError(
+            f"{answer.where}: the log has no row of the image {name!r}; remove it, or give the log it is of"
+        )
+    errors = []
+    for row in rows:
+        if row.version not in models:
+            models[row.version] = read_model(log, row.version)
+        try:
+            yield _label(answer, row, models[row.version])
+        except DataError as error:
+            errors.append(error)
+    if len(errors) == len(rows):
+        raise DataError(f"{answer.where}: {errors[0]}") from errors[0]
+
+
+def _label(answer: HumanAnswer, row: _Row, model: LoggedModel) -> Label:
+    """Return the label of a row that an answer means; raises :class:`.DataError`."""
+    if None not in (answer.image_sha256, row.sha256) and answer.image_sha256 != row.sha256:
+        raise DataError(
+            f"the row is of the image {row.sha256}, not of {answer.image_sha256}; correct request_id or image_index"
+        )
     is_label = answer.text not in (NONE_OF_THE_CLASSES, CANNOT_TELL)
-    try:
-        text = model.check_label(answer.text) if is_label else None
-    except DataError as error:
-        raise DataError(f"{answer.where}: {error}") from error
+    text = model.check_label(answer.text) if is_label else None
     now = datetime.now(UTC)  # A clock that is ahead would win over every later verdict.
     return Label(
         answer.request_id,
         answer.image_index,
-        answer.image_sha256,
+        row.sha256,  # None for an image that was erased: a file of answers must not bring it back.
         LABEL if is_label else answer.text,
         text,
         answer.source[:_MAX_SOURCE].encode("utf-8", "replace").decode(),
         min(answer.time or now, now),
+        row.model,
     )
-
-
-def _label(log: Log, answer: HumanAnswer, versions: Mapping[Any, str], models: dict[str, LoggedModel]) -> Label:
-    is_row = answer.request_id is not None
-    version = versions.get((answer.request_id, answer.image_index) if is_row else answer.image_sha256)
-    if version is None:
-        name = f"{answer.request_id} {answer.image_index}" if is_row else answer.image_sha256
-        raise DataError(
-            f"{answer.where}: the log has no row of the image {name!r}; remove it, or give the log it is of"
-        )
-    if version not in models:
-        models[version] = read_model(log, version)
-    return label_of(answer, models[version])
 
 
 def _csv(path: Path) -> Iterator[HumanAnswer]:
@@ -196,7 +222,7 @@ def _folders(root: Path) -> Iterator[HumanAnswer]:
 
 def _answer(where: str, of: Mapping[str, Any], text: Any, source: Any, time: Any) -> HumanAnswer | None:
     """Return the answer to the image that some members name; None while there is no answer."""
-    if text is None or text == "":
+    if text is None or (isinstance(text, str) and not text.strip()):
         return None
     if isinstance(text, bool) or not isinstance(text, str | int | float):
         raise DataError(f"{where}: expected one label, got {type(text).__name__}; correct it")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from psc_core.cli.log import main
-from psc_core.log.labels import read_labels
+from psc_core.log.labels import label_files, read_file
 from tests.psc_core.log.support import digest, make_log
 
 
@@ -20,7 +20,8 @@ def test_round_trip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "has no answer" in capsys.readouterr().err
     tasks.write_text(tasks.read_text().replace("False,\n", "False,cat\n"))
     assert main(["import", where, str(tasks)]) == 0
-    assert len(read_labels(log)) == 3
+    ((file, _),) = label_files(log)
+    assert len(read_file(log, file)) == 3
     assert main(["review", where, "--csv", str(tasks)]) == 0
     assert "1 images" in capsys.readouterr().out
     assert main(["delete", where, digest(0)]) == 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import date
+from dataclasses import replace
+from datetime import date, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,11 @@ import torch
 
 from psc_core.errors import DataError, UsageError
 from psc_core.fitting.audit import LoggedVerdict, judged_of, read_audit, read_outside
+from psc_core.log.labels import label_files, read_file, write_labels
 from psc_core.log.store import open_log
 from psc_core.model.base import FittedModel
 from psc_core.model.load import load_model
-from tests.logged import Logged, png, write_log
+from tests.logged import NOW, Logged, png, write_log
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,21 @@ def test_images_of_a_class_calibrate_and_the_others_are_told_apart(model: Fitted
     assert audit.weights.tolist() == [2.0 if i % 2 else 10.0 for i in shown]
     part = audit.at(torch.tensor([3, 1]))
     assert part.weights.tolist() == audit.weights[[3, 1]].tolist() and len(part.of_class) == 2
+
+
+def test_the_last_verdict_on_an_image_counts_whichever_row_is_read_last(model: FittedModel, tmp_path: Path) -> None:
+    """Files of rows have random names; days do not, so the verdict that is read last is the earlier one here."""
+    later = NOW + timedelta(days=1)
+    for name, with_model in (("new", True), ("old", False)):
+        log = write_log(tmp_path / name, [
+            Logged(picture(0), "label", "1", day="2026-11-20", judged=later),
+            Logged(picture(0), "label", "2", day="2026-11-21"),
+            Logged(picture(0), day="2026-11-22"),
+        ])  # fmt: skip
+        if not with_model:  # As labels were written before they had the column.
+            ((file, _),) = label_files(log)
+            write_labels(log, [replace(each, model=None) for each in read_file(log, file)], file)
+        assert read_audit(log, model).of_class.first_labels().tolist() == [1]
 
 
 def test_days_are_chosen(model: FittedModel, tmp_path: Path) -> None:

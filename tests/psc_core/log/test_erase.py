@@ -10,11 +10,12 @@ import pytest
 
 from psc_core.errors import DataError, UsageError
 from psc_core.log.erase import Erased, Pruned, erase, prune
-from psc_core.log.labels import Label, read_labels, write_labels
+from psc_core.log.labels import Label, label_files, read_file, read_labels, write_labels
 from psc_core.log.rows import read_rows
 from psc_core.log.schema import row_schema
+from psc_core.log.store import Log
 from psc_core.tasks.classification.answer import SCORES
-from tests.psc_core.log.support import TIME, digest, make_log, put_rows, row
+from tests.psc_core.log.support import TIME, content, digest, make_log, put_rows, row
 
 
 def test_erased_image_is_nowhere(tmp_path: Path) -> None:
@@ -30,8 +31,66 @@ def test_erased_image_is_nowhere(tmp_path: Path) -> None:
     assert rows["r0"] == row(0)
     assert next(iter(read_rows(log, "m"))).schema.equals(row_schema(SCORES))
     labels = read_labels(log)
-    assert labels.of("r1", 0, None) is None and labels.of("r0", 0, digest(0)) is not None
+    assert labels.of("m", "r1", 0, None) is None and labels.of("m", "r0", 0, digest(0)) is not None
     assert erase(log, digest(1)) == Erased()
+
+
+def test_image_that_was_never_complete_is_erased(tmp_path: Path) -> None:
+    """A process that dies while it writes leaves a name with a dot, which nobody reads."""
+    log = make_log(tmp_path, 2)
+    folder = tmp_path / "images" / digest(1)[:2]
+    own, other = folder / f".{digest(1)}.png.0123", folder / f".{digest(1)[:2]}{'0' * 62}.png.0123"
+    rows = tmp_path / "model=m" / "day=2026-03-01" / ".part-1.parquet.0123"  # May name the image.
+    for file in (own, other, rows):
+        file.write_bytes(content(1))
+    os.utime(rows, (time := (datetime.now(UTC) - timedelta(hours=2)).timestamp(), time))
+    assert erase(log, digest(1)) == Erased(files=2, rows=1)
+    assert [file.exists() for file in (own, other, rows)] == [False, True, False]
+
+
+def test_files_that_were_never_complete_are_pruned_after_an_hour(tmp_path: Path) -> None:
+    log = make_log(tmp_path, 0)
+    now = datetime.now(UTC)
+    for folder in ("images/ab", "labels", f"model=m/day={now.date()}", "models"):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        for name, hours in ((".old", 2), (".new", 0)):
+            file = tmp_path / folder / name
+            file.touch()
+            os.utime(file, (time := (now - timedelta(hours=hours)).timestamp(), time))
+    assert prune(log, 7, now) == Pruned(partial=4)
+    assert {file.name for file in tmp_path.rglob(".*")} == {".new"}
+
+
+def test_image_that_a_new_row_names_is_not_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service may store an old image again after it was listed."""
+    log = make_log(tmp_path, 3)
+    first, second, third = sorted(file for file in (tmp_path / "images").rglob("*.png"))
+    for file in (first, second, third):
+        os.utime(file, (0, 0))
+    delete = Log.delete
+
+    def slow(log: Log, name: str) -> None:
+        second.touch()
+        third.unlink(missing_ok=True)  # Another process removes too.
+        delete(log, name)
+
+    monkeypatch.setattr(Log, "delete", slow)
+    assert prune(log, 7, datetime(2026, 3, 8, 1, tzinfo=UTC)).images == 1
+    assert [file.exists() for file in (first, second, third)] == [False, True, False]
+
+
+def test_labels_beside_erased_ones_grow_no_younger(tmp_path: Path) -> None:
+    log = make_log(tmp_path, 3)
+    write_labels(log, [Label(f"r{n}", 0, digest(n), "label", "cat", "x", TIME) for n in range(3)])
+    ((name, _),) = label_files(log)
+    os.utime(tmp_path / name, (time := TIME.timestamp(), time))
+    for n in (0, 1):  # Again, of the file that the first one wrote.
+        assert erase(log, digest(n)).labels == 1
+    ((name, written),) = label_files(log)
+    assert [each.request_id for each in read_file(log, name)] == ["r2"] and written > TIME
+    first = TIME.date() + timedelta(days=1)
+    assert prune(log, 1, datetime(first.year, first.month, first.day, 23, tzinfo=UTC)).label_files == 0
+    assert prune(log, 1, datetime(first.year, first.month, first.day + 1, tzinfo=UTC)).label_files == 1
 
 
 def test_what_is_no_digest_or_no_log(tmp_path: Path) -> None:

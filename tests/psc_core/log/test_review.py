@@ -44,6 +44,8 @@ def test_labelled_and_repeated_images_are_left_out(tmp_path: Path) -> None:
     assert sorted(ids(review(log, labels))) in (["r1", "r2", "r90"], ["r2", "r8", "r90"])
     assert ids(review(log, labels, model="v")) == ["r90"]
     assert review(log, labels, model="none") == []
+    again = Labels([Label("r1", 0, digest(1), "cannot_tell", None, "x", TIME, model="m")])
+    assert sorted(ids(review(log, again))) == ["r0", "r2", "r90"]  # Nor the same bytes, in r8.
 
 
 def test_the_audit_slice_alone_is_in_the_order_of_its_digests(tmp_path: Path) -> None:

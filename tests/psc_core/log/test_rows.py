@@ -30,7 +30,7 @@ def test_rows_of_a_model(tmp_path: Path) -> None:
 
 def test_find_row(tmp_path: Path) -> None:
     log = make_log(tmp_path)
-    assert find_row(log, "r2", 0) == {"image_sha256": digest(2), "bundle_version": "v1"}
+    assert find_row(log, "r2", 0) == {"image_sha256": digest(2), "bundle_version": "v1", "model": "m"}
     assert find_row(log, "r2", 1) is None and find_row(log, "r", 0) is None
 
 

@@ -25,9 +25,9 @@ def names(log: Log, limit: int = 100, seconds: float = FAR) -> list[str]:
     return [each.row["request_id"] for each in UnreviewedImages(log).newest(limit=limit, seconds=seconds)]
 
 
-def review(log: Log, request_id: str | None, sha256: str | None) -> None:
+def review(log: Log, request_id: str | None, sha256: str | None, model: str | None = "m") -> None:
     index = None if request_id is None else 0
-    write_labels(log, [Label(request_id, index, sha256, CANNOT_TELL, None, "test", TIME)])
+    write_labels(log, [Label(request_id, index, sha256, CANNOT_TELL, None, "test", TIME, model)])
 
 
 def test_the_newest_come_first_and_accepted_ones_never(tmp_path: Path) -> None:
@@ -54,6 +54,9 @@ def test_what_was_reviewed_erased_or_not_stored_is_left_out(tmp_path: Path) -> N
     assert names(log) == ["r4", "r3", "r2", "r1", "r0"]
     review(log, "r3", None)
     review(log, None, digest(0))
+    review(log, "elsewhere", digest(1), model="other")  # Another model may have other classes.
+    review(log, "elsewhere", digest(1), model=None)
+    assert names(log) == ["r4", "r2", "r1"]
     review(log, "elsewhere", digest(1))  # The same bytes in another request.
     review(log, "r4", None)
     assert names(log) == ["r2"]

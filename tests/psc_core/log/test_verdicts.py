@@ -12,10 +12,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from psc_core.errors import DataError
+from psc_core.errors import DataError, UsageError
+from psc_core.log.erase import erase
+from psc_core.log.models import LoggedModel
+from psc_core.log.schema import model_path
 from psc_core.log.store import Log
 from psc_core.log.verdicts import labels_of, read_answers
-from tests.psc_core.log.support import add_values, content, digest, make_log
+from psc_core.tasks.classification.task import Classification
+from tests.psc_core.log.support import add_values, content, digest, make_log, put_rows, row
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +64,7 @@ def test_short_export_and_csv(log: Log, tmp_path: Path) -> None:
         {"request_id": "r0", "image_index": 0, "image_sha256": digest(0), "label": "dog", "annotator": 4},
         {"request_id": "r1", "image_index": 0, "image_sha256": digest(1), "label": "", "annotator": 4},
         {"request_id": "", "image_index": "", "image_sha256": digest(2), "label": "none_of_the_classes"},
+        {"request_id": "r3", "image_index": 0, "image_sha256": digest(3), "label": " \t"},
     ]
     (tmp_path / "min.json").write_text(json.dumps(rows))
     with (tmp_path / "labels.csv").open("w", newline="") as file:
@@ -79,6 +84,42 @@ def test_folders_of_images(log: Log, tmp_path: Path) -> None:
     assert [(each.image_sha256, each.verdict, each.label) for each in labels] == [
         (digest(2), "cannot_tell", None), (digest(0), "label", "cat"), (digest(1), "label", "dog"),
     ]  # fmt: skip
+
+
+def test_image_of_two_models_is_labelled_for_the_one_that_could_have_said_it(tmp_path: Path) -> None:
+    log = make_log(tmp_path / "log", 2)
+    put_rows(log, [row(0, request_id="r50", bundle_version="d1")], model="digits")
+    log.put(model_path("d1"), LoggedModel("d1", Classification(), ("0", "1")).to_json())
+    for folder in ("cat", "none_of_the_classes", "4"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.png").write_bytes(content(0))
+        found = tmp_path / f"{folder}.csv"
+        found.write_text(f"image_sha256,label\n{digest(0).upper()},{folder}\n")
+    read = lambda name, model=None: [  # noqa: E731
+        (each.model, each.label) for each in labels_of(log, read_answers(tmp_path / name), model)
+    ]
+    assert read("cat.csv") == [("m", "cat")]
+    assert read("none_of_the_classes.csv") == [("digits", None), ("m", None)]
+    assert read("none_of_the_classes.csv", "m") == [("m", None)]
+    with pytest.raises(DataError, match=r"line 2: expected one of the model's classes"):
+        read("4.csv")
+    with pytest.raises(DataError, match=r"line 2: expected one of the model's classes"):
+        read("cat.csv", "digits")
+    with pytest.raises(UsageError, match="no model shoes"):
+        read("cat.csv", "shoes")
+
+
+def test_labels_have_the_digest_of_their_row(tmp_path: Path) -> None:
+    """An image that was erased stays erased, whatever a file of answers still says of it."""
+    log = make_log(tmp_path / "log", 2)
+    erase(log, digest(1))
+    file = tmp_path / "x.csv"
+    file.write_text(f"request_id,image_index,image_sha256,label\nr0,0,,cat\nr1,0,{digest(1)},cat\n")
+    labels = labels_of(log, read_answers(file))
+    assert [(each.model, each.image_sha256) for each in labels] == [("m", digest(0)), ("m", None)]
+    file.write_text(f"request_id,image_index,image_sha256,label\nr0,0,{digest(1)},cat\n")
+    with pytest.raises(DataError, match=f"line 2: the row is of the image {digest(0)}, not of {digest(1)}"):
+        labels_of(log, read_answers(file))
 
 
 def test_clock_that_is_ahead_does_not_win_for_ever(log: Log, tmp_path: Path) -> None:
@@ -164,4 +205,6 @@ def read_or_refused(log: Log, file: Path) -> None:
         assert str(file) in str(error)
         return
     for label in labels:
-        assert label.request_id in {f"r{n}" for n in (*range(6), 90)} and label.source.encode()
+        of_row = label.request_id in {f"r{n}" for n in (*range(6), 90)}
+        assert of_row or (label.request_id is None and label.image_sha256 == digest(0))  # Its request was left out.
+        assert label.model in {"m", "v"} and label.source.encode()

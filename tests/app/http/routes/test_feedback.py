@@ -43,9 +43,10 @@ async def test_verdicts_are_written(tmp_path: Path) -> None:
         assert (await give(app, request_id=dark[3:52], image_sha256=digest, verdict="cannot_tell"))[0] == 200
         assert (await give(app, request_id=number, label=12.5, source="a person"))[1]["label"] == "12.5"
     labels = read_labels(open_log(tmp_path))
-    last = labels.of(dark[3:52], 0, digest)
+    last = labels.of("m", dark[3:52], 0, digest)
     assert last is not None and (last.verdict, last.label, last.source) == ("cannot_tell", None, "feedback")
-    value = labels.of(number[3:52], 0, None)
+    assert labels.of("m", "another", 0, digest) == last and labels.of("v", "another", 0, digest) != last
+    value = labels.of("v", number[3:52], 0, None)
     assert value is not None and (value.label, value.source) == ("12.5", "a person")
 
 

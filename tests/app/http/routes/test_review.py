@@ -78,8 +78,10 @@ async def test_a_verdict_on_a_shown_image_calibrates_only_within_the_slice(tmp_p
             body = {"request_id": image["request_id"], "image_index": image["image_index"], "label": "dark"}
             assert (await app.client.post("/feedback", json=body, headers=KEY)).status_code == 200
     log = open_log(tmp_path)
-    assert len(read_labels(log)) == 3
-    assert judged_of(images_of(joined(read_rows(log, "m", audit=True), read_labels(log)))) == []
+    labels = read_labels(log)
+    verdicts = [each for batch in joined(read_rows(log, "m"), labels, "m") for each in batch["verdict"].to_pylist()]
+    assert verdicts == ["label"] * 3
+    assert judged_of(images_of(joined(read_rows(log, "m", audit=True), labels, "m"))) == []
 
 
 async def test_a_slow_log_gives_what_was_found_before_the_deadline(
