@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, Self, TypeVar, get_args
 from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from app.settings_sources import ENV_PREFIX, Keys, Texts, check_environment, read_config
+from app.settings_sources import ENV_PREFIX, Keys, Texts, check_environment, is_service_link, read_config
 from psc_core.errors import UsageError, fault
 from psc_core.images.limits import DEFAULT_MAX_PIXELS, PILLOW_MAX_PIXELS
 from psc_core.model import Backend
@@ -250,8 +250,7 @@ class Settings(BaseSettings):
     @classmethod
     def _ignore_service_link(cls, value: object, field: ValidationInfo) -> object:
         """Kubernetes sets PSC_PORT=tcp://… for a service named psc, PSC_GRPC_PORT for one named psc-grpc."""
-        is_link = isinstance(value, str) and "://" in value
-        return cls.model_fields[str(field.field_name)].default if is_link else value
+        return cls.model_fields[str(field.field_name)].default if is_service_link(value) else value
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -18,7 +18,11 @@ NOT_SETTINGS: Final = re.compile(
     r"PSC_(DATA|AXE|CLIENT_\w+|(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?))"
 )
 """Variables with the prefix that are not settings: the tests' data folder and axe-core, those of the client, which may
-share an environment with the service, and those that Kubernetes makes for a service ``psc…`` or Docker for a link."""
+share an environment with the service, and those that Kubernetes makes for a service ``psc…`` or Docker for a link.
+
+``PSC_…PORT`` is among these too where its value is that of a link, see :func:`is_service_link`."""
+
+_SERVICE_LINK: Final = re.compile(r"(tcp|udp|sctp)://")
 
 
 def _split(value: object) -> object:
@@ -28,6 +32,11 @@ def _split(value: object) -> object:
 
 Texts = Annotated[tuple[str, ...], BeforeValidator(_split)]
 Keys = Annotated[tuple[SecretStr, ...], BeforeValidator(_split)]
+
+
+def is_service_link(value: object) -> bool:
+    """Return whether a value of ``PSC_…PORT`` is an address that Kubernetes or Docker wrote, ``tcp://10.0.0.1:8000``."""
+    return isinstance(value, str) and _SERVICE_LINK.match(value) is not None
 
 
 def check_environment(names: Container[str]) -> None:
@@ -40,7 +49,7 @@ def check_environment(names: Container[str]) -> None:
         name = variable.removeprefix(ENV_PREFIX).lower()
         if not variable.startswith(ENV_PREFIX) or NOT_SETTINGS.fullmatch(variable) or name in names:
             continue
-        if "://" not in value:  # PSC_NAME_PORT=tcp://…, of Kubernetes too
+        if not (name.endswith("port") and is_service_link(value)):
             raise UsageError(f"unknown setting {variable} in the environment; `psc-serve --help` lists them")
 
 

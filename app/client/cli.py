@@ -159,21 +159,35 @@ def outcomes(client: Client, images: Sequence[str], options: argparse.Namespace)
 
 def _batch(ask: Callable[[Sequence[str]], Response], images: Sequence[str]) -> list[Outcome]:
     """One request; without an image at fault once more, and in halves where the body is too large."""
-    if not images:
-        return []
-    try:
-        answer = ask(images)
-        return [Answered(answer.model, prediction) for prediction in answer.predictions]
-    except ClientError as error:
-        at = error.index
-        if at is not None and at < len(images):
-            return [*_batch(ask, images[:at]), error, *_batch(ask, images[at + 1 :])]
-        if not (isinstance(error, Refused) and error.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE):
-            raise
-        if len(images) == 1:
-            return [error]
-        half = len(images) // 2
-        return [*_batch(ask, images[:half]), *_batch(ask, images[half:])]
+    outcomes: list[Outcome] = []
+    left: list[Sequence[str] | ClientError] = [images]  # What comes next is last.
+    while left:
+        part = left.pop()
+        if isinstance(part, ClientError):
+            outcomes.append(part)
+        elif part:
+            try:
+                answer = ask(part)
+            except ClientError as error:
+                left += reversed(_without_fault(part, error))
+            else:
+                outcomes += [Answered(answer.model, prediction) for prediction in answer.predictions]
+    return outcomes
+
+
+def _without_fault(images: Sequence[str], error: ClientError) -> list[Sequence[str] | ClientError]:
+    """The images to send after an error, and the error in the place of the image that has it.
+
+    Raises:
+        ClientError: This one, which concerns every image.
+    """
+    at = error.index
+    if at is not None and at < len(images):
+        return [images[:at], error, images[at + 1 :]]
+    if not (isinstance(error, Refused) and error.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE):
+        raise error
+    half = len(images) // 2
+    return [images[:half], images[half:]] if half else [error]
 
 
 class Answered(NamedTuple):

@@ -53,7 +53,8 @@ class ProblemError(ClientError):
         self.title = str(problem.get("title") or _reason(status))
         self.detail = str(problem.get("detail") or "")
         self.type = str(problem.get("type") or "about:blank")
-        self.index = problem.get("index")
+        index = problem.get("index")  # Another service may say anything.
+        self.index = index if type(index) is int and index >= 0 else None
         self.filename: str | None = problem.get("filename")
         trace = headers.get("traceresponse", "").split("-")
         self.trace_id = trace[1] if len(trace) == 4 else None

@@ -16,16 +16,24 @@ from psc_core.log.schema import SHA256
 from psc_core.log.source import open_image
 from psc_core.log.unreviewed import Unreviewed
 
-_FLUSH_SECONDS: Final = 5.0
-"""Seconds that a search waits until what the writer holds is written, and that it then goes on for."""
+_MOST_SECONDS: Final = 5.0
 
 
-def give(writer: LogWriter, label: Label) -> Label:
+def wait_seconds(deadline_s: float) -> float:
+    """Return for how long a search waits until what the writer holds is written, and for how long it then goes on.
+
+    A third of the deadline is left for reading the models.
+    """
+    return min(_MOST_SECONDS, deadline_s / 3)
+
+
+def give(writer: LogWriter, label: Label, *, seconds: float) -> Label:
     """Write a verdict and return it as written; may take seconds, so call it on a thread.
 
     Args:
         writer: Of the log; what it holds is written first, where the row is not found without.
         label: Of an image by request and position.
+        seconds: From :func:`wait_seconds`.
 
     Raises:
         UnknownImage: The log has no row of it.
@@ -34,7 +42,7 @@ def give(writer: LogWriter, label: Label) -> Label:
         LogUnavailable: The log cannot be read or written.
     """
     try:
-        row = _row(writer, label)
+        row = _row(writer, label, seconds)
         if label.image_sha256 is not None and label.image_sha256 != row[SHA256]:
             of = "an image that was erased" if row[SHA256] is None else f"the image {row[SHA256]}"
             raise ImageConflict(f"the row is of {of}, not of {label.image_sha256}; correct request_id or image_index")
@@ -50,7 +58,7 @@ def give(writer: LogWriter, label: Label) -> Label:
     return checked
 
 
-def to_review(writer: LogWriter, limit: int) -> tuple[list[Unreviewed], dict[str, LoggedModel]]:
+def to_review(writer: LogWriter, limit: int, *, seconds: float) -> tuple[list[Unreviewed], dict[str, LoggedModel]]:
     """Return the newest stored images that were not accepted and have no verdict, and the bundles that they are of.
 
     Call it on a thread.
@@ -58,13 +66,14 @@ def to_review(writer: LogWriter, limit: int) -> tuple[list[Unreviewed], dict[str
     Args:
         writer: Of the log; what it holds is written first.
         limit: The largest number of images.
+        seconds: From :func:`wait_seconds`.
 
     Raises:
         LogUnavailable: The log cannot be read.
     """
-    writer.flush(_FLUSH_SECONDS)
+    writer.flush(seconds)
     try:
-        found = writer.unreviewed.newest(limit=limit, seconds=_FLUSH_SECONDS)
+        found = writer.unreviewed.newest(limit=limit, seconds=seconds)
         versions = {each.row["bundle_version"] for each in found}
         return found, {version: read_model(writer.log, version) for version in sorted(versions)}
     except (OSError, DataError) as error:
@@ -86,10 +95,10 @@ def stored_image(writer: LogWriter, name: str) -> tuple[Any, int]:
         raise LogUnavailable("the prediction log cannot be read now; try again later") from error
 
 
-def _row(writer: LogWriter, label: Label) -> dict[str, Any]:
+def _row(writer: LogWriter, label: Label, seconds: float) -> dict[str, Any]:
     key = label.request_id or "", label.image_index or 0
     row = find_row(writer.log, *key)
-    if row is None and writer.flush(_FLUSH_SECONDS):
+    if row is None and writer.flush(seconds):
         row = find_row(writer.log, *key)
     if row is None:
         raise UnknownImage(

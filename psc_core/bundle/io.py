@@ -3,17 +3,20 @@
 Before anything is used, reading verifies in this order: the manifest's size, schema and consistency; every file's
 place, length and SHA-256; every tensor's type and values; the manifest's own digest.  Nothing is unpickled, no code
 runs, and nothing is allocated for a size that the bundle only claims.  Writing fills a temporary directory and renames
-it, so a bundle is whole or absent.
+it, and removes what it replaces once the new files are on the disk, so a bundle is whole or absent, after a power cut
+too.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -124,6 +127,7 @@ def write_bundle(
             write_file(scratch / name, blob)
         write_file(scratch / "manifest.json", (json.dumps(ordered, indent=1) + "\n").encode())
         scratch.chmod(0o755)
+        _sync_folder(scratch)
         _put(scratch, path)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -148,6 +152,8 @@ def _put(scratch: Path, path: Path) -> None:
         for kept in retired.iterdir():
             if kept.name not in ours:
                 kept.rename(path / kept.name)
+        _sync_folder(path)
+        _sync_folder(path.parent)
         shutil.rmtree(retired)
     except OSError as error:
         left = f", what it held lies in {retired}" if retired.exists() else ""
@@ -155,18 +161,31 @@ def _put(scratch: Path, path: Path) -> None:
 
 
 def write_file(file: Path, data: bytes) -> None:
-    """Write a whole file.
+    """Write a whole file, to the disk itself.
 
     Raises:
         BundleError: It cannot be written; the message says where and what to do.
     """
     try:
-        file.write_bytes(data)
+        with file.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
     except OSError as error:
         raise BundleError(
             f"cannot write {len(data)} bytes to {file.parent} ({error.strerror}); free space there or choose "
             "another place"
         ) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    """Write the names in a folder to the disk."""
+    with suppress(OSError):  # Some network file systems, and Windows, cannot do it.
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _serialise(tensors: Mapping[str, Tensor]) -> bytes:

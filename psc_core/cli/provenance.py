@@ -10,6 +10,7 @@ from typing import Any
 
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
+from psc_core.data.sources import FileSource
 from psc_core.errors import UsageError
 from psc_core.fitting.data import FitData
 from psc_core.network.checkpoints import files_of
@@ -66,13 +67,25 @@ def job_of(
     compute: Compute,
     configuration: Path | None = None,
 ) -> dict[str, Any]:
-    """Return the inputs of the stages in a checkpoint, JSON types; ``configuration`` is the network's own file."""
+    """Return the inputs of the stages in a checkpoint, JSON types; ``configuration`` is the network's own file.
+
+    Image files count by name, size and the time of their last change: an edited bitmap keeps its size.
+    """
     on = {
         "preprocess": data.train.preprocess.to_json(),
+        "modified": [_modified(data.train), _modified(data.val)],
         "device": compute.device.type,
         "configuration": None if configuration is None else digest_of([configuration]),
     }
     return {**provenance, "settings": settings.of_stages(), **on}
+
+
+def _modified(data: ImageDataset) -> str | None:
+    """A digest of when each image file was changed last; a bundle does not record it, for a copy has other times."""
+    source = data.source
+    if not isinstance(source, FileSource):
+        return None  # Held in memory, and identified by content.
+    return hashlib.sha256(b"".join(b"%d\n" % source.modified_ns(index) for index in data.indices.tolist())).hexdigest()
 
 
 def check_disjoint(data: FitData, provenance: Mapping[str, Any]) -> None:

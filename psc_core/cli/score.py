@@ -85,7 +85,7 @@ def score(args: argparse.Namespace) -> None:
     if images == 0 and rank == 0:
         raise UsageError(f"{args.input} has no images")
     of = f" of process {rank}" if world > 1 else ""
-    print(f"{args.out}: {images} images{of}, {there} of them were there already, {errors} could not be read")
+    print(f"{args.out}: {images} images{of}, {there} of them were there already, {errors} with an error")
 
 
 def open_parts(source: Path, column: str, size: int) -> Iterator[list[NamedImage]]:

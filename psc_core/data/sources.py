@@ -137,6 +137,12 @@ class FileSource:
         with _naming(path):
             return bytes(self.names[index]) + f"\0{path.stat().st_size}\n".encode()
 
+    def modified_ns(self, index: int) -> int:
+        """When the file of image ``index`` was changed last, nanoseconds since 1970."""
+        path = self.path(index)
+        with _naming(path):
+            return path.stat().st_mtime_ns
+
 
 @contextmanager
 def _naming(image: str | Path) -> Iterator[None]:

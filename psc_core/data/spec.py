@@ -61,7 +61,7 @@ def open_dataset(
         (800, 10)
     """
     body, mark, chosen = spec.rpartition("#")
-    if not mark or Path(spec).is_dir():
+    if not mark or Path(spec).exists():  # Names may have a "#".
         body, chosen = spec, ""
     split = chosen or split
     if split not in SPLITS:
@@ -81,6 +81,8 @@ def image_folder(
 ) -> ImageDataset:
     """The images below ``root``; each folder in it is a class, in name order (one class without ``labelled_images``).
 
+    Hidden folders, such as a notebook's ``.ipynb_checkpoints``, are no classes.
+
     ``empty_classes`` accepts class folders without images, for test sets that lack a class.
 
     Raises:
@@ -88,7 +90,8 @@ def image_folder(
     """
     if not root.is_dir():
         raise DataError(f"{root} is not a directory; give a directory of images")
-    folders = sorted(entry for entry in root.iterdir() if entry.is_dir()) if labelled_images else [root]
+    below = (entry for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    folders = sorted(below) if labelled_images else [root]
     if not folders:
         raise DataError(f"{root} has no class folders; lay out the images as class/file.png")
     names: list[npt.NDArray[Any]] = []

@@ -1,7 +1,7 @@
 """Outputs of scored images as columns: one file a part, in Parquet or JSON lines.
 
 Columns: ``item`` (the image's name), those of the model's task (:meth:`psc_core.tasks.task.Task.columns`), and
-``error``: why an image could not be read, null for the others, whose other columns are null instead.
+``error``: why an image has no answer, null for the others, whose other columns are null instead.
 """
 
 from __future__ import annotations
@@ -50,21 +50,24 @@ def write(columns: Columns, types: Mapping[str, Any], file: Path) -> None:
         pyarrow_parquet().write_table(_arrow(columns, types), partial)
     else:
         rows = zip(*columns.values(), strict=True)
-        partial.write_text("".join(json.dumps(dict(zip(columns, row, strict=True))) + "\n" for row in rows))
+        partial.write_text(
+            "".join(json.dumps(dict(zip(columns, row, strict=True)), allow_nan=False) + "\n" for row in rows)
+        )
     partial.replace(file)
 
 
-def names_in(file: Path) -> list[str]:
-    """Return the ``item`` column of a written part.
+def errors_in(file: Path) -> list[tuple[str, str | None]]:
+    """Return the columns ``item`` and ``error`` of a written part.
 
     Raises:
         UsageError: The file is damaged.
     """
     try:
         if file.suffix == ".parquet":
-            names: list[str] = pyarrow_parquet().read_table(file, columns=["item"])["item"].to_pylist()
-            return names
-        return [json.loads(line)["item"] for line in file.read_text().splitlines()]
+            table = pyarrow_parquet().read_table(file, columns=["item", "error"])
+            return list(zip(table["item"].to_pylist(), table["error"].to_pylist(), strict=True))
+        rows = map(json.loads, file.read_text().splitlines())
+        return [(row["item"], row["error"]) for row in rows]
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(f"{file} cannot be read ({error}); remove it and run again") from error
 

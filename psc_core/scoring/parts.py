@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +24,14 @@ from psc_core.images.png import png_of
 from psc_core.model.base import MAX_BATCH, FittedModel
 from psc_core.model.pipeline import NO_MAP
 from psc_core.scoring.inputs import NamedImage
-from psc_core.scoring.outputs import Columns, columns_of, merge, names_in, write
+from psc_core.scoring.outputs import Columns, columns_of, errors_in, merge, write
 from psc_core.tasks.prediction import BasePrediction
 
 BATCHES_AHEAD = 2
 """Batches that are decoded while the network computes one."""
+
+NOT_FINITE = "the network's outputs are not finite"
+"""The error of an image that the network cannot answer."""
 
 Decoded = npt.NDArray[np.uint8] | str
 """Pixels, or why there are none."""
@@ -38,7 +42,7 @@ class PartCount:
     """The number of images of a part, and what was done with them."""
 
     images: int
-    errors: int  # images that could not be read
+    errors: int  # images without an answer
     written: bool  # False: its file was there already
 
 
@@ -50,7 +54,7 @@ class PartWriter:
         out: Folder of the parts' files.
         file_format: ``"parquet"`` or ``"jsonl"``.
         threads: Decode images.
-        maps: Folder of a PNG for each image that can be read, ``00003-0017.png`` of row 17 of part 3, from 0.
+        maps: Folder of a PNG for each image with an answer, ``00003-0017.png`` of row 17 of part 3, from 0.
 
     Raises:
         UsageError: Maps of a model that has none.
@@ -67,7 +71,7 @@ class PartWriter:
         self.threads = threads or os.cpu_count() or 1
 
     def __call__(self, number: int, images: Sequence[NamedImage]) -> PartCount:
-        """Write the file of a part, unless it is there.
+        """Write the file of a part and its maps, unless they are there.
 
         Raises:
             UsageError: A file of other images is there.
@@ -75,9 +79,12 @@ class PartWriter:
         file = self.out / f"part-{number:05d}.{self.file_format}"
         names = [each.name for each in images]
         if file.exists():
-            if names_in(file) != names:
+            there = errors_in(file)
+            if [name for name, _ in there] != names:
                 raise UsageError(f"{file} has other images than the input now; give another --out, or remove it")
-            return PartCount(len(names), 0, written=False)
+            good = [row for row, (_, error) in enumerate(there) if error is None]
+            if self.maps is None or all(_map_file(self.maps, number, row).exists() for row in good):
+                return PartCount(len(names), len(names) - len(good), written=False)
         columns = self.columns(images, number)
         write(columns, self.model.task.columns(), file)
         return PartCount(len(names), sum(error is not None for error in columns["error"]), written=True)
@@ -92,7 +99,11 @@ class PartWriter:
             pixels = [each for each in decoded if not isinstance(each, str)]
             if pixels:
                 prediction = self.model.predict(torch.from_numpy(np.stack(pixels)), maps=self.maps is not None)
-                self._write_maps(prediction, number, rows)
+                finite = prediction.outputs.packed.isfinite().all(dim=1)
+                for row in compress(rows, (~finite).tolist()):
+                    errors[row] = NOT_FINITE
+                prediction = prediction[finite]
+                self._write_maps(prediction, number, list(compress(rows, finite.tolist())))
                 for name, column in columns_of(prediction, self.model.task).items():
                     scored[name] += column
         return merge([each.name for each in images], errors, scored)
@@ -100,7 +111,7 @@ class PartWriter:
     def _write_maps(self, prediction: BasePrediction, number: int, rows: Sequence[int]) -> None:
         if self.maps is not None and prediction.maps is not None:
             for row, grey in zip(rows, prediction.maps.numpy(), strict=True):
-                (self.maps / f"{number:05d}-{row:04d}.png").write_bytes(png_of(grey))
+                _map_file(self.maps, number, row).write_bytes(png_of(grey))
 
     def _decode(self, images: Sequence[NamedImage]) -> Iterator[list[Decoded]]:
         """Yield batches of decoded images; threads are :data:`BATCHES_AHEAD` ahead."""
@@ -118,6 +129,10 @@ class PartWriter:
             return read_image(image, self.model.preprocess)
         except (ImageError, UsageError) as error:
             return str(error)
+
+
+def _map_file(maps: Path, number: int, row: int) -> Path:
+    return maps / f"{number:05d}-{row:04d}.png"
 
 
 def write_parts(

@@ -33,7 +33,7 @@ GatePValues = Annotated[
     dict[str, float] | None,
     Field(
         description="p-value of each gate: `texture` (strange texture), `kind` (unknown kind), `confidence` "
-        "(ambiguous); left out for a model without gates.",
+        "(no class has much evidence); left out for a model without gates.",
     ),
 ]
 

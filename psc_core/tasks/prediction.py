@@ -50,6 +50,8 @@ class BasePrediction:
     def __getitem__(self: AnyPrediction, images: Positions) -> AnyPrediction:
         """Return the predictions for some of the images."""
         at = images if isinstance(images, slice) else torch.as_tensor(images).cpu().reshape(-1)
+        if not isinstance(at, slice) and not at.numel():
+            at = at.long()  # Of [] torch makes floats.
         of_decisions = at if isinstance(at, slice) else at.numpy()
         decisions = type(self.decisions)(*(part[of_decisions] for part in self.decisions))
         maps = None if self.maps is None else self.maps[at]

@@ -105,6 +105,33 @@ def test_a_control_group_bounds_the_budget(
     assert MemoryBudget(100, processes=processes, max_pixels=1).total == 100
 
 
+@pytest.mark.parametrize(
+    ("line", "folder", "names", "stat"),
+    [
+        ("0::/pod", "pod", ("memory.max", "memory.current"), "anon 700\nactive_file 50\ninactive_file 2000\n"),
+        (
+            "4:memory:/pod",
+            "memory/pod",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+            "inactive_file 1\ntotal_inactive_file 2000\n",
+        ),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_the_page_cache_of_a_control_group_is_free(
+    line: str, folder: str, names: tuple[str, str], stat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = tmp_path / folder
+    group.mkdir(parents=True)
+    for name, value in zip(names, ("4000", "2750"), strict=True):
+        (group / name).write_text(value)
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
+    paths(line, tmp_path, monkeypatch)
+    assert memory.limits()[1:] == [(4000, 2750)]
+    (group / "memory.stat").write_text(stat)
+    assert memory.limits()[1:] == [(4000, 750)]
+
+
 def test_a_process_that_is_nearly_full_takes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     held = budget()
     held.should_release()

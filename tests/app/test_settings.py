@@ -62,6 +62,10 @@ def test_settings_are_frozen() -> None:
     ("variables", "message"),
     [
         ({"PSC_PROT": "1"}, "unknown setting PSC_PROT"),
+        ({"PSC_LOGS": "s3://bucket/log"}, "unknown setting PSC_LOGS"),
+        ({"PSC_CORS_ORIGIN": "https://a.org"}, "unknown setting PSC_CORS_ORIGIN"),
+        ({"PSC_GPRC_PORT": "https://a.org"}, "unknown setting PSC_GPRC_PORT"),
+        ({"PSC_PORT": "https://a.org"}, "setting port"),
         ({"PSC_PORT": "x"}, "setting port"),
         ({"PSC_ALPHA": "2"}, "setting alpha"),
         ({"PSC_ALPHA": "0"}, "setting alpha"),

@@ -247,7 +247,7 @@ def full_disk(_url: str) -> Seen:
 
     model = PSC.load(SHIPPED_BUNDLE, device="cpu")
     full = OSError(errno.ENOSPC, "No space left on device")
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(Path, "write_bytes", side_effect=full):
+    with tempfile.TemporaryDirectory() as folder, mock.patch("os.fsync", side_effect=full):
         try:
             model.save(Path(folder) / "bundle")
         except BundleError as error:

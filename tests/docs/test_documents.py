@@ -22,6 +22,9 @@ from psc_core.cli.recalibrate import parser as recalibrate_parser
 from psc_core.cli.replay import parser as replay_parser
 from psc_core.cli.report import parser as report_parser
 from psc_core.cli.score import parser as score_parser
+from psc_core.gates import combined
+from psc_core.gates.combined import GATES
+from psc_core.tasks.classification.answer import ImagePrediction
 from tests.conftest import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -136,3 +139,12 @@ def test_documentation_site_builds_without_outside_hosts(tmp_path: Path) -> None
     assert {page.parent.name for page in pages} >= {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
     loaded = r'<(?:script|img|link)\b[^>]*\b(?:src|href)="(https?://[^"]+)"'
     assert [found for page in pages for found in re.findall(loaded, page.read_text())] == []
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_a_gate_has_one_meaning(gate: str) -> None:
+    """In the API's schema, in the documents, and in the table of the module that computes it."""
+    told = re.search(rf"`{gate}` \(([^)]+)\)", ImagePrediction.model_fields["gates"].description or "")
+    assert told and f"`{gate}` ({told[1]})" in (ROOT / "docs" / "service.md").read_text()
+    assert re.search(rf"^\| `{gate}` \|.*\| {told[1]} \|$", (ROOT / "docs" / "method.md").read_text(), re.MULTILINE)
+    assert re.search(rf"^``{gate}``.* {told[1]}(:|$)", combined.__doc__ or "", re.MULTILINE)

@@ -15,7 +15,7 @@ from starlette.responses import StreamingResponse
 from app.http.openapi import responses
 from app.http.routes.feedback import searched
 from app.http.schemas import ClassNames, PredictedNumber, TaskName
-from app.log.feedback import stored_image, to_review
+from app.log.feedback import stored_image, to_review, wait_seconds
 from app.service import service_of
 from psc_core.log.images import MEDIA_TYPES
 from psc_core.log.models import LoggedModel
@@ -81,7 +81,8 @@ async def images(
     """
     service = service_of(request)
     service.keys.check_feedback(request.headers)
-    found, models = await searched(service, to_review, limit)
+    seconds = wait_seconds(service.settings.deadline_seconds)
+    found, models = await searched(service, to_review, limit, seconds=seconds)
     return ReviewDocument(
         images=[_image(each) for each in found], models={version: _model(each) for version, each in models.items()}
     )

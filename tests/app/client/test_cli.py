@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import httpx
@@ -197,3 +198,22 @@ def test_maps_of_the_real_service(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert sorted(file.name for file in (tmp_path / "maps").iterdir()) == ["00000-same.png", "00001-same.png"]
     with Image.open(tmp_path / "maps" / "00001-same.png") as picture:
         assert np.array_equal(np.asarray(picture), pixels(ord("b")))
+
+
+@pytest.mark.parametrize("index", ["1", -1, True, 3, 1.0, None, [0]])
+def test_an_index_of_no_image_concerns_every_image(
+    files: list[str], capsys: pytest.CaptureFixture[str], index: object
+) -> None:
+    script = Script(problem(422, index=index))
+    assert run_cli(script, *files) == 2
+    assert len(script.requests) == 1
+    assert capsys.readouterr().err == "psc-predict: 422 Kind: what was wrong\n"
+
+
+def test_more_bad_images_than_python_has_frames(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    count = sys.getrecursionlimit()
+    file = tmp_path / "bad.png"
+    file.write_bytes(b"image")
+    script = Script(*(problem(422, index=0) for _ in range(count)))
+    assert run_cli(script, *[str(file)] * count, "--batch-size", str(count), "--json") == 2
+    assert len(capsys.readouterr().out.splitlines()) == count

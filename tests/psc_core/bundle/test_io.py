@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import shutil
 import stat
 from pathlib import Path
@@ -138,7 +139,7 @@ def test_a_full_disk_is_named(tiny_bundle: Path, tmp_path: Path, monkeypatch: py
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(BundleError, match=rf"bytes to {tmp_path}/.* \(No space left on device\); free space there"):
         psc.save(tmp_path / "bundle")
     assert list(tmp_path.iterdir()) == []
@@ -184,6 +185,44 @@ def test_a_bundle_that_cannot_be_replaced_stays(
         write_bundle(bundle, before.manifest.model_dump(exclude={"version", "files"}), before.parts)
     assert read_bundle(bundle).manifest == before.manifest and (bundle / "mine.txt").read_text() == "mine"
     assert [entry.name for entry in tmp_path.iterdir()] == [bundle.name]
+
+
+def test_the_old_bundle_goes_once_the_new_one_is_on_the_disk(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (bundle / "mine.txt").write_text("mine")
+    before, rename, fsync, rmtree = read_bundle(bundle), Path.rename, os.fsync, shutil.rmtree
+    events: list[str] = []
+
+    def renamed(path: Path, target: Path) -> Path:
+        events.append(f"{path.name} → {target.name}")
+        return rename(path, target)
+
+    def synced(descriptor: int) -> None:
+        events.append(f"synced {Path(f'/proc/self/fd/{descriptor}').readlink().name}")
+        fsync(descriptor)
+
+    def removed(path: Path) -> None:
+        events.append(f"removed {path.name}")
+        rmtree(path)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(shutil, "rmtree", removed)
+    write_bundle(bundle, before.manifest.model_dump(exclude={"version", "files"}), before.parts)
+    (retired,) = (event.partition("removed ")[2] for event in events if event.startswith("removed"))
+    scratch = retired.removesuffix(".old")
+    assert events == [
+        *(f"synced {part}.safetensors" for part in before.parts),
+        "synced manifest.json",
+        f"synced {scratch}",
+        f"bundle → {retired}",
+        f"{scratch} → bundle",
+        *(event for event in events if event.partition(" → ")[0] == event.partition(" → ")[2]),  # mine.txt and others
+        "synced bundle",
+        f"synced {tmp_path.name}",
+        f"removed {retired}",
+    ]
 
 
 def test_where_the_old_files_are_is_said(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

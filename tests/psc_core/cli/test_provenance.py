@@ -72,6 +72,22 @@ def test_digest_of_weights_in_parts(tmp_path: Path) -> None:
     assert digest_of(files[:2]) == digest_of(files[2:]) == hashlib.sha256(b"abc").hexdigest()
 
 
+def test_edited_images_of_the_same_size_are_another_job(tmp_path: Path) -> None:
+    roots = [write_bitmaps(tmp_path / str(n), n) for n in (10, 20)]
+    settings = FitSettings(device="cpu")
+
+    def job() -> dict[str, Any]:
+        data = FitData.of(*(image_folder(root, PRESETS["mnist"]) for root in roots))
+        return job_of(provenance(data, tmp_path), settings, data, settings.compute())
+
+    before, edited = job(), roots[0] / "b" / "1.bmp"
+    Image.fromarray(np.full((28, 28), 99, np.uint8)).save(edited)
+    os.utime(edited, ns=(0, 1))  # Two writes may fall into one tick of the file system's clock.
+    after = job()
+    assert after["train"] == before["train"] and after != before
+    assert job() == after
+
+
 def test_another_configuration_is_another_job(tmp_path: Path) -> None:
     data = FitData.of(*(image_folder(write_bitmaps(tmp_path / str(n), n), PRESETS["mnist"]) for n in (10, 20)))
     file, settings = tmp_path / "config.json", FitSettings(device="cpu")

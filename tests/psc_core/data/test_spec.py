@@ -87,3 +87,17 @@ def test_rejects_paths_as_factories(spec: str) -> None:
 def test_rejects_unknown_factories(spec: str) -> None:
     with pytest.raises(DataError, match="cannot be imported"):
         open_dataset(spec, split="train", preprocess=TINY)
+
+
+def test_a_table_may_have_a_hash_in_its_name(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, {"a": 2})
+    table = root / "ages#1.csv"
+    table.write_text("file,age\na/0.png,1\na/1.png,2\n")
+    for spec in (str(table), f"{table}#val"):
+        assert len(open_dataset(spec, split="train", preprocess=TINY)) == 2
+
+
+def test_hidden_folders_are_no_classes(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, {"a": 1, ".ipynb_checkpoints": 0, ".thumbnails": 1, "b": 1})
+    for split in ("train", "val"):
+        assert open_dataset(str(root), split=split, preprocess=TINY).classes == ("a", "b")

@@ -13,14 +13,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from psc_core import PSC, PSCRegressor
+from psc_core import PSC, PSCRegressor, load_model
 from psc_core.cli import score as cli
 from psc_core.errors import UsageError
 from psc_core.model.pipeline import Pipeline
 from psc_core.scoring.inputs import NamedImage, named_images
-from psc_core.scoring.parts import PartWriter
+from psc_core.scoring.outputs import errors_in
+from psc_core.scoring.parts import PartCount, PartWriter
 from psc_core.tasks.classification.answer import ImagePrediction
 from psc_core.tasks.regression.answer import ValuePrediction
 from tests.conftest import ROOT, SHIPPED_BUNDLE
@@ -54,6 +56,32 @@ def test_maps_are_written_by_part_and_row(tiny_bundle: Path, folder: Path, tmp_p
     for name, grey in zip(read, maps.numpy(), strict=True):
         with Image.open(tmp_path / "maps" / name) as picture:
             assert np.abs(np.asarray(picture).astype(int) - grey).max() <= 1
+
+
+def test_parts_without_their_maps_are_computed_again(
+    tiny_bundle: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ("--bundle", str(tiny_bundle), "--allow-factories", "tests.tiny:network")
+    run(folder, tmp_path / "scores", *own)
+    before = bytes_of(tmp_path / "scores")
+    for there in (0, COUNT + 1):
+        capsys.readouterr()
+        run(folder, tmp_path / "scores", *own, "--maps", str(tmp_path / "maps"))
+        assert f"{COUNT + 1} images, {there} of them were there already, 1 with an error" in capsys.readouterr().out
+        assert len(list((tmp_path / "maps").iterdir())) == COUNT
+    assert bytes_of(tmp_path / "scores") == before
+    next((tmp_path / "maps").glob("00002-*")).unlink()
+    run(folder, tmp_path / "scores", *own, "--maps", str(tmp_path / "maps"))
+    assert len(list((tmp_path / "maps").iterdir())) == COUNT
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_errors_of_a_part_that_is_there_are_counted(tmp_path: Path, form: str) -> None:
+    if form == "parquet":
+        pytest.importorskip("pyarrow")
+    writer = PartWriter(PSC.load(SHIPPED_BUNDLE, device="cpu"), tmp_path, form)
+    images = [NamedImage("a", b""), NamedImage("b", str(SHIPPED_BUNDLE / "examples" / "clean.png"))]
+    assert [writer(0, images), writer(0, images)] == [PartCount(2, 1, written=True), PartCount(2, 1, written=False)]
 
 
 def test_a_bundle_without_a_map_writes_none(folder: Path, tmp_path: Path) -> None:
@@ -105,6 +133,34 @@ def test_an_image_that_cannot_be_read_is_a_row_with_its_error(scored: Path) -> N
     columns = [name for name in ImagePrediction.model_fields if name not in ("top", "explanation")]
     assert list(bad) == ["item", *columns, "error"]
     assert {bad[name] for name in columns} == {None}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize("task", ["tiny_bundle", "angle_bundle"])
+def test_an_image_with_outputs_that_are_not_finite_is_a_row_with_its_error(
+    task: str, form: str, folder: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if form == "parquet":
+        pytest.importorskip("pyarrow")
+    model = load_model(request.getfixturevalue(task), device="cpu", allow_factories=["tests.tiny:network"])
+    names = [f"{index % 2}/{index:03d}.png" for index in range(4)]
+    images = [NamedImage(name, str(folder / name)) for name in names]
+    whole = PartWriter(model, tmp_path, form).columns(images)
+    hook = model.pipeline.register_forward_hook(lambda _module, _inputs, packed: _spoil(packed))
+    count = PartWriter(model, tmp_path, form)(0, images)
+    hook.remove()
+    assert count == PartCount(4, 2, written=True)
+    expected = [None, "the network's outputs are not finite", "the network's outputs are not finite", None]
+    assert errors_in(tmp_path / f"part-00000.{form}") == list(zip(names, expected, strict=True))
+    if form == "jsonl":
+        rows = rows_of(tmp_path)
+        assert [row["decision"] for row in rows] == [whole["decision"][0], None, None, whole["decision"][3]]
+        assert {value for name, value in rows[1].items() if name not in ("item", "error")} == {None}
+
+
+def _spoil(packed: torch.Tensor) -> torch.Tensor:
+    packed[1, 0], packed[2] = torch.inf, torch.nan
+    return packed
 
 
 def test_a_hostile_folder_is_rows_with_errors(tmp_path: Path) -> None:

@@ -90,6 +90,11 @@ def test_parts(prediction: BasePrediction, at: Any) -> None:
     assert part.to_dict() == [prediction.to_dict()[index] for index in positions.tolist()]
 
 
+@pytest.mark.parametrize("at", [[], (), np.array([]), slice(0, 0), torch.tensor([])], ids=str)
+def test_a_part_without_images(prediction: BasePrediction, at: Any) -> None:
+    assert len(prediction[at]) == 0 and prediction[at].to_dict() == [] and prediction[at].decision == ()
+
+
 def test_parts_by_a_mask_and_one_by_one(prediction: BasePrediction) -> None:
     usual = ~prediction.is_ood
     assert prediction[usual].decision == tuple(

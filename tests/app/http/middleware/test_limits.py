@@ -60,6 +60,14 @@ async def test_announced_length_that_is_no_number(length: str) -> None:
         check_predictions(await app.client.post("/predict", content=png(3), headers=headers), [3])
 
 
+async def test_announced_length_of_thousands_of_digits() -> None:
+    """Python refuses to read more than 4,300, and servers let them through."""
+    async with running(max_body_bytes=1000) as app:
+        for length, status in (("0" * 5000 + "1001", 413), ("9" * 20, 413), ("9" * 5000, 413), ("0" * 5000, 200)):
+            response = await app.client.post("/predict", content=png(3), headers={**PNG, "content-length": length})
+            assert response.status_code == status
+
+
 async def test_a_large_body_without_room_is_not_read() -> None:
     async with running(max_buffered_bytes=1 << 20) as app:
 

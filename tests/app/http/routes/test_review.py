@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from app.http.routes.review import MAX_IMAGES
+from app.log.writer import LogWriter
 from psc_core.fitting.audit import images_of, judged_of
 from psc_core.log.erase import erase
 from psc_core.log.labels import joined, read_labels
 from psc_core.log.rows import read_rows
 from psc_core.log.store import open_log
+from psc_core.log.unreviewed import UnreviewedImages
 from psc_core.model.base import FittedModel
 from tests.app.fakes import FakeModel, FakePipelineWithGates, FakeValueModel, png
 from tests.app.http.routes.test_feedback import KEY, KEYS, predict
@@ -80,6 +82,27 @@ async def test_a_verdict_on_a_shown_image_calibrates_only_within_the_slice(tmp_p
     verdicts = [each for batch in joined(read_rows(log, "m"), labels, "m") for each in batch["verdict"].to_pylist()]
     assert verdicts == ["label"] * 3
     assert judged_of(images_of(joined(read_rows(log, "m", audit=True), labels, "m"))) == []
+
+
+async def test_a_slow_log_gives_what_was_found_before_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The waits of a search are parts of the deadline, so that it ends with time to read the models."""
+    waits: list[float] = []
+    newest = UnreviewedImages.newest
+    monkeypatch.setattr(LogWriter, "flush", lambda _, within_s: waits.append(within_s))
+    monkeypatch.setattr(
+        UnreviewedImages,
+        "newest",
+        lambda self, *, limit, seconds: waits.append(seconds) or newest(self, limit=limit, seconds=seconds),
+    )
+    for deadline, expected in ((3.0, 1.0), (60.0, 5.0)):
+        waits.clear()
+        async with running(deadline_seconds=deadline, **settings(tmp_path)) as app:
+            await shown(app)
+            body = {"request_id": "0-0", "label": "dark"}
+            assert (await app.client.post("/feedback", json=body, headers=KEY)).status_code == 404
+        assert waits == [expected] * 3
 
 
 async def test_only_for_holders_of_a_key_and_within_limits(tmp_path: Path) -> None:
