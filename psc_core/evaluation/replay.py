@@ -201,8 +201,8 @@ def _stored(log: Log, name: str, days: Sequence[str]) -> tuple[list[tuple[Decide
 
 def _answers(model: FittedModel, images: ImageDataset) -> tuple[list[Decided], list[float]]:
     packed = outputs_of(model, images, "replay").packed
-    outputs, names, task = model.outputs(packed.numpy()), model.task.decision_names(), model.task
+    outputs, names = model.outputs(packed.numpy()), model.task.decision_names()
     decisions = model.decide(outputs)
-    labels = task.labels(decisions, model.classes)
+    labels = decisions.labels(model.classes)
     answers = [Decided(names[code], label) for code, label in zip(decisions.decision.tolist(), labels, strict=True)]
     return answers, outputs["ood_score"].tolist()

@@ -23,6 +23,7 @@ from psc_core.model.pipeline import NO_MAP, Pipeline, Scorer
 from psc_core.model.restore import restore_modules
 from psc_core.network.backbone import Backbone
 from psc_core.tasks.calibration import BaseCalibration
+from psc_core.tasks.decide import BaseDecisions
 from psc_core.tasks.outputs import FloatArray, Matrix, Outputs
 from psc_core.tasks.policy import BasePolicy
 from psc_core.tasks.prediction import BasePrediction
@@ -181,9 +182,9 @@ class FittedModel:
 
         return cast(AnyModel, calibrate_on(self, loader, **settings))
 
-    def decide(self, outputs: Outputs[FloatArray]) -> Any:
+    def decide(self, outputs: Outputs[FloatArray]) -> BaseDecisions:
         """Return the decisions under the bundle's policy."""
-        return self.task.decide(outputs, self.calibration.thresholds(self.policy))
+        return self.calibration.thresholds(self.policy).decide(outputs)
 
     def save(self, path: str | Path, *, graph: bool = False) -> Manifest:
         """Write the bundle directory ``path``; equal models give equal bytes.

@@ -195,7 +195,7 @@ def _collapse_of(manifest: Manifest) -> tuple[CollapseReport | None, Candidate |
 def _warnings(manifest: Manifest, candidate: Candidate | None, content: Content) -> list[str]:
     of_task, metrics = module_of(manifest.task.name, "psc_core.report.{}.facts"), manifest.metrics
     projection = metrics.get("projection", {})
-    found = manifest.task.notes(manifest.policy, manifest.classes, metrics)
+    found = manifest.policy.notes(manifest.classes, metrics)
     found += candidate.notes if candidate else ()
     found += [text for text in (projection.get("warning"), projection.get("pooled")) if text]
     found += of_task.warnings_of(metrics, manifest.head.record)

@@ -15,6 +15,7 @@ from torch import Tensor
 from psc_core.errors import needs
 from psc_core.tables import aligned
 from psc_core.tasks.answer import ASKED_FOR, BaseAnswer
+from psc_core.tasks.decide import BaseDecisions
 from psc_core.tasks.outputs import Outputs
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ class BasePrediction:
     decision_names: ClassVar[tuple[str, ...]]
 
     outputs: Outputs[Tensor]  # of the network step
-    decisions: Any  # under the bundle's policy
+    decisions: BaseDecisions  # under the bundle's policy
+    classes: tuple[str, ...]  # names; of a regression the bins of its target
     maps: Tensor | None = field(default=None, kw_only=True)
     """``uint8 (n, rows, columns)`` how strange each part of the images is, 255 the strangest, where it was asked for.
 
@@ -52,8 +54,7 @@ class BasePrediction:
         at = images if isinstance(images, slice) else torch.as_tensor(images).cpu().reshape(-1)
         if not isinstance(at, slice) and not at.numel():
             at = at.long()  # Of [] torch makes floats.
-        of_decisions = at if isinstance(at, slice) else at.numpy()
-        decisions = type(self.decisions)(*(part[of_decisions] for part in self.decisions))
+        decisions = self.decisions.at(at if isinstance(at, slice) else at.numpy())
         maps = None if self.maps is None else self.maps[at]
         outputs = replace(self.outputs, packed=self.outputs.packed[at])
         return replace(self, outputs=outputs, decisions=decisions, maps=maps)

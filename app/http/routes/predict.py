@@ -103,7 +103,7 @@ async def _predict(request: Request, name: str | None) -> Response:
     served = registry.get(name)  # After the body: a reload may have swapped it meanwhile.
     task, options = served.model.task, query.model_dump(exclude_none=True, exclude={"explain", "map", "monitor"})
     changes = {name: options.pop(name) for name in options.keys() & task.policy.model_fields}
-    if unknown := sorted(options.keys() - task.request_options):
+    if unknown := sorted(options.keys() - served.task.request_options):
         raise MalformedRequest(f"model {served.name!r} is a {task.noun}, which has no {unknown[0]}; leave it out")
     thresholds = served.thresholds_with(**changes)
     disconnected = partial(has_disconnected, request.receive)
@@ -113,7 +113,7 @@ async def _predict(request: Request, name: str | None) -> Response:
     return Response(predict_response(served, thresholds.policy, predicted, **options), media_type="application/json")
 
 
-def predict_response(served: ServedModel, policy: BasePolicy, predicted: Predicted, **options: Any) -> bytes:
+def predict_response(served: ServedModel, policy: BasePolicy, predicted: Predicted, **options: int) -> bytes:
     """Return the JSON of the ``response`` of the model's task.
 
     numpy values go to orjson as they are: a float32 number is printed in as few digits as tell it from its neighbours.
@@ -125,9 +125,9 @@ def predict_response(served: ServedModel, policy: BasePolicy, predicted: Predict
         options: The task's ``request_options`` for which the request asks.
     """
     model, (outputs, decisions, explanation) = served.model, predicted
-    predictions = model.task.documents(outputs, decisions, model.classes, **options)
+    predictions = served.task.documents(outputs, decisions, model.classes, **options)
     if explanation:
-        explained = model.task.explanations(explanation, model.classes, model.head_layers)
+        explained = served.task.explanations(explanation, model.classes, model.head_layers)
         for prediction, more in zip(predictions, explained, strict=True):
             prediction["explanation"] = more
     thumbnails = model.pipeline.thumbnails

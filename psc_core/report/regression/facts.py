@@ -22,7 +22,7 @@ RECORDED: Final[Mapping[str, str]] = {"rmse": "rmse", "r2": "r2", "nll": "nll_na
 def limits_of(policy: ValuePolicy, calibration: Calibration, metrics: Mapping[str, Any]) -> dict[str, float | None]:
     """Return the limits of decisions by the figure that shows them; None where nothing is beyond."""
     width = policy.max_width
-    return {"deviations": None if width is None else width / 2 / calibration.deviations(policy.coverage)}
+    return {"deviations": None if width is None else width / 2 / calibration.quantile(policy.coverage)}
 
 
 def policy_lines(task: Regression, policy: ValuePolicy, limits: Mapping[str, float | None]) -> list[str]:

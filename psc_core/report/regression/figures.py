@@ -54,7 +54,7 @@ def coverage(images: ValueSet, calibration: Calibration) -> Figure:
     nominal = torch.arange(1, COVERAGES + 1, dtype=torch.float64) / (COVERAGES + 1)
     stated = nominal[nominal <= len(calibration) / (len(calibration) + 1)]  # More cannot be stated.
     for name, at, half_widths, colour in (
-        ("stated intervals", stated, torch.tensor([calibration.deviations(c) for c in stated.tolist()]), KNOWN),
+        ("stated intervals", stated, torch.tensor([calibration.quantile(c) for c in stated.tolist()]), KNOWN),
         ("normal distribution", nominal, math.sqrt(2) * torch.erfinv(nominal), LIMIT),
     ):
         held = (residuals[:, None] <= half_widths).double().mean(0)
