@@ -7,6 +7,7 @@ signal; it is divided by the largest deviation of any column, so that a later ch
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
@@ -34,6 +35,16 @@ class Standardisation(NamedTuple):
             z.shape[1],
             torch.float64,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadData:
+    """Base of the data that a head is fitted to: standardised features of the training and the selection split."""
+
+    train: FeatureMatrix  # float64, to fit to
+    val: Float[Tensor, "m dim"]  # to choose hyperparameters by
+    seed: int
+    standardisation: Standardisation
 
 
 def in_memory(features: FeatureMatrix) -> Float[Tensor, "n dim"]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from psc_core.numerics import linalg
 from psc_core.numerics.matrix import FeatureMatrix, blocks
-from psc_core.tasks.classification.fit.data import HeadData
+from psc_core.tasks.classification.fit.data import ClassifierData
 from psc_core.tasks.classification.fit.posterior import nll
 from psc_core.tasks.classification.heads.duq import DuqHead, squared_distances
 
@@ -21,7 +21,7 @@ EXPONENTS: Final = tuple(10.0 ** (k / 8) for k in range(-16, 33))
 """γ tried: 10⁻² … 10⁴, eight to a decade."""
 
 
-def fit_duq(data: HeadData) -> DuqHead:
+def fit_duq(data: ClassifierData) -> DuqHead:
     """Embedding, centroids, length-scale and exponent."""
     means, embedding, shrinkage = whitening(data.train, data.train_labels, data.num_classes)
     centroids = means @ embedding

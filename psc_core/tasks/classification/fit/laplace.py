@@ -7,14 +7,14 @@ from collections.abc import Callable
 from jaxtyping import Float
 from torch import Tensor
 
-from psc_core.tasks.classification.fit.data import HeadData
+from psc_core.tasks.classification.fit.data import ClassifierData
 from psc_core.tasks.classification.fit.kfac import Kfac, fit_kfac
 from psc_core.tasks.classification.fit.posterior import choose_posterior
 from psc_core.tasks.classification.fit.softmax import choose_softmax
 from psc_core.tasks.classification.heads.laplace import LaplaceHead
 
 
-def fit_laplace(data: HeadData) -> LaplaceHead:
+def fit_laplace(data: ClassifierData) -> LaplaceHead:
     """Weights, their posterior and its temperature; what is stored is the posterior of the logits divided by T."""
     softmax = choose_softmax(data.train, data.train_labels, data.val, data.val_labels, num_classes=data.num_classes)
     kfac = fit_kfac(softmax.weight, softmax.bias, data.train, data.weights)

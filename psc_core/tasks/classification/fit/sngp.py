@@ -12,7 +12,7 @@ from torch import Tensor
 
 from psc_core.numerics import linalg
 from psc_core.numerics.matrix import FeatureMatrix, blocks
-from psc_core.tasks.classification.fit.data import HeadData
+from psc_core.tasks.classification.fit.data import ClassifierData
 from psc_core.tasks.classification.fit.posterior import choose_posterior
 from psc_core.tasks.classification.fit.softmax import SoftmaxFit, choose_softmax
 from psc_core.tasks.classification.heads.sngp import SngpHead, random_features
@@ -34,7 +34,7 @@ MEDIAN_ROWS: Final = 1_000
 """Training examples that the median distance is measured on."""
 
 
-def fit_sngp(data: HeadData) -> SngpHead:
+def fit_sngp(data: ClassifierData) -> SngpHead:
     """Length-scale, weights, covariance and its precision."""
     generator = torch.Generator().manual_seed(data.seed)
     omega = torch.randn(data.train.shape[1], FEATURES, generator=generator).to(data.train.device)
@@ -74,7 +74,7 @@ def fit_sngp(data: HeadData) -> SngpHead:
     )
 
 
-def choose_length_scale(data: HeadData, omega: Tensor, phases: Tensor) -> float:
+def choose_length_scale(data: ClassifierData, omega: Tensor, phases: Tensor) -> float:
     """The multiple of the median distance with the smallest validation NLL."""
     sample = data.train[:: math.ceil(len(data.train) / MEDIAN_ROWS)].float()
     distances = torch.pdist(sample)

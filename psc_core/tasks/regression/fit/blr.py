@@ -25,7 +25,7 @@ from torch import Tensor
 from psc_core.numerics.linalg import Eigen, eigh
 from psc_core.numerics.matrix import FeatureMatrix, blocks
 from psc_core.tasks.fit.standardisation import in_memory
-from psc_core.tasks.regression.fit.data import HeadData
+from psc_core.tasks.regression.fit.data import RegressionData
 from psc_core.tasks.regression.heads.blr import BayesianLinearHead
 
 LARGEST_PRECISION: Final = 1e8
@@ -67,7 +67,7 @@ class Noise(NamedTuple):
         return (phi @ self.weight + self.bias).clamp(self.range[0], self.range[1]).exp()
 
 
-def fit_blr(data: HeadData) -> BayesianLinearHead:
+def fit_blr(data: RegressionData) -> BayesianLinearHead:
     """Posterior, noise, and the factor of both standard deviations."""
     posterior = fit_posterior(data.train, data.train_values)
     noise = fit_noise(data, posterior)
@@ -128,7 +128,7 @@ def _precision(count: float, squares: float) -> float:
     return min(max(count / squares, 1 / largest), largest) if squares * largest > count else largest
 
 
-def fit_noise(data: HeadData, posterior: LinearPosterior) -> Noise:
+def fit_noise(data: RegressionData, posterior: LinearPosterior) -> Noise:
     """The noise of the smallest validation NLL."""
     generator = torch.Generator().manual_seed(data.seed)
     chosen = torch.randperm(len(data.train), generator=generator)[:NOISE_IMAGES].sort().values
@@ -176,7 +176,7 @@ def fit_log_variance(phi: Float[Tensor, "n dim"], squares: Float[Tensor, " n"], 
 
 
 def predict(
-    data: HeadData, posterior: LinearPosterior, noise: Noise
+    data: RegressionData, posterior: LinearPosterior, noise: Noise
 ) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"]]:
     """Mean and whole variance of the validation images; numbers have deviation 1."""
     epistemic = (data.val @ posterior.root).square().sum(1) + 1 / (posterior.noise_precision * posterior.images)
@@ -191,7 +191,7 @@ class Scaled(NamedTuple):
     nll: float  # with the factor, nats
 
 
-def scaled(data: HeadData, mean: Float[Tensor, " m"], variance: Float[Tensor, " m"]) -> Scaled:
+def scaled(data: RegressionData, mean: Float[Tensor, " m"], variance: Float[Tensor, " m"]) -> Scaled:
     """Return the mean that is served, the factor that makes its errors as large as stated, and the NLL with it."""
     served = mean if data.val_mean is None else data.val_mean
     factor = ((data.val_values - served).square() / variance).mean().clamp(min=1 / LARGEST_PRECISION)

@@ -30,7 +30,7 @@ from torch.nn import functional
 from psc_core.numerics.linalg import eigh, fix_signs
 from psc_core.numerics.matrix import FeatureMatrix, blocks
 from psc_core.tasks.regression.fit.blr import fit_posterior, gaussian_nll, scaled
-from psc_core.tasks.regression.fit.data import HeadData
+from psc_core.tasks.regression.fit.data import RegressionData
 from psc_core.tasks.regression.heads.dve import IMAGES, DeepVecchiaHead, combine, condition, nearest_points
 
 MAX_REDUCED: Final = 64
@@ -76,7 +76,7 @@ class Process(NamedTuple):
         return self.signal.exp(), self.noise.exp() + LEAST_NOISE
 
 
-def fit_dve(data: HeadData) -> DeepVecchiaHead:
+def fit_dve(data: RegressionData) -> DeepVecchiaHead:
     """Reduction and process of each layer, and the factor of all deviations."""
     generator = torch.Generator().manual_seed(data.seed)
     device = data.train_values.device
@@ -121,7 +121,7 @@ def fit_dve(data: HeadData) -> DeepVecchiaHead:
     )
 
 
-def predict(head: DeepVecchiaHead, data: HeadData) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"]]:
+def predict(head: DeepVecchiaHead, data: RegressionData) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"]]:
     """Mean and whole variance of the validation images; numbers have deviation 1."""
     center, inverse_scale = data.standardisation
     parts = []

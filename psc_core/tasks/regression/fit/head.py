@@ -14,11 +14,11 @@ from psc_core.numerics.matrix import check_features
 from psc_core.tasks.fit.standardisation import fit_standardisation
 from psc_core.tasks.fit.task import HeadJob
 from psc_core.tasks.regression.fit.blr import fit_blr
-from psc_core.tasks.regression.fit.data import HeadData
+from psc_core.tasks.regression.fit.data import RegressionData
 from psc_core.tasks.regression.fit.dve import fit_dve
 from psc_core.tasks.regression.heads.base import RegressionHead
 
-FITS: Final[Mapping[str, Callable[[HeadData], RegressionHead]]] = {"blr": fit_blr, "dve": fit_dve}
+FITS: Final[Mapping[str, Callable[[RegressionData], RegressionHead]]] = {"blr": fit_blr, "dve": fit_dve}
 """The fit of each kind in :data:`psc_core.tasks.regression.heads.HEADS`."""
 
 
@@ -43,7 +43,7 @@ def fit_head(job: HeadJob) -> RegressionHead:
         return (numbers.double().to(job.device) - center) / scale
 
     standardisation = fit_standardisation(train)
-    data = HeadData(
+    data = RegressionData(
         train=standardisation(train),
         train_values=standard(values),
         train_images=job.train.images.to(job.device),
