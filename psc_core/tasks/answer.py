@@ -42,7 +42,7 @@ IsOod = Annotated[bool, Field(description="p-value ≤ alpha.")]
 
 
 class Document(BaseModel):
-    """Immutable, with the declared members only."""
+    """Base of the parts of an answer: immutable, with the declared members only."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 

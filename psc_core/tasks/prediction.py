@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 SHOWN: Final = 10
-"""Images that the text of predictions shows."""
+"""Maximum number of images that the text of predictions shows."""
 
 Positions = int | np.integer[Any] | slice | Sequence[int] | npt.NDArray[Any] | Tensor
 """One image of several, or some of them: a slice, their positions, or a mask."""
@@ -41,7 +41,7 @@ class BasePrediction:
     decisions: BaseDecisions  # under the bundle's policy
     classes: tuple[str, ...]  # names; of a regression the bins of its target
     maps: Tensor | None = field(default=None, kw_only=True)
-    """``uint8 (n, rows, columns)`` how strange each part of the images is, 255 the strangest, where it was asked for.
+    """``uint8 (n, rows, columns)``: how strange each part of the images is, 255 the strangest; None unless asked for.
 
     One in ``10^(4g/255)`` positions of in-distribution images has the grey level g or more.
     """
@@ -71,12 +71,12 @@ class BasePrediction:
 
     @property
     def gates(self) -> dict[str, Tensor]:
-        """``float32 (n,)`` p-value of each gate, by name; empty for a model without gates."""
+        """The p-value of each gate, ``float32 (n,)``, by name; empty for a model without gates."""
         return dict(zip(self.outputs.gates, self.outputs.gate_p_values.T, strict=True))
 
     @property
     def is_ood(self) -> Tensor:
-        """``bool (n,)`` p-value at most the bundle's α."""
+        """``bool (n,)``: whether the p-value is at most the bundle's α."""
         return torch.from_numpy(self.decisions.is_ood)
 
     @property
@@ -116,11 +116,11 @@ class BasePrediction:
 
     @classmethod
     def _fields(cls) -> list[str]:
-        """The fields of an answer but those that a request asks for."""
+        """Return the fields of an answer but those that a request asks for."""
         return [name for name in cls.answer.model_fields if name not in ASKED_FOR]
 
     def __repr__(self) -> str:
-        """A line for all images and a table of the first ones."""
+        """Return a line for all images and a table of the first ones."""
         counts = Counter(self.decision)
         counted = ", ".join(f"{counts[name]} {name}" for name in self.decision_names if counts[name])
         title = f"{type(self).__name__} for {len(self)} image{'s' * (len(self) != 1)}{': ' * bool(counted)}{counted}"
@@ -133,7 +133,7 @@ class BasePrediction:
 
 
 def _listed(column: Sequence[Any] | Tensor) -> list[Any]:
-    """The cells of a column as JSON types."""
+    """Return the cells of a column as JSON types."""
     if isinstance(column, Tensor):
         listed: list[Any] = column.tolist()
         return listed
@@ -141,7 +141,7 @@ def _listed(column: Sequence[Any] | Tensor) -> list[Any]:
 
 
 def _cells(column: Sequence[Any] | Tensor) -> Any:
-    """A column of a table: an array of numbers, or what each image has of several."""
+    """Return a column of a table: an array of numbers, or a list of the values of each image."""
     if isinstance(column, Tensor):
         return column.numpy() if column.ndim == 1 else column.tolist()
     return list(column)

@@ -46,13 +46,13 @@ class Task(BaseModel):
     predictions: ClassVar[type[BasePrediction]]
     """The result of ``predict`` in Python."""
     own_heads: ClassVar[Mapping[str, type[Head]]] = {}
-    """By kind, what reads the network's own output in place of the features, for base predictions."""
+    """Heads by kind that read the network's own output in place of the features, for base predictions."""
     heads: ClassVar[Mapping[str, type[Head]]]
     """Heads of its models by kind."""
     abstentions: ClassVar[Mapping[str, int]]
-    """Reasons for an abstention to the code of the decision."""
+    """The code of the decision for each reason to abstain."""
     limits: ClassVar[Mapping[str, str]] = {"alpha": "ood_p_value"}
-    """Thresholds of the policy to the scores that they are compared with."""
+    """The score that each threshold of the policy is compared with."""
     has_numbers: ClassVar[bool] = False
     """Whether a training image has a number, beside the class or bin that it belongs to."""
 

@@ -49,12 +49,12 @@ class Prediction(BasePrediction):
 
     @property
     def confidence(self) -> Tensor:
-        """``float32 (n,)`` its probability."""
+        """``float32 (n,)`` probability of the most probable class."""
         return torch.from_numpy(self.decisions.confidence)
 
     @property
     def probabilities(self) -> Tensor:
-        """``float32 (n, K)``."""
+        """``float32 (n, K)`` probabilities of all classes."""
         return self.outputs.probabilities
 
     @property

@@ -39,7 +39,7 @@ class Features(NamedTuple):
 
 
 class HeadJob(NamedTuple):
-    """The features that a head is fitted to, and the settings of that."""
+    """The features that a head is fitted to, and the settings of that fit."""
 
     kind: str
     train: Features
@@ -65,7 +65,7 @@ class TaskFit:
     task_type: ClassVar[type[Task]]
 
     layer_quality: ClassVar[type[LayerQuality]] = NearestMean
-    """What is measured after every layer beside NC1."""
+    """The quality that is measured after every layer beside NC1."""
 
     averages_candidate: ClassVar[bool] = False
     """Whether a head reads the candidate's features averaged over positions beside z, where settings do not forbid."""
@@ -157,9 +157,9 @@ class TaskFit:
         """Return the head with its temperature chosen again, or the head itself.
 
         Args:
-            head: Of a fitted model.
-            scored: What it gives for the images, on the CPU.
-            images: None of those that calibrate.
+            head: Head of a fitted model.
+            scored: Its scores of the images, on the CPU.
+            images: Images that do not calibrate.
         """
         return head
 
@@ -174,9 +174,9 @@ class TaskFit:
         """Return the calibration by n images of the calibration split, as the served pipeline scored them.
 
         Args:
-            scored: Of the images.
-            ood_score: Of the images, nats.
-            images: Labelled.
+            scored: Scores of the images.
+            ood_score: OOD scores of the images, nats.
+            images: Labelled images.
             settings: The rates.
             weights: Images that each one stands for; None where all are equal.
 

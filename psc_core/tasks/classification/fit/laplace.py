@@ -15,7 +15,7 @@ from psc_core.tasks.classification.heads.laplace import LaplaceHead
 
 
 def fit_laplace(data: ClassifierData) -> LaplaceHead:
-    """Weights, their posterior and its temperature; what is stored is the posterior of the logits divided by T."""
+    """Fit weights, their posterior and its temperature; the posterior of the logits divided by T is stored."""
     softmax = choose_softmax(data.train, data.train_labels, data.val, data.val_labels, num_classes=data.num_classes)
     kfac = fit_kfac(softmax.weight, softmax.bias, data.train, data.weights)
     choice = choose_posterior(
@@ -46,7 +46,7 @@ def fit_laplace(data: ClassifierData) -> LaplaceHead:
 
 
 def logit_variance(kfac: Kfac, val: Float[Tensor, "m dim"]) -> Callable[[float], Tensor]:
-    """``s_c²`` of the validation examples, (m, classes), as a function of τ."""
+    """Return ``s_c²`` of the validation examples, (m, classes), as a function of τ."""
     inputs = (val @ kfac.input_vectors.to(val.dtype)).square()
     outputs = kfac.output_vectors.to(val.dtype).square().T
 
