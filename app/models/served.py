@@ -69,7 +69,7 @@ class ServedModel:
 
     @cached_property
     def task(self) -> ServedTask[Any]:
-        """The answers of its task."""
+        """Its task in service."""
         return served_task(self.model.task)
 
     @cached_property

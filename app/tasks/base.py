@@ -28,7 +28,7 @@ AnyDecisions = TypeVar("AnyDecisions", bound=BaseDecisions)
 
 @dataclass(frozen=True)
 class ServedTask(Generic[AnyDecisions]):
-    """Base of the tasks in service; ``SERVED`` in the module of a task is its class."""
+    """Base of the tasks in service; ``SERVED`` in the module of a task is the class of its own."""
 
     task: Task
 
@@ -85,18 +85,18 @@ class ServedTask(Generic[AnyDecisions]):
 
 
 def served_type(name: str) -> type[ServedTask[Any]]:
-    """Return the answers of one of the names in :data:`psc_core.tasks.TASKS`."""
+    """Return the class of a task in service, by one of the names in :data:`psc_core.tasks.TASKS`."""
     found: type[ServedTask[Any]] = module_of(name, "app.tasks.{}").SERVED
     return found
 
 
 def served_task(task: Task) -> ServedTask[Any]:
-    """Return the answers of a model's task; the decisions that they are given are of that task."""
+    """Return a model's task in service; the decisions that it is given have to be of that task."""
     return served_type(task.name)(task)
 
 
 def tensor_names() -> tuple[str, ...]:
-    """Return the names of the tensors of all tasks."""
+    """Return the names of the v2 tensors of all tasks."""
     return tuple(dict.fromkeys(name for task in reversed(TASKS) for name in served_type(task).tensors))
 
 

@@ -24,7 +24,7 @@ from psc_core.tasks.outputs import Outputs
 from psc_core.tasks.policy import BasePolicy
 from psc_core.tasks.prediction import BasePrediction
 
-Agreement = tuple[str, Any, Any]
+Agreement = tuple[str, object, object]
 """A field of the manifest by its place in the JSON, what it should be, and what it is."""
 
 
