@@ -5,14 +5,16 @@ Shapes: B images, K classes, D = dim of z, P = kept components.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from psc_core.fitted import Fitted
+from psc_core.density import DENSITIES
+from psc_core.fitted import Fitted, restore
 
 
 class DensityOutput(NamedTuple):
@@ -94,3 +96,12 @@ class Density(Fitted):
         distances = self.class_distances(w)
         nearest = distances.argmin(dim=1)
         return DensityExplanation(distances, nearest, self.deviation(w, nearest))
+
+
+def restore_density(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Density:
+    """Return the density with this ``config()`` and ``state_dict()``.
+
+    Raises:
+        BundleError: An unknown kind, or tensors that do not fit it.
+    """
+    return restore(DENSITIES, config, state)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from psc_core.compute.passes import Compute
-from psc_core.density import Density
+from psc_core.density.base import Density
 from psc_core.errors import NetworkError
 from psc_core.fitting.data import FitData
 from psc_core.fitting.features import Layers

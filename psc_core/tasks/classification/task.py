@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from psc_core.tasks.classification import heads
+from psc_core.tasks.classification import NOUN, heads
 from psc_core.tasks.classification.answer import DECISIONS, RESPONSE, SCORES, ImagePrediction
 from psc_core.tasks.classification.calibration import ROUNDING, Calibration, Thresholds
 from psc_core.tasks.classification.decide import ABSTAIN_AMBIGUOUS, ABSTAIN_OOD, Decisions, decide
+from psc_core.tasks.classification.heads.own import OwnHead
 from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.classification.prediction import Prediction
 from psc_core.tasks.outputs import FloatArray, Outputs
@@ -24,12 +25,12 @@ class Classification(Task):
     """A classifier's task."""
 
     name = "classification"
-    noun = "classifier"
+    noun = NOUN
     response = RESPONSE
     answer = ImagePrediction
     policy = Policy
     calibration = Calibration
-    own_heads: ClassVar = {heads.OwnHead.kind: heads.OwnHead}
+    own_heads: ClassVar = {OwnHead.kind: OwnHead}
     heads = heads.HEADS
     abstentions: ClassVar = {"ood": ABSTAIN_OOD, "ambiguous": ABSTAIN_AMBIGUOUS}
     limits: ClassVar = {**Task.limits, "ambiguity_threshold": "predictive_entropy"}

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from psc_core.density import restore_density
+from psc_core.density.base import restore_density
 from psc_core.density.fit.density import fit_density
 from psc_core.errors import BundleError
 from tests.psc_core.density.support import KINDS, images

@@ -24,7 +24,8 @@ from psc_core.tasks.classification.fit.calibrate import (
 )
 from psc_core.tasks.classification.fit.head import fit_head
 from psc_core.tasks.classification.fit.own import better_of, fit_own, retempered
-from psc_core.tasks.classification.heads import ClassifierHead, OwnHead
+from psc_core.tasks.classification.heads.base import ClassifierHead
+from psc_core.tasks.classification.heads.own import OwnHead
 from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.classification.task import Classification
 from psc_core.tasks.fit.task import OWN_IMAGES, Calibrated, HeadJob, TaskFit, own_outputs

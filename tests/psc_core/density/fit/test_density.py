@@ -10,7 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from psc_core.density import DENSITIES, Density
+from psc_core.density import DENSITIES
+from psc_core.density.base import Density
 from psc_core.density.fit.density import WHITENER_ELEMENTS, fit_density
 from psc_core.density.fit.extend import EXAMPLES
 from psc_core.errors import FitError

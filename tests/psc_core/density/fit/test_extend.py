@@ -7,7 +7,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from psc_core.density import DENSITIES, Density
+from psc_core.density import DENSITIES
+from psc_core.density.base import Density
 from psc_core.density.fit.density import fit_density
 from psc_core.density.fit.extend import EXAMPLES, EXTENDED, class_counts, extend_density
 from psc_core.density.gaussian import ClasswiseDensity

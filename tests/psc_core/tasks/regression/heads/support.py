@@ -9,7 +9,8 @@ from torch import Tensor
 from psc_core.tasks.fit.task import Features, HeadJob
 from psc_core.tasks.regression.fit import dve
 from psc_core.tasks.regression.fit import head as fit_of_heads
-from psc_core.tasks.regression.heads import HEADS, RegressionHead
+from psc_core.tasks.regression.heads import HEADS
+from psc_core.tasks.regression.heads.base import RegressionHead
 
 KINDS = sorted(HEADS)
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from psc_core.tasks.multilabel import heads
+from psc_core.tasks.multilabel import NOUN, heads
 from psc_core.tasks.multilabel.answer import DECISIONS, RESPONSE, SCORES, LabelPrediction
 from psc_core.tasks.multilabel.calibration import Calibration, Thresholds
 from psc_core.tasks.multilabel.decide import ABSTAIN_OOD, ABSTAIN_UNDECIDED, Decisions, decide
@@ -34,7 +34,7 @@ class MultiLabel(Task):
     """The task of a network with an independent output for each label."""
 
     name = "multilabel"
-    noun = "multi-label model"
+    noun = NOUN
     response = RESPONSE
     answer = LabelPrediction
     policy = LabelPolicy
