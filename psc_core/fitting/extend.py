@@ -22,7 +22,7 @@ from torch import Tensor
 
 from psc_core.compute.passes import Compute, track_images
 from psc_core.data.dataset import ImageDataset
-from psc_core.density.fit.extend import EXAMPLES, EXTENDED, extend_density
+from psc_core.density.fit.extend import EXAMPLES, can_extend, extend_density
 from psc_core.errors import UsageError
 from psc_core.gates.combined import KIND, Gates, readings_of
 from psc_core.gates.fit.choice import Auroc, regret
@@ -99,8 +99,8 @@ def seen_examples(model: FittedModel) -> int:
     if why_not := task_fit(model.task.name).why_not_extended:
         raise UsageError(f"{why_not}; {instead}")
     density = model.pipeline.scorer.density
-    if density.kind not in EXTENDED:
-        raise UsageError(f"a density {density.kind!r} cannot be extended, {', '.join(EXTENDED)} can; {instead}")
+    if not can_extend(type(density)):
+        raise UsageError(f"a density {density.kind!r} has tensors that more images cannot extend; {instead}")
     in_manifest = model.report.get("provenance", {}).get("train", {}).get("rows")  # Where the density does not say.
     found = density.record.get(EXAMPLES, in_manifest)
     if not isinstance(found, int):

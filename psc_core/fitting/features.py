@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset, stable_order
+from psc_core.density.fit.density import Examples
 from psc_core.images.preprocess import Preprocess
 from psc_core.maps.fit.moments import MAX_CHANNELS, PositionMoments
 from psc_core.maps.grid import grid_of
@@ -47,6 +48,10 @@ class Read(NamedTuple):
     density_input: FeatureMatrix  # (n, D) z, or (n, C) features of the candidate averaged over positions
     texture: Mapping[str, FeatureMatrix]  # features of each early layer, averaged over positions
     moments: Mapping[str, PositionMoments]  # of each early layer that has a grid, of the images of this process
+
+    def examples(self, features: FeatureMatrix, classes: Sequence[str]) -> Examples:
+        """Return the labelled examples with some of the features that were read, as a density is fitted to them."""
+        return Examples(features, self.features.labels, len(classes), self.features.images, classes)
 
 
 def cut(net: nn.Module, layers: Sequence[str], data: ImageDataset, compute: Compute, *, keep_output: bool) -> Backbone:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from psc_core.bundle.manifest import layers_of
 from psc_core.collapse.report import Candidate
 from psc_core.compute.passes import Compute
-from psc_core.density import DENSITIES, Density
-from psc_core.density.fit.density import HeldOut, fit_density
+from psc_core.density import DENSITIES
+from psc_core.density.base import Density
+from psc_core.density.fit.density import fit_density
 from psc_core.fitting.data import FitData
 from psc_core.fitting.early_layers import TEXTURE_DENSITY, ChosenGates, choose_gates, early_layers
 from psc_core.fitting.features import Layers, Read, cut, read
@@ -89,21 +90,21 @@ def fit_parts(
         train = read(backbone, layers, device_projection, data.train, compute, folders[0], pooled=is_pooled)
         read_here = layers._replace(texture=())
         selection = read(backbone, read_here, device_projection, data.selection, compute, folders[1], pooled=is_pooled)
+        classes = data.train.classes
         density = fit_density(
-            train.density_input,
-            train.features.labels,
-            num_classes=len(data.train.classes),
+            train.examples(train.density_input, classes),
             kind=settings.density,
             pca=settings.pca,
-            class_names=data.train.classes,
-            images=train.features.images,
-            held_out=HeldOut(selection.density_input, selection.features.labels),
+            held_out=selection.examples(selection.density_input, classes),
         ).to(compute.device)
         own = own_outputs(lambda inputs: backbone(inputs)[1], data.selection, compute) if reads_own else None
-        classes, features = data.train.classes, (train.features, selection.features)
+        features = train.features, selection.features
         job = HeadJob(kind, *features, classes, own, settings.predictions, settings.seed, compute.device)
         head = data.task_fit.fit_head(job)
-        textures = {layer: _fit_texture(train, layer, data, compute) for layer in layers.texture}
+        textures = {
+            layer: fit_density(train.examples(early, classes), kind=TEXTURE_DENSITY).to(compute.device)
+            for layer, early in train.texture.items()
+        }
         thumbnails = None
         if settings.keep_examples is not None:
             thumbnails = _keep(settings.keep_examples, train, density, data)
@@ -150,17 +151,6 @@ def _choose_map(scorer: Scorer, layers: Layers, train: Read, data: FitData, comp
         return dict(zip(layers.names, features, strict=True))
 
     return choose_map(features_of, train.moments, data.selection, compute, data.seed)
-
-
-def _fit_texture(train: Read, layer: str, data: FitData, compute: Compute) -> Density:
-    return fit_density(
-        train.texture[layer],
-        train.features.labels,
-        num_classes=len(data.train.classes),
-        kind=TEXTURE_DENSITY,
-        class_names=data.train.classes,
-        images=train.features.images,
-    ).to(compute.device)
 
 
 def _keep(count: int, read: Read, density: Density, data: FitData) -> Thumbnails:

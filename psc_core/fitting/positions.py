@@ -20,7 +20,7 @@ from torch import Tensor
 from psc_core.compute.device import autocast
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import drawn
-from psc_core.density.fit.density import fit_density
+from psc_core.density.fit.density import Examples, fit_density
 from psc_core.fitting.data import FitData
 from psc_core.gates.fit.made_up import REAL, by_kind, made_up_batches
 from psc_core.images.preprocess import Pixels
@@ -66,7 +66,7 @@ def compare_positions(
     found = {}
     for c_proj, d_proj in sizes:
         columns = _columns(sized.largest, c_proj, d_proj)
-        fitted = fit_density(z[:, columns], labels, num_classes=classes, kind=kind)
+        fitted = fit_density(Examples(z[:, columns], labels, classes), kind=kind)
         scores = {name: -fitted(values[:, columns]).log_density for name, values in made.items()}
         real = scores.pop(REAL)
         found[d_proj] = statistics.mean(auroc(real, made_up) for made_up in scores.values())

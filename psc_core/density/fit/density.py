@@ -37,6 +37,7 @@ from psc_core.density.base import Density
 from psc_core.density.fit.extend import EXAMPLES
 from psc_core.density.fit.pca import fit_pca
 from psc_core.density.fit.tied_weight import ClassMoments, between, choose_tied_weight
+from psc_core.density.gaussian import ClasswiseDensity, RelativeDensity, TiedDensity
 from psc_core.fitted import Record
 from psc_core.numerics import linalg
 from psc_core.numerics.matrix import FeatureMatrix, as_matrix, check_features, images_of_classes
@@ -45,47 +46,38 @@ WHITENER_ELEMENTS: Final = 1 << 26
 """Maximum K × P × P for the automatic choice of P (256 MiB of float32)."""
 
 
-class HeldOut(NamedTuple):
-    """Features of m labelled examples that nothing was fitted to."""
+class Examples(NamedTuple):
+    """n labelled examples of K classes."""
 
-    z: Float[Tensor, "m dim"] | FeatureMatrix
-    labels: Int[Tensor, " m"]
+    features: Float[Tensor, "n dim"] | FeatureMatrix  # what the density reads, any float type, read in blocks
+    labels: Int[Tensor, " n"]  # class index of each
+    num_classes: int  # K
+    images: Int[Tensor, " n"] | None = None  # which image each one shows; None where no two show the same
+    class_names: Sequence[str] | None = None  # for messages
 
 
 def fit_density(
-    z: Float[Tensor, "n dim"] | FeatureMatrix,
-    labels: Int[Tensor, " n"],
-    *,
-    num_classes: int,
-    kind: str = "gda",
-    pca: int | None = None,
-    class_names: Sequence[str] | None = None,
-    images: Int[Tensor, " n"] | None = None,
-    held_out: HeldOut | None = None,
+    train: Examples, *, kind: str = "gda", pca: int | None = None, held_out: Examples | None = None
 ) -> Density:
     """Fit a feature density.
 
     Args:
-        z: Features of every labelled example, of the density's :attr:`Density.input_kind`, any float type, read in
-            blocks.
-        labels: Class index of each labelled example.
-        num_classes: K.
+        train: The training examples, with features of the density's :attr:`.Density.input_kind`.
         kind: One of :data:`psc_core.density.DENSITIES`.
         pca: Principal components to keep.  ``None`` chooses (see :mod:`.pca`), at most images − K and, with a
             covariance for each class, so many that K · P² stays under :data:`WHITENER_ELEMENTS`.
-        class_names: Names for messages.
-        images: Which image each labelled example shows; by default another one each.
-        held_out: Features that nothing was fitted to; read where :attr:`.Density.tied_by_held_out`.
+        held_out: Examples that nothing was fitted to; a density that is :attr:`.Density.tied_by_held_out` reads them.
 
     Returns:
-        A module on the device of ``z``.
+        A module on the device of the features.
 
     Raises:
         FitError: Features that are not finite or all equal, a class with fewer than two images,
             or a ``pca`` beyond the rank.
     """
     family = DENSITIES[kind]
-    counts = check_features(z, labels, num_classes=num_classes, class_names=class_names, minimum=2, images=images)
+    z, labels, num_classes, images, names = train
+    counts = check_features(z, labels, num_classes=num_classes, class_names=names, minimum=2, images=images)
     observed = counts if images is None else images_of_classes(images, labels, num_classes)
     n_images = len(z) if images is None else int(images.bincount().count_nonzero())
     z, feature_dtype = as_matrix(z), z.dtype
@@ -114,7 +106,7 @@ def fit_density(
     pooled = Pooled(x, means, inverse, volume, constants, list(zip(members, observed.tolist(), strict=True)))
     apart = None
     if family.tied_by_held_out and held_out is not None and len(held_out.labels):
-        w = projection.whiten(_lengths(family, as_matrix(held_out.z)))[:] @ inverse.root
+        w = projection.whiten(_lengths(family, as_matrix(held_out.features)))[:] @ inverse.root
         apart = HeldOut(w, held_out.labels.to(w.device))
     record: Record = {
         EXAMPLES: len(z),
@@ -124,7 +116,8 @@ def fit_density(
         "clamped_eigenvalues": inverse.n_clamped,
         "largest_increase": inverse.largest_increase,
     }
-    found = FITS[kind](pooled, apart)
+    fit = next(FITS[base] for base in family.__mro__ if base in FITS)
+    found = fit(pooled, apart)
     tensors = {"mean": projection.mean, "basis": projection.whitening @ inverse.root, **found.tensors}
     return family(tensors, record=record | found.record).to(z.device)
 
@@ -140,6 +133,13 @@ class Pooled(NamedTuple):
     classes: Sequence[tuple[Int[Tensor, " members"], int]]  # labelled examples of each class, and its number of images
 
 
+class HeldOut(NamedTuple):
+    """Held-out examples as the density sees them."""
+
+    w: Float[Tensor, "m P"]
+    labels: Int[Tensor, " m"]
+
+
 class OwnPart(NamedTuple):
     """Tensors of a density beside mean and basis, and what its record has beside that of the pooled covariance."""
 
@@ -148,12 +148,12 @@ class OwnPart(NamedTuple):
 
 
 def fit_tied(pooled: Pooled, held_out: HeldOut | None) -> OwnPart:
-    """Return class means in w; held-out images choose nothing."""
+    """Return the class means in w; held-out examples choose nothing."""
     return OwnPart({"constants": pooled.constants, "centres": pooled.means @ pooled.inverse.root}, {})
 
 
 def fit_relative(pooled: Pooled, held_out: HeldOut | None) -> OwnPart:
-    """Return class means in w, and one Gaussian for all images, of which x has zero mean and identity covariance."""
+    """Return the class means in w and one Gaussian for all images, which in x has mean 0 and covariance I."""
     background = {
         "background": torch.linalg.inv(pooled.inverse.root),  # x = w V⁻¹
         "background_constant": torch.tensor(-0.5 * pooled.volume, device=pooled.means.device),
@@ -162,7 +162,7 @@ def fit_relative(pooled: Pooled, held_out: HeldOut | None) -> OwnPart:
 
 
 def fit_classwise(pooled: Pooled, held_out: HeldOut | None) -> OwnPart:
-    """Return mean and whitener of each class in w; held-out images, in w too, choose how alike the whiteners are."""
+    """Return mean and whitener of each class in w; held-out examples choose how alike the whiteners are."""
     x, root, device = pooled.x, pooled.inverse.root, pooled.means.device
     w = x.map(lambda part: part @ root, x.shape[1], torch.float64)
     num_classes = len(pooled.classes)
@@ -173,7 +173,7 @@ def fit_classwise(pooled: Pooled, held_out: HeldOut | None) -> OwnPart:
     tied_weight = None
     if held_out is not None:
         tied_weight = record["tied_weight"] = choose_tied_weight(
-            (_moments(w.take(own), n_own), held_out.z[held_out.labels == k])
+            (_moments(w.take(own), n_own), held_out.w[held_out.labels == k])
             for k, (own, n_own) in enumerate(pooled.classes)
         )
     shrinkages = []
@@ -198,15 +198,12 @@ def fit_classwise(pooled: Pooled, held_out: HeldOut | None) -> OwnPart:
     return OwnPart({"constants": constants, "centres": centres, "whiteners": whiteners}, record)
 
 
-FITS: Final[Mapping[str, Callable[[Pooled, HeldOut | None], OwnPart]]] = {
-    "gda": fit_classwise,
-    "gda++": fit_classwise,
-    "pooled++": fit_classwise,
-    "tied": fit_tied,
-    "mahalanobis++": fit_tied,
-    "rmd": fit_relative,
+FITS: Final[Mapping[type, Callable[[Pooled, HeldOut | None], OwnPart]]] = {
+    ClasswiseDensity: fit_classwise,
+    TiedDensity: fit_tied,
+    RelativeDensity: fit_relative,
 }
-"""How each kind of :data:`psc_core.density.DENSITIES` is fitted."""
+"""How a density is fitted, and those derived from it that have no fit of their own."""
 
 
 def _lengths(family: type[Density], z: FeatureMatrix) -> FeatureMatrix:

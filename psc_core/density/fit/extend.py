@@ -31,15 +31,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from psc_core.density.base import Density
-from psc_core.density.gaussian import ClasswiseDensity, RelativeDensity
+from psc_core.density.gaussian import ClasswiseDensity, RelativeDensity, TiedDensity
 from psc_core.errors import FitError
 from psc_core.numerics import linalg
 
 EXAMPLES: Final = "examples"
 """The entry of a density's record that holds n."""
-
-EXTENDED: Final = ("gda", "gda++", "pooled++", "tied", "mahalanobis++", "rmd")
-"""Kinds of density that are extended: their constants hold the class proportions and their tensors all moments."""
 
 
 class Extended(NamedTuple):
@@ -62,6 +59,11 @@ class _Class(NamedTuple):
     added: Float[Tensor, "P P"]  # B_k
 
 
+def can_extend(family: type[Density]) -> bool:
+    """Return whether more images can extend a density: it has the tensors of one of these three, and so all moments."""
+    return family.layout in (ClasswiseDensity.layout, TiedDensity.layout, RelativeDensity.layout)
+
+
 def class_counts(density: Density, examples: int) -> Float[Tensor, " K"]:
     """n_k, whole numbers as float64: n times the class proportions that the density's constants hold."""
     return (examples * _log_proportions(density).softmax(0)).round().clamp(min=2)
@@ -80,11 +82,11 @@ def extend_density(
         times: t, the number of equal images that each one stands for.
 
     Raises:
-        FitError: A kind that is not in :data:`EXTENDED`, features that are not finite, or fewer than two examples of
-            each class.
+        FitError: A density that :func:`can_extend` refuses, features that are not finite, or fewer than two examples
+            of each class.
     """
-    if density.kind not in EXTENDED:
-        raise FitError(f"expected a density of {', '.join(EXTENDED)} to extend, got {density.kind!r}; fit it again")
+    if not can_extend(type(density)):
+        raise FitError(f"a density {density.kind!r} has tensors that more images cannot extend; fit it again")
     classes, m, device = len(density.constants), times * len(labels), density.basis.device
     if not features.isfinite().all():
         raise FitError("expected finite features of the images that extend the density; check the precision")
