@@ -18,18 +18,19 @@ from psc_core.images.preprocess import Preprocess
 from psc_core.maps.fit.moments import MAX_CHANNELS, PositionMoments
 from psc_core.maps.grid import grid_of
 from psc_core.model.pipeline import average_positions
-from psc_core.network.backbone import Backbone, example_input, feature_step, truncate
+from psc_core.network.backbone import Backbone, example_input, truncate
 from psc_core.numerics.matrix import FeatureFile, FeatureMatrix, blocks
 from psc_core.projection.module import Projection
 from psc_core.tasks.fit.task import Features
 
 
 class Layers(NamedTuple):
-    """The layers that the last stage reads; an early layer may be read by both head and gates."""
+    """The parts of a network that the last stage reads; an early layer may be read by both head and gates."""
 
     candidate: tuple[str, ...]
     head: tuple[str, ...]  # beside z
     texture: tuple[str, ...]  # one of which the gate "texture" will read
+    output: bool = False  # whether the network's own output is read too
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -76,16 +77,16 @@ def read(
 
     Args:
         backbone: The network cut behind ``layers.names``.
-        layers: Which of them is read by what.
+        layers: Which of them is read by what; with their output the backbone keeps it.
         projection: Of the candidate, on the device.
         dataset: The images.
         compute: Device, precision, batch size, processes.
         folder: Where to; empty.
         pooled: Whether the density reads features averaged over positions, and not z.
     """
-    features_of = feature_step(backbone, compute.precision)
+    running = backbone.fused(compute.precision)
     with torch.inference_mode():
-        example = backbone(example_input(dataset.preprocess).to(compute.device))[0]
+        example, output = backbone(example_input(dataset.preprocess).to(compute.device))
     channels = [layer.shape[1] for layer in layers.of(example, (*layers.candidate, *layers.head, *layers.texture))]
     of_candidate, of_head = len(layers.candidate), len(layers.candidate) + len(layers.head)
     widths = (projection.c_proj * projection.d_proj, *channels[of_candidate:of_head])
@@ -93,16 +94,19 @@ def read(
     moments = _moments_of(layers, example, dataset.preprocess)
 
     def step(images: Tensor) -> list[Float[Tensor, "batch _"]]:
-        found = features_of(images)
+        found, own = running(images)
         candidate = layers.of(found, layers.candidate)
         parts = [projection(candidate), *(average_positions([layer]) for layer in layers.of(found, layers.head))]
         parts += [average_positions(candidate)] if pooled else []
         for layer, sums in moments.items():
             sums.add(layers.of(found, [layer])[0])
         early = [average_positions([layer]) for layer in layers.of(found, layers.texture)]
-        return [torch.cat(part, dim=1) for part in (parts, early) if part]
+        outputs = [own.float()] if layers.output and own is not None else []
+        return [torch.cat(part, dim=1) for part in (parts, early, outputs) if part]
 
     columns = [sum(widths) + averaged, *([sum(channels[of_head:])] if layers.texture else [])]
+    if layers.output and output is not None:
+        columns.append(output.shape[1])
     order = stable_order(dataset.labels)
     kept = store(step, columns, dataset, order, compute, folder)
     z = kept[0].columns(0, widths[0])
@@ -112,7 +116,7 @@ def read(
     values = dataset.subset(images).values
     ends = accumulate(channels[of_head:])
     return Read(
-        Features(kept[0].columns(0, sum(widths)), labels, images, widths, values),
+        Features(kept[0].columns(0, sum(widths)), labels, images, widths, values, kept[-1] if layers.output else None),
         kept[0].columns(sum(widths), averaged) if pooled else z,
         {
             layer: kept[1].columns(end - width, width)

@@ -25,7 +25,7 @@ from psc_core.model.pipeline import Scorer
 from psc_core.network.backbone import Backbone, check_own_output, example_input, own_width
 from psc_core.projection.fit.report import FittedProjection
 from psc_core.settings import FitSettings
-from psc_core.tasks.fit.task import HeadJob, own_outputs
+from psc_core.tasks.fit.task import HeadJob
 from psc_core.thumbnails.fit.choose import kept_images, thumbnails_of
 from psc_core.thumbnails.thumbnails import Thumbnails
 
@@ -88,7 +88,7 @@ def fit_parts(
         folders = [Path(tempfile.mkdtemp(dir=scratch)) for _ in range(2)]
         is_pooled = DENSITIES[settings.density].input_kind == "pooled"
         train = read(backbone, layers, device_projection, data.train, compute, folders[0], pooled=is_pooled)
-        read_here = layers._replace(texture=())
+        read_here = layers._replace(texture=(), output=reads_own)
         selection = read(backbone, read_here, device_projection, data.selection, compute, folders[1], pooled=is_pooled)
         classes = data.train.classes
         density = fit_density(
@@ -97,9 +97,8 @@ def fit_parts(
             pca=settings.pca,
             held_out=selection.examples(selection.density_input, classes),
         ).to(compute.device)
-        own = own_outputs(lambda inputs: backbone(inputs)[1], data.selection, compute) if reads_own else None
         features = train.features, selection.features
-        job = HeadJob(kind, *features, classes, own, settings.predictions, settings.seed, compute.device)
+        job = HeadJob(kind, *features, classes, settings.predictions, settings.seed, compute.device)
         head = data.task_fit.fit_head(job)
         textures = {
             layer: fit_density(train.examples(early, classes), kind=TEXTURE_DENSITY).to(compute.device)

@@ -54,8 +54,8 @@ class ClassificationFit(TaskFit):
         """Return the head, the network's own logits with a temperature, or the better of both."""
         selection = job.selection
         own = logits = None
-        if job.own is not None:
-            logits = job.own[selection.images]
+        if selection.own is not None:
+            logits = selection.own[:]
             own = fit_own(logits, selection.labels).to(job.device)
             if job.predictions == "base":
                 return own
