@@ -1,4 +1,17 @@
-"""Read a network once over a data set and keep the features of every layer that a fit needs, on disk."""
+"""Read a network once over a data set, and keep on disk the features that the last stage of a fit needs.
+
+In goes the network, cut behind the layers of :class:`Layers`, and a data set of images with n labelled examples; an
+image may carry several labels, and all its examples have the same features.  Out comes a :class:`Read`, whose rows are
+the labelled examples ordered by class, float32:
+
+    ``features.head_input``  (n, D + Σ C)    z, then each layer that the head reads beside it, averaged over positions
+    ``features.own``         (n, outputs)    the network's own output, where it may be served
+    ``density_input``        (n, D) or (n, C)    z, or the candidate's features averaged over positions
+    ``texture``              (n, C) by layer     an early layer, averaged over positions
+
+D is the dimension of z, C the channels of a layer.  The rows lie in files, one class after the other, because a density
+reads one class at a time; memory does not grow with n.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +38,11 @@ from psc_core.tasks.fit.task import Features
 
 
 class Layers(NamedTuple):
-    """The parts of a network that the last stage reads; an early layer may be read by both head and gates."""
+    """The parts of a network that the last stage reads; an early layer may serve both the head and the gates."""
 
-    candidate: tuple[str, ...]
-    head: tuple[str, ...]  # beside z
-    texture: tuple[str, ...]  # one of which the gate "texture" will read
+    candidate: tuple[str, ...]  # projected to z
+    head: tuple[str, ...]  # read by the head beside z
+    texture: tuple[str, ...]  # early layers, one of which the gate "texture" will read
     output: bool = False  # whether the network's own output is read too
 
     @property
@@ -38,25 +51,25 @@ class Layers(NamedTuple):
         return tuple(dict.fromkeys((*self.candidate, *self.head, *self.texture)))
 
     def of(self, features: Sequence[Tensor], layers: Sequence[str]) -> list[Tensor]:
-        """Return those of some layers among the features of :attr:`names`."""
+        """Return the features of some ``layers``, picked from those of all :attr:`names`."""
         return [features[self.names.index(layer)] for layer in layers]
 
 
 class Read(NamedTuple):
-    """The features that one pass keeps of n labelled examples, ordered by class."""
+    """The features of n labelled examples that one pass keeps; the module's text has the shapes."""
 
-    features: Features  # that the head reads
-    density_input: FeatureMatrix  # (n, D) z, or (n, C) features of the candidate averaged over positions
-    texture: Mapping[str, FeatureMatrix]  # features of each early layer, averaged over positions
-    moments: Mapping[str, PositionMoments]  # of each early layer that has a grid, of the images of this process
+    features: Features  # read by the head, with labels and image indices
+    density_input: FeatureMatrix
+    texture: Mapping[str, FeatureMatrix]  # by early layer
+    moments: Mapping[str, PositionMoments]  # by early layer with a grid, over the images of this process
 
     def examples(self, features: FeatureMatrix, classes: Sequence[str]) -> Examples:
-        """Return the labelled examples with some of the features that were read, as a density is fitted to them."""
+        """Return the labelled examples with these of their features, as a density is fitted to them."""
         return Examples(features, self.features.labels, len(classes), self.features.images, classes)
 
 
 def cut(net: nn.Module, layers: Sequence[str], data: ImageDataset, compute: Compute, *, keep_output: bool) -> Backbone:
-    """Return ``net`` cut behind some layers, on the device, checked on one input."""
+    """Return ``net`` cut behind ``layers``, on the device, after a trial on one input."""
     example = example_input(data.preprocess).to(compute.device)
     return truncate(net.to(compute.device), layers, keep_output=keep_output, example=example)
 
@@ -71,18 +84,16 @@ def read(
     *,
     pooled: bool,
 ) -> Read:
-    """Keep the features of every labelled example in ``folder``, so that memory does not grow with the images.
-
-    They are written class by class, because a density reads one class at a time.
+    """Run the network over a data set and write the features of every labelled example to files in ``folder``.
 
     Args:
-        backbone: The network cut behind ``layers.names``.
-        layers: Which of them is read by what; with their output the backbone keeps it.
-        projection: Of the candidate, on the device.
+        backbone: The network cut behind ``layers.names``; it keeps its output where ``layers.output`` asks for it.
+        layers: The layers, by what reads them.
+        projection: From the candidate's features to z, on the device.
         dataset: The images.
         compute: Device, precision, batch size, processes.
-        folder: Where to; empty.
-        pooled: Whether the density reads features averaged over positions, and not z.
+        folder: An empty folder; the files lie in it as long as the result is used.
+        pooled: Whether the density reads the candidate's features averaged over positions, and not z.
     """
     running = backbone.fused(compute.precision)
     with torch.inference_mode():
@@ -127,7 +138,7 @@ def read(
 
 
 def _moments_of(layers: Layers, example: Sequence[Tensor], preprocess: Preprocess) -> dict[str, PositionMoments]:
-    """Return empty sums for each early layer that a map can be made of, from the features of one image."""
+    """Return empty sums for each early layer that a map can be made from; ``example`` is one image's features."""
     found = {}
     for layer, features in zip(layers.texture, layers.of(example, layers.texture), strict=True):
         grid = grid_of(features.shape[2], preprocess.height, preprocess.width)
@@ -144,7 +155,10 @@ def store(
     compute: Compute,
     folder: Path,
 ) -> list[FeatureFile]:
-    """Return the rows of ``step(images)``, (B, columns), for every labelled example, in ``order``, in files."""
+    """Run ``step`` over the images and write its results, (B, width) for each of ``columns``, to one file each.
+
+    A file has one row for each labelled example, in ``order``: row i is that of example ``order[i]``.
+    """
     reducer = compute.reducer
     kept = [FeatureFile(folder / str(number), (dataset.examples, width)) for number, width in enumerate(columns)]
     where = torch.empty_like(order)

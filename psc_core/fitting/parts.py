@@ -1,4 +1,15 @@
-"""The last stage before calibration: density, head and gates, and the scorer made of them."""
+"""Fit density, head and gates to features, and join them to a scorer, which only lacks calibration.
+
+In go the network, its candidate layer(s) and their projection to z, and the images of a fit; out comes
+:class:`FittedParts`.  The steps, in order:
+
+1. cut the network behind the candidate, the layers that the head reads beside z, and a few early layers;
+2. read training images and selection split once each, and keep their features on disk (:mod:`.features`);
+3. fit the density and the head to the training features; the selection split chooses their free numbers;
+4. fit a density to each early layer, and choose one for the gate ``texture`` (:mod:`.early_layers`);
+5. choose the early layer of the map (:mod:`.maps`);
+6. cut the network again, behind the layers that are still read.
+"""
 
 from __future__ import annotations
 
@@ -30,22 +41,22 @@ from psc_core.thumbnails.fit.choose import kept_images, thumbnails_of
 from psc_core.thumbnails.thumbnails import Thumbnails
 
 BATCH: Final = 64
-"""Images that are made thumbnails at once."""
+"""Number of images whose thumbnails are made at once."""
 
 
 @dataclass(frozen=True)
 class FittedParts:
-    """A scorer and what it was cut from, before calibration."""
+    """Everything that a model consists of before it is calibrated."""
 
     backbone: Backbone  # as a bundle stores it; the scorer runs a fused copy
-    scorer: Scorer
-    gates: ChosenGates | None
-    map: ChosenMap | None
-    thumbnails: Thumbnails | None
+    scorer: Scorer  # uint8 pixels to scores
+    gates: ChosenGates | None  # None: the density alone makes the OOD score
+    map: ChosenMap | None  # None: no early layer has a grid
+    thumbnails: Thumbnails | None  # None: the settings keep none
 
     @property
     def gate_names(self) -> tuple[str, ...]:
-        """Names of the gates; none without."""
+        """Names of the gates; an empty tuple for a model without any."""
         return () if self.gates is None else self.gates.names
 
 
@@ -57,18 +68,18 @@ def fit_parts(
     settings: FitSettings,
     compute: Compute,
 ) -> FittedParts:
-    """Fit density and head on the training images, with free numbers chosen on the selection split, and the gates.
+    """Take the steps of the module's text.
 
     Args:
         net: The whole network.
-        candidate: The layer(s) it is cut behind.
-        projection: Of the candidate.
+        candidate: The layer(s) that z is made from.
+        projection: The candidate's features to z.
         data: The images.
-        settings: As :func:`.stages.checked` returns them.
+        settings: The settings, as :func:`.stages.checked` returns them.
         compute: Device, precision, batch size, processes.
 
     Raises:
-        UsageError: Base predictions of a network with another number of outputs.
+        UsageError: Base predictions are asked for, and the network has another number of outputs than the task needs.
         FitError: Features that cannot be fitted; the message says why.
         NetworkError: The network cannot be cut.
     """
