@@ -1,6 +1,6 @@
-"""Flags that say how an image becomes the network's input.
+"""The flags that say how an image becomes the network's input.
 
-It has to be what the network was trained with: a wrong size or filter costs accuracy without any error.
+They have to describe what the network was trained with: a wrong size or filter costs accuracy without any error.
 ``--preprocess`` takes it from where it is written down: a JSON file with the fields of
 :class:`psc_core.images.preprocess.Preprocess` (as under ``preprocess`` in a manifest), the transforms of torchvision's
 weights, or the data configuration of a timm model.  Without it and without ``--preset``, a network that describes

@@ -152,7 +152,7 @@ def extended(pipeline: Pipeline, read: _Read, examples: int, times: int) -> Pipe
 
 
 def _choose(aurocs: Mapping[int, Auroc]) -> int:
-    """Return the number of times with the least regret among those that lose little on every kind, of equals the least."""
+    """Return the times with the least regret, of equals the smallest, among those that lose little on every kind."""
     before = aurocs[0]
     allowed = [
         times for times in aurocs if all(value >= before[kind] - LARGEST_LOSS for kind, value in aurocs[times].items())
@@ -184,7 +184,7 @@ def _read(scorer: Scorer, data: ImageDataset, compute: Compute) -> _Read:
 def _made_up_readings(
     scorers: Mapping[int, Scorer], names: tuple[str, ...], real: ImageDataset, compute: Compute, *, mixed: bool
 ) -> dict[int, dict[str, Float[Tensor, "n gates"]]]:
-    """Return readings (n, gates) by times and by kind of image, of scorers that differ in nothing but their densities."""
+    """Return readings (n, gates) by times, then by kind of image; the scorers differ in their densities alone."""
 
     def read(images: Pixels) -> dict[int, Tensor]:
         embedding = scorers[0].embed(images)

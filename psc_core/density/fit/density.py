@@ -1,4 +1,6 @@
-"""Fit a density to z: PCA, class moments, shrinkage where images are few; all in float64.
+"""Fit a density to features: principal components, class moments, and shrinkage where images are few; all in float64.
+
+In go n labelled examples of K classes with features z (n, D); out comes a :class:`.Density` of P components.
 
 Three coordinate systems, each one matrix product away from the one before; the third is served:
 
@@ -123,7 +125,7 @@ def fit_density(
 
 
 class Pooled(NamedTuple):
-    """The training features in x and their pooled covariance, float64, which every density is fitted to."""
+    """The training examples in x and their pooled covariance, float64, to which every density is fitted."""
 
     x: FeatureMatrix  # (n, P)
     means: Float[Tensor, "K P"]  # of each class, in x
@@ -141,7 +143,7 @@ class HeldOut(NamedTuple):
 
 
 class OwnPart(NamedTuple):
-    """Tensors of a density beside mean and basis, and what its record has beside that of the pooled covariance."""
+    """The tensors of a density beside ``mean`` and ``basis``, and the entries of its record that are its own."""
 
     tensors: dict[str, Tensor]
     record: Record
@@ -207,13 +209,13 @@ FITS: Final[Mapping[type, Callable[[Pooled, HeldOut | None], OwnPart]]] = {
 
 
 def _lengths(family: type[Density], z: FeatureMatrix) -> FeatureMatrix:
-    """Return the features as the density reads them: of unit length, in float64 as :meth:`Density.coordinates`."""
+    """Return the features as the density reads them: in float64 and of unit length, or as they are."""
     if not family.unit_length:
         return z
     return z.map(lambda part: functional.normalize(part.double()), z.shape[1], torch.float64)
 
 
 def _moments(w: FeatureMatrix, images: int) -> ClassMoments:
-    """Return mean and covariance of the labelled examples of a class, which show so many images."""
+    """Return mean and covariance of the labelled examples of a class, which show this many ``images``."""
     mean = linalg.mean_of_rows(w)
     return ClassMoments(mean, linalg.scatter_about(w, mean) * (images / len(w)) / (images - 1))
