@@ -136,7 +136,7 @@ def load(args: argparse.Namespace, described: Described, outputs: int) -> Loaded
 
 
 def check_runs(network: LoadedNetwork, data: FitData, compute: Compute) -> None:
-    """Run the network on one made-up input, on the device, and export it where a bundle will hold its graph."""
+    """Run the network on one trial input, on the device, and export it where a bundle will hold its graph."""
     net, recipe = network.net.to(compute.device), network.recipe
     example = example_input(data.train.preprocess).to(compute.device)
     check_output(net, example, recipe.num_classes, name=recipe.spec)
