@@ -37,7 +37,7 @@ from torch.nn import functional
 from psc_core.density import DENSITIES
 from psc_core.density.base import Density
 from psc_core.density.fit.extend import EXAMPLES
-from psc_core.density.fit.pca import fit_pca
+from psc_core.density.fit.pca import PCA, fit_pca
 from psc_core.density.fit.tied_weight import ClassMoments, between, choose_tied_weight
 from psc_core.density.gaussian import ClasswiseDensity, RelativeDensity, TiedDensity
 from psc_core.fitted import Record
@@ -56,6 +56,11 @@ class Examples(NamedTuple):
     num_classes: int  # K
     images: Int[Tensor, " n"] | None = None  # which image each one shows; None where no two show the same
     class_names: Sequence[str] | None = None  # for messages
+
+    @property
+    def n_images(self) -> int:
+        """Number of different images that the examples show."""
+        return len(self.features) if self.images is None else int(self.images.bincount().count_nonzero())
 
 
 def fit_density(
@@ -78,50 +83,41 @@ def fit_density(
             or a ``pca`` beyond the rank.
     """
     family = DENSITIES[kind]
-    z, labels, num_classes, images, names = train
-    counts = check_features(z, labels, num_classes=num_classes, class_names=names, minimum=2, images=images)
-    observed = counts if images is None else images_of_classes(images, labels, num_classes)
-    n_images = len(z) if images is None else int(images.bincount().count_nonzero())
-    z, feature_dtype = as_matrix(z), z.dtype
-    z = _lengths(family, z)  # ``feature_dtype`` still tells how exact the features are.
-    limit = n_images - num_classes
-    if family.has_class_covariances:
-        limit = min(limit, math.isqrt(WHITENER_ELEMENTS // num_classes))
-    limit = min(limit, family.maximum_components or limit)
+    features, labels, num_classes, images, names = train
+    counts = check_features(features, labels, num_classes=num_classes, class_names=names, minimum=2, images=images)
+    z = _lengths(family, as_matrix(features))
     projection = fit_pca(
-        z, kept=pca, limit=max(1, limit), minimum_variance=family.minimum_variance, feature_dtype=feature_dtype
+        z,
+        kept=pca,
+        limit=_most_components(family, train),
+        minimum_variance=family.minimum_variance,
+        feature_dtype=features.dtype,  # z may be float64 already; this says how exact the features are.
     )
-
-    # A stable sort, so that each fit adds the images of a class in the same order.
-    members = torch.split(labels.argsort(stable=True), counts.tolist())
-    x = projection.whiten(z)
-    means = torch.stack([linalg.mean_of_rows(x.take(own)) for own in members])
-    scatter = means.new_zeros(x.shape[1], x.shape[1])
-    for own, mean in zip(members, means, strict=True):
-        scatter += linalg.scatter_about(x.take(own), mean)
-    # Labelled examples of one image are one observation; the K means take one degree of freedom each.
-    covariance, shrinkage = linalg.covariance(scatter * (n_images / len(z)), n_images - num_classes)
-    inverse = linalg.inverse_root(covariance)
-    # −2 × the log-density at the centre of one Gaussian for all images
-    volume = len(projection.variances) * math.log(2 * math.pi) + projection.variances.log().sum().item()
-    constants = (counts / len(z)).double().log() - 0.5 * volume - 0.5 * inverse.log_det
-    pooled = Pooled(x, means, inverse, volume, constants, list(zip(members, observed.tolist(), strict=True)))
+    pooled = pool(projection, z, train, counts)
     apart = None
     if family.tied_by_held_out and held_out is not None and len(held_out.labels):
-        w = projection.whiten(_lengths(family, as_matrix(held_out.features)))[:] @ inverse.root
+        w = projection.whiten(_lengths(family, as_matrix(held_out.features)))[:] @ pooled.inverse.root
         apart = HeldOut(w, held_out.labels.to(w.device))
+    fit = next(FITS[base] for base in family.__mro__ if base in FITS)
+    own = fit(pooled, apart)
+    tensors = {"mean": projection.mean, "basis": projection.whitening @ pooled.inverse.root, **own.tensors}
     record: Record = {
         EXAMPLES: len(z),
         "components": len(projection.variances),
         "explained_variance": projection.explained,
-        "pooled_shrinkage": shrinkage,
-        "clamped_eigenvalues": inverse.n_clamped,
-        "largest_increase": inverse.largest_increase,
+        "pooled_shrinkage": pooled.shrinkage,
+        "clamped_eigenvalues": pooled.inverse.n_clamped,
+        "largest_increase": pooled.inverse.largest_increase,
     }
-    fit = next(FITS[base] for base in family.__mro__ if base in FITS)
-    found = fit(pooled, apart)
-    tensors = {"mean": projection.mean, "basis": projection.whitening @ inverse.root, **found.tensors}
-    return family(tensors, record=record | found.record).to(z.device)
+    return family(tensors, record=record | own.record).to(z.device)
+
+
+def _most_components(family: type[Density], train: Examples) -> int:
+    """Return the largest P that the automatic choice may take."""
+    limit = train.n_images - train.num_classes
+    if family.has_class_covariances:
+        limit = min(limit, math.isqrt(WHITENER_ELEMENTS // train.num_classes))
+    return max(1, min(limit, family.maximum_components or limit))
 
 
 class Pooled(NamedTuple):
@@ -130,9 +126,30 @@ class Pooled(NamedTuple):
     x: FeatureMatrix  # (n, P)
     means: Float[Tensor, "K P"]  # of each class, in x
     inverse: linalg.InverseRoot  # of the pooled covariance: its root is V
-    volume: float
+    shrinkage: float  # of the pooled covariance
+    volume: float  # −2 × the log-density at the centre of one Gaussian for all images
     constants: Float[Tensor, " K"]  # of one covariance for all classes
     classes: Sequence[tuple[Int[Tensor, " members"], int]]  # labelled examples of each class, and its number of images
+
+
+def pool(projection: PCA, z: FeatureMatrix, train: Examples, counts: Int[Tensor, " K"]) -> Pooled:
+    """Return class means and pooled covariance of ``counts`` labelled examples of each class, in x."""
+    observed = counts if train.images is None else images_of_classes(train.images, train.labels, train.num_classes)
+    # A stable sort, so that each fit adds the images of a class in the same order.
+    members = torch.split(train.labels.argsort(stable=True), counts.tolist())
+    x = projection.whiten(z)
+    means = torch.stack([linalg.mean_of_rows(x.take(own)) for own in members])
+    scatter = means.new_zeros(x.shape[1], x.shape[1])
+    for own, mean in zip(members, means, strict=True):
+        scatter += linalg.scatter_about(x.take(own), mean)
+    # Labelled examples of one image are one observation; the K means take one degree of freedom each.
+    n_images = train.n_images
+    covariance, shrinkage = linalg.covariance(scatter * (n_images / len(z)), n_images - train.num_classes)
+    inverse = linalg.inverse_root(covariance)
+    volume = len(projection.variances) * math.log(2 * math.pi) + projection.variances.log().sum().item()
+    constants = (counts / len(z)).double().log() - 0.5 * volume - 0.5 * inverse.log_det
+    classes = list(zip(members, observed.tolist(), strict=True))
+    return Pooled(x, means, inverse, shrinkage, volume, constants, classes)
 
 
 class HeldOut(NamedTuple):
