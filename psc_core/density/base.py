@@ -1,4 +1,4 @@
-"""The interface of every density: z (B, D) goes in, log-densities (B,) in nats come out, explanations on request.
+"""The interface of every density: from z (B, D) to log-densities (B,) in nats, with explanations on request.
 
 Shapes: B images, K classes, D = dim of z, P = kept components.
 """

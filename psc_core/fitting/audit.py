@@ -1,7 +1,7 @@
 """Read the audit slice of a prediction log as a data set: a random sample of images, as people judged them.
 
-In go the rows and labels of a log; out comes :class:`Audit`: n labelled images, and the weight (n,) of each, the
-inverse of the probability that it was drawn with.
+The input is the rows and labels of a log; the output is an :class:`Audit` of n labelled images and the weight (n,) of
+each, the inverse of the probability that it was drawn with.
 
 The slice is random, but people may have judged only a part of it, and a part that was chosen for what it looks like is
 no random sample.  So the images of each day are taken in the order of their digests, which is as good as random and is

@@ -1,6 +1,6 @@
 """Choose the gates of a model, and the early layer that the gate ``texture`` reads.
 
-In go a scorer, the densities of a few early layers and the selection split; out comes :class:`ChosenGates`.
+The input is a scorer, the densities of a few early layers, and the images; the output is :class:`ChosenGates`.
 
 Which gates a model has follows from a rule: always ``kind``; ``texture`` wherever a layer lies before the candidate;
 and ``confidence`` unless images are ambiguous by nature, that is, unless some training or validation image has labels

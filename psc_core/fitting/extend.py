@@ -1,8 +1,8 @@
 """Extend the densities of a bundle by images that people judged to show a class, outside the audit slice.
 
-In go a fitted model, m labelled images that people chose as they liked, and a few audit images that calibrate nothing;
-out comes :class:`Extension`, the model's pipeline with extended densities.  Images of the slice calibrate, so none of
-them may extend anything.
+The input is a fitted model, m labelled images that people chose as they liked, and a few audit images that calibrate
+nothing; the output is an :class:`Extension`, the model's pipeline with extended densities.  Images of the slice
+calibrate, so none of them may extend anything.
 
 The density and that of an early layer see each of the m images as one more training image
 (:mod:`psc_core.density.fit.extend`), or as several equal ones: of a new camera there are few images, of the old one

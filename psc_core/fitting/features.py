@@ -1,8 +1,8 @@
 """Read a network once over a data set, and keep on disk the features that the last stage of a fit needs.
 
-In goes the network, cut behind the layers of :class:`Layers`, and a data set of images with n labelled examples; an
-image may carry several labels, and all its examples have the same features.  Out comes a :class:`Read`, whose rows are
-the labelled examples ordered by class, float32:
+The input is the network, cut behind the layers of :class:`Layers`, and a data set of images with n labelled examples;
+an image may carry several labels, and all its examples have the same features.  The output is a :class:`Read`, whose
+rows are the labelled examples, ordered by class, float32:
 
     ``features.head_input``  (n, D + Σ C)    z, then each layer that the head reads beside it, averaged over positions
     ``features.own``         (n, outputs)    the network's own output, where it may be served

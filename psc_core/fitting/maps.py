@@ -1,7 +1,7 @@
 """Choose the layer that the map of a model reads, and fit the map's grey levels.
 
-In go the moments of a few early layers over the training images, and the selection split; out comes the map of one of
-them, :class:`ChosenMap`.
+The input is the moments of a few early layers over the training images, and the selection split; the output is
+:class:`ChosenMap`, the map of one of these layers.
 
 Deep layers tell objects better, early ones surfaces, and a map is as fine as its layer.  So each layer's map gives the
 images of the selection split distances (B, rows, columns), once as they are and once with something pasted into them

@@ -1,6 +1,6 @@
 """Fit density, head and gates to features, and join them to a scorer, which only lacks calibration.
 
-In go the network, its candidate layer(s) and their projection to z, and the images of a fit; out comes
+The input is the network, its candidate layer(s), their projection to z, and the images of a fit; the output is
 :class:`FittedParts`.  The steps, in order:
 
 1. cut the network behind the candidate, the layers that the head reads beside z, and a few early layers;

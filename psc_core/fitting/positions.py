@@ -1,7 +1,7 @@
 """Choose how many spatial components of the projection a density of z needs.
 
-In go the largest projection, z (n, c_max · d_max), and a few sizes c_proj × d_proj within it; out comes the mean AUROC
-of each d_proj, of which :func:`fewest_positions` takes the smallest that is good enough.
+The input is the largest projection, to z (n, c_max · d_max), and a few sizes c_proj × d_proj within it; the output
+is the mean AUROC of each d_proj, of which :func:`fewest_positions` takes the smallest that is good enough.
 
 NC1 and NC4 only ask for what tells the known classes apart, and often one component a channel is enough for that: it
 says what is in the image and not where.  A density needs more.  So it is fitted with d_proj spatial components, with

@@ -1,6 +1,6 @@
 """Calibrate a bundle again, on the judged audit slice of a service's log.
 
-In go the model of a bundle and an :class:`.Audit`; out comes the same model with another calibration.  Network,
+The input is the model of a bundle and an :class:`.Audit`; the output is the same model, calibrated anew.  Network,
 projection, density, head and gates stay.  p-values, prediction sets or intervals and the ambiguity threshold come from
 the audit images alone: calibration images have to be like the images to come, and those of the fit no longer are once
 the images have changed; the rates of a mixture would hold for neither.  Each audit image weighs as much as the inverse

@@ -1,6 +1,6 @@
 """Fit a density to features: principal components, class moments, and shrinkage where images are few; all in float64.
 
-In go n labelled examples of K classes with features z (n, D); out comes a :class:`.Density` of P components.
+The input is n labelled examples of K classes with features z (n, D), the output a :class:`.Density` of P components.
 
 Three coordinate systems, each one matrix product away from the one before; the third is served:
 

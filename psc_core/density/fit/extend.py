@@ -1,9 +1,9 @@
 """Extend a fitted density by more images of its classes, as if it had been fitted to them too.
 
-A density goes in, fitted to n labelled examples, and m more images; out comes a density of the same kind.  In its
-coordinates w (:mod:`psc_core.density.gaussian`) it keeps the mean μ_k and the covariance Σ_k of each class, and in its
-constants the class proportions, which with n give n_k.  Moments need no more than that (Chan, Golub & LeVeque 1983):
-m_k more images of class k, with the mean a_k, make
+The input is a density that was fitted to n labelled examples, and m more images; the output is a density of the same
+kind.  In its coordinates w (:mod:`psc_core.density.gaussian`) a density keeps the mean μ_k and the covariance Σ_k of
+each class, and in its constants the class proportions, which with n give n_k.  Moments need no more than that (Chan,
+Golub & LeVeque 1983): m_k more images of class k, with the mean a_k, make
 
     ``B_k  = Σ_i (w_i − a_k)(w_i − a_k)ᵀ + n_k m_k / (n_k + m_k) (a_k − μ_k)(a_k − μ_k)ᵀ``
     ``μ'_k = μ_k + m_k / (n_k + m_k) (a_k − μ_k)``

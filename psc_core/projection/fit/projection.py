@@ -1,6 +1,6 @@
 """Fit the largest projection of the candidate layer(s) that is considered, and measure every smaller size of it.
 
-In go the network cut behind the candidate, training images and selection split; out comes :class:`SizedProjection`: A
+The input is the network, cut behind the candidate, and the images; the output is a :class:`SizedProjection` with A
 (C, c_max), B (d, d_max), and NC1 and NC4 (c_max, d_max) of every leading block.  One pass over the training images
 gives channel means and covariances (:mod:`.moments`), whose correlation is decomposed (:mod:`.tucker`); further passes
 measure every size (:mod:`.sizes`), and :mod:`.ranks` chooses one.
