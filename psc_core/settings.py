@@ -1,18 +1,23 @@
-"""The settings of a fit: the flags of ``psc-fit`` with their defaults, and what a bundle records of them."""
+"""The settings of a fit: the flags of ``psc-fit`` with their defaults, and those of them that a bundle records.
+
+What needs torch is imported when a fit begins, so that the command line shows the defaults at once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import torch
-
-from psc_core.compute.device import resolve_device
-from psc_core.compute.distributed import Reducer
-from psc_core.compute.passes import Compute
+from psc_core.compute import MAX_MEMORY
 from psc_core.errors import UsageError
 from psc_core.precision import PRECISIONS
+
+if TYPE_CHECKING:
+    import torch
+
+    from psc_core.compute.distributed import Reducer
+    from psc_core.compute.passes import Compute
 
 EPSILON: Final = 0.2
 """Neural collapse cutoff ε on NC1, as in the paper."""
@@ -62,7 +67,7 @@ class FitSettings:
     precision: str = "fp32"
     batch_images: int = 256
     max_images: int | None = None  # training images that are used, balanced over classes; None for all
-    max_memory: int = Compute.max_memory  # bytes
+    max_memory: int = MAX_MEMORY  # bytes
     seed: int = 0
     device: str | torch.device = "auto"  # auto, cpu, cuda or cuda:N; of this machine, so that no bundle records it
 
@@ -83,6 +88,10 @@ class FitSettings:
         Raises:
             UsageError: An unknown precision, or a device that is not there.
         """
+        from psc_core.compute.device import resolve_device
+        from psc_core.compute.distributed import Reducer
+        from psc_core.compute.passes import Compute
+
         if self.precision not in PRECISIONS:
             raise UsageError(f"expected a precision of {', '.join(PRECISIONS)}, got {self.precision!r}")
         device, processes = resolve_device(self.device), reducer or Reducer()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from psc_core.compute import MAX_MEMORY
 from psc_core.compute.allocator import release_freed_memory
 from psc_core.compute.device import autocast
 from psc_core.compute.distributed import Reducer
@@ -41,7 +42,7 @@ class Compute:
     precision: Precision = "fp32"  # or "bf16", of the network
     batch_images: int = 256  # maximum batch size
     reducer: Reducer = field(default_factory=Reducer)  # this process among those that fit one model
-    max_memory: int = 1 << 30  # budget of one stage's statistics and the features of a batch, bytes
+    max_memory: int = MAX_MEMORY  # budget of one stage's statistics and the features of a batch, bytes
 
     @property
     def batch_size(self) -> int:

@@ -34,8 +34,9 @@ from torch.nn import functional
 
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset, drawn
-from psc_core.density import DENSITIES, Density
-from psc_core.density.fit.density import fit_density
+from psc_core.density import DENSITIES
+from psc_core.density.base import Density
+from psc_core.density.fit.density import Examples, fit_density
 from psc_core.density.gaussian import ClasswiseDensity
 from psc_core.errors import FitError, NetworkError
 from psc_core.evaluation.base import OwnNetwork
@@ -44,7 +45,7 @@ from psc_core.images.preprocess import Images, Preprocess
 from psc_core.network.backbone import Backbone, check_own_output, example_input, truncate
 from psc_core.numerics import linalg
 from psc_core.numerics.matrix import usable
-from psc_core.tasks.classification.heads import entropy
+from psc_core.tasks.classification.heads.base import entropy
 
 NEIGHBOURS: Final = 50
 """k of ``knn``, OpenOOD's choice for CIFAR-10."""
@@ -167,7 +168,7 @@ def full_density(z: Float[Tensor, "n dim"], labels: Int[Tensor, " n"], *, num_cl
     components = max(1, int((variances > noise).sum()))
     if issubclass(DENSITIES[kind], ClasswiseDensity):
         components = min(components, max(1, math.isqrt(GAUSSIAN_ELEMENTS // num_classes)))
-    return fit_density(z, labels, num_classes=num_classes, kind=kind, pca=components)
+    return fit_density(Examples(z, labels, num_classes), kind=kind, pca=components)
 
 
 def penultimate_and_logits(

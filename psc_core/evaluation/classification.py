@@ -35,7 +35,7 @@ from psc_core.network.backbone import example_input
 from psc_core.network.layers import list_layers
 from psc_core.network.load import bounded_size, load_network
 from psc_core.scoring.served import served
-from psc_core.tasks.classification.heads import entropy
+from psc_core.tasks.classification.heads.base import entropy
 
 AMBIGUOUS_PREFIX: Final = "ambiguous"
 """Prefix of the names of groups of ambiguous images; images of all other groups are clean."""

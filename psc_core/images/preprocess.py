@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from psc_core.errors import UsageError
+from psc_core.images import INTERPOLATIONS, PRESET_FIELDS
 from psc_core.images.decode import OpenImage, open_image
 from psc_core.images.limits import DEFAULT_MAX_PIXELS
 
@@ -39,9 +40,7 @@ MAX_RESIZE: Final = 8192
 """Maximum length of the shorter side before the crop, pixels."""
 
 _CHANNELS = {"L": 1, "RGB": 3}
-_FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
-INTERPOLATIONS: Final = tuple(_FILTERS)
-"""Filters that images can be resized with, antialiased."""
+_FILTERS = {name: Image.Resampling[name.upper()] for name in INTERPOLATIONS}
 
 RESIZERS: Final = ("torch", "pillow")
 """Libraries that resize, by the same filters.
@@ -230,10 +229,5 @@ def mode_of(channels: int) -> str:
     return mode
 
 
-PRESETS: Mapping[str, Preprocess] = {
-    "mnist": Preprocess("L", 28, 28, None, (0.1307,), (0.3081,)),
-    "fashion-mnist": Preprocess("L", 28, 28, None, (0.2860,), (0.3530,)),
-    "cifar10": Preprocess("RGB", 32, 32, None, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "imagenet": Preprocess("RGB", 224, 224, 256, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-}
+PRESETS: Mapping[str, Preprocess] = {name: Preprocess(*fields) for name, fields in PRESET_FIELDS.items()}
 """Presets by name; the command line can change single fields."""

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from psc_core.calibration.conformal import conformal_p_values
 from psc_core.compute.device import autocast
-from psc_core.density import Density
+from psc_core.density.base import Density
 from psc_core.errors import UsageError
 from psc_core.gates.combined import TEXTURE, Gates, readings_of
 from psc_core.images.preprocess import Images, Inputs, Preprocess, standardise

@@ -15,7 +15,7 @@ from torch import Tensor
 from psc_core.bundle.io import Bundle
 from psc_core.bundle.manifest import Manifest, MapSection, ThumbnailsSection
 from psc_core.calibration.conformal import check_rates
-from psc_core.density import Density, restore_density
+from psc_core.density.base import Density, restore_density
 from psc_core.errors import BundleError, PSCError, shortened
 from psc_core.fitted import restore
 from psc_core.gates.combined import Gates

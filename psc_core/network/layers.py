@@ -25,9 +25,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError, UsageError
+from psc_core.network import GRANULARITIES
 from psc_core.network.layout import CONVOLUTIONS, INPUT_SUFFIX, Kind, is_pooling, layout_of, value_of
-
-GRANULARITIES: Final = ("operations", "blocks", "all")
 
 _WEIGHTED: Final = (*CONVOLUTIONS, nn.Linear)
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from psc_core.errors import NetworkError
 from psc_core.network.builders import BUILDERS, from_factory
 from psc_core.network.described import hugging_face
+from psc_core.network.described.base import Described
 from psc_core.network.described.families import describe
 from psc_core.network.onnx.network import OnnxNetwork, open_onnx
 from psc_core.network.weights import load_weights, read_weights
@@ -103,11 +104,19 @@ def load_network(
         >>> net(torch.zeros(2, 1, 28, 28)).shape
         torch.Size([2, 10])
     """
+    file = None if weights is None else Path(weights)
     if spec.startswith(ONNX):
-        if weights is not None or model_args:
-            raise NetworkError(f"{spec} holds its weights and its form; leave out weights and model arguments")
-        return open_onnx(Path(spec.removeprefix(ONNX)).expanduser())
+        return _open_onnx(spec, file, model_args or {})
     described = describe(spec)
+    return load_described(described, recipe_for(spec, described, num_classes, model_args or {}), file)
+
+
+def recipe_for(spec: str, described: Described, num_classes: int | None, model_args: Mapping[str, Any]) -> Recipe:
+    """Return the recipe of the network of a spec, from its own description and from what the caller adds to it.
+
+    Raises:
+        NetworkError: Neither says the number of classes, or they say different ones.
+    """
     outputs = num_classes or described.outputs
     if outputs is None:
         raise NetworkError(f"{spec} does not say its number of classes; give num_classes")
@@ -116,18 +125,39 @@ def load_network(
             f"{spec} is for {described.outputs} classes, the data has {outputs}; use the data that the network was "
             "trained on"
         )
-    recipe = Recipe(described.spec or spec, outputs, {**described.model_args, **(model_args or {})})
+    return Recipe(described.spec or spec, outputs, {**described.model_args, **model_args})
+
+
+def load_described(described: Described, recipe: Recipe, weights: Path | None) -> nn.Module:
+    """Load the network of a recipe from :func:`recipe_for`, in evaluation mode.
+
+    Args:
+        described: The description that the network gives of itself.
+        recipe: How it is built.
+        weights: Checkpoint; None for the weights that lie beside the description.
+
+    Raises:
+        NetworkError: As of :func:`load_network`.
+    """
+    if recipe.spec.startswith(ONNX):
+        return _open_onnx(recipe.spec, weights, recipe.model_args)
     if described.folder is not None and not described.spec:
-        if model_args:
-            raise NetworkError(f"{spec} says its arguments itself; leave out {', '.join(model_args)}")
+        if recipe.model_args:
+            raise NetworkError(f"{recipe.spec} says its arguments itself; leave out {', '.join(recipe.model_args)}")
         classifier = hugging_face.load(described.folder)
         if weights is not None:
-            setattr(classifier, NOTES, _read_into(classifier.model, Path(weights), outputs))
+            setattr(classifier, NOTES, _read_into(classifier.model, weights, recipe.num_classes))
         return classifier
     net = build(recipe)
-    for file in described.weights if weights is None else (Path(weights),):
-        setattr(net, NOTES, _read_into(net, file, outputs))
+    for file in described.weights if weights is None else (weights,):
+        setattr(net, NOTES, _read_into(net, file, recipe.num_classes))
     return net
+
+
+def _open_onnx(spec: str, weights: Path | None, model_args: Mapping[str, Any]) -> nn.Module:
+    if weights is not None or model_args:
+        raise NetworkError(f"{spec} holds its weights and its form; leave out weights and model arguments")
+    return open_onnx(Path(spec.removeprefix(ONNX)).expanduser())
 
 
 def _read_into(net: nn.Module, file: Path, outputs: int) -> tuple[str, ...]:

@@ -43,11 +43,9 @@ class CentroidHead(ClassifierHead):
     ],
     "psc_core/tasks/classification/heads/__init__.py": [
         (
-            "from psc_core.tasks.classification.heads.duq import DuqHead\n",
-            "from psc_core.tasks.classification.heads.centroid import CentroidHead\n"
-            "from psc_core.tasks.classification.heads.duq import DuqHead\n",
+            '.duq:DuqHead",\n',
+            '.duq:DuqHead",\n        "centroid": "psc_core.tasks.classification.heads.centroid:CentroidHead",\n',
         ),
-        ("(LaplaceHead, SngpHead, DuqHead)", "(LaplaceHead, SngpHead, DuqHead, CentroidHead)"),
     ],
     "psc_core/tasks/classification/fit/centroid.py": [
         (
@@ -191,10 +189,9 @@ class RidgeHead(RegressionHead):
     ],
     "psc_core/tasks/regression/heads/__init__.py": [
         (
-            "\n__all__",
-            "from psc_core.tasks.regression.heads.ridge import RidgeHead\n\n__all__",
+            '.dve:DeepVecchiaHead",\n',
+            '.dve:DeepVecchiaHead",\n        "ridge": "psc_core.tasks.regression.heads.ridge:RidgeHead",\n',
         ),
-        ("(BayesianLinearHead, DeepVecchiaHead)", "(BayesianLinearHead, DeepVecchiaHead, RidgeHead)"),
     ],
     "psc_core/tasks/regression/fit/ridge.py": [
         (

@@ -25,7 +25,8 @@ from typing import Any, Final, NamedTuple
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from psc_core.errors import NetworkError, UsageError, fault
-from psc_core.images.preprocess import INTERPOLATIONS, PRESETS, Preprocess
+from psc_core.images import INTERPOLATIONS
+from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.network.described.base import Aspect, Preparation
 
 BOTH_SIDES: Final = ("ViT", "DeiT", "Beit", "Blip", "DINOv3ViT", "EfficientNet", "Pvt", "Segformer", "Siglip")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
 
-from psc_core.tasks.classification import heads
+from psc_core.tasks.classification import NOUN, heads
 from psc_core.tasks.classification.answer import RESPONSE, ImagePrediction
 from psc_core.tasks.classification.calibration import Calibration
 from psc_core.tasks.classification.decide import ABSTAIN_AMBIGUOUS, ABSTAIN_OOD
+from psc_core.tasks.classification.heads.own import OwnHead
 from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.classification.prediction import Prediction
 from psc_core.tasks.task import Agreement, Task
@@ -18,13 +19,13 @@ class Classification(Task):
     """A classifier's task."""
 
     name = "classification"
-    noun = "classifier"
+    noun = NOUN
     response = RESPONSE
     answer = ImagePrediction
     policy = Policy
     calibration = Calibration
     predictions = Prediction
-    own_heads: ClassVar = {heads.OwnHead.kind: heads.OwnHead}
+    own_heads: ClassVar = {OwnHead.kind: OwnHead}
     heads = heads.HEADS
     abstentions: ClassVar = {"ood": ABSTAIN_OOD, "ambiguous": ABSTAIN_AMBIGUOUS}
     limits: ClassVar = {**Task.limits, "ambiguity_threshold": "predictive_entropy"}

@@ -36,6 +36,7 @@ class Features(NamedTuple):
     images: Int[Tensor, " n"]  # which image of the data set each one shows
     widths: tuple[int, ...]  # columns of z, and of each other layer in head_input
     values: Float[Tensor, " n"] | None = None  # number of each, of a regression, target's unit
+    own: FeatureMatrix | None = None  # the network's own outputs, if these may be served
 
 
 class HeadJob(NamedTuple):
@@ -45,7 +46,6 @@ class HeadJob(NamedTuple):
     train: Features
     selection: Features  # which free numbers are chosen on
     classes: tuple[str, ...]  # names
-    own: Float[Tensor, "images outputs"] | None = None  # the network's, of the selection split, if they may be served
     predictions: str = "psc"  # one of :data:`psc_core.settings.PREDICTIONS`
     seed: int = 0  # of random features, and of what draws and orders training images
     device: torch.device = torch.device("cpu")  # where to fit, and where the head is returned

@@ -13,7 +13,7 @@ from psc_core.errors import DataError
 from psc_core.target import Target
 from psc_core.tasks.head import Head
 from psc_core.tasks.outputs import Outputs
-from psc_core.tasks.regression import heads
+from psc_core.tasks.regression import NOUN, heads
 from psc_core.tasks.regression.answer import RESPONSE, ValuePrediction
 from psc_core.tasks.regression.calibration import Calibration
 from psc_core.tasks.regression.decide import ABSTAIN_OOD, ABSTAIN_UNCERTAIN
@@ -26,7 +26,7 @@ class Regression(Task):
     """The task of a network that predicts a number."""
 
     name = "regression"
-    noun = "regression"
+    noun = NOUN
     response = RESPONSE
     answer = ValuePrediction
     policy = ValuePolicy

@@ -26,7 +26,8 @@ from psc_core.model.classifier import PSC
 from psc_core.model.pipeline import Pipeline, Scorer
 from psc_core.network.backbone import truncate
 from psc_core.tasks.classification.fit.calibrate import fit_calibration
-from psc_core.tasks.classification.heads import OwnHead, entropy
+from psc_core.tasks.classification.heads.base import entropy
+from psc_core.tasks.classification.heads.own import OwnHead
 from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.head import Scored
 from tests.reference import metrics as naive

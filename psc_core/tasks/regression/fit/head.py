@@ -25,7 +25,7 @@ FITS: Final[Mapping[str, Callable[[RegressionData], RegressionHead]]] = {"blr": 
 def fit_head(job: HeadJob) -> RegressionHead:
     """Fit a head to the features and numbers of training images.
 
-    The network's own predictions, where the job has them, are served in place of the head's.
+    The network's own predictions, where the selection split has them, are served in place of the head's.
 
     Raises:
         FitError: Features that are not finite or all equal, or numbers that are all equal.
@@ -49,7 +49,7 @@ def fit_head(job: HeadJob) -> RegressionHead:
         train_images=job.train.images.to(job.device),
         val=standardisation(val)[:],
         val_values=standard(known_values(job.selection.values)),
-        val_mean=None if job.own is None else standard(job.own[job.selection.images, 0]),
+        val_mean=None if job.selection.own is None else standard(job.selection.own[:][:, 0]),
         center=center,
         scale=scale,
         widths=job.train.widths,

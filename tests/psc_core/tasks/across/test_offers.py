@@ -12,6 +12,7 @@ from psc_core.tasks import TASKS, module_of
 from tests.conftest import ROOT
 
 OFFERS: dict[str, tuple[str, ...]] = {
+    "psc_core.tasks.{}": ("NOUN",),
     "psc_core.tasks.{}.answer": ("DECISIONS", "RESPONSE", "SCORES"),
     "psc_core.tasks.{}.decide": ("Decisions", "Thresholds"),
     "psc_core.tasks.{}.calibration": ("Calibration",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from psc_core import PSC
-from psc_core.tasks.classification.heads import entropy
+from psc_core.tasks.classification.heads.base import entropy
 
 
 def test_fields_of_a_prediction_agree(psc: PSC, digits: torch.Tensor) -> None:

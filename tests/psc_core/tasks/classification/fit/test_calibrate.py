@@ -20,7 +20,7 @@ from psc_core.tasks.classification.fit.calibrate import (
     nearest_risk,
     unreachable_entropy,
 )
-from psc_core.tasks.classification.heads import entropy as predictive_entropy
+from psc_core.tasks.classification.heads.base import entropy as predictive_entropy
 from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.outputs import Outputs, pack
 from tests.reference import calibration as naive

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
-from psc_core.tasks.multilabel import heads
+from psc_core.tasks.multilabel import NOUN, heads
 from psc_core.tasks.multilabel.answer import RESPONSE, LabelPrediction
 from psc_core.tasks.multilabel.calibration import Calibration
 from psc_core.tasks.multilabel.decide import ABSTAIN_OOD, ABSTAIN_UNDECIDED
@@ -18,7 +18,7 @@ class MultiLabel(Task):
     """The task of a network with an independent output for each label."""
 
     name = "multilabel"
-    noun = "multi-label model"
+    noun = NOUN
     response = RESPONSE
     answer = LabelPrediction
     policy = LabelPolicy
