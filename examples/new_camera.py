@@ -26,5 +26,5 @@ again = psc.calibrate(list(zip(seen[:100], labels[:100], strict=True)))
 
 for name, model in (("before", psc), ("after", again)):
     print(
-        f"{name}: {model.predict(seen[100:]).is_ood.float().mean():.0%} false alarms, {model.policy.alpha:.0%} promised"
+        f"{name}: {model.predict(seen[100:]).is_ood.float().mean():.0%} false alarms, {model.policy.alpha:.0%} guaranteed"
     )

@@ -38,7 +38,7 @@ model = PSCRegressor.fit(net, train_pairs, val_pairs, target="angle", unit="degr
 prediction = model(inputs)
 print(prediction[:3])
 held = (prediction.lower <= angles) & (angles <= prediction.upper)
-print(f"{held.float().mean():.0%} of the intervals hold the angle, {model.policy.coverage:.0%} are promised")
+print(f"{held.float().mean():.0%} of the intervals hold the angle, {model.policy.coverage:.0%} are guaranteed")
 
 clothes = open_dataset(f"fashion-mnist:{DATA}", split="test", preprocess=MNIST)
 rejected = model.predict(next(clothes.batches(100)).images).is_ood
