@@ -25,6 +25,5 @@ labels = digits.first_labels()[:200].tolist()
 again = psc.calibrate(list(zip(seen[:100], labels[:100], strict=True)))
 
 for name, model in (("before", psc), ("after", again)):
-    print(
-        f"{name}: {model.predict(seen[100:]).is_ood.float().mean():.0%} false alarms, {model.policy.alpha:.0%} guaranteed"
-    )
+    rate = model.predict(seen[100:]).is_ood.float().mean()
+    print(f"{name}: {rate:.0%} false alarms, {model.policy.alpha:.0%} guaranteed")
