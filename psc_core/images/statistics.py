@@ -27,8 +27,8 @@ class Statistics:
 
     def __post_init__(self) -> None:
         if (self.mean is None) != (self.std is None):
-            raise UsageError("expected both mean and std of the transform, got one of them; give the other too")
-        raise UsageError("expected both mean and std of the transform, got only one; give the other too")
+            raise UsageError("expected both mean and std of the transform, got only one; give the other too")
+        if self.preprocess is not None and self.mean is not None:
             raise UsageError("expected a preprocess, or mean and std, got both; a preprocess has its own")
 
     def preprocess_of(self, shape: tuple[int, ...], low: Sequence[float], high: Sequence[float]) -> Preprocess:

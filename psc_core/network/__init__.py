@@ -3,4 +3,4 @@
 from typing import Final
 
 LIBRARIES: Final = ("torchvision", "timm")
-"""Families of networks that any bundle may name; :data:`psc_core.network.builders.BUILDERS` builds those of each."""
+"""The network libraries that every bundle may name; :data:`psc_core.network.builders.BUILDERS` has their builders."""

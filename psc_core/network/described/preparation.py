@@ -1,14 +1,14 @@
-"""Preprocessing as it is written down by transformers, ``preprocessor_config.json``, and timm, ``pretrained_cfg``.
+"""Read the preprocessing of transformers, ``preprocessor_config.json``, and timm, ``pretrained_cfg``.
 
-A :class:`psc_core.images.preprocess.Preprocess` resizes to the input, or resizes the shorter side and keeps the middle;
-bilinearly or bicubically, antialiased; then it standardises.  What is written down otherwise is told of, part by part,
-so that a flag can replace that part alone.
+A :class:`psc_core.images.preprocess.Preprocess` resizes to the input, or resizes the shorter side and crops the centre,
+bilinearly or bicubically, antialiased; then it standardises.  Deviations from this are reported part by part, so that
+a flag can replace only the part concerned.
 
-In transformers the class of a processor decides what its numbers mean:
+In transformers the class of the image processor decides what its numbers mean:
 
 ================================  ==================================================================================
-``size`` of a number              the shorter side for :data:`SHORTER_SIDE`, both sides for :data:`BOTH_SIDES`
-ConvNext                          below 384: shorter side to ⌊size / crop_pct⌋, then the middle; else both sides
+``size`` as a single number       the shorter side for :data:`SHORTER_SIDE`, both sides for :data:`BOTH_SIDES`
+ConvNext                          below 384: shorter side to ⌊size / crop_pct⌋, then a centre crop; else both sides
 Levit, PoolFormer                 shorter side to ⌊size · 256/224⌋, to ⌊size / crop_pct⌋, before the crop
 EfficientNet                      ``rescale_offset``: pixel · factor − 1; ``include_top``: twice by ``image_std``
 ================================  ==================================================================================
@@ -30,10 +30,10 @@ from psc_core.network.described.base import Aspect, Preparation
 
 BOTH_SIDES: Final = ("ViT", "DeiT", "Beit", "Blip", "DINOv3ViT", "EfficientNet", "Pvt", "Segformer", "Siglip")
 SHORTER_SIDE: Final = ("Bit", "CLIP", "ConvNext", "Levit", "MobileNetV1", "MobileNetV2", "PoolFormer")
-"""Image processors of transformers that are known here, without the suffix of their names."""
+"""The known image processors of transformers, without the suffix of their names."""
 
 _OLDEST: Final = {"beit": "Beit", "convnext": "ConvNext", "deit": "DeiT", "swin": "ViT", "vit": "ViT"}
-"""Kinds of networks whose oldest files do not name the processor."""
+"""The processors of network types whose oldest files do not name one."""
 
 _RESAMPLE: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 """Pillow's filters by number."""
@@ -45,12 +45,12 @@ Geometry = tuple[int, int, int | None]
 
 
 class _Processor(BaseModel):
-    """The fields of ``preprocessor_config.json`` that say how an image becomes an input."""
+    """The fields of ``preprocessor_config.json`` that describe how an image becomes an input."""
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
     image_processor_type: str | None = None
-    feature_extractor_type: str | None = None  # its name in older files
+    feature_extractor_type: str | None = None  # the name of the field in older files
     do_resize: bool | None = None
     size: int | tuple[int, int] | dict[str, int | None] | None = None
     resample: int | None = None
@@ -67,7 +67,7 @@ class _Processor(BaseModel):
 
 
 class _Pretrained(BaseModel):
-    """The fields of timm's ``pretrained_cfg`` that say how an image becomes an input."""
+    """The fields of timm's ``pretrained_cfg`` that describe how an image becomes an input."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
@@ -80,7 +80,7 @@ class _Pretrained(BaseModel):
 
 
 class _Unlike(Exception):
-    """The reason why a part cannot be as it is written down, and the nearest geometry."""
+    """The reason why a part of a preprocessing cannot be followed exactly, and the nearest supported geometry."""
 
     def __init__(self, reason: str, nearest: Geometry | None = None) -> None:
         super().__init__(reason)
@@ -88,7 +88,7 @@ class _Unlike(Exception):
 
 
 class _Network(NamedTuple):
-    """The images of a network, as its own configuration describes them."""
+    """The images that a network takes, according to its own configuration."""
 
     kind: str  # its model_type
     channels: int
@@ -101,10 +101,10 @@ def read_processor(written: Mapping[str, Any], config: Mapping[str, Any], origin
     Args:
         written: The content of ``preprocessor_config.json``.
         config: The network's own configuration.
-        origin: Where the first is written, for messages.
+        origin: The file of ``written``, for messages.
 
     Raises:
-        NetworkError: A field has another type, or means no valid input.
+        NetworkError: If a field has the wrong type, or the fields give no valid input.
     """
     try:
         processor = _Processor.model_validate(dict(written))
@@ -136,10 +136,10 @@ def read_processor(written: Mapping[str, Any], config: Mapping[str, Any], origin
 
 
 def read_timm(written: Mapping[str, Any], origin: str) -> Preparation:
-    """Read the preprocessing for evaluation in timm's ``pretrained_cfg``; what is missing is timm's default.
+    """Read the evaluation preprocessing in timm's ``pretrained_cfg``; missing fields have timm's defaults.
 
     Raises:
-        NetworkError: A field has another type, or means no valid input.
+        NetworkError: If a field has the wrong type, or the fields give no valid input.
     """
     imagenet, unlike = PRESETS["imagenet"], dict[Aspect, str]()
     try:
@@ -169,7 +169,7 @@ def read_timm(written: Mapping[str, Any], origin: str) -> Preparation:
 
 @contextmanager
 def _usual(fields: str, origin: str) -> Iterator[None]:
-    """A context in which numbers are too large or too small to compute with only if a file is malformed."""
+    """Turn arithmetic errors of a block into :class:`NetworkError`: only malformed files hold such numbers."""
     try:
         yield
     except ArithmeticError as error:
@@ -198,13 +198,13 @@ def _side(net: _Network) -> int:
 
 
 def _kind_of(processor: _Processor, net: _Network) -> str:
-    """The class of a processor without suffix, ``"ViT"`` of ``ViTImageProcessorFast``."""
+    """Return the class of a processor without suffix: ``"ViT"`` for ``ViTImageProcessorFast``."""
     name = processor.image_processor_type or processor.feature_extractor_type
     return re.sub("(ImageProcessor|FeatureExtractor)(Fast|Pil)?$", "", name) if name else _OLDEST.get(net.kind, "")
 
 
 def _unknown(processor: _Processor, kind: str) -> str:
-    """The reason why nothing can be said of the preprocessing as a whole; empty if it can."""
+    """Return the reason why the preprocessing as a whole is not understood, or an empty string."""
     if kind not in (*BOTH_SIDES, *SHORTER_SIDE):
         return f"is of an image processor that PSC does not know, {kind or 'without a name'}"
     steps = [step for step in _UNKNOWN_STEPS if (processor.model_extra or {}).get(step)]
@@ -265,7 +265,7 @@ def _interpolation(processor: _Processor, kind: str) -> str:
 
 
 def _statistics(processor: _Processor, kind: str, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and deviation on [0, 1] of pixels that are scaled, shifted and standardised."""
+    """Return the mean and deviation, on the [0, 1] scale, that equal the written scaling, shift and standardisation."""
     factor, offset = processor.rescale_factor or 1 / 255, 1.0 if processor.rescale_offset else 0.0
     if processor.do_rescale is False:
         factor, offset = 1.0, 0.0

@@ -1,4 +1,4 @@
-"""Estimate the cost of an ONNX graph for one image: memory of the tensors alive at once, and operations."""
+"""Estimate the cost of an ONNX graph for one image: the peak memory of its tensors, and its operations."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _PRODUCTS: Final = frozenset({"Gemm", "MatMul", "MatMulInteger", "QLinearMatMul"
 class Cost(NamedTuple):
     """The cost of one image."""
 
-    alive: int  # maximum bytes of tensors that are needed at once
-    operations: int  # additions and multiplications of convolutions and products; of others, numbers read or given
+    alive: int  # peak size of the tensors that exist at the same time, bytes
+    operations: int  # additions and multiplications of convolutions and products; of other nodes, the largest tensor
 
 
 def cost_of(model: ModelProto, sizes: Mapping[str, tuple[int, Shape]], batch: int) -> Cost:
-    """Count what a graph takes, whose ``sizes`` are for ``batch`` images."""
+    """Count the cost of a graph, divided by ``batch``, the number of images for which ``sizes`` were found."""
     from onnx import helper
 
     def nbytes(name: str) -> int:
