@@ -1,4 +1,4 @@
-"""The network of a bundle from its ONNX file, which anybody may have written."""
+"""Restore a bundle's network from its ONNX file, which is untrusted."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _FLOAT: Final = 1
 
 
 def restore_body(data: bytes, size: Size, *, outputs: int) -> OnnxBody:
-    """Check a stored graph and prepare to run it; nothing is computed.
+    """Check a stored graph and prepare to run it, without computing anything.
 
     Args:
-        data: The file.
+        data: The content of the file.
         size: (channels, height, width) of the images.
-        outputs: Number of layers, and one more for logits.
+        outputs: The number of layers, plus one if the logits are kept.
 
     Raises:
-        NetworkError: A graph that :mod:`.model` refuses, or of other inputs or outputs than a bundle's.
+        NetworkError: If :mod:`.model` refuses the graph, or its inputs or outputs are not those of a bundle.
     """
     model = parse_model(data, _ORIGIN)
     check_model(model, _ORIGIN)
