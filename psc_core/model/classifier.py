@@ -56,8 +56,7 @@ class PSC(FittedModel):
         name: str = "psc",
         **settings: Any,
     ) -> PSC:
-        """Fit uncertainty to a trained network in memory, from loaders: layer, projection, density, head and
-        calibration.
+        """Fit uncertainty to a trained network in memory: layer, projection, density, head and calibration.
 
         Each loader is read once into a scratch file, so its order, shuffling and workers do not matter; a warning
         (:class:`psc_core.errors.LoaderWarning`) reports augmented or dropped images.  The network is copied: yours
@@ -93,7 +92,7 @@ class PSC(FittedModel):
                 by default the network's.
 
         Raises:
-            UsageError: If a loader is not a loader or does not fit on the disk, or a setting cannot be used.
+            UsageError: If ``train`` or ``val`` is not a loader or does not fit on the disk, or a setting is invalid.
             DataError: If a batch cannot be used, or a class has too few images.
             FitError: If the features cannot be fitted; the message says why.
             NetworkError: If the network returns no logits, or cannot be copied or cut.

@@ -91,7 +91,7 @@ class PSCRegressor(FittedModel):
             settings: The settings of :func:`psc_core.fit_regressor`, ``layer`` and ``device``.
 
         Raises:
-            UsageError: If a loader is not a loader or does not fit on the disk, or a setting cannot be used.
+            UsageError: If ``train`` or ``val`` is not a loader or does not fit on the disk, or a setting is invalid.
             DataError: If a batch cannot be used, or all numbers are equal.
             FitError: If the features cannot be fitted; the message says why.
             NetworkError: If the network cannot be copied or cut.
