@@ -355,9 +355,7 @@ class FittedModel:
         except PSCError as error:
             raise FitError(f"the parts of {self.name!r} do not fit together: {error}") from error
         except Exception as error:  # A hostile file can make a network fail in any way.
-            logger.warning(
-                "the first images of %r: %s", self.name, shortened(repr(error))
-            )  # clients see only the error
+            logger.warning("the first images of %r: %s", self.name, shortened(repr(error)))  # clients get no details
             raise FitError(
                 f"the parts of {self.name!r} do not fit together: {type(error).__name__}, see the log; fit it again"
             ) from error
