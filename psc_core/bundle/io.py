@@ -156,7 +156,7 @@ def _put(scratch: Path, path: Path) -> None:
         _sync_folder(path.parent)
         shutil.rmtree(retired)
     except OSError as error:
-        left = f", what it held lies in {retired}" if retired.exists() else ""
+        left = f", its former content is in {retired}" if retired.exists() else ""
         raise BundleError(f"cannot replace {path} ({error.strerror}){left}; choose another place") from error
 
 

@@ -75,6 +75,6 @@ def cached(dataset: ImageDataset, folder: Path | None = None, *, processes: int 
     except OSError as error:
         if folder is None:
             return dataset
-        raise UsageError(f"cannot keep pixels in {folder}: {error.strerror}; choose another --cache, or off") from error
+        raise UsageError(f"cannot store pixels in {folder}: {error.strerror}; choose another --cache or off") from error
     kept = CachedSource(source, dataset.preprocess, pixels, np.zeros(len(source), np.bool_))
     return replace(dataset, source=kept)

@@ -45,7 +45,7 @@ def warn_of_random(data: Any, name: str) -> None:
         if not _same(dataset[index], dataset[index]):
             _warn(
                 f"{name} changes its images at random, example {index} read twice differs: a model fitted and "
-                "calibrated on augmented images does not hold for images as they come; give a loader without "
+                "calibrated on augmented images does not hold for unaugmented images; give a loader without "
                 "augmentation"
             )
             return

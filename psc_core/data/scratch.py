@@ -56,7 +56,7 @@ class Scratch:
                 left = left[self.file.write(left) :]
         except OSError as error:
             raise UsageError(
-                f"cannot keep {self.name} in {tempfile.gettempdir()}: {error.strerror}; {ELSEWHERE}"
+                f"cannot store {self.name} in {tempfile.gettempdir()}: {error.strerror}; {ELSEWHERE}"
             ) from error
         self.first = first[:0]
         self.count += 1

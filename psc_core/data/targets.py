@@ -29,7 +29,7 @@ TABLE_SUFFIXES: Final = (".csv", ".parquet")
 def known_values(values: Tensor | None) -> Tensor:
     """Return the target values of images; raise :class:`DataError` if the images have classes instead."""
     if values is None:
-        raise DataError("expected images with numbers, got images with classes; give those of the model's task")
+        raise DataError("expected images with numbers, got images with classes; give images for the model's task")
     return values
 
 
@@ -74,10 +74,10 @@ def open_table(path: Path, preprocess: Preprocess, *, target: str | None = None,
         raise DataError(f"{path} has no column {FILE_COLUMN!r}, it has {', '.join(columns)}; add the images' paths")
     others = [name for name in columns if name != FILE_COLUMN]
     if target is None and len(others) != 1:
-        raise UsageError(f"{path} has the columns {', '.join(others) or 'none'} beside the files; choose by --target")
+        raise UsageError(f"{path} has the columns {', '.join(others) or 'none'} and files; choose one with --target")
     column = target or others[0]
     if column not in others:
-        raise UsageError(f"{path} has no column {column!r}, it has {', '.join(others)}; choose by --target")
+        raise UsageError(f"{path} has no column {column!r}, it has {', '.join(others)}; choose one with --target")
     values = torch.empty(len(columns[column]), dtype=torch.float64)
     for row, value in enumerate(columns[column]):
         try:
@@ -114,7 +114,7 @@ def _read_table(path: Path) -> dict[str, list[Any]]:
     _check_names(path, header)
     for number, row in enumerate(rows[1:], 1):
         if len(row) != len(header):
-            raise DataError(f"{path}: row {number} has {len(row)} values, the header {len(header)}; mend the row")
+            raise DataError(f"{path}: row {number} has {len(row)} values, the header {len(header)}; correct the row")
     return {name: [row[at] for row in rows[1:]] for at, name in enumerate(header)}
 
 

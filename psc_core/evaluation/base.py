@@ -36,7 +36,6 @@ class ObservedRate:
 
     @property
     def rate(self) -> float:
-        """The observed rate."""
         return self.count / self.images
 
     @property

@@ -146,7 +146,7 @@ def quality_of(scored: ScoredNumbers, data: ImageDataset) -> dict[str, dict[str,
 def compare(
     model: PSCRegressor, id_data: ImageDataset, inside: ScoredNumbers, outside: Mapping[str, ScoredNumbers]
 ) -> RegressionReport:
-    """Return the report of scored images: ``inside`` those of ``id_data``, ``outside`` out-of-distribution ones."""
+    """Return the report of scored images: ``inside`` for ``id_data``, ``outside`` for each OOD set."""
     y, calibrated = known_values(id_data.values), len(model.calibration)
     missed = (y < inside.interval[:, 0]) | (y > inside.interval[:, 1])
     accepted = ~inside.is_ood

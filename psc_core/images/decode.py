@@ -26,7 +26,7 @@ IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 """The supported formats; any other raises :class:`UnsupportedImage`."""
 
 _RUN_LENGTH_COST: Final = 50
-"""The cost of each pixel of a run-length encoded BMP, in ordinary pixels, because Pillow decodes it in Python."""
+"""The cost of a pixel of a run-length encoded BMP in pixels of other images, because Pillow decodes it in Python."""
 
 _RUN_BYTES: Final = 4
 """Maximum number of bytes of a run-length encoded BMP per pixel; two suffice, but some commands draw no pixel."""

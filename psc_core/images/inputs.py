@@ -51,7 +51,7 @@ def _tensor_batch(images: Tensor, preprocess: Preprocess) -> Images:
         return images
     inputs = images.detach().float()
     if not bool(inputs.isfinite().all()):
-        raise UsageError("expected finite inputs, got some that are NaN or infinite; mend or leave out these images")
+        raise UsageError("expected finite inputs, got some that are NaN or infinite; correct or leave out these images")
     return inputs
 
 

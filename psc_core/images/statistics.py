@@ -77,7 +77,7 @@ class ObservedPreprocess(Preprocess):
         return cls(mode_of(channels), height, width, None, mean, std)
 
     def __str__(self) -> str:
-        return f"{self.mode}, {self.height} × {self.width} inputs as a loader gives them; from files nobody said how"
+        return f"{self.mode}, {self.height} × {self.width} inputs from a loader; preprocessing of files unknown"
 
 
 def _each(statistic: Statistic, channels: int) -> tuple[float, ...]:

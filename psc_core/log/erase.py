@@ -150,7 +150,7 @@ def _forget(log: Log, name: str, sha256: str) -> set[tuple[str, int]]:
             return set()
         table = pa.parquet.read_table(content)
     except (pa.ArrowInvalid, KeyError) as error:
-        raise DataError(f"{log.where}/{name} is no file of rows ({error}); remove it and run again") from error
+        raise DataError(f"{log.where}/{name} is not a file of rows ({error}); remove it and run again") from error
     at = [row for row, digest in enumerate(digests) if digest == sha256]
     for column in (SHA256, IMAGE_PATH):
         cells = table[column].to_pylist()

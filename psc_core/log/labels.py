@@ -100,7 +100,7 @@ def read_file(log: Log, name: str) -> list[Label]:
         table = pa.parquet.read_table(pa.BufferReader(log.get(name)), schema=label_schema())
         return [Label(**row) for row in table.to_pylist()]
     except (pa.ArrowException, TypeError) as error:
-        raise DataError(f"{log.where}/{name} is no file of labels ({error}); remove it") from error
+        raise DataError(f"{log.where}/{name} is not a file of labels ({error}); remove it") from error
 
 
 def write_labels(log: Log, labels: Iterable[Label], name: str | None = None) -> None:

@@ -107,7 +107,7 @@ def rows_of_file(
         batches = file.to_batches(columns=some, filter=wanted, batch_size=_BATCH)
         yield from (batch for batch in batches if batch.num_rows)
     except (pa.ArrowInvalid, pa.ArrowKeyError) as error:
-        raise DataError(f"{log.where}/{name} is no file of rows ({error}); remove it") from error
+        raise DataError(f"{log.where}/{name} is not a file of rows ({error}); remove it") from error
 
 
 def _scan(log: Log, model: str, days: Sequence[str], wanted: Any, columns: Sequence[str] | None) -> Iterator[Any]:

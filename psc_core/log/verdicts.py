@@ -231,10 +231,10 @@ def _answer(where: str, of: Mapping[str, Any], text: Any, source: Any, time: Any
         number = _whole(of.get(IMAGE_INDEX))
         if not isinstance(request_id, str) or number is None:
             raise DataError(
-                f"{where}: expected {REQUEST_ID} and a whole number {IMAGE_INDEX}; keep those of the review"
+                f"{where}: expected {REQUEST_ID} and a whole number {IMAGE_INDEX}; keep the values from the review"
             )
     elif not isinstance(digest, str):
-        raise DataError(f"{where}: there is neither {REQUEST_ID} nor {SHA256}; keep those of the review")
+        raise DataError(f"{where}: there is neither {REQUEST_ID} nor {SHA256}; keep the values from the review")
     named = None if source is None or source == "" else str(source)
     answer = HumanAnswer(where, request_id, number, digest, str(text).strip(), named or "file", _time(time))
     return replace(answer, image_sha256=digest.lower() if isinstance(digest, str) else None)

@@ -67,7 +67,6 @@ class FittedModel:
 
     @property
     def device(self) -> torch.device:
-        """The device of the pipeline."""
         return self.pipeline.scorer.scale.device
 
     @property
@@ -157,7 +156,6 @@ class FittedModel:
         return self.outputs(packed), grey
 
     def __call__(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> BasePrediction:
-        """Call :meth:`predict`."""
         return self.predict(images, maps=maps)
 
     def calibrate(self: AnyModel, loader: Any, **settings: Any) -> AnyModel:

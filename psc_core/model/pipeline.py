@@ -72,7 +72,7 @@ def ood_score_of(
 
 
 class Scorer(nn.Module):
-    """From pixels to the scores of the task, the log density, and the probabilities if the task has some.
+    """Computes the scores of the task, the log density, and the probabilities if there are any, from pixels.
 
     All parts are on one device, for which the backbone has been fused.
 
@@ -192,7 +192,7 @@ class Scorer(nn.Module):
 
 
 class Pipeline(nn.Module):
-    """From pixels to packed outputs (:mod:`psc_core.tasks.outputs`), so that one copy brings them to the host.
+    """Computes packed outputs (:mod:`psc_core.tasks.outputs`) from pixels, so that one copy brings them to the host.
 
     Args:
         scorer: All that needs no calibration.

@@ -32,8 +32,6 @@ logger = logging.getLogger("psc.model")
 
 
 class Modules(NamedTuple):
-    """The modules of a model."""
-
     backbone: Backbone
     projection: Projection
     density: Density

@@ -164,7 +164,7 @@ def facts_about(folder: Path, manifest: Manifest, calibration: BaseCalibration, 
     """Return the facts about a bundle that is not on disk; raises the errors of :func:`facts_of`."""
     if content.version != manifest.version:
         raise BundleError(
-            f"{folder} is version {manifest.version}, its report is of {content.version}; fit again, or write a "
+            f"{folder} is version {manifest.version}, its report is for {content.version}; fit again, or write a "
             "report of test images with psc-eval --out"
         )
     collapse, candidate = _collapse_of(manifest)
@@ -205,7 +205,7 @@ def _warnings(manifest: Manifest, candidate: Candidate | None, content: Content)
         if images.role is Role.VALIDATION and {"base", "psc"} <= images.quality.keys()
     ]
     return found + [
-        f"predictions with PSC are less accurate than the network's own by {lost}; --predictions base keeps those"
+        f"predictions with PSC are less accurate than the network's own by {lost}; --predictions base avoids this"
         for quality in both
         if (lost := of_task.accuracy_lost(quality["base"], quality["psc"]))
     ]

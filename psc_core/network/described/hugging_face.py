@@ -75,9 +75,9 @@ def describe(folder: Path) -> Described:
         )
     _check_kernels(config, file)
     if config.get("quantization_config"):
-        raise NetworkError(f"{file} is of a quantised network; save it in float32")
+        raise NetworkError(f"{file} belongs to a quantised network; save it in float32")
     if not isinstance(config.get("model_type"), str):
-        raise NetworkError(f"{file} has no model_type, so it is not of transformers; is it the folder of a network?")
+        raise NetworkError(f"{file} has no model_type, so transformers did not write it; check the folder")
     outputs, classes = _labels(config, file)
     return Described(
         folder=folder,
@@ -111,13 +111,13 @@ def _labels(config: Mapping[str, Any], file: Path) -> tuple[int, tuple[str, ...]
     if labels is None:
         outputs = config.get("num_labels") or _OUTPUTS
         if type(outputs) is not int or outputs < 1:
-            raise NetworkError(f"expected num_labels of {file} to be a positive number, got {outputs!r:.100}; mend it")
+            raise NetworkError(f"expected num_labels of {file} to be a positive number, got {outputs!r:.100}; fix it")
         return outputs, None
     if not isinstance(labels, dict) or not labels or {str(i) for i in range(len(labels))} != {*labels}:
-        raise NetworkError(f"expected id2label of {file} to name the outputs 0, 1, …; mend it")
+        raise NetworkError(f"expected id2label of {file} to name the outputs 0, 1, …; fix it")
     names = [labels[str(i)] for i in range(len(labels))]
     if not all(isinstance(name, str) for name in names):
-        raise NetworkError(f"expected id2label of {file} to hold names; mend it")
+        raise NetworkError(f"expected id2label of {file} to hold names; fix it")
     named = len(names) > 1 and not all(map(_NO_NAME.fullmatch, names))
     return len(names), tuple(names) if named else None
 

@@ -155,7 +155,7 @@ def read_timm(written: Mapping[str, Any], origin: str) -> Preparation:
     if mode not in ("center", "squash"):
         unlike["size"] = f"{origin} crops by {mode!r}"
     elif mode == "center" and height != width:
-        unlike["size"] = f"{origin} crops to {height} × {width} pixels, which are no square"
+        unlike["size"] = f"{origin} crops to {height} × {width} pixels, which is not a square"
     elif mode == "squash" and resized != [height, width]:
         unlike["size"] = f"{origin} resizes to {resized[0]} × {resized[1]} and then crops to {height} × {width}"
     if interpolation not in INTERPOLATIONS:
@@ -173,7 +173,7 @@ def _usual(fields: str, origin: str) -> Iterator[None]:
     try:
         yield
     except ArithmeticError as error:
-        raise NetworkError(f"{origin}: expected {fields} of usual sizes, got others ({error}); mend it") from error
+        raise NetworkError(f"{origin}: expected {fields} of usual magnitudes ({error}); fix it") from error
 
 
 def _preprocess(
@@ -187,9 +187,7 @@ def _preprocess(
 
 def _mode_of(channels: object, origin: str) -> int:
     if type(channels) is not int or channels not in (1, 3):
-        raise NetworkError(
-            f"{origin}: expected a network for images of 1 or 3 channels, got {channels!r:.100}; mend it"
-        )
+        raise NetworkError(f"{origin}: expected a network for images of 1 or 3 channels, got {channels!r:.100}; fix it")
     return channels
 
 
@@ -208,7 +206,7 @@ def _unknown(processor: _Processor, kind: str) -> str:
     if kind not in (*BOTH_SIDES, *SHORTER_SIDE):
         return f"is of an image processor that PSC does not know, {kind or 'without a name'}"
     steps = [step for step in _UNKNOWN_STEPS if (processor.model_extra or {}).get(step)]
-    return f"changes images as PSC does not: {', '.join(steps)}" if steps else ""
+    return f"changes images in ways that PSC does not support: {', '.join(steps)}" if steps else ""
 
 
 def _geometry(processor: _Processor, kind: str, net: _Network) -> Geometry:
@@ -228,7 +226,7 @@ def _geometry(processor: _Processor, kind: str, net: _Network) -> Geometry:
         elif kind == "Levit":
             shorter = int(256 / 224 * shorter)
         if crop.keys() != {"height", "width"}:
-            raise _Unlike("keeps proportions and crops nothing", (shorter, shorter, shorter))
+            raise _Unlike("keeps proportions and does not crop", (shorter, shorter, shorter))
         if max(crop.values()) > shorter:
             raise _Unlike(f"crops to more than the shorter side of {shorter} pixels", (shorter, shorter, shorter))
         return crop["height"], crop["width"], shorter

@@ -42,7 +42,7 @@ def describe(folder: Path) -> Described:
         raise NetworkError(f"expected pretrained_cfg and model_args of {file} to be JSON objects; save it again")
     outputs = model_args.get("num_classes", config.get("num_classes", pretrained.get("num_classes")))
     if type(outputs) is not int or outputs < 1:
-        raise NetworkError(f"expected {file} to have a positive num_classes, got {outputs!r:.100}; it is no classifier")
+        raise NetworkError(f"expected {file} to have a positive num_classes, got {outputs!r:.100}; use a classifier")
     names = config.get("label_names") or pretrained.get("label_names") or pretrained.get("labels")
     return Described(
         spec=f"timm:{config['architecture']}",
@@ -82,7 +82,7 @@ def _with_size(pretrained: Mapping[str, Any], model_args: Mapping[str, Any], fil
         sides = [fixed, fixed] if type(fixed) is int else fixed
         if not isinstance(sides, list) or [type(side) for side in sides] != [int, int]:
             raise NetworkError(
-                f"expected img_size among the model_args of {file} to be a number or two, got {fixed!r:.100}; mend it"
+                f"expected img_size among the model_args of {file} to be one or two numbers, got {fixed!r:.100}; fix it"
             )
         size = [*size[:1], *sides]
     return {**pretrained, "input_size": size}
@@ -96,5 +96,5 @@ def _names(written: Any, outputs: int, file: Path) -> tuple[str, ...] | None:
     if written is None or outputs < 2:
         return None
     if not isinstance(written, list) or len(written) != outputs or not all(isinstance(name, str) for name in written):
-        raise NetworkError(f"expected {outputs} label_names in {file}, one for each output; mend it")
+        raise NetworkError(f"expected {outputs} label_names in {file}, one for each output; fix it")
     return tuple(written)

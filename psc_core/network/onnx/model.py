@@ -170,7 +170,7 @@ def _check_tensor(tensor: TensorProto, origin: str) -> None:
     is_numeric = tensor.data_type in helper.get_all_tensor_dtypes() and tensor.data_type != tensor.STRING
     if not is_numeric or min(tensor.dims, default=0) < 0:
         raise NetworkError(
-            f"{origin}: the constant {quoted(tensor.name)} is no array of numbers; export the model again"
+            f"{origin}: the constant {quoted(tensor.name)} is not an array of numbers; export the model again"
         )
     if len(tensor.dims) > MAX_AXES:
         raise NetworkError(
@@ -253,7 +253,7 @@ def _read(path: Path) -> bytes:
         raise NetworkError(f"{path}: {error}") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise NetworkError(f"there is no ONNX file {path} ({reason}); give what the network was exported to") from error
+        raise NetworkError(f"there is no ONNX file {path} ({reason}); give the exported file") from error
 
 
 def quoted(name: str | bytes) -> str:

@@ -86,7 +86,7 @@ class OnnxNetwork(LayeredNetwork):
         graphs = [sized.graph for sized in self._sized.values()]
         found = []
         if any(graph.logits != graph.output for graph in graphs):
-            found.append("ends in a softmax, whose input are the logits")
+            found.append("ends in a softmax, whose input is taken as the logits")
         if any(graph.batch == 1 for graph in graphs):
             found.append("takes one image at a time")
         return tuple(found)

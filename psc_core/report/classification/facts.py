@@ -38,7 +38,7 @@ def warnings_of(metrics: Mapping[str, Any], head: Mapping[str, float]) -> list[s
     if above > error:
         found.append(
             "the network's own probabilities are served, divided by a temperature: the NLL of the head's is "
-            f"{above:.3f} ± {error:.3f} nats higher on validation images; --predictions psc serves those"
+            f"{above:.3f} ± {error:.3f} nats higher on validation images; --predictions psc serves the head's"
         )
     return found
 

@@ -21,7 +21,6 @@ MAX_CONFUSED: Final = 20
 
 
 def draw(facts: Facts) -> Figures:
-    """Draw the figures of this task."""
     sets, limit, last = facts.content.sets, facts.limits["entropies"], facts.measured
     found: Figures = {"entropies": scores(sets, "entropy", "predictive entropy, nats", limit)}
     if isinstance(last, ImageSet):

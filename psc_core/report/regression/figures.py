@@ -23,7 +23,6 @@ COVERAGES: Final = 19
 
 
 def draw(facts: Facts) -> Figures:
-    """Draw the figures of this task."""
     sets, target = facts.content.sets, cast(Regression, facts.manifest.task).target
     last, unit = facts.measured, f", {target.unit}" if target.unit else ""
     found: Figures = {"deviations": scores(sets, "deviation", f"predicted deviation{unit}", facts.limits["deviations"])}
