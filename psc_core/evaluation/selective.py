@@ -62,6 +62,7 @@ def ood_accepted(in_scores: Float[Tensor, " n"], out_scores: Float[Tensor, " m"]
     """Return the fraction of OOD images under the lowest threshold that accepts :data:`ACCEPTED` of the others."""
     check_values("ood_accepted", in_scores, out_scores)
     ordered = in_scores.sort().values
+    # The margin forgives the rounding of the product.
     accepted = torch.arange(1, len(ordered) + 1) >= ACCEPTED * len(ordered) - 1e-9
     threshold = ordered[int(accepted.long().argmax())]
     return float((out_scores <= threshold).double().mean())

@@ -101,6 +101,7 @@ class _Reader(io.BytesIO):
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
+        # An honest file of this size may have more pieces than the constant.
         self._maximum = _MAX_PIECES + len(data) // 32
         self._reads = 0
 
@@ -111,6 +112,7 @@ class _Reader(io.BytesIO):
 
 
 def _check_png(data: bytes) -> None:
+    # An honest file of this size may have more chunks than the constant.
     at, maximum, chunks, profiles, kind = 8, _MAX_PIECES + len(data) // 128, 0, 0, b""
     while kind != b"IEND" and at + 8 <= len(data):
         length, kind = struct.unpack_from(">I4s", data, at)
@@ -176,6 +178,7 @@ def _check_tiff(data: bytes, max_pixels: int) -> None:
     if tile_width and tile_height:
         check_pixels(tile_width, tile_height, max_pixels, "a tile has")
         columns, rows = -(-width // tile_width), -(-height // tile_height)
+        # Padding up to whole tiles at most doubles each side of an image that is larger than a tile.
         check_pixels(columns * tile_width, rows * tile_height, 4 * max_pixels, "the tiles have")
 
 

@@ -62,6 +62,7 @@ def _decode(data: bytes, mode: str) -> npt.NDArray[np.uint8]:
 @cache
 def _agrees() -> bool:
     """Return whether simplejpeg decodes the trial images as Pillow does."""
+    # Odd sides, because libjpeg versions may differ in the padding of blocks and of subsampled colours.
     noise = np.random.default_rng(0).integers(0, 256, (67, 93, 3)).astype(np.uint8)
     for mode, options in _TRIALS:
         file = io.BytesIO()

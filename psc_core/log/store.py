@@ -172,6 +172,7 @@ def _put_local(path: Path, data: Any, *, synced: bool) -> None:
         try:
             file = partial.open("wb")
         except FileNotFoundError:
+            # Only here, because the folder of a day or of a digest is nearly always there.
             path.parent.mkdir(parents=True, exist_ok=True)
             file = partial.open("wb")
         with file:

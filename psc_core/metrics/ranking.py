@@ -26,6 +26,7 @@ def auroc(in_scores: Float[Tensor, " n"], out_scores: Float[Tensor, " m"]) -> fl
 
 def placements(values: Float[Tensor, " n"], reference: Float[Tensor, " m"]) -> Float[Tensor, " n"]:
     """Return the fraction of ``reference`` below each value; equal values count half."""
+    # searchsorted warns about values that are not contiguous.
     ordered, values = reference.sort().values, values.contiguous()
     below = torch.searchsorted(ordered, values, right=False)
     not_above = torch.searchsorted(ordered, values, right=True)

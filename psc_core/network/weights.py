@@ -27,7 +27,7 @@ _LEVELS: Final = 2
 _PREFIX_PARTS: Final = 16
 _AVERAGE: Final = re.compile(r"(^|[._])(ema|averaged?|shadow)([._]|$)", re.IGNORECASE)
 _ONE_OF_SEVERAL: Final = re.compile(r"-\d+-of-\d+\.")
-_COUNTER: Final = "num_batches_tracked"  # of batch normalisation, which evaluation does not read
+_COUNTER: Final = "num_batches_tracked"  # counts batches of normalisation; evaluation does not read it
 
 
 @dataclass(frozen=True)

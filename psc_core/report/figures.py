@@ -119,6 +119,7 @@ def scores(sets: Sequence[ScoredSet], score: str, title: str, limit: float | Non
     if not rows:
         return None
     known = torch.cat([values for _, values, role in rows if role.is_known] or [rows[0][1]])
+    # In-distribution images set the range, so that far outliers do not squeeze them into a few bins.
     low = min(*(float(values.quantile(0.005)) for _, values, _ in rows), math.inf if limit is None else limit)
     high = max(float(values.quantile(0.9)) for _, values, _ in rows)
     high = max(high, float(known.quantile(0.995)), low + 1e-6 if limit is None else limit + (limit - low) / 4)

@@ -80,6 +80,7 @@ class OnnxBody(nn.Module):
         threads = torch.get_num_threads() if device.type == "cpu" else 0
         with self._starting:
             if (device, threads) not in self._sessions:
+                # The oldest session goes first; a thread that is running it keeps it alive until it is done.
                 while len(self._sessions) >= MAX_SESSIONS:
                     del self._sessions[next(iter(self._sessions))]
                 self._sessions[device, threads] = _start(self.model, device, threads)

@@ -124,6 +124,7 @@ def export_apart(spec: bytes, weights: bytes, layers: str) -> bytes:
         (folder / SPEC).write_bytes(spec)
         (folder / WEIGHTS_FILE).write_bytes(weights)
         command = [sys.executable, "-m", __name__, name]
+        # The process must find the same modules, a factory's among them.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         try:
             result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
