@@ -100,17 +100,17 @@ def shortened(text: str, at_most: int = 200) -> str:
     return text if len(text) <= at_most else f"{text[:half]}…{text[-half:]}"
 
 
-def fault(item: Any, kind: str = "") -> str:
-    """Format an error that pydantic found as ``"kind where: message"``.
+def fault(item: Any, noun: str = "") -> str:
+    """Format an error that pydantic found as ``"noun where: message"``.
 
     Args:
         item: One item of ``ValidationError.errors()``; if its ``loc`` is empty, only the message is returned.
-        kind: The noun for the values: setting, parameter or field.
+        noun: The noun for the values: setting, parameter or field.
     """
     where, message = ".".join(map(str, item["loc"])), item["msg"].removeprefix("Value error, ")
-    return f"{kind} {where}: {message}".lstrip() if where else message
+    return f"{noun} {where}: {message}".lstrip() if where else message
 
 
-def all_faults(items: Iterable[Any], kind: str = "") -> str:
+def all_faults(items: Iterable[Any], noun: str = "") -> str:
     """Join the :func:`fault` of every item into one line."""
-    return "; ".join(fault(item, kind) for item in items)
+    return "; ".join(fault(item, noun) for item in items)

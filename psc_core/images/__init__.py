@@ -1,4 +1,4 @@
-"""From encoded images to fixed-size ``uint8`` arrays: limits, decoding, preprocessing."""
+"""Turn encoded images into fixed-size ``uint8`` arrays: limits, decoding, preprocessing."""
 
 from __future__ import annotations
 

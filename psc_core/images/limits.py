@@ -113,12 +113,12 @@ class _Reader(io.BytesIO):
 
 def _check_png(data: bytes) -> None:
     # An honest file of this size may have more chunks than the constant.
-    at, maximum, chunks, profiles, kind = 8, _MAX_PIECES + len(data) // 128, 0, 0, b""
-    while kind != b"IEND" and at + 8 <= len(data):
-        length, kind = struct.unpack_from(">I4s", data, at)
+    at, maximum, chunks, profiles, chunk_type = 8, _MAX_PIECES + len(data) // 128, 0, 0, b""
+    while chunk_type != b"IEND" and at + 8 <= len(data):
+        length, chunk_type = struct.unpack_from(">I4s", data, at)
         at += 12 + length
         chunks += 1
-        profiles += kind == b"iCCP"
+        profiles += chunk_type == b"iCCP"
         check_count("colour profiles", _MAX_PROFILES, profiles)
         check_count("chunks in a file of this size", maximum, chunks)
 
@@ -129,21 +129,21 @@ def _check_jpeg(data: bytes, max_pixels: int) -> None:
     while found := _MARKER.search(data, at):
         segments += 1 if scans else 1 + found.start() - at
         at = found.end()
-        kind = data[at - 1]
-        if kind == _END:
+        marker = data[at - 1]
+        if marker == _END:
             if scans:
                 return
             continue
         length = max(2, int.from_bytes(data[at : at + 2], "big"))
-        if kind == _SCAN:
+        if marker == _SCAN:
             scans += 1
             check_count("scans", MAX_SCANS, scans)
             check_count("pixels in all scans together", _PASSES * max_pixels, scans * pixels)
-        elif kind in _FRAMES:
+        elif marker in _FRAMES:
             height, width = struct.unpack(">HH", data[at + 3 : at + 7].ljust(4, b"\0"))
             check_pixels(width, height, max_pixels)
             pixels = max(pixels, width * height)
-        elif kind == _APP1 and data.startswith(b"Exif\0\0", at + 2):
+        elif marker == _APP1 and data.startswith(b"Exif\0\0", at + 2):
             exif += length
             check_count("bytes of EXIF", MAX_EXIF_BYTES, exif)
         check_count("segments", _MAX_PIECES, segments)
@@ -160,14 +160,14 @@ def _check_tiff(data: bytes, max_pixels: int) -> None:
     entry = struct.Struct(order + ("HHQ8s" if big else "HHL4s"))
     number = min(number, (len(data) - at) // entry.size)
     found: dict[int, int] = {}
-    for tag, kind, count, value in entry.iter_unpack(data[at : at + number * entry.size]):
-        if kind not in _TEXTS:
+    for tag, number_type, count, value in entry.iter_unpack(data[at : at + number * entry.size]):
+        if number_type not in _TEXTS:
             check_count(f"values of tag {tag}", _MAX_VALUES, count)
         if tag not in (*_SIDES, _STRIP_BYTES, _TILE_BYTES):
             continue
-        if kind not in _NUMBERS or tag in found:
+        if number_type not in _NUMBERS or tag in found:
             raise UndecodableImage(f"expected tag {tag} once, as integers; save the image again")
-        form = np.dtype(order + _NUMBERS[kind])
+        form = np.dtype(order + _NUMBERS[number_type])
         size = count * form.itemsize
         start = int.from_bytes(value, "little" if order == "<" else "big")
         stored = value[:size] if size <= len(value) else data[start : start + size]
@@ -186,12 +186,12 @@ def _webp_size(data: bytes) -> tuple[int, int]:
     """Return (width, height) of a WebP, whose canvas Pillow allocates on opening; (0, 0) for any other file."""
     if data[:4] != b"RIFF" or data[8:12] != b"WEBP" or len(data) < 30:
         return 0, 0
-    kind = data[12:16]
-    if kind == b"VP8X":
+    chunk_type = data[12:16]
+    if chunk_type == b"VP8X":
         return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
-    if kind == b"VP8L":
+    if chunk_type == b"VP8L":
         bits = int.from_bytes(data[21:25], "little")
         return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
-    if kind == b"VP8 ":
+    if chunk_type == b"VP8 ":
         return int.from_bytes(data[26:28], "little") & 0x3FFF, int.from_bytes(data[28:30], "little") & 0x3FFF
     return 0, 0

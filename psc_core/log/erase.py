@@ -27,7 +27,7 @@ _PARTIAL_AGE: Final = timedelta(hours=1)
 
 @dataclass(frozen=True)
 class Erased:
-    """How often an image was found in a log."""
+    """The numbers of traces of an image that were removed from a log."""
 
     files: int = 0  # removed
     labels: int = 0  # removed

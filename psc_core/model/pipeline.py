@@ -80,7 +80,7 @@ class Scorer(nn.Module):
         preprocess: The preprocessing, of which this applies the device half.
         backbone: The truncated network as it runs, see :meth:`psc_core.network.backbone.Backbone.fused`; for base
             predictions it also returns the network's output.
-        projection: From features to z.
+        projection: The projection from features to z.
         density: log p of z, or of features averaged over positions.
         head: g′ on z, or for base predictions a head on the network's own output.
         texture: The density of the averaged features of the backbone's last layer, which then is not a candidate layer.

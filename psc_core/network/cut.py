@@ -164,7 +164,7 @@ class _Dropped(nn.Module):
 
 @dataclass(frozen=True)
 class HookPlan:
-    """How far a hooked forward pass runs, by default to the end of the network."""
+    """The extent of a hooked forward pass, which by default runs to the end of the network."""
 
     stop: str | None = None  # the layer after which it ends
     dropped: tuple[str, ...] = ()  # outermost modules that it never enters

@@ -104,7 +104,7 @@ class Content:
         """Read a saved content, for the bundle of a model of ``task``.
 
         Raises:
-            BundleError: The file is missing or damaged.
+            BundleError: If the file is missing or damaged.
         """
         file = folder / FILE
         if not file.is_file():

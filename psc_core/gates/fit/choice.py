@@ -21,13 +21,13 @@ Auroc = Mapping[str, float]
 
 def best_of(aurocs: Mapping[str, Auroc]) -> dict[str, float]:
     """Return the highest AUROC for each transform; all options have the same transforms."""
-    kinds = next(iter(aurocs.values()))
-    return {kind: max(auroc[kind] for auroc in aurocs.values()) for kind in kinds}
+    transforms = next(iter(aurocs.values()))
+    return {transform: max(auroc[transform] for auroc in aurocs.values()) for transform in transforms}
 
 
 def regret(aurocs: Mapping[str, Auroc], option: str) -> float:
     """Return the largest difference between the best option and this option over the transforms."""
-    return max(best - aurocs[option][kind] for kind, best in best_of(aurocs).items())
+    return max(best - aurocs[option][transform] for transform, best in best_of(aurocs).items())
 
 
 @dataclass(frozen=True)

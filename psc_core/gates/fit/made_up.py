@@ -110,10 +110,10 @@ def made_up_batches(
     drawn = dataset.subset(torch.randperm(len(dataset), generator=generator)[:IMAGES])
     for batch in track_images(drawn, compute, description):
         pixels = dataset.preprocess.to_pixels(batch.images)
-        made = {REAL: pixels, **{kind: make(pixels) for kind, make in TRANSFORMS.items()}}
+        made = {REAL: pixels, **{transform: make(pixels) for transform, make in TRANSFORMS.items()}}
         if mixed:
             made[MIXED] = mix(pixels, batch.first_labels(), generator)
-        yield {kind: images.to(compute.device) for kind, images in made.items()}
+        yield {transform: images.to(compute.device) for transform, images in made.items()}
 
 
 @torch.inference_mode()
@@ -128,7 +128,10 @@ def by_kind(
     """
     parts: dict[str, dict[Any, list[Tensor]]] = {}
     for made in batches:
-        for kind, images in made.items():
+        for transform, images in made.items():
             for name, values in step(images).items():
-                parts.setdefault(kind, {}).setdefault(name, []).append(values.cpu())
-    return {kind: {name: torch.cat(each) for name, each in of_kind.items()} for kind, of_kind in parts.items()}
+                parts.setdefault(transform, {}).setdefault(name, []).append(values.cpu())
+    return {
+        transform: {name: torch.cat(each) for name, each in of_transform.items()}
+        for transform, of_transform in parts.items()
+    }

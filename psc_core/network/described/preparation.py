@@ -90,7 +90,7 @@ class _Unlike(Exception):
 class _Network(NamedTuple):
     """The images that a network takes, according to its own configuration."""
 
-    kind: str  # its model_type
+    model_type: str
     channels: int
     image_size: int | None
 
@@ -114,21 +114,21 @@ def read_processor(written: Mapping[str, Any], config: Mapping[str, Any], origin
     side = side[0] if isinstance(side, list) and side else side
     net = _Network(str(config.get("model_type")), _mode_of(channels, origin), side if isinstance(side, int) else None)
     unlike: dict[Aspect, str] = {}
-    kind = _kind_of(processor, net)
-    if reason := _unknown(processor, kind):
+    model = _model_of(processor, net)
+    if reason := _unknown(processor, model):
         unlike["whole"] = f"{origin} {reason}"
     try:
         with _usual("size, crop_size and crop_pct", origin):
-            geometry = _geometry(processor, kind, net)
+            geometry = _geometry(processor, model, net)
     except _Unlike as reason:
         unlike["size"], geometry = f"{origin} {reason}", reason.nearest or (_side(net), _side(net), None)
     try:
-        interpolation = _interpolation(processor, kind)
+        interpolation = _interpolation(processor, model)
     except _Unlike as reason:
         unlike["interpolation"], interpolation = f"{origin} {reason}", "bicubic"
     try:
         with _usual("image_mean, image_std and rescale_factor", origin):
-            mean, std = _statistics(processor, kind, net.channels)
+            mean, std = _statistics(processor, model, net.channels)
     except _Unlike as reason:
         unlike["statistics"] = f"{origin} {reason}"
         mean, std = ((0.5,) * net.channels,) * 2
@@ -195,35 +195,37 @@ def _side(net: _Network) -> int:
     return net.image_size or 224
 
 
-def _kind_of(processor: _Processor, net: _Network) -> str:
+def _model_of(processor: _Processor, net: _Network) -> str:
     """Return the class of a processor without suffix: ``"ViT"`` for ``ViTImageProcessorFast``."""
     name = processor.image_processor_type or processor.feature_extractor_type
-    return re.sub("(ImageProcessor|FeatureExtractor)(Fast|Pil)?$", "", name) if name else _OLDEST.get(net.kind, "")
+    return (
+        re.sub("(ImageProcessor|FeatureExtractor)(Fast|Pil)?$", "", name) if name else _OLDEST.get(net.model_type, "")
+    )
 
 
-def _unknown(processor: _Processor, kind: str) -> str:
+def _unknown(processor: _Processor, model: str) -> str:
     """Return the reason why the preprocessing as a whole is not understood, or an empty string."""
-    if kind not in (*BOTH_SIDES, *SHORTER_SIDE):
-        return f"is of an image processor that PSC does not know, {kind or 'without a name'}"
+    if model not in (*BOTH_SIDES, *SHORTER_SIDE):
+        return f"is of an image processor that PSC does not know, {model or 'without a name'}"
     steps = [step for step in _UNKNOWN_STEPS if (processor.model_extra or {}).get(step)]
     return f"changes images in ways that PSC does not support: {', '.join(steps)}" if steps else ""
 
 
-def _geometry(processor: _Processor, kind: str, net: _Network) -> Geometry:
+def _geometry(processor: _Processor, model: str, net: _Network) -> Geometry:
     if processor.do_resize is False:
         raise _Unlike("does not resize images")
-    size = _sides(processor.size, square=kind in BOTH_SIDES)
+    size = _sides(processor.size, square=model in BOTH_SIDES)
     wants_crop = processor.crop_size is not None if processor.do_center_crop is None else processor.do_center_crop
     crop = _sides(processor.crop_size, square=True) if wants_crop else {}
     if size.keys() == {"shortest_edge"}:
         shorter = size["shortest_edge"]
-        if kind == "ConvNext":
+        if model == "ConvNext":
             if shorter >= 384:
                 return shorter, shorter, None
             crop = {"height": shorter, "width": shorter}
-        if kind == "ConvNext" or (kind == "PoolFormer" and processor.crop_pct):
+        if model == "ConvNext" or (model == "PoolFormer" and processor.crop_pct):
             shorter = int(shorter / (processor.crop_pct or 224 / 256))
-        elif kind == "Levit":
+        elif model == "Levit":
             shorter = int(256 / 224 * shorter)
         if crop.keys() != {"height", "width"}:
             raise _Unlike("keeps proportions and does not crop", (shorter, shorter, shorter))
@@ -252,8 +254,8 @@ def _sides(size: int | tuple[int, int] | dict[str, int | None] | None, *, square
     return {name: side for name, side in (size or {}).items() if side is not None}
 
 
-def _interpolation(processor: _Processor, kind: str) -> str:
-    number = 2 if processor.resample is None and kind == "ViT" else processor.resample
+def _interpolation(processor: _Processor, model: str) -> str:
+    number = 2 if processor.resample is None and model == "ViT" else processor.resample
     if number is None:
         raise _Unlike("does not say by which filter images are resized")
     name = _RESAMPLE[number] if 0 <= number < len(_RESAMPLE) else str(number)
@@ -262,13 +264,13 @@ def _interpolation(processor: _Processor, kind: str) -> str:
     return name
 
 
-def _statistics(processor: _Processor, kind: str, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _statistics(processor: _Processor, model: str, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the mean and deviation, on the [0, 1] scale, that equal the written scaling, shift and standardisation."""
     factor, offset = processor.rescale_factor or 1 / 255, 1.0 if processor.rescale_offset else 0.0
     if processor.do_rescale is False:
         factor, offset = 1.0, 0.0
     wanted = processor.do_normalize is not False
-    again = kind == "EfficientNet" and processor.include_top is not False
+    again = model == "EfficientNet" and processor.include_top is not False
     mean, std = (0.0,) * channels, (1.0,) * channels
     if wanted or again:
         if processor.image_mean is None or processor.image_std is None:

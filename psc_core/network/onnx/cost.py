@@ -27,8 +27,8 @@ def cost_of(model: ModelProto, sizes: Mapping[str, tuple[int, Shape]], batch: in
     from onnx import helper
 
     def nbytes(name: str) -> int:
-        kind, shape = sizes.get(name, (0, ()))
-        return math.prod(shape) * helper.tensor_dtype_to_np_dtype(kind).itemsize if kind else 0
+        dtype, shape = sizes.get(name, (0, ()))
+        return math.prod(shape) * helper.tensor_dtype_to_np_dtype(dtype).itemsize if dtype else 0
 
     nodes, kept = model.graph.node, {value.name for value in model.graph.output}
     last = {name: index for index, node in enumerate(nodes) for name in node.input}

@@ -69,12 +69,12 @@ def to_onnx(backbone: Backbone, size: Size) -> Backbone:
     return onnx_backbone(OnnxBody(model), backbone.layers, keep_output=backbone.keep_output)
 
 
-def cache_file(kind: str, *given: bytes) -> Path:
+def cache_file(suffix: str, *given: bytes) -> Path:
     """Return the path in the cache for a result that depends on ``given`` and the versions of the packages."""
     versions = [importlib.metadata.version(name) for name in ("torch", *PACKAGES)]
     key = hashlib.sha256(b"\0".join([json.dumps([__version__, *versions]).encode(), *given])).hexdigest()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    return folder / "psc" / f"{key}.{kind}"
+    return folder / "psc" / f"{key}.{suffix}"
 
 
 def read_checked(file: Path) -> bytes | None:

@@ -32,8 +32,8 @@ def restore_body(data: bytes, size: Size, *, outputs: int) -> OnnxBody:
     if [value.name for value in model.graph.input] != [INPUT_NAME]:
         raise NetworkError(f"{_ORIGIN}: expected one input named {INPUT_NAME}; fit the bundle again")
     sizes = sizes_of(model, _ORIGIN)
-    kind, (batch, *got) = sizes[INPUT_NAME]
-    if kind != _FLOAT or tuple(got) != size:
+    dtype, (batch, *got) = sizes[INPUT_NAME]
+    if dtype != _FLOAT or tuple(got) != size:
         raise NetworkError(f"{_ORIGIN}: expected images of the shape {size}, got {tuple(got)}; fit the bundle again")
     found = [sizes.get(value.name) for value in model.graph.output]
     if len(found) != outputs or any(each is None or each[0] != _FLOAT or each[1][:1] != (batch,) for each in found):

@@ -60,9 +60,9 @@ def with_one_input(model: ModelProto, origin: str) -> ModelProto:
     name, before = old.name, []
     if INPUT_NAME in constants.union(*(node.output for node in graph.node)):
         raise NetworkError(f"{origin}: expected no tensor named {INPUT_NAME!r} but the input; rename it")
-    source, kind = INPUT_NAME, old.type.tensor_type.elem_type
-    if kind != onnx.TensorProto.FLOAT:
-        before.append(helper.make_node("Cast", [source], [source := f"{_OWN}cast"], to=kind))
+    source, dtype = INPUT_NAME, old.type.tensor_type.elem_type
+    if dtype != onnx.TensorProto.FLOAT:
+        before.append(helper.make_node("Cast", [source], [source := f"{_OWN}cast"], to=dtype))
     if is_last:
         before.append(helper.make_node("Transpose", [source], [source := f"{_OWN}last"], perm=[0, 2, 3, 1]))
     for node in graph.node:

@@ -62,13 +62,13 @@ def sizes_of(model: ModelProto, origin: str) -> dict[str, tuple[int, Shape]]:
     walk = _Walk(model, origin, {}, constants)
     walk.add(given.name, given.type.tensor_type.elem_type, tuple(sides))
     for node in model.graph.node:
-        for name, (kind, shape) in walk.infer(node).items():
+        for name, (dtype, shape) in walk.infer(node).items():
             if shape is None:
                 raise NetworkError(
                     f"{origin}: the size of {quoted(name)} ({node.op_type}) is not known before it is computed; export "
                     "the network with fixed image sizes"
                 )
-            walk.add(name, kind, shape)
+            walk.add(name, dtype, shape)
         result = walk.compute(node)
         if result is not None:
             constants[result.name] = result
@@ -91,14 +91,14 @@ class _Walk:
     sizes: dict[str, tuple[int, Shape]]
     constants: dict[str, TensorProto]
 
-    def add(self, name: str, kind: int, shape: Shape) -> None:
+    def add(self, name: str, dtype: int, shape: Shape) -> None:
         """Record a tensor, or raise :class:`NetworkError` if it is too large."""
         if len(shape) > MAX_AXES or math.prod(shape) > MAX_ELEMENTS:
             raise NetworkError(
                 f"{self.origin}: tensor {quoted(name)} has the shape {shortened(str(shape))}, expected at most "
                 f"{MAX_ELEMENTS} elements for {BATCH} images and {MAX_AXES} axes; use smaller images or another network"
             )
-        self.sizes[name] = kind, shape
+        self.sizes[name] = dtype, shape
 
     def infer(self, node: NodeProto) -> dict[str, tuple[int, Shape | None]]:
         """Return the type and shape of each output of an operation; None for an unknown shape.
@@ -132,12 +132,12 @@ class _Walk:
         from onnx.reference import ReferenceEvaluator
 
         name = node.output[0] if node.output else ""
-        kind, shape = self.sizes.get(name, (0, ()))
+        dtype, shape = self.sizes.get(name, (0, ()))
         if node.op_type == "Shape" and node.input[0] in self.sizes:
             bounds = {attribute.name: attribute.i for attribute in node.attribute}
             lengths = self.sizes[node.input[0]][1][bounds.get("start", 0) : bounds.get("end")]
             return numpy_helper.from_array(np.array(lengths, np.int64), name)
-        if node.op_type not in _FOLDED or not _is_few(shape) or not _is_of_sizes(kind, node.op_type):
+        if node.op_type not in _FOLDED or not _is_few(shape) or not _is_of_sizes(dtype, node.op_type):
             return None
         given = {each: self.constants.get(each) for each in node.input if each}
         known = {
@@ -163,12 +163,12 @@ def _is_few(shape: Sequence[int]) -> bool:
     return math.prod(shape) <= MAX_FOLDED
 
 
-def _is_of_sizes(kind: int, operator: str) -> bool:
+def _is_of_sizes(dtype: int, operator: str) -> bool:
     """Return whether a tensor may determine sizes; the scale factors of images are constant floats."""
-    return kind in _INTEGERS or (kind == _FLOAT and operator == "Constant")
+    return dtype in _INTEGERS or (dtype == _FLOAT and operator == "Constant")
 
 
-def _size(kind: Any) -> tuple[int, Shape | None]:
+def _size(tensor_type: Any) -> tuple[int, Shape | None]:
     """Return the element type and shape of an inferred type; None if the shape is not fully known."""
-    sides = tuple(axis.dim_value if axis.HasField("dim_value") else -1 for axis in kind.shape.dim)
-    return kind.elem_type, sides if kind.HasField("shape") and min(sides, default=0) >= 0 else None
+    sides = tuple(axis.dim_value if axis.HasField("dim_value") else -1 for axis in tensor_type.shape.dim)
+    return tensor_type.elem_type, sides if tensor_type.HasField("shape") and min(sides, default=0) >= 0 else None
