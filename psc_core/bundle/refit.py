@@ -1,4 +1,4 @@
-"""The ``psc-fit`` command that fits again a bundle of another version.
+"""The ``psc-fit`` command that refits a bundle of another version.
 
 People paste this command into a shell, so a hostile bundle must not choose it: it repeats plain words only.
 """
@@ -37,7 +37,7 @@ _PLAIN: Final = re.compile(r"[A-Za-z0-9_+.:][A-Za-z0-9_+.:-]*")
 
 
 def fit_command(body: Mapping[str, Any]) -> str:
-    """Return the ``psc-fit`` command that fits again a bundle of another version.
+    """Return the ``psc-fit`` command that refits a bundle of another version.
 
     It repeats the recorded settings if all of them are plain words, and otherwise none.  Paths and factories are left
     as placeholders.

@@ -4,9 +4,8 @@ The conformal p-value among m images is at least 1 / (m + 1), so all readings be
 several readings are combined, their distance beyond it matters.  So with the readings ``r_1 ≤ … ≤ r_m`` of
 in-distribution images, where higher is more unusual,
 
-* at ``r_i`` the p-value is ``(m + 1 − i) / (m + 1)``, and its logarithm is linear in between; below ``r_1`` it is
-  constant;
-  ``r_1``;
+* at ``r_i`` the p-value is ``(m + 1 − i) / (m + 1)``, and its logarithm is linear in between; below ``r_1`` it is as
+  at ``r_1``;
 * beyond ``r_m`` it is ``exp(−(r − r_m) / s) / (m + 1)``: an exponential tail of scale s, the mean excess of the largest
   readings over the next smaller one (the maximum-likelihood scale of an exponential tail; Embrechts et al., Modelling
   Extremal Events, 1997, section 6.2).

@@ -14,6 +14,5 @@ two.
 
 The rows with ``audit`` true are a random sample of all images, drawn with the probability ``audit_probability``
 whatever the decision on them was.  Every other row was chosen for its content and guarantees nothing for images that
-were not
-chosen: calibrate on the audit slice only.
+were not chosen: calibrate on the audit slice only.
 """
