@@ -2,7 +2,7 @@
 
 A checkpoint holds more than a state dict, and its names say where the network was in the trained module.  So every
 dictionary with tensors, at most two levels deep, is searched with every prefix of its names that ends in a dot: the
-tensors are found in the place that has all of the network's names.  Of several such places, one whose name does not mark a
+tensors are found in the place that has all of the network's names.  Of several such places, one whose name marks no
 moving average comes first, then the outermost, then the shortest prefix.  Tensors outside of the prefix are ignored,
 and so are those of another such place; any other name that the network lacks is an error, because it means another
 network.
