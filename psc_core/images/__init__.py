@@ -1,4 +1,4 @@
-"""Encoded images to fixed-size ``uint8`` arrays: limits, decoding, preprocessing."""
+"""Turn encoded images into fixed-size ``uint8`` arrays: limits, decoding, preprocessing."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Final
 
 SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-"""Ends of the file names, in lower case, that are taken for images where a folder is searched."""
+"""File name suffixes, in lower case, of the files in a folder that count as images."""
 
 INTERPOLATIONS: Final = ("bilinear", "bicubic")
-"""Filters that images can be resized with, antialiased."""
+"""The filters for resizing, all antialiased."""
 
 Fields = tuple[str, int, int, int | None, tuple[float, ...], tuple[float, ...]]
 """The fields of a :class:`.preprocess.Preprocess`, in order: colour mode, height, width, resize, mean and deviation."""
