@@ -1,7 +1,7 @@
-"""``python -m app.healthcheck``: 0 when the service of this container is ready, for Docker's ``HEALTHCHECK``.
+"""``python -m app.healthcheck``: exit with 0 if this container's service is ready, for Docker's ``HEALTHCHECK``.
 
-It asks at ``PSC_PORT`` of the environment, by HTTPS where ``PSC_TLS_CERTIFICATE`` is set, and imports only the standard
-library, because it runs every few seconds.
+It asks at the port in the environment variable ``PSC_PORT``, by HTTPS if ``PSC_TLS_CERTIFICATE`` is set.  It imports
+only the standard library, because it runs every few seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ def is_ready() -> bool:
     """Return whether ``/readyz`` answers 200."""
     scheme = "https" if os.environ.get("PSC_TLS_CERTIFICATE") else "http"
     context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # It is this container, by another name.
+    # The certificate is of the service's public name, and this is the same container under another one.
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     url = f"{scheme}://127.0.0.1:{os.environ.get('PSC_PORT', '8000')}/readyz"
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS, context=context) as answer:
