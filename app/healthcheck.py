@@ -12,6 +12,7 @@ import sys
 import urllib.request
 from typing import Final
 
+DEFAULT_PORT: Final = "8000"
 TIMEOUT_SECONDS: Final = 2.0
 
 
@@ -21,7 +22,9 @@ def is_ready() -> bool:
     context = ssl.create_default_context()
     # The certificate is of the service's public name, and this is the same container under another one.
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    url = f"{scheme}://127.0.0.1:{os.environ.get('PSC_PORT', '8000')}/readyz"
+    port = os.environ.get("PSC_PORT", "")
+    # Kubernetes sets PSC_PORT=tcp://… for a service named psc, and the service then takes its default.
+    url = f"{scheme}://127.0.0.1:{port if port.isdigit() else DEFAULT_PORT}/readyz"
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS, context=context) as answer:
             return bool(answer.status == 200)
