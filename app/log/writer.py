@@ -129,8 +129,8 @@ class LogWriter:
             logger.error("the prediction log was not written within drain_seconds; its last rows are lost")
             for waiting in _taken(self._waiting):
                 self._count_dropped(waiting)
-            for rows in list(self._open.values()):
-                self._count("rows", rows.source, "dropped", len(rows))
+            for key in list(self._open):
+                self._end_rows(key, "dropped")
 
     def _run(self) -> None:
         self._flush_at = time.monotonic() + self._settings.log_flush_seconds
@@ -181,15 +181,22 @@ class LogWriter:
                 self._write_rows(key)
 
     def _write_rows(self, key: tuple[Source, str]) -> None:
-        rows = self._open[key]
+        rows = self._open.get(key)
+        if rows is None:
+            return
         source, result = rows.source, "dropped"
         try:
             if self._put_model(source) and self._put(rows_path(source.name, rows.day), rows.to_parquet()):
                 result = "written"
         finally:
-            del self._open[key]
             self._given += rows.size
-            self._count("rows", source, result, len(rows))
+            self._end_rows(key, result)
+
+    def _end_rows(self, key: tuple[Source, str], result: str) -> None:
+        """Count open rows once: :meth:`close` may give up on rows while the thread still writes them."""
+        rows = self._open.pop(key, None)
+        if rows is not None:
+            self._count("rows", rows.source, result, len(rows))
 
     def _put_model(self, source: Source) -> bool:
         if source not in self._known and self._put(model_path(source.model.version), source.model.to_json()):
