@@ -62,7 +62,7 @@ class Metrics:
         ("model", "label"),
         "Images answered, by predicted label (`(other)` beyond 1,000 classes); for a regression, by its target's name.",
     )
-    psc_ood_total = Metric(Counter, ("model",), "Monitored images with is_ood true.")
+    psc_ood_total = Metric(Counter, ("model",), "Monitored images with p ≤ `psc_alpha`, whatever alpha a request set.")
     psc_abstained_total = Metric(
         Counter,
         ("model", "reason"),

@@ -21,6 +21,7 @@ from app.observability.drift import DriftMonitor, DriftState
 from app.observability.metrics import Metrics
 from app.observability.repeats import RepeatFilter
 from psc_core.model.base import FittedModel
+from psc_core.rates import ood_rank
 from psc_core.tasks.outputs import FloatArray, Outputs
 
 logger = logging.getLogger("psc.drift")
@@ -55,6 +56,9 @@ class ModelRecorder:
         self._labels = (*labels[:MAX_LABELS], *[OTHER] * (len(labels) - MAX_LABELS))
         self._outputs_of = model.outputs
         self._alpha = alpha
+        # A p-value is k/(n + 1) rounded to float32.  The bound lies between two of them, where rounding cannot matter.
+        n = len(model.calibration.ood_scores)
+        self._ood_below = (ood_rank(alpha, n) + 0.5) / (n + 1)
         self.queue_limit = queue_limit
         self._identity = {"version": model.version, "layer": model.layer, "device": str(model.device)}
         self._metrics = metrics
@@ -131,8 +135,7 @@ class ModelRecorder:
         for score, histogram in self._histograms.items():
             for value in scores[score].tolist():
                 histogram.observe(value)
-        is_ood = np.concatenate([each.is_ood for _, each, _ in predictions])[counted]
-        metrics.psc_ood_total.labels(model=name).inc(int(is_ood.sum()))
+        metrics.psc_ood_total.labels(model=name).inc(int((scores["ood_p_value"] < self._ood_below).sum()))
         decided = np.concatenate([each.decision for _, each, _ in predictions])[counted]
         for reason, code in self._task.abstentions.items():
             metrics.psc_abstained_total.labels(model=name, reason=reason).inc(int((decided == code).sum()))
