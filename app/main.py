@@ -52,7 +52,8 @@ def create_app(
     runtime = runtime or Runtime()
     names = [name for name, _ in settings.named_bundles] if models is None else models
     load = _loader(settings) if models is None else models.__getitem__
-    service = Service(settings, ApiKeys.from_settings(settings), names, load, runtime)
+    log = None if settings.log is None else open_to_write(settings.log)
+    service = Service(settings, ApiKeys.from_settings(settings), names, load, log, runtime)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

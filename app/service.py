@@ -22,7 +22,7 @@ from app.observability.metrics import Metrics
 from app.settings import Settings
 from psc_core.compute.allocator import release_freed_memory
 from psc_core.errors import DeviceError, ExitCode, PSCError
-from psc_core.log.store import open_to_write
+from psc_core.log.store import Log
 from psc_core.model.base import FittedModel
 
 logger = logging.getLogger("psc.service")
@@ -52,6 +52,7 @@ class Service:
         keys: The API keys of all roles.
         names: The model names, the default first.
         load: Reads the model of the given name; called on a thread.
+        log: The prediction log; None if predictions are not logged.
         host: The process that the service runs in.
 
     Attributes:
@@ -73,6 +74,7 @@ class Service:
         keys: ApiKeys,
         names: Iterable[str],
         load: Callable[[str], FittedModel],
+        log: Log | None,
         host: Host,
     ) -> None:
         self.settings = settings
@@ -81,7 +83,7 @@ class Service:
             settings.max_buffered_bytes, processes=settings.workers, max_pixels=settings.max_pixels
         )
         self.keys = keys
-        self.log = None if settings.log is None else LogWriter(open_to_write(settings.log), settings, self.metrics)
+        self.log = None if log is None else LogWriter(log, settings, self.metrics)
         self.registry = Registry(
             ModelStarter(settings, self.metrics, self.memory, self.log),
             names,
