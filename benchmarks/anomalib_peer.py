@@ -1,4 +1,4 @@
-"""anomalib's PaDiM and PatchCore on given features: run by :mod:`benchmarks.maps` with a Python that has anomalib.
+"""Run anomalib's PaDiM and PatchCore on given features, for :mod:`benchmarks.maps`, with a Python that has anomalib.
 
     PYTHON benchmarks/anomalib_peer.py given.pt found.pt
 
@@ -25,7 +25,7 @@ Features = Mapping[str, Tensor]
 
 
 class Given(nn.Module):
-    """Features that are there already, by the name of their layer."""
+    """A module that returns given features by the name of their layer."""
 
     features: Features
 
@@ -40,7 +40,7 @@ def model_of(kind: type[nn.Module], train: Features, **more: object) -> Any:
 
 
 def run(model: Any, features: Features, size: tuple[int, int]) -> list[Tensor]:
-    """Return the output of the model for each batch: nothing of use while it trains, then maps."""
+    """Return the model's output for each batch: maps, but nothing of use while it trains."""
     found = []
     for start in range(0, len(next(iter(features.values()))), BATCH):
         model.feature_extractor.features = {name: each[start : start + BATCH] for name, each in features.items()}

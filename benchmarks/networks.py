@@ -36,17 +36,17 @@ def _small_resnet(build: Callable[..., nn.Module], num_classes: int, in_channels
 
 
 def resnet18(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """ResNet-18 for 28- and 32-pixel images."""
+    """Build ResNet-18 for 28- and 32-pixel images."""
     return _small_resnet(models.resnet18, num_classes, in_channels)
 
 
 def resnet50(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """ResNet-50 for 28- and 32-pixel images."""
+    """Build ResNet-50 for 28- and 32-pixel images."""
     return _small_resnet(models.resnet50, num_classes, in_channels)
 
 
 class NarrowResNet(nn.Module):
-    """ResNet-18 for small images with ``width`` channels in its first stage, for few cores.
+    """Build ResNet-18 for small images with ``width`` channels in its first stage, for few cores.
 
     Args:
         num_classes: Number of logits.
@@ -74,7 +74,7 @@ class NarrowResNet(nn.Module):
 
 
 def _stage(channels: int, width: int, stride: int) -> nn.Sequential:
-    """Two blocks of torchvision's ResNet-18."""
+    """Return two blocks of torchvision's ResNet-18."""
     shortcut = None
     if stride > 1:
         shortcut = nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))
@@ -82,12 +82,12 @@ def _stage(channels: int, width: int, stride: int) -> nn.Sequential:
 
 
 def resnet18_narrow(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """ResNet-18 of a quarter of its width (16 to 128 channels), trained on a CPU in minutes."""
+    """Build ResNet-18 of a quarter of its width (16 to 128 channels), which a CPU trains in minutes."""
     return NarrowResNet(num_classes, in_channels, 16)
 
 
 def _small_vgg(share: int, num_classes: int, in_channels: int) -> nn.Module:
-    """VGG-16 for small images with a ``share``-th of its channels."""
+    """Build VGG-16 for small images with a ``share``-th of its channels."""
     channels: Any = [each if each == "M" else each // share for each in models.vgg.cfgs["D"]]
     features = models.vgg.make_layers(channels, batch_norm=True)
     features[0] = nn.Conv2d(in_channels, channels[0], kernel_size=3, padding=1)
@@ -100,21 +100,21 @@ def _small_vgg(share: int, num_classes: int, in_channels: int) -> nn.Module:
 
 
 def vgg16(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """VGG-16 with batch normalisation and one linear layer behind a global average pool."""
+    """Build VGG-16 with batch normalisation, and one linear layer after a global average pool."""
     return _small_vgg(1, num_classes, in_channels)
 
 
 def vgg16_narrow(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """VGG-16 of a quarter of its width (16 to 128 channels), trained on a CPU in minutes."""
+    """Build VGG-16 of a quarter of its width (16 to 128 channels), which a CPU trains in minutes."""
     return _small_vgg(4, num_classes, in_channels)
 
 
 BN_MOMENTUM = 0.01
-"""Of a Wide-ResNet."""
+"""The momentum of a Wide-ResNet's batch normalisation."""
 
 
 class _WideBlock(nn.Module):
-    """Pre-activation block of a Wide-ResNet: (BN, ReLU, 3×3) twice, dropout between them, beside a shortcut."""
+    """A pre-activation block of a Wide-ResNet: (BN, ReLU, 3×3) twice with dropout in between, beside a shortcut."""
 
     def __init__(self, channels: int, width: int, stride: int, dropout: float) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class _WideBlock(nn.Module):
 
 
 class WideResNet(nn.Module):
-    """Wide-ResNet-``depth``-``widen`` (Zagoruyko & Komodakis, 2016) for small images.
+    """Build Wide-ResNet-``depth``-``widen`` (Zagoruyko & Komodakis, 2016) for small images.
 
     Batch-normalisation momentum, initialisation and dropout are those of DDU's network.
     """
@@ -168,17 +168,17 @@ class WideResNet(nn.Module):
 
 
 def wide_resnet28_10(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """Wide-ResNet-28-10 with dropout 0.3, the paper's CIFAR-10 network."""
+    """Build Wide-ResNet-28-10 with dropout 0.3, the paper's CIFAR-10 network."""
     return WideResNet(28, 10, num_classes, in_channels, dropout=0.3)
 
 
 def wide_resnet10_1(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """Wide-ResNet-10-1: the smallest network of the family, for tests."""
+    """Build Wide-ResNet-10-1, the smallest network of the family, for tests."""
     return WideResNet(10, 1, num_classes, in_channels)
 
 
 def average_shortcut(x: Tensor, stride: int, added: int) -> Tensor:
-    """(B, C, H, W) to (B, C + added, ⌈H/s⌉, ⌈W/s⌉)."""
+    """Average-pool (B, C, H, W) to (B, C + added, ⌈H/s⌉, ⌈W/s⌉), with zeros in the added channels."""
     size = stride if x.shape[2] % 2 == 0 else 1
     return F.pad(F.avg_pool2d(x, size, stride), (0, 0, 0, 0, 0, added))
 
@@ -187,7 +187,7 @@ torch.fx.wrap("average_shortcut")  # One call of a traced graph, because it asks
 
 
 class AverageShortcut(nn.Module):
-    """:func:`average_shortcut` in place of a 1×1 convolution."""
+    """A module of :func:`average_shortcut`, in place of a 1×1 convolution."""
 
     def __init__(self, convolution: nn.Conv2d) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class AverageShortcut(nn.Module):
 
 
 def modify(net: nn.Module) -> nn.Module:
-    """Make both changes in ``net``, a ResNet of torchvision or a Wide-ResNet, in place."""
+    """Make both changes of DDU in ``net``, a ResNet of torchvision or a Wide-ResNet, in place."""
     for parent in list(net.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.ReLU):
@@ -222,11 +222,11 @@ NETWORKS: Mapping[str, Callable[[int, int], nn.Module]] = {
     **{plain.__name__: plain for plain in _PLAIN},
     **{f"{plain.__name__}_mod": _modified(plain) for plain in _PLAIN if not plain.__name__.startswith("vgg")},
 }
-"""By name; ``…_mod`` as DDU modifies them."""
+"""The networks by name; ``…_mod`` as DDU modifies them."""
 
 
 class SpectralBound(nn.Module):
-    """Parametrisation W ↦ W · min(1, coefficient / σ), σ by power iteration on the layer's own linear map.
+    """The parametrisation W ↦ W · min(1, coefficient / σ), with σ by power iteration on the layer's own linear map.
 
     Args:
         layer: The convolution or linear layer that the weight belongs to.

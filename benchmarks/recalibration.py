@@ -48,22 +48,22 @@ from psc_core.tasks.policy import BasePolicy
 NAME: Final = "recalibration"
 REPEATS: Final = {"smoke": 3, "cpu": 50, "full": 50}
 IMAGES: Final = {"smoke": 400, "cpu": 2000, "full": 10_000}
-"""Of each set: half of them are the log, half are what comes next."""
+"""The number of digits in each set; half of them are the log, half come next."""
 
 PHOTOGRAPHS: Final = {"cpu": 1200, "full": 10_000}
-"""The same of photographs, whose network is slower."""
+"""The same number of photographs, whose network is slower."""
 
 FITTED_ON: Final = 1000
-"""Photographs that PSC is fitted on; the output layer of the frozen network has 5,000."""
+"""The photographs that PSC is fitted on; the output layer of the frozen network has 5,000."""
 
 VALIDATION: Final = 800
-"""Photographs that select and calibrate."""
+"""The photographs that select and calibrate."""
 
 LABELS: Final = (100, 250, 500)
-"""Of the audit slice."""
+"""The numbers of labels of the audit slice."""
 
 OTHERS: Final = 250
-"""Labels that were chosen otherwise, a part of the log: of nearly all images any choice is fair."""
+"""The number of labels chosen otherwise; only a part of the log, because any choice of nearly all images is fair."""
 
 SEEN: Final = ("rotated by 15°", "blurred", "half the contrast")
 AS_FITTED: Final = "as fitted"
@@ -73,19 +73,19 @@ MEASURED: Final = {"alarms": "false alarms, %", "coverage": "coverage, %", "erro
 
 
 class Seen(NamedTuple):
-    """n images as the pipeline scored them."""
+    """The scores of n images by the pipeline."""
 
     images: ImageDataset
     outputs: Outputs[Tensor]
 
     def at(self, positions: Tensor) -> Seen:
-        """Some of them."""
+        """Return some of the images."""
         packed = self.outputs.packed[positions]
         return Seen(self.images.subset(positions), Outputs(packed, self.outputs.scores, self.outputs.gates))
 
 
 def main(argv: list[str] | None = None) -> Json:
-    """Score, then draw and calibrate many times."""
+    """Score the images, then draw labels and calibrate many times."""
     run = runs.start(NAME, runs.parser(__doc__).parse_args(argv))
     settings = {"seed": run.seed, "repeats": REPEATS[run.scale], "images": IMAGES[run.scale], "others": OTHERS}
     run.part("digits", settings, partial(digits, run))
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> Json:
 
 
 def digits(run: Run) -> Json:
-    """The shipped bundle on digits by writers that it has not seen."""
+    """Measure the shipped bundle on digits by writers whom it has not seen."""
     model = PSC.load(BUNDLE, device=run.device)
     opened = partial(open_dataset, preprocess=model.preprocess)
     sets = {
@@ -108,7 +108,7 @@ def digits(run: Run) -> Json:
 
 
 def photographs(run: Run) -> Json:
-    """A frozen pretrained network on photographs taken otherwise."""
+    """Measure a frozen pretrained network on shifted photographs."""
     few = replace(run, fit_images=FITTED_ON, test_images=PHOTOGRAPHS[run.scale])
     trained = pretrained.obtain(few, PretrainedJob(10, per_class=500, epochs=0, seed=run.seed))
     trained = replace(trained, val=random_images(trained.val, VALIDATION, run.seed))
@@ -122,7 +122,7 @@ def photographs(run: Run) -> Json:
 
 
 def compare(run: Run, model: PSC, sets: Mapping[str, tuple[ImageDataset, Callable[[Tensor], Tensor] | None]]) -> Json:
-    """Return the rates that each way to calibrate keeps, on each set."""
+    """Return the rates of each way to calibrate, on each set."""
     settings = settings_of(model, {})
     rows: Json = {}
     for name, (images, shift) in sets.items():
@@ -153,14 +153,14 @@ def compare(run: Run, model: PSC, sets: Mapping[str, tuple[ImageDataset, Callabl
 
 @torch.inference_mode()
 def scored(model: PSC, images: ImageDataset, shift: Callable[[Images], Images] | None) -> Tensor:
-    """Packed outputs of every image, shifted on its way."""
+    """Return the packed outputs for every image after a shift."""
     batches = images.batches(BATCH)
     packed = [model.pipeline((shift(b.images) if shift else b.images).to(model.device)).cpu() for b in batches]
     return torch.cat(packed)
 
 
 def kept_once(run: Run, name: str, compute: Callable[[], Tensor]) -> Tensor:
-    """Return the outputs that are computed once for a run's images, and kept beside its networks."""
+    """Return the outputs for a run's images, computed once and kept beside its networks."""
     number = run.test_images or IMAGES[run.scale]
     file = (
         run.checkpoints / f"{NAME}-{''.join(c if c.isalnum() else '-' for c in name)}-{number}-s{run.seed}.safetensors"
@@ -172,13 +172,13 @@ def kept_once(run: Run, name: str, compute: Callable[[], Tensor]) -> Tensor:
 
 
 def informative(outputs: Outputs[Tensor]) -> Tensor:
-    """Positions, first those that are among the most unusual or the most uncertain."""
+    """Return the positions, those among the most unusual or the most uncertain first."""
     ranks = [outputs[name].argsort(descending=True).argsort() for name in ("ood_score", "predictive_entropy")]
     return torch.minimum(*ranks).argsort(stable=True)
 
 
 def accepted(model: PSC, outputs: Outputs[Tensor]) -> Tensor:
-    """Positions of the images that the model accepts as it was fitted, in random order."""
+    """Return the positions of the images that the model accepts as fitted, in random order."""
     decisions = model.decide(model.outputs(outputs.packed.numpy()))
     return torch.from_numpy(decisions.decision == 0).nonzero()[:, 0]
 
@@ -194,7 +194,7 @@ def calibrated(labelled: Seen, settings: FitSettings, before: BasePolicy) -> tup
 
 
 def kept(model: PSC, calibration: BaseCalibration, policy: BasePolicy, after: Seen) -> Json:
-    """False alarms, coverage and the errors among accepted images, under a calibration."""
+    """Return the false alarms, coverage and errors among accepted images, under a calibration."""
     old, labels = after.outputs, after.images.first_labels()
     scores = {name: old[name] for name in old.scores}
     scores["ood_p_value"] = conformal_p_values(calibration.ood_scores, old["ood_score"].contiguous())
@@ -209,7 +209,7 @@ def kept(model: PSC, calibration: BaseCalibration, policy: BasePolicy, after: Se
 
 
 def fragment(record: Json) -> str:
-    """A table for each model: mean ± standard error over the repeats, and in brackets their standard deviation."""
+    """Return a table for each model: mean ± standard error over the repeats (and their standard deviation)."""
     texts = []
     for name, part in sorted(record["result"]["parts"].items()):
         promised = part["promised"]
@@ -227,7 +227,7 @@ def fragment(record: Json) -> str:
 
 
 def cell(values: list[float]) -> str:
-    """Per cent: mean ± standard error (standard deviation of a single repeat)."""
+    """Format per cent: mean ± standard error (standard deviation of a single repeat)."""
     percent = [100 * value for value in values]
     return f"{runs.plus_minus(percent, 2)} ({statistics.stdev(percent):.1f})"
 
