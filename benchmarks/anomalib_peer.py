@@ -2,8 +2,8 @@
 
     PYTHON benchmarks/anomalib_peer.py given.pt found.pt
 
-Both models are the package's own, smoothing included (a Gaussian of 4 input pixels); in place of a network they get a
-module that hands out the features.  PatchCore's patches are chosen among as many as in :mod:`benchmarks.maps`.
+Both models are the package's own, including their smoothing (a Gaussian of 4 input pixels); instead of a network they
+get a module that returns the features.  PatchCore chooses among as many patches as in :mod:`benchmarks.maps`.
 """
 
 from __future__ import annotations

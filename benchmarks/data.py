@@ -39,7 +39,7 @@ def data_root() -> Path:
     """Return the folder that ``PSC_DATA`` names.
 
     Raises:
-        DataError: It is not set.
+        DataError: The variable is not set.
     """
     if ROOT_VARIABLE not in os.environ:
         raise DataError(f"{ROOT_VARIABLE} is not set; export it as the folder of the data sets")

@@ -76,16 +76,16 @@ def measure(run: Run, name: str, seed: int) -> Json:
     order = torch.randperm(len(digits), generator=random)[: 2 * labels + images]
     audit, more, now = (seen(digits, each, camera) for each in order.split([labels, labels, images]))
     drawn = torch.randperm(len(clothes), generator=random)[:images]
-    strange = [next(seen(clothes, drawn, how).batches(images)).images for how in (camera, CAMERAS[SAME])]
-    judged = Audit(audit, torch.ones(labels, dtype=torch.float64), {}, ("2026-01-01", "2026-01-01"), labels)
+    unusual = [next(seen(clothes, drawn, how).batches(images)).images for how in (camera, CAMERAS[SAME])]
+    reviewed = Audit(audit, torch.ones(labels, dtype=torch.float64), {}, ("2026-01-01", "2026-01-01"), labels)
     found: dict[str, FittedModel] = {"as fitted": model}
-    found["recalibrated"] = recalibrate_from_audit(model, judged, {}).model
-    found["with --extend-density"] = recalibrate_from_audit(model, judged, {}, more).model
+    found["recalibrated"] = recalibrate_from_audit(model, reviewed, {}).model
+    found["with --extend-density"] = recalibrate_from_audit(model, reviewed, {}, more).model
     ways = {}
     for way, each in found.items():
         history = each.report["provenance"].get(HISTORY, [{}])[-1]
         extension = history.get("extension", {})
-        ways[way] = {**quality(each, next(now.batches(images)).images, *strange), "times": extension.get("times")}
+        ways[way] = {**quality(each, next(now.batches(images)).images, *unusual), "times": extension.get("times")}
     return {"camera": name, "labels": labels, "ways": ways, "extension": extension}
 
 

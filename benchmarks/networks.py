@@ -1,18 +1,18 @@
 """The paper's networks in their small-image form (3×3 stride-1 stem, no max-pool), as plain factories.
 
-``psc-fit --model benchmarks.networks:wide_resnet28_10`` uses any of them; the ResNets and the VGG are
-torchvision's own with a small stem, so a bundle of theirs loads without this module.
+``psc-fit --model benchmarks.networks:NAME`` takes any of them, such as ``wide_resnet28_10``.  The ResNets and the VGG
+are torchvision's own with a small stem, so their bundles load without this module.
 
-``…_mod`` is the architecture of Deep Deterministic Uncertainty (Mukhoti et al., 2023).  Two changes to a residual
-network keep it sensitive to its input: LeakyReLU (slope 0.01) for ReLU, so that no unit is flat, and, where a block
-changes stride or width, a shortcut without weights, which averages s × s pixels (s the stride) and pads the new
-channels with zeros, for a strided 1×1 convolution.  At an odd size, which s does not divide, every s-th pixel is taken
-instead, as in the authors' code.
+``…_mod`` is the architecture of Deep Deterministic Uncertainty (Mukhoti et al., 2023).  Two changes keep a residual
+network sensitive to its input.  LeakyReLU (slope 0.01) replaces ReLU, so that no unit is flat.  And where a block
+changes stride or width, a shortcut without weights replaces the strided 1×1 convolution: it averages s × s pixels (s is
+the stride) and pads the new channels with zeros.  At an odd size, which s does not divide, it takes every s-th pixel
+instead, as the authors' code does.
 
-Spectral normalisation follows them too: a *bound*, not an equality.  A weight W with spectral norm σ > coefficient is
-replaced by W · coefficient / σ, with one power iteration in each training step.  A convolution's σ is that of the
-linear map of images (with stride, padding and input size), up to three times that of its (out, in · kernel) matrix for
-a 3×3 kernel.
+Spectral normalisation also follows that paper: a *bound*, not an equality.  A weight W with spectral norm σ >
+coefficient is replaced by W · coefficient / σ, with one power iteration in each training step.  A convolution's
+σ is that of the linear map of images (with stride, padding and input size), which for a 3×3 kernel is up to three
+times that of its (out, in · kernel) matrix.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class NarrowResNet(nn.Module):
     """Build ResNet-18 for small images with ``width`` channels in its first stage, for few cores.
 
     Args:
-        num_classes: Number of logits.
-        in_channels: Channels of an image.
-        width: 64 is :func:`resnet18`.
+        num_classes: The number of logits.
+        in_channels: The number of channels of an image.
+        width: The number of channels of the first stage; 64 is :func:`resnet18`.
     """
 
     def __init__(self, num_classes: int, in_channels: int, width: int) -> None:
@@ -86,16 +86,16 @@ def resnet18_narrow(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
     return NarrowResNet(num_classes, in_channels, 16)
 
 
-def _small_vgg(share: int, num_classes: int, in_channels: int) -> nn.Module:
-    """Build VGG-16 for small images with a ``share``-th of its channels."""
-    channels: Any = [each if each == "M" else each // share for each in models.vgg.cfgs["D"]]
+def _small_vgg(divisor: int, num_classes: int, in_channels: int) -> nn.Module:
+    """Build VGG-16 for small images with a ``divisor``-th of its channels."""
+    channels: Any = [each if each == "M" else each // divisor for each in models.vgg.cfgs["D"]]
     features = models.vgg.make_layers(channels, batch_norm=True)
     features[0] = nn.Conv2d(in_channels, channels[0], kernel_size=3, padding=1)
     # 28 pixels survive four of the five halvings: 28 → 14 → 7 → 3 → 1.
     features[43] = nn.Identity()
     net: nn.Module = models.VGG(features, num_classes=num_classes)
     net.avgpool = nn.AdaptiveAvgPool2d(1)
-    net.classifier = nn.Linear(512 // share, num_classes)
+    net.classifier = nn.Linear(512 // divisor, num_classes)
     return net
 
 
@@ -230,8 +230,8 @@ class SpectralBound(nn.Module):
 
     Args:
         layer: The convolution or linear layer that the weight belongs to.
-        input_shape: Of one input, (1, channels, height, width) or (1, features).
-        coefficient: Largest spectral norm.
+        input_shape: The shape of one input, (1, channels, height, width) or (1, features).
+        coefficient: The largest spectral norm.
     """
 
     u: Tensor
@@ -291,8 +291,8 @@ def bound_spectral_norm(net: nn.Module, coefficient: float, example: Tensor) -> 
     """Put a :class:`SpectralBound` on every convolution and hidden linear layer of ``net``, in place.
 
     Args:
-        net: A network; its last such layer, the output, stays unbounded.
-        coefficient: Largest spectral norm of a layer.
+        net: A network, whose output, the last such layer, stays unbounded.
+        coefficient: The largest spectral norm of a layer.
         example: One input, which determines the input size of each convolution.
     """
     hidden = [m for m in net.modules() if isinstance(m, nn.Conv2d | nn.Linear)][:-1]

@@ -1,16 +1,17 @@
-"""Recalibration after a shift: false alarms and coverage before and after, by labels of a random slice and by others.
+"""Recalibrate after a shift: false alarms and coverage before and after, by labels of a random slice and others.
 
     python -m benchmarks.recalibration --scale cpu --data ROOT
 
-Two models meet images of their classes that differ from those that calibrated them: the shipped bundle digits by other
-writers (MNIST's test half), and EfficientNet-Lite0 with ImageNet's weights, frozen, CIFAR-10 photographs that are
-blurred, have half the contrast or are turned by 15°.  Each image goes through the pipeline once.  Then, over and over,
-one random half of the images is what a service has logged and the other half what it sees next: labels of n images of
-the first calibrate, as ``psc-recalibrate`` does, and false alarms and coverage are measured on the second.  The n are
+Two models get images of their classes that differ from the images that calibrated them.  The shipped bundle gets
+digits by other writers (MNIST's test half).  EfficientNet-Lite0 with ImageNet's weights, frozen, gets CIFAR-10
+photographs that are blurred, have half the contrast or are rotated by 15°.  Each image goes through the pipeline
+once.  Then, many times, one random half of the images plays the log of a service, and the other half the images
+that come next: the labels of n images of the first half calibrate, as ``psc-recalibrate`` does, and false alarms and
+coverage are measured on the second half.  The n images are
 
-* *audit*: a random slice, as the prediction log keeps one;
-* *informative*: the images that teach a model most, the most unusual and the most uncertain of the log; or
-* *accepted*: images that the model accepted, as where people correct the answers that they see.
+* *audit*: a random slice, as in the prediction log;
+* *informative*: the images that teach a model most, the most unusual and the most uncertain ones of the log; or
+* *accepted*: images that the model accepted, as if people corrected the answers that they saw.
 
 Every image shows a class of the model, so every alarm is a false one.
 """

@@ -1,8 +1,8 @@
 """The frame of all benchmarks: their command line, resumable parts, results and provenance.
 
 A run of a script with a scale writes ``NAME-SCALE.json`` (result, environment, command) and its figures into ``--out``.
-Its parts (one network, one seed, …) are kept in ``--out``/parts as they finish, so an interrupted run continues and a
-long one can be split over several machines.  ``python -m benchmarks.report`` makes the pages of them.
+Its parts (one network, one seed, …) are saved in ``--out``/parts as they finish, so that an interrupted run continues
+and a long one can be split over several machines.  ``python -m benchmarks.report`` makes the result pages.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Run:
     def write(self, result: Json, fragment: Callable[[Json], str]) -> Json:
         """Write the result, print its Markdown, and return the whole record.
 
-        The record has command and environment of each part, because earlier runs may have measured some.
+        The record has the command and environment of each part, because earlier runs may have measured some of them.
         """
         origins = {name: {key: part[key] for key in ("command", "environment")} for name, part in self._parts().items()}
         record = {

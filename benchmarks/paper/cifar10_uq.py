@@ -6,12 +6,12 @@ Every seed and network is a part, and the table holds all parts so far.  Its num
 seeds, which change the initialisation, the order and the split of the validation images.
 
 The temperature is fitted on all validation images.  ``psc-fit`` selects on one half of them and keeps the other for
-calibration (p-values, prediction sets), so PSC has two rows: as ``psc-fit`` makes it, and with a head selected on the
+calibration (p-values, prediction sets), so PSC has two rows: as ``psc-fit`` fits it, and with a head selected on the
 same images as the temperature.  "Calibrated" is a perfectly calibrated classifier on as many images: the ECE of labels
 drawn from PSC's own probabilities.
 
-A second column divides validation and test images anew at random, in the same proportion, several times for every
-network (:mod:`benchmarks.probabilities` says why).
+For a second column, validation and test images are divided anew at random, in the same proportion, several times for
+every network (:mod:`benchmarks.probabilities` says why).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 The paper's network is a ResNet-50 on CIFAR-10.  Candidate layers are boxed.  A network collapses once it has learnt its
 training images, which takes many epochs on CIFAR-10 and few on digits or on a subset: ``--on mnist`` and
-``--on cifar10-few-5000 --network resnet18_narrow --schedule ddu --epochs 60`` add them.  ``--only mod sn-mod`` has the
-network as DDU modifies it (:mod:`benchmarks.networks`): no batch normalisation follows a shortcut to undo its bound.
+``--on cifar10-few-5000 --network resnet18_narrow --schedule ddu --epochs 60`` add these.  ``--only mod sn-mod`` takes
+the network as DDU modifies it (:mod:`benchmarks.networks`): no batch normalisation after a shortcut undoes its bound.
 """
 
 from __future__ import annotations

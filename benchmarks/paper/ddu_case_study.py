@@ -2,15 +2,15 @@
 
     python -m benchmarks.paper.ddu_case_study --scale cpu --data ROOT
 
-In distribution is Dirty-MNIST (MNIST and Ambiguous-MNIST), out of distribution Fashion-MNIST.
+Dirty-MNIST (MNIST and Ambiguous-MNIST) is in distribution, and Fashion-MNIST out of distribution.
 
-* *base*: one Gaussian for each class on the network's penultimate features, entropy of its softmax;
-* *SN*: the same of a network trained with spectral normalisation;
+* *base*: one Gaussian for each class on the network's penultimate features, and the entropy of its softmax;
+* *SN*: the same for a network trained with spectral normalisation;
 * *PSC*: density and head on the candidate layer of the base network;
 * *shipped*: the bundle in ``artifacts/``.
 
-Collapse is measured on MNIST, as in the paper's table of projections: NC1 counts the differing labels of an
-ambiguous image as spread within classes, which no layer can lose.  ``--density`` and ``--collapse-on`` add a PSC row
+Collapse is measured on MNIST, as in the paper's table of projections, because NC1 counts the different labels of an
+ambiguous image as spread within classes, which no layer can remove.  ``--density`` and ``--collapse-on`` add a PSC row
 with another density, or with the layer selected on all of Dirty-MNIST.
 """
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.paper.projection_table --scale cpu --data ROOT
 
-Rows "MNIST" use the networks of the DDU case study (trained on Dirty-MNIST), measured and projected on MNIST.
+The rows "MNIST" use the networks of the DDU case study (trained on Dirty-MNIST), measured and projected on MNIST.
 """
 
 from __future__ import annotations

@@ -216,10 +216,10 @@ def _ceilings(record: Json) -> str:
 def _settings(record: Json) -> str:
     rows = []
     for server in SERVERS:
-        shares = [table["servers"][server.name] for table in record["tables"] if server.name in table["servers"]]
-        if shares:
-            versions: Json = next((one["versions"] for one in shares if "versions" in one), {})
-            failed = next((f"; did not run: {one['failed']}" for one in shares if "failed" in one), "")
+        entries = [table["servers"][server.name] for table in record["tables"] if server.name in table["servers"]]
+        if entries:
+            versions: Json = next((one["versions"] for one in entries if "versions" in one), {})
+            failed = next((f"; did not run: {one['failed']}" for one in entries if "failed" in one), "")
             shown = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "torch")
             rows.append([server.label, " ".join((record["settings"][server.name] + failed).split()), shown])
     return markdown_table(["server", "settings", "versions"], rows)
