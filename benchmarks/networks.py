@@ -9,10 +9,10 @@ changes stride or width, a shortcut without weights replaces the strided 1×1 co
 the stride) and pads the new channels with zeros.  At an odd size, which s does not divide, it takes every s-th pixel
 instead, as the authors' code does.
 
-Spectral normalisation also follows that paper: a *bound*, not an equality.  A weight W with spectral norm σ >
-coefficient is replaced by W · coefficient / σ, with one power iteration in each training step.  A convolution's
-σ is that of the linear map of images (with stride, padding and input size), which for a 3×3 kernel is up to three
-times that of its (out, in · kernel) matrix.
+Spectral normalisation also follows that paper: a *bound*, not an equality.  A weight W whose spectral norm σ exceeds
+the coefficient is replaced by W · coefficient / σ, with one power iteration in each training step.  A convolution's σ
+is that of the linear map of images (with stride, padding and input size), which for a 3×3 kernel is up to three times
+that of its (out, in · kernel) matrix.
 """
 
 from __future__ import annotations
