@@ -217,8 +217,8 @@ class Settings(BaseSettings):
     )
     log_images: Texts = Field(
         default=("abstained",),
-        description="Images that get a row and are stored, by decision: `abstained` or `DECISION`, or `:FRACTION` of "
-        "them, separated by commas, such as `abstain_ood,accept:0.01`; empty: only those of `log_audit`.",
+        description="Images that get a row and are stored, by decision: `abstained` or a decision, each perhaps with "
+        "`:FRACTION`, separated by commas, such as `abstain_ood,accept:0.01`; empty: only those of `log_audit`.",
     )
     log_days: int | None = Field(
         default=None,

@@ -56,7 +56,7 @@ def check_affordable(model: FittedModel, *, max_batch: int, seconds: float) -> N
     if expected > seconds:
         raise BundleError(
             f"model {model.name!r}: warming up batches of {max_batch} images of {size} pixels would take about "
-            f"{expected:.0f} s, more than {seconds:g} s; lower --max-batch-size or raise --warmup-seconds"
+            f"{expected:.0f} s, longer than {seconds:g} s; lower --max-batch-size or raise --warmup-seconds"
         )
 
 
