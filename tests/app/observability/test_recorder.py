@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import count, islice
 from typing import Any
@@ -42,10 +43,16 @@ def outputs_of(*images: tuple[float, float, float, int]) -> Outputs[FloatArray]:
 NUMBERS = count()
 
 
-def record(target: ModelRecorder, outputs: Outputs[FloatArray], *, images: Sequence[int] | None = ()) -> None:
+def record(
+    target: ModelRecorder,
+    outputs: Outputs[FloatArray],
+    *,
+    images: Sequence[int] | None = (),
+    thresholds: Thresholds = THRESHOLDS,
+) -> None:
     """Have images recorded, which are new unless they are numbered; ``None``: not to be monitored."""
     fingerprints = images if images or images is None else list(islice(NUMBERS, len(outputs)))
-    target.predicted(outputs, THRESHOLDS.decide(outputs), fingerprints)
+    target.predicted(outputs, thresholds.decide(outputs), fingerprints)
 
 
 def exposed(metrics: Metrics) -> dict[str, float]:
@@ -95,6 +102,18 @@ def test_counts() -> None:
     assert values['psc_ood_p_value_bucket{le="0.05",model="m"}'] == 2
     assert values['psc_predictive_entropy_nats_bucket{le="0.6931",model="m"}'] == 2
     assert values['psc_log_density_nats_bucket{le="0.0",model="m"}'] == 3
+
+
+@pytest.mark.parametrize("alpha", [0.001, 0.9])
+def test_ood_images_are_counted_by_the_policy_s_alpha(alpha: float) -> None:
+    metrics = Metrics()
+    target = recorder(metrics)
+    n = len(FakeModel().calibration.ood_scores)
+    boundary = [k / (n + 1) for k in range(1, n + 2)]
+    asked = Thresholds(POLICY.model_copy(update={"alpha": alpha}), alpha, 1.0)
+    record(target, outputs_of(*[(0.0, -3.0, p_value, 0) for p_value in boundary]), thresholds=asked)
+    target.flush()
+    assert exposed(metrics)['psc_ood_total{model="m"}'] == math.floor(POLICY.alpha * (n + 1) + 1e-9)
 
 
 def test_a_regression_is_counted_by_its_target() -> None:
