@@ -22,7 +22,7 @@ logger = logging.getLogger("psc.device")
 
 
 def run_halves(queue: RequestQueue, step: Step, batch: DeviceBatch, error: Exception) -> None:
-    """Run a failed batch again in halves, and in halves of those that fail too.
+    """Run a failed batch again in halves; a half that fails is cut in halves again.
 
     Raises:
         DeviceError: The device is dead.
