@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Final, Generic, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from psc_core.tasks import TASKS, module_of
-from psc_core.tasks.decide import BaseDecisions
+from psc_core.tasks.decide import AnyDecisions
 from psc_core.tasks.outputs import FloatArray, Outputs
 from psc_core.tasks.task import Task
 
@@ -22,8 +22,6 @@ GATES_OUTPUT: Final = "gates"
 
 UNUSUAL_COMPONENTS: Final = 5
 """Number of components that an explanation names."""
-
-AnyDecisions = TypeVar("AnyDecisions", bound=BaseDecisions)
 
 
 @dataclass(frozen=True)

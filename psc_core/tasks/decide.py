@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from psc_core.tasks.outputs import FloatArray, Outputs
 from psc_core.tasks.policy import BasePolicy
+
+AnyDecisions = TypeVar("AnyDecisions", bound="BaseDecisions")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -23,7 +25,7 @@ class BaseDecisions:
     def __len__(self) -> int:
         return len(self.decision)
 
-    def at(self, images: slice | Sequence[int] | npt.NDArray[Any]) -> Self:
+    def at(self: AnyDecisions, images: slice | Sequence[int] | npt.NDArray[Any]) -> AnyDecisions:
         """Return the decisions on some of the images: a slice, their positions, or a mask."""
         return type(self)(**{each.name: getattr(self, each.name)[images] for each in fields(self)})
 
