@@ -88,7 +88,10 @@ class Settings(BaseSettings):
 
     max_batch_size: int = Field(default=64, ge=1, le=4096, description="Maximum number of images in one device step.")
     warmup_seconds: float = Field(
-        default=600.0, gt=0, le=86_400, description="A model that would take longer to warm up is refused, seconds."
+        default=600.0,
+        gt=0,
+        le=86_400,
+        description="Longest time that a model may take to warm up, seconds; a slower one is refused.",
     )
     max_delay_ms: float = Field(
         default=0.0,
