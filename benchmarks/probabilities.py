@@ -24,8 +24,8 @@ from psc_core.model.classifier import PSC
 from psc_core.numerics.matrix import as_matrix
 from psc_core.tasks.classification.fit.head import fit_head
 from psc_core.tasks.classification.fit.own import better_of, fit_own
-from psc_core.tasks.classification.heads import ClassifierHead as Head
-from psc_core.tasks.classification.heads import HeadOutput
+from psc_core.tasks.classification.heads.base import ClassifierHead as Head
+from psc_core.tasks.classification.heads.base import HeadOutput
 from psc_core.tasks.fit.task import Features, HeadJob
 
 DIVISIONS = 5

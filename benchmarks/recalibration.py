@@ -41,6 +41,7 @@ from psc_core.fitting.calibrate import settings_of
 from psc_core.images.preprocess import Images
 from psc_core.settings import FitSettings
 from psc_core.tasks.calibration import BaseCalibration
+from psc_core.tasks.classification.decide import Decisions
 from psc_core.tasks.fit.task import task_fit
 from psc_core.tasks.head import Scored
 from psc_core.tasks.outputs import Outputs, pack
@@ -200,7 +201,8 @@ def kept(model: PSC, calibration: BaseCalibration, policy: BasePolicy, after: Se
     scores = {name: old[name] for name in old.scores}
     scores["ood_p_value"] = conformal_p_values(calibration.ood_scores, old["ood_score"].contiguous())
     packed = pack(old.scores, scores, old.probabilities, [old.gate_p_values])
-    decisions = model.task.decide(model.outputs(packed.numpy()), calibration.thresholds(policy))
+    decisions = calibration.thresholds(policy).decide(model.outputs(packed.numpy()))
+    assert isinstance(decisions, Decisions)
     right, passed = decisions.class_index == labels.numpy(), decisions.decision == 0
     return {
         "alarms": float(decisions.is_ood.mean()),

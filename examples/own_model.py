@@ -2,21 +2,19 @@
 
     python examples/own_model.py
 
-Three things are needed: a network that gives logits, images that it was trained on, and some that it was not.
+Prints NC1 and NC4 of each layer, five digits and five pieces of clothing with their decisions, and whether the loaded
+bundle decides alike. Three things are needed: a network that gives logits, images that it was trained on, and others.
 """
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 import torch
+from digits import DATA, scratch, train
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from psc_core import PRESETS, PSC, fit_projection, fit_psc, load_network, measure_collapse, open_dataset
 from psc_core.collapse.report import to_text
-
-DATA = Path(__file__).parents[1] / "tests" / "data"
 
 
 class SmallNet(nn.Module):
@@ -39,47 +37,34 @@ def block(inputs: int, outputs: int) -> nn.Module:
 
 def main() -> None:
     # Images as the network gets them.  The validation images were not trained on: they select and calibrate.
-    train, val, test = (
+    train_images, val_images, test_images = (
         open_dataset(f"mnist:{DATA}", split=split, preprocess=PRESETS["mnist"]) for split in ("train", "val", "test")
     )
 
     # The network is built by its name, so that a bundle can build it again; here it is trained too.
     torch.manual_seed(0)
-    net = load_network("own_model:SmallNet", num_classes=len(train.classes))
-    optimizer = torch.optim.Adam(net.parameters(), 2e-3)
-    net.train()
-    for _ in range(12):
-        for batch in train.batches(64, order=torch.randperm(len(train))):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(net(train.preprocess.standardise(batch.images)), batch.labels).backward()
-            optimizer.step()
-    net.eval()
+    net = load_network("own_model:SmallNet", num_classes=len(train_images.classes))
+    batch = next(train_images.batches(len(train_images)))
+    train(net, TensorDataset(train_images.preprocess.standardise(batch.images), batch.labels))
 
     # Fit: where has the network not collapsed, what is kept of that layer, and what is fitted to it?
-    report = measure_collapse(net, train, val)
+    report = measure_collapse(net, train_images, val_images)
     candidate = report.candidate()
     print(to_text(report, candidate))
-    projection = fit_projection(net, candidate, train, val)
-    psc = fit_psc(net, candidate, projection, train, val, name="digits")
+    projection = fit_projection(net, candidate, train_images, val_images)
+    psc = fit_psc(net, candidate, projection, train_images, val_images, name="digits")
 
     # Ask: digits, and clothes, which are none.
     clothes = open_dataset(f"fashion-mnist:{DATA}", split="test", preprocess=PRESETS["mnist"])
-    for name, data in (("digit", test), ("piece of clothing", clothes)):
+    for name, data in (("digit", test_images), ("piece of clothing", clothes)):
         batch = next(data.batches(5))
         prediction = psc.predict(batch.images)
-        for label, confidence, p_value, decision in zip(
-            prediction.labels,
-            prediction.confidence.tolist(),
-            prediction.ood_p_value.tolist(),
-            prediction.decision,
-            strict=True,
-        ):
-            print(f"{name}: {label} with {confidence:.0%}, p-value {p_value:.3f}, {decision}")
+        for row in prediction.to_dict():
+            print(f"{name}: {row['label']} with {row['confidence']:.0%}, p={row['ood_p_value']:.3f}, {row['decision']}")
 
     # Save, and load where others wrote the bundle: whoever loads it says which code it may import.
-    with tempfile.TemporaryDirectory() as folder:
-        psc.save(Path(folder) / "digits")
-        again = PSC.load(Path(folder) / "digits", allow_factories=["own_model:SmallNet"])
+    psc.save(bundle := scratch() / "bundle")
+    again = PSC.load(bundle, allow_factories=["own_model:SmallNet"])
     same = again.predict(batch.images).decision == prediction.decision
     print(f"loaded again: {'the same decisions' if same else 'other decisions'}")
 

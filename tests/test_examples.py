@@ -1,76 +1,200 @@
-"""The programs in ``examples`` run on the repository's data and find what they are there to show."""
+"""The programs in ``examples`` run on the repository's data and print what they and the gallery say."""
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import pytest
 
 from tests.conftest import ROOT
 from tests.served import serve_shipped
 
-EXAMPLES = {path.name for path in (ROOT / "examples").glob("*.py")}
+EXAMPLES: Final = ROOT / "examples"
+GALLERY: Final = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
+
+DIFFERS: Final = {
+    "in_memory.py",
+    "own_model.py",
+    "own_images.py",
+    "timm_folder.py",
+    "hugging_face.py",
+    "onnx_file.py",
+    "regression.py",
+}
+"""Examples that train a network: their numbers depend on the machine."""
 
 
-def run(name: str, folder: Path, *arguments: str) -> str:
-    """What an example prints; ``folder`` is where it is started."""
+def run(name: str, *arguments: str) -> str:
+    """Run an example in a process of its own; what it prints."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "examples" / name), *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
-def test_every_example_is_listed() -> None:
-    listed = re.findall(r"^\| \[(\w+\.py)\]", (ROOT / "examples" / "README.md").read_text(), re.MULTILINE)
-    assert set(listed) == EXAMPLES and len(listed) == len(EXAMPLES)
+class Here:
+    """Runs examples in this process, which has torch already."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        self._capsys, self._monkeypatch = capsys, monkeypatch
+        monkeypatch.syspath_prepend(str(EXAMPLES))
+
+    def __call__(self, name: str, *arguments: str) -> str:
+        """Run an example; what it prints."""
+        file = str(EXAMPLES / name)
+        self._monkeypatch.setattr(sys, "argv", [file, *arguments])
+        code = None
+        try:
+            runpy.run_path(file, run_name="__main__")
+        except SystemExit as ended:
+            code = ended.code
+        printed = self._capsys.readouterr()
+        assert not code, printed.err
+        return printed.out
 
 
-def test_in_memory(tmp_path: Path) -> None:
-    said = run("in_memory.py", tmp_path)
+@pytest.fixture
+def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Here:
+    monkeypatch.chdir(tmp_path)
+    return Here(capsys, monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(tmp_path: Path) -> Iterator[None]:
+    """An example writes nothing where it is started."""
+    yield
+    assert [path.name for path in tmp_path.iterdir() if path.name not in {"log", "given"}] == []
+
+
+def section(name: str) -> str:
+    """The section of the gallery on an example."""
+    (found,) = [part for part in GALLERY.split("\n## ") if f"python examples/{name}" in part]
+    return found
+
+
+def shown(name: str) -> list[str]:
+    """The lines that the gallery shows of an example's output."""
+    (block,) = re.findall(r"```text\n(.*?)```", section(name), re.DOTALL)
+    lines: list[str] = block.splitlines()
+    return lines
+
+
+def check_shown(name: str, said: str) -> None:
+    """Each line of the gallery is printed, in order; of :data:`DIFFERS` with other numbers."""
+    lines = iter(said.splitlines())
+    for line in shown(name):
+        assert any(alike(line, each, name in DIFFERS) for each in lines), f"{name} does not print {line!r}:\n{said}"
+
+
+def alike(line: str, other: str, numbers_differ: bool) -> bool:
+    if numbers_differ:
+        line, other = (re.sub(r"[\d.,]+", "0", each) for each in (line, other))
+    return " ".join(line.split()) == " ".join(other.split())
+
+
+def test_every_example_is_listed_and_shown() -> None:
+    names = {path.name for path in EXAMPLES.glob("*.py")}
+    listed = re.findall(r"^\| \[(\w+\.py)\]", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    assert set(listed) == names and len(listed) == len(names)
+    assert {*re.findall(r"python examples/(\w+\.py)", GALLERY)} == names - {"digits.py"}
+
+
+@pytest.mark.parametrize("name", sorted({path.name for path in EXAMPLES.glob("*.py")} - {"digits.py"}))
+def test_the_gallery_shows_lines_of_the_example(name: str) -> None:
+    source = [line.strip() for line in (EXAMPLES / name).read_text().splitlines()]
+    for block in re.findall(r"```python\n(.*?)```", section(name), re.DOTALL):
+        lines = [line.strip() for line in block.splitlines()]
+        starts = range(len(source) - len(lines) + 1)
+        assert any(source[start : start + len(lines)] == lines for start in starts), (
+            f"{name} has no such lines:\n{block}"
+        )
+
+
+def test_in_memory(here: Here) -> None:
+    said = here("in_memory.py")
     assert "Prediction for 200 images: " in said and "the most unusual digit: abstain_ood" in said
     digits, clothes = map(float, re.findall(r"([\d.]+)% are called out", said))
     assert digits < 15 and clothes > 85
     again = re.search(r"calibrated on 600 images: ([\d.]+)% of the digits\n$", said)
     assert again is not None and float(again[1]) < 15
-    assert not list(tmp_path.iterdir())
+    check_shown("in_memory.py", said)
 
 
-def test_own_model(tmp_path: Path) -> None:
-    said = run("own_model.py", tmp_path)
+def test_own_model(here: Here) -> None:
+    said = here("own_model.py")
     assert "◀ candidate" in said and "nothing has collapsed" not in said
     digits, clothes = (
         re.findall(rf"^{kind}: .*, (\w+)$", said, re.MULTILINE) for kind in ("digit", "piece of clothing")
     )
     assert digits.count("accept") >= 4 and clothes.count("abstain_ood") >= 4
     assert said.endswith("loaded again: the same decisions\n")
-    assert not list(tmp_path.iterdir())
+    check_shown("own_model.py", said)
 
 
-def test_own_images(tmp_path: Path) -> None:
-    said = run("own_images.py", tmp_path)
+def test_own_images(here: Here) -> None:
+    said = here("own_images.py")
     right, _, accepted = map(float, re.findall(r"([\d.]+)%", said)[:3])
     assert 90 < right < accepted
     test, other = map(float, re.findall(r"([\d.]+)% are called out", said))
     assert test < 15 and other > 85
-    assert not list(tmp_path.iterdir())
+    check_shown("own_images.py", said)
 
 
-def test_ask_service(tmp_path: Path) -> None:
-    with serve_shipped() as url:
-        said = run("ask_service.py", tmp_path, url).splitlines()
-        assert said[1:] == [
-            "ambiguous.png: let a person choose among 8, 9",
-            "clean.png: take 7",
-            "corner.png: do not use the label, the image is like none seen (p-value 0.003)",
-            "shirt.png: do not use the label, the image is like none seen (p-value 0.000)",
-            "accepted: 1; with an ambiguity threshold of 1: 2",
-        ]
-        text = tmp_path / "text.png"
-        text.write_text("no image")
+def test_regression(here: Here) -> None:
+    said = here("regression.py")
+    held, promised, clothes = map(int, re.findall(r"(\d+)% ", said))
+    assert abs(held - promised) < 8 and clothes > 60
+    check_shown("regression.py", said)
+
+
+def test_why_rejected(here: Here) -> None:
+    check_shown("why_rejected.py", here("why_rejected.py"))
+
+
+def test_score_folder(here: Here, tmp_path: Path) -> None:
+    check_shown("score_folder.py", here("score_folder.py"))
+    given = tmp_path / "given"
+    given.mkdir()
+    (given / "text.png").write_text("no image")
+    said = here("score_folder.py", str(ROOT / "artifacts" / "dirty-mnist-resnet18"), str(given))
+    assert said.startswith("1 images, 1 with an error\ntext.png ")
+
+
+def test_new_camera(here: Here) -> None:
+    said = here("new_camera.py")
+    before, after = map(int, re.findall(r": (\d+)% false alarms", said))
+    assert before > 3 * after
+    check_shown("new_camera.py", said)
+
+
+def test_ask_service_and_act(tmp_path: Path, here: Here) -> None:
+    log = ("--log", str(tmp_path / "log"), "--log-audit", "1", "--feedback-keys", "secret")
+    with serve_shipped(*log) as url:
+        check_shown("ask_service.py", here("ask_service.py", url))
+        check_shown("act_on_answer.py", here("act_on_answer.py", url))
+        given = tmp_path / "given"
+        given.write_text("no image")
         with pytest.raises(AssertionError, match="415 Unsupported image format"):
-            run("ask_service.py", tmp_path, url, str(text))
+            here("ask_service.py", url, str(given))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "package"), [("timm_folder.py", "timm"), ("hugging_face.py", "transformers"), ("onnx_file.py", "onnx")]
+)
+def test_libraries(name: str, package: str) -> None:
+    pytest.importorskip(package)
+    said = run(name)
+    of_digits, of_clothes = re.findall(r"^(?:test|other) (\{.*\})$", said, re.MULTILINE)
+    assert "'accept'" in of_digits
+    rejected = re.search(r"'abstain_ood': (\d+)", of_clothes)
+    assert rejected is not None and int(rejected[1]) > 200
+    check_shown(name, said)

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from app.inference.decoder import EncodedImage
 from app.inference.request import Images
@@ -16,10 +17,12 @@ from app.log.sampling import Sampling, number_of
 from psc_core.log.images import extension_of, file_of
 from psc_core.log.models import LoggedModel
 from psc_core.log.schema import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256, arrow, image_path, row_schema
+from psc_core.tasks.decide import BaseDecisions
 from psc_core.tasks.outputs import FloatArray, Outputs
+from psc_core.tasks.policy import BasePolicy
 
 _FILLED: Final[tuple[str, ...]] = (
-    "time", REQUEST_ID, IMAGE_INDEX, "policy", "audit", "audit_probability", SHA256, IMAGE_PATH,
+    "time", REQUEST_ID, IMAGE_INDEX, "policy", "audit", "audit_probability", SHA256, IMAGE_PATH, "label",
 )  # fmt: skip
 """The columns that are filled row by row; all others come from outputs and decisions."""
 
@@ -44,8 +47,8 @@ class Waiting(NamedTuple):
     request_id: str
     images: Sequence[EncodedImage] | Images
     outputs: Outputs[FloatArray]
-    decisions: Any
-    policy: Any
+    decisions: BaseDecisions
+    policy: BasePolicy
     is_monitored: bool  # Only monitored images come into the audit slice.
     size: int  # An estimate of its size in memory, bytes.
 
@@ -78,7 +81,7 @@ class OpenRows:
     size: int = 0  # An estimate of their size in memory, bytes.
     _cells: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in _FILLED})
     _outputs: list[Outputs[FloatArray]] = field(default_factory=list)
-    _decisions: list[Any] = field(default_factory=list)
+    _codes: list[npt.NDArray[np.int8]] = field(default_factory=list)  # of decisions
 
     def __len__(self) -> int:
         return len(self._cells[REQUEST_ID])
@@ -89,19 +92,20 @@ class OpenRows:
         outputs, decisions, at = waiting.outputs, waiting.decisions, [index for index, _ in drawn]
         if len(at) < len(outputs):
             outputs = Outputs(outputs.packed[at], outputs.scores, outputs.gates)
-            decisions = type(decisions)(*(part[at] for part in decisions))
+            decisions = decisions.at(at)
         made: list[tuple[Any, ...]] = []
         audit = sampling.audit if waiting.is_monitored else 0.0
-        for (index, u), code in zip(drawn, decisions.decision.tolist(), strict=True):
+        labels = decisions.labels(self.source.model.classes)
+        for (index, u), code, label in zip(drawn, decisions.decision.tolist(), labels, strict=True):
             data = waiting.file(index)
             digest = hashlib.sha256(data).hexdigest()
             if u < sampling.images[code]:
                 wanted.append(ImageToStore(image_path(digest, extension_of(data)), data, len(self) + len(made)))
-            made.append((waiting.time_us, waiting.request_id, index, policy, u < audit, audit, digest, None))
+            made.append((waiting.time_us, waiting.request_id, index, policy, u < audit, audit, digest, None, label))
         for name, cells in zip(_FILLED, zip(*made, strict=True), strict=True):
             self._cells[name].extend(cells)
         self._outputs.append(outputs)
-        self._decisions.append(decisions)
+        self._codes.append(decisions.decision)
         self.size += outputs.packed.nbytes + ROW_BYTES * len(at)
         return wanted
 
@@ -114,15 +118,13 @@ class OpenRows:
         pa = arrow()
         first, model, n = self._outputs[0], self.source.model, len(self)
         outputs = Outputs(np.concatenate([each.packed for each in self._outputs]), first.scores, first.gates)
-        decisions = type(self._decisions[0])(*map(np.concatenate, zip(*self._decisions, strict=True)))
-        codes = decisions.decision
+        codes = np.concatenate(self._codes)
         cells: dict[str, Any] = {
             **self._cells,
             **{score: np.ascontiguousarray(outputs[score]) for score in outputs.scores},
             "bundle_version": [model.version] * n,
             "probabilities": _lists(outputs.probabilities) if outputs.probabilities.size else [None] * n,
             "gates": _maps(outputs),
-            "label": model.task.labels(decisions, model.classes),
             "decision": np.array(model.task.decision_names(), dtype=object)[codes],
             "sampling_probability": np.array(self.source.sampling.rows)[codes],
         }

@@ -27,7 +27,9 @@ from psc_core.log.schema import model_path, rows_path
 from psc_core.log.store import Log
 from psc_core.log.unreviewed import UnreviewedImages
 from psc_core.model.base import FittedModel
+from psc_core.tasks.decide import BaseDecisions
 from psc_core.tasks.outputs import FloatArray, Outputs
+from psc_core.tasks.policy import BasePolicy
 
 logger = logging.getLogger("psc.log")
 
@@ -237,8 +239,8 @@ class ModelLog:
         self,
         images: Sequence[EncodedImage] | Images,
         outputs: Outputs[FloatArray],
-        decisions: Any,
-        policy: Any,
+        decisions: BaseDecisions,
+        policy: BasePolicy,
         *,
         is_monitored: bool,
     ) -> None:

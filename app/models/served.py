@@ -27,10 +27,12 @@ from app.observability.drift import DriftMonitor
 from app.observability.metrics import Metrics
 from app.observability.recorder import ModelRecorder
 from app.settings import Settings
+from app.tasks.base import ServedTask, served_task
 from psc_core.errors import BundleError, NetworkError, UsageError
 from psc_core.images.preprocess import Preprocess
 from psc_core.model import Backend
 from psc_core.model.base import FittedModel
+from psc_core.tasks.decide import BaseDecisions, BaseThresholds
 from psc_core.tasks.outputs import FloatArray, Outputs
 
 
@@ -38,7 +40,7 @@ class Predicted(NamedTuple):
     """The outputs and decisions for the images of one request."""
 
     outputs: Outputs[FloatArray]
-    decisions: Any
+    decisions: BaseDecisions
     explanation: dict[str, npt.NDArray[Any]]
     """The arrays by name, whose first axis is the images; empty unless asked for."""
 
@@ -61,9 +63,14 @@ class ServedModel:
     model: FittedModel
     backend: str
     engine: Engine
-    thresholds: Any
+    thresholds: BaseThresholds
     recorder: ModelRecorder
     log: ModelLog | None
+
+    @cached_property
+    def task(self) -> ServedTask[Any]:
+        """Its task in service."""
+        return served_task(self.model.task)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -71,7 +78,7 @@ class ServedModel:
         reference = {"name": self.name, "version": self.model.version, "layer": self.model.layer}
         return {"model": reference, **self.model.task.model_dump()}
 
-    def thresholds_with(self, **changes: float) -> Any:
+    def thresholds_with(self, **changes: float) -> BaseThresholds:
         """Return the thresholds of a request that changes some of the policy's values.
 
         Raises:
@@ -87,7 +94,7 @@ class ServedModel:
     async def predict(
         self,
         images: Sequence[EncodedImage] | Images,
-        thresholds: Any,
+        thresholds: BaseThresholds,
         *,
         disconnected: Callable[[], bool],
         kind: RequestKind = RequestKind.PREDICT,
@@ -110,7 +117,7 @@ class ServedModel:
             raise UnavailableMap(f"model {self.name!r} was fitted without a map; leave out map")
         result = await self.engine.predict(images, disconnected=disconnected, kind=kind)
         outputs = self.model.outputs(result.packed)
-        decisions = self.model.task.decide(outputs, thresholds)
+        decisions = thresholds.decide(outputs)
         self.recorder.predicted(outputs, decisions, await fingerprints(images) if monitor else None)
         if self.log is not None:
             self.log.predicted(images, outputs, decisions, thresholds.policy, is_monitored=monitor)

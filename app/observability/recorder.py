@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,10 @@ from prometheus_client import Gauge
 from app.observability.drift import DriftMonitor, DriftState
 from app.observability.metrics import Metrics
 from app.observability.repeats import RepeatFilter
+from app.tasks.base import served_task
 from psc_core.model.base import FittedModel
 from psc_core.rates import ood_rank
+from psc_core.tasks.decide import BaseDecisions
 from psc_core.tasks.outputs import FloatArray, Outputs
 
 logger = logging.getLogger("psc.drift")
@@ -51,8 +53,9 @@ class ModelRecorder:
         self, name: str, model: FittedModel, *, alpha: float, queue_limit: int, metrics: Metrics, drift: DriftMonitor
     ) -> None:
         self._name = name
-        self._task = model.task
-        labels = model.task.metric_labels(model.classes)
+        self._task = served_task(model.task)
+        self._abstentions = model.task.abstentions
+        labels = self._task.metric_labels(model.classes)
         self._labels = (*labels[:MAX_LABELS], *[OTHER] * (len(labels) - MAX_LABELS))
         self._outputs_of = model.outputs
         self._alpha = alpha
@@ -65,7 +68,7 @@ class ModelRecorder:
         self._drift = drift
         self._repeats = RepeatFilter(model.calibration.ood_scores)
         self._hidden = False
-        self._predictions: list[tuple[Outputs[FloatArray], Any, Sequence[int] | None]] = []
+        self._predictions: list[tuple[Outputs[FloatArray], BaseDecisions, Sequence[int] | None]] = []
         self._batch_size = metrics.psc_batch_size.labels(model=name)
         self._inference_seconds = metrics.psc_inference_seconds.labels(model=name)
         self._queue_seconds = metrics.psc_queue_seconds.labels(model=name)
@@ -96,7 +99,9 @@ class ModelRecorder:
         """Record the time in which a request's images were decoded, seconds."""
         self._decode_seconds.observe(seconds)
 
-    def predicted(self, outputs: Outputs[FloatArray], decisions: Any, fingerprints: Sequence[int] | None) -> None:
+    def predicted(
+        self, outputs: Outputs[FloatArray], decisions: BaseDecisions, fingerprints: Sequence[int] | None
+    ) -> None:
         """Record the answer to the images of one request; to be called on the event loop.
 
         Args:
@@ -124,7 +129,7 @@ class ModelRecorder:
         if monitored:
             self._monitor(monitored)
 
-    def _monitor(self, predictions: Sequence[tuple[Outputs[FloatArray], Any, Sequence[int]]]) -> None:
+    def _monitor(self, predictions: Sequence[tuple[Outputs[FloatArray], BaseDecisions, Sequence[int]]]) -> None:
         """Record the scores of several requests' images, without repeats."""
         name, metrics = self._name, self._metrics
         packed = np.concatenate([outputs.packed for outputs, _, _ in predictions])
@@ -137,7 +142,7 @@ class ModelRecorder:
                 histogram.observe(value)
         metrics.psc_ood_total.labels(model=name).inc(int((scores["ood_p_value"] < self._ood_below).sum()))
         decided = np.concatenate([each.decision for _, each, _ in predictions])[counted]
-        for reason, code in self._task.abstentions.items():
+        for reason, code in self._abstentions.items():
             metrics.psc_abstained_total.labels(model=name, reason=reason).inc(int((decided == code).sum()))
         if not self._hidden:
             self._watch_drift(scores["ood_p_value"])
@@ -151,7 +156,7 @@ class ModelRecorder:
         metrics.psc_ood_total.labels(model=name)
         for result in ("ok", "failed"):
             metrics.psc_reloads_total.labels(model=name, result=result)
-        for reason in self._task.abstentions:
+        for reason in self._abstentions:
             metrics.psc_abstained_total.labels(model=name, reason=reason)
         for reason in ("asked", "repeated"):
             metrics.psc_unmonitored_images_total.labels(model=name, reason=reason)

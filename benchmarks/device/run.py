@@ -57,7 +57,7 @@ from psc_core.compute.allocator import keep_freed_memory
 from psc_core.compute.device import resolve_device
 from psc_core.model.pipeline import Pipeline, average_positions
 from psc_core.precision import Precision
-from psc_core.tasks.classification.heads import entropy
+from psc_core.tasks.classification.heads.base import entropy
 from psc_core.tasks.head import Scored
 
 PRECISIONS = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16")}

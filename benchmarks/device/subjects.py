@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.runs import BUNDLE
-from psc_core.density import Density, restore_density
+from psc_core.density.base import Density, restore_density
 from psc_core.density.gaussian import ClasswiseDensity, TiedDensity
 from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.model.classifier import PSC
@@ -26,7 +26,7 @@ from psc_core.network.layers import list_layers
 from psc_core.network.load import load_network
 from psc_core.precision import Precision
 from psc_core.projection.module import Projection
-from psc_core.tasks.classification.heads import entropy
+from psc_core.tasks.classification.heads.base import entropy
 from psc_core.tasks.classification.heads.laplace import LaplaceHead
 
 MEMBERS = 5

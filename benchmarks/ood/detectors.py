@@ -31,7 +31,7 @@ from psc_core.fitting.calibrate import calibrate_scorer, score_dataset
 from psc_core.fitting.data import FitData
 from psc_core.model.classifier import PSC
 from psc_core.model.pipeline import Pipeline
-from psc_core.tasks.classification.heads import entropy
+from psc_core.tasks.classification.heads.base import entropy
 from psc_core.tasks.outputs import Outputs
 
 DEFAULT = "PSC"

@@ -32,7 +32,7 @@ from psc_core.evaluation.baselines import Baselines
 from psc_core.evaluation.classification import score_images
 from psc_core.metrics import ranking
 from psc_core.model.classifier import PSC
-from psc_core.tasks.classification.heads import entropy
+from psc_core.tasks.classification.heads.base import entropy
 
 NAME = "ddu_case_study"
 

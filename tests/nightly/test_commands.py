@@ -34,9 +34,13 @@ ELSEWHERE: Final = {
     "kubectl": "needs a cluster; tests/deploy validates its files",
     "serve": "needs a Ray cluster; tests/app/test_ray_serve.py runs the same application",
     "pip": "installs from an index",
+    "python": "the examples of the gallery, of tests/test_examples.py",
     **dict.fromkeys(("psc-log", "psc-recalibrate", "psc-replay", "ln", "kill"), "of tests/docs/test_recalibration.py"),
 }
 """First words of commands that are not run here, and why."""
+
+GALLERY: Final = "docs/gallery.md"
+"""Its Python blocks are lines of the examples: tests/test_examples.py runs these."""
 
 WALKED: Final = "docs/recalibration.md"
 """Its commands need each other: tests/docs/test_recalibration.py runs them in turn."""
@@ -177,7 +181,7 @@ def test_commands_run(document: str, workplace: Path, url: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "document", [name for name in DOCUMENTS if name != "docs/method.md" and blocks(name, "python")]
+    "document", [name for name in DOCUMENTS if name not in ("docs/method.md", GALLERY) and blocks(name, "python")]
 )
 def test_python_runs(document: str, workplace: Path, url: str) -> None:
     for block in blocks(document, "python"):

@@ -103,7 +103,7 @@ async def _predict(request: Request, name: str | None) -> Response:
     served = registry.get(name)  # Again: a reload may have swapped the model while the body arrived.
     task, options = served.model.task, query.model_dump(exclude_none=True, exclude={"explain", "map", "monitor"})
     changes = {name: options.pop(name) for name in options.keys() & task.policy.model_fields}
-    if unknown := sorted(options.keys() - task.request_options):
+    if unknown := sorted(options.keys() - served.task.request_options):
         raise MalformedRequest(f"model {served.name!r} is a {task.noun}, which has no {unknown[0]}; leave it out")
     thresholds = served.thresholds_with(**changes)
     disconnected = partial(has_disconnected, request.receive)
@@ -113,7 +113,7 @@ async def _predict(request: Request, name: str | None) -> Response:
     return Response(predict_response(served, thresholds.policy, predicted, **options), media_type="application/json")
 
 
-def predict_response(served: ServedModel, policy: BasePolicy, predicted: Predicted, **options: Any) -> bytes:
+def predict_response(served: ServedModel, policy: BasePolicy, predicted: Predicted, **options: int) -> bytes:
     """Return the answer as JSON; its schema is the ``response`` of the model's task.
 
     orjson gets numpy's float32 values, which it prints with the fewest digits that tell them from their neighbours; as
@@ -126,9 +126,9 @@ def predict_response(served: ServedModel, policy: BasePolicy, predicted: Predict
         options: Those of the task's ``request_options`` that the request has.
     """
     model, (outputs, decisions, explanation) = served.model, predicted
-    predictions = model.task.documents(outputs, decisions, model.classes, **options)
+    predictions = served.task.documents(outputs, decisions, model.classes, **options)
     if explanation:
-        explained = model.task.explanations(explanation, model.classes, model.head_layers)
+        explained = served.task.explanations(explanation, model.classes, model.head_layers)
         for prediction, more in zip(predictions, explained, strict=True):
             prediction["explanation"] = more
     thumbnails = model.pipeline.thumbnails

@@ -18,9 +18,8 @@ from app.inference.decoder import EncodedImage
 from app.inference.request import RequestKind
 from app.models.served import ServedModel
 from app.service import Service
-from psc_core.model.base import FittedModel
+from app.tasks.base import GATES_OUTPUT
 from psc_core.model.pipeline import MAP
-from psc_core.tasks.task import GATES_OUTPUT
 
 
 @dataclass(frozen=True)
@@ -88,8 +87,8 @@ async def infer(service: Service, name: str, version: str | None, received: Rece
         before, served = served, find_model(service, name, version)
         if served is before:  # Or a reload has swapped the model, whose input may have another size now.
             break
-    task, classes, gates = served.model.task, served.model.classes, served.model.gates
-    as_binary = wanted.binary_outputs(outputs_of(served.model))
+    task, classes, gates = served.task, served.model.classes, served.model.gates
+    as_binary = wanted.binary_outputs(outputs_of(served))
     unknown = [output for output in as_binary if output not in task.tensors and output != MAP]
     if unknown:
         known = (*task.tensors, *([] if served.model.pipeline.map is None else [MAP]))
@@ -117,9 +116,9 @@ async def infer(service: Service, name: str, version: str | None, received: Rece
     return InferAnswer(served, thresholds.policy.alpha, tensors, as_binary)
 
 
-def outputs_of(model: FittedModel) -> tuple[str, ...]:
+def outputs_of(served: ServedModel) -> tuple[str, ...]:
     """Return the names of the outputs that a model returns unless the request names some.
 
     A model without gates leaves out theirs, though a request may name it.
     """
-    return tuple(name for name in model.task.tensors if name != GATES_OUTPUT or model.gates)
+    return tuple(name for name in served.task.tensors if name != GATES_OUTPUT or served.model.gates)

@@ -142,10 +142,10 @@ def metadata_of(served: ServedModel) -> ModelMetadata:
         outputs=[
             TensorMetadata(
                 name=name,
-                datatype=model.task.tensors[name],
-                shape=[-1, *model.task.tensor_shape(name, model.classes, model.gates)],
+                datatype=served.task.tensors[name],
+                shape=[-1, *served.task.tensor_shape(name, model.classes, model.gates)],
             )
-            for name in outputs_of(model)
+            for name in outputs_of(served)
         ]
         + _map_outputs(model.pipeline.map),
     )

@@ -7,17 +7,17 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
+from app.tasks.base import Datatype, tensor_names
 from psc_core.model.pipeline import MAP
 from psc_core.tasks.answer import Document
 from psc_core.tasks.policy import Alpha
-from psc_core.tasks.task import Datatype, task_types
 
 MAX_DIMENSIONS: Final = 8
 """The maximum number of dimensions of an input.
 
 Validation stops at the first fault, because building an error for each of many elements would be slow."""
 
-_NAMES: Final = (*dict.fromkeys(name for task in task_types() for name in task.tensors), MAP)
+_NAMES: Final = (*tensor_names(), MAP)
 
 
 class ErrorDocument(Document):

@@ -31,8 +31,8 @@ from app.errors import MalformedRequest, TooManyImages
 from app.http.json_body import load_json
 from app.http.uploads import decode_base64
 from app.http.v2.schemas import HEADER, InferRequest, InputTensor
+from app.tasks.base import Datatype
 from psc_core.errors import fault
-from psc_core.tasks.task import Datatype
 
 _LENGTH: Final = 4
 _DTYPES: Final = {"FP32": "<f4", "INT64": "<i8", "UINT8": "|u1", "BOOL": "|b1"}

@@ -17,11 +17,9 @@ from app.observability.drift import DriftMonitor
 from app.observability.metrics import Metrics
 from app.observability.recorder import MAX_LABELS, OTHER, ModelRecorder
 from psc_core.tasks.classification.answer import SCORES
-from psc_core.tasks.classification.calibration import Thresholds
-from psc_core.tasks.classification.decide import decide
+from psc_core.tasks.classification.decide import Thresholds
 from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.outputs import FloatArray, Outputs
-from psc_core.tasks.regression.decide import decide as decide_values
 from tests.app.fakes import FakeModel, FakeValueModel
 
 POLICY = Policy(alpha=0.2, ambiguity_threshold=0.5, coverage=0.9)
@@ -54,7 +52,7 @@ def record(
 ) -> None:
     """Have images recorded, which are new unless they are numbered; ``None``: not to be monitored."""
     fingerprints = images if images or images is None else list(islice(NUMBERS, len(outputs)))
-    target.predicted(outputs, decide(outputs, thresholds), fingerprints)
+    target.predicted(outputs, thresholds.decide(outputs), fingerprints)
 
 
 def exposed(metrics: Metrics) -> dict[str, float]:
@@ -126,7 +124,7 @@ def test_a_regression_is_counted_by_its_target() -> None:
     target.show()
     packed = model.pipeline(torch.tensor([0, 64, 255], dtype=torch.uint8)[:, None, None, None].expand(3, 1, 8, 8))
     outputs = model.outputs(packed.numpy())
-    target.predicted(outputs, decide_values(outputs, model.calibration.thresholds(model.policy)), [1, 2, 3])
+    target.predicted(outputs, model.calibration.thresholds(model.policy).decide(outputs), [1, 2, 3])
     target.flush()
     values = exposed(metrics)
     assert values['psc_predictions_total{label="brightness",model="m"}'] == 3
@@ -231,7 +229,7 @@ def test_many_predictions_are_recorded_without_a_flush() -> None:
     metrics = Metrics()
     target = recorder(metrics)
     outputs = outputs_of((0.0, -9.0, 0.9, 0))
-    decisions = decide(outputs, THRESHOLDS)
+    decisions = THRESHOLDS.decide(outputs)
     for _ in range(5000):
         target.predicted(outputs, decisions, [next(NUMBERS)])
     assert exposed(metrics)['psc_predictions_total{label="a",model="m"}'] >= 4096

@@ -1,0 +1,30 @@
+"""Why an image was rejected, and where it is strange: the gates and the map.
+
+    python examples/why_rejected.py                       (the shipped bundle on its four examples)
+    python examples/why_rejected.py bundle a.jpg b.jpg    (any bundle of psc-fit)
+
+Prints for each image the decision, the gate with the smallest p-value, and for a rejected one its strangest region.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from psc_core import PSC
+from psc_core.maps.picture import box_of
+
+SHIPPED = Path(__file__).parents[1] / "artifacts" / "dirty-mnist-resnet18"
+bundle = Path(sys.argv[1]) if len(sys.argv) > 1 else SHIPPED
+images = [Path(name) for name in sys.argv[2:]] or sorted((bundle / "examples").glob("*.png"))
+
+MEANING = {"texture": "strange texture", "kind": "unknown kind", "confidence": "no class has much evidence"}
+
+prediction = PSC.load(bundle).predict(images, maps=True)
+for index, (image, decision) in enumerate(zip(images, prediction.decision, strict=True)):
+    gates = {name: float(p_values[index]) for name, p_values in prediction.gates.items()}
+    smallest = min(gates, key=gates.__getitem__)
+    print(f"{image.name}: {decision}, smallest gate {smallest} with p={gates[smallest]:.3f}")
+    if decision == "abstain_ood":
+        left, top, right, bottom = box_of(prediction.maps[index].numpy())  # Fractions of width and height.
+        print(f"    {MEANING[smallest]}, strangest {left:.0%} to {right:.0%} across, {top:.0%} to {bottom:.0%} down")
