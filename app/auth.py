@@ -1,7 +1,7 @@
-"""API keys: who may predict, who may say what images show, and who may administer.
+"""Check API keys: who may predict, give feedback or administer.
 
-Keys are kept as SHA-256 digests and compared in constant time against every key, so neither the time taken nor a
-memory dump of the comparison tells how close a guess was.  No key is ever written to a log or an error message.
+Keys are kept as SHA-256 digests, and a given key is compared with each of them in constant time, so neither the time
+nor a memory dump tells how close a guess was.  No key is ever written to a log or an error message.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from psc_core.errors import UsageError
 
 
 class ApiKeys:
-    """The keys of all roles.  An admin key also predicts and gives feedback.
+    """The keys of all roles; an admin key may also predict and give feedback.
 
     Attributes:
-        predict: Digests of the keys for prediction, the admin keys among them; empty when it is open to all.
-        admin: Digests of the keys for administration; empty: administration is off.
-        feedback: Digests of the keys for feedback, the admin keys among them; empty: feedback is off.
+        predict: The digests of the keys that may predict, admin keys included; empty if anyone may predict.
+        admin: The digests of the admin keys; empty if administration is off.
+        feedback: The digests of the keys that may give feedback, admin keys included; empty if feedback is off.
 
     Raises:
-        UsageError: A key that no header can carry.
+        UsageError: A header cannot carry one of the keys.
     """
 
     def __init__(self, predict: Iterable[str] = (), admin: Iterable[str] = (), feedback: Iterable[str] = ()) -> None:
@@ -43,10 +43,10 @@ class ApiKeys:
 
     @classmethod
     def from_settings(cls, settings: Settings) -> ApiKeys:
-        """Gather keys from values and files.
+        """Gather the keys from the settings and the files that they name.
 
         Raises:
-            UsageError: A file that cannot be read or holds no key, or a key that no header can carry.
+            UsageError: A file cannot be read or holds no key, or a header cannot carry one of the keys.
         """
         return cls(
             (*_plain(settings.api_keys), *_from_file(settings.api_keys_file)),
@@ -55,29 +55,29 @@ class ApiKeys:
         )
 
     def check_predict(self, headers: Mapping[str, str]) -> None:
-        """Let holders of a key pass; everyone when there are no keys.
+        """Check that a request may predict; without configured keys every request may.
 
         Raises:
-            Unauthorized: No key, or one that is not known.
+            Unauthorized: The request has no key, or an unknown one.
         """
         if self.predict:
             _check(self.predict, headers)
 
     def check_feedback(self, headers: Mapping[str, str]) -> None:
-        """Let holders of a key for feedback pass.
+        """Check that a request may give feedback.
 
         Raises:
-            Forbidden: No such key is configured.
-            Unauthorized: No key, or not one for feedback.
+            Forbidden: No key for feedback is configured.
+            Unauthorized: The request has no key, or one that may not give feedback.
         """
         _check_role("feedback", self.feedback, headers)
 
     def check_admin(self, headers: Mapping[str, str]) -> None:
-        """Let holders of an admin key pass.
+        """Check that a request has an admin key.
 
         Raises:
             Forbidden: No admin key is configured.
-            Unauthorized: No key, or not an admin key.
+            Unauthorized: The request has no key, or one that is not an admin key.
         """
         _check_role("admin", self.admin, headers)
 
@@ -96,7 +96,8 @@ def _check(digests: Collection[bytes], headers: Mapping[str, str]) -> None:
         if not key:
             raise Unauthorized("this needs an API key; send it as X-API-Key or Authorization: Bearer")
     given = _digest(key)
-    if not sum(hmac.compare_digest(given, digest) for digest in digests):  # Every key is looked at.
+    # A sum and not any(), which would stop at the match and tell by its time which key it was.
+    if not sum(hmac.compare_digest(given, digest) for digest in digests):
         raise Unauthorized("the API key is not accepted here; ask the operator for one")
 
 
@@ -118,7 +119,7 @@ def _plain(keys: Iterable[SecretStr]) -> list[str]:
 
 
 def _from_file(path: Path | None) -> list[str]:
-    """One key a line; blank lines and lines that begin with ``#`` are skipped."""
+    """Read one key per line, skipping blank lines and lines that begin with ``#``."""
     if path is None:
         return []
     try:
@@ -129,5 +130,5 @@ def _from_file(path: Path | None) -> list[str]:
         ) from error
     keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not keys:
-        raise UsageError(f"{path} holds no API key; write one key a line")
+        raise UsageError(f"{path} holds no API key; write one key per line")
     return keys

@@ -1,7 +1,7 @@
 """``psc-serve``: serve bundles over HTTP.
 
-Flags, then ``PSC_*`` environment, then the TOML file of ``--config``.  SIGTERM and Ctrl-C drain, SIGHUP reloads.
-It ends with one of :class:`psc_core.errors.ExitCode`.
+Flags win over ``PSC_*`` environment variables, which win over the TOML file of ``--config``.  SIGTERM and Ctrl-C drain
+the service, SIGHUP reloads the bundles.  The exit code is one of :class:`psc_core.errors.ExitCode`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from psc_core.version import __version__
 logger = logging.getLogger("psc.cli")
 
 DEMO: Final = "dirty-mnist-resnet18"
-"""Name of the shipped bundle."""
+"""The name of the shipped bundle."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """One flag for each setting."""
+    """Return the parser of the command line, with one flag for each setting."""
     flags = argparse.ArgumentParser(
         prog="psc-serve",
         description="Serve PSC bundles over HTTP. Every flag is also PSC_NAME in the environment and a key "
@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def default_text(name: str) -> str:
-    """The default of a setting as ``--help`` and the documentation show it."""
+    """Return a setting's default as ``--help`` and the documentation show it; empty if it has none."""
     default = Settings.model_fields[name].default
     if default is None or default in ((), ""):
         return ""
@@ -65,11 +65,11 @@ def default_text(name: str) -> str:
 
 
 def settings_from(arguments: Sequence[str]) -> Settings:
-    """Settings of a command line.
+    """Read the settings from a command line.
 
     Raises:
-        UsageError: Settings that cannot be used, or no bundle.
-        SystemExit: Flags that argparse refuses (2), or ``--help`` (0).
+        UsageError: The settings cannot be used, or the demonstration bundle is missing.
+        SystemExit: argparse refused the flags (2), or printed ``--help`` (0).
     """
     flags = vars(parser().parse_args(arguments))
     lists = {name: ",".join(value) for name, value in flags.items() if isinstance(value, list)}
@@ -79,10 +79,10 @@ def settings_from(arguments: Sequence[str]) -> Settings:
 
 
 def demo_bundle() -> Path:
-    """The shipped bundle: of a checkout, or where an installed wheel put it.
+    """Return the folder of the shipped bundle, in a checkout or where an installed wheel put it.
 
     Raises:
-        UsageError: It is in neither.
+        UsageError: The bundle is in neither place.
     """
     places = (Path(__file__).parents[1] / "artifacts", Path(sys.prefix) / "share" / "psc")
     for place in places:
@@ -92,12 +92,13 @@ def demo_bundle() -> Path:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Serve until told to stop; returns the exit code.
+    """Serve until told to stop, and return the exit code.
 
     Raises:
-        UsageError: Settings, bundles or an address that cannot be used.
+        UsageError: The settings, a bundle or the address cannot be used.
     """
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # Until there is something to reload.
+    # By default SIGHUP ends a process, and an operator may send it before there is anything to reload.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.OK))
     settings = settings_from(arguments)
     logging.config.dictConfig(log_config(settings.log_level))
@@ -111,14 +112,15 @@ def run(arguments: Sequence[str]) -> int:
         check_factory(name, path / "manifest.json", settings.allow_factories)
     listener = _listen(settings.host, settings.port)
     if settings.grpc_port is not None:
-        _listen(settings.host, settings.grpc_port).close()  # Each worker binds it when its models are loaded.
+        # Only to fail early on a port that is taken: each worker binds it again once its models are loaded.
+        _listen(settings.host, settings.grpc_port).close()
     scheme = "http" if settings.tls_certificate is None else "https"
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     logger.info("listening on %s://%s:%d", scheme, host, listener.getsockname()[1])
 
-    # OpenMP reads this when torch loads it: threads that are done would spin on the cores that decode.
+    # Idle OpenMP threads would spin on the cores that decode images.  OpenMP reads this when torch loads it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from app.server import serve  # Torch and the web framework load only when the input is known to be good.
+    from app.server import serve  # Importing torch takes seconds: a mistake in the settings should show before.
 
     code, message = serve(settings, listener)
     if message:
@@ -127,7 +129,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Entry point of ``psc-serve``."""
+    """Run ``psc-serve``."""
     try:
         code = run(sys.argv[1:])
     except PSCError as error:
@@ -143,11 +145,17 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise UsageError(f"cannot listen on {host}:{port} ({error.strerror}); free it or choose another") from error
+        raise UsageError(f"cannot listen on {host}:{port} ({error.strerror}); choose another port") from error
 
 
 def check_factory(name: str, manifest: Path, allowed: Collection[str]) -> None:
-    """Refuse a network that may not be imported, before anything is loaded; all else is left to the reader."""
+    """Refuse a network whose code may not be imported, before anything is loaded.
+
+    A broken manifest passes: whoever reads the whole bundle has the better error message.
+
+    Raises:
+        UsageError: The network comes from a factory that is not allowed.
+    """
     try:
         spec = json.loads(manifest.read_bytes())["backbone"]["network"]["spec"]
         family = spec.partition(":")[0]
@@ -161,14 +169,14 @@ def check_factory(name: str, manifest: Path, allowed: Collection[str]) -> None:
 
 
 def _check_tls(certificate: Path | None, key: Path | None) -> None:
-    """Refuse files that no connection could be served with, before anything is loaded."""
+    """Refuse a certificate and a key that cannot serve a connection, before anything is loaded."""
     if certificate is None:
         return
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
     except OSError as error:
         raise UsageError(
-            f"expected a PEM certificate chain in {certificate} and its key, not encrypted, in {key}, got "
+            f"expected a PEM certificate chain in {certificate} and its unencrypted key in {key}, got "
             f"{error.strerror or error}; check --tls-certificate and --tls-key"
         ) from error
 

@@ -1,4 +1,4 @@
-"""The errors that only the service raises; :mod:`app.http.problems` maps them, and the library's, to HTTP."""
+"""The errors that only the service raises; :mod:`app.http.problems` maps these and the library's to HTTP."""
 
 from __future__ import annotations
 
@@ -6,43 +6,43 @@ from psc_core.errors import ImageError, PSCError
 
 
 class ServiceError(PSCError):
-    """Base of the errors that only the service raises."""
+    """The base of the errors that only the service raises."""
 
 
 class MalformedRequest(ServiceError):
-    """A body or a query parameter that does not follow the interface."""
+    """The body or a query parameter does not follow the interface."""
 
 
 class UnattainableAlpha(ServiceError):
-    """An alpha so small that no image could ever be out of distribution by the calibration images."""
+    """The alpha is so small that, with so few calibration images, no image could ever be out of distribution."""
 
 
 class UnavailableMap(ServiceError):
-    """A map that is asked for without an explanation, or of a model that has none."""
+    """A map was asked for without an explanation, or from a model that has no map."""
 
 
 class Unauthorized(ServiceError):
-    """No API key, or one that is not known."""
+    """The request has no API key, or an unknown one."""
 
 
 class Forbidden(ServiceError):
-    """A known API key that is not allowed to do this."""
+    """The service has no API key that is allowed to do this."""
 
 
 class UnknownModel(ServiceError):
-    """A model name that is not served."""
+    """No model of this name is served."""
 
 
 class UnknownImage(ServiceError):
-    """An image of which the prediction log has no row."""
+    """The prediction log has no row of this image, or has not stored it."""
 
 
 class ImageConflict(ServiceError):
-    """A digest that is not that of the row's image."""
+    """The digest differs from that of the image in the row."""
 
 
 class UnusableLabel(ServiceError):
-    """A label that the model could not have given."""
+    """The model could not have given this label."""
 
 
 class LogUnavailable(ServiceError):
@@ -50,30 +50,30 @@ class LogUnavailable(ServiceError):
 
 
 class SlowUpload(ServiceError):
-    """A body that did not arrive within ``upload_seconds``."""
+    """The body did not arrive within ``upload_seconds``."""
 
 
 class BodyTooLarge(ServiceError):
-    """A body of more than ``max_body_bytes``."""
+    """The body has more than ``max_body_bytes``."""
 
 
 class TooManyImages(ServiceError):
-    """More than ``max_images_per_request`` images in one request."""
+    """The request has more than ``max_images_per_request`` images."""
 
 
 class TooManyPixels(ServiceError):
-    """More than ``max_pixels_per_request`` pixels in the images of one request."""
+    """The images of the request have more than ``max_pixels_per_request`` pixels."""
 
 
 class UnsupportedMedia(ServiceError):
-    """A content type that is none of the three accepted forms."""
+    """The content type is none of the three accepted forms."""
 
 
 class Overloaded(ServiceError):
-    """More work than the service takes on now.
+    """The service cannot take on more work now.
 
     Attributes:
-        retry_after: Whole seconds after which a retry is expected to find room.
+        retry_after: The whole seconds after which a retry should find room.
     """
 
     def __init__(self, message: str, *, retry_after: int) -> None:
@@ -82,30 +82,30 @@ class Overloaded(ServiceError):
 
 
 class QueueFull(Overloaded):
-    """No room in a model's queue."""
+    """The model's queue has no room."""
 
 
 class TooManyRequests(Overloaded):
-    """More requests than ``max_requests``, or no room for another in the memory of requests (:mod:`app.memory`)."""
+    """There are more than ``max_requests`` requests, or their memory is full (:mod:`app.memory`)."""
 
 
 class ReloadRunning(ServiceError):
-    """A reload was asked for while another one runs."""
+    """A reload was asked for while another one is running."""
 
 
 class NotReady(ServiceError):
-    """The model is loading, warming up, draining, or its device failed."""
+    """The model is loading, warming up or draining, or its device has failed."""
 
 
 class DeadlineExceeded(ServiceError):
-    """No result within ``deadline_seconds``."""
+    """There was no result within ``deadline_seconds``."""
 
 
 class InferenceFailed(ServiceError):
-    """The network failed on, or gave non-finite numbers for, an image that decoded well.
+    """The network failed on an image that was decoded without error, or gave numbers that are not finite.
 
     Attributes:
-        index: Position of the image in the request, from 0.
+        index: The position of the image in the request, from 0.
     """
 
     def __init__(self, index: int, reason: str) -> None:
@@ -118,12 +118,12 @@ class ClientGone(ServiceError):
 
 
 class ImageRefused(ServiceError):
-    """One image of a request that cannot be used.
+    """One image of the request cannot be used.
 
     Attributes:
-        index: Position of the image in the request, from 0.
-        name: File name given by the client, if any.
-        cause: Why; it decides the HTTP status.
+        index: The position of the image in the request, from 0.
+        name: The file name that the client gave, if any.
+        cause: The reason, which decides the HTTP status.
     """
 
     def __init__(self, index: int, name: str | None, cause: ImageError) -> None:

@@ -1,4 +1,4 @@
-"""The only wiring: settings in, ASGI application out."""
+"""Put the application together: settings in, ASGI application out.  No other module wires parts to each other."""
 
 from __future__ import annotations
 
@@ -36,23 +36,24 @@ from psc_core.version import __version__
 def create_app(
     settings: Settings, models: Mapping[str, FittedModel] | None = None, *, runtime: Runtime | None = None
 ) -> FastAPI:
-    """The application.
+    """Build the application.
 
     Args:
         settings: All settings.
-        models: Serve these by name instead of the settings' bundles.
-        runtime: The process that hosts it; by default one that needs nothing of us.
+        models: Models by name, served instead of the settings' bundles.
+        runtime: The process that hosts the application; by default one that manages itself.
 
     Returns:
         An application whose lifespan loads the models; ``app.state.service`` is its :class:`Service`.
 
     Raises:
-        UsageError: API keys that cannot be used, or an extra that is not installed.
+        UsageError: The API keys or the prediction log cannot be used, or an extra is not installed.
     """
     runtime = runtime or Runtime()
     names = [name for name, _ in settings.named_bundles] if models is None else models
     load = _loader(settings) if models is None else models.__getitem__
-    service = Service(settings, ApiKeys.from_settings(settings), names, load, runtime)
+    log = None if settings.log is None else open_to_write(settings.log)
+    service = Service(settings, ApiKeys.from_settings(settings), names, load, log, runtime)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -70,7 +71,7 @@ def create_app(
         description="Image classification and regression with uncertainty from probabilistic skip connections.",
         lifespan=lifespan,
         redirect_slashes=False,
-        docs_url=None,  # FastAPI's would ask other hosts for Swagger UI.
+        docs_url=None,  # FastAPI's own page loads Swagger UI from another host.
         redoc_url=None,
         exception_handlers=problems.HANDLERS,
         telemetry={
@@ -81,7 +82,8 @@ def create_app(
             "auto_configure": False,  # Or FASTAPI_OTEL_AUTO_CONFIGURE would export each span a second time.
         },
     )
-    app.root_path = settings.root_path.rstrip("/")  # Of a proxy that strips it, which uvicorn's root_path is not for.
+    # For a proxy that strips the prefix, which uvicorn's own root_path is not for.
+    app.root_path = settings.root_path.rstrip("/")
     app.state.service = service
     _add_routes(app, service)
     _add_middleware(app, service)
@@ -89,10 +91,10 @@ def create_app(
 
 
 def check(settings: Settings) -> None:
-    """Raise what :func:`create_app` would, and build nothing.
+    """Raise the errors that :func:`create_app` would raise, without building anything.
 
     Raises:
-        UsageError: API keys that cannot be used, or an extra that is not installed.
+        UsageError: The API keys or the prediction log cannot be used, or an extra is not installed.
     """
     ApiKeys.from_settings(settings)
     if settings.log is not None:
@@ -104,12 +106,12 @@ def check(settings: Settings) -> None:
 
 
 def _loader(settings: Settings) -> Callable[[str], FittedModel]:
-    """Return a function that reads the bundle of a name."""
+    """Return a function that reads the bundle of the given name."""
     bundles = dict(settings.named_bundles)
 
     def load(name: str) -> FittedModel:
         model = build_model(bundles[name], device=settings.device, allow_factories=settings.allow_factories)
-        # Before its first image: a bundle may ask for minutes, or for all memory.
+        # Before its first image, for which an oversized network would take minutes, or all memory.
         check_affordable(model, max_batch=settings.max_batch_size, seconds=settings.warmup_seconds)
         return model.tried()
 
@@ -125,7 +127,7 @@ def _serving_grpc(app: FastAPI, service: Service) -> AbstractAsyncContextManager
 
 
 def _add_routes(app: FastAPI, service: Service) -> None:
-    """Add the routes that the settings ask for."""
+    """Add the routes; some are there only if the settings ask for them."""
     for routes in (predict, operations, model, live, v2, repository):
         app.include_router(routes.router)
     if service.log is not None:
@@ -140,7 +142,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
 
 def _add_middleware(app: FastAPI, service: Service) -> None:
-    """Add the layers that every request passes, innermost first."""
+    """Add the middleware, innermost first."""
     settings = service.settings
     app.add_middleware(RequestLimits, service=service)
     app.add_middleware(ProblemResponses, metrics=service.metrics)
@@ -148,7 +150,7 @@ def _add_middleware(app: FastAPI, service: Service) -> None:
         app.add_middleware(HostAllowList, allowed_hosts=settings.allowed_hosts, www_redirect=False)
     app.add_middleware(Draining, service=service)
     app.add_middleware(Telemetry, service=service)
-    if settings.cors_origins:  # Outside: a browser shows a page no error without these headers.
+    if settings.cors_origins:  # Outside of what answers errors: a browser hides an answer without these headers.
         app.add_middleware(
             ProblemCORS,
             allow_origins=settings.cors_origins,
@@ -156,5 +158,5 @@ def _add_middleware(app: FastAPI, service: Service) -> None:
             allow_headers=["*"],
             expose_headers=["Retry-After", "traceresponse", HEADER],
         )
-    if settings.access_log:  # What it changes, the client's address, is only logged.
+    if settings.access_log:  # It only replaces the client's address, which nothing but the access log reads.
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1"))

@@ -1,10 +1,11 @@
-"""Memory: one budget of bytes on which everything that clients send draws, and the limit of this process.
+"""Limit memory: one budget of bytes for everything that clients send, and a ceiling for the whole process.
 
-HTTP bodies and gRPC messages draw twice their size, for they are held as they came and as files; images that wait for
-the device draw theirs, and an image draws while it is decoded.  What does not fit is refused with 429 before it is
-held; only decoding waits, for other images that are being decoded.  The budget is at most a quarter of the memory that
-this process may have; gRPC's messages, of which nothing is seen until they are whole, may arrive in as much again.
-What else the process takes is not foreseen but seen: above nine tenths nothing more is accepted.
+HTTP bodies and gRPC messages take twice their size from the budget, because they are held both as received and as
+files.  Decoded images take their size while they wait for the device, and an image takes some while it is decoded.
+A request that does not fit is refused with 429 before it is held; only decoding waits, for other images to be decoded.
+The budget is at most a quarter of the memory that this process may have.  gRPC shows nothing of a message until it is
+complete, so messages that are still arriving may take as much again.  Other uses of memory cannot be foreseen, only
+measured: above nine tenths of its memory the process accepts no more requests.
 """
 
 from __future__ import annotations
@@ -21,34 +22,38 @@ from typing import Final
 from app.errors import NotReady, TooManyRequests
 
 COPIES: Final = 2
-"""Bytes that are held for each byte of a body."""
+"""The bytes held for each byte of a body."""
 
 PIXEL_BYTES: Final = 8
-"""Bytes of a pixel while it is decoded: Pillow has four, and a copy of an image that it turns or converts."""
+"""The bytes of a pixel while its image is decoded: Pillow takes four, and as many again to rotate or convert it."""
 
 BUDGET_FRACTION: Final = 1 / 4
+"""The budget, as a fraction of the memory that the process may have."""
+
 FULL_FRACTION: Final = 0.9
-"""Fractions of the memory that a process may have: for its budget, and from where it accepts nothing more."""
+"""The fraction of its memory above which the process accepts no more requests."""
 
 RELEASE_BYTES: Final = 128 << 20
+"""Freed memory is returned to the system once requests hold this much less than at their peak."""
+
 _RELEASE_SECONDS: Final = 5.0
-"""So much less than before is held, and so long after the last time, when freed memory is returned to the system."""
+"""The shortest time between two such returns."""
 
 CGROUPS: Final = Path("/sys/fs/cgroup")
 _VERSION_1: Final = "memory/{}/memory.limit_in_bytes", "memory/{}/memory.usage_in_bytes"
 _VERSION_2: Final = "{}/memory.max", "{}/memory.current"
 _PAGE_CACHE: Final = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)
-"""A line of ``memory.stat``; version 1 has another one for the group without those below it, which comes first."""
+"""The page cache in ``memory.stat``.  Version 1 has two such lines; the first leaves out the groups below this one."""
 
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 def limits() -> list[tuple[int, int]]:
-    """Limit and use of memory, bytes, of this machine and of each control group (version 1 or 2) around this process.
+    """Return (limit, use) in bytes for this machine and for each control group (version 1 or 2) around this process.
 
-    A container sees its own group as the root, or its path from outside, which is not there, below that root.  Files
-    that a group has read count as its use until the kernel needs the room; those not read again lately are left out,
-    as Kubernetes and Docker do.
+    Inside a container, ``/proc/self/cgroup`` may give the path that the host sees, which does not exist here; the
+    container's own group is then the root.  The kernel counts files that a group has read as its use until it needs
+    the room; those not read lately are left out, as Kubernetes and Docker do.
     """
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     machine = {words[0]: int(words[1]) << 10 for words in lines}
@@ -60,14 +65,14 @@ def limits() -> list[tuple[int, int]]:
         files = _VERSION_2 if number == "0" else _VERSION_1
         inside = PurePosixPath(path.lstrip("/"))
         for folder in (inside, *inside.parents):
-            with suppress(OSError, ValueError):  # No such group, or "max".
+            with suppress(OSError, ValueError):  # There is no such group, or its limit is "max".
                 limit, used = (int((CGROUPS / file.format(folder)).read_text()) for file in files)
                 found.append((limit, max(0, used - _page_cache(CGROUPS / files[1].format(folder)))))
     return found
 
 
 def _page_cache(usage: Path) -> int:
-    """Bytes of the group of a file of usage that the kernel takes back first."""
+    """Return the bytes of page cache that the kernel takes back first, from the group with this usage file."""
     try:
         found = _PAGE_CACHE.findall(usage.with_name("memory.stat").read_text())
     except OSError:
@@ -79,16 +84,16 @@ class MemoryBudget:
     """The bytes that requests may hold at once, and whether the process has memory left.  Any thread may call.
 
     Args:
-        asked: The budget, where the process may have four times as much.
-        processes: Processes that share the limits.
-        max_pixels: Pixels of the largest image: so much is left for decoding, whatever else is held, or half of the
+        asked: The budget in bytes, if the process may have four times as much memory.
+        processes: The number of processes that share the machine's or container's memory.
+        max_pixels: The pixels of the largest image.  Enough to decode one is always kept free, but at most half of the
             budget.
 
     Attributes:
         total: The budget, bytes.
-        process_bytes: The memory that this process may have.
-        held: Bytes held now.
-        shortage: Why nothing more is accepted; empty while there is memory.
+        process_bytes: The memory that this process may have, bytes.
+        held: The bytes held now.
+        shortage: The reason why no more requests are accepted; empty while there is memory.
     """
 
     def __init__(self, asked: int, *, processes: int, max_pixels: int) -> None:
@@ -102,14 +107,14 @@ class MemoryBudget:
 
     @property
     def largest_body(self) -> int:
-        """The longest body that there is ever room for, bytes."""
+        """The longest body that ever fits, bytes."""
         return (self.total - self._for_decoding) // COPIES
 
     def check(self, size: int) -> None:
-        """Look whether so many bytes more could be held now.
+        """Check that ``size`` more bytes could be held now.
 
         Raises:
-            TooManyRequests: There is no room.
+            TooManyRequests: The budget has no room for them.
             NotReady: The process has too little memory left.
         """
         if self.shortage:
@@ -117,25 +122,26 @@ class MemoryBudget:
         if self.held + size > self.total - self._for_decoding:
             raise TooManyRequests(
                 f"requests hold {self.held} of {self.total} bytes (max_buffered_bytes, or a quarter of the memory), of "
-                f"which {self._for_decoding} are for decoding; there is no room for {size} more; try again in 1 s",
+                f"which {self._for_decoding} are reserved for decoding; {size} more do not fit; try again in 1 s",
                 retry_after=1,
             )
 
     def take(self, size: int) -> None:
-        """Hold so many bytes more, until they are given back; raises as :meth:`check`."""
+        """Hold ``size`` more bytes until :meth:`give`; raises the errors of :meth:`check`."""
         with self._condition:
             self.check(size)
             self._hold(size)
 
     def give(self, size: int) -> None:
-        """Give back what was taken."""
+        """Give back ``size`` bytes that were taken."""
         with self._condition:
             self.held -= size
             self._condition.notify_all()
 
     @contextmanager
     def decoding(self, pixels: int) -> Iterator[None]:
-        """Hold the memory of an image that is decoded within the block; waits for others that are being decoded."""
+        """Hold the memory for decoding an image within the block; waits until other images are decoded."""
+        # Never more than is kept free for decoding, or an image could wait for ever.
         size = min(PIXEL_BYTES * pixels, self._for_decoding)
         with self._condition:
             self._condition.wait_for(lambda: self.held + size <= self.total)
@@ -146,11 +152,11 @@ class MemoryBudget:
             self.give(size)
 
     def should_release(self) -> bool:
-        """Look at the process's memory; return whether freed memory should be returned to the system now."""
+        """Measure the process's memory; return whether its freed memory should go back to the system now."""
         used = _PAGE_BYTES * int(Path("/proc/self/statm").read_text().split()[1])
         self.shortage = (
-            f"the process takes {used >> 20} MiB of memory and may have {self.process_bytes >> 20}; try again, or "
-            "raise the container's limit"
+            f"the process uses {used >> 20} of its {self.process_bytes >> 20} MiB of memory; try again, or raise the "
+            "container's limit"
             if used > FULL_FRACTION * self.process_bytes
             else ""
         )

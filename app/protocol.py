@@ -1,10 +1,10 @@
-"""Uvicorn's HTTP protocol with limits: how long a request's head may be, and how long a client may keep us waiting.
+"""Uvicorn's HTTP protocol with limits on the size of a request's head and on how long a client may keep us waiting.
 
-Uvicorn limits neither the size of a request's head nor the time it takes to arrive, nor trailers, which it reads as
-headers.  It waits for ever for a client that does not read its answer.  And it drops the body of a request that offers
-to upgrade the connection, as the first one of Java's client does.
+Uvicorn limits neither the size of a head nor the time it takes to arrive, nor trailers, which it reads as headers.  It
+waits for ever for a client that does not read its answer.  And it drops the body of a request that offers to upgrade
+the connection, as the first request of Java's HTTP client does.
 
-The limits hang on the callbacks of asyncio and httptools; of uvicorn's class only public names are used.
+The limits are set in the callbacks of asyncio and httptools, and use only public names of uvicorn's class.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES: Final = 1 << 16
-"""Longest request line with headers, and longest run of a body's bytes that are not its content."""
+"""The longest request line with headers, and the most framing (chunk sizes, trailers) between two pieces of a body."""
 
 FIRST_REQUEST_SECONDS: Final = 1.0
-"""Time for the first request of a connection that was accepted just before the server ended."""
+"""The time for the first request on a connection that was accepted just before the server ended."""
 
 
 def _refusal(status: bytes, text: bytes) -> bytes:
@@ -43,25 +43,25 @@ _EXPECTATION: Final = _refusal(b"417 Expectation Failed", b"expected Expect: 100
 
 
 class _Refused(Exception):
-    """A head that has come whole and is not taken; its argument is the answer."""
+    """A complete head is refused; the argument is the answer."""
 
 
 class _Tunnel(Exception):
-    """A CONNECT request: what follows its head is not HTTP."""
+    """The request is a CONNECT, after whose head the bytes are not HTTP."""
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection.  A request that comes whole, on a connection that is in use, costs no timer.
+    """One connection.  A request that arrives in one piece, on a connection that was used before, starts no timer.
 
-    Whenever a connection is open, something ends it: the client's time is up (it owes us the rest of a head, or of a
-    body that nobody waits for any more), the application ends (it has the request), or the connection is idle for too
-    long.  Line ends between requests are no use of a connection.
+    At any time there is something that ends an open connection: a timer while the client owes us the rest of a head, or
+    of a body that nobody reads any more; the application while it has the request; uvicorn's timer while the connection
+    is idle.  Line ends between requests do not count as use of a connection.
 
-    A client may close its side once it has sent its requests whole, and wait for the answers.  One that has left closes
-    its side too, and looks the same until something is written to it; one that resets the connection has left.
+    A client may close its side after its last request and wait for the answers.  A client that has left closes its side
+    too, and the two look the same until something is written; only one that resets the connection has surely left.
 
     Args:
-        upload_seconds: How long a client may keep us waiting.
+        upload_seconds: The longest time that a client may keep us waiting.
     """
 
     def __init__(self, *arguments: Any, upload_seconds: float, **options: Any) -> None:
@@ -70,7 +70,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._timeout_s = upload_seconds
         self._in_head = True
         self._read_bytes = 0
-        self._head_bytes = 0  # What has come of the head, or since the last bytes of a body; while parsing, at most.
+        # Bytes received of the head, or since the last data of a body.  During parsing this is an upper bound: the
+        # bytes that have just arrived may hold the end of an earlier request as well.
+        self._head_bytes = 0
         self._offered_head = b""
         self._refused: bytes | None = None
         self._client_timer: asyncio.TimerHandle | None = None
@@ -87,7 +89,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._end_answer()
 
     def shutdown(self) -> None:
-        # uvicorn would close this connection at once, though its first request may be on the way.
+        # uvicorn would close this connection at once, though its first request may already be on the wire.
         if self.cycle is None:
             self.loop.call_later(FIRST_REQUEST_SECONDS, self._shutdown)
         else:
@@ -97,12 +99,12 @@ class LimitedProtocol(HttpToolsProtocol):
         self._close()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return whether the transport stays open: for the answers to requests that came whole."""
-        # asyncio's TLS cannot half-close.  Closed here and not by the loop, which would wait without a limit.
+        """Return whether the transport stays open, to answer the requests that were received completely."""
+        # asyncio's TLS cannot half-close.  Closed here, because the loop would wait without limit until all is sent.
         if self.scheme == "https" or not self._answering() or self.cycle.more_body:
             self._close()
             return False
-        # A refusal is sent after the answers and ends the connection itself.
+        # A refusal that waits for the answers before it needs the connection, and ends it itself.
         if self._refused is None:
             self.cycle.keep_alive = False
         return True
@@ -115,7 +117,7 @@ class LimitedProtocol(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
-            # httptools raises its own error for what a callback raised, and keeps that as the context.
+            # When a callback raises, httptools raises its own error, with that of the callback as the context.
             if isinstance(error.__context__, _Refused):
                 self._refuse(error.__context__.args[0])
             else:
@@ -125,11 +127,11 @@ class LimitedProtocol(HttpToolsProtocol):
             if self._in_head:
                 self._check_head(data)
             elif self._head_bytes > MAX_HEAD_BYTES:
-                # Endless trailers, or extensions of a chunk's size.
+                # Trailers without end, or a chunk size with extensions without end.
                 self._refuse(_TOO_LONG)
 
     def _parse(self, data: bytes) -> None:
-        """Parse; an upgrade is not accepted: the head is read again without it, and what follows is HTTP as before."""
+        """Parse received bytes; after an offer to upgrade, parse the head again without the offer."""
         rest: bytes | memoryview = data
         while rest:
             try:
@@ -137,14 +139,14 @@ class LimitedProtocol(HttpToolsProtocol):
                 return
             except httptools.HttpParserUpgrade as upgrade:
                 rest = memoryview(rest)[upgrade.args[0] :]
-            # httptools cannot resume a parser that stopped at an upgrade; the new one is as lenient as uvicorn's own.
+            # httptools cannot resume a parser that stopped at an upgrade.  uvicorn makes its own parser as lenient.
             self.parser = httptools.HttpRequestParser(self)
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             self.parser.feed_data(self._offered_head)
 
     def _check_head(self, data: bytes) -> None:
-        """The head has not come whole."""
-        # A head that began in these data may stand behind other requests and bodies, which do not count.
+        """Limit the size and the time of a head that is still incomplete."""
+        # A head that began in these data may follow other requests and bodies, whose bytes do not count.
         if self._head_bytes == self._read_bytes:
             line = self.parser.get_method() + b" " + self.url
             self._head_bytes = len(data) - max(data.rfind(line), 0) if self.url else 1
@@ -173,12 +175,12 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._client_timer is not None:
             self._end_client()
         super().on_headers_complete()
-        # httptools reports trailers as headers, and uvicorn would append them to those that the application reads.
+        # httptools reports trailers as headers, and uvicorn would append them to the list that the application reads.
         self.headers = []
         self._in_head = False
 
     def _check_fields(self) -> None:
-        """Refuse what RFC 9112 and 9110 have a server refuse and the parser lets through; Host may be missing."""
+        """Refuse what RFC 9112 and 9110 forbid and the parser lets through, except for a missing Host."""
         if self.parser.get_http_version() not in ("1.0", "1.1"):
             raise _Refused(_VERSION)
         if sum(name == b"host" for name, _ in self.headers) > 1:
@@ -191,12 +193,13 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        # The head of an upgrade, which will be read again.
+        # The head of an offered upgrade, which is parsed again without the offer.
         if self._in_head:
             return
         self._head_bytes = 0
         super().on_message_complete()
-        # Nobody read this body; uvicorn does nothing at its end, but the connection is idle from here on.
+        # The application answered without reading the body.  uvicorn does nothing when such a body ends, and would
+        # leave the connection without a timer from here on.
         if self.cycle.response_complete:
             self.cycle.more_body = False
             self._end_client()
@@ -208,7 +211,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._watch_closing()
-        # ``cycle`` is that of the newest request: another one is still in the pipeline.
+        # ``cycle`` belongs to the newest request, so if it is not complete, another pipelined request comes next.
         if not self.cycle.response_complete:
             return
         if self._refused is not None:
@@ -228,7 +231,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return b"\r\n".join([*lines, b"", b""])
 
     def _refuse(self, answer: bytes) -> None:
-        """Answer what cannot be read, after the answers to the requests before it, and end the connection."""
+        """Refuse a request after the answers to those before it, and close the connection."""
         if self._in_head and self._answering():
             self._refused = answer
         else:
@@ -244,7 +247,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._watch_closing()
 
     def _watch_closing(self) -> None:
-        """A closed connection sends what was written first; its client may not take for ever to read it."""
+        """Limit how long a closing connection may take to send what was written to it."""
         if self.transport.is_closing() and self.transport.get_write_buffer_size():
             self._watch_answer()
 
@@ -264,7 +267,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._answer_timer = self.loop.call_later(self._timeout_s, self._check_answer)
 
     def _check_answer(self) -> None:
-        if self.transport.get_write_buffer_size() < self._unread:
+        if self.transport.get_write_buffer_size() < self._unread:  # The client reads, if slowly.
             self._watch_answer()
         else:
             self.transport.abort()
@@ -274,7 +277,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _check_client(self) -> None:
         self._client_timer = None
-        # An earlier request is being answered; until that is done, uvicorn may have paused reading.
+        # While an earlier request is being answered, uvicorn may have paused reading: the delay is ours, then.
         if self._answering():
             self._watch_client()
         else:

@@ -22,30 +22,31 @@ from app.service import Service
 from app.settings import load_settings
 
 WAITING_IMAGES: Final = "psc_waiting_images"
-"""Name of a replica's load among the autoscaler's metrics."""
+"""The name of a replica's load among the autoscaler's metrics."""
 
 
 def build(settings: Mapping[str, Any]) -> Any:
-    """The Serve application; ``import_path`` of a Serve config file.
+    """Build the Serve application; the ``import_path`` of a Serve config file names this function.
 
     Args:
-        settings: By the names of :class:`app.settings.Settings`, over ``PSC_*`` of a replica's environment;
-            ``metrics_port`` besides: where one replica of each node exposes the metrics of all of them.
+        settings: The service's settings by the names of :class:`app.settings.Settings`, which win over the ``PSC_*``
+            variables of a replica's environment.  ``metrics_port`` is the port on which one replica of each node
+            exposes the metrics of all replicas there.
     """
     return bind(Replica, settings)
 
 
 def bind(replica: type[Replica], settings: Mapping[str, Any]) -> Any:
-    """A kind of replica as a Serve application."""
+    """Make a Serve application of a replica class."""
     from ray import serve
 
-    # Requests wait in the replica, where they are batched, and not in front of it.
+    # Ray's own limit is high, so that requests wait in the replica, which can batch them, and not in Ray's proxy.
     deployment: Any = serve.deployment(serve.ingress()(replica), name="PSC", max_ongoing_requests=1024)
     return deployment.bind(dict(settings))
 
 
 class Replica:
-    """One process that answers; Ray calls these methods on the event loop that also runs the application.
+    """One process of the service; Ray calls these methods on the event loop that also runs the application.
 
     Args:
         settings: See :func:`build`.
@@ -58,7 +59,7 @@ class Replica:
         self._exporter: object = None
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """The application; Ray runs its lifespan, at whose end every model is ready."""
+        """Build the application; Ray runs its lifespan, whose startup ends when every model is ready."""
         if PROCESS_FILES in os.environ:
             Path(os.environ[PROCESS_FILES]).mkdir(parents=True, exist_ok=True)
 
@@ -70,27 +71,27 @@ class Replica:
         return app
 
     async def reconfigure(self, config: Mapping[str, Any]) -> None:
-        """Load the bundles again when ``config["revision"]`` is another; one that cannot be used changes nothing."""
+        """Reload the bundles if ``config["revision"]`` has changed; a bundle that cannot be used changes nothing."""
         before, self._revision = self._revision, config.get("revision")
         if before not in (None, self._revision):
             await self._service.reload_quietly()
 
     def check_health(self) -> None:
-        """Raise once the device has failed, and Ray replaces the replica.
+        """Raise once the device has failed, so that Ray replaces the replica.
 
         Raises:
-            RuntimeError: With the reason.
+            RuntimeError: The device has failed; the message says why.
         """
         if self._service.exit_code:
             raise RuntimeError(self._service.exit_message)
         self._expose_metrics()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Images that wait for the device, for :func:`replicas_for_images`."""
+        """Return the number of images that wait for the device, for :func:`replicas_for_images`."""
         return {WAITING_IMAGES: float(sum(served.engine.pending for served in self._service.registry.served))}
 
     def _expose_metrics(self) -> None:
-        """Take the node's metrics port, unless another replica has it; the next takes over from one that ends."""
+        """Listen on the node's metrics port unless another replica does; later calls take over from a dead one."""
         if self._metrics_port is None or self._exporter is not None or PROCESS_FILES not in os.environ:
             return
         with contextlib.suppress(OSError):
@@ -98,10 +99,10 @@ class Replica:
 
 
 def replicas_for_images(context: Any) -> tuple[int, dict[str, Any]]:
-    """Autoscaling policy: ⌈max(images that wait, requests) / target⌉ replicas, sums over all replicas.
+    """Ask for ⌈max(waiting images, requests) / ``target_ongoing_requests``⌉ replicas; Ray's autoscaling policy.
 
-    The target is ``target_ongoing_requests``.  Requests count those that wait in front of the replicas, whose images
-    nobody has seen, and those on the device.
+    Both are sums over all replicas.  The requests include those in front of the replicas, whose images nobody has
+    counted yet, and those on the device.
     """
     waiting = sum(context.aggregated_metrics.get(WAITING_IMAGES, {}).values())
     load = max(waiting, context.total_num_requests)

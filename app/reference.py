@@ -1,6 +1,7 @@
-"""The tables of the documentation that the code declares.
+"""Print the tables of the documentation that come from the code.
 
-``python -m app.reference settings`` prints the one of ``docs/settings.md``; ``metrics`` and ``problems`` likewise.
+``python -m app.reference settings`` prints the table of ``docs/settings.md``, ``metrics`` that of ``docs/metrics.md``
+and ``problems`` that of ``docs/service.md``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from app.settings_sources import ENV_PREFIX
 
 
 def settings_table() -> str:
-    """Every setting."""
+    """Return the table of all settings."""
     rows = []
     for name, field in Settings.model_fields.items():
         default = default_text(name)
@@ -30,7 +31,7 @@ def settings_table() -> str:
 
 
 def metrics_table() -> str:
-    """Every metric."""
+    """Return the table of all metrics."""
     rows = [
         (f"`{row.name}`", row.kind.__name__.lower(), ", ".join(f"`{label}`" for label in row.labels), row.help)
         for row in METRICS
@@ -39,7 +40,7 @@ def metrics_table() -> str:
 
 
 def problems_table() -> str:
-    """Every error as HTTP and gRPC answer it."""
+    """Return the table of all errors, as HTTP and gRPC answer them."""
     rows = sorted({*TABLE.values(), INTERNAL, *((status, *row) for status, row in ROUTING.items())})
     return _table(
         ("status", "gRPC", "type", "title"),
@@ -56,7 +57,7 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     "metrics": metrics_table,
     "problems": problems_table,
 }
-"""Name on the command line → the table in Markdown."""
+"""Maps a name on the command line to the function that returns its table in Markdown."""
 
 if __name__ == "__main__":
     print(TABLES[sys.argv[1]](), end="")

@@ -1,4 +1,4 @@
-"""The process that hosts the application: its heap, threads and signals, and how it ends."""
+"""Set up the process that hosts the application (its heap, threads and signals) and end it."""
 
 from __future__ import annotations
 
@@ -25,35 +25,36 @@ from psc_core.compute.allocator import keep_freed_memory, release_freed_memory
 from psc_core.images.decode import mute_codecs
 
 LINGER_SECONDS: Final = 1.0
-"""After SIGTERM requests are still accepted for so long, each answered with ``Connection: close``."""
+"""The longest time after SIGTERM in which requests are still accepted; each is answered with ``Connection: close``."""
 
 _SWITCH_SECONDS: Final = 5e-4
-"""Seconds that the event loop may keep the interpreter from the device thread, which wants it between operations."""
+"""The longest time that the event loop keeps the interpreter's lock while the device thread waits for it.
 
+Python's default of 5 ms would delay the device by as much between any two operations."""
 
 _MAX_COMPILED_SHAPES: Final = 1 << 16
-"""Shapes compiled in one process: buckets of all models, and of every reload."""
+"""The maximum number of shapes compiled in one process: the buckets of all models, again after every reload."""
 
 
 class Runtime(Host):
     """A host that manages its process itself, such as a test or another ASGI server.
 
     Attributes:
-        starts_ready: The application has started only when every model is ready; what goes wrong before is raised.
+        starts_ready: Whether startup waits until every model is ready, and raises what goes wrong on the way.
     """
 
     starts_ready = False
 
     @contextlib.contextmanager
     def running(self, service: Service) -> Iterator[None]:
-        """Around the life of the application."""
+        """Enclose the life of the application."""
         yield
 
 
 def prepare_process(settings: Settings) -> None:
-    """Set what belongs to the process, not to the application: import path, log, heap, threads, compiler, metrics."""
+    """Set up what belongs to the process, not the application: import path, log, heap, threads, compiler, metrics."""
     if settings.allow_factories:
-        sys.path.append(str(Path.cwd()))  # Where they are looked up last.
+        sys.path.append(str(Path.cwd()))  # At the end: an installed package wins over a file of the same name.
     logging.captureWarnings(True)
     mute_codecs()
     keep_freed_memory()
@@ -65,13 +66,13 @@ def prepare_process(settings: Settings) -> None:
 
 
 def allow_compiled_shapes() -> None:
-    """Have ``torch.compile`` keep every batch size of every model; its default of 8 guards against mistakes."""
+    """Let ``torch.compile`` keep every batch size of every model; its default is 8 shapes."""
     torch.compiler.config.recompile_limit = _MAX_COMPILED_SHAPES
     torch.compiler.config.accumulated_recompile_limit = _MAX_COMPILED_SHAPES
 
 
 class ReplicaRuntime(Runtime):
-    """A process whose host starts it, asks for its health and ends it, such as a replica of Ray Serve."""
+    """A process that its host starts, checks and ends, such as a replica of Ray Serve."""
 
     starts_ready = True
 
@@ -80,7 +81,7 @@ class ReplicaRuntime(Runtime):
 
 
 class UvicornRuntime(Runtime):
-    """A process of our own, in which uvicorn runs."""
+    """A process of our own that runs uvicorn."""
 
     def models_changed(self) -> None:
         settle_heap()
@@ -89,15 +90,15 @@ class UvicornRuntime(Runtime):
         signal.raise_signal(signal.SIGTERM)
 
     def reloaded(self) -> None:
-        if multiprocessing.parent_process() is not None:  # Uvicorn, which replaces its workers one after the other.
-            os.kill(os.getppid(), signal.SIGHUP)
+        if multiprocessing.parent_process() is not None:
+            os.kill(os.getppid(), signal.SIGHUP)  # On SIGHUP, uvicorn replaces its workers one after the other.
 
     @contextlib.contextmanager
     def running(self, service: Service) -> Iterator[None]:
-        """SIGHUP reloads; SIGTERM drains, and ends uvicorn a moment later; so does the end of a worker's parent.
+        """Handle signals: SIGHUP reloads; SIGTERM, or the end of a worker's parent, drains and then ends uvicorn.
 
-        Uvicorn closes idle connections when it is told to end, and a request that is already on the wire is lost.  In
-        that moment clients learn from ``Connection: close`` and from ``/readyz`` to go elsewhere.
+        Uvicorn closes idle connections as soon as it is told to end, which loses a request already on the wire.  So it
+        is told a moment later: until then, ``Connection: close`` and ``/readyz`` send clients elsewhere.
         """
         loop = asyncio.get_running_loop()
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
@@ -128,15 +129,16 @@ class UvicornRuntime(Runtime):
                 signal.signal(number, handler)
             if PROCESS_FILES in os.environ:
                 mark_process_dead(os.getpid())  # type: ignore[no-untyped-call]
-            gc.unfreeze()  # Or libraries report at exit that their objects have leaked.
+            gc.unfreeze()  # Or libraries would report at exit that their objects have leaked.
 
 
 def settle_heap() -> None:
-    """Take the objects of imports and models out of every garbage collection, and return what replaced models held.
+    """Exempt the objects of imports and models from garbage collection, and free the memory of replaced models.
 
-    There are hundreds of thousands of them, and each full collection would walk them.  What is frozen is never
-    collected, hence again when models were replaced.  Their memory would stay with the process (:func:`prepare_process`
-    keeps it for the next batch) in holes that a large tensor of the next model may not fit.
+    There are hundreds of thousands of such objects, and each full collection would walk them all.  Frozen objects are
+    never collected, so this runs again whenever models were replaced.  The memory of replaced models would otherwise
+    stay with the process (:func:`prepare_process` keeps it for the next batch), in holes that may be too small for a
+    large tensor of the next model.
     """
     gc.unfreeze()
     gc.collect()
@@ -145,10 +147,10 @@ def settle_heap() -> None:
 
 
 def linger_seconds(settings: Settings) -> float:
-    """Return for how many seconds requests are still accepted after SIGTERM."""
+    """Return how many seconds after SIGTERM requests are still accepted."""
     return min(LINGER_SECONDS, settings.drain_seconds / 2)
 
 
 def network_threads(settings: Settings, default: int) -> int:
-    """PyTorch's threads in one of the workers, where PyTorch alone would take ``default``."""
+    """Return PyTorch's number of threads in each worker; ``default`` is its own choice for the whole machine."""
     return settings.threads or max(1, default // settings.workers)

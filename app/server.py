@@ -1,4 +1,4 @@
-"""The application under uvicorn: one process, or uvicorn's own workers."""
+"""Run the application under uvicorn, in one process or in uvicorn's own workers."""
 
 from __future__ import annotations
 
@@ -30,41 +30,47 @@ from app.settings import BACKLOG, Settings
 from psc_core.errors import ExitCode, UsageError
 
 _WORKER_TIMEOUT_S = 120
-"""Seconds that a worker may take to start in place of another, or may hang before it is replaced."""
+"""The seconds that a worker may take to start in place of another one, or may hang before it is replaced."""
 
 METRICS_BYTES: Final = 64 << 20
-"""Room that is asked for; a worker's metrics take 1 MiB for each kind, and more with many classes."""
+"""The free space that a folder must have; a worker's metrics take 1 MiB a kind, and more with many classes."""
 
 logger = logging.getLogger("psc.server")
 
 
 def build(settings: Settings) -> FastAPI:
-    """The application in a process of its own; uvicorn calls this in each worker."""
+    """Prepare this process and build its application; uvicorn calls this in each worker."""
     prepare_process(settings)
     return create_app(settings, runtime=UvicornRuntime())
 
 
 class Workers(Multiprocess):
-    """Uvicorn's workers; one that dies while it is asked for its health is seen at once; at the end nobody listens."""
+    """Uvicorn's workers, except that a dead one is noticed at once and that the port closes before they end."""
 
     def keep_subprocess_alive(self) -> None:
         for worker in self.processes:
-            worker.child_conn.close()  # Otherwise the parent never sees EOF when the worker dies.
+            # While the parent holds its copy of the child's end, a dead worker's pipe never reaches EOF, and the parent
+            # waits for the whole health check.
+            worker.child_conn.close()
             if worker.exitcode == -signal.SIGBUS:
                 logger.critical("a worker could not write its metrics: %s is full", os.environ[PROCESS_FILES])
         super().keep_subprocess_alive()
 
     def terminate_all(self) -> None:
+        # The parent's copy of the socket would go on accepting connections that no worker answers.
         for listener in self.sockets:
             listener.close()
         super().terminate_all()
 
 
 class LastAccepting(uvicorn.Server):
-    """Uvicorn's server, which at its end answers the connections that wait to be accepted; closing would reset them."""
+    """Uvicorn's server, except that it answers the connections in the backlog when it ends.
+
+    The kernel has completed their handshakes, so closing the listening socket would reset them.
+    """
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        # Nothing is done between the last of them and the close, or others would have come meanwhile.
+        # Nothing is awaited between the last accept and the close, or further connections would arrive in between.
         waiting = [each for listener in sockets or () for each in _accepted(listener)]
         for server in self.servers:
             server.close()
@@ -89,9 +95,9 @@ class LastAccepting(uvicorn.Server):
 
 
 def _accepted(listener: socket.socket) -> Iterator[socket.socket]:
-    """Accept every connection that waits."""
+    """Accept every connection in the backlog."""
     listener.setblocking(False)
-    with contextlib.suppress(OSError):  # None waits, or no descriptor is free.
+    with contextlib.suppress(OSError):  # The backlog is empty, or no file descriptor is free.
         while True:
             yield listener.accept()[0]
 
@@ -104,7 +110,7 @@ def uvicorn_config(settings: Settings, application: Callable[[], FastAPI]) -> uv
         factory=True,
         workers=settings.workers,
         loop="uvloop",
-        http=cast(type[LimitedProtocol], protocol),  # Uvicorn only calls it.
+        http=cast(type[LimitedProtocol], protocol),  # Uvicorn wants a class, but only calls it.
         ws="none",
         log_config=log_config(settings.log_level),
         access_log=False,
@@ -123,14 +129,14 @@ def serve(settings: Settings, listener: socket.socket) -> tuple[int, str]:
     """Serve until told to stop.
 
     Returns:
-        Exit code, and why in one line where it is not 0.
+        The exit code, and the reason in one line if it is not 0.
 
     Raises:
-        UsageError: Settings that cannot be used.
+        UsageError: The settings cannot be used.
     """
     if settings.workers == 1:
         return _serve_alone(settings, listener)
-    check(settings)  # Uvicorn would start a worker that cannot use its settings for ever.
+    check(settings)  # Uvicorn would restart a worker that cannot use its settings for ever.
     config = uvicorn_config(settings, partial(build, settings))
     with tempfile.TemporaryDirectory(prefix="psc-metrics-", dir=metrics_parent()) as folder:
         os.environ.setdefault(PROCESS_FILES, folder)
@@ -141,12 +147,12 @@ def serve(settings: Settings, listener: socket.socket) -> tuple[int, str]:
 
 
 def metrics_parent(places: Sequence[Path] | None = None) -> Path:
-    """Return the folder of the workers' metrics, files that each one maps: in memory where there is room, else on disk.
+    """Return the first of ``places`` with room for the workers' metrics: by default memory, then the disk.
 
-    A file that is mapped ends its process when the disk is full, so the first of ``places`` with room is taken.
+    The workers map these files, and a process that writes to a mapped file on a full disk is killed (SIGBUS).
 
     Raises:
-        UsageError: None has room.
+        UsageError: None of the places has room.
     """
     places = places or (Path("/dev/shm"), Path(tempfile.gettempdir()))
     for place in places:
@@ -154,7 +160,7 @@ def metrics_parent(places: Sequence[Path] | None = None) -> Path:
             return place
     raise UsageError(
         f"several workers need {METRICS_BYTES >> 20} MiB for their metrics in {' or '.join(map(str, places))}; free "
-        "some, set TMPDIR to a folder that has it, or serve with --workers 1"
+        "some space, set TMPDIR to a folder that has it, or serve with --workers 1"
     )
 
 
@@ -163,7 +169,7 @@ def _serve_alone(settings: Settings, listener: socket.socket) -> tuple[int, str]
     server = LastAccepting(uvicorn_config(settings, lambda: app))
     try:
         server.run([listener])
-    except SystemExit:  # From the handler of a signal that uvicorn raises again when it has ended, or at startup.
+    except SystemExit:  # Uvicorn raises a signal again once it has ended, and our handler exits; or startup has failed.
         if not server.started:
             raise
     service: Service = app.state.service

@@ -1,4 +1,4 @@
-"""The service, which all routes find at ``app.state.service``: settings, models, metrics, keys, and how it ends."""
+"""The service, which all routes find at ``app.state.service``: settings, models, metrics, keys and shutdown."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from app.observability.metrics import Metrics
 from app.settings import Settings
 from psc_core.compute.allocator import release_freed_memory
 from psc_core.errors import DeviceError, ExitCode, PSCError
-from psc_core.log.store import open_to_write
+from psc_core.log.store import Log
 from psc_core.model.base import FittedModel
 
 logger = logging.getLogger("psc.service")
 
 SWEEP_SECONDS: Final = 0.05
-"""Seconds between two looks at deadlines, departed clients, recorded predictions, memory and file descriptors."""
+"""The seconds between two checks of deadlines, clients, recorded predictions, memory and file descriptors."""
 
 
 class Host:
-    """The process that a service runs in, told of what concerns all of it; this one does nothing about it."""
+    """The process that a service runs in, which hears of events that concern it as a whole; this one ignores them."""
 
     def models_changed(self) -> None:
-        """Every model is ready, or models that a reload replaced have ended."""
+        """React when every model is ready, or when models that a reload replaced have ended."""
 
     def failed(self) -> None:
-        """The process should be replaced; the service's ``exit_code`` and ``exit_message`` say why."""
+        """Replace the process; the service's ``exit_code`` and ``exit_message`` say why."""
 
     def reloaded(self) -> None:
-        """A request had this process load its bundles again; other processes of the host should do so too."""
+        """Have the host's other processes reload too: a request made this one reload its bundles."""
 
 
 class Service:
@@ -49,21 +49,22 @@ class Service:
 
     Args:
         settings: All settings.
-        keys: API keys of both roles.
-        names: Model names, the default first.
-        load: Reads the model of a name; called on a thread.
-        host: The process that it runs in.
+        keys: The API keys of all roles.
+        names: The model names, the default first.
+        load: Reads the model of the given name; called on a thread.
+        log: The prediction log; None if predictions are not logged.
+        host: The process that the service runs in.
 
     Attributes:
         metrics: This application's metrics.
         memory: The bytes that requests may hold.
-        log: Of predictions; None where there is none.
+        log: The writer of the prediction log; None if predictions are not logged.
         registry: The models.
         parser: The thread that parses large bodies, one at a time.
-        searcher: The thread that searches the log, once at a time.
-        exit_code: The code with which the process should end.
-        exit_message: Why, one line.
-        inflight: Requests being answered.
+        searcher: The thread that searches the log, for one request at a time.
+        exit_code: The code with which the process should exit.
+        exit_message: The reason in one line if the code is not 0.
+        inflight: The number of requests being answered.
         draining: Whether the service is about to end.
     """
 
@@ -73,6 +74,7 @@ class Service:
         keys: ApiKeys,
         names: Iterable[str],
         load: Callable[[str], FittedModel],
+        log: Log | None,
         host: Host,
     ) -> None:
         self.settings = settings
@@ -81,7 +83,7 @@ class Service:
             settings.max_buffered_bytes, processes=settings.workers, max_pixels=settings.max_pixels
         )
         self.keys = keys
-        self.log = None if settings.log is None else LogWriter(open_to_write(settings.log), settings, self.metrics)
+        self.log = None if log is None else LogWriter(log, settings, self.metrics)
         self.registry = Registry(
             ModelStarter(settings, self.metrics, self.memory, self.log),
             names,
@@ -90,7 +92,7 @@ class Service:
             retire_within_s=settings.deadline_seconds,
             on_models_changed=host.models_changed,
         )
-        self.parser = ThreadPoolExecutor(1, "psc-parse")  # Each starts its thread with its first work.
+        self.parser = ThreadPoolExecutor(1, "psc-parse")
         self.searcher = ThreadPoolExecutor(1, "psc-feedback")
         self.exit_code: int = ExitCode.OK
         self.exit_message = ""
@@ -102,10 +104,11 @@ class Service:
         self._descriptors = DescriptorWatch()
 
     async def start(self, *, wait_until_ready: bool) -> None:
-        """Begin to load; readiness tells when it is done.
+        """Start the log and begin to load the models; :meth:`reasons` tells when they are ready.
 
         Args:
-            wait_until_ready: Return only then, and raise what goes wrong, because other processes answer meanwhile.
+            wait_until_ready: Return only when every model is ready, and raise what goes wrong.  For a host with several
+                processes, of which others answer meanwhile.
 
         Raises:
             PSCError: A bundle cannot be used, or its network failed at warm-up.
@@ -116,8 +119,8 @@ class Service:
             logger.warning("admin keys are off: /admin answers 403 (PSC_ADMIN_KEYS)")
         if self.memory.largest_body < self.settings.max_body_bytes:
             logger.warning(
-                "the memory for requests is %d MiB: bodies of more than %d MiB are refused (PSC_MAX_BUFFERED_BYTES, "
-                "and four times as much memory)",
+                "the memory for requests is %d MiB, so bodies of more than %d MiB are refused; raise "
+                "PSC_MAX_BUFFERED_BYTES and give the process four times as much memory",
                 self.memory.total >> 20,
                 self.memory.largest_body >> 20,
             )
@@ -135,7 +138,7 @@ class Service:
             self._tasks.append(loop.create_task(self._load()))
 
     def reasons(self) -> dict[str, str]:
-        """Return why the service is not ready, by model or ``service``; empty when it is."""
+        """Return why the service is not ready, by model name or ``service``; empty if it is ready."""
         reasons = self.registry.reasons()
         if self.memory.shortage:
             reasons["service"] = self.memory.shortage
@@ -144,18 +147,18 @@ class Service:
         return reasons
 
     def begin_drain(self) -> None:
-        """Report not ready from now on, and end within ``drain_seconds``."""
+        """Report not ready from now on, and start counting ``drain_seconds``."""
         if not self.draining:
             self.draining = True
             self._drained_by = asyncio.get_running_loop().time() + self.settings.drain_seconds
             logger.info("draining", extra={"inflight": self.inflight})
 
     def drain_seconds_left(self) -> float:
-        """Return the rest of ``drain_seconds``, counted from when draining began."""
+        """Return what is left of ``drain_seconds`` since draining began."""
         return max(0.0, self._drained_by - asyncio.get_running_loop().time())
 
     async def close(self) -> None:
-        """Finish what was admitted and end all threads."""
+        """Finish the admitted requests and end all threads."""
         self.begin_drain()
         for task in self._tasks:
             task.cancel()
@@ -167,20 +170,20 @@ class Service:
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def reload(self, name: str | None) -> list[tuple[str, str, str]]:
-        """Reload one bundle or all for a request and tell the host; see :meth:`.Registry.reload`."""
+        """Reload one bundle, or all, on request and tell the host; see :meth:`.Registry.reload`."""
         changes = await self.registry.reload(name)
         self._host.reloaded()
         return changes
 
     async def reload_quietly(self) -> None:
-        """Reload every bundle, when no other reload runs; a failure is logged and changes nothing."""
+        """Reload every bundle once no other reload is running; a failure is logged and changes nothing."""
         try:
             await self.registry.reload_when_free()
         except PSCError as error:
             logger.error("reload failed, the old models stay: %s", error)
 
     def refresh_metrics(self) -> None:
-        """Bring the metrics up to date; before a scrape and with each sweep."""
+        """Bring the metrics up to date, before each scrape and with each sweep."""
         self.registry.refresh_metrics()
         if self.log is not None:
             self.metrics.psc_log_held_bytes.set(self.log.held_bytes)
@@ -188,7 +191,7 @@ class Service:
         self.metrics.psc_ready.set(0.0 if self.reasons() else 1.0)
 
     def refresh_gpu_metrics(self) -> None:
-        """Read GPU memory and utilisation, where there is a GPU."""
+        """Read the memory and utilisation of the GPUs in use."""
         for device in {served.model.device for served in self.registry.served}:
             usage = gpu_usage(device)
             for kind, size in usage.memory_bytes.items():
@@ -217,29 +220,29 @@ class Service:
                 self.refresh_metrics()
                 self._descriptors.check()
                 if self.memory.should_release():
-                    gc.collect()  # Of what is not frozen: exceptions hold bodies in cycles.
+                    gc.collect()  # An exception and its traceback are a cycle, which may hold a request's body.
                     await asyncio.to_thread(release_freed_memory)
             except Exception:
                 logger.exception("sweep failed")
 
     def _end_process(self, message: str, exit_code: int) -> None:
-        """Have the process end, once, with ``exit_code`` when what was accepted is answered."""
+        """Ask the host, only once, to end the process with ``exit_code`` after answering the accepted requests."""
         if self.exit_code == ExitCode.OK:
             self.exit_code, self.exit_message = exit_code, message
             self._host.failed()
 
 
 def service_of(request: Request) -> Service:
-    """The service that answers a request."""
+    """Return the service that answers a request."""
     service: Service = request.app.state.service
     return service
 
 
 def service_to_predict(request: Request) -> Service:
-    """The service, for a caller who may predict.
+    """Return the service if the caller may predict.
 
     Raises:
-        Unauthorized: No key, or one that is not known.
+        Unauthorized: The request has no key, or an unknown one.
     """
     service = service_of(request)
     service.keys.check_predict(request.headers)

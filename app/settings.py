@@ -1,6 +1,6 @@
-"""Every setting of the service in one frozen object: flags, then ``PSC_*`` environment, then a TOML file.
+"""Declare every setting of the service in one frozen object.
 
-A name that is not among them is an error wherever it was given.
+Flags win over ``PSC_*`` environment variables, which win over a TOML file.  An unknown name is an error in all three.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from psc_core.tasks.classification.policy import AmbiguityThreshold
 from psc_core.tasks.policy import Alpha, BasePolicy, Coverage
 from psc_core.tasks.regression.policy import MaxWidth
 
-BACKLOG: Final = 2048  # Connections that may wait to be accepted.
+BACKLOG: Final = 2048
+"""The number of connections that may wait to be accepted."""
 
 AnyPolicy = TypeVar("AnyPolicy", bound=BasePolicy)
 
@@ -37,7 +38,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Settings(BaseSettings):
-    """Settings of one service process; see the descriptions of the fields."""
+    """The settings of one service process; each field has its own description."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX,
@@ -52,7 +53,7 @@ class Settings(BaseSettings):
     bundle: Texts = Field(
         default=(),
         description="Bundles to serve, `DIR` or `NAME=DIR`, separated by commas (the flag may be repeated). "
-        "The first is the default model; a name defaults to the directory's.",
+        "The first is the default model; the name defaults to the directory's.",
     )
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
@@ -60,7 +61,7 @@ class Settings(BaseSettings):
         default=None,
         ge=1,
         le=65535,
-        description="Port on which the v2 protocol is also served by gRPC (extra `psc[grpc]`); unset: not at all.",
+        description="Port on which the v2 protocol is also served over gRPC (extra `psc[grpc]`); unset: no gRPC.",
     )
     workers: int = Field(default=1, ge=1, le=1024, description="Processes, each with its own copy of the models.")
     device: str = Field(
@@ -70,62 +71,65 @@ class Settings(BaseSettings):
         default=None,
         ge=1,
         le=1024,
-        description="CPU threads of the network; unset: torch's choice, shared by the workers, and one where a full "
+        description="CPU threads of the network; unset: torch's choice divided by the workers, or one thread if a full "
         "batch takes less than 2 ms.",
     )
     backend: Literal["auto", Backend] = Field(
         default="auto",
         description="How the network runs on a CPU: `folded` (batch normalisation folded into convolutions), `plain`, "
-        "`onnx` (ONNX Runtime, extra `psc[onnx]`); `auto` takes the fastest on this machine.",
+        "`onnx` (ONNX Runtime, extra `psc[onnx]`); `auto` measures them and takes the fastest on this machine.",
     )
     compile: bool = Field(default=False, description="Run the network through `torch.compile`.")
     allow_factories: Texts = Field(
         default=(),
-        description="Network factories `package.module:factory` that a bundle may import, by commas; packages that are "
-        "not installed are looked for in the working directory.",
+        description="Network factories `package.module:factory` that a bundle may import, separated by commas; the "
+        "working directory is searched for packages that are not installed.",
     )
 
     max_batch_size: int = Field(default=64, ge=1, le=4096, description="Maximum number of images in one device step.")
     warmup_seconds: float = Field(
-        default=600.0, gt=0, le=86_400, description="A model that would warm up for longer is refused, seconds."
+        default=600.0,
+        gt=0,
+        le=86_400,
+        description="Longest time that a model may take to warm up, seconds; a slower one is refused.",
     )
     max_delay_ms: float = Field(
         default=0.0,
         ge=0,
         le=60_000,
-        description="How long a batch waits to fill, milliseconds; 0: only for images in decoding, where that saves "
-        "time.",
+        description="How long a batch waits to fill, milliseconds; 0: only for images that are being decoded, if that "
+        "saves time.",
     )
     max_queue_images: int = Field(
         default=2048, ge=1, description="Maximum number of images admitted and not yet on the device; beyond it: 429."
     )
     deadline_seconds: float = Field(
-        default=10.0, gt=0, description="An admitted request is answered within this time, or with 504."
+        default=10.0, gt=0, description="Time in which an admitted request is answered, seconds; after it: 504."
     )
     drain_seconds: float = Field(
-        default=30.0, ge=0, description="Longest time between SIGTERM and the end of the process."
+        default=30.0, ge=0, description="Longest time between SIGTERM and the end of the process, seconds."
     )
     decode_threads: int | None = Field(
-        default=None, ge=1, le=1024, description="Threads that decode images; unset: one for each CPU, at most 16."
+        default=None, ge=1, le=1024, description="Threads that decode images; unset: one per CPU, at most 16."
     )
     inline_decode_bytes: int = Field(
         default=16 * 1024,
         ge=0,
-        description="Requests of at most this many bytes, and of few pixels, are decoded without a "
-        "thread: for them the hop costs more than the work.",
+        description="Requests of at most this many bytes, and of few pixels, are decoded without a thread, because "
+        "handing them over would take longer than decoding them.",
     )
 
     max_body_bytes: int = Field(default=64 << 20, ge=1, description="Largest request body, bytes.")
     grpc_message_bytes: int = Field(
         default=16 << 20,
         ge=1,
-        description="Largest message by gRPC, bytes; unlike an HTTP body it is held whole before it is looked at.",
+        description="Largest gRPC message, bytes; unlike an HTTP body, it is held in memory before it can be checked.",
     )
     max_buffered_bytes: int = Field(
         default=1 << 30,
         ge=1,
-        description="Memory for what requests hold at once, bytes: twice their bodies, images that are decoded or "
-        "wait; beyond it: 429. At most a quarter of the memory that the container or the machine has for a worker.",
+        description="Memory that all requests may hold at once, bytes: twice their bodies, and images that are being "
+        "decoded or wait; beyond it: 429. At most a quarter of the container's or machine's memory per worker.",
     )
     max_images_per_request: int = Field(default=512, ge=1, description="Maximum number of images in one request.")
     max_pixels: int = Field(
@@ -134,8 +138,8 @@ class Settings(BaseSettings):
     max_pixels_per_request: int = Field(
         default=1 << 29,
         ge=1,
-        description="Largest sum of the pixels of a request's images, where they are decoded by threads; beyond it: "
-        "413. The default is 512 images of 1024².",
+        description="Maximum number of pixels in all images of one request, if threads decode them; beyond it: 413. "
+        "The default is 512 images of 1024².",
     )
     max_fields: int = Field(
         default=1024, ge=1, description="Maximum number of multipart fields in one request, images included."
@@ -146,15 +150,14 @@ class Settings(BaseSettings):
     upload_seconds: float = Field(
         default=60.0,
         gt=0,
-        description="A body must arrive within this time, or the answer is 408; a connection whose request head does "
-        "not arrive in it, or whose client reads nothing of an answer for as long, is closed.",
+        description="Time in which a body must arrive, seconds; after it: 408. A connection is closed if its request's "
+        "head does not arrive within this time, or if its client reads nothing of an answer for as long.",
     )
-
     keep_alive_seconds: int = Field(
         default=75,
         ge=1,
-        description="An idle connection is closed after this time; keep it longer than a proxy in front keeps one, or "
-        "requests sent at that very moment are lost.",
+        description="Time after which an idle connection is closed, seconds; it must be longer than a proxy in front "
+        "keeps one, or requests sent at that very moment are lost.",
     )
 
     alpha: Alpha | None = Field(default=None, description="`is_ood` when p ≤ alpha; unset: the bundle's own.")
@@ -163,7 +166,7 @@ class Settings(BaseSettings):
     )
     max_width: MaxWidth | None = Field(
         default=None,
-        description="`abstain_uncertain` where an interval is wider, in the target's unit, of regressions; unset: the "
+        description="For regressions: `abstain_uncertain` if the interval is wider, in the target's unit; unset: the "
         "bundle's own.",
     )
     coverage: Coverage | None = Field(
@@ -171,85 +174,94 @@ class Settings(BaseSettings):
     )
 
     api_keys: Keys = Field(
-        default=(), description="Keys that may predict, by commas; none leaves prediction open to all."
+        default=(), description="Keys that may predict, separated by commas; empty: anyone may predict."
     )
-    api_keys_file: Path | None = Field(default=None, description="File with one such key on a line.")
-    admin_keys: Keys = Field(default=(), description="Keys that may reload, by commas; none switches `/admin` off.")
-    admin_keys_file: Path | None = Field(default=None, description="File with one such key on a line.")
+    api_keys_file: Path | None = Field(default=None, description="File of keys that may predict, one per line.")
+    admin_keys: Keys = Field(
+        default=(), description="Keys that may reload bundles, separated by commas; empty: `/admin` is off."
+    )
+    admin_keys_file: Path | None = Field(default=None, description="File of keys that may reload, one per line.")
     feedback_keys: Keys = Field(
-        default=(), description="Keys that may send `/feedback`, by commas; none leaves that to the admin keys."
+        default=(), description="Keys that may send `/feedback`, separated by commas; empty: only admin keys may."
     )
-    feedback_keys_file: Path | None = Field(default=None, description="File with one such key on a line.")
-    cors_origins: Texts = Field(default=(), description="Origins browsers may call from, by commas; `*` for all.")
+    feedback_keys_file: Path | None = Field(
+        default=None, description="File of keys that may send `/feedback`, one per line."
+    )
+    cors_origins: Texts = Field(
+        default=(), description="Origins from which browsers may call, separated by commas; `*`: all."
+    )
     allowed_hosts: Texts = Field(
-        default=(), description="Accepted `Host` headers, by commas, `*.example.org` too; none accepts all."
+        default=(),
+        description="Accepted `Host` headers, separated by commas, such as `*.example.org`; empty: all.",
     )
     root_path: str = Field(default="", description="Path under which a proxy publishes the service.")
-    tls_certificate: Path | None = Field(default=None, description="PEM certificate chain; serves HTTPS.")
+    tls_certificate: Path | None = Field(default=None, description="PEM certificate chain; set: HTTPS.")
     tls_key: Path | None = Field(default=None, description="PEM private key of the certificate.")
 
     page: bool = Field(default=True, description="Serve the page at `/`.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Least severe level that is logged."
+        default="info", description="Lowest level that is logged."
     )
     access_log: bool = Field(
         default=False,
-        description="One log line for each request. The client is the one that a proxy on this machine, or on an "
-        "address in `FORWARDED_ALLOW_IPS`, names in `X-Forwarded-For`.",
+        description="Log a line for each request. Its client is taken from `X-Forwarded-For` if a proxy on this "
+        "machine, or on an address in `FORWARDED_ALLOW_IPS`, sets that header.",
     )
     log: str | None = Field(
         default=None,
-        description="Folder or `s3://BUCKET/PREFIX` of the prediction log (extra `psc[log]`); unset: none.",
+        description="Folder or `s3://BUCKET/PREFIX` of the prediction log (extra `psc[log]`); unset: no log.",
     )
-    log_rows: float = Field(
-        default=1.0, ge=0, le=1, description="Fraction of the images that have a row, whatever was decided."
-    )
+    log_rows: float = Field(default=1.0, ge=0, le=1, description="Fraction of all images that get a row in the log.")
     log_audit: float = Field(
         default=0.01,
         ge=0,
         le=1,
-        description="Fraction of the images, drawn at random, that have a row and are stored: what to calibrate on.",
+        description="Fraction of all images, drawn at random, that get a row and are stored: those to calibrate on.",
     )
     log_images: Texts = Field(
         default=("abstained",),
-        description="Images that are stored, and have a row, by decision: `abstained` or `DECISION`, `:FRACTION` of "
-        "them, by commas, such as `abstain_ood,accept:0.01`; empty: only those of `log_audit`.",
+        description="Images that get a row and are stored, by decision: `abstained` or a decision, each perhaps with "
+        "`:FRACTION`, separated by commas, such as `abstain_ood,accept:0.01`; empty: only those of `log_audit`.",
     )
     log_days: int | None = Field(
         default=None,
         ge=1,
         le=36_500,
-        description="Days that the log is kept; what is older is removed. Unset: for ever.",
+        description="Days after which rows and images of the log are removed; unset: never.",
     )
     log_flush_seconds: float = Field(
-        default=60.0, gt=0, le=86_400, description="Longest time between an answer and its row; a crash loses no more."
+        default=60.0,
+        gt=0,
+        le=86_400,
+        description="Longest time between an answer and its row, seconds; a crash loses no more.",
     )
     log_buffer_bytes: int = Field(
         default=64 << 20,
         ge=1 << 16,
-        description="Memory of a process for what is not written yet, bytes; beyond it rows and images are dropped.",
+        description="Memory of each worker for rows and images that are not written yet, bytes; beyond it they are "
+        "dropped.",
     )
     otel: bool = Field(default=False, description="Export traces with OpenTelemetry (extra `psc[otel]`).")
     drift_window: int = Field(
-        default=1000, ge=1, le=1_000_000, description="Images in the window of `psc_drift_window_ood_rate`."
+        default=1000, ge=1, le=1_000_000, description="Number of images in the window of `psc_drift_window_ood_rate`."
     )
     drift_false_alarm: float = Field(
         default=0.01,
         gt=0,
         lt=1,
-        description="Bound on the probability that any of `drift_monitors` ever raises a false alarm.",
+        description="Bound on the probability that any of the `drift_monitors` ever raises a false alarm.",
     )
     drift_monitors: int = Field(
         default=100,
         ge=1,
         le=1_000_000,
-        description="Monitors that share the bound: each start and reload of each process begins one per model.",
+        description="Number of monitors that share the bound: each start or reload of a worker begins one per model.",
     )
 
     @field_validator("port", "grpc_port", mode="before")
     @classmethod
     def _ignore_service_link(cls, value: object, field: ValidationInfo) -> object:
-        """Kubernetes sets PSC_PORT=tcp://… for a service named psc, PSC_GRPC_PORT for one named psc-grpc."""
+        """Ignore ``PSC_PORT=tcp://…``, which Kubernetes sets for a service named psc (psc-grpc: ``PSC_GRPC_PORT``)."""
         return cls.model_fields[str(field.field_name)].default if is_service_link(value) else value
 
     @model_validator(mode="after")
@@ -257,26 +269,26 @@ class Settings(BaseSettings):
         if self.max_images_per_request > self.max_queue_images:
             raise ValueError(
                 f"expected max_images_per_request ≤ max_queue_images, got {self.max_images_per_request} > "
-                f"{self.max_queue_images}; a full request could never be admitted"
+                f"{self.max_queue_images}; the largest request could never be admitted"
             )
         if self.max_delay_ms >= 1000 * self.deadline_seconds:
             raise ValueError(
                 f"expected max_delay_ms below deadline_seconds, got {self.max_delay_ms:g} ms and "
-                f"{self.deadline_seconds:g} s; a batch that waits to fill would be too late"
+                f"{self.deadline_seconds:g} s; a batch that waits to fill would miss the deadline"
             )
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("expected tls_certificate and tls_key together; set both or neither")
         for name, probability in self.log_image_probabilities.items():
             if name not in _DECISIONS or not 0 <= probability <= 1:
                 raise ValueError(
-                    f"expected log_images of {', '.join(_DECISIONS)}, each with :FRACTION from 0 to 1 or without, got "
-                    f"{','.join(self.log_images)!r}"
+                    f"expected log_images to name some of {', '.join(_DECISIONS)}, each perhaps with :FRACTION from 0 "
+                    f"to 1, got {','.join(self.log_images)!r}"
                 )
         for host in self.allowed_hosts:
             if "*" in host.removeprefix("*.") and host != "*":
                 raise ValueError(f"expected allowed_hosts like example.org or *.example.org, got {host!r}")
         if self.grpc_port is not None and self.grpc_port == self.port:
-            raise ValueError(f"expected grpc_port other than port, got {self.port} for both; choose another")
+            raise ValueError(f"expected different ports for grpc_port and port, got {self.port} for both")
         names = [name for name, _ in self.named_bundles]
         for name in names:
             if _NAME.fullmatch(name) is None:
@@ -284,25 +296,25 @@ class Settings(BaseSettings):
                     f"expected a bundle name of letters, digits, '.', '_', '-', got {name!r}; use NAME=DIR"
                 )
         if self.compile and self.backend not in ("auto", "folded"):
-            raise ValueError(f"expected backend auto or folded with compile, got {self.backend}; leave one of them out")
+            raise ValueError(f"expected backend auto or folded with compile, got {self.backend}; leave one out")
         if len(set(names)) < len(names):
-            raise ValueError(f"expected each bundle name once, got {', '.join(names)}; use NAME=DIR")
+            raise ValueError(f"expected different bundle names, got {', '.join(names)}; use NAME=DIR")
         return self
 
     @property
     def named_bundles(self) -> tuple[tuple[str, Path], ...]:
-        """The bundles as (name, directory), the default first."""
+        """The bundles as pairs (name, directory), the default first."""
         pairs = [entry.split("=", 1) if "=" in entry else ["", entry] for entry in self.bundle]
         return tuple((name or Path(path).resolve().name, Path(path)) for name, path in pairs)
 
     @property
     def log_image_probabilities(self) -> dict[str, float]:
-        """The fraction of stored images by decision, or ``abstained``; NaN for what is no number."""
+        """The fraction of images to store, by decision or ``abstained``; NaN if it is not a number."""
         pairs = [entry.partition(":") for entry in self.log_images]
         return {name: _number(text) if colon else 1.0 for name, colon, text in pairs}
 
     def policy(self, default: AnyPolicy) -> AnyPolicy:
-        """Return the policy of a bundle with the thresholds set here; it may have some that are no settings."""
+        """Return a bundle's policy with the thresholds that are set here; other thresholds stay the bundle's."""
         own = {name: getattr(self, name, None) for name in type(default).model_fields}
         return default.model_copy(update={name: value for name, value in own.items() if value is not None})
 
@@ -315,20 +327,20 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags over environment over the file that one of them names."""
+        """Order the sources: flags win over the environment, which wins over the file that either names."""
         check_environment(cls.model_fields)
         flags = init_settings.init_kwargs if isinstance(init_settings, InitSettingsSource) else {}
         return init_settings, env_settings, InitSettingsSource(settings_cls, read_config(flags.get("config")))
 
 
 def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
-    """Settings from flags over environment over file over defaults.
+    """Read the settings from flags, environment and file.
 
     Args:
-        flags: Values by field name, as given on the command line.
+        flags: The values given on the command line, by field name.
 
     Raises:
-        UsageError: An unknown setting, a value out of range, or a file that cannot be read.
+        UsageError: A setting is unknown, a value is out of range, or the file cannot be read.
     """
     try:
         return Settings(**(flags or {}))

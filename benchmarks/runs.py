@@ -1,8 +1,8 @@
 """The frame of all benchmarks: their command line, resumable parts, results and provenance.
 
 A run of a script with a scale writes ``NAME-SCALE.json`` (result, environment, command) and its figures into ``--out``.
-Its parts (one network, one seed, …) are kept in ``--out``/parts as they finish, so an interrupted run continues and a
-long one can be split over several machines.  ``python -m benchmarks.report`` makes the pages of them.
+Its parts (one network, one seed, …) are saved in ``--out``/parts as they finish, so that an interrupted run continues
+and a long one can be split over several machines.  ``python -m benchmarks.report`` makes the result pages.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from psc_core.compute.device import resolve_device
 from psc_core.version import __version__
 
 SCALES = ("smoke", "cpu", "full")
-"""Seconds on a few images; hours on a few CPU cores; the paper's networks on a GPU."""
+"""The scales: seconds on a few images; hours on a few CPU cores; the paper's networks on a GPU."""
 
 ROOT = Path(__file__).resolve().parents[1]
-"""Of the repository."""
+"""The root of the repository."""
 
 RESULTS = Path(__file__).parent / "results"
-"""Published results."""
+"""The folder of published results."""
 
 BUNDLE = ROOT / "artifacts" / "dirty-mnist-resnet18"
 """The shipped bundle."""
@@ -49,24 +49,24 @@ Json = dict[str, Any]
 class Run:
     """One invocation of a script."""
 
-    name: str  # of the script; its files start with it
-    scale: str  # one of :data:`SCALES`
-    data: Path  # folder of the data sets
-    out: Path  # folder of the results
-    checkpoints: Path  # folder of trained networks and fitted stages, shared by all scripts
+    name: str  # The name of the script, with which its files begin.
+    scale: str  # One of :data:`SCALES`.
+    data: Path  # The folder of the data sets.
+    out: Path  # The folder of the results.
+    checkpoints: Path  # The folder of trained networks and fitted stages, which all scripts share.
     seed: int
     device: torch.device
     command: str
-    epochs: int | None = None  # replaces the epochs of every network, or None
-    fit_images: int | None = None  # replaces the training images that the scale fits on, or None
-    test_images: int | None = None  # replaces the images that the scale tests on, or None
+    epochs: int | None = None  # The number of epochs of every network; None for the scale's.
+    fit_images: int | None = None  # The number of training images to fit on; None for the scale's.
+    test_images: int | None = None  # The number of images to test on; None for the scale's.
 
     def spec(self, name: str) -> str:
-        """Data-set spec of a built-in data set or a factory of :mod:`benchmarks.data`."""
+        """Return the spec of a built-in data set or of a factory of :mod:`benchmarks.data`."""
         return name if ":" in name else f"{name}:{self.data}"
 
     def part(self, name: str, settings: Mapping[str, Any], compute: Callable[[], Json]) -> Json:
-        """``compute()``, or the result of an earlier run with equal settings, epochs and numbers of images."""
+        """Return ``compute()``, or the result of an earlier run with equal settings, epochs and numbers of images."""
         numbers = {"epochs": self.epochs, "fit_images": self.fit_images, "test_images": self.test_images}
         settings = {**settings, **numbers}
         file = self.out / "parts" / f"{self.name}-{self.scale}-{name}.json"
@@ -80,7 +80,7 @@ class Run:
         return result
 
     def finished(self) -> dict[str, Json]:
-        """Results of all parts at this scale by name, those of earlier runs included."""
+        """Return the results of all parts at this scale by name, including those of earlier runs."""
         return {name: part["result"] for name, part in self._parts().items()}
 
     def _parts(self) -> dict[str, Json]:
@@ -92,14 +92,14 @@ class Run:
         return {"command": self.command, "environment": environment(self.device)}
 
     def figure(self, name: str) -> Path:
-        """Path of a figure of this run."""
+        """Return the path of a figure of this run."""
         self.out.mkdir(parents=True, exist_ok=True)
         return self.out / f"{self.name}-{self.scale}-{name}.svg"
 
     def write(self, result: Json, fragment: Callable[[Json], str]) -> Json:
-        """Write the result and print its Markdown; returns the whole record.
+        """Write the result, print its Markdown, and return the whole record.
 
-        The record has command and environment of each part, because earlier runs may have measured some.
+        The record has the command and environment of each part, because earlier runs may have measured some of them.
         """
         origins = {name: {key: part[key] for key in ("command", "environment")} for name, part in self._parts().items()}
         record = {
@@ -114,7 +114,7 @@ class Run:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The options that all scripts with a scale have."""
+    """Add the options that all scripts with a scale have."""
     cli = plain_parser(description)
     cli.add_argument("--scale", choices=SCALES, default="cpu", help="smoke: seconds; cpu: hours; full: a GPU")
     cli.add_argument("--data", type=Path, required=True, metavar="ROOT", help="folder of the data sets")
@@ -129,12 +129,12 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def plain_parser(description: str | None) -> argparse.ArgumentParser:
-    """A command line that shows a module's docstring as it is written."""
+    """Return a parser that shows a module's docstring as it is written."""
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def start(name: str, args: argparse.Namespace) -> Run:
-    """The run for parsed options; exports the data folder for the factories of :mod:`benchmarks.data`."""
+    """Return the run of parsed options, and export the data folder for the factories of :mod:`benchmarks.data`."""
     os.environ[ROOT_VARIABLE] = str(args.data)
     smoke = args.scale == "smoke"
     out = args.out or (Path("out/smoke") if smoke else RESULTS)
@@ -154,11 +154,11 @@ def start(name: str, args: argparse.Namespace) -> Run:
 
 
 _LOCAL = ("out", "checkpoints", "device")
-"""Options that change where a run happens, not what it measures."""
+"""The options that change where a run happens, not what it measures."""
 
 
 def command_line(args: argparse.Namespace) -> str:
-    """The command with the same options, without folders of this machine."""
+    """Return the command with the same options, without folders of this machine."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     words = [f"python -m {spec.name}" if spec is not None else Path(sys.argv[0]).name]
     for name, value in vars(args).items():
@@ -170,12 +170,12 @@ def command_line(args: argparse.Namespace) -> str:
 
 
 def origin(args: argparse.Namespace, device: torch.device) -> Json:
-    """Command and environment of a record."""
+    """Return the command and environment of a record."""
     return {"command": command_line(args), "environment": environment(device)}
 
 
 def environment(device: torch.device) -> Json:
-    """Hardware and software, without names or paths of the machine."""
+    """Return the hardware and software, without names or paths of the machine."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "psc": __version__,
@@ -204,7 +204,7 @@ def _commit() -> str:
 
 
 def write_json(file: Path, data: Json) -> None:
-    """Write atomically, so that an interrupted run leaves no half-written file."""
+    """Write a file atomically, so that an interrupted run leaves no half-written file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
     part.write_text(json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n")
@@ -215,29 +215,29 @@ def write_json(file: Path, data: Json) -> None:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A pipe table, first column left-aligned."""
+    """Return a pipe table whose first column is left-aligned."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number for a table; a dash for None."""
+    """Format a number for a table; a dash for None."""
     return "—" if value is None else f"{value:.{digits}f}"
 
 
 def plus_minus(values: Sequence[float], digits: int = 4) -> str:
-    """Mean ± its standard error; the mean alone of a single value."""
+    """Return mean ± standard error; the mean alone of a single value."""
     mean = f"{statistics.mean(values):.{digits}f}"
     return f"{mean} ± {standard_error(values):.{digits}f}" if len(values) > 1 else mean
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Standard error of the mean; NaN for a single value."""
+    """Return the standard error of the mean; NaN for a single value."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def where(environment: Json) -> str:
-    """:func:`environment` in one line."""
+    """Return :func:`environment` in one line."""
     return (
         f"{environment['device']}, {environment['cpus']} CPUs, {environment['threads']} threads, torch "
         f"{environment['torch']}, Python {environment['python']}, psc {environment['psc']} ({environment['commit']}), "
@@ -246,12 +246,12 @@ def where(environment: Json) -> str:
 
 
 def measured(record: Json) -> str:
-    """Lines above the tables of a record without parts: environment and command."""
+    """Return the lines above the tables of a record without parts: environment and command."""
     return f"{where(record['environment'])}.\n\n    {record['command']}"
 
 
 def provenance(record: Json) -> str:
-    """Lines under a table: its scale, and command and environment of each part."""
+    """Return the lines under a table: its scale, and the command and environment of each part."""
     together: dict[str, list[str]] = {}
     for name, origin in record["origins"].items():
         together.setdefault(f"`{origin['command']}` · {where(origin['environment'])}", []).append(name)

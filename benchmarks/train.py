@@ -30,53 +30,53 @@ from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS
 
 SCHEDULES = ("one-cycle", "ddu")
-"""Of the learning rate."""
+"""The schedules of the learning rate."""
 
 
 @dataclass(frozen=True)
 class Job:
     """One network to train."""
 
-    network: str  # name in :data:`benchmarks.networks.NETWORKS`
-    data: str  # built-in data set or factory of :mod:`benchmarks.data`
-    epochs: int  # each visits every labelled example once
-    seed: int = 0  # of initialisation and order of the examples
-    spectral_norm: float = 0.0  # bound, 0 for none
-    batch: int = 128  # labelled examples in a training step
-    schedule: str = "one-cycle"  # ``"one-cycle"`` or ``"ddu"``
+    network: str  # The name in :data:`benchmarks.networks.NETWORKS`.
+    data: str  # A built-in data set, or a factory of :mod:`benchmarks.data`.
+    epochs: int  # An epoch visits every labelled example once.
+    seed: int = 0  # The seed of the initialisation and of the order of examples.
+    spectral_norm: float = 0.0  # The bound on spectral norms; 0 for none.
+    batch: int = 128  # The number of labelled examples in a training step.
+    schedule: str = "one-cycle"  # One of SCHEDULES.
 
     @property
     def preset(self) -> str:
-        """Name of the data's preprocessing."""
+        """The name of the data's preprocessing."""
         return "cifar10" if "cifar10" in self.data else "mnist"
 
     @property
     def augment(self) -> bool:
-        """Whether training crops and flips images; not where the network is to memorise them."""
+        """Whether training crops and flips images; not if the network is to memorise them."""
         return "cifar10" in self.data and "_few_" not in self.data
 
     @property
     def name(self) -> str:
-        """File name without suffix."""
+        """The file name without suffix."""
         bound = f"-sn{self.spectral_norm:g}" if self.spectral_norm else ""
         data = self.data.rpartition(":")[2].replace("_", "-")
         schedule = "" if self.schedule == "one-cycle" else f"-{self.schedule}"
         return f"{self.network}-{data}{bound}-e{self.epochs}-b{self.batch}{schedule}-s{self.seed}"
 
     def describe(self) -> str:
-        """Text for tables."""
+        """Return a description for tables."""
         bound = f", spectral norm ≤ {self.spectral_norm:g}" if self.spectral_norm else ""
         schedule = "" if self.schedule == "one-cycle" else f", schedule {self.schedule}"
         return f"{self.network}{bound}, {self.epochs} epochs, batch {self.batch}{schedule}, seed {self.seed}"
 
 
 def load_images(dataset: ImageDataset) -> Tensor:
-    """All images of a small data set, ``uint8 (n, channels, height, width)``."""
+    """Return all images of a small data set, ``uint8 (n, channels, height, width)``."""
     return torch.cat([batch.images for batch in dataset.batches(4096)])
 
 
 def augment(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Random crop with 4 pixels of zero padding and random horizontal flip of each image."""
+    """Crop each image at random, with 4 pixels of zero padding, and flip it at random."""
     batch, _, height, width = images.shape
     padded = F.pad(images, (4, 4, 4, 4))
     top, left = torch.randint(0, 9, (2, batch), generator=generator).to(images.device)
@@ -89,7 +89,7 @@ def augment(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def learning_rate(schedule: str, peak: float, step: int, steps: int) -> float:
-    """Learning rate of one step: the step schedule of the paper or one linear cycle."""
+    """Return the learning rate of one step: the paper's step schedule, or one linear cycle."""
     position = step / max(1, steps)
     if schedule == "ddu":
         return peak * (1.0 if position < 150 / 350 else 0.1 if position < 250 / 350 else 0.01)
@@ -97,7 +97,7 @@ def learning_rate(schedule: str, peak: float, step: int, steps: int) -> float:
 
 
 def optimizer_of(net: nn.Module, schedule: str, lr: float) -> torch.optim.SGD:
-    """SGD that decays every parameter (``ddu``), or weights alone and with Nesterov's momentum (``one-cycle``)."""
+    """Return SGD that decays every parameter (``ddu``), or only weights, with Nesterov's momentum (``one-cycle``)."""
     paper = schedule == "ddu"
     decay, plain = ([p for p in net.parameters() if (paper or p.ndim > 1) == decayed] for decayed in (True, False))
     groups = [{"params": decay, "weight_decay": 5e-4}, {"params": plain, "weight_decay": 0.0}]
@@ -106,7 +106,7 @@ def optimizer_of(net: nn.Module, schedule: str, lr: float) -> torch.optim.SGD:
 
 @torch.no_grad()
 def correct(net: nn.Module, dataset: ImageDataset, device: torch.device) -> Tensor:
-    """1.0 for each image whose first label is predicted, else 0.0, (n,)."""
+    """Return 1.0 for each image whose first label is predicted, else 0.0, (n,)."""
     net.eval()
     found = []
     for batch in dataset.batches(512):
@@ -122,13 +122,13 @@ def train(
     """Train, write checkpoint and summary, and return the summary.
 
     Args:
-        job: What to train.
+        job: The training.
         spec: The job's data set, as ``psc-fit --train`` takes it.
-        out: Checkpoint to write (.safetensors); the summary is written beside it.
-        device: Compute device; the step is compiled on CUDA.
-        lr: Peak of the learning rate.
-        precision: ``"fp32"``, or ``"bf16"`` for autocast; the latter on CUDA where not given.  A step of a CPU without
-            instructions for bfloat16 takes 3.5 times as long with it.
+        out: The checkpoint to write (.safetensors); the summary is written beside it.
+        device: The compute device; the step is compiled on CUDA.
+        lr: The peak learning rate.
+        precision: ``"fp32"``, or ``"bf16"`` for autocast; the latter is the default on CUDA.  On a CPU without
+            instructions for bfloat16, a step takes 3.5 times as long with it.
     """
     precision = precision or ("bf16" if device.type == "cuda" else "fp32")
     torch.manual_seed(job.seed)

@@ -1,6 +1,6 @@
 """Probabilistic skip connections: honest uncertainty for a trained image classifier or regression, without retraining.
 
-The names below are loaded when first used, so importing the package costs nothing.
+The names below are loaded on first use, so importing the package itself is cheap.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The values that the command lines take as text: types for argparse, and ``key=value``."""
+"""Parse the values that command lines take as text: types for argparse, and ``key=value`` pairs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 def by_commas(text: str) -> list[str]:
-    """The parts of ``a,b``; for flags with ``action="extend"``."""
+    """Split ``a,b`` into its parts; for flags with ``action="extend"``."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def key_values(pairs: Sequence[str]) -> dict[str, Any]:
-    """``["a=1", "b=x"]`` → ``{"a": 1, "b": "x"}``: values are JSON where they parse, text elsewhere."""
+    """Parse ``["a=1", "b=x"]`` into ``{"a": 1, "b": "x"}``; values that are not JSON stay text."""
     result: dict[str, Any] = {}
     for pair in pairs:
         key, separator, value = pair.partition("=")
@@ -35,7 +35,7 @@ def key_values(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def day(text: str) -> str:
-    """A day as YYYY-MM-DD (argparse type)."""
+    """Return a day given as YYYY-MM-DD (argparse type)."""
     try:
         if date.fromisoformat(text).isoformat() == text:
             return text
@@ -45,31 +45,31 @@ def day(text: str) -> str:
 
 
 def positive(text: str, wanted: str = "a positive integer") -> int:
-    """A positive integer (argparse type)."""
+    """Parse a positive integer (argparse type)."""
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"expected {wanted}, got {text!r}")
     return int(text)
 
 
 def whole(text: str) -> int:
-    """Zero or a positive integer (argparse type)."""
+    """Parse zero or a positive integer (argparse type)."""
     return 0 if text == "0" else positive(text, "0 or a positive integer")
 
 
 def positive_or_auto(text: str) -> int | None:
-    """``"auto"`` → None, else a positive integer (argparse type)."""
+    """Parse a positive integer, or return None for ``"auto"`` (argparse type)."""
     return None if text == "auto" else positive(text, "a positive integer or auto")
 
 
 def seed(text: str) -> int:
-    """A seed (argparse type)."""
+    """Parse a seed (argparse type)."""
     if not text.isdecimal() or int(text) >= 1 << 63:
         raise ArgumentTypeError(f"expected a whole number from 0 to 2**63 - 1, got {text!r}")
     return int(text)
 
 
 def byte_count(text: str) -> int:
-    """``"512M"``, ``"2G"`` or a number of bytes (argparse type)."""
+    """Parse ``"512M"``, ``"2G"`` or a plain number of bytes (argparse type)."""
     match = re.fullmatch(r"(\d+)([kmg]?)i?b?", text.strip().lower())
     if not match or int(match[1]) < 1:
         raise ArgumentTypeError(f"expected a size such as 512M or 2G, got {text!r}")
@@ -77,17 +77,17 @@ def byte_count(text: str) -> int:
 
 
 def positive_number(text: str) -> float:
-    """A finite number above 0 (argparse type)."""
+    """Parse a finite number above 0 (argparse type)."""
     return _number(text, math.inf, "a number above 0")
 
 
 def open_unit_interval(text: str) -> float:
-    """A number strictly between 0 and 1 (argparse type)."""
+    """Parse a number strictly between 0 and 1 (argparse type)."""
     return _number(text, 1.0, "a number between 0 and 1")
 
 
 def _number(text: str, below: float, wanted: str) -> float:
-    """A number strictly between 0 and ``below``."""
+    """Parse a number strictly between 0 and ``below``."""
     try:
         value = float(text)
     except ValueError:

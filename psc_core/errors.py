@@ -1,4 +1,4 @@
-"""All errors in one tree, each class for one arrow of the pipeline, and how they are told.
+"""The error tree, one class for each arrow of the pipeline, and helpers for error messages.
 
 ::
 
@@ -28,13 +28,13 @@ class ExitCode(IntEnum):
     """The exit codes of the command lines."""
 
     OK = 0
-    FAILURE = 1  # a bug or a failed device; Python itself ends a traceback with it
-    BAD_INPUT = 2  # bad usage or bad input, said in one line; argparse's own
-    INTERRUPTED = 130  # Ctrl-C, 128 + SIGINT; psc-serve ends with OK, for that is how it is told to stop
+    FAILURE = 1  # a bug or a failed device; Python itself exits with 1 after a traceback
+    BAD_INPUT = 2  # bad usage or bad input, reported in one line; argparse uses the same code
+    INTERRUPTED = 130  # Ctrl-C, 128 + SIGINT; psc-serve exits with OK instead, because a signal is how it is stopped
 
 
 class PSCError(Exception):
-    """Base of every error this project raises on purpose."""
+    """The base class of every error that this project raises on purpose."""
 
 
 class UsageError(PSCError):
@@ -54,7 +54,7 @@ class FitError(PSCError):
 
 
 class BundleError(PSCError):
-    """A bundle that is missing, damaged, of another schema, or that names a factory that is not allowed."""
+    """A bundle that is missing, damaged, of another schema, or that names a factory that is not on the allow-list."""
 
 
 class ImageError(PSCError):
@@ -74,15 +74,15 @@ class UndecodableImage(ImageError):
 
 
 class DeviceError(PSCError):
-    """The compute device failed; the process should be replaced."""
+    """A failure of the compute device, after which the process should be replaced."""
 
 
 class LoaderWarning(UserWarning):
-    """A loader that can be read, but gives images on which promises of a model may not hold."""
+    """A loader that can be read, but whose images may void the guarantees of a model."""
 
 
 def needs(what: str, extra: str, *modules: str, error: type[PSCError] = UsageError) -> Any:
-    """Import the modules of an extra and return the last; without them raise ``error``: ``what`` needs them."""
+    """Import the modules of an optional dependency and return the last, or raise ``error``: ``what`` needs it."""
     try:
         return [import_module(name) for name in modules][-1]
     except ImportError as missing:
@@ -90,27 +90,27 @@ def needs(what: str, extra: str, *modules: str, error: type[PSCError] = UsageErr
 
 
 def listed(names: Sequence[str], at_most: int) -> str:
-    """Return the first names, for messages, with a mark where there are more."""
+    """Join the first ``at_most`` names for a message, with an ellipsis if there are more."""
     return ", ".join(names[:at_most]) + (", …" if len(names) > at_most else "")
 
 
 def shortened(text: str, at_most: int = 200) -> str:
-    """Return a text, or beginning and end of a long one, for messages; input from outside may be of any length."""
+    """Return the text, or its beginning and end if it is long; input from outside may have any length."""
     half = at_most // 2
     return text if len(text) <= at_most else f"{text[:half]}…{text[-half:]}"
 
 
-def fault(item: Any, kind: str = "") -> str:
-    """``"kind where: message"``, of what pydantic found wrong: one item of ``ValidationError.errors()``.
+def fault(item: Any, noun: str = "") -> str:
+    """Format an error that pydantic found as ``"noun where: message"``.
 
     Args:
-        item: Its ``loc`` is where, its ``msg`` the message; without a place there is only the message.
-        kind: What the values are called: setting, parameter, field.
+        item: One item of ``ValidationError.errors()``; if its ``loc`` is empty, only the message is returned.
+        noun: The noun for the values: setting, parameter or field.
     """
     where, message = ".".join(map(str, item["loc"])), item["msg"].removeprefix("Value error, ")
-    return f"{kind} {where}: {message}".lstrip() if where else message
+    return f"{noun} {where}: {message}".lstrip() if where else message
 
 
-def all_faults(items: Iterable[Any], kind: str = "") -> str:
-    """Each :func:`fault`, in one line."""
-    return "; ".join(fault(item, kind) for item in items)
+def all_faults(items: Iterable[Any], noun: str = "") -> str:
+    """Join the :func:`fault` of every item into one line."""
+    return "; ".join(fault(item, noun) for item in items)

@@ -1,10 +1,10 @@
-"""Fitted models as named tensors of declared shapes: the base of densities, heads and the projection.
+"""Fitted models as named tensors of declared shapes: the base class of densities, heads and the projection.
 
 A :class:`Fitted` module consists of its buffers alone.  ``config()`` (JSON) and ``state_dict()`` (tensors) describe it
-completely, and :func:`restore` makes it from them without running code from a file.
+completely, and :func:`restore` rebuilds it from them without running code from a file.
 
-Each subclass declares a ``kind`` and a ``layout``: tensor name → axis names.  An axis name stands for the same size in
-all tensors of a model; the config holds the sizes, and restoring checks every tensor against them.
+Each subclass declares a ``kind`` and a ``layout``, which maps tensor names to axis names.  An axis has the same size in
+all tensors of a model; the config holds the sizes, and every tensor is checked against them.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from torch import Tensor, nn
 from psc_core.errors import BundleError, FitError
 
 Record = dict[str, float | int]
-"""The decisions and measurements of a fit, by name; numbers only."""
+"""The decisions and measurements of a fit by name, all of them numbers."""
 
 AnyFitted = TypeVar("AnyFitted", bound="Fitted")
 
 
 class Fitted(nn.Module):
-    """Base of densities, heads and the projection.
+    """The base class of densities, heads and the projection.
 
     Args:
-        tensors: One float tensor for each name of ``layout``; stored as buffers of :meth:`dtype_of`.
-        record: What the fit decided (chosen sizes, precisions, validation numbers).
+        tensors: One float tensor for each name in ``layout``, stored as a buffer of :meth:`dtype_of`.
+        record: The decisions of the fit: chosen sizes, precisions and validation numbers.
 
     Raises:
-        FitError: A tensor is missing, unexpected, of another rank or size, or not finite.
+        FitError: If a tensor is missing, unexpected, of the wrong rank or size, or not finite.
     """
 
     kind: ClassVar[str]
     layout: ClassVar[Mapping[str, tuple[str, ...]]]
     in_float64: ClassVar[frozenset[str]] = frozenset()
-    """Tensors that are kept in float64; the others are float32."""
+    """The tensors that are kept in float64; all others are float32."""
 
     def __init__(self, tensors: Mapping[str, Tensor], *, record: Mapping[str, float | int]) -> None:
         super().__init__()
@@ -63,23 +63,23 @@ class Fitted(nn.Module):
 
     @classmethod
     def dtype_of(cls, name: str) -> torch.dtype:
-        """Type that a tensor is stored in."""
+        """Return the dtype in which the tensor ``name`` is stored."""
         return torch.float64 if name in cls.in_float64 else torch.float32
 
     def recording(self: AnyFitted, more: Mapping[str, float | int]) -> AnyFitted:
-        """Return this model with more in its record."""
+        """Return a copy of this model with more entries in its record."""
         return type(self)({name: getattr(self, name) for name in self.layout}, record={**self.record, **more})
 
     def config(self) -> dict[str, Any]:
-        """Kind, axis sizes and record, as JSON types; with ``state_dict()`` all that restoring needs."""
+        """Return the kind, axis sizes and record as JSON types; with ``state_dict()`` they restore the model."""
         return {"kind": self.kind, "sizes": dict(self.sizes), "record": dict(self.record)}
 
 
 def restore(kinds: Mapping[str, type[AnyFitted]], config: Mapping[str, Any], state: Mapping[str, Tensor]) -> AnyFitted:
-    """Inverse of ``config()`` and ``state_dict()`` for a model of one of ``kinds``.
+    """Rebuild a model of one of ``kinds`` from its ``config()`` and ``state_dict()``.
 
     Raises:
-        BundleError: An unknown kind, or tensors that do not fit its layout or the sizes that the config names.
+        BundleError: If the kind is unknown, or the tensors do not match its layout or the sizes in the config.
     """
     kind, sizes = config["kind"], config["sizes"]
     if kind not in kinds:

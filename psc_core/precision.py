@@ -1,4 +1,4 @@
-"""The float format of a network: ``"fp32"``, or ``"bf16"`` under autocast.  Everything after the network is float32."""
+"""The floating-point format of a network: ``"fp32"``, or ``"bf16"`` under autocast.  All later steps use float32."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from typing import Final, Literal, get_args
 Precision = Literal["fp32", "bf16"]
 
 PRECISIONS: Final[tuple[Precision, ...]] = get_args(Precision)
-"""Every format, the default first."""
+"""All formats, the default first."""

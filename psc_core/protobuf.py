@@ -1,7 +1,7 @@
-"""Walk a serialized message of Protocol Buffers without parsing it.
+"""Walk the fields of a serialized Protocol Buffers message without parsing it.
 
-A message costs by its fields, not by its bytes: two bytes are an empty message, and take a hundred as an object.  So
-who parses what a stranger wrote counts its fields first.
+The cost of parsing depends on the number of fields, not on the number of bytes: two bytes can encode an empty message
+that takes a hundred bytes as an object.  So the fields of an untrusted message are counted before it is parsed.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Final
 
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 GROUPS: Final = (3, 4)
-"""Types of the wire format."""
+"""The wire types that begin and end a group."""
 
 
 def fields(body: memoryview) -> Iterator[tuple[int, int, memoryview]]:
-    """Yield number, wire type and content of each field, in order, up to what no parser takes.
+    """Yield the number, wire type and content of each field in order, and stop where the message is malformed.
 
-    A group's begin and end have no content; its fields follow one by one as if they were the message's own.
+    A group has no content of its own; its fields follow as if they belonged to the message itself.
     """
     at = 0
     while at < len(body):
@@ -38,7 +38,7 @@ def fields(body: memoryview) -> Iterator[tuple[int, int, memoryview]]:
 
 
 def _varint(body: memoryview, at: int) -> tuple[int, int]:
-    """A number of at most ten bytes, and where it ends."""
+    """Return a number of at most ten bytes, and the position after it."""
     value = 0
     for place, byte in enumerate(body[at : at + 10]):
         value |= (byte & 127) << 7 * place

@@ -1,4 +1,4 @@
-"""Rates between 0 and 1, and the ranks that they are among n images."""
+"""Rates between 0 and 1, and the ranks that they correspond to among n images."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Final
 from psc_core.errors import UsageError
 
 ROUNDING: Final = 1e-9
-"""Added before ⌊ ⌋ and subtracted before ⌈ ⌉, so that 0.29 × 100 counts as 29."""
+"""Added before ⌊ ⌋ and subtracted before ⌈ ⌉, so that 0.29 × 100 counts as 29 in spite of rounding."""
 
 
 def ood_rank(alpha: float, n: int) -> int:
-    """The largest k with p-value k/(n + 1) ≤ ``alpha``, for n calibration images; 0 if there is none."""
+    """Return the largest k with p-value k/(n + 1) ≤ ``alpha`` for n calibration images, or 0 if no k ≥ 1 has it."""
     return math.floor(alpha * (n + 1) + ROUNDING)
 
 
 def tolerant_ceil(value: float) -> int:
-    """``⌈value⌉`` up to :data:`ROUNDING`."""
+    """Return ``⌈value⌉``, ignoring an excess of up to :data:`ROUNDING`."""
     return math.ceil(value - ROUNDING)
 
 
 def check_fraction(value: float, name: str) -> None:
-    """A value in (0, 1); raises :class:`UsageError`."""
+    """Raise :class:`UsageError` unless the value lies in (0, 1)."""
     if not 0.0 < value < 1.0:
         raise UsageError(f"expected {name} between 0 and 1, got {value}; 0.05 means five in a hundred")

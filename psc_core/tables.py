@@ -1,4 +1,4 @@
-"""Columns of text for a terminal."""
+"""Text in aligned columns, for a terminal."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from itertools import zip_longest
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Return a line for each row of cells, in columns two spaces apart; a row may lack its last cells.
+    """Return one line for each row of cells, in columns two spaces apart; a row may lack its last cells.
 
-    The cells of the columns ``left`` begin below each other, those of the others end below each other.
+    The columns in ``left`` are aligned to the left, all others to the right.
     """
     widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
     formats = [f"{{:{'<' if column in left else '>'}{width}}}" for column, width in enumerate(widths)]

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Target(BaseModel):
-    """A measured number.
+    """The name and unit of the number that a regression predicts.
 
     Example:
         >>> str(Target(name="angle", unit="degrees"))
@@ -15,8 +15,8 @@ class Target(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    name: str = Field(min_length=1, max_length=200, description="Of the number, as a person would say it.")
-    unit: str = Field(default="", max_length=50, description="Unit of the number; empty for none.")
+    name: str = Field(min_length=1, max_length=200, description="Name of the number, as a person would say it.")
+    unit: str = Field(default="", max_length=50, description="Unit of the number; empty if it has none.")
 
     def __str__(self) -> str:
         return f"{self.name}, {self.unit}" if self.unit else self.name

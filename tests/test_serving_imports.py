@@ -76,5 +76,5 @@ def test_serving_loads_no_fitting_code(task: str, request: pytest.FixtureRequest
 
 def test_importing_the_service_loads_no_compiler() -> None:
     """It would take as long as PyTorch itself, again."""
-    program = "import sys, app.server, psc_core.cli.fit; sys.exit('torch._dynamo' in sys.modules)"
+    program = "import sys, app.server, psc_core.cli.job; sys.exit('torch._dynamo' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

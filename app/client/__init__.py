@@ -1,4 +1,4 @@
-"""A typed client of the service and its command line; imports nothing that needs torch."""
+"""A typed client of the service, and its command line; neither needs torch."""
 
 from app.client.client import DEFAULT_URL, AsyncClient, ClassOptions, Client, Options, Retry, ValueOptions
 from app.client.errors import (

@@ -1,8 +1,8 @@
-"""``psc-predict IMAGE...``: ask a running service, print a table or JSON lines.
+"""``psc-predict IMAGE...``: ask a running service about images, and print a table or JSON lines.
 
-Each image has its line, with an answer or with why there is none.  Ends with 0 when every image was answered, 2 when
-something the caller can change was wrong (a file, a flag, the URL, the key, a busy service), 1 when the service itself
-failed; what concerns every image is one line on standard error.
+Each image has a line, with its answer or its error; an error that concerns every image is one line on standard error.
+The exit code is 0 if every image was answered, 2 if the caller can mend what went wrong (a file, a flag, the URL, the
+key, a busy service), and 1 if the service itself failed.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def main(
     environment: Mapping[str, str] | None = None,
     transport: httpx.BaseTransport | None = None,
 ) -> int:
-    """Run the command; returns the exit code.
+    """Run the command and return its exit code.
 
     Args:
-        arguments: Defaults to the command line.
-        environment: Defaults to the process's.
+        arguments: The command line's arguments; by default those of this process.
+        environment: The environment variables; by default those of this process.
         transport: Replaces the network in tests.
     """
     environment = os.environ if environment is None else environment
@@ -64,7 +64,8 @@ def main(
         ) as client:
             failed = predict(client, options)
     except BrokenPipeError:
-        sys.stderr.close()  # The reader has enough; Python would complain while closing standard output.
+        # The reader, such as head, has enough; Python would print an error when it flushes standard output at exit.
+        sys.stderr.close()
         return ExitCode.OK
     except ClientError as error:
         print(f"psc-predict: {error}", file=sys.stderr)
@@ -75,26 +76,25 @@ def main(
 
 
 def parser(environment: Mapping[str, str] | None = None) -> argparse.ArgumentParser:
-    """The command line of ``psc-predict``; the default URL may come from ``environment``."""
+    """Return the parser of the command line; the default URL may come from ``environment``."""
     cli = argparse.ArgumentParser(
         prog="psc-predict",
         description="Ask a running PSC service about images and show how far to trust each answer.",
-        epilog=f"The API key, where the service wants one, is read from {KEY_VARIABLE}. Exit codes: 0 "
-        "all images answered, 2 something you can change (file, flag, URL, key, busy service), 1 the service "
-        "failed.",
+        epilog=f"The API key, if the service wants one, is read from {KEY_VARIABLE}. Exit codes: 0 all images "
+        "answered, 2 something you can change (file, flag, URL, key, busy service), 1 the service failed.",
     )
     cli.add_argument("--version", action="version", version=f"psc {__version__}")
     cli.add_argument("images", nargs="+", metavar="IMAGE", help="image file: JPEG, PNG, WebP, BMP, GIF, TIFF")
-    cli.add_argument("-r", "--recursive", action="store_true", help="IMAGE may be a folder: all images below it")
+    cli.add_argument("-r", "--recursive", action="store_true", help="replace a folder by all images below it")
     cli.add_argument(
         "--url",
         default=(environment or {}).get(URL_VARIABLE, DEFAULT_URL),
-        help=f"where the service is (default: {URL_VARIABLE}, else {DEFAULT_URL})",
+        help=f"URL of the service (default: {URL_VARIABLE}, else {DEFAULT_URL})",
     )
-    cli.add_argument("--model", metavar="NAME", help="name of the model (default: the service's default)")
-    text = "write a grey PNG of each image there, of where it is strange, named by number and file"
+    cli.add_argument("--model", metavar="NAME", help="name of the model (default: the service's default model)")
+    text = "write a map of each image to this folder: a grey PNG, named by number and file, of where it is unusual"
     cli.add_argument("--maps", type=Path, metavar="DIR", help=text)
-    text = "keep the images out of the service's drift and metrics: a test, no part of the stream"
+    text = "leave the images out of the service's drift and metrics, for example in a test"
     cli.add_argument("--no-monitor", action="store_true", help=text)
     cli.add_argument("--json", action="store_true", help="print one JSON object a line instead of a table")
     cli.add_argument("--batch-size", type=positive, default=32, metavar="N", help="images per request (default: 32)")
@@ -109,7 +109,7 @@ def parser(environment: Mapping[str, str] | None = None) -> argparse.ArgumentPar
 
 
 def predict(client: Client, options: argparse.Namespace) -> int:
-    """Print a line for each image; how many could not be answered.
+    """Print a line for each image, and return how many could not be answered.
 
     Raises:
         ClientError: No image can be answered: the service cannot be reached, refuses the key, or failed.
@@ -133,10 +133,10 @@ def predict(client: Client, options: argparse.Namespace) -> int:
 
 
 def files(names: Sequence[str], recursive: bool) -> Iterator[str]:
-    """The images named, folders replaced by the images below them where ``recursive``.
+    """Yield the named images; with ``recursive``, the images below a folder in place of it.
 
     Raises:
-        InputError: A folder without an image.
+        InputError: A folder has no image.
     """
     for name in names:
         if not (recursive and Path(name).is_dir()):
@@ -149,7 +149,7 @@ def files(names: Sequence[str], recursive: bool) -> Iterator[str]:
 
 
 def outcomes(client: Client, images: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[str, Outcome]]:
-    """Each image with its prediction, or with the error that only this image has."""
+    """Yield each image with its prediction, or with the error that concerns it alone."""
     with_map = options.maps is not None
     ask = partial(client.ask, model=options.model, explain=with_map, map=with_map, monitor=not options.no_monitor)
     for start in range(0, len(images), options.batch_size):
@@ -158,9 +158,9 @@ def outcomes(client: Client, images: Sequence[str], options: argparse.Namespace)
 
 
 def _batch(ask: Callable[[Sequence[str]], Response], images: Sequence[str]) -> list[Outcome]:
-    """One request; without an image at fault once more, and in halves where the body is too large."""
+    """Ask about a batch; ask again without an image at fault, and in halves if the body is too large."""
     outcomes: list[Outcome] = []
-    left: list[Sequence[str] | ClientError] = [images]  # What comes next is last.
+    left: list[Sequence[str] | ClientError] = [images]  # A stack: the next part is the last.
     while left:
         part = left.pop()
         if isinstance(part, ClientError):
@@ -176,10 +176,10 @@ def _batch(ask: Callable[[Sequence[str]], Response], images: Sequence[str]) -> l
 
 
 def _without_fault(images: Sequence[str], error: ClientError) -> list[Sequence[str] | ClientError]:
-    """The images to send after an error, and the error in the place of the image that has it.
+    """Return the images to send again after an error, with the error in place of the image at fault.
 
     Raises:
-        ClientError: This one, which concerns every image.
+        ClientError: The error concerns every image.
     """
     at = error.index
     if at is not None and at < len(images):
@@ -206,7 +206,7 @@ def _write_map(outcome: Answered, file: Path) -> None:
     Raises:
         InputError: The file cannot be written.
     """
-    prediction: Any = outcome.prediction  # Of every task it has an explanation.
+    prediction: Any = outcome.prediction  # The predictions of every task have an explanation, but their base does not.
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(base64.b64decode(prediction.explanation.map.png))
@@ -221,13 +221,13 @@ def _document(outcome: Outcome) -> dict[str, Any]:
 
 
 def _print_table(rows: Sequence[tuple[str, Mapping[str, str] | ClientError]]) -> None:
-    """Print a line for each image: its cells below their titles, or why there are none."""
+    """Print a line for each image: its cells under their titles, or its error."""
     titles = list(dict.fromkeys(title for _, cells in rows if not isinstance(cells, ClientError) for title in cells))
     table = [["image", *titles]]
     for image, cells in rows:
         table.append([image, *([] if isinstance(cells, ClientError) else (cells.get(title, "") for title in titles))])
     names = max(len(row[0]) for row in table)
-    head, *lines = aligned(table, left={0, 1, len(titles)})  # The columns between are numbers.
+    head, *lines = aligned(table, left={0, 1, len(titles)})  # The other columns are numbers.
     print(head)
     for line, (_, cells) in zip(lines, rows, strict=True):
         print(f"{line:<{names}}  error: {cells}" if isinstance(cells, ClientError) else line)

@@ -6,9 +6,9 @@
         for prediction in client.predict(["cat.jpg", image_bytes]).predictions:
             print(prediction.label, prediction.ood_p_value, prediction.decision)
 
-:class:`AsyncClient` has the same methods as coroutines.  A request that met a full queue (429), a service that is not
-ready (503) or no connection is sent again, a bounded number of times, after the time the service asks for in
-``Retry-After``.  Everything else raises at once; see :class:`ClientError`.
+:class:`AsyncClient` has the same methods as coroutines.  A request is sent again, a bounded number of times, if the
+queue is full (429), the service is not ready (503) or there is no connection; the wait is the one that ``Retry-After``
+asks for.  Every other error raises at once, see :class:`ClientError`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from psc_core.tasks.regression.answer import ValueResponse
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 _METHODS: Final = {PredictResponse: "predict", ValueResponse: "predict_values"}
-"""Answers that have a method of their own; :meth:`Client.ask` gives any."""
+"""The answers that have a method of their own; :meth:`Client.ask` returns any answer."""
 
 _RETRIED_STATUS: Final = frozenset({429, 503})
 _NOT_SENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
@@ -54,18 +54,19 @@ _NOT_SENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 AnyResponse = TypeVar("AnyResponse", bound=Response)
 
 ImageInput = str | Path | bytes
-"""A path, or the bytes of an encoded image."""
+"""An image: the path of a file, or the bytes of one."""
 
 
 class Options(TypedDict, total=False):
-    """Options of any request; each is left out where the service's own is meant.
+    """The options of any request; the service's own values hold for those left out.
 
     Attributes:
-        model: Name of the model; the service's default when ``None``.
-        explain: Ask for explanations.
-        map: Ask for maps in them, of where the images are strange.
-        monitor: False for images that are no part of the stream, a test, say: they stay out of drift and metrics.
-        alpha: False-alarm rate for ``is_ood`` in this request.
+        model: The name of the model; the service's default model if ``None``.
+        explain: Whether to ask for explanations.
+        map: Whether to ask for maps in the explanations, which show where an image is unusual.
+        monitor: False for images that are not part of the usual stream, such as tests: the service leaves them out of
+            drift and of the metrics of scores.
+        alpha: The false-alarm rate for ``is_ood`` in this request.
     """
 
     model: str | None
@@ -76,11 +77,11 @@ class Options(TypedDict, total=False):
 
 
 class ClassOptions(Options, total=False):
-    """Options of a request to a classifier.
+    """The options of a request to a classifier.
 
     Attributes:
-        top_k: Only the ``top_k`` most probable classes.
-        ambiguity_threshold: Entropy (nats) above which an image is ambiguous, in this request.
+        top_k: The number of most probable classes to return instead of all.
+        ambiguity_threshold: The entropy (nats) above which an image is ambiguous in this request.
     """
 
     top_k: int | None
@@ -88,10 +89,10 @@ class ClassOptions(Options, total=False):
 
 
 class ValueOptions(Options, total=False):
-    """Options of a request to a regression.
+    """The options of a request to a regression.
 
     Attributes:
-        max_width: Width of an interval, in the target's unit, above which a number is uncertain, in this request.
+        max_width: The width of an interval, in the target's unit, above which a number is uncertain in this request.
     """
 
     max_width: float | None
@@ -99,12 +100,12 @@ class ValueOptions(Options, total=False):
 
 @dataclass(frozen=True)
 class Retry:
-    """A rule for how often and how long to try again.
+    """A rule for when to try a request again.
 
     Attributes:
-        attempts: Maximum number of sends of one request, the first included.
-        max_wait_s: Longest single wait, seconds; a longer ``Retry-After`` raises at once.
-        base_wait_s: First wait where the service names none, seconds; doubles each time, with jitter.
+        attempts: The maximum number of times that a request is sent, including the first.
+        max_wait_s: The longest single wait, seconds; a longer ``Retry-After`` raises at once.
+        base_wait_s: The first wait if the service asks for none, seconds; it doubles each time, with jitter.
     """
 
     attempts: int = 4
@@ -116,7 +117,7 @@ class Retry:
             raise ValueError(f"expected at least 1 attempt and waits of 0 s or more, got {self}")
 
     def wait_s(self, attempt: int, retry_after_s: float | None) -> float | None:
-        """Seconds before the send after number ``attempt`` (from 1); ``None``: give up."""
+        """Return the seconds to wait after attempt number ``attempt`` (from 1), or None to give up."""
         if attempt >= self.attempts:
             return None
         if retry_after_s is not None:
@@ -126,7 +127,7 @@ class Retry:
 
 @dataclass(frozen=True)
 class _Call:
-    """One request, ready to send any number of times."""
+    """One request, which can be sent any number of times."""
 
     method: str
     path: str
@@ -139,7 +140,7 @@ class _Call:
 
 
 def _known(options: Options, kind: type[Options]) -> dict[str, Any]:
-    """The options as keywords, none of which is misspelled."""
+    """Return options as keyword arguments; raises ``TypeError`` for an unknown one."""
     names = get_type_hints(kind)
     if unknown := sorted(options.keys() - names.keys()):
         raise TypeError(f"unexpected options {', '.join(unknown)}; expected some of {', '.join(names)}")
@@ -155,7 +156,7 @@ def _predict_call(
     monitor: bool = True,
     **thresholds: float | None,
 ) -> _Call:
-    """Read the images, and build the request for them."""
+    """Read the images and build the request for them."""
     if isinstance(images, (str, bytes, Path)):
         raise InputError("expected a list of images, got one image; put it into a list")
     if not images:
@@ -232,7 +233,7 @@ def _expect(kind: type[AnyResponse], response: Response) -> AnyResponse:
 
 
 class _Base:
-    """The base of both clients: options for httpx, and the decision after each attempt."""
+    """The base of both clients: the options of httpx, and the decision whether to try again."""
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float, retry: Retry) -> None:
         self._retry = retry
@@ -251,7 +252,7 @@ class _Base:
             raise InputError("expected an API key of printable ASCII, got one that no header can carry; check it")
 
     def _wait_s(self, outcome: httpx.Response | httpx.HTTPError, attempt: int) -> float | None:
-        """Seconds before the next attempt, or ``None`` if ``outcome`` is the answer.
+        """Return the seconds to wait before the next attempt, or None if ``outcome`` is the answer.
 
         Raises:
             ConnectionFailed: There was no answer, and no attempt is left.
@@ -269,13 +270,13 @@ class _Base:
 
 
 class Client(_Base):
-    """Synchronous client; use it as a context manager, from one or several threads.
+    """A synchronous client; use it as a context manager, from one or several threads.
 
     Args:
-        url: Where the service is, a path prefix included.
-        api_key: Sent as ``X-API-Key``.
-        timeout_s: Longest time without progress on a connection, seconds.
-        retry: When to try again.
+        url: The URL of the service, including a path prefix if it has one.
+        api_key: The key, which is sent as ``X-API-Key``.
+        timeout_s: The longest time without progress on a connection, seconds.
+        retry: When to try a request again.
         transport: Replaces the network in tests.
     """
 
@@ -307,24 +308,25 @@ class Client(_Base):
         """Classify images in one request.
 
         Args:
-            images: Paths or encoded bytes, at least one.
+            images: At least one image: the path of a file, or its bytes.
             options: See :class:`ClassOptions` and :class:`Options`.
 
         Raises:
-            ClientError: See its subclasses.
-            TypeError: An unknown option.
+            ClientError: The request failed; see the subclasses.
+            TypeError: An option is unknown.
         """
         return _expect(PredictResponse, self.ask(images, **_known(options, ClassOptions)))
 
     def predict_values(self, images: Sequence[ImageInput], **options: Unpack[ValueOptions]) -> ValueResponse:
-        """Predict the number of each image by a regression, in one request.
+        """Predict a number for each image by a regression, in one request.
 
         Args:
-            images: As of :meth:`predict`.
+            images: See :meth:`predict`.
             options: See :class:`ValueOptions` and :class:`Options`.
 
         Raises:
-            ClientError: See its subclasses.
+            ClientError: The request failed; see the subclasses.
+            TypeError: An option is unknown.
         """
         return _expect(ValueResponse, self.ask(images, **_known(options, ValueOptions)))
 
@@ -332,16 +334,16 @@ class Client(_Base):
         """Ask a model of any task about images, in one request.
 
         Args:
-            images: As of :meth:`predict`.
-            options: See :class:`Options`; and thresholds and options of the model's task by name.
+            images: See :meth:`predict`.
+            options: See :class:`Options`; also the thresholds and options of the model's task, by name.
 
         Raises:
-            ClientError: See its subclasses.
+            ClientError: The request failed; see the subclasses.
         """
         return _response(_document(self._send(_predict_call(images, **options))))
 
     def model(self, name: str | None = None) -> dict[str, Any]:
-        """Summary of a served model (the default one when ``None``), as ``GET /model`` gives it."""
+        """Return the service's description of a model, by default of the default model, as ``GET /model`` does."""
         return _document(self._send(_model_call(name)))
 
     def _send(self, call: _Call) -> httpx.Response:
@@ -359,7 +361,7 @@ class Client(_Base):
 
 
 class AsyncClient(_Base):
-    """Asynchronous client; use it as an asynchronous context manager.  Arguments as :class:`Client`."""
+    """An asynchronous client; use it as an asynchronous context manager.  Its arguments are :class:`Client`'s."""
 
     def __init__(
         self,
@@ -394,7 +396,7 @@ class AsyncClient(_Base):
         return _expect(ValueResponse, await self.ask(images, **_known(options, ValueOptions)))
 
     async def ask(self, images: Sequence[ImageInput], **options: Any) -> Response:
-        """Ask as :meth:`Client.ask` does; files are read on a thread."""
+        """Ask as :meth:`Client.ask` does, reading the files on a thread."""
         call = await asyncio.to_thread(_predict_call, images, **options)
         return _response(_document(await self._send(call)))
 

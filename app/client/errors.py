@@ -1,4 +1,4 @@
-"""The errors that the client raises, one tree of them."""
+"""The errors that the client raises, in one tree."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 
 class ClientError(Exception):
-    """Base of what this module raises.
+    """The base of the errors that the client raises.
 
     Attributes:
-        index: Position of the image at fault, if one is.
+        index: The position of the image at fault, or None if no single image is.
     """
 
     index: int | None = None
 
 
 class InputError(ClientError):
-    """An image that cannot be read here, or a URL or an API key that cannot be used; nothing was sent."""
+    """An image cannot be read here, or the URL or the API key cannot be used; nothing was sent."""
 
     def __init__(self, message: str, index: int | None = None) -> None:
         self.index = index
@@ -32,20 +32,20 @@ class ConnectionFailed(ClientError):
 
 
 class BadAnswer(ClientError):
-    """An answer this client does not understand; the URL may be another service's."""
+    """The client does not understand the answer; the URL may be another service's."""
 
 
 class ProblemError(ClientError):
-    """The service refused the request.
+    """The service answered with a problem.
 
     Attributes:
-        status: HTTP status.
-        title: Kind of problem.
-        detail: The fault of this request.
-        type: URI of the kind.
-        filename: Its name, if it has one.
-        trace_id: Id under which the service logged it, if it said so.
-        retry_after_s: Seconds after which the service asks to try again, if it does.
+        status: The HTTP status.
+        title: The problem's title, the same for all problems of its type.
+        detail: What is wrong with this request.
+        type: The URI of the problem's type.
+        filename: The file name of the image at fault, or None if there is none.
+        trace_id: The id under which the service logged the request, or None if the answer has none.
+        retry_after_s: The time after which to try again, seconds, or None if the answer has none.
     """
 
     def __init__(self, problem: Mapping[str, Any], status: int, headers: Mapping[str, str]) -> None:
@@ -53,7 +53,7 @@ class ProblemError(ClientError):
         self.title = str(problem.get("title") or _reason(status))
         self.detail = str(problem.get("detail") or "")
         self.type = str(problem.get("type") or "about:blank")
-        index = problem.get("index")  # Another service may say anything.
+        index = problem.get("index")  # Checked, because the answer may be another service's.
         self.index = index if type(index) is int and index >= 0 else None
         self.filename: str | None = problem.get("filename")
         trace = headers.get("traceresponse", "").split("-")
@@ -63,27 +63,27 @@ class ProblemError(ClientError):
 
 
 class Refused(ProblemError):
-    """400–499 other than below: the request or one of its images cannot be used."""
+    """The request or one of its images cannot be used (any other 4xx)."""
 
 
 class NotAllowed(ProblemError):
-    """401 or 403: the API key is missing, unknown, or not for this."""
+    """The API key is missing, unknown or not allowed to do this (401 or 403)."""
 
 
 class Overloaded(ProblemError):
-    """429: the queue stayed full through every attempt."""
+    """The service had no room for the request at any attempt (429)."""
 
 
 class Unavailable(ProblemError):
-    """503 or 504: not ready through every attempt, or no answer before the service's deadline."""
+    """The service was not ready at any attempt (503), or did not answer before its deadline (504)."""
 
 
 class ServerFailed(ProblemError):
-    """Any other 5xx: a fault of the service."""
+    """The service failed (any other 5xx)."""
 
 
 def retry_after_seconds(value: str | None) -> float | None:
-    """Seconds of a ``Retry-After`` header, a number or an HTTP date; ``None`` when absent or neither."""
+    """Return the seconds that a ``Retry-After`` header asks for, as a number or a date; None if it has neither."""
     if value is None:
         return None
     if value.strip().isdecimal():
@@ -98,7 +98,6 @@ def retry_after_seconds(value: str | None) -> float | None:
 
 
 def _reason(status: int) -> str:
-    """The standard phrase of a status."""
     try:
         return HTTPStatus(status).phrase
     except ValueError:

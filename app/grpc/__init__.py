@@ -1,4 +1,4 @@
-"""The Open Inference Protocol v2 over gRPC: the routes of :mod:`app.http.v2` on a port of their own."""
+"""The Open Inference Protocol v2 over gRPC: the routes of :mod:`app.http.v2` on a second port."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CODES: Final = {
     503: "UNAVAILABLE",
     504: "DEADLINE_EXCEEDED",
 }
-"""HTTP status → the code by which gRPC says the same."""
+"""Maps an HTTP status to the gRPC status code that means the same."""
 
 
 def check_installed() -> None:

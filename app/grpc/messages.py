@@ -1,6 +1,7 @@
-"""Classes of the protocol's messages, from the compiled ``open_inference.proto``.
+"""The classes of the protocol's messages, from the compiled ``open_inference.proto``.
 
-They live in a pool of their own: clients in the same process, such as Triton's, register messages of the same names.
+They have a descriptor pool of their own, because a client in the same process, such as Triton's, may register messages
+with the same names.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ METHODS: Final[Mapping[str, tuple[Any, Any]]] = {
     method.name: (GetMessageClass(method.input_type), GetMessageClass(method.output_type))
     for method in _SERVICE.methods
 }
-"""Name of a method → classes of its request and of its response."""
+"""Maps the name of a method to the classes of its request and its response."""
 
 PREFIX: Final = f"/{_SERVICE.full_name}/"
-"""The path before the name of a method, as HTTP/2 carries it."""
+"""The part of a method's HTTP/2 path before its name."""

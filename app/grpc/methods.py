@@ -1,7 +1,7 @@
-"""The methods as routes whose bodies are the protocol's messages.
+"""Serve the gRPC methods as routes whose bodies are the protocol's messages.
 
-What a route of REST answers with a document, :data:`_DOCUMENTS` asks that route for; images go where those of REST
-go, :func:`app.http.v2.inference.infer`.  Errors are exceptions, as everywhere.
+Each method but ``ModelInfer`` converts the document of a REST route (:data:`_DOCUMENTS`); ``ModelInfer`` shares
+:func:`app.http.v2.inference.infer` with REST.  Errors are exceptions, as everywhere.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ from app.http.v2.tensors import request_of, to_binary
 from app.service import service_of, service_to_predict
 
 _PUBLIC: Final = frozenset({"ServerLive", "ServerReady", "ModelReady", "ServerMetadata"})
-"""Methods that need no key, as in REST."""
+"""The methods that need no key, as in REST."""
 
 _ADMIN: Final = frozenset({"RepositoryModelLoad", "RepositoryModelUnload"})
 
 SMALL_SECONDS: Final = 5.0
+"""The time in which a message without images must arrive; it holds no more than a name, a version and a flag."""
+
 _SMALL_BYTES: Final = 64 * 1024
-"""Limits of a message without images: a name, a version, a flag."""
+"""The maximum size of such a message."""
 
 
 def parsed(body: bytes, method: str) -> Any:
-    """The message that a method takes.
+    """Parse the request message of a method.
 
     Raises:
-        MalformedRequest: The body is none, or a field occurs too often in it.
+        MalformedRequest: The body is not such a message, or a field occurs too often in it.
     """
     message_type = METHODS[method][0]
     check_counts(body, message_type)
@@ -68,14 +70,14 @@ async def _infer(request: Request) -> Response:
 
 
 def tensor_of(message: Any) -> tuple[InferRequest, memoryview]:
-    """The request as REST knows it, and the binary data of its input.
+    """Return a message as the request that REST has, and the binary data of its input.
 
     Raises:
-        MalformedRequest: It does not follow the protocol.
+        MalformedRequest: The message does not follow the protocol.
     """
     raw = message.raw_input_contents
     if raw and (len(raw) != len(message.inputs) or any(each.HasField("contents") for each in message.inputs)):
-        raise MalformedRequest("give raw_input_contents for each input and no contents, or contents for each input")
+        raise MalformedRequest("expected raw_input_contents for each input and no contents, or contents for each input")
     data = raw or [_from_contents(each) for each in message.inputs]
     inputs = [
         {"name": each.name, "datatype": each.datatype, "shape": list(each.shape), "parameters": _parameters(each)}
@@ -94,7 +96,7 @@ def _parameters(message: Any) -> dict[str, Any]:
 
 
 def _from_contents(tensor: Any) -> bytes:
-    """Typed contents as the binary data of the tensor."""
+    """Return the typed contents of a tensor as its binary data."""
     if tensor.datatype == "BYTES":
         return b"".join(len(each).to_bytes(4, "little") + each for each in tensor.contents.bytes_contents)
     try:
@@ -125,14 +127,14 @@ _DOCUMENTS: Final[Mapping[str, Callable[[Request, Any], Any]]] = {
 
 
 async def _answer(request: Request) -> Response:
-    """Answer any method but ``ModelInfer``; keys are looked at before anything is read."""
+    """Answer any method but ``ModelInfer``; keys are checked before the message is read."""
     method = request.scope["path"].removeprefix(PREFIX)
     if method in _ADMIN:
         service_of(request).keys.check_admin(request.headers)
     elif method not in _PUBLIC:
         service_to_predict(request)
     message = METHODS[method][0]()
-    if message.DESCRIPTOR.fields:  # An empty message says nothing: it is not waited for.
+    if message.DESCRIPTOR.fields:  # A message without fields says nothing, and need not be waited for.
         body = await read_body(request, min(SMALL_SECONDS, service_of(request).settings.upload_seconds))
         if len(body) > _SMALL_BYTES:
             raise BodyTooLarge(f"expected a message of at most {_SMALL_BYTES} bytes, got {len(body)}; send less")

@@ -1,9 +1,9 @@
-"""Places for messages that arrive.
+"""Limit how many messages may arrive at once, by places that calls share fairly.
 
-gRPC gives a message when it is whole and shows nothing of it before, so what is bounded is how many may arrive at
-once.  Who waits gets a free place before those whose clients have more.  A call that sends nothing keeps its place only
-while nobody waits who could have it; else the client with the most places gives up its oldest, once that has had a
-grace.  Of several places no client may have all: another one finds a free one at once.
+gRPC delivers a message only when it is complete, so its size cannot be limited while it arrives, only the number of
+messages that arrive at once.  A free place goes to the waiting call whose client has the fewest places.  While other
+calls wait, the client with the most places loses its oldest one after a grace period; without such calls, a place is
+kept however slow the message is.  No client may have all of several places, so that another client finds one free.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Final
 from app.errors import TooManyRequests
 
 MESSAGE_SECONDS: Final = 5.0
-"""A message that arrives within this time keeps its place; of a shorter time to arrive a third."""
+"""The grace period in which a message keeps its place; at most a third of the time in which it must arrive."""
 
 MAX_WAITING: Final = 256
-"""Calls that may wait for a place; each looks at all others."""
+"""The maximum number of calls that wait for a place; each wait costs a pass over all others."""
 
 
 @dataclass(eq=False)
 class _Place:
     client: str
-    scope: asyncio.Timeout  # ends the wait for a place, then the place
+    scope: asyncio.Timeout  # Ends the wait for a place and, once the place is granted, the use of it.
     granted: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     grace_ends_at: float = 0.0
 
@@ -36,23 +36,25 @@ class Places:
     """Places that the calls of many clients share.
 
     Args:
-        count: Messages that may arrive at once, at least one; of several three quarters from one client.
-        seconds: Time in which a message must arrive, the wait for a place included.
+        count: The number of messages that may arrive at once; at most three quarters of several from one client.
+        seconds: The time in which a message must arrive, including the wait for a place.
     """
 
     def __init__(self, count: int, seconds: float) -> None:
         self._count = max(1, count)
         self._grace = min(MESSAGE_SECONDS, seconds / 3)
-        self._patience = 0.9 * seconds  # So that who only waited is told so, and not to send faster.
-        self._held: list[_Place] = []  # The oldest first, as in the next.
+        # Shorter than the time to arrive, so that a call that only waited is told so, and not to send faster.
+        self._patience = 0.9 * seconds
+        self._held: list[_Place] = []  # Oldest first, as is the next list.
         self._waiting: list[_Place] = []
 
     @asynccontextmanager
     async def place(self, client: str) -> AsyncIterator[None]:
-        """Hold a place within the block, and wait for it before.
+        """Wait for a place, and hold it within the block.
 
         Raises:
-            TooManyRequests: Too many wait already, no place became free, or others waited and the block took too long.
+            TooManyRequests: Too many calls wait already, no place became free, or the block took too long while other
+                calls waited.
         """
         if sum(each.client == client for each in self._waiting) >= _most_of(MAX_WAITING) or (
             len(self._waiting) >= MAX_WAITING
@@ -68,24 +70,24 @@ class Places:
         except TimeoutError as error:
             if not place.scope.expired():
                 raise
-            reason = f"the message had not arrived after {self._grace:g} s, and others waited; send it at once"
+            reason = f"the message did not arrive within {self._grace:g} s while others waited; send it at once"
             if place in self._waiting:
-                reason = "no place for the message became free; try again in 1 s"
+                reason = "too many other messages were arriving; try again in 1 s"
             raise TooManyRequests(reason, retry_after=1) from error
         finally:
             (self._held if place in self._held else self._waiting).remove(place)
             self._assign()
 
     def _assign(self) -> None:
-        """Give free places to those who wait, and have as many given up as others could have."""
+        """Grant free places to waiting calls, and let as many places expire as the calls still waiting could have."""
         now = asyncio.get_running_loop().time()
         places, most = Counter(each.client for each in self._held), _most_of(self._count)
         while len(self._held) < self._count:
-            # One whose time is over has lost its future, and leaves when its task has its turn.
+            # A call whose wait has timed out has its future cancelled, and stays in the list until its task runs.
             able = [each for each in self._waiting if places[each.client] < most and not each.granted.done()]
             if not able:
                 break
-            each = min(able, key=lambda each: places[each.client])  # The oldest first among equals.
+            each = min(able, key=lambda each: places[each.client])  # min() takes the oldest among equals.
             self._waiting.remove(each)
             self._held.append(each)
             places[each.client] += 1
@@ -93,7 +95,7 @@ class Places:
             each.granted.set_result(None)
         waiting = Counter(each.client for each in self._waiting if not each.granted.done())
         wanted = sum(min(count, most) for count in waiting.values())
-        most_places_first = sorted(self._held, key=lambda each: -places[each.client])  # The oldest first among equals.
+        most_places_first = sorted(self._held, key=lambda each: -places[each.client])  # Stable: the oldest first.
         for rank, each in enumerate(most_places_first):
             if not each.scope.expired():
                 each.scope.reschedule(max(now, each.grace_ends_at) if rank < wanted else None)

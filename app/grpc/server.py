@@ -1,7 +1,7 @@
-"""gRPC in front of the application: each call is a POST to the path of its method, with the message as the body.
+"""Pass gRPC calls to the application: each is a POST to the path of its method, with the message as the body.
 
 So limits, keys, metrics, traces and errors are those of every other request.  :data:`app.grpc.CODES` gives the code of
-an error; ``retry-after`` and ``traceresponse`` go as trailing metadata.
+an error; ``retry-after`` and ``traceresponse`` are sent as trailing metadata.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from app.service import Service
 from psc_core.errors import UsageError
 
 _PASSED_ON: Final = frozenset({"authorization", "x-api-key", "traceparent", "tracestate"})
-"""Metadata of a call that are headers of its request."""
+"""The metadata of a call that become headers of its request."""
 
 _SMALL_AT_ONCE: Final = 16
-"""Messages without images that may arrive at once."""
+"""The number of messages without images that may arrive at once."""
 
 logger = logging.getLogger("psc.grpc")
 
 
 @asynccontextmanager
 async def serving(app: ASGIApp, service: Service) -> AsyncIterator[None]:
-    """Answer calls, and at the end those that were accepted, in the time that draining leaves.
+    """Answer calls within the block; at its end, finish the accepted ones in the time that draining leaves.
 
     Raises:
-        UsageError: The port is taken.
+        UsageError: The service cannot listen on the port.
     """
     settings = service.settings
     largest = min(settings.grpc_message_bytes, settings.max_body_bytes)
@@ -61,7 +61,7 @@ async def serving(app: ASGIApp, service: Service) -> AsyncIterator[None]:
             pair = settings.tls_key.read_bytes(), settings.tls_certificate.read_bytes()
             server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
     except RuntimeError as error:
-        raise UsageError(f"cannot listen on {address} for gRPC; free it or choose another") from error
+        raise UsageError(f"cannot listen on {address} for gRPC; choose another port") from error
     await server.start()
     logger.info("gRPC on %s", address)
     try:
@@ -72,10 +72,11 @@ async def serving(app: ASGIApp, service: Service) -> AsyncIterator[None]:
 
 
 class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """The methods of the protocol.
+    """The handler of all calls.
 
-    A unary request is taken as a stream of one: its message is read only when the application asks for it, and no
-    more arrive at once than may be held in memory.  Messages with images and others do not wait for one another.
+    A unary request is handled as a stream of one message, so that the message is read only when the application asks
+    for it, and no more messages arrive at once than fit in memory.  Messages with images and those without have places
+    of their own and do not wait for one another.
     """
 
     def __init__(self, app: ASGIApp, with_images: Places, without: Places) -> None:
@@ -83,7 +84,7 @@ class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._answers: set[asyncio.Task[None]] = set()
 
     def service(self, details: Any) -> Any:
-        """The handler of a call; none for methods that are not of the protocol."""
+        """Return the handler of a call; None for a method that the protocol does not have."""
         is_known = details.method.removeprefix(PREFIX) in METHODS
         return grpc.stream_unary_rpc_method_handler(partial(self._call, details.method)) if is_known else None
 
@@ -91,7 +92,7 @@ class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
         has_left = asyncio.Event()
         reading: asyncio.Task[Message] | None = None
         places = self._with_images if path == PREFIX + "ModelInfer" else self._without
-        host = context.peer().rpartition(":")[0]  # Of all its connections.
+        host = context.peer().rpartition(":")[0]  # Without the port: a client's connections share its places.
         start, body = dict[str, Any](), bytearray()
         scope = {
             "type": "http",
@@ -132,14 +133,14 @@ class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
         answer.add_done_callback(self._answers.discard)
         try:
             await asyncio.shield(answer)
-        except asyncio.CancelledError:  # The client has left, or its deadline has passed: as when HTTP's disconnects.
+        except asyncio.CancelledError:  # The client has left, or its deadline has passed: an HTTP disconnect.
             has_left.set()
-            if reading is not None:  # It waits for its place no longer.
+            if reading is not None:  # It may still wait for a place, which it must not get.
                 reading.cancel()
             raise
         except Exception:
             logger.exception("a call failed")
-            start["status"] = 500  # It may have begun to answer.
+            start["status"] = 500  # The answer may have begun with another status.
             body.clear()
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in start.get("headers", ())]
         context.set_trailing_metadata([each for each in headers if each[0] in ("retry-after", "traceresponse")])

@@ -1,9 +1,9 @@
-"""Count how often each field occurs in a serialized message, before any of it becomes an object.
+"""Count how often each field occurs in a serialized message, before it is parsed to objects.
 
-A message costs by its fields, not by its bytes: two bytes are an empty output, and ten million of them take 20 GB as
-objects, with the interpreter's lock held.  So the wire format is walked first, by the messages' descriptors, and the
-walk ends at the first field that occurs too often.  What is cut off or out of shape is left to the parser, which
-refuses it.
+A message costs by its fields, not by its bytes: an empty output is two bytes, and ten million of them take 20 GB as
+objects, parsed with the interpreter's lock held.  So the wire format is walked first, by the messages' descriptors, and
+the walk ends at the first field that occurs too often.  Truncated or malformed messages are left to the parser, which
+refuses them.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from app.http.json_body import MAX_VALUES
 from psc_core.protobuf import GROUPS, LENGTH, fields
 
 MAX_OCCURRENCES: Final = 256
-"""Maximum occurrences of a field in a message, the messages inside it included."""
+"""The maximum number of times that a field occurs in a message, including the messages inside it."""
 
 HIGHER: Final[Mapping[str, int]] = {
     "inference.InferTensorContents.uint_contents": MAX_VALUES,
     "inference.InferTensorContents.bytes_contents": 1 << 14,
 }
-"""Fields that may occur more often: the files of images, and the pixels, bytes of which are counted."""
+"""The limits of fields that may occur more often: image files, and pixels, which are counted in bytes."""
 
 MAX_UNPACKED: Final = 1 << 14
-"""Maximum occurrences of a field one by one, each a step of the walk; writers pack numbers by themselves."""
+"""The maximum number of unpacked occurrences of a field, each of which is a step of the walk; writers pack numbers."""
 
 _NEVER_PACKED: Final = (FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
@@ -38,10 +38,10 @@ def check_counts(body: bytes, message_type: Any) -> None:
 
     Args:
         body: The serialized message.
-        message_type: Its class.
+        message_type: The message's class.
 
     Raises:
-        MalformedRequest: A field occurs too often, or there are groups, which proto3 does not have.
+        MalformedRequest: A field occurs too often, or the message has groups, which proto3 does not have.
     """
     _count(memoryview(body), message_type.DESCRIPTOR, Counter())
 
@@ -52,7 +52,7 @@ def _count(body: memoryview, message: Any, seen: Counter[str]) -> None:
             raise MalformedRequest("expected a message without groups, which proto3 does not have; leave them out")
         field = message.fields_by_number.get(number)
         name = "unknown fields" if field is None else field.full_name
-        # Packed numbers have at least a byte each; counting them more closely would cost a pass.
+        # A packed number has at least one byte; an exact count would cost another pass.
         is_packed = field is not None and wire_type == LENGTH and field.type not in _NEVER_PACKED
         seen[name] += len(content) if is_packed else 1
         limit = HIGHER.get(name, MAX_OCCURRENCES)

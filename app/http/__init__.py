@@ -1,1 +1,1 @@
-"""The HTTP interface: one concept a module, one middleware a module."""
+"""The HTTP interface, one concept per module."""

@@ -1,9 +1,9 @@
-"""JSON of a request, refused where it would cost more than it can be worth.
+"""Parse the JSON of a request, unless it has so many values that parsing would take too long.
 
-What JSON costs is its values, not its bytes: a megabyte of ``[],`` takes 0.1 s and 30 MB, a hundred times as much as a
-megabyte of base64, all of it with the interpreter's lock held.  Commas, colons and brackets are counted first, a
-gigabyte a second and a piece at a time, and no more values exist afterwards.  (Those inside texts count too; no text
-that the service reads has many.)
+JSON costs by its values, not by its bytes: a megabyte of ``[],`` takes 0.1 s and 30 MB to parse, a hundred times as
+much as a megabyte of base64, and the interpreter's lock is held throughout.  So commas, colons and brackets are counted
+first, piece by piece at a gigabyte per second: a document cannot have more values than these.  (Those inside strings
+count too, but no string that the service reads has many.)
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import orjson
 from app.errors import MalformedRequest
 
 MAX_VALUES: Final = 1 << 22
-"""Values in one document; parsing them takes 0.1 s."""
+"""The maximum number of values in one document; parsing them takes 0.1 s."""
 
 MAX_CONTAINERS: Final = 1 << 18
-"""Lists, objects and keys in one document; parsing them takes 0.1 s."""
+"""The maximum number of lists, objects and keys in one document; parsing them takes 0.1 s."""
 
 _MOST: Final = {b"[{:": MAX_CONTAINERS, b"[{:,": MAX_VALUES}
 
 _PIECE: Final = 1 << 18
-"""Bytes that are counted before others have their turn."""
+"""The bytes counted at a time; between two pieces, other threads get the interpreter's lock."""
 
 
 class Marks:
-    """A count of some characters in the pieces of a body.
+    """A count of some characters in a body that comes in pieces.
 
     Args:
-        most: How often those of a key may, together.
+        most: Maps a set of characters to the maximum number of all of them together.
     """
 
     def __init__(self, most: Mapping[bytes, int]) -> None:
@@ -40,21 +40,21 @@ class Marks:
         self._found = Counter(dict.fromkeys(b"".join(most), 0))
 
     def are_more_with(self, piece: bytes) -> bool:
-        """Count those of another piece; return whether there are more than allowed."""
+        """Count the characters of another piece; return whether there are now too many."""
         self._found.update({mark: piece.count(mark) for mark in self._found})
         return any(sum(self._found[mark] for mark in together) > limit for together, limit in self._most.items())
 
 
 def has_more(body: bytes, most: Mapping[bytes, int]) -> bool:
-    """Return whether some characters occur together more often than allowed; counting ends where that is known."""
+    """Return whether some characters occur more often than ``most`` allows; counting stops once that is known."""
     marks = Marks(most)
     return any(marks.are_more_with(body[start : start + _PIECE]) for start in range(0, len(body), _PIECE))
 
 
 def counted() -> Callable[[bytes], None]:
-    """Return a function to be given each piece of a document while it arrives: the rest of a refused one is not kept.
+    """Return a function that checks each piece of a document as it arrives, so that a costly one is not kept.
 
-    It raises as :func:`load_json`; what passed is for :func:`parsed`.
+    The function raises the errors of :func:`load_json`.  A document whose pieces have passed goes to :func:`parsed`.
     """
     marks = Marks(_MOST)
 
@@ -73,7 +73,7 @@ def _too_costly() -> MalformedRequest:
 
 
 def load_json(body: bytes) -> Any:
-    """The document.
+    """Return the document.
 
     Raises:
         MalformedRequest: It is not JSON, or has too many values, lists, objects or keys.
@@ -84,7 +84,7 @@ def load_json(body: bytes) -> Any:
 
 
 def parsed(body: bytes) -> Any:
-    """The document, whose values were counted already; counting takes longer than parsing it.
+    """Return a document whose values were counted before; counting them again takes longer than parsing it.
 
     Raises:
         MalformedRequest: It is not JSON.

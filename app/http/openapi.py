@@ -1,4 +1,4 @@
-"""Add to the OpenAPI document what FastAPI cannot know: bodies that the routes read themselves, problem documents."""
+"""Describe in OpenAPI what FastAPI cannot know: problem documents, and bodies that the routes read themselves."""
 
 from __future__ import annotations
 
@@ -56,14 +56,16 @@ IMAGES_BODY: Final[dict[str, Any]] = {
         "image/*": {"schema": {"type": "string", "format": "binary"}},
     },
 }
-"""Request body of a prediction."""
+"""The request body of a prediction, for OpenAPI."""
 
 _TITLES: Final = sorted({(status, title) for status, _, title in [*TABLE.values(), INTERNAL]})
-_RETRY_AFTER: Final = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer", "minimum": 1}}}
+_RETRY_AFTER: Final = {
+    "Retry-After": {"description": "Seconds to wait before a retry.", "schema": {"type": "integer", "minimum": 1}}
+}
 
 
 def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """``responses=`` of a route that can answer with these problem statuses."""
+    """Return the ``responses=`` of a route that can answer with problems of these statuses."""
     schema = {"$ref": f"#/components/schemas/{ProblemDocument.__name__}"}
     return {
         status: {
@@ -76,7 +78,7 @@ def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 class Application(FastAPI):
-    """FastAPI, its document with the schema of problems and without its own 422: invalid parameters are 400 here."""
+    """FastAPI, whose OpenAPI document describes problems and drops FastAPI's 422: invalid parameters are 400 here."""
 
     def openapi(self) -> dict[str, Any]:
         document = super().openapi()

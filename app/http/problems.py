@@ -1,7 +1,7 @@
-"""Errors as RFC 9457 ``application/problem+json``: the one table from errors to HTTP, and the responses.
+"""Map errors to HTTP responses by one table, as RFC 9457 ``application/problem+json``.
 
-Under ``/v2`` the body is that of the Open Inference Protocol, ``{"error": …}``.  Details of errors outside the table
-never reach a client.
+Under ``/v2`` the body is the Open Inference Protocol's ``{"error": …}``.  Details of errors outside the table never
+reach a client.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ MEDIA_TYPE: Final = "application/problem+json"
 
 @dataclass(frozen=True)
 class Problem:
-    """An RFC 9457 problem before it is a response: the document and the headers beside the content type."""
+    """An RFC 9457 problem: its document, and the headers of its response other than the content type."""
 
     document: ProblemDocument
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def slug(self) -> str:
-        """The last part of the type; the label ``reason`` of ``psc_rejected_total``."""
+        """The last part of the problem's type, which is the label ``reason`` of ``psc_rejected_total``."""
         return self.document.type.removeprefix(TYPE_PREFIX)
 
 
@@ -93,7 +93,7 @@ TABLE: Final[Mapping[type[PSCError], tuple[int, str, str]]] = {
     UndecodableImage: (422, "undecodable-image", "Image cannot be decoded"),
     UnattainableAlpha: (422, "unattainable-alpha", "Alpha below the smallest p-value"),
     UnavailableMap: (422, "no-map", "No map available"),
-    UnusableLabel: (422, "unusable-label", "No label of the model"),
+    UnusableLabel: (422, "unusable-label", "Not a label of the model"),
     BundleError: (422, "bad-bundle", "The bundle cannot be used"),
     QueueFull: (429, "queue-full", "The queue is full"),
     TooManyRequests: (429, "too-many-requests", "Too many requests at once"),
@@ -104,23 +104,23 @@ TABLE: Final[Mapping[type[PSCError], tuple[int, str, str]]] = {
     DeviceError: (503, "device-failed", "The compute device failed"),
     DeadlineExceeded: (504, "deadline", "Deadline exceeded"),
 }
-"""Error class → (HTTP status, last part of the problem type, title)."""
+"""Maps an error class to (HTTP status, last part of the problem's type, title)."""
 
 INTERNAL: Final = (500, "internal", "Internal error")
 ROUTING: Final = {
     404: ("not-found", "No such resource"),
     405: ("method-not-allowed", "Method not allowed"),
 }
-"""Status → the same of requests that no route takes."""
+"""Maps the HTTP status of a request that matches no route to (last part of the problem's type, title)."""
 
 MAX_DETAIL: Final = 1000
-"""Characters of a problem's detail."""
+"""The maximum length of a problem's detail, characters."""
 
 TYPE_PREFIX: Final = "urn:psc:problem:"
 
 
 def problem_of(error: BaseException) -> Problem:
-    """The problem that describes ``error``; anything outside :data:`TABLE` is an opaque internal error."""
+    """Return the problem that describes ``error``; an error outside :data:`TABLE` becomes an opaque internal error."""
     cause: BaseException = error.cause if isinstance(error, ImageRefused) else error
     row = next((TABLE[base] for base in type(cause).__mro__ if base in TABLE), None)
     if row is None:
@@ -151,12 +151,12 @@ def _problem(
 
 
 def error_response(error: Exception, scope: Scope, metrics: Metrics) -> Response:
-    """Log what the operator must know of an error, count it, and give the response for it.
+    """Return the response for an error; count it, and log it if the operator should know.
 
     Args:
         error: Any error.
-        scope: Scope of the request that it ended.
-        metrics: Where it is counted.
+        scope: The ASGI scope of the request that failed.
+        metrics: The metrics in which the error is counted.
     """
     problem = problem_of(error)
     if problem.document.status >= 500:
@@ -166,7 +166,7 @@ def error_response(error: Exception, scope: Scope, metrics: Metrics) -> Response
 
 
 def problem_response(problem: Problem, scope: Scope, metrics: Metrics) -> Response:
-    """Count a problem and give the response for it."""
+    """Count a problem and return the response for it."""
     metrics.psc_rejected_total.labels(reason=problem.slug).inc()
     document = problem.document
     path = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -178,17 +178,17 @@ def problem_response(problem: Problem, scope: Scope, metrics: Metrics) -> Respon
 
 
 async def on_http_exception(request: Request, error: Any) -> Response:
-    """Answer what the router refuses: no such path, or not with this method."""
+    """Answer a request whose path or method has no route."""
     slug, title = ROUTING.get(error.status_code, (f"http-{error.status_code}", "Request refused"))
     problem = _problem((error.status_code, slug, title), str(error.detail), error.headers)
     return problem_response(problem, request.scope, request.app.state.service.metrics)
 
 
 async def on_invalid_parameters(request: Request, error: Any) -> Response:
-    """Query parameters that FastAPI refuses: 400, like every other malformed request."""
+    """Answer query parameters that FastAPI refuses with 400, like every other malformed request."""
     refused = MalformedRequest(all_faults(error.errors(), "parameter"))
     return error_response(refused, request.scope, request.app.state.service.metrics)
 
 
 HANDLERS: Final[dict[Any, Any]] = {HTTPException: on_http_exception, RequestValidationError: on_invalid_parameters}
-"""Handlers of the errors that the framework raises; all others pass to :mod:`app.http.middleware.problems`."""
+"""The handlers of the framework's own errors; all others reach :mod:`app.http.middleware.problems`."""

@@ -1,4 +1,4 @@
-"""Query parameters declared as a pydantic model: parsed, validated and documented by it."""
+"""Parse, validate and document query parameters by a pydantic model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Query = TypeVar("Query", bound=BaseModel)
 
 
 def parse_query(model: type[Query], request: Request) -> Query:
-    """The query parameters of a request.
+    """Parse the query parameters of a request.
 
-    FastAPI's own ``Query()`` is slower, and takes the last of a repeated parameter.
+    FastAPI's own ``Query()`` is slower, and silently takes the last value of a repeated parameter.
 
     Raises:
-        MalformedRequest: An unknown or repeated parameter, or a value out of range.
+        MalformedRequest: A parameter is unknown or repeated, or its value is out of range.
     """
     items = request.query_params.multi_items()
     values = dict(items)
@@ -32,7 +32,7 @@ def parse_query(model: type[Query], request: Request) -> Query:
 
 
 def query_parameters(model: type[BaseModel]) -> list[dict[str, Any]]:
-    """The parameters of a model as OpenAPI describes them."""
+    """Return a model's parameters as OpenAPI describes them."""
     return [
         {"name": name, "in": "query", "required": False, "description": schema.pop("description", ""), "schema": schema}
         for name, schema in model.model_json_schema()["properties"].items()

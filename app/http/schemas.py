@@ -1,4 +1,4 @@
-"""Documents of the HTTP interface other than predictions (:mod:`psc_core.tasks.answer`)."""
+"""The documents of the HTTP interface other than predictions (:mod:`psc_core.tasks.answer`)."""
 
 from __future__ import annotations
 
@@ -18,58 +18,57 @@ else:
 
 
 class ProblemDocument(BaseModel):
-    """RFC 9457 problem."""
+    """An RFC 9457 problem."""
 
-    type: str = Field(description="URI of the kind of problem.")
+    type: str = Field(description="The URI of the type of problem.")
     title: str
     status: int = Field(ge=400, le=599)
     detail: str
-    index: int | None = Field(default=None, ge=0, description="Position of the image at fault.")
-    filename: str | None = Field(default=None, description="File name of the image at fault.")
+    index: int | None = Field(default=None, ge=0, description="The position of the image at fault, from 0.")
+    filename: str | None = Field(default=None, description="The file name of the image at fault.")
     retry_after_seconds: int | None = Field(default=None, ge=1)
 
 
 class HealthDocument(Document):
-    """The process answers."""
+    """The answer of a process that is alive."""
 
     status: Literal["ok"]
 
 
 class ReadyDocument(Document):
-    """The readiness for predictions, with reasons where there is none."""
+    """Whether the service is ready to predict, and why not."""
 
     status: Literal["ready", "not ready"]
-    reasons: dict[str, str] = Field(description="Model name, or `service`, to what is missing.")
+    reasons: dict[str, str] = Field(
+        description="What is missing, by model name or `service`; empty if the service is ready."
+    )
 
 
 class Histogram(Document):
-    """``counts[i]`` values lie between ``edges[i]`` and ``edges[i + 1]``."""
+    """A histogram: ``counts[i]`` values lie between ``edges[i]`` and ``edges[i + 1]``."""
 
     edges: list[float]
     counts: list[int]
 
 
 class CalibrationDocument(Document):
-    """The calibration images behind p-values and thresholds."""
+    """The scores of the calibration images, from which p-values and thresholds come."""
 
     images: int
-    ood_score_threshold: float = Field(description="OOD score above which p ≤ alpha, nats.")
+    ood_score_threshold: float = Field(description="The OOD score above which p ≤ alpha, nats.")
     ood_score: Histogram
     entropy_quantiles: list[float] | None = Field(
-        description="Predictive entropies, nats, of which 0, 1, …, 100 % are at most as large; null for a regression."
+        description="The quantiles 0, 1, …, 100 % of the predictive entropy, nats; null for a regression."
     )
 
 
-ClassNames = Annotated[list[str], Field(description="Of a regression the bins of its target.")]
-"""Names of a model's classes."""
-
-TaskName = Annotated[str, Field(description="What it predicts: `classification` or `regression`.")]
-"""The task of a model."""
-
+ClassNames = Annotated[
+    list[str], Field(description="The names of the classes; for a regression, the bins of its target.")
+]
+TaskName = Annotated[str, Field(description="The task: `classification` or `regression`.")]
 PredictedNumber = Annotated[
     Target | None, Field(description="The number that a regression predicts; null for a classifier.")
 ]
-"""The target of a model."""
 
 
 class ModelDocument(Document):
@@ -80,36 +79,34 @@ class ModelDocument(Document):
     layer: str
     predictions: str = Field(description="`psc` or `base`.")
     task: TaskName
-    epistemic_unit: str = Field(description="Of `epistemic`; empty for base predictions, which have none.")
-    gates: list[str] = Field(description="What the OOD score is made of; empty for a model without gates.")
+    epistemic_unit: str = Field(description="The unit of `epistemic`; empty for base predictions, which lack it.")
+    gates: list[str] = Field(description="The gates that make up the OOD score; empty for a model without gates.")
     device: str
     backend: str
     target: PredictedNumber
     classes: ClassNames
-    input: dict[str, Any] = Field(description="Preprocessing.")
+    input: dict[str, Any] = Field(description="The preprocessing of images.")
     policy: _AnyPolicy
-    notes: list[str] = Field(
-        description="What to know of decisions by this policy: `No image is called ambiguous`, say."
-    )
+    notes: list[str] = Field(description="Remarks on decisions by this policy, such as `No image is called ambiguous`.")
     calibration: CalibrationDocument
-    report: dict[str, Any] = Field(description="What fitting measured: collapse, metrics, provenance.")
-    models: list[str] = Field(description="Names of all served models, the default first.")
+    report: dict[str, Any] = Field(description="The measurements of the fit: collapse, metrics, provenance.")
+    models: list[str] = Field(description="The names of all served models, the default first.")
 
 
 class RecentDocument(Document):
     """A summary of the latest answers of one process of the service."""
 
-    images: int = Field(description="Monitored images in the window, at most the setting `drift_window`.")
-    ood_fraction: float = Field(description="Fraction of these with p ≤ alpha.")
+    images: int = Field(description="The number of monitored images in the window, at most `drift_window`.")
+    ood_fraction: float = Field(description="The fraction of these images with p ≤ alpha.")
     alpha: float
-    drift_active: bool = Field(description="Whether an episode of drift lasts.")
-    drift_alarms: int = Field(description="Episodes since this process serves the model.")
+    drift_active: bool = Field(description="Whether an episode of drift is going on.")
+    drift_alarms: int = Field(description="The number of episodes since this process began to serve the model.")
     queued_images: int
     queue_limit: int
 
 
 class ExamplesDocument(Document):
-    """Images of a bundle to try."""
+    """The example images of a bundle."""
 
     files: list[str]
 
@@ -123,6 +120,6 @@ class ReloadedModel(Document):
 
 
 class ReloadDocument(Document):
-    """Answer to a reload."""
+    """The answer to a reload."""
 
     reloaded: list[ReloadedModel]

@@ -1,7 +1,7 @@
-"""The body of a prediction request → encoded images, counted and limited while it arrives.
+"""Read the encoded images from the body of a prediction request, with limits that hold while it arrives.
 
-Three forms: ``multipart/form-data`` with the field ``images`` repeated, ``application/json`` with
-``{"images": [{"b64": …}, …]}``, or one raw ``image/*`` body.
+The body has one of three forms: ``multipart/form-data`` with the field ``images`` repeated, ``application/json`` with
+``{"images": [{"b64": …}, …]}``, or one image file as ``image/*``.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ Parsed = TypeVar("Parsed")
 
 FIELD: Final = "images"
 _INLINE_BYTES: Final = 256 * 1024
-"""Parsing a larger body would hold up the event loop."""
+"""The largest body that is parsed on the event loop, bytes; a larger one would hold it up."""
 
 _MAX_PARAMETERS: Final = 16
-"""Maximum parameters of a part's ``Content-Disposition``, or semicolons in its file name."""
+"""The maximum number of parameters of a part's ``Content-Disposition``, or of semicolons in its file name."""
 
 _FORMS: Final = "multipart/form-data with the field 'images', application/json, or image/*"
 
 
 @dataclass(frozen=True, slots=True)
 class UploadLimits:
-    """Limits on one request: images, multipart fields (images included), seconds to arrive."""
+    """The limits on one request: images, multipart fields (images included), and seconds to arrive."""
 
     max_images: int
     max_fields: int
@@ -50,12 +50,17 @@ class UploadLimits:
 
 
 async def read_images(request: Request, limits: UploadLimits, parser: Executor) -> list[EncodedImage]:
-    """The images of a request, at least one; a large JSON document is parsed by ``parser``.
+    """Read the images of a request, at least one.
+
+    Args:
+        request: The request.
+        limits: The limits on its body.
+        parser: Parses a large JSON document.
 
     Raises:
         UnsupportedMedia: The content type is none of the three forms.
         MalformedRequest: The body does not follow its form, or holds no image.
-        TooManyImages: More than ``limits.max_images``; raised as soon as it is known.
+        TooManyImages: There are more than ``limits.max_images``; raised as soon as it is known.
         SlowUpload: The body did not arrive in time.
         ClientGone: The client left before the body was complete.
     """
@@ -76,11 +81,11 @@ async def read_images(request: Request, limits: UploadLimits, parser: Executor) 
 
 
 async def read_body(request: Request, seconds: float) -> bytes:
-    """The whole body.
+    """Read the whole body.
 
     Raises:
-        SlowUpload: It did not arrive within ``seconds``.
-        ClientGone: The client left before it was complete.
+        SlowUpload: The body did not arrive within ``seconds``.
+        ClientGone: The client left before the body was complete.
     """
     pieces: list[bytes] = []
     await _read(request, pieces.append, seconds)
@@ -88,12 +93,12 @@ async def read_body(request: Request, seconds: float) -> bytes:
 
 
 async def read_json_body(request: Request, seconds: float) -> bytes:
-    """The whole body, a JSON document.
+    """Read the whole body, a JSON document.
 
     Raises:
-        MalformedRequest: It has too many values; raised as soon as it is known.
-        SlowUpload: As of :func:`read_body`.
-        ClientGone: As of :func:`read_body`.
+        MalformedRequest: The document has too many values; raised as soon as it is known.
+        SlowUpload: The body did not arrive within ``seconds``.
+        ClientGone: The client left before the body was complete.
     """
     pieces: list[bytes] = []
     check = counted()
@@ -107,14 +112,14 @@ async def read_json_body(request: Request, seconds: float) -> bytes:
 
 
 async def parse(parser: Executor, body: bytes, work: Callable[..., Parsed], *arguments: Any) -> Parsed:
-    """``work(*arguments)``; of a large body by ``parser``, so that the event loop has its turn between."""
+    """Return ``work(*arguments)``; for a large body it runs in ``parser``, so as not to hold up the event loop."""
     if len(body) <= _INLINE_BYTES:
         return work(*arguments)
     return await asyncio.get_running_loop().run_in_executor(parser, work, *arguments)
 
 
 async def _read(request: Request, take: Callable[[bytes], Any], seconds: float) -> None:
-    """Give every piece of the body to ``take``."""
+    """Pass every piece of the body to ``take``."""
     try:
         async with asyncio.timeout(seconds):
             async for piece in request.stream():
@@ -127,8 +132,8 @@ async def _read(request: Request, take: Callable[[bytes], Any], seconds: float) 
 
 
 def parse_json(body: bytes, max_images: int) -> list[EncodedImage]:
-    """Images of a JSON body from :func:`read_json_body`; see :func:`read_images` for the errors."""
-    if has_more(body, {b"{": max_images + 1}):  # Each image is an object; they are counted before they exist.
+    """Return the images of a JSON body from :func:`read_json_body`; raises the errors of :func:`read_images`."""
+    if has_more(body, {b"{": max_images + 1}):  # Each image is an object: too many are refused before they are parsed.
         raise TooManyImages(f"expected at most {max_images} images, got more; split the request")
     document = parsed(body)
     images = document.get(FIELD) if isinstance(document, dict) else None
@@ -149,17 +154,15 @@ def _file_of(image: Any, index: int) -> bytes:
 
 
 def decode_base64(text: Any, where: str) -> bytes:
-    """The bytes of strict base64 text; raises :class:`MalformedRequest`, which names ``where``."""
+    """Decode strict base64 text; raises :class:`MalformedRequest`, whose text begins with ``where``."""
     try:
         return binascii.a2b_base64(text, strict_mode=True)
-    except (TypeError, ValueError) as error:  # binascii.Error is one.
-        raise MalformedRequest(
-            f"{where}: expected base64 text with padding and no line breaks ({error}); encode the file so"
-        ) from error
+    except (TypeError, ValueError) as error:  # binascii.Error is a ValueError.
+        raise MalformedRequest(f"{where}: expected base64 with padding and without line breaks ({error})") from error
 
 
 class _FormFields:
-    """Callbacks of the streaming parser: keeps image parts, counts and drops every other field."""
+    """The callbacks of the streaming parser, which keep the image parts, and count and drop every other field."""
 
     def __init__(self, limits: UploadLimits) -> None:
         self.images: list[EncodedImage] = []

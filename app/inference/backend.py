@@ -1,6 +1,6 @@
-"""Choose the backend of a model: the fastest, as measured on the machine that serves, before the first request.
+"""Choose the backend of a model by measuring, on the machine that serves and before the first request.
 
-Measuring takes seconds, so the choice is kept beside the networks that were exported for it.
+Measuring takes seconds, so the choice is cached beside the exported networks.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ Seconds = list[float]
 """The times of one batch, round by round."""
 
 SLOWER_BY: Final = 1.03
-"""A backend is not used if at some batch size it took longer than the plain network, by this factor, in every round."""
+"""A backend that is slower than the plain network by this factor, in every round of some batch size, is not used."""
 
 ONNX_ADVANTAGE: Final = 0.9
-"""ONNX Runtime's times count as so much of themselves.
+"""ONNX Runtime's times are multiplied by this factor.
 
-Measured alone, they lack what PyTorch loses while the service does other work: it waits for the interpreter's lock
-around each operation, and for a core that decodes while the other threads have done their share.
+The measurement runs alone and misses what PyTorch loses in a busy service: it waits for the interpreter's lock around
+each operation, and its threads wait for the one whose core is decoding an image.
 """
 
 _ROUNDS: Final = 10
 _SIZE_SECONDS: Final = 0.5
-"""Rounds of a batch size end after this time, but not before the second."""
+"""The time after which no further round of a batch size begins; there are at least two."""
 
 _LONG_SECONDS: Final = 0.25
-"""Once a batch takes so long, larger ones are not measured: they take as long for each image."""
+"""If a batch takes longer, larger ones are not measured: their time per image is the same."""
 
 
 def choose_backend(
     model: FittedModel, wanted: Backend | Literal["auto"], *, max_batch: int, threads: int
 ) -> tuple[Backend, Pipeline]:
-    """The name of the backend and the pipeline that runs on it.
+    """Return the name of a backend and the model's pipeline on it.
 
     Args:
         model: A fitted model.
-        wanted: A backend, or ``"auto"`` to measure them.  A model that has only one runs on that.
-        max_batch: Maximum number of images in a step.
-        threads: PyTorch's threads while measuring.
+        wanted: A backend, or ``"auto"`` to measure all of them.  A model with only one backend runs on that.
+        max_batch: The maximum number of images in a step.
+        threads: PyTorch's number of threads while measuring.
 
     Raises:
-        NetworkError: The network does not run on the backend that was asked for.
+        NetworkError: The network does not run on the wanted backend.
     """
     names = available_backends(model)
     if wanted == "folded" and wanted in names:
@@ -75,7 +75,7 @@ def choose_backend(
         return wanted, pipeline_on(model, wanted)
     if wanted != "auto":
         reason = (
-            "a network that the bundle holds as an ONNX graph runs in ONNX Runtime alone"
+            "a bundle with an ONNX graph runs only in ONNX Runtime"
             if model.backbone.onnx is not None
             else "only a traced float32 network on a CPU has a choice of backends"
         )
@@ -96,7 +96,8 @@ def choose_backend(
     chosen = fastest(seconds, "plain")
     milliseconds = {name: [round(1e3 * median(rounds), 2) for rounds in times] for name, times in seconds.items()}
     logger.info("backend chosen", extra={"backend": chosen, "milliseconds": milliseconds})
-    # Beside a busy neighbour each network's quickest round is its own, the median is the neighbour's too.
+    # A busy neighbour on this machine slows the median, but hardly each network's quickest round.  A choice on which
+    # both disagree may be the neighbour's doing, and is not cached.
     undisturbed = {name: [[min(rounds)] for rounds in times] for name, times in seconds.items()}
     if kept and fastest(undisturbed, "plain") == chosen:
         write_checked(kept, chosen.encode())
@@ -104,7 +105,7 @@ def choose_backend(
 
 
 def _kept(model: FittedModel, names: Sequence[Backend], *, max_batch: int, threads: int) -> Path | None:
-    """The path at which a choice is kept: for a bundle, what the service is set to, versions and the processor."""
+    """Return the path of a cached choice, whose name depends on bundle, settings, versions and processor."""
     if not INSTALLED or not model.version:  # Without ONNX Runtime there is little to measure.
         return None
     try:
@@ -120,7 +121,10 @@ def _kept(model: FittedModel, names: Sequence[Backend], *, max_batch: int, threa
 def measure(
     networks: Mapping[Name, Callable[[Tensor], Tensor]], batches: Sequence[Tensor]
 ) -> dict[Name, list[Seconds]]:
-    """Seconds of each network on each batch, in rounds in which the networks take turns."""
+    """Return each network's times on each batch, seconds.
+
+    The networks take turns in every round, so that a disturbance of the machine meets all of them.
+    """
     seconds: dict[Name, list[Seconds]] = {name: [] for name in networks}
     for batch in batches:
         for name, network in networks.items():
@@ -140,7 +144,10 @@ def measure(
 
 
 def fastest(seconds: Mapping[Name, Sequence[Seconds]], baseline: Name) -> Name:
-    """The least product of median times over batch sizes, see :data:`SLOWER_BY` and :data:`ONNX_ADVANTAGE`."""
+    """Return the name with the least product of median times over batch sizes.
+
+    :data:`SLOWER_BY` says which are left out, :data:`ONNX_ADVANTAGE` how ONNX Runtime's times are weighted.
+    """
 
     def is_slower(times: Seconds, base: Seconds) -> bool:
         return all(own > SLOWER_BY * other for own, other in zip(times, base, strict=True))

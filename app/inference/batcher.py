@@ -1,33 +1,35 @@
 """Decide which images run next: a state machine with an explicit clock.
 
-The life of a :class:`QueuedRequest` of ``count`` images::
+The life of a :class:`QueuedRequest` with ``count`` images::
 
     reserve ─▶ RESERVED ─put─▶ QUEUED ─take─▶ (its last image taken) RUNNING ─complete─▶ FINISHED
                   │               │                                     │
                   └──── cancel, expire, fail: FINISHED with an error ───┘
 
-*Bounded.*  ``pending`` = images reserved or queued ≤ ``max_queue_images``; beyond it a request is refused with
-:class:`QueueFull` and a ``retry_after`` from the measured times of batches.  So is a request whose turn would come,
-by those times, after a third of the time to its deadline; the rest is for its own images and for a device that slows
-down.  Admitted work is therefore done in time, and an overload leaves no long queue behind.
+*Bounded.*  ``pending``, the number of images reserved or queued, is at most ``max_queue_images``; a request beyond
+that is refused with :class:`QueueFull` and a ``retry_after`` that is estimated from measured batch times.  So is
+a request whose first turn is expected after more than a third of the time to its deadline; the rest is for its own
+images and for a device that slows down.  Admitted work is therefore done in time, and an overload leaves no long queue
+behind.
 
-*Fair.*  Queued requests stand in a ring; a turn is at most ``quantum`` images (an eighth of a batch), after which a
-request with more images goes to the end of the ring.  A large request fills batches that nobody else needs, and a
-single image waits for one turn of each request before it, not for all of their images.  A request that has waited a
-third of the time to its deadline is urgent and keeps its turn until all of its images are taken.
+*Fair.*  Queued requests form a ring.  A turn is at most ``quantum`` images (an eighth of a batch), after which a
+request with more images goes to the end of the ring.  So a large request fills the part of a batch that nobody else
+needs, and a single image waits for one turn of each request before it, not for all of their images.  A request that
+has waited a third of the time to its deadline is urgent, and keeps its turn until all of its images are taken.
 
 *Eager.*  A batch leaves as soon as the device asks for one; with ``max_delay_s`` > 0 it waits until it is full or its
 oldest request has waited that long.
 
-*Patient.*  Where the step computes on the cores that decode, a batch fewer is time for those who still decode.  A batch
-waits for the next of them while that costs the requests in it less than it saves the others: for ``fixed`` · coming /
-queued seconds behind its last request, if requests come less than that apart, and for twice that gap at most; ``fixed``
-is the time of a batch that does not grow with its images.  A lonely request never waits.
+*Patient.*  On a CPU, the step computes on the cores that decode images, so one batch fewer leaves more time for
+decoding.  A batch waits for the next decoded request as long as that costs its own requests less than it saves the
+others: ``fixed`` · coming / queued seconds after its last request, where ``fixed`` is the part of a batch's time that
+does not grow with its images.  It waits only if requests arrive closer together than that, and at most twice their
+usual gap.  A request on its own never waits.
 
-*Certain.*  Every request reaches FINISHED exactly once and is handed out exactly once by :meth:`Batcher.collect`.
+*Certain.*  Every request reaches FINISHED exactly once, and :meth:`Batcher.collect` hands it out exactly once.
 
-Requests of different *kinds* (another computation of the same model) never share a batch; kinds take turns.
-No torch and no HTTP in this module.
+Requests of different *kinds* (another computation of the same model) never share a batch; the kinds take turns.
+This module knows nothing of torch or HTTP.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from app.inference.request import DeviceBatch, Images, QueuedRequest, RequestKin
 
 _MAX_RETRY_AFTER_S: Final = 60
 _WAIT_FRACTION: Final = 1 / 3
-"""Fraction of the time to the deadline that a request may spend waiting for its turn."""
+"""The fraction of the time to its deadline that a request may wait for its turn."""
 
 
 @dataclass(slots=True)
@@ -53,10 +55,10 @@ class _Ring:
     """The queued requests of one kind.
 
     Attributes:
-        requests: In the order of their next turns.
-        n_coming: Requests still RESERVED.
-        n_images: Images of the queued ones that are not yet taken.
-        n_begun: Requests that have had a turn.
+        requests: The queued requests, in the order of their next turns.
+        n_coming: The number of requests still RESERVED.
+        n_images: The number of images of queued requests that are not yet taken.
+        n_begun: The number of queued requests that have had a turn.
     """
 
     requests: OrderedDict[QueuedRequest, None] = field(default_factory=OrderedDict)
@@ -69,14 +71,14 @@ class Batcher:
     """The state machine; every method that depends on time takes ``now`` (seconds, any origin).
 
     Args:
-        max_batch: Maximum number of images in a batch.
-        max_queue_images: Maximum number of images reserved or queued.
-        max_delay_s: How long a batch may wait to fill; 0 sends it at once.
-        shares_cores: Whether the step computes on the cores that decode.
+        max_batch: The maximum number of images in a batch.
+        max_queue_images: The maximum number of images reserved or queued.
+        max_delay_s: The longest time that a batch waits to fill, seconds; 0 sends it at once.
+        shares_cores: Whether the step computes on the cores that decode images.
 
     Attributes:
-        pending: Images reserved or queued.
-        finished: Requests that :meth:`collect` has not handed out yet.
+        pending: The number of images reserved or queued.
+        finished: The finished requests that :meth:`collect` has not handed out yet.
     """
 
     def __init__(
@@ -93,19 +95,19 @@ class Batcher:
         self.pending = 0
         self._closed = ""
         self._times = BatchTimes(max_batch)
-        self._gaps = BatchTimes(1)  # Between requests that come from the decoders.
+        self._gaps = BatchTimes(1)  # A running mean of the time between two requests from the decoders.
 
     @property
     def idle(self) -> bool:
-        """True when no request is alive."""
+        """Whether every request has finished."""
         return not self._live
 
     def check(self, count: int, *, now: float, deadline: float) -> None:
-        """Refuse a request that :meth:`reserve` would refuse, before its body is read.
+        """Refuse, before its body is read, a request that :meth:`reserve` would refuse.
 
         Raises:
-            QueueFull: No room, or too little time to ``deadline`` at the present rate.
-            NotReady: Closed.
+            QueueFull: There is no room, or too little time until ``deadline`` at the present rate.
+            NotReady: The batcher is closed.
         """
         if self._closed:
             raise NotReady(self._closed)
@@ -115,7 +117,7 @@ class Batcher:
                 f"try again in {self.retry_after()} s",
                 retry_after=self.retry_after(),
             )
-        # A small request is done after its first turn, for which it waits one turn of each request before it.
+        # A request of at most one turn waits for one turn of each request before it; a larger one for all their images.
         first_turn = len(self._live) * self._quantum if count <= self._quantum else self.pending
         before = min(self.pending, first_turn)
         longest, wait = _WAIT_FRACTION * (deadline - now), self._times.total(before)
@@ -132,8 +134,8 @@ class Batcher:
         """Admit a request before its images are decoded.
 
         Raises:
-            QueueFull: No room, or too little time to ``deadline`` at the present rate.
-            NotReady: Closed.
+            QueueFull: There is no room, or too little time until ``deadline`` at the present rate.
+            NotReady: The batcher is closed.
         """
         self.check(count, now=now, deadline=deadline)
         request = QueuedRequest(count, now, deadline, now + _WAIT_FRACTION * (deadline - now), kind, waiter)
@@ -143,7 +145,7 @@ class Batcher:
         return request
 
     def put(self, request: QueuedRequest, images: Images, *, now: float) -> bool:
-        """Queue a reserved request; ``False`` when it has finished already (cancelled, expired)."""
+        """Queue a reserved request; return False if it has finished already (cancelled or expired)."""
         if request.state is not State.RESERVED:
             return False
         self._gaps.add(1, request.admitted_at, now)
@@ -157,7 +159,7 @@ class Batcher:
         return True
 
     def cancel(self, request: QueuedRequest) -> None:
-        """Drop a request that nobody waits for; results of it that the device still computes are ignored."""
+        """Drop a request whose client has left; results that the device still computes for it are ignored."""
         self._finish(request, ClientGone("the client closed the connection"))
 
     def fail(self, request: QueuedRequest, error: Exception) -> None:
@@ -170,16 +172,16 @@ class Batcher:
             self._finish(request, error)
 
     def expire(self, now: float) -> None:
-        """End the requests whose deadline has passed."""
+        """End every request whose deadline has passed."""
         for request in [request for request in self._live if request.deadline <= now]:
             self._expire(request)
 
     def close(self, reason: str) -> None:
-        """Admit nothing more; what was admitted still runs."""
+        """Admit no more requests; those that were admitted still run."""
         self._closed = reason
 
     def due_in(self, now: float) -> float | None:
-        """Seconds until :meth:`take` would give a batch: 0 now, ``None`` not before something is put."""
+        """Return the seconds until :meth:`take` returns a batch: 0 for now, None until another request is put."""
         soonest = None
         for ring in self._rings.values():
             wait = self._due_in(ring, now)
@@ -188,19 +190,19 @@ class Batcher:
         return soonest
 
     def take(self, now: float, *, full: bool = False, patient: bool = True) -> DeviceBatch | None:
-        """The next batch, or ``None`` if none is due.
+        """Return the next batch, or None if none is due.
 
         Args:
             now: The time.
-            full: Only a batch of ``max_batch``, whatever the delay.
-            patient: Wait for requests that are still RESERVED, where it pays.
+            full: Return only a batch of ``max_batch`` images, whatever the delay.
+            patient: Wait for requests that are still RESERVED if that saves time.
         """
         for kind, ring in list(self._rings.items()):
-            # A ring that was due may hold only requests whose deadline has passed; it is asked again without them.
+            # All requests of a ring that was due may turn out to be past their deadline; without them it may be due.
             while self._due_in(ring, now, full=full, patient=patient) == 0:
                 batch = self._fill(kind, ring, now)
                 if batch is not None:
-                    # A dict keeps the order of insertion: this kind's next turn comes after those of the others.
+                    # A dict keeps the order of insertion, so this kind's next turn comes after those of the others.
                     self._rings[kind] = self._rings.pop(kind)
                     return batch
         return None
@@ -208,7 +210,7 @@ class Batcher:
     def complete(self, batch: DeviceBatch, result: Result, *, now: float) -> None:
         """Give each request its part of a batch's result.
 
-        Requests whose images are all done are finished; one with outputs that are not finite fails.
+        A request whose images are all done finishes; one with an output that is not finite fails.
         """
         self._times.add(batch.size, batch.taken_at, now)
         finite: list[bool] = np.asarray(np.isfinite(result.packed).all(axis=1)).tolist()
@@ -219,32 +221,32 @@ class Batcher:
             if not all(finite[images]):
                 image = start + finite[images].index(False)
                 self._finish(request, InferenceFailed(image, "the network's outputs are not finite"))
-            # A request that was cancelled or has expired meanwhile comes by too; ``_finish`` ignores it.
+            # A request may have been cancelled or have expired while the device ran; ``_finish`` then does nothing.
             request.results[start] = result[images]
             request.n_done += stop - start
             if request.n_done == request.count:
                 self._finish(request, None)
 
     def collect(self) -> list[QueuedRequest]:
-        """Requests finished since the last call, each exactly once."""
+        """Return the requests that have finished since the last call."""
         finished, self.finished = self.finished, []
         return finished
 
     def retry_after(self) -> int:
-        """Whole seconds in which the present queue drains, 1 to 60."""
+        """Return the whole seconds in which the present queue drains, from 1 to 60."""
         return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(self._times.total(self.pending))))
 
     def _due_in(self, ring: _Ring, now: float, *, full: bool = False, patient: bool = True) -> float | None:
         if not ring.requests or (full and ring.n_images < self.max_batch):
             return None
-        # A request that has begun has waited once; the rest of its images does not wait again.
+        # A request that has had a turn has waited once, and the rest of its images must not wait again.
         if ring.n_images >= self.max_batch or ring.n_begun:
             return 0.0
         wait = next(iter(ring.requests)).queued_at + self.max_delay_s - now
         if patient and self._shares_cores and ring.n_coming:
             worth, gap = self._times.fixed * ring.n_coming / len(ring.requests), self._gaps.total(1)
             if worth > gap:
-                # At most twice the gap: a stall of the machine counts as a long batch, and all would wait for long.
+                # At most twice the gap: a stall of the machine looks like a long batch and inflates ``fixed``.
                 wait = max(wait, next(reversed(ring.requests)).queued_at + min(worth, 2 * gap) - now)
         return max(0.0, wait)
 
@@ -260,8 +262,8 @@ class Batcher:
             turn = room if keeps_turn else min(room, self._quantum)
             start, stop = request.n_taken, min(request.count, request.n_taken + turn)
             slices.append(RequestSlice(request, start, stop))
-            # Begun means some images taken, some left: one more with a first turn, one less with the last, and neither
-            # for a request that needs a single turn.
+            # A request has begun if some images are taken and some are left: the first of several turns adds one, the
+            # last subtracts one, and a single turn does neither.
             ring.n_begun += (stop < request.count) - (start > 0)
             request.n_taken = stop
             room -= stop - start
@@ -279,7 +281,7 @@ class Batcher:
         self._finish(request, DeadlineExceeded(f"deadline exceeded after {seconds:.3g} s; try again"))
 
     def _finish(self, request: QueuedRequest, error: Exception | None) -> None:
-        # A result, a deadline, a departed client and a dead device may race for one request: the first ends it.
+        # A result, the deadline, the client's departure and a dead device may race for one request: the first wins.
         if request.state is State.FINISHED:
             return
         ring = self._rings[request.kind]

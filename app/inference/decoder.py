@@ -1,7 +1,7 @@
-"""Encoded images to one ``uint8 (n, C, H, W)`` array, on a thread pool or, for tiny requests, at once.
+"""Decode images to one ``uint8 (n, C, H, W)`` array, on a thread pool or, for tiny requests, at once.
 
-Requests take turns in the pool: a chunk of a request decodes for a few milliseconds, or one image that takes longer,
-and then goes to the end of the pool's queue.
+Requests take turns in the pool: a chunk of a request decodes for a few milliseconds, or for one image if that takes
+longer, and then goes to the end of the pool's queue.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from psc_core.images.decode import open_image
 from psc_core.images.preprocess import Preprocess
 
 _MAX_INLINE_PIXELS: Final = 128 * 128
-"""More pixels than these take longer to decode than the hop to a thread."""
+"""The most pixels that take no longer to decode than to hand to a thread."""
 
 TURN_SECONDS: Final = 0.002
-"""Seconds that a chunk decodes before others get a turn; requeueing it costs a hundredth of that."""
+"""The time that a chunk decodes before others get a turn; requeueing it costs a hundredth of that."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedImage:
-    """The bytes of one image file and, where the client gave one, its file name."""
+    """The bytes of one image file and, if the client gave it, the file's name."""
 
     data: bytes
     name: str | None = None
@@ -43,13 +43,13 @@ class Decoder:
     """Decodes the images of one request into one array.
 
     Args:
-        pool: Threads for everything that is not tiny.
-        memory: On which images draw.
-        threads: Size of the pool; a request is cut into at most this many chunks.
-        preprocess: The host half of the preprocessing; thread-safe.
-        max_pixels: Largest image, pixels.
-        max_request_pixels: Largest sum over the images of a request.
-        inline_bytes: Requests of at most this many bytes are decoded at once.
+        pool: The threads that decode every request that is not tiny.
+        memory: The budget from which decoding takes memory.
+        threads: The number of threads in the pool; a request is cut into at most as many chunks.
+        preprocess: The host's part of the preprocessing; thread-safe.
+        max_pixels: The maximum number of pixels of an image.
+        max_request_pixels: The maximum number of pixels of all images of a request.
+        inline_bytes: The largest request that may be decoded at once, bytes.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class Decoder:
         self._inline_bytes = inline_bytes
 
     def size_of(self, count: int) -> int:
-        """Bytes of so many decoded images."""
+        """Return the size of ``count`` decoded images, bytes."""
         return count * math.prod(self._preprocess.shape)
 
     def decode_now(self, images: Sequence[EncodedImage]) -> npt.NDArray[np.uint8] | None:
-        """The decoded images, if that takes no longer than handing them to a thread; else ``None``.
+        """Decode images if that takes no longer than handing them to a thread; else return None.
 
         Raises:
-            ImageRefused: An image that cannot be used.
+            ImageRefused: An image cannot be used.
         """
         if sum(len(image.data) for image in images) > self._inline_bytes:
             return None
@@ -101,13 +101,13 @@ class Decoder:
         is_wanted: Callable[[], bool],
         on_done: Callable[[npt.NDArray[np.uint8], Exception | None], Any],
     ) -> None:
-        """Decode on the pool.
+        """Decode images on the pool.
 
         Args:
             images: The encoded images.
-            is_wanted: Asked before each image; once it says no, the rest is skipped.
-            on_done: Called once, on a pool thread, with the decoded images and the error of the first bad one
-                (:class:`ImageRefused`, or whatever unexpected was raised), or :class:`TooManyPixels`.
+            is_wanted: Called before each image; once it returns False, the rest is skipped.
+            on_done: Called once, on a pool thread, with the decoded images and an error: that of the first bad image
+                (:class:`ImageRefused`, or any unexpected one), :class:`TooManyPixels`, or None.
         """
         decoded = np.empty((len(images), *self._preprocess.shape), np.uint8)
         chunks = min(self._threads, len(images))
@@ -138,7 +138,7 @@ class Decoder:
             self._pool.submit(run, start, stop)
 
     def _requeue(self, run: Callable[[int, int], None], start: int, stop: int) -> bool:
-        """Put the rest of a chunk at the end of the pool's queue; ``False`` when the pool is closed."""
+        """Put the rest of a chunk at the end of the pool's queue; return False if the pool is closed."""
         try:
             self._pool.submit(run, start, stop)
         except RuntimeError:
@@ -147,10 +147,10 @@ class Decoder:
 
 
 class _Progress:
-    """Counts the chunks and pixels of one request and keeps the error of its first bad image.
+    """Counts the chunks and pixels of one request, and keeps the errors of its images.
 
     Attributes:
-        has_too_many: Whether its images have more pixels than a request may.
+        has_too_many: Whether the images have more pixels than a request may have.
     """
 
     def __init__(self, chunks: int, max_pixels: int, on_done: Callable[[Exception | None], Any]) -> None:
@@ -169,7 +169,7 @@ class _Progress:
             self.has_too_many |= self._pixels > self._max_pixels
         if self.has_too_many:
             raise TooManyPixels(
-                f"expected images of at most {self._max_pixels} pixels together (the setting max_pixels_per_request), "
+                f"expected images of at most {self._max_pixels} pixels in all (the setting max_pixels_per_request), "
                 "got more; split the request or send smaller images"
             )
 

@@ -1,14 +1,14 @@
-"""One model's way from encoded images to results: decode │ queue │ device, three stages that overlap.
+"""Take one model's requests from encoded images to results in three stages that overlap: decode, queue, device.
 
 ::
 
     handler ─ reserve ─▶ decode (at once, or thread pool) ─▶ put ─▶ device worker ─▶ future ─▶ handler
 
-Event loop, decode threads and device thread meet only in the queue.  Requests that are decoded in one turn of the loop
-are put together, the pool puts its own, and a batch's results come back in one call, so the number of hops between
-threads follows the number of batches, not of requests.  A step that is quicker than such a hop runs on the event loop
-itself, once a turn of it brings no more requests or a batch is full.  Every admitted request ends in a result or in an
-error.
+The event loop, the decode threads and the device thread meet only in the queue.  Requests that are decoded in one turn
+of the loop are put into the queue together, the decode threads put theirs, and a batch's results come back in one call,
+so the number of hops between threads grows with the batches, not with the requests.  A step that takes less time than
+such a hop runs on the event loop itself, as soon as a turn of the loop brings no more requests or a batch is full.
+Every admitted request ends in a result or an error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger("psc.engine")
 
 
 class Phase(enum.Enum):
-    """The phases of an engine's life."""
+    """The phase of an engine's life."""
 
     WARMING = "warming up"
     READY = "ready"
@@ -49,26 +49,26 @@ class EngineObserver(Protocol):
     """The events that an engine reports, from any thread."""
 
     def batch(self, size: int, seconds: float, waits: Sequence[float]) -> None:
-        """A device step of ``size`` images took ``seconds``; its requests had waited so long."""
+        """Note a device step of ``size`` images, how long it took, and how long its requests had waited, seconds."""
 
     def decoded(self, seconds: float) -> None:
-        """A request's images were decoded."""
+        """Note how long it took to decode a request's images, its wait for a thread included."""
 
 
 class Engine:
     """Batches requests for one model; create, call, and close it on one event loop.
 
     Args:
-        name: Name of the model, in thread names and logs.
+        name: The name of the model, for thread names and logs.
         step: The device computation, used by this engine alone.
-        decoder: Bytes to arrays.
-        batcher: The state of its queue, used by this engine alone.
-        observer: Told of batches and decodes.
-        deadline_s: Seconds within which each request is answered.
+        decoder: Decodes the images.
+        batcher: The state of the queue, used by this engine alone.
+        observer: Hears of batches and decoded requests.
+        deadline_s: The time in which each request is answered, seconds.
 
     Attributes:
-        phase: Where in its life it is.
-        device_error: What killed the device after it was warm; None while it lives.
+        phase: The phase of the engine's life.
+        device_error: The error that killed the device after warm-up; None while it works.
     """
 
     def __init__(
@@ -105,12 +105,12 @@ class Engine:
 
     @property
     def pending(self) -> int:
-        """Images admitted and not yet on the device."""
+        """The number of images admitted and not yet on the device."""
         with self._queue as batcher:
             return batcher.pending
 
     async def start(self) -> None:
-        """Warm up every shape; returns when the engine is ready.
+        """Warm up every batch shape, and return when the engine is ready.
 
         Raises:
             DeviceError: The network failed while it was warmed up.
@@ -119,11 +119,11 @@ class Engine:
         await self._started
 
     def check_room(self) -> None:
-        """Refuse a request of which not even one image would be admitted now, before its body is read.
+        """Refuse a request, before its body is read, if not even one image would be admitted now.
 
         Raises:
-            NotReady: Warming up, draining or failed.
-            QueueFull: No room.
+            NotReady: The engine is warming up or draining, or has failed.
+            QueueFull: The queue has no room.
         """
         self._check_warm()
         now = time.monotonic()
@@ -137,20 +137,20 @@ class Engine:
         disconnected: Callable[[], bool] | None = None,
         kind: RequestKind = RequestKind.PREDICT,
     ) -> Result:
-        """The network's outputs for the images of one request.
+        """Compute the network's outputs for the images of one request.
 
         Args:
-            images: At least one; encoded, or ``uint8 (n, channels, height, width)`` of the network's size.
-            disconnected: Whether the client has left; asked now and then, and the work is dropped.
-            kind: What to compute.
+            images: At least one image, encoded, or ``uint8 (n, channels, height, width)`` of the network's input size.
+            disconnected: Returns whether the client has left; called now and then, to drop work that nobody needs.
+            kind: The computation.
 
         Raises:
-            NotReady: Warming up, draining or failed.
-            QueueFull: No room.
-            TooManyRequests: No memory.
+            NotReady: The engine is warming up or draining, or has failed.
+            QueueFull: The queue has no room.
+            TooManyRequests: The memory budget has no room.
             ImageRefused: An image cannot be used.
-            TooManyPixels: The images have more than a request may.
-            DeadlineExceeded: Not in time.
+            TooManyPixels: The images have more pixels than a request may have.
+            DeadlineExceeded: There was no result before the deadline.
             InferenceFailed: The network failed on an image.
             DeviceError: The device failed.
             ClientGone: The client left.
@@ -179,30 +179,28 @@ class Engine:
         try:
             return await done
         except asyncio.CancelledError:
-            # Nobody waits any more: images that the device has not taken yet make room for others.
+            # Nobody waits any more, so images that the device has not taken yet make room for others.
             with self._queue as batcher:
                 batcher.cancel(request)
             raise
         finally:
             self._watched.pop(request, None)
 
-    # What the worker reports, on its thread
+    # The events of worker.WorkerEvents, which come on the worker's thread.
 
     def worker_ready(self, inline: bool) -> None:
-        """See :class:`.worker.WorkerEvents`."""
         self._call_on_loop(self._ready, inline)
 
     def worker_failed(self, error: Exception) -> None:
-        """See there."""
         self._call_on_loop(self._device_failed, error)
 
     def batch_computed(self, batch: DeviceBatch, seconds: float) -> None:
-        """See there."""
+        # Each request counts once, by its first slice.
         waits = [batch.taken_at - each.request.queued_at for each in batch.slices if each.start == 0]
         self._observer.batch(batch.size, seconds, waits)
 
     def sweep(self) -> None:
-        """Fail what is past its deadline and drop what nobody waits for; call a few times a second."""
+        """Fail requests past their deadline and drop those whose clients left; to be called a few times a second."""
         left = [request for request, disconnected in self._watched.items() if disconnected()]
         with self._queue as batcher:
             for request in left:
@@ -210,14 +208,14 @@ class Engine:
             batcher.expire(time.monotonic())
 
     def stop_admitting(self, reason: str) -> None:
-        """Admit nothing more; what was admitted is finished."""
+        """Admit no more requests; those that were admitted are finished."""
         if self.phase in (Phase.WARMING, Phase.READY):
             self.phase = Phase.DRAINING
         with self._queue as batcher:
             batcher.close(reason)
 
     async def close(self, *, within_s: float) -> None:
-        """Finish what was admitted, fail what is left after ``within_s`` seconds, end the thread."""
+        """Finish the admitted requests, fail those left after ``within_s`` seconds, and end the thread."""
         self.stop_admitting("the model is shutting down; try again")
         end = time.monotonic() + within_s
         while self._busy() and time.monotonic() < end:
@@ -227,7 +225,7 @@ class Engine:
             batcher.fail_all(NotReady("the service is shutting down; try again"))
         self._queue.stop()
         end = time.monotonic() + min(5.0, max(0.1, end - time.monotonic()))
-        # Not a join: it would need a thread, which would hold the old model.
+        # Polled and not joined: the join would need a thread, and if the device hangs, that thread keeps this model.
         while self._worker.alive and time.monotonic() < end:
             await asyncio.sleep(0.01)
         if self.phase is not Phase.FAILED:
@@ -247,7 +245,7 @@ class Engine:
         def on_done(decoded: Images, error: Exception | None) -> None:
             self._observer.decoded(time.monotonic() - began)
             if error is None:
-                # This is a thread of the pool; arrivals belong to the loop alone, and so need no lock.
+                # This runs on a decode thread; only the loop touches arrivals, which therefore need no lock.
                 if self._inline:
                     self._call_on_loop(self._arrive, request, decoded)
                 else:
@@ -260,7 +258,7 @@ class Engine:
         try:
             decoded = self._decoder.decode_now(images)
             if decoded is None:
-                # Read without the lock: at worst a thread decodes one image in vain.
+                # The state is read without the lock: at worst, a thread decodes one image in vain.
                 is_wanted = lambda: request.state is State.RESERVED  # noqa: E731
                 self._decoder.decode_later(images, is_wanted=is_wanted, on_done=on_done)
             else:
@@ -271,7 +269,7 @@ class Engine:
 
     def _arrive(self, request: QueuedRequest, images: Images) -> None:
         if not self._arrivals:
-            # Once a turn of the loop: all its arrivals cost one lock and one wake-up of the device thread.
+            # Once per turn of the loop, so that all its arrivals cost one lock and one wake-up of the device thread.
             self._loop.call_soon(self._put_arrivals)
         self._arrivals.append((request, images))
 
@@ -287,7 +285,7 @@ class Engine:
                 self._loop.call_soon(self._run_unless_more_came)
 
     def _run_unless_more_came(self) -> None:
-        """Compute what is queued, unless the last turn of the loop brought more: the next one has a fuller batch."""
+        """Compute the queued requests, unless the last turn of the loop brought more, which make a fuller batch."""
         if not self._arrivals:
             self._worker.run_due()
 
@@ -304,26 +302,26 @@ class Engine:
     def _resolve(self, requests: list[QueuedRequest]) -> None:
         for request in requests:
             done: asyncio.Future[Result] = request.waiter
-            # A handler that was cancelled has cancelled its future too, and a done future takes no result.
+            # A cancelled handler has cancelled its future, and setting the result of a done future raises.
             if done.done():
                 continue
             if request.error is None:
                 done.set_result(request.result())
             else:
                 done.set_exception(request.error)
-                # The waiter may be gone, and asyncio would log an error that nobody retrieved.
+                # Mark the error as retrieved: the waiter may be gone, and asyncio would log it as never retrieved.
                 done.exception()
 
     def _call_on_loop(self, action: Callable[..., None], *arguments: Any) -> None:
         try:
             self._loop.call_soon_threadsafe(action, *arguments)
         except RuntimeError:
-            # asyncio refuses calls on a closed loop, which the device thread may outlive.
+            # asyncio raises RuntimeError for a closed loop, which the device thread may outlive.
             logger.debug("the event loop is closed; nobody waits for %s", action)
 
     def _ready(self, inline: bool) -> None:
         self._inline = inline
-        # An engine that was told to drain while the thread was warming up stays so.
+        # An engine that was told to drain while its thread warmed up goes on draining.
         if self.phase is Phase.WARMING:
             self.phase = Phase.READY
         if not self._started.done():

@@ -1,4 +1,4 @@
-"""Fingerprints of images: equal for identical bytes, and of no meaning outside this process."""
+"""Compute fingerprints of images, which are equal for identical bytes and mean nothing outside this process."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from app.inference.decoder import EncodedImage
 from app.inference.request import Images
 
 _AT_ONCE: Final = 1 << 20
-"""Bytes that take less than a millisecond; more are read on a thread, for the event loop to have its turn between."""
+"""The most bytes that are hashed on the event loop, in less than a millisecond; more are hashed on a thread."""
 
 
 async def fingerprints(images: Sequence[EncodedImage] | Images) -> list[int]:
-    """Return a 64-bit number of each image's bytes: those of its file, or of its pixels.
+    """Return a 64-bit hash of each image's file, or of its pixels.
 
-    ``hash`` of bytes is SipHash under a key that Python draws at its start: ten times as fast as a cryptographic one,
-    and nobody outside can make two images that share theirs.
+    ``hash`` of bytes is SipHash with a key that Python draws when it starts: ten times as fast as a cryptographic hash,
+    and nobody outside can make two images with the same one.
     """
+    # map() is lazy: the bytes are read only where the list is made, perhaps on a thread.
     if isinstance(images, np.ndarray):
-        size, hashes = images.nbytes, map(hash, map(np.ndarray.tobytes, images))  # Read where the list is made.
+        size, hashes = images.nbytes, map(hash, map(np.ndarray.tobytes, images))
     else:
         files = [image.data for image in images]
         size, hashes = sum(map(len, files)), map(hash, files)

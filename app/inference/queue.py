@@ -1,4 +1,4 @@
-"""The queue between those who admit and decode requests and the device thread."""
+"""The queue between the threads that admit and decode requests and the device thread."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class RequestQueue:
         with queue as batcher:
             request = batcher.reserve(...)
 
-    Requests that finished in the block are delivered when it ends, without the lock.  A blocked :meth:`take` is woken
-    if its batch is due earlier than it knew.
+    Requests that finish in the block are delivered when it ends, without holding the lock.  A blocked :meth:`take` is
+    woken if its batch is now due earlier.
 
     Args:
         batcher: The state machine; nobody else may touch it.
-        deliver: Called on the thread that finished them, with the requests just finished.
+        deliver: Called with the requests that have just finished, on the thread that finished them.
     """
 
     def __init__(self, batcher: Batcher, deliver: Callable[[list[QueuedRequest]], None]) -> None:
@@ -38,7 +38,7 @@ class RequestQueue:
 
     def __exit__(self, *_: object) -> None:
         finished = self._batcher.collect()
-        if self._wakes_at != -math.inf:  # A take is blocked.
+        if self._wakes_at != -math.inf:  # Otherwise no take is blocked, and asking for the next batch is wasted.
             now = time.monotonic()
             due_in = self._batcher.due_in(now)
             if due_in is not None and now + due_in < self._wakes_at:
@@ -55,26 +55,26 @@ class RequestQueue:
                 batcher.put(request, images, now=now)
 
     def take(self, *, block: bool, full: bool = False) -> DeviceBatch | None:
-        """The next batch; waits for one when ``block``.  ``None``: none due, or stopped."""
+        """Return the next batch, or None if none is due or the queue was stopped; with ``block``, wait for one."""
         while True:
             with self as batcher:
                 now = time.monotonic()
                 batch = batcher.take(now, full=full, patient=block)
                 if batch is not None or not block or self._stopped:
                     return batch
-                if not batcher.finished:  # Requests that expired meanwhile are delivered before we wait.
+                if not batcher.finished:  # Otherwise take() has expired requests, to be delivered before we wait.
                     due_in = batcher.due_in(now)
                     self._wakes_at = math.inf if due_in is None else now + due_in
                     self._condition.wait(due_in)
                 self._wakes_at = -math.inf
 
     def stop(self) -> None:
-        """Make a blocked and every later :meth:`take` return."""
+        """Make :meth:`take` return at once, now if it is blocked and from now on."""
         with self._condition:
             self._stopped = True
             self._condition.notify_all()
 
     @property
     def stopped(self) -> bool:
-        """True once :meth:`stop` was called."""
+        """Whether :meth:`stop` was called."""
         return self._stopped

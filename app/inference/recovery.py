@@ -1,8 +1,8 @@
 """Recover from a batch that failed on the device.
 
-Out of memory: the batch is run again in halves.  After any other error a blank image is tried; if that works, the
-batch is run again in halves until the image on which the network fails is alone, and only its request fails.  If it
-does not, the device is dead: :class:`DeviceError` is raised, and the worker ends every request.
+If the device is out of memory, the batch runs again in halves.  After any other error, a blank image is tried.  If that
+works, the batch runs again in halves until the image at fault is alone, and only its request fails.  If it does not
+work, the device is dead: :class:`DeviceError` is raised, and the worker ends every request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger("psc.device")
 
 
 def run_halves(queue: RequestQueue, step: Step, batch: DeviceBatch, error: Exception) -> None:
-    """Run a failed batch again in halves, and halves of these where they fail too.
+    """Run a failed batch again in halves; a half that fails is cut in halves again.
 
     Raises:
         DeviceError: The device is dead.
@@ -55,7 +55,7 @@ def run_halves(queue: RequestQueue, step: Step, batch: DeviceBatch, error: Excep
 
 
 def check_device(step: Step) -> None:
-    """Send one blank image through the device.
+    """Check the device by running one blank image.
 
     Raises:
         DeviceError: The device is dead.
@@ -65,7 +65,7 @@ def check_device(step: Step) -> None:
         step.launch(0, 1)
         packed = step.fetch(0, 1)
     except Exception as error:
-        if is_out_of_memory(error):
+        if is_out_of_memory(error):  # Having no memory for now does not mean that the device is dead.
             step.release_memory()
             return
         raise DeviceError(f"a blank image failed on the device ({type(error).__name__})") from error

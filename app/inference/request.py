@@ -1,4 +1,4 @@
-"""The contents of the queue: the images of one request, batches that hold slices of them, and their results."""
+"""The contents of the queue: requests with their images, batches of slices of requests, and results."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 Images = npt.NDArray[np.uint8]
-"""(n, channels, height, width)."""
+"""Decoded images, of shape (n, channels, height, width)."""
 
 
 class RequestKind(enum.Enum):
-    """The kinds of requests: outputs alone, with maps, with explanations, or with both."""
+    """The kind of a request: outputs alone, with maps, with explanations, or with both."""
 
     PREDICT = enum.auto()
     MAP = enum.auto()
@@ -23,12 +23,12 @@ class RequestKind(enum.Enum):
 
     @property
     def has_map(self) -> bool:
-        """Whether only a model with a map can compute it."""
+        """Whether it needs a model with a map."""
         return self in (RequestKind.MAP, RequestKind.EXPLAIN_WITH_MAP)
 
 
 class State(enum.Enum):
-    """The states of a request's life."""
+    """The state of a request's life."""
 
     RESERVED = enum.auto()
     QUEUED = enum.auto()
@@ -42,47 +42,49 @@ class Result:
 
     Attributes:
         packed: ``float32 (n, S + K + G)`` outputs (:mod:`psc_core.tasks.outputs`).
-        explanation: By name, arrays of ``Pipeline.explain``, images first; empty unless asked for.
+        explanation: The arrays of ``Pipeline.explain`` by name, whose first axis is the images; empty unless asked for.
     """
 
     packed: npt.NDArray[np.float32]
     explanation: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
 
     def __getitem__(self, images: slice) -> Result:
-        """A view of some of the images."""
+        """Return a view of some of the images."""
         return Result(self.packed[images], {name: array[images] for name, array in self.explanation.items()})
 
 
 @dataclass(eq=False, slots=True)
 class QueuedRequest:
-    """One request's images on their way through the device."""
+    """One request's images on their way through the device; times are seconds of the batcher's clock."""
 
     count: int
+    """The number of images."""
     admitted_at: float
-    """The time at which it was reserved, seconds of the batcher's clock."""
+    """The time at which the request was reserved."""
     deadline: float
-    """The time at which the result must be there."""
+    """The time by which the result is due."""
     urgent_at: float
-    """The time from which it keeps its turn until all of its images are taken."""
+    """The time from which the request keeps its turn until all of its images are taken."""
     kind: RequestKind
-    """Requests of one kind may share a batch."""
+    """The kind; only requests of one kind share a batch."""
     waiter: Any
-    """Whoever waits for the result; never looked at here."""
+    """An object of the caller, which waits for the result; the queue only keeps it."""
     state: State = State.RESERVED
     images: Images = field(default_factory=lambda: np.empty((0, 0, 0, 0), np.uint8))
-    """Empty while it is reserved."""
+    """The decoded images; empty while the request is reserved."""
     n_taken: int = 0
-    """Images handed out in batches so far."""
+    """The number of images handed out in batches so far."""
     n_done: int = 0
+    """The number of images computed so far."""
     queued_at: float = 0.0
-    """The time at which its images were there."""
+    """The time at which the request was queued."""
     results: dict[int, Result] = field(default_factory=dict)
-    """The results of the images completed so far, by the first image of each slice."""
+    """The results so far, by the index of the first image of each slice."""
     error: Exception | None = None
-    """The reason why it failed; ``None`` after FINISHED means success."""
+    """The reason why the request failed; ``None`` after FINISHED means success."""
 
     def result(self) -> Result:
-        """Return the result of all images, once they are completed."""
+        """Return the result of all images, once all are computed."""
         slices = [self.results[start] for start in sorted(self.results)]
         if len(slices) == 1:
             return slices[0]
@@ -117,12 +119,12 @@ class DeviceBatch(NamedTuple):
             offset += stop - start
 
     def alive(self) -> DeviceBatch:
-        """The slices whose requests are not finished."""
+        """Return the batch without the slices of finished requests."""
         alive = [each for each in self.slices if each.request.state is not State.FINISHED]
         return self._replace(slices=alive, size=sum(each.stop - each.start for each in alive))
 
     def halves(self) -> tuple[DeviceBatch, DeviceBatch]:
-        """The batch cut after half of its images, through a slice where need be."""
+        """Return the batch in two halves, cutting a slice if necessary."""
         half = room = self.size // 2
         left: list[RequestSlice] = []
         right: list[RequestSlice] = []

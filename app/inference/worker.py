@@ -1,8 +1,8 @@
-"""The device worker: takes batches from the queue, runs them, and hands every request its result.
+"""Take batches from the queue, run them on the device, and hand every request its result.
 
-Between two batches the thread does only what cannot wait: copy images into the step's buffer, launch, hand out.
-With a step of two slots a full batch is launched behind the one that is running; a batch that is not full waits until
-the device is free, so that it can still grow.
+Between two batches the thread does only what cannot wait: it copies images into the step's buffer, launches the batch
+and hands out results.  With a step of two slots, a full batch is launched behind the running one; a batch that is not
+full waits until the device is free, so that it can still grow.
 
 A quick step (:meth:`app.inference.steps.base.Step.warm_up`) needs no thread: the thread warms it up and ends.
 """
@@ -24,6 +24,7 @@ from psc_core.errors import DeviceError
 logger = logging.getLogger("psc.device")
 
 _POLL_S: Final = 50e-6
+"""The time between two looks at a running batch, seconds; short beside the time of a batch."""
 
 
 class _Launched(NamedTuple):
@@ -38,24 +39,24 @@ class WorkerEvents(Protocol):
     """The events that a worker reports, on the thread that computes."""
 
     def worker_ready(self, inline: bool) -> None:
-        """Every shape is warm; with ``inline``, :meth:`DeviceWorker.run_due` computes the batches from now on."""
+        """React when every shape is warm; with ``inline``, :meth:`DeviceWorker.run_due` is to compute the batches."""
 
     def worker_failed(self, error: Exception) -> None:
-        """The device is dead."""
+        """React to the death of the device."""
 
     def batch_computed(self, batch: DeviceBatch, seconds: float) -> None:
-        """A batch took ``seconds``; its results are about to go out."""
+        """Note a batch that took ``seconds``, before its results are handed out."""
 
 
 class DeviceWorker:
-    """Owns the step.
+    """The owner of the step, and the thread on which it runs.
 
     Args:
-        queue: Where batches come from; stopping it ends the thread.
-        step: How they are computed.
-        events: Told when it is warm, of each batch, and of its end.
-        name: Name of the thread.
-        may_run_inline: Whether a quick step may run where :meth:`run_due` is called.
+        queue: The queue of batches; stopping it ends the thread.
+        step: The device computation.
+        events: Hears of the end of warm-up, of each batch, and of the device's death.
+        name: The name of the thread.
+        may_run_inline: Whether a quick step may run on the thread that calls :meth:`run_due`.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class DeviceWorker:
         self._launched: deque[_Launched] = deque()
         self._next_slot = 0
         self._may_run_inline = may_run_inline
-        # A daemon, for a device that hangs must not keep the process from ending.
+        # A daemon thread, because a device that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -82,15 +83,15 @@ class DeviceWorker:
 
     @property
     def alive(self) -> bool:
-        """True from the start of the thread to its end."""
+        """Whether the thread is running."""
         return self._thread.is_alive()
 
     def run_due(self) -> None:
-        """Compute, on the calling thread, every batch that is due; where the worker is inline."""
+        """Compute every batch that is due on the calling thread; only for an inline worker."""
         try:
             while (batch := self._queue.take(block=False)) is not None:
                 self._launch(batch)
-                # An explanation, or a batch that failed and was run again, is complete and leaves nothing to fetch.
+                # Explanations, and batches that failed and ran again in halves, are complete already.
                 if self._launched:
                     self._finish_oldest()
         except Exception as error:
@@ -111,7 +112,7 @@ class DeviceWorker:
             self._end("the compute device failed", error)
 
     def _advance(self) -> None:
-        """Launch a batch, wait a moment, or finish the oldest one."""
+        """Launch the next batch, wait a moment for the running one, or finish the oldest."""
         step, launched = self._step, self._launched
         if len(launched) < step.slots:
             batch = self._queue.take(block=not launched, full=bool(launched))
@@ -120,13 +121,13 @@ class DeviceWorker:
         if not launched:
             return
         if len(launched) < step.slots and not step.done(launched[0].slot):
-            # Polled and not waited for: a batch that fills up meanwhile is launched behind the one that runs.
+            # Polled and not waited for, so that a batch that fills up meanwhile is launched behind the running one.
             time.sleep(_POLL_S)
             return
         self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        """Fetch the oldest batch and hand its results out; with two slots, launch the next batch in between."""
+        """Fetch the oldest batch and hand out its results; with two slots, launch the next batch in between."""
         step, launched = self._step, self._launched
         oldest = launched.popleft()
         try:
@@ -136,8 +137,8 @@ class DeviceWorker:
             return
         seconds = time.perf_counter() - oldest.started
         following = self._queue.take(block=False) if step.slots > 1 and not launched else None
-        # Launched before the results go out, so that the device does not idle meanwhile.  An explanation is computed at
-        # once and would hold them up.
+        # Launched before the results are handed out, or the device would idle meanwhile.  But a batch of explanations
+        # is computed on this thread, and would delay these results.
         if following is not None and following.kind is RequestKind.PREDICT:
             self._launch(following)
             following = None
@@ -169,8 +170,8 @@ class DeviceWorker:
             batcher.complete(batch, result, now=time.monotonic())
 
     def _recover(self, batch: DeviceBatch, error: Exception) -> None:
-        """Run a failed batch again in halves; raises only when the device is dead."""
-        # Halves run in slot 0, which another batch may hold: what was launched is fetched first.
+        """Run a failed batch again in halves; raises only if the device is dead."""
+        # Halves run in slot 0, which another launched batch may still use: all are fetched first.
         while self._launched:
             other = self._launched.popleft()
             try:
@@ -185,7 +186,7 @@ class DeviceWorker:
         logger.critical("%s", message, exc_info=error)
         self._launched.clear()
         failure = DeviceError(f"{message}; this process is being replaced, try again")
-        # First, so that whoever is told of the failure finds the service not ready.
+        # First, so that a client that learns of the failure finds the service not ready.
         self._events.worker_failed(error)
         with self._queue as batcher:
             batcher.close(message)

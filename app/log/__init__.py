@@ -1,8 +1,9 @@
-"""The prediction log: predictions in, files of :mod:`psc_core.log` out, without holding up an answer.
+"""Write predictions to the files of :mod:`psc_core.log` without holding up an answer.
 
 ::
 
     event loop ─ append ─▶ waiting predictions ─▶ thread: draw │ digest │ store image │ open rows ─▶ a Parquet file
 
-All that is held draws on one limit of bytes; what does not fit, or cannot be written, is dropped and counted.
+Waiting predictions and open rows share one limit of bytes.  What does not fit, or cannot be written, is dropped and
+counted.
 """

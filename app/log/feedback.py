@@ -1,4 +1,4 @@
-"""The images of the log that people review, and their verdicts, checked against rows and written to its labels."""
+"""Find the images of the log that people should review, and write their verdicts to its labels."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from psc_core.log.schema import SHA256
 from psc_core.log.source import open_image
 from psc_core.log.unreviewed import Unreviewed
 
-_MOST_SECONDS: Final = 5.0
+_MAX_WAIT_SECONDS: Final = 5.0
 
 
 def wait_seconds(deadline_s: float) -> float:
-    """Return for how long a search waits until what the writer holds is written, and for how long it then goes on.
+    """Return the longest time that a search waits for the writer, and then the longest time that it takes, seconds.
 
     A third of the deadline is left for reading the models.
     """
-    return min(_MOST_SECONDS, deadline_s / 3)
+    return min(_MAX_WAIT_SECONDS, deadline_s / 3)
 
 
 def give(writer: LogWriter, label: Label, *, seconds: float) -> Label:
-    """Write a verdict and return it as written; may take seconds, so call it on a thread.
+    """Write a verdict and return it as written.  It may take seconds, so call it on a thread.
 
     Args:
-        writer: Of the log; what it holds is written first, where the row is not found without.
-        label: Of an image by request and position.
-        seconds: From :func:`wait_seconds`.
+        writer: The writer of the log, which is flushed if the row is not found otherwise.
+        label: The verdict on an image, which it names by request and position.
+        seconds: The result of :func:`wait_seconds`.
 
     Raises:
-        UnknownImage: The log has no row of it.
+        UnknownImage: The log has no row of the image.
         ImageConflict: The row is of another image, or of one that was erased.
         UnusableLabel: The row's model could not have given this label.
         LogUnavailable: The log cannot be read or written.
@@ -59,14 +59,14 @@ def give(writer: LogWriter, label: Label, *, seconds: float) -> Label:
 
 
 def to_review(writer: LogWriter, limit: int, *, seconds: float) -> tuple[list[Unreviewed], dict[str, LoggedModel]]:
-    """Return the newest stored images that were not accepted and have no verdict, and the bundles that they are of.
+    """Return the newest stored images that were not accepted and have no verdict, and their models by version.
 
-    Call it on a thread.
+    It may take seconds, so call it on a thread.
 
     Args:
-        writer: Of the log; what it holds is written first.
-        limit: The largest number of images.
-        seconds: From :func:`wait_seconds`.
+        writer: The writer of the log, which is flushed first.
+        limit: The maximum number of images.
+        seconds: The result of :func:`wait_seconds`.
 
     Raises:
         LogUnavailable: The log cannot be read.
@@ -81,10 +81,10 @@ def to_review(writer: LogWriter, limit: int, *, seconds: float) -> tuple[list[Un
 
 
 def stored_image(writer: LogWriter, name: str) -> tuple[Any, int]:
-    """Return an open stored image and its size, bytes; call it on a thread.
+    """Open a stored image and return it with its size in bytes; call it on a thread.
 
     Raises:
-        UnknownImage: There is none.
+        UnknownImage: The log has no such image.
         LogUnavailable: The log cannot be read.
     """
     try:
@@ -103,6 +103,6 @@ def _row(writer: LogWriter, label: Label, seconds: float) -> dict[str, Any]:
     if row is None:
         raise UnknownImage(
             f"the log has no row of image {key[1]} of request {key[0]!r}; it was not drawn (log_rows), or another "
-            "worker will have written it within log_flush_seconds"
+            "worker still holds it: try again after log_flush_seconds"
         )
     return row

@@ -1,4 +1,4 @@
-"""The thread that removes what is too old from the log, beside the one that writes it."""
+"""Remove old rows and images from the log, on a thread of its own."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from psc_core.log.store import Log
 logger = logging.getLogger("psc.log")
 
 PRUNE_SECONDS: Final = 3600.0
-"""Seconds between two removals."""
+"""The time between two removals, seconds."""
 
 
 class LogPruner:
-    """Removes what is older than some days, at the start and every hour.
+    """A thread that removes rows and images older than some days, at the start and every hour.
 
-    A bucket removes thousands of images one request after the other; the log is written meanwhile.
+    It is not the writer's thread, because a bucket takes one request for each of thousands of images.
 
     Args:
         log: The log.
-        days: That are kept.
+        days: The number of days to keep.
     """
 
     def __init__(self, log: Log, days: int) -> None:
@@ -32,15 +32,13 @@ class LogPruner:
         self._thread = threading.Thread(target=self._run, name="psc-log-prune", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def end(self) -> None:
-        """Have the thread end after the file that it is at; the rest is removed another time."""
+        """Ask the thread to end after the file it is removing; a later start removes the rest."""
         self._ended.set()
 
     def is_alive(self) -> bool:
-        """Return whether the thread runs."""
         return self._thread.is_alive()
 
     def _run(self) -> None:
@@ -48,7 +46,7 @@ class LogPruner:
             try:
                 prune(self._log, self._days, ended=self._ended)
             except OSError as error:
-                logger.error("the prediction log cannot remove what is too old: %s", error)
-            except Exception as error:  # A bug must not end the removal, nor be silent.
-                logger.error("the removal of what is too old failed", exc_info=error)
+                logger.error("old rows and images of the prediction log cannot be removed: %s", error)
+            except Exception as error:  # Even a bug must not end the thread, but the log has to tell of it.
+                logger.error("the removal of old rows and images failed", exc_info=error)
             self._ended.wait(PRUNE_SECONDS)

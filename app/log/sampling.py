@@ -1,8 +1,8 @@
-"""Draw the images that come into the log, by one number of each, so the same request always falls the same way.
+"""Draw the images that are logged, by one number for each, so that the same request is always drawn alike.
 
-That number u, uniform in [0, 1), is a hash of request id and position.  An image is of the audit slice where u is below
-its probability, has a row where u is below the largest of all that apply, and is stored where u is below that of its
-decision, or where it is of the slice.
+That number u, uniform in [0, 1), is a hash of the request's id and the image's position.  An image is in the audit
+slice if u is below the slice's probability, is stored if it is in the slice or u is below its decision's probability,
+and gets a row if it is stored or u is below ``log_rows``.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _SCALE: Final = 2.0**-53
 
 @dataclass(frozen=True)
 class Sampling:
-    """Probabilities with which the images of one model come into the log.
+    """The probabilities with which the images of one model are logged.
 
     Attributes:
-        audit: Of the random slice.
-        rows: Of a row, by the decision's code.
-        images: Of a stored image, by the decision's code.
+        audit: The probability of the audit slice.
+        rows: The probability of a row, by the decision's code.
+        images: The probability that the image is stored, by the decision's code.
     """
 
     audit: float
@@ -33,7 +33,7 @@ class Sampling:
 
     @classmethod
     def of(cls, settings: Settings, task: Task) -> Sampling:
-        """Return the sampling that the settings ask for of a model of this task."""
+        """Return the sampling that the settings ask for, for a model of this task."""
         asked, audit = settings.log_image_probabilities, settings.log_audit
         default = asked.get("abstained", 0.0)
         images = tuple(
@@ -44,6 +44,6 @@ class Sampling:
 
 
 def number_of(request_id: str, image_index: int) -> float:
-    """Return the number u of an image."""
+    """Return an image's number u."""
     digest = hashlib.blake2b(f"{request_id}/{image_index}".encode(), digest_size=8).digest()
-    return (int.from_bytes(digest) >> 11) * _SCALE  # As many bits as a float64 holds, or it could round to 1.
+    return (int.from_bytes(digest) >> 11) * _SCALE  # The 53 bits of a float64: with all 64, u could round up to 1.

@@ -1,4 +1,4 @@
-"""The thread that writes the log, and the waiting predictions before it."""
+"""The thread that writes the log, and the predictions that wait for it."""
 
 from __future__ import annotations
 
@@ -27,34 +27,37 @@ from psc_core.log.schema import model_path, rows_path
 from psc_core.log.store import Log
 from psc_core.log.unreviewed import UnreviewedImages
 from psc_core.model.base import FittedModel
+from psc_core.tasks.decide import BaseDecisions
 from psc_core.tasks.outputs import FloatArray, Outputs
+from psc_core.tasks.policy import BasePolicy
 
 logger = logging.getLogger("psc.log")
 
 _TURN_SECONDS: Final = 0.25
-"""Seconds between two looks at what waits."""
+"""The longest time before the thread looks at the waiting predictions again, seconds."""
 
 _MAX_ROWS: Final = 50_000
-"""Rows of a file."""
+"""The number of open rows of a model at which they are written to a file."""
 
 _QUIET_SECONDS: Final = 60.0
+"""The shortest time between two log lines about failed writes, seconds."""
 
 Item = TypeVar("Item")
 
 
 class LogWriter:
-    """Writes what models answer; :meth:`add` is called on the event loop, all else happens on a thread of its own.
+    """Writes predictions to the log: the event loop calls :meth:`add`, and a thread does the work.
 
-    What is too old is removed on another (:class:`.LogPruner`), for that may take long.
+    Another thread removes old rows and images (:class:`.LogPruner`), because that may take long.
 
     Args:
-        log: Where to.
-        settings: Those named ``log_…``.
+        log: The log.
+        settings: The settings, of which those named ``log_…`` matter.
         metrics: The application's metrics.
 
     Attributes:
         log: The log.
-        unreviewed: What it holds for people to review.
+        unreviewed: The stored images that nobody has reviewed.
     """
 
     def __init__(self, log: Log, settings: Settings, metrics: Metrics) -> None:
@@ -64,7 +67,7 @@ class LogWriter:
         self._metrics = metrics
         self._waiting: deque[Waiting] = deque()
         self._open: dict[tuple[Source, str], OpenRows] = {}
-        # Of bytes that are held: each of the two is written by one thread only, so neither needs a lock.
+        # Held bytes are the difference of two counters, each of which only one thread changes: they need no lock.
         self._taken = 0
         self._given = 0
         self._known: set[Source] = set()
@@ -77,13 +80,12 @@ class LogWriter:
         self._pruner = None if settings.log_days is None else LogPruner(log, settings.log_days)
 
     def start(self) -> None:
-        """Start the threads."""
         self._thread.start()
         if self._pruner is not None:
             self._pruner.start()
 
     def log_of(self, name: str, model: FittedModel) -> ModelLog:
-        """Return the log of a served model, and show its counters at 0."""
+        """Return the log of a served model, and expose its counters at 0, because a rate needs a first value."""
         for result in ("written", "dropped"):
             self._metrics.psc_log_rows_total.labels(model=name, result=result)
             self._metrics.psc_log_images_total.labels(model=name, result=result)
@@ -91,7 +93,7 @@ class LogWriter:
         return ModelLog(self, Source(name, logged, Sampling.of(self._settings, model.task)))
 
     def add(self, waiting: Waiting) -> None:
-        """Log the images of one request; drops them where that would hold more than ``log_buffer_bytes``."""
+        """Log the images of one request, or drop them if they do not fit in ``log_buffer_bytes``."""
         held = self._taken - self._given
         if held + waiting.size > self._settings.log_buffer_bytes or not self._thread.is_alive():
             self._count_dropped(waiting)
@@ -103,17 +105,17 @@ class LogWriter:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of what waits and of open rows."""
+        """The size of waiting predictions and open rows, bytes."""
         return self._taken - self._given
 
     def flush(self, within_s: float) -> bool:
-        """Have what was added written now, and wait for it; returns whether it was done in time.  Not on the loop."""
+        """Write everything that was added, and return whether that was done in time; not to be called on the loop."""
         self._flushes.append(done := threading.Event())
         self._wake.set()
         return done.wait(within_s)
 
     async def close(self, *, within_s: float) -> None:
-        """Write what is held and end the threads; what is not written after ``within_s`` seconds is dropped."""
+        """Write all predictions and end the threads; those not written within ``within_s`` seconds are dropped."""
         self._closing = True
         self._wake.set()
         threads: list[threading.Thread | LogPruner] = [self._thread]
@@ -121,7 +123,7 @@ class LogWriter:
             self._pruner.end()
             threads.append(self._pruner)
         end = time.monotonic() + within_s
-        # Not a join, which would hold up the event loop.
+        # Polled, because a join would block the event loop.
         while any(each.is_alive() for each in threads) and time.monotonic() < end:
             await asyncio.sleep(0.01)
         if self._thread.is_alive():
@@ -129,19 +131,19 @@ class LogWriter:
             logger.error("the prediction log was not written within drain_seconds; its last rows are lost")
             for waiting in _taken(self._waiting):
                 self._count_dropped(waiting)
-            for rows in list(self._open.values()):
-                self._count("rows", rows.source, "dropped", len(rows))
+            for key in list(self._open):
+                self._end_rows(key, "dropped")
 
     def _run(self) -> None:
         self._flush_at = time.monotonic() + self._settings.log_flush_seconds
         while True:
             self._wake.wait(_TURN_SECONDS)
             self._wake.clear()
-            # Read before what waits: nothing that was added before them is left out.
+            # Read before the waiting predictions, so that everything added before a flush or close is written.
             closing, flushes = self._closing, list(_taken(self._flushes))
             try:
                 self._turn(closing or bool(flushes))
-            except Exception as error:  # A bug must not end the log, nor be silent.
+            except Exception as error:  # Even a bug must not end the thread, but the log has to tell of it.
                 logger.error("the prediction log failed", exc_info=error)
             for done in flushes:
                 done.set()
@@ -167,7 +169,8 @@ class LogWriter:
                 images = rows.add(waiting, drawn)
                 self._open[key], kept = rows, rows.size - before
                 for image in images:
-                    is_stored = self._put(image.path, image.data, synced=False)  # Its digest tells whether it is whole.
+                    # Not synced, for speed: the digest in the file's name tells whether it is complete.
+                    is_stored = self._put(image.path, image.data, synced=False)
                     if is_stored:
                         rows.stored(image)
                     self._count("images", source, "written" if is_stored else "dropped", 1)
@@ -180,15 +183,22 @@ class LogWriter:
                 self._write_rows(key)
 
     def _write_rows(self, key: tuple[Source, str]) -> None:
-        rows = self._open[key]
+        rows = self._open.get(key)
+        if rows is None:
+            return
         source, result = rows.source, "dropped"
         try:
             if self._put_model(source) and self._put(rows_path(source.name, rows.day), rows.to_parquet()):
                 result = "written"
         finally:
-            del self._open[key]
             self._given += rows.size
-            self._count("rows", source, result, len(rows))
+            self._end_rows(key, result)
+
+    def _end_rows(self, key: tuple[Source, str], result: str) -> None:
+        """Count open rows once: :meth:`close` may give up on rows while the thread still writes them."""
+        rows = self._open.pop(key, None)
+        if rows is not None:
+            self._count("rows", rows.source, result, len(rows))
 
     def _put_model(self, source: Source) -> bool:
         if source not in self._known and self._put(model_path(source.model.version), source.model.to_json()):
@@ -229,14 +239,14 @@ class ModelLog:
         self,
         images: Sequence[EncodedImage] | Images,
         outputs: Outputs[FloatArray],
-        decisions: Any,
-        policy: Any,
+        decisions: BaseDecisions,
+        policy: BasePolicy,
         *,
         is_monitored: bool,
     ) -> None:
-        """Images of the current request were answered; call it on the event loop.  It only appends.
+        """Log the answered images of the current request; it takes no time on the event loop but to append them.
 
-        Those that are not monitored are no part of what the service is for, and so never of the audit slice.
+        Images that are not monitored are not part of the service's usual stream, and never come into the audit slice.
         """
         size = images.nbytes if isinstance(images, np.ndarray) else sum(len(each.data) for each in images)
         size += outputs.packed.nbytes + ROW_BYTES * len(outputs)
@@ -247,6 +257,6 @@ class ModelLog:
 
 
 def _taken(queue: deque[Item]) -> Iterator[Item]:
-    with suppress(IndexError):  # At the end another thread may take what is left.
+    with suppress(IndexError):  # Tested by popping: when the service ends, another thread may pop at the same time.
         while True:
             yield queue.popleft()

@@ -1,1 +1,1 @@
-"""The served models by name: loading, warming, swapping."""
+"""The served models: load them, warm them up and swap them."""

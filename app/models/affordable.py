@@ -1,8 +1,8 @@
-"""Find out whether a model can be warmed up here at all, before minutes or the machine's memory are spent on it.
+"""Check that a model can be warmed up on this machine, before it takes minutes or all of the memory.
 
-Without computing anything (on PyTorch's meta device) one image tells how many operations it takes and how large its
-largest feature map is; a matrix product tells how fast the device is.  Warming up runs batches of 1, 2, 4, … images,
-together twice a full one, and three feature maps of a batch are alive at once.
+One image on PyTorch's meta device, which computes nothing, gives the number of operations and the size of the largest
+feature map; a matrix product gives the speed of the device.  Warm-up runs batches of 1, 2, 4, … images, which have
+twice the images of a full batch, and three feature maps of a batch are in memory at once.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from psc_core.network.onnx.body import OnnxBody
 logger = logging.getLogger("psc.models")
 
 ALIVE: Final = 3
-"""Feature maps of a batch in memory at once: input and output of an operation, and a shortcut around it."""
+"""The number of a batch's feature maps in memory at once: an operation's input and output, and a shortcut past it."""
 
 EFFICIENCY: Final = 0.3
-"""Speed of a network as a fraction of that of a matrix product."""
+"""The speed of a network as a fraction of the speed of a matrix product."""
 
 _SIDE: Final = 1024
 
 
 def check_affordable(model: FittedModel, *, max_batch: int, seconds: float) -> None:
-    """Refuse a model whose full batch has no room in the device's memory, or that warms up for longer than ``seconds``.
+    """Refuse a model whose full batch does not fit in memory, or that takes longer than ``seconds`` to warm up.
 
     Raises:
-        BundleError: The message says what the model needs and which settings decide.
+        BundleError: The model needs more memory or time; the message says how much, and which settings to change.
     """
     try:
         alive, operations = cost_of_an_image(model)
-    except (RuntimeError, NotImplementedError):  # A network of the user's own that the meta device does not know.
-        logger.warning("cost of the network not known", extra={"model": model.name})
+    except (RuntimeError, NotImplementedError):  # The meta device lacks an operation of a user's own network.
+        logger.warning("the cost of the network is not known", extra={"model": model.name})
         return
     needed, free = alive * max_batch, free_bytes(model.device)
     size = " × ".join(map(str, model.preprocess.shape[1:]))
     if needed > free:
         raise BundleError(
             f"model {model.name!r}: a batch of {max_batch} images of {size} pixels needs about {needed / 2**30:.1f} "
-            f"GiB, {free / 2**30:.1f} GiB are free; lower --max-batch-size, or fit the network for smaller images"
+            f"GiB, and {free / 2**30:.1f} GiB are free; lower --max-batch-size, or fit the network for smaller images"
         )
     expected = 2 * max_batch * operations / operations_per_second(model.device)
     if expected > seconds:
@@ -62,7 +62,10 @@ def check_affordable(model: FittedModel, *, max_batch: int, seconds: float) -> N
 
 @torch.inference_mode()
 def cost_of_an_image(model: FittedModel) -> tuple[int, int]:
-    """Bytes in memory at once, :data:`ALIVE` times the largest output of a module, and operations, for one image."""
+    """Return the bytes in memory at once and the number of operations for one image.
+
+    The bytes are :data:`ALIVE` times the largest output of a module.
+    """
     if isinstance(model.backbone.body, OnnxBody) and model.backbone.body.cost is not None:
         return model.backbone.body.cost
     largest = 0
@@ -84,7 +87,7 @@ def cost_of_an_image(model: FittedModel) -> tuple[int, int]:
 
 
 def operations_per_second(device: torch.device) -> float:
-    """Return the float32 operations a second at :data:`EFFICIENCY` of a matrix product, the better of two."""
+    """Return the float32 operations per second, at :data:`EFFICIENCY`, of the faster of two matrix products."""
     factor = torch.ones(_SIDE, _SIDE, device=device)
     fastest = math.inf
     for _ in range(2):
@@ -95,7 +98,7 @@ def operations_per_second(device: torch.device) -> float:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can still be allocated: of the GPU, or of this machine and its control group."""
+    """Return the bytes that can still be allocated on the GPU, or on this machine and in its control group."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return min(limit - used for limit, used in limits())

@@ -1,7 +1,7 @@
-"""The served models by name: loading, warming, and swapping one for another without losing a request.
+"""Keep the served models by name, and swap one for another without losing a request.
 
-A reload builds everything beside the old model (read, verify, build, warm up), swaps one reference, and then lets the
-old engine finish what it admitted.  A bundle that cannot be used changes nothing.
+A reload reads, verifies, builds and warms up the new model beside the old one, swaps one reference, and then lets the
+old engine finish the requests that it has admitted.  A bundle that cannot be used changes nothing.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ logger = logging.getLogger("psc.registry")
 
 
 class Registry:
-    """The models by name; use it on the event loop only.
+    """The models by name; to be used on the event loop only.
 
     Args:
-        starter: Makes served models of fitted ones.
-        names: Model names, the default first.
-        load: Reads the model of a name; called on a thread.
-        metrics: Told of reloads.
-        retire_within_s: How long a replaced model may take to finish what it admitted.
-        on_models_changed: Called on the event loop when every model is ready, and when replaced models have ended.
+        starter: Turns fitted models into served ones.
+        names: The model names, the default first.
+        load: Reads the model of the given name; called on a thread.
+        metrics: The application's metrics.
+        retire_within_s: The time in which a replaced model must finish the requests it has admitted, seconds.
+        on_models_changed: Called on the event loop when every model is ready, and when all replaced models have ended.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class Registry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Model names, the default first."""
+        """The model names, the default first."""
         return self._names
 
     @property
     def unloaded(self) -> frozenset[str]:
-        """The models that were taken out of service."""
+        """The names of the models that were taken out of service."""
         return frozenset(self._unloaded)
 
     @property
@@ -71,11 +71,11 @@ class Registry:
         return tuple(self._served.values())
 
     def get(self, name: str | None = None) -> ServedModel:
-        """A model, the default one for ``None``.
+        """Return the model of this name, or the default model.
 
         Raises:
-            UnknownModel: No model of this name.
-            NotReady: It is still loading, or was unloaded.
+            UnknownModel: There is no model of this name.
+            NotReady: The model is still loading, or was unloaded.
         """
         if name is None and self._names:
             name = self._names[0]
@@ -89,7 +89,7 @@ class Registry:
         raise NotReady(f"model {name!r} is loading; try again in a few seconds")
 
     def reasons(self) -> dict[str, str]:
-        """Return why a model that should answer does not now, by its name; empty when all do."""
+        """Return why a model that should be ready is not, by model name; empty if all are ready."""
         reasons = {name: "loading" for name in self._names if name not in {*self._served, *self._unloaded}}
         for name, served in self._served.items():
             if served.engine.phase is not Phase.READY:
@@ -112,14 +112,14 @@ class Registry:
         self._on_models_changed()
 
     async def reload(self, name: str | None = None) -> list[tuple[str, str, str]]:
-        """Load bundles again, all or one of them, and swap; a model that was unloaded only by its name.
+        """Reload one bundle, or all, and swap the models; an unloaded model is loaded only by its name.
 
         Returns:
-            (name, version before, version now) of each; no version before of one that was unloaded.
+            (name, previous version, new version) of each model; the previous version of an unloaded model is empty.
 
         Raises:
-            UnknownModel: No model of this name.
-            NotReady: It is still loading for the first time.
+            UnknownModel: There is no model of this name.
+            NotReady: The model is still loading for the first time.
             ReloadRunning: Another reload is running.
             BundleError: A bundle cannot be used; no model was changed.
             DeviceError: The new network failed at warm-up; no model was changed.
@@ -154,11 +154,11 @@ class Registry:
         return changes
 
     def unload(self, name: str) -> None:
-        """Take a model out of service until it is loaded by its name; what it admitted is finished.
+        """Take a model out of service until it is loaded by its name; the requests it has admitted are finished.
 
         Raises:
-            UnknownModel: No model of this name.
-            NotReady: It is still loading for the first time, or unloaded already.
+            UnknownModel: There is no model of this name.
+            NotReady: The model is still loading for the first time, or was unloaded already.
             ReloadRunning: A reload is running.
         """
         old = self.get(name)
@@ -170,12 +170,12 @@ class Registry:
         self._begin_to_retire(old)
 
     async def reload_when_free(self) -> None:
-        """Reload every bundle, after a reload that is running: what that one reads may be out of date already.
+        """Reload every bundle after the reload that is running, which may have read files that are older already.
 
         Raises:
-            PSCError: As :meth:`reload`.
+            PSCError: See :meth:`reload`.
         """
-        if self._reload_waits:  # It will read what is there then.
+        if self._reload_waits:  # That reload has not read anything yet, and will see the same files.
             return
         self._reload_waits = True
         try:
@@ -186,13 +186,13 @@ class Registry:
         await self.reload()
 
     def sweep(self) -> None:
-        """Fail what is past its deadline and drop what nobody waits for; call a few times a second."""
+        """Fail requests past their deadline and drop those whose clients left; to be called a few times a second."""
         for served in self._served.values():
             served.engine.sweep()
 
     @property
     def device_error(self) -> Exception | None:
-        """The error that killed the device of a model in service; None while all live."""
+        """The error that killed the device of a model in service; None while all devices work."""
         return next((error for served in self.served if (error := served.engine.device_error)), None)
 
     def refresh_metrics(self) -> None:
@@ -202,7 +202,7 @@ class Registry:
             self._metrics.psc_queue_depth.labels(model=name).set(served.engine.pending)
 
     async def close(self, *, within_s: float) -> None:
-        """Finish what was admitted, within a time, and end all threads."""
+        """Finish the admitted requests within ``within_s`` seconds, and end all threads."""
         engines = [served.engine.close(within_s=within_s) for served in self._served.values()]
         await asyncio.gather(*engines, *self._retiring)
         self._starter.close()
@@ -230,7 +230,7 @@ class Registry:
         old.recorder.flush()
 
     def _retired(self, task: asyncio.Task[None]) -> None:
-        """Tell once no task holds a replaced model any more."""
+        """Call ``on_models_changed`` once no task holds a replaced model any more."""
         self._retiring.discard(task)
         if not self._retiring:
             self._on_models_changed()

@@ -27,10 +27,12 @@ from app.observability.drift import DriftMonitor
 from app.observability.metrics import Metrics
 from app.observability.recorder import ModelRecorder
 from app.settings import Settings
+from app.tasks.base import ServedTask, served_task
 from psc_core.errors import BundleError, NetworkError, UsageError
 from psc_core.images.preprocess import Preprocess
 from psc_core.model import Backend
 from psc_core.model.base import FittedModel
+from psc_core.tasks.decide import BaseDecisions, BaseThresholds
 from psc_core.tasks.outputs import FloatArray, Outputs
 
 
@@ -38,9 +40,9 @@ class Predicted(NamedTuple):
     """The outputs and decisions for the images of one request."""
 
     outputs: Outputs[FloatArray]
-    decisions: Any
+    decisions: BaseDecisions
     explanation: dict[str, npt.NDArray[Any]]
-    """Arrays by name, images first; empty unless asked for."""
+    """The arrays by name, whose first axis is the images; empty unless asked for."""
 
 
 @dataclass(frozen=True)
@@ -48,34 +50,39 @@ class ServedModel:
     """One model in service.
 
     Attributes:
-        name: Name of the served model.
+        name: The name of the served model.
         model: The fitted model.
-        backend: The library that runs its network, see :mod:`psc_core.model.backends`.
-        engine: Its queue and device worker.
-        thresholds: Thresholds of a request that sets none.
-        recorder: Told of its predictions.
-        log: Told of its images too; None where nothing is logged.
+        backend: The backend that runs the network, see :mod:`psc_core.model.backends`.
+        engine: The model's queue and device worker.
+        thresholds: The thresholds of a request that sets none.
+        recorder: Records the predictions in metrics and drift.
+        log: Logs the predictions with their images; None if predictions are not logged.
     """
 
     name: str
     model: FittedModel
     backend: str
     engine: Engine
-    thresholds: Any
+    thresholds: BaseThresholds
     recorder: ModelRecorder
     log: ModelLog | None
 
     @cached_property
+    def task(self) -> ServedTask[Any]:
+        """Its task in service."""
+        return served_task(self.model.task)
+
+    @cached_property
     def identity(self) -> dict[str, Any]:
-        """The members by which every answer identifies the model, and those of its task."""
+        """The members of every answer that identify the model and its task."""
         reference = {"name": self.name, "version": self.model.version, "layer": self.model.layer}
         return {"model": reference, **self.model.task.model_dump()}
 
-    def thresholds_with(self, **changes: float) -> Any:
-        """Return the thresholds with those that a request asks for, by name, in place of the policy's.
+    def thresholds_with(self, **changes: float) -> BaseThresholds:
+        """Return the thresholds of a request that changes some of the policy's values.
 
         Raises:
-            UnattainableAlpha: The calibration images are too few for this alpha.
+            UnattainableAlpha: There are too few calibration images for this alpha.
         """
         if not changes:
             return self.thresholds
@@ -87,29 +94,30 @@ class ServedModel:
     async def predict(
         self,
         images: Sequence[EncodedImage] | Images,
-        thresholds: Any,
+        thresholds: BaseThresholds,
         *,
         disconnected: Callable[[], bool],
         kind: RequestKind = RequestKind.PREDICT,
         monitor: bool = True,
     ) -> Predicted:
-        """Outputs and decisions for the images of one request, which are recorded.
+        """Predict the images of one request, decide, and record the predictions.
 
         Args:
-            images: As for :meth:`app.inference.engine.Engine.predict`, which says what is raised.
-            thresholds: To decide by.
-            disconnected: Whether the client has left.
-            kind: What to compute, as there.
-            monitor: Count the images among those whose scores are watched.
+            images: The images, see :meth:`app.inference.engine.Engine.predict`.
+            thresholds: The thresholds of the decisions.
+            disconnected: Returns whether the client has left.
+            kind: The computation.
+            monitor: Whether the images count in drift and in the metrics of scores.
 
         Raises:
-            UnavailableMap: A map is asked for, and the model has none.
+            UnavailableMap: The request asks for a map, and the model has none.
+            ServiceError: See :meth:`app.inference.engine.Engine.predict`.
         """
         if kind.has_map and self.model.pipeline.map is None:
-            raise UnavailableMap(f"model {self.name!r} has no map, as bundles fitted without one; leave out map")
+            raise UnavailableMap(f"model {self.name!r} was fitted without a map; leave out map")
         result = await self.engine.predict(images, disconnected=disconnected, kind=kind)
         outputs = self.model.outputs(result.packed)
-        decisions = self.model.task.decide(outputs, thresholds)
+        decisions = thresholds.decide(outputs)
         self.recorder.predicted(outputs, decisions, await fingerprints(images) if monitor else None)
         if self.log is not None:
             self.log.predicted(images, outputs, decisions, thresholds.policy, is_monitored=monitor)
@@ -123,7 +131,7 @@ class ModelStarter:
         settings: The service's settings.
         metrics: The application's metrics.
         memory: The bytes that requests may hold.
-        log: Of predictions; None where there is none.
+        log: The writer of the prediction log; None if predictions are not logged.
     """
 
     def __init__(
@@ -145,8 +153,8 @@ class ModelStarter:
         """Build the engine of a model and warm it up.
 
         Raises:
-            BundleError: The calibration images are too few for the policy, or the network does not run on the backend
-                that was asked for.
+            BundleError: There are too few calibration images for the policy, or the network does not run on the wanted
+                backend.
             DeviceError: The network failed while it was warmed up.
         """
         try:
@@ -166,7 +174,7 @@ class ModelStarter:
         )
         try:
             await engine.start()
-        except BaseException:  # Cancelled too: the thread that warms up would keep the model.
+        except BaseException:  # Also if cancelled: the thread that warms up would keep the model in memory.
             await engine.close(within_s=0)
             raise
         return ServedModel(name, model, backend, engine, thresholds, recorder, log)
@@ -176,7 +184,7 @@ class ModelStarter:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _step(self, model: FittedModel) -> tuple[Backend, Step]:
-        """Return the network on the backend that is asked for, or the quickest, which takes a while to find out."""
+        """Return the step of the wanted or of the fastest backend; to measure them takes seconds."""
         settings, threads = self._settings, self._threads
         wanted: Backend | Literal["auto"] = "folded" if settings.compile else settings.backend
         backend, pipeline = choose_backend(model, wanted, max_batch=settings.max_batch_size, threads=threads.full)

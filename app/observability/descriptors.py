@@ -1,4 +1,4 @@
-"""A line in the log when file descriptors run out: without any, libuv closes new connections and tells nobody."""
+"""Log a line when file descriptors run out: without a free one, libuv closes new connections and tells nobody."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from collections.abc import Callable
 from typing import Final
 
 SPARE: Final = 8
-"""Descriptors that are left when it is said."""
+"""The number of free descriptors at which a line is logged."""
 
 _QUIET_SECONDS: Final = 60.0
+"""The shortest time between two such lines, seconds."""
 
 logger = logging.getLogger("psc.server")
 
 
 class DescriptorWatch:
-    """Looks for the lowest free descriptor: all below it are in use.
+    """Watches the lowest free file descriptor; all below it are in use.
 
     Args:
-        clock: Seconds, monotonic.
+        clock: Returns the time in seconds; monotonic.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -30,7 +31,7 @@ class DescriptorWatch:
         self._quiet_until = clock()
 
     def check(self) -> None:
-        """Log, at most once a minute, that at most :data:`SPARE` descriptors are left; takes a few microseconds."""
+        """Log, at most once a minute, that only :data:`SPARE` descriptors or fewer are free; takes microseconds."""
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         lowest = _lowest_free(limit)
         if limit == resource.RLIM_INFINITY or lowest < limit - SPARE or self._clock() < self._quiet_until:

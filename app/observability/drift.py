@@ -1,52 +1,51 @@
-"""Drift of the p-value stream: a conformal test martingale, and the window's out-of-distribution rate.
+"""Watch the stream of p-values for drift: a conformal test martingale, and a window's out-of-distribution rate.
 
-Symbols: ``n`` calibration images, ``t`` images seen since the run began, ``p`` the served p-value of an
-image, ``p = (1 + #{calibration OOD scores ≥ its own}) / (n + 1)``, so ``cell = p·(n + 1) - 1 ∈ {0, …, n}``
-says between which two calibration scores the image falls.
+Symbols: ``n`` is the number of calibration images, ``t`` the number of images since the run began, and ``p`` the
+served p-value of an image, ``p = (1 + #{calibration OOD scores ≥ its own}) / (n + 1)``.  So
+``cell = p·(n + 1) - 1 ∈ {0, …, n}`` says between which two calibration scores the image falls.
 
-**Why p is not bet on alone.**  The served p-values share one finite calibration set: given that set they
-are only uniform up to about ``1/√n``, and any martingale that treats them as independent ends in an alarm on
-a clean stream.  The monitor therefore forms the *online* conformal p-value, against calibration images and
-all earlier images of the run together, for which the counts per cell are enough::
+**Why the bets are not on p alone.**  The served p-values share one finite calibration set: given that set they are
+uniform only up to about ``1/√n``, and any martingale that treats them as independent ends in an alarm on a clean
+stream.  So the monitor computes the *online* conformal p-value, against the calibration images and all earlier images
+of the run together, for which the counts per cell are enough::
 
     q = (1 + n_le + c_le) / (n + 1 + t),   n_le = cell,  c_le = #{earlier images in cells ≤ cell}
 
-and bets on ``max(q, p)``.  Earlier images alone must not make an in-distribution image look strange: after many very
-easy ones every other has a small q, but not a small p.
+and bets on ``max(q, p)``.  Earlier images alone must not make an in-distribution image look unusual: after many very
+easy images every other image has a small q, but not a small p.
 
-**No random tie-breaking.**  The smoothed online p-values are independent and uniform while the stream is
-exchangeable with the calibration images.  ``max(q, p)`` (whole cells, ties counted in full) is never smaller
-than the smoothed one and every bet below decreases in it, so the value computed here lies, path by path,
-below a true test martingale: conservative, reproducible, and valid.
+**No random tie-breaking.**  The smoothed online p-values are independent and uniform while the stream is exchangeable
+with the calibration images.  ``max(q, p)`` (whole cells, ties counted in full) is never smaller than the smoothed
+p-value, and every bet below decreases in it, so the value computed here lies, path by path, below a true test
+martingale: it is conservative, reproducible and valid.
 
-**Bets.**  Power bets ``f_ε(q) = ε·q^(ε-1)`` for a few ε (each integrates to one), mixed over ε *and* over
-the moment the bet begins: the capital starts asleep, and after k images of a run ``s_k = ln c / ln(k + c)`` of
-it sleeps; what wakes before the k-th image, ``w_k = s_{k-1} - s_k``, is shared equally among the ε.  The value
-is sleeping plus awake capital.
-``w_k ≈ ln c/(k ln² k)`` falls almost as slowly as the terms of a finite sum can, so after k quiet images drift finds
-``m ln c/(k ln² k)`` of the capital waking in its first m images, and is found about as fast as early drift.
+**Bets.**  Power bets ``f_ε(q) = ε·q^(ε-1)`` for a few ε (each integrates to one) are mixed over ε *and* over the moment
+when the bet begins.  All capital starts asleep, and after k images of a run the fraction ``s_k = ln c / ln(k + c)``
+sleeps; the part that wakes before the k-th image, ``w_k = s_{k-1} - s_k``, is divided equally among the ε.  The value
+is sleeping plus awake capital.  ``w_k ≈ ln c/(k ln² k)`` falls almost as slowly as the terms of a convergent sum can.
+So after k quiet images ``m ln c/(k ln² k)`` of the capital wakes in the first m images of a drift, and late drift is
+found about as fast as early drift.
 
-**Bound.**  An alarm is raised when the value reaches ``1/δ``; then a new run begins at value one, without any
-memory of images before it, so images that raised alarms never become usual.  By Ville's inequality the
-probability that a run ever raises a false alarm is at most δ, over the draw of the calibration images; the
-runs of one monitor share them, so the numbers of their false alarms are not independent.  A new process,
-replica or bundle begins a new monitor; N of them with δ/N each raise a false alarm with probability at most
-δ, whatever they share.
+**Bound.**  An alarm is raised when the value reaches ``1/δ``.  Then a new run begins at value one, without any
+memory of the images before it, so images that raised alarms never become usual.  By Ville's inequality the probability
+that a run ever raises a false alarm is at most δ, over the draw of the calibration images; the runs of one monitor
+share these, so the numbers of their false alarms are not independent.  A new process, replica or bundle begins a new
+monitor; N monitors, each with the bound δ/N, raise any false alarm with probability at most δ, whatever they share.
 
-**Episodes.**  An alarm begins an episode, which counts as one however long the drift lasts.  It ends with evidence of
-quiet, not with the lack of an alarm: images are tried in runs of ``window``, each of which begins at value one.  A
-trial fails when its value reaches ``1/QUIET``, or when so many of its images are out of distribution as have a
-probability below ``QUIET``.  The first trial that does not fail ends the episode, and a run with the bound δ begins.
-Of exchangeable images a trial fails with probability 2·QUIET at most, so that an episode ends within two windows after
-its drift in most cases.  Drift too weak to be seen in one window ends its episode early, and is to raise its alarm
-again.
+**Episodes.**  An alarm begins an episode, which counts as one however long the drift lasts.  An episode ends
+with evidence of quiet, not with the lack of an alarm: images are tested in trials of ``window`` images, each of
+which begins at value one.  A trial fails if its value reaches ``1/QUIET``, or if so many of its images are out of
+distribution that this has a probability below ``QUIET``.  The first trial that does not fail ends the episode, and a
+run with the bound δ begins.  A trial of exchangeable images fails with probability at most 2·QUIET, so most episodes
+end within two windows after their drift.  Drift that is too weak to show in one window ends its episode early, and
+should raise its alarm again.
 
-**Window.**  Whether an image is out of distribution is decided by the k-th largest of n calibration scores, so the
-number among m exchangeable images is not binomial but beta-binomial with k and n + 1 - k: few calibration images make
-every rate from 0 to several times alpha likely.
+**Window.**  An image is out of distribution by comparison with the k-th largest of n calibration scores, so the number
+of such images among m exchangeable ones is not binomial but beta-binomial with k and n + 1 - k: with few calibration
+images, every rate from 0 to several times alpha is likely.
 
-State: ``n + 1`` counters, ``window`` flags, one capital per ε.  Images are taken in by blocks, with a few array
-operations each; call it from one thread.
+The state is ``n + 1`` counters, ``window`` flags and one capital per ε.  Images are processed in blocks, with a few
+array operations each; to be called from one thread.
 """
 
 from __future__ import annotations
@@ -62,13 +61,13 @@ from scipy.special import betaln
 from psc_core.rates import ood_rank
 
 EXPONENTS: Final = (0.1, 0.25, 0.5, 0.75, 0.9)
-"""The ε of the power bets: small for a few very strange images, large for a mild shift of many."""
+"""The ε of the power bets: small values find a few very unusual images, large ones a mild shift of many."""
 
 _ONSET: Final = 10.0
-"""c, how late bets begin: a larger one finds late drift sooner and early drift later."""
+"""c: with a larger value, bets begin later, so that late drift is found sooner and early drift later."""
 
 QUIET: Final = 0.05
-"""The probability of what is too strange for the end of an episode."""
+"""The probability below which a trial is too unusual to end an episode."""
 
 _BLOCK: Final = 128
 _EPSILONS: Final = np.array(EXPONENTS)[:, None]
@@ -79,16 +78,16 @@ Floats = npt.NDArray[np.floating[Any]]
 
 @dataclass(frozen=True)
 class DriftState:
-    """The state of a monitor now.
+    """The present state of a monitor.
 
     Attributes:
-        log_martingale: Natural logarithm of the present run's value; ≤ 0 most of the time on a clean stream.
-        is_active: Whether an episode of drift lasts.
-        alarms: Alarms raised so far: episodes begun.
-        window_images: Images in the window.
-        window_ood_rate: Fraction of the window with ``p ≤ alpha``; 0 while the window is empty.
-        window_tail_probability: That of so many or more OOD images in the window, were all exchangeable with the
-            calibration images.
+        log_martingale: The natural logarithm of the present run's value; ≤ 0 most of the time on a clean stream.
+        is_active: Whether an episode of drift is going on.
+        alarms: The number of alarms so far, one for each episode.
+        window_images: The number of images in the window.
+        window_ood_rate: The fraction of the window's images with ``p ≤ alpha``; 0 while the window is empty.
+        window_tail_probability: The probability of at least as many OOD images in the window if all were exchangeable
+            with the calibration images.
     """
 
     log_martingale: float
@@ -100,13 +99,13 @@ class DriftState:
 
 
 class DriftMonitor:
-    """Watches served p-values for a departure from the calibration images.
+    """Watches served p-values for drift away from the calibration images.
 
     Args:
         calibration_count: n, the number of calibration images behind the p-values.
         alpha: The p-value at or below which an image counts as out of distribution.
-        false_alarm_probability: δ, the bound on a false alarm in one run, ever.
-        window: Images in the window, and in a trial of an episode.
+        false_alarm_probability: δ, the bound on the probability that a run ever raises a false alarm.
+        window: The number of images in the window, and in a trial of an episode.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class DriftMonitor:
         self.alpha = alpha
         self.false_alarm_probability = false_alarm_probability
         self._log_threshold = -math.log(false_alarm_probability)
-        # p ≤ alpha as whole numbers: neither float32 p-values nor a binary alpha shift the boundary.
+        # p ≤ alpha is tested in whole numbers, so that neither the rounding of p nor that of alpha moves the boundary.
         self._ood_cells = ood_rank(alpha, calibration_count)
         self._observed = 0
         self._alarms = 0
@@ -132,13 +131,13 @@ class DriftMonitor:
         self._begin_run()
 
     def update(self, p_values: npt.ArrayLike) -> int:
-        """Take in served p-values in the order of the images.
+        """Process served p-values in the order of their images.
 
         Returns:
-            The number of alarms these images raised.
+            The number of alarms that these images raised.
 
         Raises:
-            ValueError: A p-value outside (0, 1], or NaN; the images before it are taken in.
+            ValueError: A p-value is NaN or outside (0, 1]; the images before it are processed.
         """
         values = np.asarray(p_values, np.float64)
         wrong = np.flatnonzero(~((values > 0.0) & (values <= 1.0)))
@@ -155,7 +154,7 @@ class DriftMonitor:
 
     @property
     def state(self) -> DriftState:
-        """The present state (a copy)."""
+        """A copy of the present state."""
         count = min(self._observed, len(self._window))
         return DriftState(
             log_martingale=self._log_value,
@@ -167,7 +166,7 @@ class DriftMonitor:
         )
 
     def _take(self, cells: npt.NDArray[np.int64]) -> int:
-        """Take in the next images, at most up to the end of a run or trial; returns how many."""
+        """Process the next images, at most up to the end of a run or trial; return how many."""
         if self._is_active:
             cells = cells[: len(self._window) - self._tried]
         is_alarm = self._has_failed
@@ -182,7 +181,7 @@ class DriftMonitor:
         if self._is_active:
             self._has_failed = is_alarm
             self._tried += taken
-            if self._tried == len(self._window):  # Which holds this trial alone.
+            if self._tried == len(self._window):  # The window now holds the images of this trial alone.
                 self._is_active = is_alarm or self.state.window_tail_probability < QUIET
                 self._begin_run()
         elif is_alarm:
@@ -200,7 +199,7 @@ class DriftMonitor:
         self._log_awake = np.full((len(EXPONENTS), 1), -np.inf)
 
     def _remember(self, is_ood: npt.NDArray[np.bool_]) -> None:
-        """Put the flags of the next images where those of as many images ``window`` earlier are."""
+        """Overwrite the oldest flags of the window with those of the next images."""
         size = len(self._window)
         first = self._observed + max(0, len(is_ood) - size)
         last = is_ood[-size:]
@@ -209,7 +208,7 @@ class DriftMonitor:
         self._window[places] = last
 
     def _online_p_values(self, cells: npt.NDArray[np.int64]) -> Floats:
-        """max(q, p) of each image of a block."""
+        """Return max(q, p) of each image of a block."""
         among = (cells <= cells[:, None]) & _EARLIER[: len(cells), : len(cells)]
         earlier = self._counts.cumsum()[cells] + among.sum(axis=1)
         images = self.calibration_count + 1.0 + self._run_length + np.arange(len(cells))
@@ -218,10 +217,10 @@ class DriftMonitor:
         return q
 
     def _bet(self, cells: npt.NDArray[np.int64], log_threshold: float) -> tuple[int, bool]:
-        """Bet on the next images until the value reaches a threshold; returns on how many, and whether it did.
+        """Bet on the next images until the value reaches a threshold; return on how many, and whether it did.
 
-        Awake capital S_k = (S_{k-1} + w_k) f(q_k) is, with F_k the product of the first k bets,
-        F_k (S_0 + Σ_{j≤k} w_j / F_{j-1}): cumulative sums, of logarithms.
+        With F_k the product of the first k bets, the awake capital S_k = (S_{k-1} + w_k) f(q_k) is
+        F_k (S_0 + Σ_{j≤k} w_j / F_{j-1}), which two cumulative sums in logarithms compute.
         """
         k = self._run_length + 1.0 + np.arange(cells.size)
         before, asleep = math.log(_ONSET) / np.log(k - 1.0 + _ONSET), math.log(_ONSET) / np.log(k + _ONSET)
@@ -243,16 +242,17 @@ class DriftMonitor:
 
 
 def window_tail(ood: int, images: int, rank: int, n: int) -> float:
-    """P(BetaBinomial(images, rank, n + 1 - rank) ≥ ood): so many images score above the rank-th of n others.
+    """Return P(BetaBinomial(images, rank, n + 1 - rank) ≥ ood).
 
-    They do when at most rank - 1 of the n are among the rank + ood - 1 highest scores of all, so that it is a sum of at
-    most ``rank`` hypergeometric probabilities.
+    It is the probability that at least ``ood`` of the images score above the rank-th largest of the n calibration
+    scores.  That is so if at most rank - 1 of these are among the rank + ood - 1 highest of all scores, so it is a sum
+    of at most ``rank`` hypergeometric probabilities.
 
     Args:
-        ood: Images out of distribution.
-        images: All images.
-        rank: Calibration images that are out of distribution, at least 1 if any image is.
-        n: All calibration images.
+        ood: The number of images out of distribution.
+        images: The number of images.
+        rank: The number of calibration images out of distribution, at least 1 if any image is.
+        n: The number of calibration images.
     """
     if ood <= 0:
         return 1.0
@@ -263,7 +263,7 @@ def window_tail(ood: int, images: int, rank: int, n: int) -> float:
 
 
 def _log_binomial(n: int, k: npt.ArrayLike) -> Floats:
-    """ln C(n, k)."""
+    """Return ln C(n, k)."""
     k = np.asarray(k, np.float64)
     result: Floats = -math.log(n + 1.0) - betaln(n - k + 1.0, k + 1.0)
     return result

@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object a line on standard error, with the request's trace id."""
+"""Log JSON objects, one per line, on standard error, with the request's trace id."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STANDARD_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {
 
 
 class JsonFormatter(logging.Formatter):
-    """Time, level, logger, message, the trace id inside a request, and whatever was given as ``extra``."""
+    """Formats a record as JSON: time, level, logger, message, trace id within a request, and what ``extra`` holds."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -38,7 +38,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_config(level: str) -> dict[str, Any]:
-    """Configuration for ``logging.config``: every logger's records at ``level`` or above as JSON lines."""
+    """Return a configuration for ``logging.config`` that logs every record at ``level`` or above as a JSON line."""
     return {
         "version": 1,
         "disable_existing_loggers": False,

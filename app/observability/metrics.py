@@ -1,4 +1,4 @@
-"""Every Prometheus metric of the service, from one table (:class:`Metrics`) that the documentation shows."""
+"""Declare every Prometheus metric of the service in one table (:class:`Metrics`), which the documentation shows."""
 
 from __future__ import annotations
 
@@ -26,20 +26,19 @@ _LOG_DENSITY: Final = (
 _IMAGES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 PROCESS_FILES: Final = "PROMETHEUS_MULTIPROC_DIR"
-"""Variable that names the folder through which several processes share their metrics."""
-
+"""The environment variable with the folder through which several processes share their metrics."""
 
 Kind = TypeVar("Kind", bound=Counter | Gauge | Histogram)
 
 
 class Metric(Generic[Kind]):
-    """One row of the table: an attribute of :class:`Metrics`, of the name under which the metric is exposed.
+    """One row of the table: an attribute of :class:`Metrics`, whose name is that of the metric.
 
     Args:
-        kind: A metric of prometheus-client; the name of a counter ends in ``_total``.
-        labels: Their names.
-        help: Its meaning.
-        options: ``buckets`` of a histogram; ``multiprocess_mode`` of a gauge, how those of all processes are combined.
+        kind: A metric class of prometheus-client; the name of a counter ends in ``_total``.
+        labels: The names of the labels.
+        help: The metric's meaning.
+        options: ``buckets`` for a histogram; for a gauge ``multiprocess_mode``, which combines those of all processes.
     """
 
     name: str
@@ -56,30 +55,36 @@ class Metric(Generic[Kind]):
 
 
 class Metrics:
-    """The metrics of one application in a registry of its own."""
+    """The metrics of one application, in a registry of its own."""
 
     psc_predictions_total = Metric(
         Counter,
         ("model", "label"),
-        "Images answered, by predicted label; beyond 1,000 classes `(other)`; of a regression by its target's name.",
+        "Images answered, by predicted label (`(other)` beyond 1,000 classes); for a regression, by its target's name.",
     )
-    psc_ood_total = Metric(Counter, ("model",), "Monitored images with is_ood true.")
+    psc_ood_total = Metric(Counter, ("model",), "Monitored images with p ≤ `psc_alpha`, whatever alpha a request set.")
     psc_abstained_total = Metric(
-        Counter, ("model", "reason"), "Monitored images not accepted: `ood`, `ambiguous`, `uncertain`."
+        Counter,
+        ("model", "reason"),
+        "Monitored images not accepted, by each request's own thresholds: `ood`, `ambiguous`, `uncertain`.",
     )
     psc_unmonitored_images_total = Metric(
         Counter,
         ("model", "reason"),
-        "Images answered and left out of scores and drift: `asked` (`monitor=false`), `repeated` (seen lately).",
+        "Images answered but left out of scores and drift: `asked` (`monitor=false`), `repeated` (seen recently).",
     )
     psc_ood_p_value = Metric(Histogram, ("model",), "OOD p-values; uniform while nothing drifts.", buckets=_FRACTIONS)
     psc_predictive_entropy_nats = Metric(Histogram, ("model",), "Predictive entropies, nats.", buckets=_NATS)
     psc_log_density_nats = Metric(Histogram, ("model",), "Log densities of the features, nats.", buckets=_LOG_DENSITY)
-    psc_batch_size = Metric(Histogram, ("model",), "Images in a device step.", buckets=_IMAGES)
-    psc_decode_seconds = Metric(Histogram, ("model",), "Decoding of one request, its wait included.", buckets=_SECONDS)
-    psc_queue_seconds = Metric(Histogram, ("model",), "From decoded to taken for the device.", buckets=_SECONDS)
-    psc_inference_seconds = Metric(Histogram, ("model",), "One device step, copies included.", buckets=_SECONDS)
-    psc_request_seconds = Metric(Histogram, ("route", "status"), "Whole requests.", buckets=_SECONDS)
+    psc_batch_size = Metric(Histogram, ("model",), "Images per device step.", buckets=_IMAGES)
+    psc_decode_seconds = Metric(
+        Histogram, ("model",), "Time to decode a request, its wait for a thread included.", buckets=_SECONDS
+    )
+    psc_queue_seconds = Metric(
+        Histogram, ("model",), "Time from the end of decoding until the device takes the request.", buckets=_SECONDS
+    )
+    psc_inference_seconds = Metric(Histogram, ("model",), "Time of a device step, copies included.", buckets=_SECONDS)
+    psc_request_seconds = Metric(Histogram, ("route", "status"), "Time of a whole request.", buckets=_SECONDS)
     psc_rejected_total = Metric(Counter, ("reason",), "Requests answered with a problem, by its type.")
     psc_queue_depth = Metric(
         Gauge, ("model",), "Images admitted and not yet on the device.", multiprocess_mode="livesum"
@@ -88,38 +93,43 @@ class Metrics:
         Gauge, ("model",), "Maximum number of images admitted and not yet on the device.", multiprocess_mode="livesum"
     )
     psc_inflight_requests = Metric(Gauge, (), "Requests being answered.", multiprocess_mode="livesum")
-    psc_ready = Metric(Gauge, (), "1 when every model is ready, else 0.", multiprocess_mode="livemin")
+    psc_ready = Metric(Gauge, (), "1 if every model is ready, else 0.", multiprocess_mode="livemin")
     psc_model_info = Metric(
         Gauge, ("model", "version", "layer", "device"), "1 for each served model.", multiprocess_mode="livemax"
     )
-    psc_alpha = Metric(Gauge, ("model",), "Images with p ≤ this are out of distribution.", multiprocess_mode="livemax")
+    psc_alpha = Metric(
+        Gauge,
+        ("model",),
+        "The policy's alpha: images with p ≤ alpha are out of distribution.",
+        multiprocess_mode="livemax",
+    )
     psc_reloads_total = Metric(Counter, ("model", "result"), "Reloads: `ok` or `failed`.")
     psc_drift_log_martingale = Metric(
-        Gauge, ("model",), "Log of the conformal test martingale.", multiprocess_mode="livemax"
+        Gauge, ("model",), "Logarithm of the conformal test martingale.", multiprocess_mode="livemax"
     )
     psc_drift_active = Metric(
         Gauge, ("model",), "1 from a drift alarm to the end of its episode, else 0.", multiprocess_mode="livemax"
     )
     psc_drift_alarms_total = Metric(
-        Counter, ("model",), "Drift alarms, one an episode; see drift_false_alarm and drift_monitors."
+        Counter, ("model",), "Drift alarms, one per episode; see drift_false_alarm and drift_monitors."
     )
     psc_drift_window_ood_rate = Metric(
-        Gauge, ("model",), "Fraction of the window with p ≤ alpha.", multiprocess_mode="livemax"
+        Gauge, ("model",), "Fraction of the window's images with p ≤ `psc_alpha`.", multiprocess_mode="livemax"
     )
     psc_drift_window_tail_probability = Metric(
         Gauge,
         ("model",),
-        "Probability of so many OOD images in the window, were all like the calibration images.",
+        "Probability of at least as many OOD images in the window if all were like the calibration images.",
         multiprocess_mode="livemin",
     )
     psc_log_rows_total = Metric(
-        Counter, ("model", "result"), "Rows of the prediction log: `written`, or `dropped` for want of room."
+        Counter, ("model", "result"), "Rows of the prediction log: `written`, or `dropped` for lack of room."
     )
     psc_log_images_total = Metric(
         Counter, ("model", "result"), "Images to store in the prediction log: `written` or `dropped`."
     )
     psc_log_held_bytes = Metric(
-        Gauge, (), "What the prediction log holds in memory; see log_buffer_bytes.", multiprocess_mode="livesum"
+        Gauge, (), "Memory that the prediction log holds; see log_buffer_bytes.", multiprocess_mode="livesum"
     )
     psc_feedback_total = Metric(
         Counter,
@@ -127,10 +137,10 @@ class Metrics:
         "Verdicts that `/feedback` wrote: `label`, `none_of_the_classes`, `cannot_tell`.",
     )
     psc_gpu_memory_bytes = Metric(
-        Gauge, ("device", "kind"), "Memory: `used`, `total`, `allocated`.", multiprocess_mode="livemax"
+        Gauge, ("device", "kind"), "GPU memory: `used`, `total`, `allocated`.", multiprocess_mode="livemax"
     )
     psc_gpu_utilisation_ratio = Metric(
-        Gauge, ("device",), "Fraction of time the GPU was busy, 0 to 1.", multiprocess_mode="livemax"
+        Gauge, ("device",), "Fraction of time that the GPU was busy, 0 to 1.", multiprocess_mode="livemax"
     )
 
     def __init__(self) -> None:
@@ -141,7 +151,7 @@ class Metrics:
         ProcessCollector(registry=self.registry)
 
     def exposition(self) -> tuple[bytes, str]:
-        """The text for Prometheus and its content type; of all processes where there are several."""
+        """Return the text for Prometheus and its content type, for all processes if there are several."""
         registry = shared_registry() if PROCESS_FILES in os.environ else self.registry
         return generate_latest(registry), CONTENT_TYPE_LATEST
 
@@ -151,17 +161,17 @@ METRICS: Final[tuple[Metric[Any], ...]] = tuple(row for row in vars(Metrics).val
 
 
 class LiveProcesses(Collector):
-    """The ``process_…`` metrics of each of several processes, by ``pid``: their sum would fall when one ends.
+    """The ``process_…`` metrics of several processes, each by its ``pid``, because a sum would fall when one ends.
 
     Args:
-        folder: Through which they share their metrics.
+        folder: The folder through which the processes share their metrics.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def collect(self) -> Iterator[metrics_core.Metric]:
-        """Each metric once, with a sample for each process."""
+        """Yield each metric once, with a sample for each process."""
         found: dict[str, metrics_core.Metric] = {}
         for pid in sorted(_pids(self._folder)):
             for own in ProcessCollector(pid=partial(str, pid), registry=None).collect():
@@ -172,7 +182,7 @@ class LiveProcesses(Collector):
 
 
 def shared_registry() -> CollectorRegistry:
-    """The metrics of all processes that share theirs."""
+    """Return a registry with the metrics of all processes that share them."""
     registry = CollectorRegistry()
     MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
     registry.register(LiveProcesses(Path(os.environ[PROCESS_FILES])))
@@ -180,17 +190,17 @@ def shared_registry() -> CollectorRegistry:
 
 
 def _pids(folder: Path) -> set[int]:
-    """The processes with gauges in the folder."""
+    """Return the ids of the processes that have gauges in the folder."""
     return {int(file.stem.rpartition("_")[2]) for file in folder.glob("gauge_live*_*.db")}
 
 
 def forget_dead_processes() -> None:
-    """Drop the gauges that processes left which are gone; call it when a process starts."""
+    """Drop the gauges that dead processes have left; called when a process starts."""
     if PROCESS_FILES not in os.environ:
         return
     for pid in _pids(Path(os.environ[PROCESS_FILES])):
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
-            with contextlib.suppress(FileNotFoundError):  # Another new process was faster.
+            with contextlib.suppress(FileNotFoundError):  # Another new process has removed them already.
                 mark_process_dead(pid)  # type: ignore[no-untyped-call]

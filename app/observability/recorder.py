@@ -1,9 +1,9 @@
-"""Record what models serve: predictions, batches and decodes in metrics, p-values in drift monitors.
+"""Record predictions, batches and decoding times in metrics, and p-values in drift monitors.
 
-Scores and drift are of monitored images: those that the client does not ask to leave out, each once.
+Scores and drift are of monitored images: those that the client does not ask to leave out, each counted once.
 
-Predictions are kept as they come and recorded in bulk by :meth:`ModelRecorder.flush`, a few times a second and before
-each scrape, so that one costs a list append.
+A prediction only costs a list append.  :meth:`ModelRecorder.flush` records the list in bulk, a few times a second and
+before each scrape.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,47 +20,55 @@ from prometheus_client import Gauge
 from app.observability.drift import DriftMonitor, DriftState
 from app.observability.metrics import Metrics
 from app.observability.repeats import RepeatFilter
+from app.tasks.base import served_task
 from psc_core.model.base import FittedModel
+from psc_core.rates import ood_rank
+from psc_core.tasks.decide import BaseDecisions
 from psc_core.tasks.outputs import FloatArray, Outputs
 
 logger = logging.getLogger("psc.drift")
 
 MAX_LABELS: Final = 1000
-"""Classes with a prediction counter of their own; all others are counted as :data:`OTHER`."""
+"""The number of classes with a prediction counter of their own; all others are counted as :data:`OTHER`."""
 
 OTHER: Final = "(other)"
 
 _FLUSH_AT: Final = 4096
+"""The number of recorded requests at which the list is flushed, lest it grow without bound."""
 
 
 class ModelRecorder:
     """Records one model; :meth:`batch` and :meth:`decoded` may be called on any thread.
 
     Args:
-        name: Name of the served model.
+        name: The name of the served model.
         model: The fitted model.
-        alpha: Default false-alarm rate.
-        queue_limit: Maximum number of images in its queue.
+        alpha: The policy's false-alarm rate.
+        queue_limit: The maximum number of images in the model's queue.
         metrics: The application's metrics.
-        drift: Monitor of its p-values.
+        drift: The monitor of the model's p-values.
     """
 
     def __init__(
         self, name: str, model: FittedModel, *, alpha: float, queue_limit: int, metrics: Metrics, drift: DriftMonitor
     ) -> None:
         self._name = name
-        self._task = model.task
-        labels = model.task.metric_labels(model.classes)
+        self._task = served_task(model.task)
+        self._abstentions = model.task.abstentions
+        labels = self._task.metric_labels(model.classes)
         self._labels = (*labels[:MAX_LABELS], *[OTHER] * (len(labels) - MAX_LABELS))
         self._outputs_of = model.outputs
         self._alpha = alpha
+        # A p-value is k/(n + 1) rounded to float32.  The bound lies between two of them, where rounding cannot matter.
+        n = len(model.calibration.ood_scores)
+        self._ood_below = (ood_rank(alpha, n) + 0.5) / (n + 1)
         self.queue_limit = queue_limit
         self._identity = {"version": model.version, "layer": model.layer, "device": str(model.device)}
         self._metrics = metrics
         self._drift = drift
         self._repeats = RepeatFilter(model.calibration.ood_scores)
         self._hidden = False
-        self._predictions: list[tuple[Outputs[FloatArray], Any, Sequence[int] | None]] = []
+        self._predictions: list[tuple[Outputs[FloatArray], BaseDecisions, Sequence[int] | None]] = []
         self._batch_size = metrics.psc_batch_size.labels(model=name)
         self._inference_seconds = metrics.psc_inference_seconds.labels(model=name)
         self._queue_seconds = metrics.psc_queue_seconds.labels(model=name)
@@ -76,35 +84,37 @@ class ModelRecorder:
 
     @property
     def drift(self) -> DriftState:
-        """The state of its drift monitor, the latest predictions included."""
+        """The state of the drift monitor, including the latest predictions."""
         self.flush()
         return self._drift.state
 
     def batch(self, size: int, seconds: float, waits: Sequence[float]) -> None:
-        """A device step of ``size`` images took ``seconds``; its requests had waited so long."""
+        """Record a device step of ``size`` images, its time, and how long its requests had waited, seconds."""
         self._batch_size.observe(size)
         self._inference_seconds.observe(seconds)
         for wait in waits:
             self._queue_seconds.observe(wait)
 
     def decoded(self, seconds: float) -> None:
-        """A request's images were decoded."""
+        """Record the time in which a request's images were decoded, seconds."""
         self._decode_seconds.observe(seconds)
 
-    def predicted(self, outputs: Outputs[FloatArray], decisions: Any, fingerprints: Sequence[int] | None) -> None:
-        """Images were answered; call it on the event loop.
+    def predicted(
+        self, outputs: Outputs[FloatArray], decisions: BaseDecisions, fingerprints: Sequence[int] | None
+    ) -> None:
+        """Record the answer to the images of one request; to be called on the event loop.
 
         Args:
-            outputs: Of the images.
-            decisions: Of the images.
-            fingerprints: Of the images, equal for identical ones; ``None``: the client asked not to monitor them.
+            outputs: The outputs for the images.
+            decisions: The decisions on the images.
+            fingerprints: The images' fingerprints; None if the client asked not to monitor the images.
         """
         self._predictions.append((outputs, decisions, fingerprints))
         if len(self._predictions) >= _FLUSH_AT:
             self.flush()
 
     def flush(self) -> None:
-        """Bring the predictions since the last call into the metrics and the drift monitor."""
+        """Record the predictions since the last call in the metrics and the drift monitor."""
         if not self._predictions:
             return
         predictions, self._predictions = self._predictions, []
@@ -119,8 +129,8 @@ class ModelRecorder:
         if monitored:
             self._monitor(monitored)
 
-    def _monitor(self, predictions: Sequence[tuple[Outputs[FloatArray], Any, Sequence[int]]]) -> None:
-        """Record the scores of the images of several requests, without repeats."""
+    def _monitor(self, predictions: Sequence[tuple[Outputs[FloatArray], BaseDecisions, Sequence[int]]]) -> None:
+        """Record the scores of several requests' images, without repeats."""
         name, metrics = self._name, self._metrics
         packed = np.concatenate([outputs.packed for outputs, _, _ in predictions])
         fingerprints = chain.from_iterable(seen for _, _, seen in predictions)
@@ -130,16 +140,15 @@ class ModelRecorder:
         for score, histogram in self._histograms.items():
             for value in scores[score].tolist():
                 histogram.observe(value)
-        is_ood = np.concatenate([each.is_ood for _, each, _ in predictions])[counted]
-        metrics.psc_ood_total.labels(model=name).inc(int(is_ood.sum()))
+        metrics.psc_ood_total.labels(model=name).inc(int((scores["ood_p_value"] < self._ood_below).sum()))
         decided = np.concatenate([each.decision for _, each, _ in predictions])[counted]
-        for reason, code in self._task.abstentions.items():
+        for reason, code in self._abstentions.items():
             metrics.psc_abstained_total.labels(model=name, reason=reason).inc(int((decided == code).sum()))
         if not self._hidden:
             self._watch_drift(scores["ood_p_value"])
 
     def show(self) -> None:
-        """Expose its identity, its drift and its counters at 0: a rate needs a first value."""
+        """Expose the model's identity and drift, and its counters at 0, because a rate needs a first value."""
         name, metrics = self._name, self._metrics
         self._info().set(1.0)
         metrics.psc_alpha.labels(model=name).set(self._alpha)
@@ -147,7 +156,7 @@ class ModelRecorder:
         metrics.psc_ood_total.labels(model=name)
         for result in ("ok", "failed"):
             metrics.psc_reloads_total.labels(model=name, result=result)
-        for reason in self._task.abstentions:
+        for reason in self._abstentions:
             metrics.psc_abstained_total.labels(model=name, reason=reason)
         for reason in ("asked", "repeated"):
             metrics.psc_unmonitored_images_total.labels(model=name, reason=reason)
@@ -157,7 +166,7 @@ class ModelRecorder:
         self._watch_drift(np.empty(0, np.float32))
 
     def hide(self) -> None:
-        """Take its identity out again; its drift is no longer shown."""
+        """Stop exposing the model's identity and drift."""
         self._hidden = True
         self._info().set(0.0)
 

@@ -1,22 +1,22 @@
-"""Images that come again count once: a retry, a health probe or a demonstration is no news of the stream.
+"""Count repeated images once: a retry, a health probe or a demonstration says nothing new about the stream.
 
 The drift test and the rates of scores are about images that are exchangeable with the calibration images.  One image
-that is sent eight times is not eight of them.
+that is sent eight times is not eight such images.
 
-**Why leaving repeats out is sound.**  Let the images without their repeats, in the order of their first appearance, be
-exchangeable with the calibration images.  Leaving repeats out gives back exactly these, whoever repeats what and when,
-so a test on them keeps its level.
+**Why leaving out repeats is sound.**  Suppose that the images without their repeats, in the order of their first
+appearance, are exchangeable with the calibration images.  Leaving out repeats recovers exactly these images, whoever
+repeats what and when, so a test on them keeps its level.
 
-**Where it would not be.**  Identical images can be part of the data: blank pages, masked tiles.  Then some calibration
-images are identical too and have equal scores, and a stream without repeats would look too strange.  So a repeat that
-falls on equal calibration scores counts as often as it comes.  What is not twice among n calibration images is of a
-frequency of about 1/n, and its repeats are too few to matter.
+**Where it would not be sound.**  Identical images can be part of the data: blank pages, masked tiles.  Then some
+calibration images are identical too and have equal scores, and a stream without repeats would look too unusual.  So a
+repeat whose score lies at equal calibration scores counts every time.  An image that does not occur twice among n
+calibration images has a frequency of about 1/n, and its repeats are too few to matter.
 
-**What nobody can do with it.**  A repeat is an image that has been counted, so sending an image first does not hide the
-one who sends it next.  Fingerprints have 64 bits, under a key that each process draws.
+**Why it cannot be abused.**  A repeat is an image that has been counted, so nobody can hide an image by sending it
+first.  Fingerprints have 64 bits, and each process draws the key of its own.
 
-**Memory.**  The last :data:`REMEMBERED` different images, about 200 bytes each.  An image of which as many others came
-since the last time counts again.
+**Memory.**  The last :data:`REMEMBERED` different images are kept, about 200 bytes each.  An image counts again if as
+many others have come since it was last seen.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ import numpy as np
 import numpy.typing as npt
 
 REMEMBERED: Final = 10_000
-"""Different images whose fingerprints a monitor keeps."""
+"""The number of different images whose fingerprints a monitor keeps."""
 
 
 class RepeatFilter:
-    """Tells images that count from repeats.
+    """Tells repeats from images that count.
 
     Args:
-        calibration_scores: OOD scores of the n calibration images, in any order.
-        remembered: Different images that it remembers.
+        calibration_scores: The OOD scores of the n calibration images, in any order.
+        remembered: The number of different images to remember.
     """
 
     def __init__(self, calibration_scores: npt.ArrayLike, *, remembered: int = REMEMBERED) -> None:
@@ -46,18 +46,18 @@ class RepeatFilter:
         tied = np.zeros(len(scores), bool)
         tied[1:] |= equal
         tied[:-1] |= equal
-        # By how many calibration scores are no smaller than an image's: whether it lies beside equal ones.  On either
-        # side, because rounding differs a little between batches of different sizes.
+        # Indexed by the number of calibration scores that are no smaller than an image's: whether the image lies beside
+        # equal scores.  Either side counts, because rounding differs a little between batches of different sizes.
         self._is_common = np.concatenate([[False], tied]) | np.concatenate([tied, [False]])
         self._remembered = remembered
         self._recent: OrderedDict[int, None] = OrderedDict()
 
     def counts(self, p_values: npt.NDArray[np.floating[Any]], fingerprints: Iterable[int]) -> npt.NDArray[np.bool_]:
-        """Return whether each image counts, in the order in which they came.
+        """Return whether each image counts, a boolean array of shape (images,).
 
         Args:
-            p_values: Served p-values, shape (images,).
-            fingerprints: Equal for identical images.
+            p_values: The served p-values in the order of arrival, shape (images,).
+            fingerprints: The images' fingerprints, equal for identical images.
         """
         is_new = np.array([self._see(fingerprint) for fingerprint in fingerprints], bool)
         n = len(self._is_common) - 1
@@ -66,7 +66,7 @@ class RepeatFilter:
         return counted
 
     def _see(self, fingerprint: int) -> bool:
-        """Remember an image as the last one; whether it was not remembered."""
+        """Remember an image as the latest one; return whether it is new."""
         is_new = fingerprint not in self._recent
         self._recent[fingerprint] = None
         self._recent.move_to_end(fingerprint)

@@ -1,7 +1,7 @@
-"""The ids that tie log lines and answers to a caller's trace, and the export of spans.
+"""Tie log lines and answers to a caller's trace by ids, and export spans.
 
-A valid ``traceparent`` (https://www.w3.org/TR/trace-context/) is continued: same trace id, new span id.  Where there is
-none, or several, a new trace begins.  FastAPI makes the spans; where they are exported, the ids are theirs.
+A valid ``traceparent`` (https://www.w3.org/TR/trace-context/) is continued: same trace id, new span id.  Without one,
+or with several, a new trace begins.  FastAPI makes the spans; if they are exported, their ids are used.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from psc_core.errors import needs
 
 _PROPAGATOR: Final = TraceContextTextMapPropagator()
-_ids: Final = random.Random()  # Ids must be unlikely to meet, not hard to guess.
+_ids: Final = random.Random()  # Not ``secrets``: ids must not collide, but may be guessed.
 
 
 class TraceContext(NamedTuple):
-    """The place of a request in its trace.
+    """The position of a request in its trace.
 
     Attributes:
-        trace_id: 32 hex digits, shared by the whole trace.
-        span_id: 16 hex digits, this request's own.
+        trace_id: The id of the whole trace, 32 hex digits.
+        span_id: The id of this request, 16 hex digits.
         sampled: Whether the caller (or, at the start of a trace, this service) records the trace.
     """
 
@@ -37,16 +37,16 @@ class TraceContext(NamedTuple):
 
     @property
     def traceparent(self) -> str:
-        """The header value that hands this span on as the parent."""
+        """The value of the header ``traceparent`` that names this span as the parent."""
         return f"00-{self.trace_id}-{self.span_id}-{'01' if self.sampled else '00'}"
 
 
 current_trace: ContextVar[TraceContext | None] = ContextVar("psc_trace", default=None)
-"""The request's trace context, for log records; ``None`` outside a request."""
+"""The trace context of the current request, for log records; ``None`` outside a request."""
 
 
 def trace_of_request(headers: Sequence[tuple[bytes, bytes]]) -> TraceContext:
-    """The trace of the request's span if one is recorded, else of its headers."""
+    """Return the trace of the request's span if one is recorded, else that of its headers."""
     span = trace.get_current_span().get_span_context()
     if span.is_valid:
         return TraceContext(trace.format_trace_id(span.trace_id), trace.format_span_id(span.span_id), _sampled(span))
@@ -55,7 +55,7 @@ def trace_of_request(headers: Sequence[tuple[bytes, bytes]]) -> TraceContext:
 
 
 def begin_trace(traceparent: str | None) -> TraceContext:
-    """Continue the caller's trace, or start one when the header is missing or malformed."""
+    """Continue the caller's trace, or start a new one if the header is missing or malformed."""
     if traceparent:
         context = _PROPAGATOR.extract({"traceparent": traceparent}, Context())
         caller = trace.get_current_span(context).get_span_context()
@@ -74,7 +74,7 @@ def check_installed() -> None:
 
 
 def configure_export() -> None:
-    """Send spans by OTLP/HTTP; where to, and as which service, say the standard ``OTEL_*`` variables.
+    """Export spans over OTLP/HTTP; the standard ``OTEL_*`` variables set the endpoint and the service's name.
 
     Raises:
         UsageError: The OpenTelemetry extra is not installed.
@@ -96,5 +96,4 @@ def _sampled(span: trace.SpanContext) -> bool:
 
 
 def _new_id(bits: int) -> str:
-    """Random hex id that is not all zeros."""
-    return f"{_ids.getrandbits(bits) or 1:0{bits // 4}x}"
+    return f"{_ids.getrandbits(bits) or 1:0{bits // 4}x}"  # An id of zeros alone is invalid.

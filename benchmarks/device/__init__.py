@@ -1,1 +1,1 @@
-"""The device step: compared with the plain network, a lower bound, ensembles and MC dropout, and by part."""
+"""Benchmarks of the device step."""

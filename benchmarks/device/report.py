@@ -1,4 +1,4 @@
-"""The record of :mod:`benchmarks.device.run` as tables."""
+"""Turn the record of :mod:`benchmarks.device.run` into tables."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def fragment(record: Json) -> str:
 
 
 def best_batches(cells: list[Json]) -> dict[str, tuple[float, float]]:
-    """By precision: PSC's images/s over those of the plain and of the fused network, each at its best batch."""
+    """Return by precision PSC's images/s over those of the plain and of the fused network, each at its best batch."""
     found = {}
     for precision, own in _by_precision(cells).items():
         speed = {name: max(cell["bucket"] / cell["ms"][name] for cell in own) for name in own[0]["ms"]}

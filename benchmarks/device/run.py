@@ -1,12 +1,12 @@
-"""The device step: compared with the plain network, a lower bound, ensembles and MC dropout, and by part.
+"""Measure the device step beside the plain network, a lower bound, ensembles and MC dropout, and part by part.
 
     python -m benchmarks.device.run                        # this CPU, four minutes
     python -m benchmarks.device.run --device cuda          # a GPU, at most ten minutes
 
-Every time is that of the service's step (:mod:`app.inference.steps`): uint8 on the host to outputs on the host.  The
-plain network gives softmax probabilities through the same step (same precision, memory format and graph mode), once
-with its own modules and once fused like the PSC's backbone.  Variants take turns; ratios are medians over rounds, with
-quartiles.  Results of earlier runs stay in the file until a network is measured again.
+All times are those of the service's step (:mod:`app.inference.steps`), from uint8 on the host to outputs on the host.
+The plain network returns softmax probabilities through the same step (same precision, memory format and graph mode),
+once with its own modules and once fused like the PSC's backbone.  Variants take turns; ratios are medians over rounds,
+with quartiles.  Results of earlier runs stay in the file until a network is measured again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from psc_core.compute.allocator import keep_freed_memory
 from psc_core.compute.device import resolve_device
 from psc_core.model.pipeline import Pipeline, average_positions
 from psc_core.precision import Precision
-from psc_core.tasks.classification.heads import entropy
+from psc_core.tasks.classification.heads.base import entropy
 from psc_core.tasks.head import Scored
 
 PRECISIONS = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16")}
@@ -67,7 +67,7 @@ CUDA_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 @contextmanager
 def tensor_cores(on: bool) -> Iterator[None]:
-    """float32 products in TF32 while the block runs (CUDA)."""
+    """Compute float32 products in TF32 within the block (CUDA)."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = on
     try:
@@ -77,7 +77,7 @@ def tensor_cores(on: bool) -> Iterator[None]:
 
 
 def step_of(network: Any, shape: tuple[int, int, int], bucket: int, device: torch.device, mode: str) -> Step:
-    """The service's step for batches of ``bucket`` alone; eager on CUDA is the step without graphs."""
+    """Return the service's step for batches of ``bucket`` alone; eager on CUDA is the step without graphs."""
     if device.type == "cuda" and mode == "eager":
         return EagerStep(network, shape, max_batch=bucket, device=device)
     step: Any = make_step(network, shape, max_batch=bucket, device=device, compiled=mode == "compiled")
@@ -87,14 +87,14 @@ def step_of(network: Any, shape: tuple[int, int, int], bucket: int, device: torc
 
 
 def call(step: Step, images: np.ndarray[Any, Any]) -> None:
-    """One batch from host to host."""
+    """Run one batch from host to host."""
     step.input(0)[: len(images)] = images
     step.launch(0, len(images))
     step.fetch(0, len(images))
 
 
 def parts(pipeline: Pipeline, images: Tensor, device: torch.device) -> dict[str, Callable[[], Any]]:
-    """Each part of the step alone, on the output of the part before it."""
+    """Return each part of the step, to run on the output of the part before it."""
     p = pipeline.scorer
     with torch.inference_mode():
         inputs = p.standardise(images)
@@ -129,7 +129,7 @@ def parts(pipeline: Pipeline, images: Tensor, device: torch.device) -> dict[str,
 
 
 def time_of_parts(pipeline: Pipeline, images: Tensor, device: torch.device, seconds: float) -> Json:
-    """Milliseconds of each part, and the fraction of the step that projection, density and head take."""
+    """Return the milliseconds of each part, and the fraction of the step that projection, density and head take."""
     with torch.inference_mode():
         calls = {name: on_device(f, device) for name, f in parts(pipeline, images, device).items()}
         times = take_turns({name: f for name, (f, _) in calls.items()}, seconds=seconds, rounds=(3, 50))
@@ -143,13 +143,13 @@ def time_of_parts(pipeline: Pipeline, images: Tensor, device: torch.device, seco
 
 
 class Measurement:
-    """Measures one subject.
+    """The measurements of one subject.
 
     Args:
         subject: The network to measure.
-        device: Compute device.
-        limits: Peaks of the device: operations/s by precision, bytes/s.
-        quick: Batches of one image, three rounds, nothing compiled.
+        device: The compute device.
+        limits: The peaks of the device: operations/s by precision, and bytes/s.
+        quick: Whether to measure only batches of one image, in three rounds, with nothing compiled.
     """
 
     def __init__(self, subject: Subject, device: torch.device, limits: Json, *, quick: bool = False) -> None:
@@ -174,15 +174,15 @@ class Measurement:
         }
 
     def images(self, count: int) -> Tensor:
-        """Random images on the host."""
+        """Return random images on the host."""
         return torch.randint(0, 256, (count, *self.shape), dtype=torch.uint8)
 
     def psc(self, precision: str, density: str = "gda") -> Pipeline:
-        """The PSC on the device."""
+        """Return the PSC on the device."""
         return self.subject.pipeline(self.net, _served(precision), self.device, density=density)
 
     def plain(self, precision: str) -> dict[str, Plain]:
-        """The whole network, unfused and fused."""
+        """Return the whole network, unfused and fused."""
         kind, s = _served(precision), self.subject
         networks = {
             "plain": unfused(self.net, kind, self.device),
@@ -191,7 +191,7 @@ class Measurement:
         return {name: Plain([net], s.preprocess, kind).to(self.device) for name, net in networks.items()}
 
     def cells(self) -> list[Json]:
-        """PSC and plain network by precision, mode and bucket."""
+        """Return the PSC and the plain network by precision, mode and bucket."""
         rows = []
         for precision in PRECISIONS[self.device.type]:
             with tensor_cores(precision == "tf32"):
@@ -208,12 +208,12 @@ class Measurement:
         return rows
 
     def modes(self, precision: str) -> tuple[str, ...]:
-        """Compiling takes a minute for each network, so only the shipped one is compiled, in one precision."""
+        """Return the modes; to compile takes a minute, so it is one only for the shipped network in one precision."""
         compiled = self.subject.shipped and precision == PRECISIONS[self.device.type][-1] and not self.quick
         return MODES[self.device.type] + (("compiled",) if compiled else ())
 
     def buckets(self, mode: str) -> tuple[int, ...]:
-        """Batch sizes; fewer where a mode is slow to set up or the default run would take too long."""
+        """Return the batch sizes; fewer if a mode is slow to set up or the default run would take too long."""
         if self.quick:
             return (1,)
         if mode == "compiled":
@@ -223,10 +223,10 @@ class Measurement:
         return self.subject.buckets
 
     def work(self, variants: Mapping[str, Any]) -> Json:
-        """Operations and bytes of an image, counted on a batch of eight."""
+        """Return the operations and bytes of an image, counted on a batch of eight."""
         images = self.images(8).to(self.device)
         with torch.inference_mode():
-            variants["psc"](images)  # fuses, which is not part of a step
+            variants["psc"](images)  # The first call fuses layers, which is not part of a step.
         whole = Plain([unfused(self.net, "fp32", self.device)], self.subject.preprocess, "fp32").to(self.device)
         return {
             "psc_operations": operations(variants["psc"], images) / 8,
@@ -235,20 +235,20 @@ class Measurement:
         }
 
     def bytes_of(self, network: Any, count: int) -> int:
-        """Bytes of one step."""
+        """Return the bytes of one step."""
         return traffic(network, self.images(count).to(self.device))
 
     def calls(
         self, networks: Mapping[str, Any], images: np.ndarray[Any, Any], mode: str
     ) -> dict[str, Callable[[], None]]:
-        """The service's step of each network on a batch of images."""
+        """Return the service's step of each network on a batch of images."""
         return {
             name: partial(call, step_of(net, self.shape, len(images), self.device, mode), images)
             for name, net in networks.items()
         }
 
     def cell(self, variants: Mapping[str, Any], work: Json, precision: str, mode: str, bucket: int) -> Json:
-        """Times of one batch size."""
+        """Return the times of one batch size."""
         images = self.images(bucket)
         if mode == "compiled" and self.device.type == "cpu":  # the compiler fuses by itself
             variants = {**variants, "plain_fused": variants["plain"]}
@@ -279,7 +279,7 @@ class Measurement:
         return row
 
     def alternatives(self) -> list[Json]:
-        """Times of an ensemble, unfused and fused, and of fused Monte-Carlo dropout, relative to the PSC's step."""
+        """Return the times of an ensemble, unfused and fused, and of fused Monte-Carlo dropout over the PSC's step."""
         s, device = self.subject, self.device
         bucket = 1 if self.quick else 64 if device.type == "cuda" else 8 if 32 in s.buckets else 1
         mode = MODES[device.type][0]
@@ -305,7 +305,7 @@ class Measurement:
 
 
 def large_tail(device: torch.device) -> list[Json]:
-    """Projection, density and head alone at 1,000 classes and 2,048 features, batch 64."""
+    """Measure projection, density and head alone at 1,000 classes and 2,048 features, batch 64."""
     torch.manual_seed(0)
     rows = []
     for kind, kept in (("gda", 259), ("tied", 2048)):
@@ -331,7 +331,7 @@ def _served(precision: str) -> Precision:
 
 
 def limits_of(device: torch.device) -> Json:
-    """Speed of a plain matrix product and of a plain copy on the device."""
+    """Measure the speed of a plain matrix product and of a plain copy on the device."""
     speeds = {}
     for precision in PRECISIONS[device.type]:
         with tensor_cores(precision == "tf32"):
@@ -340,7 +340,7 @@ def limits_of(device: torch.device) -> Json:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure and merge into the results."""
+    """Measure the subjects and merge them into the results."""
     subjects = {subject.name: subject for subject in SUBJECTS}
     parts = [*subjects, "tail"]
     cli = plain_parser(__doc__)

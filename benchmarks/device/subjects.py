@@ -1,7 +1,7 @@
 """The networks that the device step is measured on, and their alternatives to PSC.
 
-Weights, projection, density and head are random, in the shapes that a fit gives; only the ResNet-18 at 28 pixels is the
-shipped bundle.  Time does not depend on the values.
+Weights, projection, density and head are random, in the shapes of a real fit, because time does not depend on their
+values; only the ResNet-18 at 28 pixels is the shipped bundle.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.runs import BUNDLE
-from psc_core.density import Density, restore_density
+from psc_core.density.base import Density, restore_density
 from psc_core.density.gaussian import ClasswiseDensity, TiedDensity
 from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.model.classifier import PSC
@@ -26,13 +26,13 @@ from psc_core.network.layers import list_layers
 from psc_core.network.load import load_network
 from psc_core.precision import Precision
 from psc_core.projection.module import Projection
-from psc_core.tasks.classification.heads import entropy
+from psc_core.tasks.classification.heads.base import entropy
 from psc_core.tasks.classification.heads.laplace import LaplaceHead
 
 MEMBERS = 5
-"""Networks of the ensemble."""
+"""The number of networks in the ensemble."""
 SAMPLES = 10
-"""Passes of Monte-Carlo dropout."""
+"""The number of passes of Monte-Carlo dropout."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,17 @@ class Subject:
     """One network at one image size.
 
     Attributes:
-        name: In tables.
-        spec: For ``load_network``.
-        model_args: Arguments of the builder.
-        classes: K.
-        size: Sides of its images, pixels.
-        layer: Candidate layer: of the shipped bundle the selected one, else the first operation of the last stage,
+        name: The name in tables.
+        spec: The spec for ``load_network``.
+        model_args: The arguments of the builder.
+        classes: The number of classes, K.
+        size: The width and height of the images, pixels.
+        layer: The candidate layer: the selected one of the shipped bundle, else the first operation of the last stage,
             which is the same place.
         sizes: (c_proj, d_proj, components of the density).
-        stages: Modules followed by Monte-Carlo dropout.
-        buckets: Batch sizes on a CPU.
-        shipped: Whether the bundle in ``artifacts`` is measured.
+        stages: The modules followed by Monte-Carlo dropout.
+        buckets: The batch sizes on a CPU.
+        shipped: Whether to measure the bundle in ``artifacts``.
     """
 
     name: str
@@ -66,21 +66,21 @@ class Subject:
 
     @property
     def preprocess(self) -> Preprocess:
-        """Preprocessing of its images."""
+        """Return the preprocessing of the network's images."""
         return PRESETS["mnist" if self.shipped else "imagenet" if self.size == 224 else "cifar10"]
 
     def network(self) -> nn.Module:
-        """The original network with random weights."""
+        """Build the original network with random weights."""
         torch.manual_seed(0)
         return load_network(self.spec, num_classes=self.classes, model_args=dict(self.model_args))
 
     @property
     def many_classes(self) -> bool:
-        """Return whether there are so many covariances that the tied density is measured too."""
+        """Return whether the covariances are so many that the tied density is measured too."""
         return self.classes >= 1000
 
     def pipeline(self, net: nn.Module, precision: Precision, device: torch.device, *, density: str = "gda") -> Pipeline:
-        """The PSC of ``net``, or the shipped one, on the device."""
+        """Return the PSC of ``net``, or the shipped one, on the device."""
         if self.shipped:
             psc = PSC.load(BUNDLE, device=device)
             return psc.pipeline.with_backbone(psc.backbone.fused(precision))
@@ -118,20 +118,20 @@ SUBJECTS = (
     Subject("VGG-16, 224", "torchvision:vgg16", (), 1000, 224,
             "features.24", (32, 8, 195), ("features.4", "features.9", "features.16", "features.23"), buckets=(1, 8)),
 )  # fmt: skip
-"""The families that the paper uses, on small and on large images."""
+"""The subjects: the families that the paper uses, on small and on large images."""
 
 
-# -- what a step is compared with -----------------------------------------------------------------------------
+# -- peers of a step ------------------------------------------------------------------------------------------
 
 
 class Plain(nn.Module):
-    """uint8 images to the class probabilities of whole networks: a classifier without PSC.
+    """Whole networks as a classifier without PSC, from uint8 images to class probabilities.
 
     Args:
-        networks: One, or the members of an ensemble.
-        preprocess: The PSC's.
+        networks: One network, or the members of an ensemble.
+        preprocess: The PSC's preprocessing.
         precision: ``"fp32"`` or ``"bf16"``; for the latter the networks' weights are already bfloat16.
-        passes: Runs of each network (Monte-Carlo dropout).
+        passes: The number of runs of each network (Monte-Carlo dropout).
     """
 
     is_traced = True
@@ -149,7 +149,7 @@ class Plain(nn.Module):
         self.requires_grad_(False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Probabilities (B, K); for several runs (B, K + 1), the entropy of the mean first."""
+        """Return probabilities (B, K); for several runs (B, K + 1), the entropy of the mean first."""
         x = images.float().mul_(self.scale).add_(self.shift).to(self.dtype).contiguous(memory_format=_format(self))
         outputs = [_logits(net(x)).float().softmax(1) for net in self.networks for _ in range(self.passes)]
         if len(outputs) == 1:
@@ -158,7 +158,7 @@ class Plain(nn.Module):
         return torch.cat([entropy(mean)[:, None], mean], dim=1)
 
     def explain(self, images: Tensor) -> dict[str, Tensor]:
-        """Nothing to explain."""
+        """Return no explanation."""
         return {}
 
 
@@ -167,13 +167,13 @@ def _logits(output: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 def _format(plain: Plain) -> torch.memory_format:
-    """The memory format of the PSC's backbone on that device."""
+    """Return the memory format of the PSC's backbone on that device."""
     use = plain.scale.device.type == "cpu" or plain.dtype == torch.bfloat16
     return torch.channels_last if use else torch.contiguous_format
 
 
 def unfused(net: nn.Module, precision: str, device: torch.device) -> nn.Module:
-    """A copy of the network in the precision and memory format of the PSC."""
+    """Return a copy of the network in the precision and memory format of the PSC."""
     twin = copy.deepcopy(net).to(device)
     if precision == "bf16":
         twin = twin.to(torch.bfloat16)
@@ -182,7 +182,7 @@ def unfused(net: nn.Module, precision: str, device: torch.device) -> nn.Module:
 
 
 def fused(net: nn.Module, layer: str, precision: Precision, device: torch.device) -> nn.Module:
-    """A copy of the whole network, fused like the PSC's backbone."""
+    """Return a copy of the whole network, fused like the PSC's backbone."""
     root = copy.deepcopy(net).to(device)
     graph = cut_graph(root, [layer], keep_output=True)
     output = graph.graph.find_nodes(op="output")[0]
@@ -194,7 +194,7 @@ def fused(net: nn.Module, layer: str, precision: Precision, device: torch.device
 
 
 def with_dropout(net: nn.Module, stages: tuple[str, ...]) -> nn.Module:
-    """A copy of ``net`` that drops a tenth of the activations behind each stage."""
+    """Return a copy of ``net`` that drops a tenth of the activations after each stage."""
     twin = copy.deepcopy(net)
     for name in stages:
         parent, _, attribute = name.rpartition(".")
@@ -204,7 +204,7 @@ def with_dropout(net: nn.Module, stages: tuple[str, ...]) -> nn.Module:
 
 
 def enable_dropout(net: nn.Module) -> nn.Module:
-    """``net`` with its dropout enabled, in place."""
+    """Enable the dropout of ``net`` in place, and return it."""
     for module in net.modules():
         if isinstance(module, nn.Dropout):
             module.train()
@@ -215,7 +215,7 @@ def enable_dropout(net: nn.Module) -> nn.Module:
 
 
 def random_projection(channels: int, positions: int, c_proj: int, d_proj: int) -> Projection:
-    """Orthonormal factors; a vector layer is read as one channel with ``channels`` positions."""
+    """Make orthonormal factors; a vector layer is read as one channel with ``channels`` positions."""
     if positions == 1:
         channels, positions = 1, channels
     d_proj = min(d_proj, positions)
@@ -231,7 +231,7 @@ def random_projection(channels: int, positions: int, c_proj: int, d_proj: int) -
 
 
 def random_density(dim: int, kept: int, classes: int, *, kind: str = "gda") -> Density:
-    """Unit covariances around random means."""
+    """Make unit covariances around random means."""
     means = torch.randn(classes, kept)
     family: Callable[..., Density] = ClasswiseDensity if kind == "gda" else TiedDensity
     tensors = {
@@ -245,7 +245,7 @@ def random_density(dim: int, kept: int, classes: int, *, kind: str = "gda") -> D
 
 
 def random_head(dim: int, classes: int) -> LaplaceHead:
-    """Random weights, orthonormal eigenvectors and a prior precision of 1."""
+    """Make random weights, orthonormal eigenvectors and a prior precision of 1."""
     tensors = {
         "center": torch.zeros(dim),
         "inverse_scale": torch.ones(dim),

@@ -1,7 +1,7 @@
-"""Side-by-side timing, and lower bounds of a step.
+"""Time variants side by side, and estimate lower bounds of a step.
 
-Variants take turns, so that other load on the machine affects all alike.  Bounds: floating-point operations by formula,
-and the bytes that operations read and write, at the speeds of a plain matrix product and of a plain copy.
+Variants take turns, so that other load on the machine affects all of them.  The bounds are floating-point operations by
+formula at the speed of a plain matrix product, and the bytes that operations read and write at that of a plain copy.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch.utils.flop_counter import FlopCounterMode
 def take_turns(
     variants: Mapping[str, Callable[[], Any]], *, seconds: float, rounds: tuple[int, int]
 ) -> dict[str, list[float]]:
-    """Seconds of each call by variant; the n-th calls of all variants belong to one round.
+    """Time each call by variant; the n-th calls of all variants belong to one round.
 
     Args:
-        variants: Calls that return when the work is done.
-        seconds: No round begins after this time.
-        rounds: Minimum and maximum number.
+        variants: The calls, which return when their work is done.
+        seconds: The time after which no round begins.
+        rounds: The minimum and maximum number of rounds.
     """
     for call in variants.values():
         call()
@@ -44,20 +44,20 @@ def take_turns(
 
 
 def ratio(over: list[float], under: list[float]) -> list[float]:
-    """Median and quartiles of the ratios of two variants' seconds, taken within rounds."""
+    """Return the median and quartiles of the ratios of two variants' seconds, taken within rounds."""
     ratios = [a / b for a, b in zip(over, under, strict=True)]
     low, _, high = quantiles(ratios, n=4, method="inclusive")
     return [round(value, 4) for value in (median(ratios), low, high)]
 
 
 def milliseconds(times: list[float]) -> float:
-    """Median, in milliseconds."""
+    """Return the median, in milliseconds."""
     return round(median(times) * 1e3, 4)
 
 
 @torch.inference_mode()
 def on_device(function: Callable[[], Any], device: torch.device, *, repeat: int = 20) -> tuple[Callable[[], None], int]:
-    """A call that runs ``function`` on the device and waits, and how often it runs it.
+    """Return a call that runs ``function`` on the device and waits, and how often it runs it.
 
     On CUDA a graph of ``repeat`` copies is captured, so that launching and waiting do not count.
     """
@@ -82,7 +82,7 @@ def on_device(function: Callable[[], Any], device: torch.device, *, repeat: int 
 
 
 def peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations/s of a plain matrix product."""
+    """Return the floating-point operations/s of a plain matrix product."""
     side = 8192 if device.type == "cuda" else 1536
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     out: Tensor = a @ b
@@ -92,7 +92,7 @@ def peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes/s read and written by a plain copy too large for the caches."""
+    """Return the bytes/s read and written by a plain copy too large for the caches."""
     count = 1 << (30 if device.type == "cuda" else 26)
     a = torch.zeros(count, device=device)
     b = torch.empty_like(a)
@@ -118,7 +118,7 @@ class Traffic(TorchDispatchMode):
 
 @torch.no_grad()
 def operations(network: Any, images: Tensor) -> int:
-    """Floating-point operations of matrix products and convolutions (multiply and add count as two)."""
+    """Return the floating-point operations of matrix products and convolutions (multiply and add count as two)."""
     with FlopCounterMode(display=False) as counter:
         network(images)
     return int(counter.get_total_flops())
@@ -126,7 +126,7 @@ def operations(network: Any, images: Tensor) -> int:
 
 @torch.no_grad()
 def traffic(network: Any, images: Tensor) -> int:
-    """Bytes that the operations of a step read and write."""
+    """Return the bytes that the operations of a step read and write."""
     with Traffic() as counter:
         network(images)
     return counter.bytes

@@ -1,10 +1,10 @@
-"""One network fitted as PyTorch has it and as an ONNX file, through the same commands.
+"""Fit one network from PyTorch and from an ONNX file, through the same commands.
 
     python -m benchmarks.fit.doors --data DATA
 
-A ResNet-50 and an untrained ViT (small, patches of 16) with random weights, on the small CIFAR-10 subset as files; both
-doors in turn, ``--rounds`` times.  Seconds are of ``psc-fit`` from start to end, all cores.  The bundles are then asked
-for the same images: the largest difference of a probability, and decisions that differ.
+The networks are a ResNet-50 and a ViT (small, patches of 16) with random weights, on the small CIFAR-10 subset as
+files.  Both ways are fitted in turn, ``--rounds`` times; seconds are those of ``psc-fit`` from start to end on all
+cores.  Then both bundles answer the same images: the largest difference of a probability, and differing decisions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NETWORKS = {"ResNet-50": "torchvision:resnet50", "ViT-S/16": "timm:vit_small_pat
 
 
 def as_files(root: Path, data: Path) -> None:
-    """Class folders of JPEG files from the archive."""
+    """Write the archive's images as class folders of JPEG files."""
 
     with tarfile.open(data / "cifar10-jpeg.tar.gz") as tar:
         for member in tar:
@@ -44,7 +44,7 @@ def as_files(root: Path, data: Path) -> None:
 
 
 def fit(folder: Path, words: list[str], out: str) -> float:
-    """Seconds of one fit."""
+    """Return the seconds that one fit takes."""
     flags = "--train train --val val --device cpu --no-report --alpha 0.1 --coverage 0.9 --overwrite --fresh"
     command = [sys.executable, "-m", "psc_core.cli.fit", *flags.split(), "--out", out, *words]
     began = time.perf_counter()
@@ -53,7 +53,7 @@ def fit(folder: Path, words: list[str], out: str) -> float:
 
 
 def doors(folder: Path, spec: str, rounds: int) -> Json:
-    """Times of both doors, and how far their bundles are apart."""
+    """Return the times of both fits, and the differences between their bundles."""
     torch.manual_seed(0)
     net = load_network(spec, num_classes=len(CLASSES))
     torch.save(net.state_dict(), folder / "net.pth")
@@ -76,7 +76,7 @@ def doors(folder: Path, spec: str, rounds: int) -> Json:
 
 
 def fragment(record: Json) -> str:
-    """A row for each network."""
+    """Return a table with a row for each network."""
     rows = []
     for name, found in record["networks"].items():
         times = [f"{median(each):.0f} s ({min(each):.0f} to {max(each):.0f})" for each in found["seconds"].values()]
@@ -87,7 +87,6 @@ def fragment(record: Json) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure, write and print."""
     cli = runs.plain_parser(__doc__)
     cli.add_argument("--data", type=Path, default=Path("tests/data"), metavar="DIR")
     cli.add_argument("--rounds", type=int, default=3)

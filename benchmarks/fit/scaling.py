@@ -1,12 +1,12 @@
-"""Time and memory of a fit against the number of images, layers and classes, on the CPU.
+"""Measure the time and memory of a fit against the number of images, layers and classes, on the CPU.
 
     python -m benchmarks.fit.scaling --images 1000 10000 100000 1000000
 
 Each fit is a process of its own with one thread: a small convolutional network with random weights on 28-pixel images,
 a thousand of which are repeated; 2,000 validation images; the default density and head.  The same process also measures
 one bare forward pass of the whole network over the same training images, reading included, in batches of the same size.
-Times are CPU seconds of the process, which other work on the machine hardly changes.  Memory is the highest resident
-set of the process; the scratch file of z is read and written, not mapped, so it is no part of it.
+Times are CPU seconds of the process, which other work on the machine hardly changes.  Memory is the process's peak
+resident set; it does not include the scratch file of z, which is read and written but not mapped.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from psc_core.images.preprocess import PRESETS
 
 NAME = "fit-scaling"
 NETWORKS = ((4, 10), (16, 10), (4, 100), (4, 1000))
-"""Layers and classes; every number of images is fitted with the first alone."""
+"""The pairs (layers, classes); large numbers of images are fitted with the first pair alone."""
 LAYER = 4
 TRAINING_PASSES = 4
-"""Collapse, moments, sizes, features; counted in ``tests/psc_core/fitting/across/test_counts.py``."""
+"""The passes of a fit: collapse, moments, sizes, features; see ``tests/psc_core/fitting/across/test_counts.py``."""
 DISTINCT = 1000
 SHORT = 10_000
-"""Maximum number of images of fits that are repeated and also run with other networks."""
+"""The maximum number of images of fits that are repeated and also run with other networks."""
 
 
 def network(layers: int, classes: int) -> nn.Module:
-    """``layers`` convolutions; the first two halve the image."""
+    """Return a network of ``layers`` convolutions, of which the first two halve the image."""
     torch.manual_seed(0)
     blocks: list[nn.Module] = []
     for i in range(layers):
@@ -52,7 +52,7 @@ def network(layers: int, classes: int) -> nn.Module:
 
 
 def noise(images: int, classes: int, seed: int) -> ImageDataset:
-    """``images`` of noise with a class-dependent corner, at most :data:`DISTINCT` of them different (one a class)."""
+    """Return ``images`` of noise with a class-dependent corner, of which at most :data:`DISTINCT` are different."""
     distinct = min(images, max(DISTINCT, 2 * classes))
     labels = torch.arange(distinct) % classes
     pixels = np.random.default_rng(seed).integers(0, 128, (distinct, 28, 28), dtype=np.uint8)
@@ -62,7 +62,7 @@ def noise(images: int, classes: int, seed: int) -> ImageDataset:
 
 
 def one(images: int, layers: int, classes: int) -> Json:
-    """CPU seconds of a fit and of two bare passes, and the peak of this process's resident memory (MiB)."""
+    """Return the CPU seconds of a fit and of two bare passes, and this process's peak resident memory (MiB)."""
     torch.set_num_threads(1)
     settings = FitSettings(device="cpu")
     net, train, val = network(layers, classes), noise(images, classes, 0), noise(2000, classes, 1)
@@ -96,7 +96,7 @@ def one(images: int, layers: int, classes: int) -> Json:
 
 
 def planned(images: list[int], repeats: int) -> list[tuple[int, int, int]]:
-    """Images, layers and classes of every fit."""
+    """Return the images, layers and classes of every fit."""
     return [
         (count, *shape)
         for count in sorted(images)
@@ -110,21 +110,21 @@ def planned(images: list[int], repeats: int) -> list[tuple[int, int, int]]:
 class Fit:
     """The repeats of one fit: minimum times and maximum memory."""
 
-    images: int  # training images
-    seconds: float  # minimum CPU seconds of the fit
-    slowest: float  # maximum CPU seconds of the fit
-    bare: float  # minimum CPU seconds of one bare pass
-    peak: int  # maximum resident memory, MiB
+    images: int  # The number of training images.
+    seconds: float  # The minimum CPU seconds of the fit.
+    slowest: float  # The maximum CPU seconds of the fit.
+    bare: float  # The minimum CPU seconds of one bare pass.
+    peak: int  # The maximum resident memory, MiB.
 
     @classmethod
     def of(cls, repeats: Sequence[Json]) -> Fit:
-        """From the runs of one number of images with one network."""
+        """Combine the runs of one number of images with one network."""
         seconds = [run["fit_cpu_s"] for run in repeats]
         bare = min(min(run["forward_cpu_s"]) for run in repeats)
         return cls(repeats[0]["images"], min(seconds), max(seconds), bare, max(run["peak_rss_mib"] for run in repeats))
 
     def cells(self, layers: int, classes: int) -> list[str]:
-        """Its row."""
+        """Return the fit's row of the table."""
         spread = f" ({self.slowest:.1f})" if self.slowest > self.seconds else ""
         over = self.seconds / self.bare
         size = [f"{self.images:,}", str(layers), str(classes), f"{self.peak:,} MiB"]
@@ -133,9 +133,9 @@ class Fit:
 
 
 def growth(first: Fit, last: Fit) -> list[str]:
-    """Fixed cost, cost of 1,000 more images, the same in bare passes a training pass, and bytes an image.
+    """Return the fixed cost, that of 1,000 more images in seconds and in bare passes per pass, and bytes per image.
 
-    Buffers still fill up in short fits, so memory is that of long ones.
+    Memory is given only for long fits, because buffers still fill up in short ones.
     """
     more = last.images - first.images
     each, bare = (last.seconds - first.seconds) / more, (last.bare - first.bare) / more
@@ -145,7 +145,7 @@ def growth(first: Fit, last: Fit) -> list[str]:
 
 
 def fragment(record: Json) -> str:
-    """A row for each fit, and what more images cost."""
+    """Return a table with a row for each fit, and the cost of more images."""
     rows, slopes = [], []
     for layers, classes in NETWORKS:
         runs_of = [run for run in record["runs"] if (run["layers"], run["classes"]) == (layers, classes)]
@@ -166,7 +166,7 @@ def fragment(record: Json) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure, write after every fit, and print."""
+    """Measure every fit, write the results after each, and print them."""
     cli = runs.plain_parser(__doc__)
     cli.add_argument("--images", type=int, nargs="+", default=[1_000, 10_000, 100_000, 1_000_000])
     cli.add_argument("--repeats", type=int, default=3, help=f"of every fit of at most {SHORT:,} images")

@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.checks reload cuda
 
-A check returns what to note and raises an error, or :class:`Skipped`.  What ``tests/gpu`` tests (the same numbers as on
-the CPU, captured graphs, fits) and what the device benchmark measures (large images, many classes) is not repeated.
+A check returns a note, or raises an error or :class:`Skipped`.  It repeats neither the tests of ``tests/gpu`` (the same
+numbers as on the CPU, captured graphs, fits) nor the device benchmark (large images, many classes).
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from psc_core.model.pipeline import Pipeline
 
 KEY = "k" * 32
 FITS = 2
-"""Images that there is memory for in :func:`out_of_memory`."""
+"""The number of images that fit in memory in :func:`out_of_memory`."""
 
 
 class Skipped(Exception):
-    """A check that this device cannot run, and why."""
+    """The device cannot run the check; the message says why."""
 
 
 def needs_cuda(device: torch.device) -> None:
@@ -58,7 +58,7 @@ def needs_cuda(device: torch.device) -> None:
 
 
 def digits(count: int) -> Tensor:
-    """Real digits, ``uint8``."""
+    """Return real digits, ``uint8``."""
     data = open_dataset(f"dirty-mnist:{files.DATA}", split="test", preprocess=PRESETS["mnist"])
     return next(iter(data.batches(count))).images
 
@@ -67,7 +67,7 @@ def digits(count: int) -> Tensor:
 
 
 def hooks(device: torch.device) -> str:
-    """A network cut by hooks runs eagerly, also on a GPU."""
+    """Check that a network cut by hooks runs eagerly, also on a GPU."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = bundles.hooked(Path(scratch) / "hooked")
         psc = PSC.load(folder, device=device, allow_factories=[bundles.UNTRACEABLE])
@@ -78,7 +78,7 @@ def hooks(device: torch.device) -> str:
 
 
 def explain(device: torch.device) -> str:
-    """Explanations through the step equal the CPU's."""
+    """Check that explanations through the step equal the CPU's."""
     images = digits(4)
     results = []
     for where in (device, torch.device("cpu")):
@@ -92,7 +92,7 @@ def explain(device: torch.device) -> str:
 
 
 def compiled(device: torch.device) -> str:
-    """``--compile``: the same outputs."""
+    """Check that ``--compile`` gives the same outputs."""
     allow_compiled_shapes()
     psc = PSC.load(BUNDLE, device=device)
     step = make_step(psc.pipeline, psc.preprocess.shape, max_batch=2, device=psc.device, compiled=True)
@@ -101,14 +101,14 @@ def compiled(device: torch.device) -> str:
 
 
 def warm(network: Pipeline, psc: PSC, max_batch: int) -> Step:
-    """The service's step, warmed up."""
+    """Return the service's step, warmed up."""
     step = make_step(network, psc.preprocess.shape, max_batch=max_batch, device=psc.device)
     step.warm_up()
     return step
 
 
 def same_as_eager(step: Step, network: Pipeline, images: Tensor, atol: float) -> str:
-    """The step's outputs equal the pipeline's, at a whole batch and at a smaller one."""
+    """Check that the step's outputs equal the pipeline's, at a whole batch and at a smaller one."""
     worst = 0.0
     for count in (1, len(images)):
         step.input(0)[:count] = images[:count].numpy()
@@ -127,7 +127,7 @@ def same_as_eager(step: Step, network: Pipeline, images: Tensor, atol: float) ->
 
 @contextmanager
 def serving(device: torch.device, *served: Path, **settings: Any) -> Iterator[TestClient]:
-    """The application in this process, ready."""
+    """Run the application in this process, and yield it when it is ready."""
     given: dict[str, Any] = {
         "device": str(device),
         "max_batch_size": 16,
@@ -145,12 +145,12 @@ def serving(device: torch.device, *served: Path, **settings: Any) -> Iterator[Te
 
 
 def post(client: TestClient, image: bytes, path: str = "/predict") -> Any:
-    """The answer for one PNG digit."""
+    """Return the answer for one PNG digit."""
     return client.post(path, content=image, headers={"Content-Type": "image/png"})
 
 
 def service(device: torch.device) -> str:
-    """Single images from 32 threads, an explanation, the metrics of both."""
+    """Send single images from 32 threads and an explanation, and check the metrics of both."""
     images = files.digits(64)
     with serving(device) as client, ThreadPoolExecutor(32) as pool:
         statuses = {answer.status_code for answer in pool.map(partial(post, client), images)}
@@ -163,7 +163,7 @@ def service(device: torch.device) -> str:
 
 
 def two_bundles(device: torch.device) -> str:
-    """A traced and a hooked model take turns on the device, each with streams and graphs of its own."""
+    """Check a traced and a hooked model that take turns on the device, each with its own streams and graphs."""
     with tempfile.TemporaryDirectory() as scratch:
         other = bundles.hooked(Path(scratch) / "hooked")
         paths = [f"/models/{name}/predict" for name in (BUNDLE.name, other.name)]
@@ -181,7 +181,7 @@ def two_bundles(device: torch.device) -> str:
 
 
 def reload(device: torch.device) -> str:
-    """Reloads while it answers lose no request and, on a GPU, no memory."""
+    """Check that reloads under load lose no request and, on a GPU, no memory."""
     (image,), held = files.digits(1), []
     with serving(device) as client, ThreadPoolExecutor(4) as pool:
         for _ in range(3):
@@ -197,7 +197,7 @@ def reload(device: torch.device) -> str:
 
 
 def gauges(device: torch.device) -> str:
-    """Memory and utilisation of the GPU in ``/metrics``."""
+    """Check that ``/metrics`` has the memory and utilisation of the GPU."""
     needs_cuda(device)
     with serving(device) as client:
         lines = [line for line in client.get("/metrics").text.splitlines() if line.startswith("psc_gpu_")]
@@ -207,7 +207,7 @@ def gauges(device: torch.device) -> str:
 
 
 class Hungry:
-    """A network that needs a part of the device's memory for each image; on a CPU it only says so."""
+    """A network that takes a part of the device's memory for each image; on a CPU it only pretends to."""
 
     is_traced = False
 
@@ -224,20 +224,20 @@ class Hungry:
         return images.flatten(1).float().mean(1, keepdim=True)
 
     def explain(self, images: torch.Tensor, /) -> Any:
-        """Outputs and nothing else."""
+        """Return outputs without an explanation."""
         return self(images), {}
 
 
 class _Silent:
     def batch(self, size: int, seconds: float, waits: Any) -> None:
-        """Ignored."""
+        pass
 
     def decoded(self, seconds: float) -> None:
-        """Ignored."""
+        pass
 
 
 def out_of_memory(device: torch.device) -> str:
-    """A batch that the device has no memory for is run in halves, and every image gets its own answer."""
+    """Check that a batch too large for the device's memory runs in halves, and every image gets its own answer."""
     preprocess, network = PRESETS["mnist"], Hungry(device)
     step = EagerStep(network, preprocess.shape, max_batch=8, device=device)  # type: ignore[arg-type]
     step.warm_up = lambda: False  # type: ignore[method-assign]
@@ -282,14 +282,14 @@ CHECKS: Mapping[str, Callable[[torch.device], str]] = {
     "gauges": gauges,
     "compile": compiled,
 }
-"""In this order, the longest last."""
+"""The checks in the order in which they run, the longest last."""
 
 SKIPPED = 77
-"""Exit code of a check that the device cannot run."""
+"""The exit code of a check that the device cannot run."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one check; its note is the last line."""
+    """Run one check and print its note as the last line."""
     cli = plain_parser(__doc__)
     cli.add_argument("check", choices=list(CHECKS))
     cli.add_argument("device", type=torch.device)

@@ -1,10 +1,11 @@
-"""A fit of ResNet-50 at 224 pixels on synthetic JPEG files: images/s of every pass, and how busy the GPU was.
+"""Fit ResNet-50 at 224 pixels on synthetic JPEG files: images/s of every pass, and the GPU's utilisation.
 
     python -m benchmarks.gpu.fit --device cuda --images 20000
-    python -m benchmarks.gpu.fit --device cuda --images 4000 --processes 2       # which share one GPU
+    python -m benchmarks.gpu.fit --device cuda --images 4000 --processes 2       # two processes that share one GPU
 
-``psc-fit`` is a process of its own, or several under ``torchrun``; its log says when a pass ended.  A thousand images
-are different, the others repeat them.  Weights are random: passes take as long, and the fitted model is no good.
+``psc-fit`` is a process of its own, or several under ``torchrun``; its log tells when a pass ended.  A thousand images
+are different, and the others repeat them.  Weights are random: passes take as long as with trained ones, though the
+fitted model is useless.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ COUNT = "PSC_BENCHMARK_IMAGES"
 CLASSES, DISTINCT, VALIDATION = 20, 1000, 1000
 NETWORK, LAYER = "torchvision:resnet50", "layer4.0.downsample.0"
 PASS = re.compile(r"(?P<what>.+?) (?P<done>\d+)/(?P<total>\d+) \((?P<speed>[\d.]+)/s, \d+ s\)$")
-"""A progress line of a pass."""
+"""The progress line of a pass."""
 
 
 def images(*, split: str, preprocess: Preprocess) -> ImageDataset:
-    """Make as many coloured blots as the environment says for training, :data:`VALIDATION` others for validation."""
+    """Write the coloured blots: as many for training as the environment says, :data:`VALIDATION` for validation."""
     count = int(os.environ[COUNT]) if split == "train" else min(VALIDATION, int(os.environ[COUNT]))
     distinct = min(count, DISTINCT)
     random = np.random.default_rng(("train", "val", "test").index(split))
@@ -63,7 +64,7 @@ def _jpeg(random: np.random.Generator, label: int) -> bytes:
 
 
 def measure(device: str, count: int, size: int, processes: int) -> Json:
-    """One fit."""
+    """Run one fit in a process."""
     with tempfile.TemporaryDirectory(prefix="psc-benchmark-") as scratch:
         weights = Path(scratch) / "net.safetensors"
         torch.manual_seed(0)
@@ -86,10 +87,10 @@ def measure(device: str, count: int, size: int, processes: int) -> Json:
 
 
 def passes_of(command: Sequence[str], variables: Mapping[str, str]) -> list[Json]:
-    """Run a fit: its passes as its log tells them, each with how busy the GPU was.
+    """Run a fit; return its passes from its log, each with the GPU's utilisation.
 
     Raises:
-        RuntimeError: It failed; the message ends with the end of its log.
+        RuntimeError: The fit failed; the message ends with the end of its log.
     """
     passes, log = list[Json](), list[str]()
     with subprocess.Popen(command, env={**os.environ, **variables}, stderr=subprocess.PIPE, text=True) as process:
@@ -107,7 +108,7 @@ def passes_of(command: Sequence[str], variables: Mapping[str, str]) -> list[Json
 
 
 def _end_of_pass(stream: Iterable[str], log: list[str]) -> re.Match[str] | None:
-    """Read up to the last line of a pass; None at the end of the log."""
+    """Read up to the last line of a pass; return None at the end of the log."""
     for line in stream:
         log.append(line)
         if (found := PASS.match(line)) and found["done"] == found["total"]:
@@ -116,7 +117,7 @@ def _end_of_pass(stream: Iterable[str], log: list[str]) -> re.Match[str] | None:
 
 
 def table(found: Json) -> str:
-    """The passes of a fit."""
+    """Return a table of the passes of a fit."""
     rows = [
         [each["what"], str(each["batches"]), f"{each['images_per_s']:,}", str(each.get("gpu_utilisation", "—"))]
         for each in found["passes"]
@@ -125,7 +126,7 @@ def table(found: Json) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure and add to the record."""
+    """Measure a fit and add it to the record."""
     cli = plain_parser(__doc__)
     cli.add_argument("--device", default="cuda")
     cli.add_argument("--images", type=int, default=20_000)

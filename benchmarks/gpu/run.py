@@ -1,12 +1,12 @@
-"""The measurements for a machine with a GPU, in parts of at most eight minutes, each with its own files.
+"""Run the measurements for a machine with a GPU, in parts of at most eight minutes, each with files of its own.
 
     python -m benchmarks.gpu.run smoke tests                    # four minutes: every path once; run it first
     python -m benchmarks.gpu.run device-small serving-digits    # any parts
-    python -m benchmarks.gpu.run --device cpu                   # a rehearsal of all parts with a clock
+    python -m benchmarks.gpu.run --device cpu                   # a rehearsal of all parts, which times them
 
-A part is a command with a time limit; its log is ``OUT/PART-DEVICE.log`` and its results lie beside it.  One that ran
-out of time goes on where it was.  A rehearsal makes the same calls with fewer images and rounds.  Parts that need the
-data sets are skipped without ``--data``.
+A part is a command with a time limit; its log is ``OUT/PART-DEVICE.log``, and its results lie beside it.  A part that
+ran out of time continues where it stopped.  A rehearsal makes the same calls with fewer images and rounds.  Parts that
+need the data sets are skipped without ``--data``.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ LIMIT_MINUTES = 8.0
 class Part:
     """A command of the plan."""
 
-    command: str  # module and arguments, with placeholders ``{device}``, ``{out}`` and ``{data}``
-    rehearsal: str | None = ""  # what a CPU gets beside them; None if only CUDA can run it
-    minutes: float = 5.0  # expected on a GPU; a guess until it was run
+    command: str  # The module and its arguments, with placeholders ``{device}``, ``{out}`` and ``{data}``.
+    rehearsal: str | None = ""  # Additional arguments on a CPU; None if only CUDA can run it.
+    minutes: float = 5.0  # The expected minutes on a GPU, a guess until it was run.
 
     def words(self, device: str, out: Path, data: Path | None) -> list[str]:
-        """The command line on a device."""
+        """Return the command line on a device."""
         text = f"{self.command} {self.rehearsal}" if device == "cpu" else self.command
         return [sys.executable, "-m", *shlex.split(text.format(device=device, out=out, data=data))]
 
@@ -69,7 +69,7 @@ PARTS: dict[str, Part] = {
         minutes=8,
     ),
 }
-"""In the order in which they are worth their time."""
+"""The parts, in the order of their worth for their time."""
 
 
 def run(name: str, device: str, out: Path, data: Path | None, minutes: float) -> str:
@@ -87,7 +87,7 @@ def run(name: str, device: str, out: Path, data: Path | None, minutes: float) ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run parts; 1 if one failed."""
+    """Run parts; return 1 if one failed."""
     cli = plain_parser(__doc__)
     cli.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all)")
     cli.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

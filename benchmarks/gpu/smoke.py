@@ -1,10 +1,10 @@
-"""Checks that no test of ``tests/gpu`` covers, once, within minutes: a table of what passed, what failed and the error.
+"""Run the checks that no test of ``tests/gpu`` covers, within minutes: a table of what passed, failed, and why.
 
     python -m benchmarks.gpu.smoke --device cuda
-    python -m benchmarks.gpu.smoke --device cpu            # a rehearsal: what only a GPU can do is skipped, and said so
+    python -m benchmarks.gpu.smoke --device cpu            # a rehearsal, which skips and names what only a GPU can do
     python -m benchmarks.gpu.smoke --device cuda --only reload gauges
 
-Each check is a process of its own: an error of a GPU can end it or leave it useless.
+Each check runs in a process of its own, because an error of the GPU may end the process or leave it useless.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from benchmarks.gpu.checks import CHECKS, SKIPPED
 from benchmarks.runs import Json, environment, markdown_table, plain_parser, write_json
 
 SECONDS = 300.0
-"""Of a check, at most."""
+"""The time limit of a check, seconds."""
 
 
 def run(name: str, device: str, seconds: float = SECONDS) -> Json:
-    """State and note of a check; the note of one that failed is the last line of its error."""
+    """Return state and note of a check; the note of a failed one is the last line of its error."""
     began = time.perf_counter()
     command = [sys.executable, "-m", "benchmarks.gpu.checks", name, device]
     try:
@@ -41,7 +41,7 @@ def run(name: str, device: str, seconds: float = SECONDS) -> Json:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the checks; 1 if one failed."""
+    """Run the checks; return 1 if one failed."""
     cli = plain_parser(__doc__)
     cli.add_argument("--device", default="cuda")
     cli.add_argument("--only", nargs="+", choices=list(CHECKS), metavar="CHECK", help=", ".join(CHECKS))

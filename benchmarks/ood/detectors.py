@@ -1,12 +1,13 @@
-"""PSC's OOD scores, and the detectors that are no part of a library, on one network.
+"""PSC's OOD scores, and the detectors that come from no library, on one network.
 
 PSC: models fitted as ``psc-fit`` fits them, with each of its OOD scores (:data:`PSC_OPTIONS`), and the sum of density
 and entropy.
 
-Penultimate features (the input h of the last linear layer), all their components:
+Penultimate features (the input h of the last linear layer), all components of them:
 
-* ``gda``, ``tied``, ``gda++``, ``mahalanobis++``: a Gaussian for each class or with one covariance, ``++`` of h / ‖h‖;
-* ``gda++ + entropy``: the sum with the entropy of softmax, each in its upper spread over validation images;
+* ``gda``, ``tied``, ``gda++``, ``mahalanobis++``: a Gaussian for each class, or all with one covariance, of h or, with
+  ``++``, of h / ‖h‖;
+* ``gda++ + entropy``: the sum with the entropy of softmax, each divided by its upper spread over validation images;
 * ``fDBD`` (Liu & Qin 2024): distance to the decision boundaries over the distance to the mean of the training features.
 """
 
@@ -30,69 +31,69 @@ from psc_core.fitting.calibrate import calibrate_scorer, score_dataset
 from psc_core.fitting.data import FitData
 from psc_core.model.classifier import PSC
 from psc_core.model.pipeline import Pipeline
-from psc_core.tasks.classification.heads import entropy
+from psc_core.tasks.classification.heads.base import entropy
 from psc_core.tasks.outputs import Outputs
 
 DEFAULT = "PSC"
-"""``psc-fit`` without options."""
+"""The title of ``psc-fit`` without options."""
 
 PAPER = "PSC, the paper's"
-"""Gaussians on z, alone."""
+"""The title of Gaussians on z alone."""
 
 DENSITY = "PSC, density"
 WITH_ENTROPY = "PSC, density+entropy"
-"""The density alone, and with the entropy of PSC's probabilities, each in its upper spread over the selection split."""
+"""The titles of the density alone, and of its sum with the entropy, each divided by its upper spread."""
 
 PSC_OPTIONS: Mapping[str, Mapping[str, str]] = {
     DEFAULT: {"density": "pooled++", "ood_score": "gates"},
     DENSITY: {"density": "pooled++", "ood_score": "density"},
     PAPER: {"density": "gda", "ood_score": "density"},
 }
-"""``--density`` and ``--ood-score`` of each PSC."""
+"""The flags ``--density`` and ``--ood-score`` of each PSC."""
 
 GAUSSIANS = ("gda", "tied", "gda++", "mahalanobis++")
 
 BATCH_IMAGES = 32
-"""Of PSC; on a CPU 256 images of 96 pixels take three times as long, each."""
+"""The batch size of PSC; on a CPU, batches of 256 images of 96 pixels take three times as long per image."""
 
 
 @dataclass(frozen=True)
 class Images(Penultimate):
-    """Penultimate features, logits and labels of images, and PSC's scores, on the CPU."""
+    """Images' penultimate features, logits and labels, and PSC's scores, on the CPU."""
 
-    psc: Mapping[str, Float[Tensor, " n"]] = field(default_factory=dict)  # OOD scores, by the name of the options
+    psc: Mapping[str, Float[Tensor, " n"]] = field(default_factory=dict)  # OOD scores by the name of the options.
 
 
 Score = Callable[[Images], Tensor]
-"""Out-of-distribution scores ``(n,)`` of images, higher is more out-of-distribution."""
+"""Returns OOD scores ``(n,)`` of images; higher is more out-of-distribution."""
 
 
 @dataclass(frozen=True)
 class Detector:
     """A fitted detector."""
 
-    name: str  # in tables
-    family: str  # ``"psc"``, ``"penultimate"`` or ``"pytorch-ood"``
-    score: Score  # gives the OOD scores
+    name: str  # The name in tables.
+    family: str  # ``"psc"``, ``"penultimate"`` or ``"pytorch-ood"``.
+    score: Score
 
 
 @torch.no_grad()
 def scored(detector: Detector, images: Images) -> Float[Tensor, " n"]:
-    """Scores as float64; NaN counts as infinitely out-of-distribution."""
+    """Return the scores as float64; NaN counts as infinitely out-of-distribution."""
     return torch.nan_to_num(detector.score(images).double().cpu(), nan=torch.inf)
 
 
 @dataclass(frozen=True)
 class Pscs:
-    """What ``psc-fit`` makes with each of :data:`PSC_OPTIONS`; those of one density share what is fitted for it."""
+    """The models that ``psc-fit`` makes with each of :data:`PSC_OPTIONS`; those with one density share its fit."""
 
-    default: PSC  # with the options of :data:`DEFAULT`
-    pipelines: Mapping[str, Pipeline]  # by the name of the options
-    entropy_weight: float  # of :data:`WITH_ENTROPY`
+    default: PSC  # The model with the options of :data:`DEFAULT`.
+    pipelines: Mapping[str, Pipeline]  # The pipelines by the name of the options.
+    entropy_weight: float  # The weight of the entropy in :data:`WITH_ENTROPY`.
 
     @torch.inference_mode()
     def read(self, data: ImageDataset) -> dict[str, Float[Tensor, " n"]]:
-        """OOD scores of all images, by the name of the options."""
+        """Return the OOD scores of all images, by the name of the options."""
         parts: dict[str, list[Tensor]] = {name: [] for name in (*self.pipelines, WITH_ENTROPY)}
         for batch in data.batches(BATCH_IMAGES):
             images = batch.images.to(self.default.device)
@@ -132,13 +133,13 @@ def fit_pscs(run: Run, trained: Trained) -> Pscs:
 
 
 def upper_spread(score: Float[Tensor, " n"]) -> float:
-    """Distance from the median of a score to its 95 % quantile, the side on which images are unusual."""
+    """Return the distance from a score's median to its 95 % quantile, on the side of unusual images."""
     middle, high = torch.quantile(score.double(), torch.tensor([0.5, 0.95], dtype=torch.float64))
     return float(high - middle)
 
 
 def read(run: Run, trained: Trained, pscs: Pscs, data: ImageDataset) -> Images:
-    """What detectors read, of test images."""
+    """Compute what detectors read of test images."""
     found = fitting.penultimate_features(run, trained, data, per_example=False)
     return Images(found.features, found.logits, found.labels, pscs.read(data))
 
@@ -148,17 +149,17 @@ def _psc_score(name: str, images: Images) -> Tensor:
 
 
 def of_psc(names: Sequence[str]) -> list[Detector]:
-    """PSC's own scores."""
+    """Return the detectors of PSC's own scores."""
     return [Detector(name, "psc", partial(_psc_score, name)) for name in names]
 
 
 def fit_penultimate(train: Penultimate, val: Penultimate, classes: int, output: nn.Linear) -> list[Detector]:
-    """Detectors on penultimate features.
+    """Fit the detectors on penultimate features.
 
     Args:
-        train: Training examples.
-        val: Validation images, for the scale of sums.
-        classes: Number of classes.
+        train: The training examples.
+        val: The validation images, which give the scale of sums.
+        classes: The number of classes.
         output: The last linear layer.
     """
     scores: dict[str, Score] = {}
@@ -179,7 +180,7 @@ def fdbd(
     weight: Float[Tensor, "classes dim"],
     mean: Float[Tensor, " dim"],
 ) -> Float[Tensor, " n"]:
-    """−(1/(K−1)) Σ_{k≠c} (f_c − f_k) / ‖w_c − w_k‖ / ‖h − mean‖ with c the predicted class."""
+    """Return −(1/(K−1)) Σ_{k≠c} (f_c − f_k) / ‖w_c − w_k‖ / ‖h − mean‖ with c the predicted class."""
     predicted = logits.argmax(1, keepdim=True)
     margins = logits.gather(1, predicted) - logits
     distances = torch.cdist(weight.double(), weight.double())[predicted[:, 0]]

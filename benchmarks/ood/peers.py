@@ -1,8 +1,8 @@
 """pytorch-ood's detectors on penultimate features and logits, with the settings of OpenOOD.
 
-Every detector is the library's own class.  Its parameters are the defaults of OpenOOD's configuration files, which
-there are tuned further on out-of-distribution images; here nothing is.  The penultimate layer is averaged over
-positions, as OpenOOD does for these networks.
+Every detector is the library's own class.  Its parameters are the defaults of OpenOOD's configuration files; OpenOOD
+tunes them further on out-of-distribution images, we tune nothing.  The penultimate layer is averaged over positions, as
+OpenOOD does for these networks.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from benchmarks.fitting import Penultimate
 from benchmarks.ood.detectors import Detector, Score
 
 NNGUIDE_BANK = 0.01
-"""Fraction of the training images that NNGuide compares with."""
+"""The fraction of the training images that NNGuide compares with."""
 
 NNGUIDE_NEIGHBOURS = 100
 
 
 def version() -> str:
-    """Installed version of pytorch-ood."""
+    """Return the installed version of pytorch-ood."""
     return importlib.metadata.version("pytorch-ood")
 
 
@@ -32,9 +32,9 @@ def fit_peers(train: Penultimate, output: nn.Linear, seed: int) -> tuple[list[De
     """Fit every detector.
 
     Args:
-        train: Training examples.
+        train: The training examples.
         output: The network's last linear layer.
-        seed: Chooses NNGuide's bank.
+        seed: The seed that chooses NNGuide's bank.
 
     Returns:
         The fitted detectors, and the reason for each that failed.

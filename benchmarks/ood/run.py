@@ -1,9 +1,9 @@
-"""PSC against common OOD detectors on the same networks, three seeds of each.
+"""Compare PSC with common OOD detectors on the same networks, with three seeds of each.
 
     python -m benchmarks.ood.run --scale cpu --data ROOT [--setting dirty-mnist …] [--seeds 0 1 2]
 
-Every setting and seed is a part; the report holds all parts run so far.  A seed changes initialisation, order, the
-images that are fitted on, and the halves of the validation images; of pretrained networks the classes too.
+Every setting and seed is a part, and the report holds all parts so far.  A seed changes the initialisation, the order,
+the images to fit on and the halves of the validation images; for pretrained networks the classes too.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from psc_core.metrics import ranking
 from psc_core.model.classifier import PSC
 
 SHIFTED_IMAGES = 2000
-"""Test images that are shifted."""
+"""The number of test images that are shifted."""
 
 
 def main(argv: list[str] | None = None) -> Json:
-    """Run the given settings; write a report of all run so far, and one of pretrained networks; records by name."""
+    """Run settings; write a report of all so far, and one of the pretrained networks; return the records by name."""
     cli = runs.parser(__doc__)
     cli.add_argument("--setting", choices=sorted(SETTINGS), action="extend", nargs="+", help="default: the scale's")
     cli.add_argument("--seeds", type=int, nargs="+", help="default: the scale's")
@@ -106,7 +106,7 @@ def calibration(run: Run, trained: Trained, psc: PSC) -> Json:
 
 
 def fit_all(run: Run, trained: Trained, val: Penultimate) -> tuple[list[Detector], dict[str, str]]:
-    """The fitted detectors that are not PSC's, and the reason for each that failed."""
+    """Return the fitted detectors that are not PSC's, and the reason for each that failed."""
     train = fitting.penultimate_features(run, trained, trained.fit_on, per_example=True)
     output = fitting.linear_output(trained.net)
     theirs, failed = peers.fit_peers(train, output, run.seed)
@@ -114,7 +114,7 @@ def fit_all(run: Run, trained: Trained, val: Penultimate) -> tuple[list[Detector
 
 
 def compare(fitted: list[Detector], inside: Images, outside: Images) -> Json:
-    """AUROC and FPR95 of every detector."""
+    """Return AUROC and FPR95 of every detector."""
     found = {}
     for detector in fitted:
         known, unknown = scored(detector, inside), scored(detector, outside)
@@ -124,7 +124,7 @@ def compare(fitted: list[Detector], inside: Images, outside: Images) -> Json:
 
 @torch.inference_mode()
 def shifted(run: Run, trained: Trained, psc: PSC) -> Json:
-    """Accuracy of the network and fraction flagged by PSC at its alpha, of the images as they are and shifted."""
+    """Return the network's accuracy and the fraction that PSC flags at its alpha, without a shift and with each."""
     data = random_images(trained.test_on, SHIFTED_IMAGES, run.seed)
     kinds = {"none": torch.Tensor.contiguous, **SHIFTS}
     hits, flagged = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, 0)

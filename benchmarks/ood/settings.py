@@ -1,9 +1,9 @@
 """The settings that detectors are compared in: a network, its data, and out-of-distribution data.
 
-Nothing is chosen or tuned on these out-of-distribution images, so they are all test images.
+Nothing is chosen or tuned on these out-of-distribution images, so all of them are test images.
 
-Whether shifted images of the known classes should be flagged is a matter of taste: a shift that costs no accuracy need
-not be, one that makes the network guess had better be.  So accuracy and the fraction flagged stand side by side.
+Whether shifted images of the known classes should be flagged depends on the shift: one that costs no accuracy need not
+be, one that makes the network guess should be.  So the tables show accuracy and the fraction flagged side by side.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ class Setting:
     """One comparison, on a small ResNet trained from scratch."""
 
     record: ClassVar[str] = "ood"
-    """Name of the record that its results belong to."""
+    """The name of the record that the results belong to."""
 
     name: str
-    data: str  # in-distribution data
-    outside: Mapping[str, str]  # out-of-distribution data by name
+    data: str  # The in-distribution data.
+    outside: Mapping[str, str]  # The out-of-distribution data by name.
 
     def limited(self, run: Run) -> Run:
-        """The run with as many images as the setting has time for."""
+        """Return the run with as many images as the setting has time for."""
         return run
 
     def job(self, run: Run) -> NetworkJob:
-        """The training of the network."""
+        """Return the job that trains the network."""
         return job_of(run, "small", self.data)
 
     def obtain(self, run: Run) -> Trained:
-        """The trained network and its data."""
+        """Return the trained network and its data."""
         return checkpoints.obtain(run, job_of(run, "small", self.data))
 
     def test_images(self, run: Run, trained: Trained) -> dict[str, ImageDataset]:
-        """Out-of-distribution test images by name, as many of each as the scale uses."""
+        """Open out-of-distribution test images by name, as many of each as the scale uses."""
         return {
             name: images_to_test(run, open_dataset(run.spec(spec), split="test", preprocess=trained.preprocess))
             for name, spec in self.outside.items()
@@ -62,7 +62,7 @@ class PretrainedSetting(Setting):
 
     record: ClassVar[str] = "ood-pretrained"
 
-    recipe: PretrainedJob  # for seed 0
+    recipe: PretrainedJob  # The job of seed 0.
 
     def limited(self, run: Run) -> Run:
         return pretrained.limited(run)
@@ -107,17 +107,17 @@ AT_SCALE: Mapping[str, Sequence[str]] = {
     "cpu": tuple(name for name in SETTINGS if not name.endswith(("-2", "-3", "-4"))),
     "full": tuple(SETTINGS),
 }
-"""Settings by scale: on a CPU two splits by class of each data set."""
+"""The settings by scale; on a CPU two splits by class of each data set."""
 
 
-# -- covariate shift: images of the known classes, taken otherwise ---------------------------------------------------
+# -- covariate shift: images of the known classes, with another look --------------------------------------------------
 
 NOISE = 0.1
-"""Standard deviation of the noise, of black to white."""
+"""The standard deviation of the noise; 1 is from black to white."""
 
 
 def noisy(images: Tensor) -> Tensor:
-    """With Gaussian noise of standard deviation :data:`NOISE`, the same for every run."""
+    """Add Gaussian noise of standard deviation :data:`NOISE`, the same in every run."""
     noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
     return (images + 255 * NOISE * noise).round().clamp(0, 255).to(torch.uint8)
 

@@ -1,4 +1,4 @@
-"""The report of the out-of-distribution comparison."""
+"""Write the report of the out-of-distribution comparison."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Column = tuple[str, str]
 """A setting and the name of its OOD data."""
 
 CLASSIFIERS = {"psc": "PSC", "temperature": "temperature", "dnn": "the network"}
-"""Titles of those whose probabilities are compared."""
+"""The titles of the classifiers whose probabilities are compared."""
 
 
 SKIPS = ((PAPER, "penultimate gda"), (DENSITY, "penultimate gda++"))
-"""One density at the candidate layer and at the penultimate one: the paper's, of z, and that of unit length."""
+"""Pairs of one density at the candidate and at the penultimate layer: the paper's, of z, and that of unit length."""
 
 
 def fragment(record: Json) -> str:
-    """All detectors in all settings, the default beside the best of each, covariate shift, and the networks."""
+    """Return all detectors in all settings, the default beside the best of each, covariate shift, and the networks."""
     parts: list[Json] = list(record["result"]["parts"].values())
     tables = {
         "Every detector in every setting": detector_table(parts),
@@ -38,7 +38,7 @@ def fragment(record: Json) -> str:
 
 
 def aurocs(parts: Sequence[Json], metric: str = "auroc") -> dict[Column, dict[str, list[float]]]:
-    """By setting and OOD data, and by detector: the value of each seed.  Only detectors of every part are kept."""
+    """Map column and detector to the values of the seeds; only detectors of every part are kept."""
     common = set.intersection(*(set(part["families"]) for part in parts))
     found: dict[Column, dict[str, list[float]]] = {}
     for name in SETTINGS:
@@ -51,7 +51,7 @@ def aurocs(parts: Sequence[Json], metric: str = "auroc") -> dict[Column, dict[st
 
 
 def means(parts: Sequence[Json], metric: str = "auroc") -> dict[str, dict[Column, float]]:
-    """By detector and column, the mean over seeds."""
+    """Return the mean over seeds, by detector and column."""
     columns = aurocs(parts, metric)
     detectors = next(iter(columns.values()))
     return {
@@ -70,7 +70,7 @@ def worst_gaps(of_detectors: Mapping[str, Mapping[Column, float]]) -> dict[str, 
 
 
 def detector_table(parts: Sequence[Json]) -> str:
-    """A line for each detector."""
+    """Return a table with a row for each detector."""
     auroc, fpr95 = means(parts), means(parts, "fpr95")
     gaps = worst_gaps(auroc)
     families = parts[0]["families"]
@@ -85,7 +85,7 @@ def detector_table(parts: Sequence[Json]) -> str:
 
 
 def default_table(parts: Sequence[Json]) -> str:
-    """The default's mean ± standard error over seeds, the best detector's, and whether the two are a tie.
+    """Return the default's mean ± standard error over seeds, the best detector's, and whether the two are a tie.
 
     A tie is a difference of seed-wise pairs within one standard error of zero.
     """
@@ -101,7 +101,7 @@ def default_table(parts: Sequence[Json]) -> str:
 
 
 def skip_table(parts: Sequence[Json]) -> str:
-    """AUROC of a density at the candidate and at the penultimate layer, and the paired difference, collapsed first."""
+    """Return AUROCs of a density at the candidate and penultimate layers, and paired differences, collapsed first."""
     lines = []
     for column, values in aurocs(parts).items():
         of_setting = [part for part in parts if part["setting"] == column[0]]
@@ -118,7 +118,7 @@ def skip_table(parts: Sequence[Json]) -> str:
 
 
 def calibration_table(parts: Sequence[Json]) -> str:
-    """Quality of each classifier, a line for each setting, and PSC's ECE less that of temperature scaling."""
+    """Return the quality of each classifier by setting, and PSC's ECE less that of temperature scaling."""
     columns = [("accuracy", "psc"), ("accuracy", "dnn"), *(("nll", name) for name in CLASSIFIERS)]
     columns += [("ece", name) for name in (*CLASSIFIERS, "calibrated")]
     lines = []
@@ -137,7 +137,7 @@ def calibration_table(parts: Sequence[Json]) -> str:
 
 
 def shift_table(parts: Sequence[Json]) -> str:
-    """Accuracy and fraction flagged, mean over seeds, of each kind of shift."""
+    """Return accuracy and the fraction flagged, mean over seeds, for each kind of shift."""
     kinds = list(parts[0]["shifts"])
     lines = []
     for name in SETTINGS:
@@ -155,7 +155,7 @@ def shift_table(parts: Sequence[Json]) -> str:
 
 
 def network_table(parts: Sequence[Json]) -> str:
-    """Say what was trained and chosen, a line for each part."""
+    """Describe what was trained and chosen, one line for each part."""
     lines = []
     for part in sorted(parts, key=lambda part: (list(SETTINGS).index(part["setting"]), part["seed"])):
         candidate, end = part["candidate"], part["penultimate"]
@@ -176,7 +176,7 @@ def network_table(parts: Sequence[Json]) -> str:
 
 
 def failures(parts: Sequence[Json]) -> list[str]:
-    """A sentence for each detector that could not be fitted."""
+    """Return a sentence for each detector that could not be fitted."""
     return [
         f"{part['setting']}, seed {part['seed']}: {name} failed ({reason})."
         for part in parts

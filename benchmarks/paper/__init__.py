@@ -1,1 +1,1 @@
-"""The paper's tables and figures: one script each, next to the paper's own numbers."""
+"""The paper's tables and figures, one script each, beside the paper's own numbers."""

@@ -1,17 +1,17 @@
-"""Table "CIFAR-10 UQ": accuracy, NLL and ECE of the network, of temperature scaling, of PSC and of SN.
+"""Table "CIFAR-10 UQ": accuracy, NLL and ECE of the network, with temperature scaling, PSC or SN.
 
     python -m benchmarks.paper.cifar10_uq --scale cpu --data ROOT --seeds 0 1 2
 
-Every seed and network is a part; the table holds all parts run so far.  Means ± standard errors over seeds, which
-change initialisation, order, and the split of the validation images.
+Every seed and network is a part, and the table holds all parts so far.  Its numbers are means ± standard errors over
+seeds, which change the initialisation, the order and the split of the validation images.
 
 The temperature is fitted on all validation images.  ``psc-fit`` selects on one half of them and keeps the other for
-calibration (p-values, prediction sets), so PSC has two rows: as ``psc-fit`` makes it, and with a head selected on the
+calibration (p-values, prediction sets), so PSC has two rows: as ``psc-fit`` fits it, and with a head selected on the
 same images as the temperature.  "Calibrated" is a perfectly calibrated classifier on as many images: the ECE of labels
 drawn from PSC's own probabilities.
 
-A second column divides validation and test images anew at random, in the same proportion, several times for every
-network (:mod:`benchmarks.probabilities` says why).
+For a second column, validation and test images are divided anew at random, in the same proportion, several times for
+every network (:mod:`benchmarks.probabilities` says why).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from benchmarks.probabilities import (
     quality,
 )
 from benchmarks.runs import Json, Run
-from psc_core.tasks.classification.heads import ClassifierHead as Head
+from psc_core.tasks.classification.heads.base import ClassifierHead as Head
 
 NAME = "cifar10_uq"
 
@@ -46,7 +46,7 @@ ROWS: Mapping[str, str] = {
     "calibrated": "a calibrated classifier",
     "sn": "DNN-SN (retrained)",
 }
-"""Measured rows, in the table's order."""
+"""The measured rows, in the table's order."""
 
 PUBLISHED: Sequence[tuple[str, str, str, str]] = (
     ("paper, WRN-28-10, 10 seeds: DNN", "96.00 ± 0.01", "0.150 ± 0.001", "0.023 ± 0.001"),
@@ -56,11 +56,11 @@ PUBLISHED: Sequence[tuple[str, str, str, str]] = (
     ("uncertainty-baselines: SNGP", "—", "0.134", "0.007"),
     ("uncertainty-baselines: ensemble of 4", "—", "0.114", "0.010"),
 )
-"""Published rows, all on the original CIFAR-10."""
+"""The published rows, all on the original CIFAR-10."""
 
 
 def main(argv: list[str] | None = None) -> Json:
-    """Run the seeds asked for and write the table of all seeds there are."""
+    """Measure the seeds asked for, and write the table of all seeds so far."""
     cli = runs.parser(__doc__)
     cli.add_argument("--seeds", type=int, nargs="+", help="default: the scale's")
     cli.add_argument("--only", choices=("base", "sn"), action="extend", nargs="+", help="rows of one network")
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> Json:
 
 
 def plain(run: Run) -> Json:
-    """Softmax, temperature scaling and PSC of one seed's network."""
+    """Measure softmax, temperature scaling and PSC on one seed's network."""
     job = job_of(run, "wide_resnet28_10", "cifar10")
 
     def compute() -> Json:
@@ -94,7 +94,7 @@ def plain(run: Run) -> Json:
 
 
 def spectral(run: Run) -> Json:
-    """Softmax of one seed's network with spectral normalisation."""
+    """Measure softmax on one seed's network with spectral normalisation."""
     job = job_of(run, "wide_resnet28_10", "cifar10", spectral_norm=SPECTRAL_NORM)
 
     def compute() -> Json:
@@ -113,7 +113,7 @@ def rows_of(run: Run, train: Examples, val: Examples, test: Examples, head: Head
 
 
 def fragment(record: Json) -> str:
-    """The table beside the published rows."""
+    """Return the table beside the published rows."""
     parts = record["result"]["parts"].values()
     lines = []
     for key, title in ROWS.items():

@@ -4,8 +4,8 @@
 
 The paper's network is a ResNet-50 on CIFAR-10.  Candidate layers are boxed.  A network collapses once it has learnt its
 training images, which takes many epochs on CIFAR-10 and few on digits or on a subset: ``--on mnist`` and
-``--on cifar10-few-5000 --network resnet18_narrow --schedule ddu --epochs 60`` add them.  ``--only mod sn-mod`` has the
-network as DDU modifies it (:mod:`benchmarks.networks`): no batch normalisation follows a shortcut to undo its bound.
+``--on cifar10-few-5000 --network resnet18_narrow --schedule ddu --epochs 60`` add these.  ``--only mod sn-mod`` takes
+the network as DDU modifies it (:mod:`benchmarks.networks`): no batch normalisation after a shortcut undoes its bound.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ TITLES = {
     "mod": "modified, without SN",
     "sn-mod": "modified, with SN",
 }
-"""The networks: unbounded, with the paper's bound, and with a tighter one; as DDU modifies them."""
+"""The networks, unbounded, with the paper's bound and with a tighter one; ``mod`` as DDU modifies them."""
 
 BOUNDS = {"sn": SPECTRAL_NORM, "sn1": 1.0, "sn-mod": SPECTRAL_NORM}
-"""Maximum spectral norm of the layers of those that have one."""
+"""The maximum spectral norm of the layers of bounded networks."""
 
 DATA = {"cifar10": "CIFAR-10", "cifar10-few-5000": "5,000 of CIFAR-10", "mnist": "MNIST"}
-"""Training data; each is a row of the figure."""
+"""The training data, each a row of the figure."""
 
 FACTORIES = {"cifar10-few-5000": "benchmarks.data:cifar10_few_5000"}
-"""Data sets that are not built in."""
+"""The data sets that are not built in."""
 
 
 def main(argv: list[str] | None = None) -> Json:
-    """Run and write the figure and its numbers."""
+    """Measure the networks, and write the figure and its numbers."""
     cli = runs.parser(__doc__)
     cli.add_argument("--on", choices=sorted(DATA), default="cifar10", help="training data (default: cifar10)")
     cli.add_argument("--network", choices=sorted(NETWORKS), help="default: the scale's network for the ResNet-50")
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> Json:
 
 
 def measured(run: Run, name: str, job: Job) -> Json:
-    """Collapse of every layer of one network."""
+    """Measure the collapse of every layer of one network."""
 
     def compute() -> Json:
         trained = obtain(run, job)
@@ -82,7 +82,7 @@ def measured(run: Run, name: str, job: Job) -> Json:
 
 
 def draw(run: Run, networks: dict[str, dict[str, Json]]) -> None:
-    """NC1 left, NC4 right."""
+    """Draw NC1 on the left and NC4 on the right."""
     with plots.figure(run.figure("layers"), len(networks), 2) as axes:
         for row, (data, pair) in zip(axes, networks.items(), strict=True):
             names = {title: [layer["name"] for layer in found["report"]["layers"]] for title, found in pair.items()}
@@ -97,7 +97,7 @@ def draw(run: Run, networks: dict[str, dict[str, Json]]) -> None:
 
 
 def fragment(record: Json) -> str:
-    """The numbers and the figure."""
+    """Return the section with the numbers and the figure."""
     lines = []
     for data, pair in record["result"]["networks"].items():
         for title, found in pair.items():

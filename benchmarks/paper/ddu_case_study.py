@@ -2,15 +2,15 @@
 
     python -m benchmarks.paper.ddu_case_study --scale cpu --data ROOT
 
-In distribution is Dirty-MNIST (MNIST and Ambiguous-MNIST), out of distribution Fashion-MNIST.
+Dirty-MNIST (MNIST and Ambiguous-MNIST) is in distribution, and Fashion-MNIST out of distribution.
 
-* *base*: one Gaussian for each class on the network's penultimate features, entropy of its softmax;
-* *SN*: the same of a network trained with spectral normalisation;
+* *base*: one Gaussian for each class on the network's penultimate features, and the entropy of its softmax;
+* *SN*: the same for a network trained with spectral normalisation;
 * *PSC*: density and head on the candidate layer of the base network;
 * *shipped*: the bundle in ``artifacts/``.
 
-Collapse is measured on MNIST, as in the paper's table of projections: NC1 counts the differing labels of an
-ambiguous image as spread within classes, which no layer can lose.  ``--density`` and ``--collapse-on`` add a PSC row
+Collapse is measured on MNIST, as in the paper's table of projections, because NC1 counts the different labels of an
+ambiguous image as spread within classes, which no layer can remove.  ``--density`` and ``--collapse-on`` add a PSC row
 with another density, or with the layer selected on all of Dirty-MNIST.
 """
 
@@ -32,7 +32,7 @@ from psc_core.evaluation.baselines import Baselines
 from psc_core.evaluation.classification import score_images
 from psc_core.metrics import ranking
 from psc_core.model.classifier import PSC
-from psc_core.tasks.classification.heads import entropy
+from psc_core.tasks.classification.heads.base import entropy
 
 NAME = "ddu_case_study"
 
@@ -44,24 +44,24 @@ PAPER: Mapping[str, tuple[float | None, float | None]] = {
     "vgg16+SN": (None, None),
     "vgg16+PSC": (1.00, 0.95),
 }
-"""AUROC of in-distribution against OOD by density, of clean against ambiguous by entropy."""
+"""The AUROC of in-distribution against OOD images by density, and of clean against ambiguous ones by entropy."""
 
 DENSITY, COLLAPSE_ON = "gda", "mnist"
-"""Of the paper's rows."""
+"""The density and the data for collapse of the paper's rows."""
 
 NETWORKS = ("resnet18", "vgg16")
 ROWS = ("resnet18", "sn", "vgg16", "shipped")
-"""Values of ``--only``."""
+"""The values of ``--only``."""
 
 GROUPS = {"mnist": "in-distribution", "ambiguous-mnist": "ambiguous"}
-"""Names of the parts of Dirty-MNIST in figures."""
+"""The names of the parts of Dirty-MNIST in figures."""
 
 Scored = Mapping[str, Tensor]
-"""``"ood"`` and ``"entropy"``, float64 (n,) each."""
+"""The scores ``"ood"`` and ``"entropy"``, each float64 (n,)."""
 
 
 def main(argv: list[str] | None = None) -> Json:
-    """Run and write the table and its figures."""
+    """Measure the rows, and write the table and its figures."""
     cli = runs.parser(__doc__)
     cli.add_argument("--only", choices=ROWS, action="extend", nargs="+", help="some of the rows")
     cli.add_argument("--density", choices=sorted(DENSITIES), default=DENSITY, help="of an added PSC row")
@@ -99,7 +99,7 @@ def base_and_psc(run: Run, network: str) -> Json:
 
 
 def another_psc(run: Run, network: str, density: str, collapse_on: str) -> Json:
-    """The PSC row of one network with another density or layer than the paper's."""
+    """Return the PSC row of one network with another density or layer than the paper's."""
     job = job_of(run, network, "dirty-mnist")
     changes = [density] if density != DENSITY else []
     changes += [f"collapse on {collapse_on}"] if collapse_on != COLLAPSE_ON else []
@@ -113,13 +113,13 @@ def another_psc(run: Run, network: str, density: str, collapse_on: str) -> Json:
 
 
 def spectral(run: Run) -> Json:
-    """The row of the ResNet-18 trained with spectral normalisation."""
+    """Return the row of the ResNet-18 trained with spectral normalisation."""
     job = job_of(run, "resnet18", "dirty-mnist", spectral_norm=SPECTRAL_NORM)
     return run.part("resnet18-sn", {"job": job.name}, lambda: {"resnet18+SN": base_row(run, obtain(run, job))})
 
 
 def shipped(run: Run) -> Json:
-    """The row of the shipped bundle."""
+    """Return the row of the shipped bundle."""
     psc = PSC.load(BUNDLE, device=run.device)
 
     def compute() -> Json:
@@ -131,25 +131,25 @@ def shipped(run: Run) -> Json:
 
 
 def fitted_psc(run: Run, trained: Trained, density: str, collapse_on: str) -> PSC:
-    """PSC on the layer selected by the collapse of ``collapse_on``."""
+    """Fit PSC on the layer selected by the collapse of ``collapse_on``."""
     parts = fitting.stages(run, trained, density=density, collapse_on=fitting.pair_of(run, trained, collapse_on))
     return fitting.psc_of(run, trained, parts, density=density)
 
 
 def about_fit(trained: Trained) -> Json:
-    """The training job and the number of images that a row is fitted on."""
+    """Describe a row's training job and the number of images that it is fitted on."""
     return {"trained": trained.job.describe(), "fit_images": len(trained.fit_on)}
 
 
 def psc_row(run: Run, psc: PSC, trained: Trained) -> Json:
-    """The row of a PSC that was fitted here."""
+    """Return the row of a PSC that was fitted here."""
     projection = psc.pipeline.scorer.projection
     size = f"{projection.c_proj} × {projection.d_proj}"
     return {**about_fit(trained), "z": size, **scores_of_psc(run, psc, trained.test_on)}
 
 
 def scores_of_psc(run: Run, psc: PSC, test: ImageDataset) -> Json:
-    """Layer and scores of a PSC."""
+    """Return the layer and the scores of a PSC."""
     batch, sets = fitting.compute_of(run).batch_images, test_sets(run, test)
     scored = [score_images(psc, data, batch_images=batch) for data in sets]
     found = [{"ood": each.ood["psc"], "entropy": each.entropy["psc"]} for each in scored]
@@ -157,20 +157,20 @@ def scores_of_psc(run: Run, psc: PSC, test: ImageDataset) -> Json:
 
 
 def base_row(run: Run, trained: Trained) -> Json:
-    """The row of a network alone."""
+    """Return the row of a network alone."""
     baselines, sets = fitting.baselines_of(run, trained), test_sets(run, trained.test_on)
     return {**about_fit(trained), **row(sets[0], *(score_base(run, baselines, data) for data in sets))}
 
 
 def test_sets(run: Run, inside: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
-    """In- and out-of-distribution test images."""
+    """Open the in- and out-of-distribution test images."""
     outside = open_dataset(run.spec("fashion-mnist"), split="test", preprocess=inside.preprocess)
     return inside, images_to_test(run, outside)
 
 
 @torch.inference_mode()
 def score_base(run: Run, baselines: Baselines, data: ImageDataset) -> Scored:
-    """Penultimate density and softmax entropy of every image."""
+    """Compute the penultimate density and the softmax entropy of every image."""
     ood, entropies = [], []
     for batch in track_images(data, fitting.compute_of(run), f"scoring {data.name}"):
         found = baselines.score(batch.images.to(run.device))
@@ -199,7 +199,7 @@ def row(data: ImageDataset, inside: Scored, outside: Scored) -> Json:
 
 
 def draw(run: Run, rows: Mapping[str, Json]) -> None:
-    """Density and entropy histograms of every model."""
+    """Draw the density and entropy histograms of every model."""
     for key, xlabel in (("log_density", "log p(z), nats"), ("entropy", "predictive entropy, nats")):
         with plots.figure(run.figure(key), -(-len(rows) // 3), min(3, len(rows))) as axes:
             for axis, (model, found) in zip(axes.flat, rows.items(), strict=False):
@@ -210,7 +210,7 @@ def draw(run: Run, rows: Mapping[str, Json]) -> None:
 
 
 def fragment(record: Json) -> str:
-    """The table with the paper's numbers, and figures."""
+    """Return the table with the paper's numbers, and the figures."""
     rows: Json = record["result"]["rows"]
     lines = []
     for model in dict.fromkeys((*PAPER, *rows)):

@@ -2,7 +2,7 @@
 
     python -m benchmarks.paper.projection_table --scale cpu --data ROOT
 
-Rows "MNIST" use the networks of the DDU case study (trained on Dirty-MNIST), measured and projected on MNIST.
+The rows "MNIST" use the networks of the DDU case study (trained on Dirty-MNIST), measured and projected on MNIST.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ PAPER: Mapping[tuple[str, str], tuple[float, float, float, float]] = {
     ("resnet50", "cifar10"): (0.28, 0.50, 0.95, 0.94),
     ("vgg16", "mnist"): (0.26, 0.36, 0.97, 0.97),
 }
-"""NC1 before and after, NC4 before and after."""
+"""The columns: NC1 before and after, NC4 before and after."""
 
 TRAINED_ON = {"mnist": "dirty-mnist", "cifar10": "cifar10"}
 
 
 def main(argv: list[str] | None = None) -> Json:
-    """Run and write the table and the figure."""
+    """Measure the rows, and write the table and the figure."""
     cli = runs.parser(__doc__)
     networks = [network for network, _ in PAPER]
     cli.add_argument("--only", choices=networks, action="extend", nargs="+", help="some of the networks")
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> Json:
 
 
 def measured(run: Run, network: str, data: str) -> Json:
-    """One row: candidate and projection of one network."""
+    """Return the row of one network: its candidate and projection."""
     job = job_of(run, network, TRAINED_ON[data])
 
     def compute() -> Json:
@@ -72,7 +72,7 @@ def measured(run: Run, network: str, data: str) -> Json:
 
 
 def draw(run: Run, found: Json) -> None:
-    """NC1 and NC4 against d_proj, a line for each c_proj."""
+    """Draw NC1 and NC4 against d_proj, a line for each c_proj."""
     c_max = len(found["sizes_nc1"])
     sizes = sorted({c for c in (1, 2, 4, 8, 16, 32, 64) if c <= c_max} | {c_max})
     with plots.figure(run.figure("sizes"), 1, 2) as axes:
@@ -82,7 +82,7 @@ def draw(run: Run, found: Json) -> None:
 
 
 def fragment(record: Json) -> str:
-    """The table with the paper's numbers."""
+    """Return the table with the paper's numbers."""
     rows, lines = record["result"]["rows"], []
     for (network, data), paper in PAPER.items():
         found = rows.get(f"{network}-{data}")

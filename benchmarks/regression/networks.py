@@ -15,16 +15,16 @@ from psc_core.data.dataset import ImageDataset
 
 BATCH = 128
 PEAK = 3e-3
-"""Learning rate of Adam at the top of one cycle."""
+"""The peak learning rate of Adam's single cycle."""
 
 
 class AngleNet(nn.Module):
-    """Three convolutions and two linear layers for 28-pixel images.
+    """Build three convolutions and two linear layers for 28-pixel images.
 
     Args:
-        num_classes: Outputs: 1, or 2 for a mean and the logarithm of a variance.
-        in_channels: Channels of an image.
-        dropout: Probability, before the last layer.
+        num_classes: The number of outputs: 1, or 2 for a mean and the logarithm of a variance.
+        in_channels: The number of channels of an image.
+        dropout: The probability of dropout before the last layer.
     """
 
     def __init__(self, num_classes: int = 1, in_channels: int = 1, dropout: float = 0.0) -> None:
@@ -43,7 +43,7 @@ class AngleNet(nn.Module):
 
 
 def gaussian_nll(outputs: Tensor, y: Tensor) -> Tensor:
-    """Mean NLL of numbers of deviation 1 under outputs (mean, log variance)."""
+    """Return the mean NLL of standardised numbers under outputs (mean, log variance)."""
     log_variance = outputs[:, 1].clamp(-10, 10)
     return 0.5 * ((y - outputs[:, 0]).square() * (-log_variance).exp() + log_variance).mean()
 
@@ -51,7 +51,7 @@ def gaussian_nll(outputs: Tensor, y: Tensor) -> Tensor:
 def trained(
     data: ImageDataset, file: Path, *, epochs: int, seed: int, outputs: int = 1, dropout: float = 0.0
 ) -> AngleNet:
-    """The network in ``file``, trained first if there is none; outputs are in the target's unit."""
+    """Load the network in ``file``, which is trained first if missing; outputs are in the target's unit."""
     net = AngleNet(outputs, data.preprocess.channels, dropout)
     if file.exists():
         net.load_state_dict(load_file(file))
@@ -85,5 +85,5 @@ def trained(
 
 
 def network(num_classes: int = 1, in_channels: int = 1) -> nn.Module:
-    """The factory that a bundle names."""
+    """Build the network; a bundle names this factory."""
     return AngleNet(num_classes, in_channels)

@@ -1,8 +1,8 @@
-"""The angle of turned digits: the network alone, a deep ensemble of five, MC dropout, PSC and DVE on one network.
+"""Predict the angle of rotated digits: the network alone, a deep ensemble of five, MC dropout, PSC and DVE.
 
     python -m benchmarks.regression.run --scale cpu --data ROOT
 
-The true angle is known.  Fashion-MNIST and digits upside down are out of distribution (0, 1 and 8 look alike).
+The true angle is known.  Fashion-MNIST and digits upside down are out of distribution (0, 1 and 8 look the same).
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from psc_core.network.load import load_network
 NAME = "regression"
 MEMBERS: Final = 5
 PASSES: Final = 30
-"""Of MC dropout."""
+"""The number of passes of MC dropout."""
 
 DROPOUT: Final = 0.2
 COVERAGE: Final = 0.95
 EPOCHS: Final = {"smoke": 1, "cpu": 4, "full": 30}
 TRAINING_IMAGES: Final = {"smoke": 400, "cpu": 20_000, "full": None}
-"""That networks are trained and PSC is fitted on."""
+"""The number of images that networks are trained and PSC is fitted on."""
 FACTORY: Final = "benchmarks.regression.networks:network"
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Predictions of n images, float64."""
+    """The predictions for n images, float64."""
 
     mean: Tensor
     deviation: Tensor
-    half_width: Tensor  # of the interval with coverage COVERAGE
-    strangeness: Tensor  # higher is more unusual
+    half_width: Tensor  # Half of the width of the interval with coverage COVERAGE.
+    strangeness: Tensor  # Higher is more unusual.
 
 
 Method = Callable[[ImageDataset], Forecast]
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> Json:
 
 
 def compare(run: Run, epochs: int) -> Json:
-    """All methods on the same images."""
+    """Measure all methods on the same images."""
     opened = partial(open_dataset, run.spec("rotated-mnist"), preprocess=PRESETS["mnist"])
     train, val, test = (opened(split=split) for split in ("train", "val", "test"))
     fashion = open_dataset(run.spec("fashion-mnist"), split="test", preprocess=PRESETS["mnist"])
@@ -114,7 +114,7 @@ def compare(run: Run, epochs: int) -> Json:
 
 
 def fit(run: Run, net: nn.Module, train: ImageDataset, val: ImageDataset, **how: Any) -> PSCRegressor:
-    """The three stages, on the network as ``psc-fit`` loads it; ``how`` names head and predictions."""
+    """Run the three stages on the network as ``psc-fit`` loads it; ``how`` names head and predictions."""
     settings = settings_of(run)
     weights = run.checkpoints / "angle-to-fit.safetensors"
     save_file(net.state_dict(), weights)
@@ -132,18 +132,18 @@ def upside_down(data: ImageDataset) -> ImageDataset:
 
 @torch.inference_mode()
 def outputs_of(net: nn.Module, data: ImageDataset) -> Tensor:
-    """Outputs (n, outputs), float64."""
+    """Return the outputs (n, outputs), float64."""
     return torch.cat([net(data.preprocess.standardise(batch.images)) for batch in data.batches(500)]).double()
 
 
 def normal(mean: Tensor, deviation: Tensor, strangeness: Tensor) -> Forecast:
-    """A forecast whose interval is that of a normal distribution."""
+    """Return a forecast whose interval is a normal distribution's."""
     z = math.sqrt(2) * float(torch.erfinv(torch.tensor(COVERAGE, dtype=torch.float64)))
     return Forecast(mean, deviation, z * deviation, strangeness)
 
 
 def network_alone(net: nn.Module, selection: ImageDataset) -> Method:
-    """Its mean and one deviation for all images, from validation images."""
+    """Forecast the network's mean, with one deviation for all images from validation images."""
     assert selection.values is not None
     rmse = regression.rmse(outputs_of(net, selection)[:, 0], selection.values)
 
@@ -155,7 +155,7 @@ def network_alone(net: nn.Module, selection: ImageDataset) -> Method:
 
 
 def ensemble(members: list[AngleNet]) -> Method:
-    """Mean and variance of the mixture (Lakshminarayanan et al. 2017); strange where the members disagree."""
+    """Forecast the mixture's mean and variance (Lakshminarayanan et al. 2017); unusual where members disagree."""
 
     def forecast(data: ImageDataset) -> Forecast:
         outputs = torch.stack([outputs_of(net, data) for net in members])
@@ -167,7 +167,7 @@ def ensemble(members: list[AngleNet]) -> Method:
 
 
 def mc_dropout(net: AngleNet, selection: ImageDataset) -> Method:
-    """Passes with dropout (Gal & Ghahramani 2016), and one noise, from validation images."""
+    """Forecast by passes with dropout (Gal & Ghahramani 2016), with one noise level from validation images."""
 
     def passes(data: ImageDataset) -> Tensor:
         torch.manual_seed(0)
@@ -201,7 +201,7 @@ def of_psc(model: PSCRegressor) -> Method:
 
 
 def measured(forecast: Forecast, data: ImageDataset) -> Mapping[str, float]:
-    """Errors, forecast scores, coverage and width."""
+    """Return errors, forecast scores, coverage and width."""
     y = data.values
     assert y is not None
     mean, deviation = forecast.mean, forecast.deviation
@@ -216,7 +216,7 @@ def measured(forecast: Forecast, data: ImageDataset) -> Mapping[str, float]:
 
 
 def coverage_of_other_half(forecast: Forecast, data: ImageDataset, seed: int) -> float:
-    """Coverage on one half of ``data`` of the conformal interval that the other half gives: both are alike."""
+    """Return the coverage on one half of ``data`` of the conformal interval from the other half."""
     assert data.values is not None
     ratios = (data.values - forecast.mean).abs() / forecast.deviation
     first, second = ratios[torch.randperm(len(ratios), generator=torch.Generator().manual_seed(seed))].chunk(2)
@@ -225,18 +225,18 @@ def coverage_of_other_half(forecast: Forecast, data: ImageDataset, seed: int) ->
 
 
 def flagged(model: PSCRegressor, forecasts: Mapping[str, Forecast]) -> dict[str, float]:
-    """Fraction of the images whose score is above the model's threshold."""
+    """Return the fraction of the images whose score is above the model's threshold."""
     threshold = model.calibration.ood_score_threshold(model.policy.alpha)
     return {name: float((forecast.strangeness > threshold).double().mean()) for name, forecast in forecasts.items()}
 
 
 def separation(inside: Forecast, outside: Mapping[str, Forecast]) -> dict[str, float]:
-    """AUROC of a method's strangeness."""
+    """Return the AUROC of a method's unusualness."""
     return {name: ranking.auroc(inside.strangeness, other.strangeness) for name, other in outside.items()}
 
 
 def fragment(record: Json) -> str:
-    """The table of all seeds run, and that of the alarms."""
+    """Return the table of all seeds so far, and that of the alarms."""
     parts = list(record["result"]["parts"].values())
     rows = {name: [part["rows"][name] for part in parts] for name in sorted(parts[0]["rows"])}
 

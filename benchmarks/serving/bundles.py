@@ -1,4 +1,4 @@
-"""Bundles for servers, fitted on the images of the repository: networks that cost next to nothing, and a large one."""
+"""Make bundles for servers from images of the repository: networks that cost next to nothing, and a large one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from psc_core.network.load import load_network
 
 FACTORY, UNTRACEABLE = "benchmarks.serving.bundles:network", "benchmarks.serving.bundles:untraceable"
 DIGITS, PHOTOGRAPHS = (f"mnist:{DATA}", "mnist"), (f"cifar10:{DATA}", "imagenet")
-"""Data and their preprocessing; CIFAR-10 is enlarged to 224 pixels."""
+"""The data and their preprocessing; CIFAR-10 is enlarged to 224 pixels."""
 
 
 def network(num_classes: int = 10, in_channels: int = 1, stride: int = 4) -> nn.Module:
-    """Two convolutions of four channels and a linear layer: 28 → 7 → 4 pixels, or 224 with a stride of 32."""
+    """Build two convolutions of four channels and a linear layer: 28 → 7 → 4 pixels, or 224 with a stride of 32."""
     return nn.Sequential(
         nn.Conv2d(in_channels, 4, 4, stride=stride),
         nn.ReLU(),
@@ -33,7 +33,7 @@ def network(num_classes: int = 10, in_channels: int = 1, stride: int = 4) -> nn.
 
 
 class _Looks(nn.Module):
-    """Looks at its input, so it cannot be traced and waits for the device."""
+    """A network that looks at its input, so that it cannot be traced and waits for the device."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -47,12 +47,12 @@ class _Looks(nn.Module):
 
 
 def untraceable(num_classes: int = 10) -> nn.Module:
-    """:func:`network` for digits, which only hooks can cut."""
+    """Build :func:`network` for digits in a form that only hooks can cut."""
     return _Looks(network(num_classes))
 
 
 def small(folder: Path, *, photographs: bool = False) -> Path:
-    """:func:`network`, trained and fitted on digits or on photographs; returns ``folder``."""
+    """Train and fit :func:`network` on digits or photographs, and return ``folder``."""
     data, preset = PHOTOGRAPHS if photographs else DIGITS
     images = open_dataset(data, split="train", preprocess=PRESETS[preset])
     arguments = {"in_channels": images.preprocess.channels, "stride": 32 if photographs else 4}
@@ -71,13 +71,13 @@ def small(folder: Path, *, photographs: bool = False) -> Path:
 
 
 def hooked(folder: Path) -> Path:
-    """:func:`untraceable` with random weights, fitted on digits."""
+    """Fit :func:`untraceable` with random weights on digits."""
     torch.manual_seed(0)
     return _fitted(folder, UNTRACEABLE, untraceable(), *DIGITS, "--layer=body.2", "--max-images=300")
 
 
 def untrained(folder: Path, spec: str, device: str) -> Path:
-    """A ResNet of torchvision with random weights and ten classes, fitted on photographs."""
+    """Fit a ResNet of torchvision with random weights and ten classes on photographs."""
     torch.manual_seed(0)
     net = load_network(spec, num_classes=10)
     return _fitted(folder, spec, net, *PHOTOGRAPHS, "--layer=layer4.0.downsample.0", f"--device={device}")

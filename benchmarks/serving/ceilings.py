@@ -1,4 +1,4 @@
-"""Upper bounds for every server, each in a process of its own: the device step alone, decoding alone."""
+"""Measure upper bounds for every server, each in a process of its own: the device step alone, decoding alone."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from benchmarks.instruction_sets import fresh_process
 
 SIZES = (1, 8, 32, 64)
 Times = Mapping[str, float]
-"""Milliseconds of a step by batch size."""
+"""The milliseconds of a step, by batch size."""
 
 
 class BareSteps:
-    """The device step of a model on each of its backends, in a process that starts once and waits between its turns."""
+    """The device step of a model on each of its backends, in one process that waits between its turns."""
 
     def __init__(self, bundle: Path, device: str) -> None:
         self._pool = fresh_process()
         self._pool.submit(_prepare, bundle, device).result()
 
     def measure(self, seconds: float) -> dict[str, Any]:
-        """``step_ms``: :data:`Times` by backend."""
+        """Return ``step_ms``: :data:`Times` by backend."""
         found: dict[str, Any] = self._pool.submit(_measure, seconds).result()
         return found
 
@@ -64,7 +64,7 @@ def _prepare(bundle: Path, device: str) -> None:
 
 
 def _measure(seconds: float) -> dict[str, Any]:
-    """Backends and sizes take turns."""
+    """Measure all backends and sizes in turn."""
     times: dict[tuple[str, int], list[float]] = {(backend, count): [] for count in SIZES for backend in _steps}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or not all(times.values()):
@@ -82,7 +82,7 @@ def _measure(seconds: float) -> dict[str, Any]:
 
 
 def images_per_s(steps: Mapping[str, Times], size: float) -> float:
-    """Images/s of the fastest backend at a mean batch size; times are interpolated linearly between measured sizes."""
+    """Return images/s of the fastest backend at a mean batch size, interpolating the times between sizes linearly."""
     size = min(max(size, SIZES[0]), SIZES[-1])
     return max(
         1000 * size / float(np.interp(size, SIZES, [step_ms[str(count)] for count in SIZES]))
@@ -91,12 +91,12 @@ def images_per_s(steps: Mapping[str, Times], size: float) -> float:
 
 
 def best_images_per_s(steps: Mapping[str, Times]) -> float:
-    """Images/s of the fastest backend at its best batch size."""
+    """Return images/s of the fastest backend at its best batch size."""
     return max(1000 * int(count) / value for step_ms in steps.values() for count, value in step_ms.items())
 
 
 def decode_only(bundle: Path, images: Sequence[bytes], seconds: float) -> float:
-    """Images/s of the service's decoder, on one core."""
+    """Return images/s of the service's decoder on one core."""
     from benchmarks.serving.adapters.settings import FACTORY
     from psc_core.model.classifier import PSC
 

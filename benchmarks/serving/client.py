@@ -1,7 +1,7 @@
-"""A load generator: HTTP/1.1 over persistent connections with little work for each request.
+"""Generate load: HTTP/1.1 over persistent connections, with little work for each request.
 
-Latencies start when a request was *due*, not when it was sent, so a generator that lags behind makes them longer,
-never shorter.  Nothing heavy is imported: :func:`drive` runs in a process of its own.
+A latency starts when the request was *due*, not when it was sent, so a generator that lags behind makes latencies
+longer, never shorter.  :func:`drive` runs in a process of its own, for which nothing heavy is imported.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Target:
-    """The target and the body of requests."""
+    """The target and the bodies of requests."""
 
-    port: int  # of the server on this machine
-    path: str  # to post to
-    content_type: str  # of the bodies
-    bodies: Sequence[bytes]  # each request carries a random one
-    images: int = 1  # number in each body
+    port: int  # The port of the server on this machine.
+    path: str  # The path to post to.
+    content_type: str  # The content type of the bodies.
+    bodies: Sequence[bytes]  # Each request carries a random one.
+    images: int = 1  # The number of images in each body.
 
 
 @dataclass(frozen=True)
 class Phase:
     """A load."""
 
-    seconds: float  # how long requests are sent
-    clients: int = 0  # number of clients in a closed loop; 0 for an open loop
-    per_second: float = 0.0  # arrivals in an open loop
+    seconds: float  # The time in which requests are sent.
+    clients: int = 0  # The number of clients in a closed loop; 0 for an open loop.
+    per_second: float = 0.0  # The arrivals per second in an open loop.
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """Response to one request."""
+    """The response to one request."""
 
-    due: float  # when the request was due, seconds of the process's clock
-    seconds: float  # latency
-    status: int | str  # HTTP status, or :data:`CONNECTION_LOST`
-    retry_after: str | None  # header of a 429
+    due: float  # The time when the request was due, seconds of the process's clock.
+    seconds: float  # The latency.
+    status: int | str  # The HTTP status, or :data:`CONNECTION_LOST`.
+    retry_after: str | None  # The header of a 429.
 
 
 @dataclass
 class Load:
-    """Requests of a phase and their responses.
+    """The requests of a phase and their responses.
 
     Attributes:
-        began, ended: When the first request was due, and when no further one is.
-        responses: In the order of arrival.
+        began, ended: The times when the first request is due and when no further one is.
+        responses: The responses in the order of arrival.
     """
 
     began: float
@@ -71,11 +71,11 @@ class Load:
 
     @property
     def statuses(self) -> Counter[str]:
-        """Number of responses by status."""
+        """Return the number of responses by status."""
         return Counter(str(response.status) for response in self.responses)
 
     def seconds(self, status: int = 200) -> list[float]:
-        """Latencies of one status, ascending."""
+        """Return the latencies of one status, ascending."""
         return sorted(response.seconds for response in self.responses if response.status == status)
 
 
@@ -87,29 +87,29 @@ class Connection:
 
     @property
     def usable(self) -> bool:
-        """Return whether it is still open."""
+        """Return whether the connection is still open."""
         return not (self._reader.at_eof() or self._writer.is_closing())
 
     async def send(self, request: bytes) -> tuple[int, bytes, bytes]:
-        """Send a whole request; returns status, head and body of the response."""
+        """Send a whole request, and return status, head and body of the response."""
         self._writer.write(request)
         head = await self._reader.readuntil(b"\r\n\r\n")
         body = await self._reader.readexactly(int(header(head, b"content-length") or b"0"))
         return int(head[9:12]), head, body
 
     def close(self) -> None:
-        """End it."""
+        """Close the connection."""
         self._writer.close()
 
 
 def header(head: bytes, name: bytes) -> bytes | None:
-    """A header's value."""
+    """Return the value of a header."""
     _, found, rest = head.lower().partition(b"\r\n" + name + b": ")
     return rest.partition(b"\r\n")[0] if found else None
 
 
 class Timer:
-    """Sleeps shorter than a millisecond (the resolution of event-loop timers) by Linux's ``timerfd``.
+    """Sleeps by Linux's ``timerfd``, shorter than a millisecond, the resolution of an event loop's timers.
 
     Polling the clock instead would take most of a core from the server.  Other systems use the loop's timers.
     """
@@ -134,12 +134,12 @@ class Timer:
             os.close(self._file)
 
     async def sleep(self, seconds: float) -> None:
-        """Wait ``seconds``, more than 0; one sleep at a time."""
+        """Wait ``seconds``, more than 0; only one sleep at a time."""
         if self._libc is None:
             await asyncio.sleep(seconds)
             return
         whole, rest = divmod(max(1, int(seconds * 1e9)), 1_000_000_000)
-        once = (ctypes.c_long * 4)(0, 0, whole, rest)  # struct itimerspec: no interval, then the time to go
+        once = (ctypes.c_long * 4)(0, 0, whole, rest)  # struct itimerspec: no interval, then the time until expiry.
         self._expired = self._loop.create_future()
         if self._libc.timerfd_settime(self._file, 0, once, None) < 0:
             raise OSError(ctypes.get_errno(), "timerfd_settime failed")
@@ -155,8 +155,8 @@ class Generator:
     """Sends requests to one server of this machine.
 
     Args:
-        target: Each request carries a random one of its bodies.
-        seed: Of bodies and arrivals.
+        target: The target, of whose bodies each request carries a random one.
+        seed: The seed of bodies and arrivals.
     """
 
     def __init__(self, target: Target, *, seed: int = 0) -> None:
@@ -169,11 +169,11 @@ class Generator:
         self._idle: list[Connection] = []
 
     async def get(self, path: str) -> str:
-        """Body of a GET on a connection of its own."""
+        """Return the body of a GET on a connection of its own."""
         return (await self._once(f"GET {path} HTTP/1.1\r\nHost: {HOST}\r\n\r\n".encode()))[1].decode()
 
     async def post(self) -> tuple[int, bytes]:
-        """Status and body of a POST on a connection of its own."""
+        """Return status and body of a POST on a connection of its own."""
         return await self._once(self._requests[0])
 
     async def _once(self, request: bytes) -> tuple[int, bytes]:
@@ -185,7 +185,7 @@ class Generator:
             connection.close()
 
     async def closed_loop(self, clients: int, seconds: float) -> Load:
-        """``clients`` that each send the next request as soon as they have a response."""
+        """Run ``clients``, each of which sends its next request as soon as it has a response."""
         load = Load(clock(), clock() + seconds)
 
         async def client() -> None:
@@ -196,7 +196,7 @@ class Generator:
         return load
 
     async def open_loop(self, per_second: float, seconds: float, *, sent: asyncio.Event | None = None) -> Load:
-        """Poisson arrivals that wait for no response; returns after the last response.
+        """Send Poisson arrivals without waiting for responses, and return after the last response.
 
         ``sent`` is set after the last arrival.
         """
@@ -244,7 +244,7 @@ class Generator:
 
 
 def drive(target: Target, phase: Phase) -> dict[str, Any]:
-    """Send one phase, wait for all responses, and return its summary."""
+    """Send one phase, wait for all responses, and return the summary."""
     loop = uvloop.new_event_loop()
     gc.collect()
     gc.freeze()
@@ -257,7 +257,7 @@ def drive(target: Target, phase: Phase) -> dict[str, Any]:
 
 
 def summary(load: Load, images: int = 1) -> dict[str, Any]:
-    """Rates, statuses and latencies of a phase with ``images`` in each request."""
+    """Return rates, statuses and latencies of a phase with ``images`` in each request."""
     latencies = load.seconds()
     ended = max((response.due + response.seconds for response in load.responses), default=load.ended)
     seconds = max(load.ended, ended) - load.began
@@ -274,7 +274,7 @@ def summary(load: Load, images: int = 1) -> dict[str, Any]:
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:
-    """q-quantile of ascending values; infinite for none."""
+    """Return the q-quantile of ascending values; infinite if there are none."""
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else float("inf")
 
 

@@ -1,8 +1,9 @@
-"""Latency over arrival rate: every server gets the same Poisson arrivals, until it no longer keeps up.
+"""Measure latency over arrival rate: every server gets the same Poisson arrivals, until it no longer keeps up.
 
-Rates are 25, 50 and 75 % of the slowest peer's peak, then each half as high again as the one before.  A sweep offers a
-rate to all servers before the next one.  Between the last rate whose p99 is at most :data:`GOAL_MS` and the next one,
-two more are tried, so that the rate at that p99 is known to a ninth.  Latencies count from when a request was due.
+Rates are 25, 50 and 75 % of the slowest peer's peak, and then each is half as high again as the one before.  A sweep
+offers a rate to all servers before it goes on to the next.  Between the last rate whose p99 is at most :data:`GOAL_MS`
+and the next one, two more are tried, so that the rate at that p99 is known to a ninth.  A latency starts when its
+request was due.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ from typing import Any
 
 Json = dict[str, Any]
 Sweep = list[Json]
-"""Points of one server, by ascending rate within the grid, then those between two rates of the grid."""
+"""The points of one server, by ascending rate in the grid, then those between two rates of the grid."""
 
 FRACTIONS = (0.25, 0.5, 0.75)
 FACTOR, MAX_RATES, BETWEEN = 1.5, 12, 2
 LIMIT_MS, GOAL_MS = 1000.0, 100.0
 MAX_ERRORS = 0.01
 MAX_LAG = 0.1
-"""A server falls behind if it answers the last request later than the median, by this fraction of the phase."""
+"""A server falls behind if its last answer is later than the median by this fraction of the phase."""
 BUSY_CLIENT = 0.9
-"""Cores: a load generator that needs more may itself be why answers are late."""
+"""The cores above which the load generator itself may be why answers are late."""
 MINIMUM_ARRIVALS = 20
 KEPT = ("requests", "requests_per_s", "statuses", "p50_ms", "p99_ms", "server_cpu_s", "client_cpu_s", "mean_batch")
 
 
 def rates(slowest_peak: float) -> Iterator[float]:
-    """Arrivals/s, ascending, with three digits.
+    """Yield arrivals/s, ascending, rounded to three digits.
 
     Args:
-        slowest_peak: Requests/s of the slowest peer in a closed loop.
+        slowest_peak: The requests/s of the slowest peer in a closed loop.
     """
     for fraction in FRACTIONS:
         yield _three_digits(fraction * slowest_peak)
@@ -43,16 +44,16 @@ def rates(slowest_peak: float) -> Iterator[float]:
 
 
 def duration(per_s: float, seconds: float) -> float:
-    """Seconds of a phase: at least ``seconds``, and enough for :data:`MINIMUM_ARRIVALS`."""
+    """Return the seconds of a phase: at least ``seconds``, and enough for :data:`MINIMUM_ARRIVALS`."""
     return max(seconds, MINIMUM_ARRIVALS / per_s)
 
 
 def end_of(phase: Json, seconds: float) -> str | None:
-    """Why a server does not sustain the rate of a phase, or None if it does.
+    """Return why a server does not sustain the rate of a phase, or None if it does.
 
     Args:
-        phase: Summary of the responses; its ``seconds`` last until the last response.
-        seconds: In which requests were due.
+        phase: The summary of the responses; its ``seconds`` last until the last response.
+        seconds: The time in which requests were due.
     """
     total = sum(phase["statuses"].values())
     if total - phase["requests"] > MAX_ERRORS * total:
@@ -71,13 +72,13 @@ def end_of(phase: Json, seconds: float) -> str | None:
 def sweep(
     peak: float, servers: Sequence[str], send: Callable[[str, float], Json | None], between: int = BETWEEN
 ) -> dict[str, Sweep]:
-    """Points of every server up to and including its end.
+    """Return the points of every server, up to and including the one at which it stops keeping up.
 
     Args:
-        peak: Of the slowest peer, requests/s.
-        servers: Names, in the order of their turns.
+        peak: The peak of the slowest peer, requests/s.
+        servers: The names of the servers, in the order of their turns.
         send: Offers a rate to a server and returns the point; None if the server failed, which ends its turns.
-        between: Additional rates around the goal.
+        between: The number of additional rates around the goal.
     """
     found: dict[str, Sweep] = {name: [] for name in servers}
     going = list(servers)
@@ -100,7 +101,7 @@ def sweep(
 
 
 def point(phase: Json, per_s: float, seconds: float) -> Json:
-    """Return the numbers of a phase that are kept."""
+    """Return the numbers of a phase that the record keeps."""
     return {
         "per_s": per_s,
         "end": end_of(phase, seconds),
@@ -114,12 +115,12 @@ def meets_goal(one: Json) -> bool:
 
 
 def goal_rate(points: Sweep) -> float:
-    """The highest rate that meets the goal, arrivals/s; 0 if none does."""
+    """Return the highest rate that meets the goal, arrivals/s; 0 if none does."""
     return max((one["per_s"] for one in points if meets_goal(one)), default=0.0)
 
 
 def at(sweeps: Sequence[Sweep], rate: float) -> tuple[float, float] | None:
-    """Medians of p50 and p99 over the sweeps, ms; None unless the rate is sustained in more than half of them."""
+    """Return the medians of p50 and p99 over the sweeps, ms; None if half of the sweeps do not sustain the rate."""
     kept = [one for points in sweeps for one in points if one["per_s"] == rate and one["end"] is None]
     if 2 * len(kept) <= len(sweeps):
         return None
@@ -127,12 +128,12 @@ def at(sweeps: Sequence[Sweep], rate: float) -> tuple[float, float] | None:
 
 
 def ends_at(sweeps: Sequence[Sweep], rate: float) -> str | None:
-    """The first reason for which a sweep ended at a rate."""
+    """Return the first reason for which a sweep ended at a rate."""
     return next((one["end"] for points in sweeps for one in points if one["per_s"] == rate and one["end"]), None)
 
 
 def grid(peak: float, servers: Sequence[Sequence[Sweep]]) -> list[float]:
-    """The rates that were offered to every server that still kept up; those between are left out."""
+    """Return the rates that were offered to every server that still kept up, without those in between."""
     offered = {one["per_s"] for sweeps in servers for points in sweeps for one in points}
     return [rate for rate in islice(rates(peak), MAX_RATES) if rate in offered]
 

@@ -1,4 +1,4 @@
-"""Utilisation of the first GPU while a server answers, from ``nvidia-smi``."""
+"""Sample the utilisation of the first GPU from ``nvidia-smi`` while a server answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class GpuUse:
     """Samples inside the ``with`` block; finds nothing without ``nvidia-smi``.
 
     Attributes:
-        found: Mean ``gpu_utilisation`` (fraction of time in which a kernel ran), maximum ``gpu_memory_mib``.
+        found: The mean ``gpu_utilisation`` (the fraction of time in which a kernel ran), and the maximum
+            ``gpu_memory_mib``.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class GpuUse:
 
 
 def _sample(line: str) -> tuple[int, int] | None:
-    """Per cent and MiB; None for a truncated line and for ``[N/A]``."""
+    """Return per cent and MiB; None for a truncated line and for ``[N/A]``."""
     try:
         busy, used = map(int, line.split(","))
     except ValueError:

@@ -17,19 +17,19 @@ SIDE, WIDTH, HEIGHT, QUALITY = 32, 640, 480, 83
 
 
 def digits(count: int) -> list[bytes]:
-    """Real digits of 28 × 28 as PNG files."""
+    """Return real digits of 28 × 28 pixels as PNG files."""
     data = open_dataset(f"mnist:{DATA}", split="test", preprocess=PRESETS["mnist"])
     images = [Image.fromarray(data.image(index)[0]) for index in range(min(count, len(data)))]
     return [_encoded(image, format="PNG") for image in images]
 
 
 def photographs(count: int, size: tuple[int, int] = (WIDTH, HEIGHT)) -> list[bytes]:
-    """JPEG files of 640 × 480, 4:2:0 and about 100 kB: each a mosaic of 300 real CIFAR-10 images in random order.
+    """Return JPEG files of 640 × 480, 4:2:0 and about 100 kB: mosaics of 300 real CIFAR-10 images in random order.
 
-    ``size`` is another width and height, multiples of :data:`SIDE`.
+    ``size`` sets another width and height, multiples of :data:`SIDE`.
 
-    No photograph of that size with a licence to ship it is at hand; a decoder's time depends on the numbers of pixels
-    and of bytes, which are those of a photograph.
+    They stand for photographs, none of which we have with a licence to ship it: a decoder's time depends on the numbers
+    of pixels and bytes, which are those of a photograph.
     """
     with tarfile.open(DATA / "cifar10-jpeg.tar.gz") as archive:
         files = [archive.extractfile(member) for member in archive.getmembers()]

@@ -1,8 +1,8 @@
-"""The shipped bundle under load on the CPU: peak, 70 % of it, three times it, and how it recovers.
+"""Put the shipped bundle under load on the CPU: at its peak, at 70 % and 300 % of it, and afterwards.
 
     python -m benchmarks.serving.load
 
-Starts ``psc-serve`` with its default settings in a process of its own and sends single images over HTTP.  Writes
+It starts ``psc-serve`` with its default settings in a process of its own, sends single images over HTTP, and writes
 ``serving-load.json``; the exit code is 1 if a requirement is not met.
 """
 
@@ -27,7 +27,7 @@ from benchmarks.serving.processes import Processes, free_port, mean_batch, scrap
 
 CLIENTS, STEADY, OVERLOAD = 64, 0.7, 3.0
 LIGHT = 0.1
-"""Fraction of the peak at which the service counts as unloaded."""
+"""The fraction of the peak at which the service counts as unloaded."""
 
 DEADLINE = float(Settings.model_fields["deadline_seconds"].default)
 QUEUE = int(Settings.model_fields["max_queue_images"].default)
@@ -36,11 +36,11 @@ NORMAL = 2.0
 """Latency is normal while a second's median is at most this many times the unloaded median."""
 
 PHASES = ("closed loop", "unloaded", "steady", "overload", "recovery")
-"""In the order in which they run."""
+"""The phases, in the order in which they run."""
 
 
 async def run(name: str, generator: Generator, sending: Coroutine[Any, Any, Load]) -> Json:
-    """Result of a phase, with queue and batches from the service's metrics."""
+    """Run a phase and return its result, with queue and batches from the service's metrics."""
 
     async def metrics() -> dict[str, float]:
         return scraped(await generator.get("/metrics"))
@@ -57,14 +57,14 @@ async def run(name: str, generator: Generator, sending: Coroutine[Any, Any, Load
 
 
 def phase(load: Load) -> Json:
-    """Result of a phase as the client sees it."""
+    """Return the result of a phase as the client sees it."""
     without = sum(response.status == 429 and response.retry_after is None for response in load.responses)
     sent_per_s = round(len(load.responses) / (load.ended - load.began), 1)
     return {"sent_per_s": sent_per_s, "rejections_without_retry_after": without, **summary(load)}
 
 
 async def measure(target: Target, scale: float) -> tuple[dict[str, Json], Json]:
-    """All phases; their lengths are multiplied by ``scale``."""
+    """Run all phases; ``scale`` multiplies their lengths."""
     generator, phases = Generator(target), dict[str, Json]()
 
     async def send(name: str, sending: Coroutine[Any, Any, Load]) -> None:
@@ -79,7 +79,7 @@ async def measure(target: Target, scale: float) -> tuple[dict[str, Json], Json]:
     await send("steady", generator.open_loop(STEADY * peak, 20.0 * scale))
     sent = asyncio.Event()
     task = asyncio.create_task(send("overload", generator.open_loop(OVERLOAD * peak, 60.0 * scale, sent=sent)))
-    await sent.wait()  # What is queued now is still to be answered while the light load begins.
+    await sent.wait()  # The light load begins while the queue of the overload is still full.
     recovery = await generator.open_loop(light, 12.0)
     await task
     phases["recovery"] = phase(recovery)
@@ -89,7 +89,7 @@ async def measure(target: Target, scale: float) -> tuple[dict[str, Json], Json]:
 
 
 def back_to_normal(load: Load, normal_s: float) -> float:
-    """Seconds from the start of ``load`` after which every second has a normal median and no rejection."""
+    """Return the seconds from the start of ``load`` until every second has a normal median and no rejection."""
     good_since = 0
     for second in range(int(load.ended - load.began)):
         window = [response for response in load.responses if second <= response.due - load.began < second + 1]
@@ -100,7 +100,7 @@ def back_to_normal(load: Load, normal_s: float) -> float:
 
 
 def requirements(phases: dict[str, Json], found: Json) -> list[Json]:
-    """Requirements, and whether they are met."""
+    """Return the requirements, and whether they are met."""
     closed, steady, over = phases["closed loop"], phases["steady"], phases["overload"]
     queued = max(phase.get("max_queued_images", 0) for phase in phases.values())
     sizes = [phases[name]["batches"]["mean_size"] for name in ("unloaded", "steady", "closed loop", "overload")]
@@ -132,7 +132,7 @@ def _counts(phase: Json) -> str:
 
 
 def fragment(record: Json) -> str:
-    """Every phase, and the requirements."""
+    """Return tables of every phase and of the requirements."""
     rows = []
     for name in PHASES:
         phase = record["phases"][name]
@@ -156,7 +156,7 @@ def fragment(record: Json) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, write and print; returns 1 if a requirement is not met."""
+    """Measure, write and print; return 1 if a requirement is not met."""
     cli = plain_parser(__doc__)
     cli.add_argument("--scale", type=float, help="multiplies the lengths of the phases")
     cli.add_argument("--out", type=Path, default=RESULTS)

@@ -1,10 +1,10 @@
-"""The cost of the prediction log: photographs of about 100 kB to services with and without one, in turns.
+"""Measure the cost of the prediction log: photographs of about 100 kB, to services with and without one in turn.
 
     python -m benchmarks.serving.log_cost --turns 8
 
-The shipped bundle calls nearly every photograph out of distribution, so ``all`` stores each of them, the worst that a
-log can cost; ``tenth`` stores one in ten, ``rows`` none.  Each turn asks every service once, each time in another
-order; ratios are of the same turn.
+The shipped bundle calls nearly every photograph out of distribution, so ``all`` stores each of them, which is the
+highest cost of a log; ``tenth`` stores one in ten, ``rows`` none.  Each turn measures every service once, each time in
+another order, and ratios are taken within a turn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.serving.images import photographs
 from benchmarks.serving.processes import Processes, free_port, scraped
 
 LOGS: Final = {"without": None, "rows": "", "tenth": "abstained:0.1", "all": "abstained"}
-"""A name and the setting ``log_images``, of a service with a log."""
+"""The name of each service, and its setting ``log_images``; None has no log."""
 
 CLIENTS: Final = 16
 
@@ -32,7 +32,7 @@ _IMAGES: Final = 'psc_log_images_total{{result="{}"}}'
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure and print."""
+    """Measure the services and print the table."""
     cli = argparse.ArgumentParser(description=__doc__)
     cli.add_argument("--turns", type=int, default=8)
     cli.add_argument("--seconds", type=float, default=4.0, help="of a turn, for each service")

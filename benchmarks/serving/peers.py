@@ -4,16 +4,17 @@
     python -m benchmarks.serving.peers --only psc fastapi --device cuda
     python -m benchmarks.serving.peers --installed --cases photographs --untrained torchvision:resnet50 --device cuda
 
-Each peer is installed into ``out/peers/NAME`` if it is not there; with ``--installed``, where nothing can be, those run
-that this interpreter has.  ``--untrained`` serves a ResNet with random weights to photographs of 224 pixels.
+A missing peer is installed into ``out/peers/NAME``; with ``--installed``, only the peers that this interpreter has are
+run, for machines on which nothing can be installed.  ``--untrained`` serves a ResNet with random weights to photographs
+of 224 pixels.
 
-A table is one case on one instruction set, the same for all its servers; only the compute-bound case has one for each
-set of the CPU.  All servers of a table run at once, suspended (SIGSTOP) except the one whose turn it is.  Rounds come
-first: 64 clients that send single images in a closed loop; one such client (the unloaded latency); and, where a request
-may carry several images, four clients that send 32 each.  Every round also has a turn of the bare device step.  A
-machine's speed changes within minutes, so ratios are taken within a round; the tables have their medians.  Then sweeps:
-Poisson arrivals at rates that are the same for all servers (:mod:`benchmarks.serving.curve`).  One load generator sends
-the requests from a process of its own.  Writes ``serving-peers.json`` and the plot.
+A table is one case on one instruction set, the same for all its servers; only the compute-bound case has a table for
+each set of the CPU.  All servers of a table run at once, suspended (SIGSTOP) except for the one whose turn it is.  The
+rounds come first: 64 clients that send single images in a closed loop; one such client (the unloaded latency); and, if
+a request may carry several images, four clients that send 32 each.  Every round also measures the bare device step.  A
+machine's speed changes within minutes, so ratios are taken within a round, and the tables have their medians.  The
+sweeps follow: Poisson arrivals at rates that are the same for all servers (:mod:`benchmarks.serving.curve`).  One load
+generator sends the requests from a process of its own.  The results are ``serving-peers.json`` and the plot.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ from benchmarks.serving.servers import (
 )
 
 Inputs = tuple[Path, list[bytes]]
-"""A bundle, and files to send."""
+"""A bundle, and the files to send."""
 
 SETTLE_SECONDS = 5.0
-"""Between the last server's start and the first stop: Ray Serve loses its proxy when it is stopped while starting."""
+"""The wait before servers are suspended: Ray Serve loses its proxy if it is suspended while starting."""
 
 
 def new_record(args: argparse.Namespace, servers: list[Server]) -> Json:
-    """A record without measurements."""
+    """Return a record without measurements."""
     return {
         **origin(args, torch.device(args.device)),
         "device": args.device,
@@ -91,7 +92,7 @@ def new_record(args: argparse.Namespace, servers: list[Server]) -> Json:
 
 
 def keep_others(record: Json, before: Json) -> None:
-    """Take over what an earlier run measured of other cases."""
+    """Keep an earlier run's measurements of other cases."""
     measured = {table["case"] for table in record["tables"]}
     kept = [table for table in before["tables"] if table["case"] not in measured]
     record["tables"] = sorted([*kept, *record["tables"]], key=lambda table: list(CASES).index(table["case"]))
@@ -99,14 +100,14 @@ def keep_others(record: Json, before: Json) -> None:
 
 
 def planned(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """Case and instruction set of every table: the best set for all cases, older ones for the compute-bound case."""
+    """Return case and instruction set of every table: older sets only for the compute-bound case."""
     sets = available() if args.device == "cpu" else available()[-1:]
     chosen = sets[-1:] if args.best_instructions else sets
     return [(case, name) for case in args.cases for name in (chosen if case == COMPUTE else sets[-1:])]
 
 
 def installed(servers: list[Server]) -> list[Server]:
-    """Those that this interpreter has, to be run by it."""
+    """Return the servers that this interpreter has installed, to be run by it."""
     there = [server for server in servers if server.requirement is None or find_spec(server.packages[0])]
     for server in servers:
         if server not in there:
@@ -115,7 +116,7 @@ def installed(servers: list[Server]) -> list[Server]:
 
 
 def inputs_of(case: str, untrained: str | None, device: str) -> Inputs:
-    """What a case serves and sends; bundles are made if they are not there."""
+    """Return the bundle and the files of a case; a missing bundle is made."""
     if case == COMPUTE:
         return BUNDLE, digits(256)
     large = untrained if case in (PHOTOGRAPHS, DECODED) else None
@@ -130,10 +131,10 @@ def inputs_of(case: str, untrained: str | None, device: str) -> Inputs:
 
 
 def slowest_peak(found: Json) -> float:
-    """Requests/s of the slowest peer in a closed loop, median of the rounds; of our own without peers.
+    """Return the requests/s of the slowest peer in a closed loop, median of the rounds; without peers, our own.
 
     Args:
-        found: Of a case, by server.
+        found: The results of a case, by server.
     """
     peaks = {
         name: statistics.median(turn["closed"]["requests_per_s"] for turn in one["rounds"])
@@ -147,13 +148,13 @@ def slowest_peak(found: Json) -> float:
 def measure_table(
     record: Json, table: Json, shown: list[Server], inputs: Inputs, client: Client, write: Callable[[], None]
 ) -> None:
-    """Rounds, then sweeps; a server that fails is left out from then on, and the reason recorded.
+    """Run the rounds, then the sweeps; a server that fails is left out from then on, and the reason recorded.
 
     Args:
-        record: Says how long and how often, and on which device.
-        table: One of the record's, without measurements.
-        shown: Servers, in the order of the tables.
-        inputs: What is served and sent.
+        record: The record, which has the lengths and numbers of rounds and the device.
+        table: A table of the record, without measurements.
+        shown: The servers, in the order of the tables.
+        inputs: The bundle to serve and the files to send.
         client: The load generator.
         write: Called after every part.
     """
@@ -212,7 +213,7 @@ def measure_table(
 
 
 def failed(error: Exception) -> Json:
-    """The record of a failure, without paths of this machine."""
+    """Describe a failure, without paths of this machine."""
     reason = str(error).replace(str(ROOT), "")[:600]
     log(f"  failed: {reason}")
     return {"failed": reason}
@@ -229,12 +230,11 @@ def _short(phase: Json) -> str:
 
 
 def log(text: str) -> None:
-    """Print a line of progress."""
     print(text, file=sys.stderr, flush=True)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     cli = plain_parser(__doc__)
     cli.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help="; ".join(CASES))
     cli.add_argument("--keep", action="store_true", help="keep the tables of other cases that --out holds")
@@ -251,7 +251,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure and write."""
+    """Measure the servers and write the record."""
     args = parser().parse_args(argv)
     servers = [server for server in SERVERS if not args.only or server.name in args.only]
     if args.installed:
@@ -259,7 +259,7 @@ def main(argv: list[str] | None = None) -> int:
     for server in servers:
         log(f"{server.label}: {server.python()}")
     args.out.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # So that no server is left behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # Unwinds the blocks that terminate the servers.
     inputs = {case: inputs_of(case, args.untrained, args.device) for case in args.cases}
     record, file = new_record(args, servers), args.out / f"{name_of(args.device)}.json"
     measured = record["tables"]

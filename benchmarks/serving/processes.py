@@ -1,4 +1,4 @@
-"""A server's processes: start, wait until ready, suspend and resume, CPU time and memory, terminate.  Linux only."""
+"""Run a server's processes: start, suspend, resume, terminate, and measure CPU time and memory.  Linux only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ServerFailed(Exception):
 
 
 def free_port() -> int:
-    """A free port."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -35,9 +35,9 @@ class Processes:
     """A command and all its descendants in a session of their own, terminated at the end of the ``with`` block.
 
     Args:
-        command: Program and arguments, run in the repository.
-        environment: The whole environment.
-        log: Where its output goes, by default a temporary file.
+        command: The program and its arguments, run in the repository.
+        environment: The whole environment of the process.
+        log: The file for its output; by default a temporary one.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path | None = None) -> None:
@@ -65,18 +65,17 @@ class Processes:
         self._log.close()
 
     def wait(self, seconds: float) -> int | None:
-        """Exit code of the command; None if it still runs after that time."""
+        """Return the exit code of the command; None if it still runs after that time."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
 
     def stop(self) -> None:
-        """Suspend all of them until :meth:`resume`."""
+        """Suspend all processes until :meth:`resume`."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let them go on."""
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -85,7 +84,7 @@ class Processes:
                 os.kill(pid, number)
 
     def pids(self) -> set[int]:
-        """Living processes: the command's descendants, members of its session, and their children."""
+        """Return the living processes: the command's descendants, the members of its session, and their children."""
         table = _processes()
         while True:
             more = {
@@ -98,7 +97,7 @@ class Processes:
             self._seen |= more
 
     def cpu_s(self) -> float:
-        """User and system time of all living processes so far, seconds."""
+        """Return the user and system time of all living processes so far, seconds."""
         total = 0
         for pid in self.pids():
             with contextlib.suppress(OSError):
@@ -107,7 +106,7 @@ class Processes:
         return total / _TICKS
 
     def memory_mib(self) -> int:
-        """Resident memory of all processes; shared pages count for each."""
+        """Return the resident memory of all processes; shared pages count for each."""
         pages = 0
         for pid in self.pids():
             with contextlib.suppress(OSError):
@@ -116,11 +115,11 @@ class Processes:
 
     @staticmethod
     def get(port: int, path: str) -> str:
-        """Body of a GET."""
+        """Return the body of a GET."""
         return asyncio.run(Generator(Target(port, path, "", [])).get(path))
 
     def wait_until_ready(self, target: Target, seconds: float = 120.0) -> bytes:
-        """Post the first body until the status is 200; returns that response.
+        """Post the first body until the status is 200, and return that response.
 
         Raises:
             ServerFailed: The command ended or the timeout passed.
@@ -141,20 +140,20 @@ class Processes:
         raise ServerFailed(f"no 200 within {seconds:g} s, {last}: {self.tail()}")
 
     def tail(self) -> str:
-        """The end of its output."""
+        """Return the end of the command's output."""
         self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, self._log.tell() - 1500))
         return self._log.read().decode(errors="replace").strip()
 
 
 def scraped(text: str) -> dict[str, float]:
-    """Metrics of a service with one model, by name and labels, the model's name left out."""
+    """Return the metrics of a service with one model, by name and labels without the model's name."""
     text = re.sub(r',?model="[^"]*"', "", text).replace("{,", "{").replace("{} ", " ")
     return {name: float(value) for name, value in re.findall(r"^(psc_\S+) (\S+)$", text, re.MULTILINE)}
 
 
 def mean_batch(before: Mapping[str, float], after: Mapping[str, float]) -> float | None:
-    """Images of a device step between two scrapes; None without a step."""
+    """Return the mean number of images in a device step between two scrapes; None without a step."""
     images, steps = (after[key] - before[key] for key in ("psc_batch_size_sum", "psc_batch_size_count"))
     return round(images / steps, 2) if steps else None
 
@@ -164,7 +163,7 @@ async def _post_once(target: Target) -> tuple[int, bytes]:
 
 
 def _processes() -> dict[int, tuple[int, int]]:
-    """Parent and session of every process."""
+    """Return the parent and the session of every process."""
     table = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -1,4 +1,4 @@
-"""The record of :mod:`benchmarks.serving.peers` as tables and a plot."""
+"""Turn the record of :mod:`benchmarks.serving.peers` into tables and a plot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.serving.servers import BY_NAME, CASES, COMPUTE, OURS, SERVERS
 
 
 def fragment(record: Json) -> str:
-    """Our servers beside the best peer, then every server of every table, and what bounds them."""
+    """Return our servers beside the best peer, then every server of every table, and their upper bounds."""
     parts = [measured(record), _summary(record)]
     for table in record["tables"]:
         title = table["title"]
@@ -34,7 +34,7 @@ def fragment(record: Json) -> str:
 
 
 def name_of(device: str) -> str:
-    """Name of record, plot and section."""
+    """Return the name of record, plot and section."""
     return "serving-peers" if device == "cpu" else f"serving-peers-{device}"
 
 
@@ -42,25 +42,25 @@ def name_of(device: str) -> str:
 
 
 def ran(table: Json) -> dict[str, Json]:
-    """The servers of a table that did not fail."""
+    """Return the servers of a table that did not fail."""
     return {name: found for name, found in table["servers"].items() if found.get("rounds")}
 
 
 def times(ours: Json, theirs: Json) -> list[float]:
-    """Our images/s over theirs with single images, in every round."""
+    """Return our images/s over theirs with single images, in every round."""
     pairs = zip(ours["rounds"], theirs["rounds"], strict=True)
     return [mine["closed"]["images_per_s"] / other["closed"]["images_per_s"] for mine, other in pairs]
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median, minimum and maximum of ratios."""
+    """Format the median, minimum and maximum of ratios."""
     digits = 3 if max(values) < 1.2 else 2 if max(values) < 10 else 1
     median, low, high = (f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values)))
     return f"{median} ×" + (f" ({low} to {high})" if len(values) > 1 else "")
 
 
 def of_bare(table: Json, found: Json, phase: str) -> list[float]:
-    """Images/s of a phase over those of the best bare step, at the phase's mean batch or else at the best batch."""
+    """Return images/s of a phase over those of the best bare step, at the phase's mean batch if it has one."""
     ratios = []
     for turn, bare in zip(found["rounds"], table["bare"], strict=True):
         steps, batch = bare["step_ms"], turn[phase].get("mean_batch")
@@ -70,17 +70,17 @@ def of_bare(table: Json, found: Json, phase: str) -> list[float]:
 
 
 def goal(found: Json) -> float:
-    """Highest rate with a p99 of at most :data:`~benchmarks.serving.curve.GOAL_MS`, median of the sweeps."""
+    """Return the highest rate with a p99 of at most :data:`~benchmarks.serving.curve.GOAL_MS`, median of the sweeps."""
     return statistics.median(map(goal_rate, found["sweeps"])) if found["sweeps"] else 0.0
 
 
 def offered(table: Json) -> list[float]:
-    """The rates of a table's curves."""
+    """Return the rates of a table's curves."""
     return grid(table["slowest_peak"], [found["sweeps"] for found in ran(table).values()])
 
 
 def lower_tails(table: Json, ours: Json, peers: Mapping[str, Json]) -> tuple[int, int]:
-    """At how many rates that a peer sustains our p99 is lower than its, and of how many."""
+    """Return at how many of the rates that a peer sustains our p99 is lower, and the number of these rates."""
     won = total = 0
     for found in peers.values():
         for rate in offered(table):
@@ -160,7 +160,7 @@ def _middle(found: Json, phase: str, key: str) -> float:
 
 
 def _cpu_ms(found: Json, side: str) -> float:
-    """CPU milliseconds of a request."""
+    """Return the CPU milliseconds of a request."""
     turns = [turn["closed"] for turn in found["rounds"]]
     return statistics.median(1000 * float(turn[f"{side}_cpu_s"]) / max(1, turn["requests"]) for turn in turns)
 
@@ -193,7 +193,7 @@ def _curves(table: Json) -> str:
 
 
 def _point(found: Json, rate: float) -> str:
-    """Latencies of a sustained rate, or why it is not sustained."""
+    """Return the latencies of a sustained rate, or why it is not sustained."""
     if (ms := at(found["sweeps"], rate)) is not None:
         return "/".join(f"{value:.1f}" if value < 100 else f"{value:.0f}" for value in ms)
     return f"*{end}*" if (end := ends_at(found["sweeps"], rate)) else ""
@@ -216,17 +216,17 @@ def _ceilings(record: Json) -> str:
 def _settings(record: Json) -> str:
     rows = []
     for server in SERVERS:
-        shares = [table["servers"][server.name] for table in record["tables"] if server.name in table["servers"]]
-        if shares:
-            versions: Json = next((one["versions"] for one in shares if "versions" in one), {})
-            failed = next((f"; did not run: {one['failed']}" for one in shares if "failed" in one), "")
+        entries = [table["servers"][server.name] for table in record["tables"] if server.name in table["servers"]]
+        if entries:
+            versions: Json = next((one["versions"] for one in entries if "versions" in one), {})
+            failed = next((f"; did not run: {one['failed']}" for one in entries if "failed" in one), "")
             shown = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "torch")
             rows.append([server.label, " ".join((record["settings"][server.name] + failed).split()), shown])
     return markdown_table(["server", "settings", "versions"], rows)
 
 
 def draw(record: Json, folder: Path) -> None:
-    """p99 over arrival rate, a panel for each table with sweeps; a cross marks a rate that is not sustained."""
+    """Plot p99 over arrival rate, a panel for each table with sweeps; a cross marks a rate that is not sustained."""
     tables = [table for table in record["tables"] if offered(table)]
     if not tables:
         return

@@ -1,4 +1,4 @@
-"""A started server that is suspended between its turns, and the load generator's process."""
+"""Keep a started server suspended between its turns, and the load generator in a process."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from psc_core.model.classifier import PSC
 CLIENTS, MANY, MANY_CLIENTS = 64, 32, 4
 FIRST_WARM_UP_SECONDS, WARM_UP_SECONDS = 1.5, 0.3
 TOLERANCE = 1e-3
-"""Peers decode with another library and batch differently; equal pixels agree to far less than this."""
+"""The tolerance of answers: peers decode with another library and batch otherwise, but agree far better than this."""
 
 
 class Client:
-    """The load generator's process, one for the whole run."""
+    """The process of the load generator, one for the whole run."""
 
     def __init__(self) -> None:
         self._pool = fresh_process()
@@ -43,7 +43,7 @@ class Client:
         self._pool.shutdown()
 
     def send(self, processes: Processes, target: Target, phase: Phase) -> Json:
-        """Send one phase; returns its summary with the server's CPU time and memory, and how busy the GPU was."""
+        """Send one phase; return its summary with the server's CPU time and memory, and the GPU's utilisation."""
         cpu_s = processes.cpu_s()
         with GpuUse() as gpu:
             found: Json = self._pool.submit(drive, target, phase).result()
@@ -52,13 +52,13 @@ class Client:
 
 
 def counted(folder: Path) -> tuple[int, int]:
-    """Steps and images so far, of all processes of an adapter."""
+    """Return the steps and images so far of all processes of an adapter."""
     pairs = [COUNTS.unpack(file.read_bytes()) for file in folder.iterdir()]
     return sum(steps for steps, _ in pairs), sum(images for _, images in pairs)
 
 
 def check_answer(server: Server, answer: Json, bundle: Path, image: bytes, resizer: str = "torch") -> None:
-    """Check that a server answers like the library, which resizes by the same ``resizer``.
+    """Check that a server answers like the library with the same ``resizer``.
 
     Raises:
         ServerFailed: It does not.
@@ -77,17 +77,17 @@ def check_answer(server: Server, answer: Json, bundle: Path, image: bytes, resiz
 
 
 class RunningServer:
-    """A started server with a bundle, whose answer agrees with the library's.
+    """A started server with a bundle, whose answers agree with the library's.
 
     Args:
-        server: Its description.
+        server: The description of the server.
         case: One of :data:`~benchmarks.serving.servers.CASES`.
-        bundle: To serve.
-        images: Files to send.
+        bundle: The bundle to serve.
+        images: The files to send.
         device: cpu or cuda.
 
     Raises:
-        ServerFailed: It ended, did not answer, or answered differently from the library.
+        ServerFailed: The server ended, did not answer, or answered differently from the library.
     """
 
     def __init__(self, server: Server, case: str, bundle: Path, images: Sequence[bytes], device: str) -> None:
@@ -111,7 +111,7 @@ class RunningServer:
             self._stack = stack.pop_all()
 
     def turn(self, client: Client, seconds: float) -> Json:
-        """Closed loops: single images from many clients and from one, and requests of several images.
+        """Run the closed loops: single images from many clients and from one, and requests of several images.
 
         Raises:
             ServerFailed: It stopped answering.
@@ -130,7 +130,7 @@ class RunningServer:
         return found
 
     def point(self, client: Client, per_s: float, seconds: float) -> Json:
-        """Poisson arrivals at a rate: a point of the curve.
+        """Send Poisson arrivals at a rate, and return a point of the curve.
 
         Raises:
             ServerFailed: It stopped answering.
@@ -156,16 +156,16 @@ class RunningServer:
         return found if mean is None else {**found, "mean_batch": mean}
 
     def _counted(self) -> dict[str, float]:
-        """Steps and images so far: of ``psc-serve`` by its metrics, of a peer by its adapter's files."""
+        """Return the steps and images so far, from the metrics of ``psc-serve`` or the files of a peer's adapter."""
         if self._port is not None:
             return scraped(Processes.get(self._port, "/metrics"))
         steps, images = counted(self._counts)
         return {"psc_batch_size_count": steps, "psc_batch_size_sum": images}
 
     def stop(self) -> None:
-        """Suspend it until its next turn."""
+        """Suspend the server until its next turn."""
         self._processes.stop()
 
     def close(self) -> None:
-        """Terminate it."""
+        """Terminate the server."""
         self._stack.close()

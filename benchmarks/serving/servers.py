@@ -1,4 +1,4 @@
-"""The compared servers: how to install, start and configure each, and its requests.
+"""Describe the compared servers: how to install, start and configure each, and its requests.
 
 A peer has an environment of its own: its packages from PyPI, and torch and ``psc_core`` of the running interpreter.
 """
@@ -29,13 +29,13 @@ CASES = {
     DECODED: "The same files and network; peers call our decoder",
     COMPUTE: "PNG digits of 28 × 28; the shipped Dirty-MNIST ResNet-18",
 }
-"""What is sent and served in each case."""
+"""What each case sends and serves."""
 
 OURS = ("psc", "psc-workers")
-"""Names of ``psc-serve``."""
+"""The names of ``psc-serve``."""
 
 HOME = ROOT / "out" / "peers"
-"""Environments of the peers, and bundles."""
+"""The folder of bundles and of the peers' environments."""
 
 PURELIB = sysconfig.get_path("purelib")
 
@@ -46,21 +46,21 @@ _FAST_RAY = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_HA_PROXY":
 
 @dataclass(frozen=True)
 class Server:
-    """One server."""
+    """A server to compare."""
 
-    name: str  # on the command line and in the results
-    label: str  # in tables
-    arguments: Sequence[str]  # of the interpreter, with placeholders ``{port}``, ``{bundle}`` and ``{device}``
-    settings: str  # text for the table
-    requirement: str | None = None  # on PyPI, or None for a server in this environment
-    packages: Sequence[str] = ()  # packages whose versions are reported
-    options: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # ``BENCH_…`` of the adapter, by case
-    environment: Mapping[str, str] = field(default_factory=dict)  # other environment variables
-    many: str | None = None  # path for requests of several images, or None
-    json: bool = False  # whether bodies are base64 in JSON instead of the raw file
+    name: str  # The name on the command line and in the results.
+    label: str  # The name in tables.
+    arguments: Sequence[str]  # The interpreter's, with placeholders ``{port}``, ``{bundle}`` and ``{device}``.
+    settings: str  # A description for the table.
+    requirement: str | None = None  # The requirement for pip; None for a server in this environment.
+    packages: Sequence[str] = ()  # The packages whose versions are reported.
+    options: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # ``BENCH_…`` of the adapter, by case.
+    environment: Mapping[str, str] = field(default_factory=dict)  # Other environment variables.
+    many: str | None = None  # The path for requests of several images, if there is one.
+    json: bool = False  # Whether bodies are base64 in JSON instead of the raw file.
 
     def python(self) -> Path:
-        """Its interpreter; builds the environment if it is missing.
+        """Return the server's interpreter; a missing environment is built.
 
         Raises:
             RuntimeError: It cannot be built.
@@ -70,16 +70,16 @@ class Server:
         return installed(self.name, self.requirement)
 
     def command(self, python: Path, *, port: int, bundle: Path, device: str) -> list[str]:
-        """The command line."""
+        """Return the command line."""
         return [str(python), *(word.format(port=port, bundle=bundle, device=device) for word in self.arguments)]
 
     def variables(self, case: str, *, port: int, bundle: Path, counts: Path, device: str) -> dict[str, str]:
-        """The whole environment of the process."""
+        """Return the whole environment of the process."""
         clean = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith(("PSC_", "OMP_", "RAY_", "BENTOML_", "MOSEC_"))
-            and not (name == "PYTHONPATH" and self.requirement)  # A peer has an environment of its own.
+            and not (name == "PYTHONPATH" and self.requirement)  # A peer must find the packages of its environment.
         }
         if self.name in OURS:
             return clean
@@ -96,18 +96,18 @@ class Server:
         }
 
     def resizer(self, case: str) -> str:
-        """The library that decodes and resizes its photographs."""
+        """Return the library that decodes and resizes the server's photographs."""
         return "pillow" if case == PHOTOGRAPHS and self.name not in OURS else "torch"
 
     def target(self, port: int, images: Sequence[bytes]) -> Target:
-        """Requests of single images, in the cheapest form for this server."""
+        """Return requests of single images, in the cheapest form for this server."""
         if self.json:
             return Target(port, "/predict", "application/json", [_base64([image]) for image in images])
         kind = "image/jpeg" if images[0].startswith(JPEG) else "image/png"
         return Target(port, "/predict", kind, images)
 
     def target_of_many(self, port: int, images: Sequence[bytes], count: int) -> Target | None:
-        """Requests of ``count`` images, or None if the server has none."""
+        """Return requests of ``count`` images, or None if the server takes only single ones."""
         if self.many is None:
             return None
         groups = [[images[(start + k) % len(images)] for k in range(count)] for start in range(0, len(images), count)]
@@ -116,7 +116,7 @@ class Server:
 
 
 def installed(name: str, requirement: str, home: Path = HOME) -> Path:
-    """The interpreter of a peer's environment; built if there is none for this requirement.
+    """Return the interpreter of a peer's environment, which is built if its requirement has changed.
 
     Raises:
         RuntimeError: pip failed; the message ends with its output.
@@ -131,21 +131,21 @@ def installed(name: str, requirement: str, home: Path = HOME) -> Path:
         if done.returncode:
             raise RuntimeError(f"{requirement} could not be installed: {done.stderr.strip()[-500:]}")
     site = next((folder / "lib").glob("python*/site-packages"))
-    # Searched behind the peer's own packages, so its versions win.
+    # Searched after the peer's own packages, whose versions win.
     (site / "psc-benchmark.pth").write_text(f"{PURELIB}\n{ROOT}\n")
     mark.write_text(requirement)
     return python
 
 
 def versions(python: Path, packages: Sequence[str]) -> dict[str, str]:
-    """Versions of ``packages`` in an interpreter's environment, or else in this one's."""
+    """Return the versions of ``packages`` in an interpreter's environment, or else in this one's."""
     sites = [str(site) for site in python.parents[1].glob("lib/python*/site-packages")]
     found = {name: next(iter(distributions(name=name, path=[*sites, PURELIB])), None) for name in packages}
     return {name: distribution.version for name, distribution in found.items() if distribution is not None}
 
 
 def answer_of(server: Server, body: bytes) -> dict[str, Any]:
-    """The prediction of one image: probabilities, predictive_entropy, log_density, ood_p_value."""
+    """Return the prediction of one image: probabilities, predictive_entropy, log_density, ood_p_value."""
     document = json.loads(body)
     answer: dict[str, Any] = document
     if server.name in OURS:
@@ -244,6 +244,6 @@ SERVERS: tuple[Server, ...] = (
         many="/predict/many",
     ),
 )
-"""In the order of the tables."""
+"""The servers, in the order of the tables."""
 
 BY_NAME = {server.name: server for server in SERVERS}

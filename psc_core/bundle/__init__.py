@@ -1,1 +1,1 @@
-"""The files of a fitted model: manifest, tensors, verification."""
+"""The files of a fitted model: manifest, tensors and their verification."""

@@ -1,10 +1,10 @@
 """The bundle: a directory of ``manifest.json`` and safetensors files; ``docs/bundle-format.md`` specifies it.
 
-Before anything is used, reading verifies in this order: the manifest's size, schema and consistency; every file's
-place, length and SHA-256; every tensor's type and values; the manifest's own digest.  Nothing is unpickled, no code
-runs, and nothing is allocated for a size that the bundle only claims.  Writing fills a temporary directory and renames
-it, and removes what it replaces once the new files are on the disk, so a bundle is whole or absent, after a power cut
-too.
+Reading verifies everything before anything is used, in this order: the manifest's size, schema and consistency; every
+file's place, length and SHA-256; every tensor's dtype and values; the manifest's own digest.  Nothing is unpickled, no
+code runs, and nothing is allocated for a size that the bundle only claims.  Writing fills a temporary directory and
+renames it, and removes the bundle that it replaces once the new files are on the disk, so a bundle is whole or absent,
+even after a power cut.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from psc_core.bundle.refit import fit_command
 from psc_core.errors import BundleError, UsageError, fault, shortened
 
 MAX_MANIFEST_BYTES: Final = 16 << 20
-"""Maximum size of a manifest; one of 100,000 classes and 1,000 layers has about 4 MiB."""
+"""Maximum size of a manifest in bytes; with 100,000 classes and 1,000 layers it has about 4 MiB."""
 
 MAX_DEPTH: Final = 32
 """Maximum nesting of lists and objects in a manifest."""
 
 EXAMPLES: Final = "examples"
-"""The folder of a bundle that has images to try; no digest covers it."""
+"""The folder in a bundle with images to try; no digest covers it."""
 
 MAX_AXES: Final = 8
 """Maximum number of axes of a tensor."""
@@ -62,24 +62,24 @@ _DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float64, t
 class Bundle:
     """A verified bundle in memory."""
 
-    path: Path  # the directory that it was read from
+    path: Path  # the directory it was read from
     manifest: Manifest
-    parts: Mapping[str, Mapping[str, Tensor]]  # tensors of each of PARTS, by name
-    graph: bytes | None = None  # the ONNX model of the network, in place of its tensors
+    parts: Mapping[str, Mapping[str, Tensor]]  # the tensors of each part in PARTS, by name
+    graph: bytes | None = None  # the ONNX model of the network, instead of its tensors
 
 
 def is_bundle(path: Path) -> bool:
-    """Return whether a folder has a bundle's files, be they damaged or of another version."""
+    """Return whether a folder has a bundle's files, even if they are damaged or of another version."""
     networks = (f"{PARTS[0]}.safetensors", GRAPH)
     return (path / "manifest.json").is_file() and any((path / name).is_file() for name in networks)
 
 
 def check_target(path: Path) -> None:
-    """Check that a bundle can be written to ``path``, before hours are spent on it.
+    """Check that a bundle can be written to ``path``, before hours are spent on fitting it.
 
     Raises:
-        BundleError: ``path`` is a file or a mount point, holds files that are no bundle, or its parent cannot be
-            written to.
+        BundleError: If ``path`` is a file or a mount point, holds files that are not a bundle's, or its parent is not
+            writable.
     """
     if path.exists() and not path.is_dir():
         raise BundleError(f"cannot write a bundle to {path}, it is a file; choose another place")
@@ -97,18 +97,18 @@ def check_target(path: Path) -> None:
 def write_bundle(
     path: Path, fields: Mapping[str, Any], parts: Mapping[str, Mapping[str, Tensor]], graph: bytes | None = None
 ) -> Manifest:
-    """Write a bundle to the directory ``path``, replacing one there; its other files and folders stay.
+    """Write a bundle to the directory ``path`` and replace one that is there; its other files and folders stay.
 
     Equal input gives equal bytes.
 
     Args:
         fields: The manifest without ``version`` and ``files``, which are computed here.
-        parts: Tensors by part name, a subset of :data:`PARTS`.
-        graph: The ONNX model of the network, in place of its tensors.
+        parts: The tensors by the name of the part, one of :data:`PARTS`.
+        graph: The ONNX model of the network, instead of its tensors.
 
     Raises:
-        BundleError: ``path`` exists and is not a bundle, or cannot be replaced.
-        ValueError: A number or text that a manifest cannot hold.
+        BundleError: If ``path`` exists and is not a bundle, or cannot be replaced.
+        ValueError: If a manifest cannot hold a number or text.
     """
     check_target(path)
     blobs = {f"{part}.safetensors": _serialise(tensors) for part, tensors in parts.items()}
@@ -136,7 +136,7 @@ def write_bundle(
 
 
 def _put(scratch: Path, path: Path) -> None:
-    """Rename a filled folder to ``path``; the bundle that lies there is back in its place if that fails."""
+    """Rename a filled folder to ``path``; if that fails, put the bundle that was there back."""
     retired = path.with_name(f"{scratch.name}.old")
     try:
         if not path.exists():
@@ -156,15 +156,15 @@ def _put(scratch: Path, path: Path) -> None:
         _sync_folder(path.parent)
         shutil.rmtree(retired)
     except OSError as error:
-        left = f", what it held lies in {retired}" if retired.exists() else ""
+        left = f", its former content is in {retired}" if retired.exists() else ""
         raise BundleError(f"cannot replace {path} ({error.strerror}){left}; choose another place") from error
 
 
 def write_file(file: Path, data: bytes) -> None:
-    """Write a whole file, to the disk itself.
+    """Write a whole file and flush it to the disk.
 
     Raises:
-        BundleError: It cannot be written; the message says where and what to do.
+        BundleError: If it cannot be written; the message says where and what to do.
     """
     try:
         with file.open("wb") as stream:
@@ -179,8 +179,8 @@ def write_file(file: Path, data: bytes) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Write the names in a folder to the disk."""
-    with suppress(OSError):  # Some network file systems, and Windows, cannot do it.
+    """Flush the names in a folder to the disk."""
+    with suppress(OSError):  # some network file systems, and Windows, cannot do it
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -189,7 +189,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _serialise(tensors: Mapping[str, Tensor]) -> bytes:
-    """The tensors as safetensors.  Those that share memory (a module may have two names) are copied."""
+    """Serialise tensors; copy those that share memory, because a module may have two names."""
     stored: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in sorted(tensors.items()):
@@ -201,7 +201,7 @@ def _serialise(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def _parse_manifest(path: Path) -> tuple[Manifest, str]:
-    """The manifest, and the version computed from its content."""
+    """Return the manifest, and the version computed from its content."""
     file = path / "manifest.json"
     if not file.exists():
         raise BundleError(f"{path} is not a bundle, it has no manifest.json; make one with psc-fit")
@@ -215,7 +215,7 @@ def _parse_manifest(path: Path) -> tuple[Manifest, str]:
         raise BundleError(f"{file}: expected at most {MAX_DEPTH} levels of nesting; fit the bundle again") from error
     except ValueError as error:
         raise BundleError(f"{file}: expected JSON, {error}; fit the bundle again or restore it") from error
-    if isinstance(body, dict) and repr(body.get("schema_version")) != str(SCHEMA):  # 4.0 is another one.
+    if isinstance(body, dict) and repr(body.get("schema_version")) != str(SCHEMA):  # 5.0 is not 5
         raise BundleError(
             f"{file}: expected schema_version {SCHEMA}, got {shortened(repr(body.get('schema_version')))}; fit the "
             f"bundle again: {fit_command(body)}"
@@ -231,7 +231,7 @@ def _parse_manifest(path: Path) -> tuple[Manifest, str]:
 
 
 def _place(field: str) -> tuple[int, str]:
-    """Return where a field stands in the file: what a task adds comes after the version."""
+    """Return the position of a field in the file; fields that a task adds follow the version."""
     names = list(Manifest.model_fields)
     return (names.index(field), "") if field in names else (names.index("version"), field)
 
@@ -252,7 +252,7 @@ def read_bundle(path: Path) -> Bundle:
     """Read and verify a whole bundle.
 
     Raises:
-        BundleError: Something is missing, unexpected, altered, damaged or not finite; the message names it.
+        BundleError: If anything is missing, unexpected, altered, damaged or not finite; the message names it.
     """
     manifest, version = _parse_manifest(path)
     graph: bytes | None = None
@@ -272,12 +272,12 @@ def read_bundle(path: Path) -> Bundle:
 
 
 def _read_file(folder: Path, name: str, limit: int) -> bytes:
-    """The content of a regular file inside ``folder``, of at most ``limit`` bytes."""
+    """Return the content of a regular file inside ``folder``, of at most ``limit`` bytes."""
     file = folder / name
     try:
         if not file.resolve(strict=True).is_relative_to(folder.resolve(strict=True)):
             raise BundleError(f"{file}: this is a link to elsewhere; put a copy there")
-        if not file.is_file():  # Devices and pipes have no end.
+        if not file.is_file():  # devices and pipes have no end
             raise BundleError(f"{file}: expected a regular file; copy the bundle again")
         size = file.stat().st_size
         if size > limit:
@@ -290,7 +290,7 @@ def _read_file(folder: Path, name: str, limit: int) -> bytes:
 
 
 def _read_entry(folder: Path, name: str, entry: FileEntry) -> bytes:
-    """The content of a file, as the manifest describes it."""
+    """Return the content of a file if it is as the manifest describes it."""
     file = folder / name
     blob = _read_file(folder, name, entry.bytes)
     if len(blob) != entry.bytes:
@@ -307,7 +307,7 @@ def _read_entry(folder: Path, name: str, entry: FileEntry) -> bytes:
 def _tensors_of(file: Path, blob: bytes) -> dict[str, Tensor]:
     try:
         header = blob[8 : 8 + int.from_bytes(blob[:8], "little")]
-        json.loads(header.decode(), object_pairs_hook=_reject_duplicates)  # Of which readers may keep either.
+        json.loads(header.decode(), object_pairs_hook=_reject_duplicates)  # readers may keep either duplicate
         tensors: dict[str, Tensor] = load_tensors(blob)
     except (SafetensorError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise BundleError(f"{file}: expected safetensors, {str(error)[:200]}; fit the bundle again") from error

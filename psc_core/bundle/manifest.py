@@ -1,4 +1,4 @@
-"""The schema of ``manifest.json``: what each field may hold, and which fields must agree.
+"""The schema of ``manifest.json``: the values that each field may hold, and the fields that must agree.
 
 ``docs/bundle-format.md`` specifies it; :mod:`psc_core.bundle.io` reads and writes the files.
 """
@@ -21,28 +21,28 @@ from psc_core.tasks.policy import BasePolicy
 from psc_core.tasks.task import Agreement, Task, task_type, task_type_of
 
 SCHEMA: Final = 5
-"""Version of the bundle format, the only one that is written and read."""
+"""The version of the bundle format, the only one that is written and read."""
 
 OPTIONAL: Final = ("gates", "map", "thumbnails")
-"""Parts that a model may be without; then the manifest has no section of the name, and the bundle no file."""
+"""The parts that a model may lack; then the manifest has no section and the bundle no file of this name."""
 
 PARTS: Final = ("backbone", "projection", "density", "head", "calibration", *OPTIONAL)
-"""Tensor files of a bundle."""
+"""The tensor files of a bundle, without their suffix."""
 
 MAX_PART_BYTES: Final = 16 << 30
-"""Maximum size of a tensor file."""
+"""Maximum size of a tensor file, in bytes."""
 
 GRAPH: Final = "backbone.onnx"
-"""The network of a bundle that no name can build, in place of its tensors."""
+"""The file for a network that no name can build, instead of its tensors."""
 
 HISTORY: Final = "recalibrations"
-"""The entry of a bundle's provenance that says how it was calibrated again, the oldest first."""
+"""The entry in a bundle's provenance that lists its recalibrations, the oldest first."""
 
 MAX_NAME: Final = 200
-"""Maximum length of a model name, characters."""
+"""Maximum length of a model name, in characters."""
 
 MAX_ARGUMENT: Final = 1 << 16
-"""Maximum magnitude of a number among the arguments of a network: sizes and counts."""
+"""Maximum magnitude of a number among a network's arguments, which are sizes and counts."""
 
 _Size = Annotated[int, Field(ge=1, le=1 << 31)]
 
@@ -52,7 +52,7 @@ class _Strict(BaseModel):
 
 
 class FileEntry(_Strict):
-    """Length and digest of one file."""
+    """The length and the digest of one file."""
 
     bytes: int = Field(ge=0, le=MAX_PART_BYTES)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
@@ -133,7 +133,7 @@ class MapSection(_Strict):
 
 
 class ThumbnailsSection(_Strict):
-    """The section ``thumbnails``: sizes of what is kept of training images."""
+    """The section ``thumbnails``: the sizes of the kept training images."""
 
     count: _Size
     kept: _Size
@@ -143,10 +143,10 @@ class ThumbnailsSection(_Strict):
 
 
 def check_network(network: Mapping[str, Any]) -> None:
-    """Check, before anything is fitted, that a manifest can describe the network: the fields of its ``Recipe``.
+    """Check, before anything is fitted, that a manifest can describe a network, given the fields of its ``Recipe``.
 
     Raises:
-        UsageError: A size or an argument is above its limit.
+        UsageError: If a size or an argument exceeds its limit.
     """
     try:
         check_text(network)
@@ -158,9 +158,9 @@ def check_network(network: Mapping[str, Any]) -> None:
 
 
 class Manifest(_Strict):
-    """``manifest.json``; every field is described in ``docs/bundle-format.md``.
+    """The content of ``manifest.json``; ``docs/bundle-format.md`` describes every field.
 
-    :func:`manifest_of` makes one, of the class that adds what its task says.
+    :func:`manifest_of` creates one, of a subclass with the fields of its task.
     """
 
     task_type: ClassVar[type[Task]]
@@ -189,7 +189,7 @@ class Manifest(_Strict):
 
     @model_validator(mode="after")
     def _check_agreement(self) -> Manifest:
-        """Fields that say the same thing must agree."""
+        """Check that fields agree where one follows from another."""
         head, classes = self.head, len(self.classes)
         dim = self.projection.c_proj * self.projection.d_proj
         texture = None if self.gates is None else self.gates.texture
@@ -229,12 +229,12 @@ class Manifest(_Strict):
 
 
 def manifest_of(body: Any) -> Manifest:
-    """Check a manifest, which says by itself of which task it is; JSON types.
+    """Check a manifest, given as JSON types, with the fields of the task that it is for.
 
     Raises:
-        ValidationError: A field is wrong, or two do not agree.
-        UsageError: The preprocessing cannot be.
-        BundleError: The task is not known, or is told by another field.
+        ValidationError: If a field is wrong, or two fields do not agree.
+        UsageError: If the preprocessing is impossible.
+        BundleError: If the task is unknown, or the manifest should name it by another field.
     """
     if not isinstance(body, dict):
         return Manifest.model_validate(body)
@@ -246,20 +246,20 @@ def manifest_of(body: Any) -> Manifest:
                 f"expected field task to be one of {', '.join(TASKS)}, got {shortened(repr(name))}; use a newer "
                 "version of psc"
             )
-        kind = task_type(name)
-        raise BundleError(f"leave out the field task; a {kind.noun} has the field {' and '.join(kind.model_fields)}")
+        named = task_type(name)
+        raise BundleError(f"leave out the field task; a {named.noun} has the field {' and '.join(named.model_fields)}")
     return _manifest_type(found).model_validate_json(json.dumps(body | _meant(body.get("preprocess"))))
 
 
 def _meant(preprocess: object) -> dict[str, Any]:
-    """The section ``preprocess`` with the resizer that a manifest means which names none: the only one there was."""
+    """Return the section ``preprocess`` with the resizer that it implies if it names none, which is Pillow."""
     return {"preprocess": {"resizer": "pillow", **preprocess}} if isinstance(preprocess, dict) else {}
 
 
 @cache
 def _manifest_type(task: type[Task]) -> type[Manifest]:
     own: dict[str, Any] = {name: (field.annotation, field) for name, field in task.model_fields.items()}
-    if not task.is_of(own):  # It says so by its name, and not by a field of its own.
+    if not task.is_of(own):  # recognised by the field "task", not by its own fields
         own["task_name"] = (Literal[task.name], Field(alias="task"))
 
     class OfTask(Manifest):
@@ -271,17 +271,17 @@ def _manifest_type(task: type[Task]) -> type[Manifest]:
 def layers_of(
     candidates: Sequence[str], head_layers: Sequence[str], texture: str | None, map_layer: str | None = None
 ) -> list[str]:
-    """``backbone.layers``: the candidates, the others that head and map read, and last the one of the texture."""
+    """Return ``backbone.layers``: the candidates, the other layers of head and map, and last the texture's layer."""
     last = [] if texture is None else [texture]
     others = [*head_layers, *([] if map_layer is None else [map_layer])]
     return list(dict.fromkeys([*candidates, *(name for name in others if name not in last), *last]))
 
 
 def check_text(body: object) -> None:
-    """Reject lone surrogates, as in an undecodable file name: JSON can escape them, UTF-8 cannot hold them.
+    """Reject lone surrogates, as in an undecodable file name: JSON can escape them, but UTF-8 cannot encode them.
 
     Raises:
-        ValueError: There are some; the message shows where.  Or a number is NaN or infinite.
+        ValueError: If there are any, with their place in the message; or if a number is NaN or infinite.
     """
     text = json.dumps(body, ensure_ascii=False, allow_nan=False)
     try:
@@ -291,18 +291,18 @@ def check_text(body: object) -> None:
 
 
 def manifest_digest(body: Mapping[str, Any]) -> str:
-    """``version`` of a manifest: the first 12 hexadecimal digits of a SHA-256 over all other fields."""
+    """Return the ``version`` of a manifest: the first 12 hexadecimal digits of a SHA-256 over all other fields."""
     others = {key: value for key, value in body.items() if key != "version"}
     return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def inside(value: Any) -> Iterable[Any]:
-    """The values of a JSON list or object; none for any other value."""
+    """Return the values of a JSON list or object; none for any other value."""
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def leaves(value: Any) -> Iterable[Any]:
-    """The values of a JSON document that are neither lists nor objects."""
+    """Yield the values of a JSON document that are neither lists nor objects."""
     if not isinstance(value, dict | list):
         yield value
     for item in inside(value):

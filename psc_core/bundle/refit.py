@@ -1,6 +1,6 @@
-"""The ``psc-fit`` line that makes a bundle of this version like one that is refused.
+"""The ``psc-fit`` command that refits a bundle of another version.
 
-What people paste into a shell must not be the bundle's to choose: only plain words of it are repeated.
+People paste this command into a shell, so a hostile bundle must not choose it: it repeats plain words only.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ _REPEATED: Final = (
     "density", "pca", "head", "head_input", "predictions", "alpha", "coverage", "risk", "max_width", "ood_score",
     "precision", "max_images", "keep_examples", "seed",
 )  # fmt: skip
-"""Settings of a fit that :func:`fit_command` repeats: all but how much of a machine it may take."""
+"""The settings that :func:`fit_command` repeats: all except those about the machine."""
 
 _REMOVED: Final = {"ood_score": "density+entropy"}
-"""Values of settings that older bundles record and ``psc-fit`` no longer takes."""
+"""The values of settings that older bundles record but ``psc-fit`` no longer accepts."""
 
 _MAX_REPEATED: Final = 1000
-"""Maximum length of what :func:`fit_command` repeats, characters."""
+"""Maximum length of the repeated settings, in characters."""
 
 _LIBRARY_NETWORK: Final = re.compile(rf"({'|'.join(LIBRARIES)}):[A-Za-z0-9_.-]+")
 _OWN_WEIGHTS: Final = {"hf": "hf:DIR", "onnx": "onnx:FILE"}
-"""Specs of networks that come with their weights, by family."""
+"""The specs of networks that come with their weights, by family."""
 
 _FILES: Final = {"hf:DIR": "", "onnx:FILE": "--preprocess FILE "}
-"""Files that these need beside them: an ONNX file does not say its preprocessing."""
+"""The flags that these networks need besides: an ONNX file does not describe its preprocessing."""
 
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_+.:][A-Za-z0-9_+.:-]*")
 
 
 def fit_command(body: Mapping[str, Any]) -> str:
-    """Return the ``psc-fit`` line that makes a bundle of this version like one that is refused.
+    """Return the ``psc-fit`` command that refits a bundle of another version.
 
-    It has the settings that the bundle records where all of them are plain words, none otherwise.  Paths and factories
-    are left to the reader.
+    It repeats the recorded settings if all of them are plain words, and otherwise none.  Paths and factories are left
+    as placeholders.
     """
     try:
         flags = _repeated(body["provenance"])
@@ -67,7 +67,7 @@ def _repeated(provenance: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Return a JSON value as a word that a shell leaves as it is, or raise :class:`ValueError`."""
+    """Return a JSON value as a word that needs no quoting in a shell, or raise :class:`ValueError`."""
     text = value if isinstance(value, str) else json.dumps(value)
     if not _PLAIN.fullmatch(text):
         raise ValueError(shortened(repr(text)))

@@ -1,13 +1,13 @@
-"""Conformal p-values and the rates that calibration images guarantee.
+"""Conformal p-values, and the rates that calibration images guarantee.
 
-Nothing else was chosen on the calibration split, and its scores come through the served pipeline.  So scores of
+Nothing was selected on the calibration split, and its scores come through the served pipeline.  So the scores of
 calibration images and of future in-distribution images are exchangeable and, with n calibration images,
 
 * p-value: ``(1 + #{calibration OOD scores ≥ this one}) / (n + 1)``; calling an image out-of-distribution
   when its p-value is at most α is a false alarm for at most a fraction α of in-distribution images (Vovk et al. 2005);
 * the smallest p-value is ``1 / (n + 1)``: a smaller α could never raise an alarm and is rejected.
 
-All comparisons are between float32 scores as they were produced, without rounding in between.
+All comparisons are between float32 scores as the pipeline produced them, without rounding in between.
 """
 
 from __future__ import annotations
@@ -24,44 +24,45 @@ from psc_core.errors import BundleError, FitError, UsageError
 from psc_core.rates import check_fraction, ood_rank, tolerant_ceil
 
 MAX_SCORE: Final = 1e12
-"""Largest OOD score, nats, that a calibration may hold; no density gives one near it."""
+"""Maximum OOD score of a calibration, in nats; no density comes near it."""
 
 
 def conformal_p_values(
     ascending: Float[Tensor, "*gates n"], ood_score: Float[Tensor, "*gates batch"]
 ) -> Float[Tensor, "*gates batch"]:
-    """``(1 + #{calibration ≥ this}) / (n + 1)``, float32, by binary search; the smallest possible one for NaN.
+    """Return ``(1 + #{calibration ≥ this}) / (n + 1)``, float32, by binary search; for NaN the smallest p-value.
 
     Args:
-        ascending: OOD scores of the calibration images, sorted; or readings, each gate's for itself.
-        ood_score: OOD scores of the images to test, the same float type.
+        ascending: The sorted OOD scores of the calibration images, or the sorted readings of each gate.
+        ood_score: The OOD scores of the images to test, of the same dtype.
     """
     count = ascending.shape[-1] + 1
     return (count - torch.searchsorted(ascending, ood_score)) / count  # NaN sorts above everything
 
 
 def ood_score_threshold(ascending: Float[Tensor, " n"], alpha: float) -> float:
-    """The OOD score above which a p-value among ``ascending`` scores is at most α; raises :class:`UsageError`."""
+    """Return the OOD score above which the p-value is at most α; raise :class:`UsageError` if n is too small."""
     check_rates(len(ascending), alpha=alpha)
     rank = ood_rank(alpha, len(ascending))
     return ascending[len(ascending) - min(rank, len(ascending))].item()  # alpha within rounding of 1 gives rank n + 1
 
 
 def decision_p_value(alpha: float, n: int) -> float:
-    """Half a step of 1/(n + 1) above the largest p-value ≤ α, so that rounding cannot matter.
+    """Return a threshold half a step of 1/(n + 1) above the largest p-value ≤ α, so that rounding cannot matter.
 
     Raises:
-        UsageError: n is too small for ``alpha``.
+        UsageError: If n is too small for ``alpha``.
     """
     check_rates(n, alpha=alpha)
     return (ood_rank(alpha, n) + 0.5) / (n + 1)
 
 
 def check_rates(n: int, *, alpha: float | None = None, coverage: float | None = None) -> None:
-    """Reject the rates, of those given, that n calibration images cannot keep.
+    """Check that n calibration images can guarantee the given rates.
 
     Raises:
-        UsageError: One is not in (0, 1), ``alpha`` is below ``1 / (n + 1)``, or ``coverage`` above ``n / (n + 1)``.
+        UsageError: If a rate is not in (0, 1), ``alpha`` is below ``1 / (n + 1)`` or ``coverage`` above ``n / (n +
+            1)``.
     """
     if alpha is not None:
         check_fraction(alpha, "alpha")
@@ -83,10 +84,10 @@ def check_rates(n: int, *, alpha: float | None = None, coverage: float | None = 
 
 
 def check_finite(scores: Mapping[str, Tensor]) -> None:
-    """Require finite scores of calibration images, by their names in words.
+    """Check that scores of calibration images are finite; ``scores`` maps their names in words to them.
 
     Raises:
-        FitError: Some are not.
+        FitError: If some are not finite.
     """
     for name, part in scores.items():
         if count := int((~part.isfinite()).sum()):
@@ -96,20 +97,20 @@ def check_finite(scores: Mapping[str, Tensor]) -> None:
 
 
 def check_names(tensors: Iterable[str], expected: Set[str]) -> None:
-    """Require these tensors of a calibration.
+    """Check that a calibration has exactly the expected tensors.
 
     Raises:
-        BundleError: There are others, or fewer.
+        BundleError: If a tensor is missing or unexpected.
     """
     if set(tensors) != expected:
         raise BundleError(f"expected calibration tensors {sorted(expected)}, got {reprlib.repr(sorted(tensors))}")
 
 
 def check_ascending(scores: Sequence[Tensor]) -> None:
-    """Require ascending finite float32 scores of one length, at least one.
+    """Check that scores are ascending finite float32 vectors of one length, at least one.
 
     Raises:
-        BundleError: They are something else.
+        BundleError: If they are not.
     """
     whole = all(
         part.dtype == torch.float32 and part.ndim == 1 and part.isfinite().all()
@@ -123,10 +124,10 @@ def check_ascending(scores: Sequence[Tensor]) -> None:
 
 
 def check_range(name: str, ascending: Float[Tensor, " n"], low: float, high: float, *, rounding: float = 0.0) -> None:
-    """Require ascending scores from ``low`` to ``high``, by which they may be missed by ``rounding``.
+    """Check that ascending scores lie between ``low`` and ``high``, up to ``rounding``.
 
     Raises:
-        BundleError: Some lie outside.
+        BundleError: If some lie outside.
     """
     if ascending[0] < low - rounding or ascending[-1] > high + rounding:
         raise BundleError(

@@ -1,14 +1,14 @@
-"""Weighted conformal calibration: images that were drawn with different probabilities stand for one population.
+"""Weighted conformal calibration, for images of one population that were drawn with different probabilities.
 
-Image i of n was drawn with probability π_i, so it stands for ``w_i = 1 / π_i`` images.  The p-value of a new image of
-score s, in the population that was drawn from, is
+Image i of n was drawn with probability π_i, so it stands for ``w_i = 1 / π_i`` images.  The p-value of a new image with
+score s, in the original population, is
 
     ``p(s) = (w* + Σ_{s_i ≥ s} w_i) / (w* + Σ_i w_i)``,   w* = max_i w_i
 
-(weighted conformal prediction: Tibshirani et al. 2019).  Nobody knows the weight of the new image; the largest one
-makes p the largest, so the rate is kept.  A calibration holds scores that count equally, so n weighted scores are kept
-as ``m = ⌊Σ w_i / w*⌋`` equal ones: among them ``(1 + #{kept ≥ s}) / (m + 1)`` is p(s) rounded up to the next multiple
-of 1 / (m + 1).  With equal weights they are the n scores themselves.
+(weighted conformal prediction: Tibshirani et al. 2019).  The weight of the new image is unknown; the largest weight
+makes p largest, so the rate is guaranteed.  A calibration holds scores that count equally, so n weighted scores are
+stored as ``m = ⌊Σ w_i / w*⌋`` equal ones: among them ``(1 + #{kept ≥ s}) / (m + 1)`` is p(s) rounded up to the next
+multiple of 1 / (m + 1).  With equal weights they are the n scores themselves.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from psc_core.rates import ROUNDING
 
 
 def worth(weights: Float[Tensor, " n"]) -> int:
-    """Return m, the number of equally weighted images that the weighted ones are worth.
+    """Return m, the number of equally weighted images that the weighted images are worth.
 
     Raises:
-        UsageError: There are no weights, or one is not positive and finite.
+        UsageError: If there are no weights, or one is not positive and finite.
     """
     if not len(weights) or not (weights.isfinite() & (weights > 0)).all():
         raise UsageError("expected a positive finite weight for each of at least one image; give 1 / its probability")
@@ -33,14 +33,14 @@ def worth(weights: Float[Tensor, " n"]) -> int:
 
 
 def relative(weights: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Return ``w_i / w*``, float64; nothing of nothing."""
+    """Return ``w_i / w*``, float64; an empty tensor for no weights."""
     return weights.double() / float(weights.max()) if len(weights) else weights.double()
 
 
 def equal_scores(scores: Float[Tensor, " n"], weights: Float[Tensor, " n"] | None) -> Int[Tensor, " m"]:
-    """Return the positions of the m scores to keep, in ascending order of score; all of them without weights.
+    """Return the positions of the m scores to keep, ascending by score; all of them if there are no weights.
 
-    The scores are such that a high one is unusual; some positions come more than once where weights differ.
+    A high score is unusual.  A position may occur several times if weights differ.
     """
     if weights is None:
         return scores.argsort(stable=True)
@@ -52,9 +52,9 @@ def equal_scores(scores: Float[Tensor, " n"], weights: Float[Tensor, " n"] | Non
 
 
 def thinned(weights: Float[Tensor, " n"]) -> Bool[Tensor, " n"]:
-    """Draw images that count equally, each with probability ``w_i / w*``, for what needs independent images.
+    """Draw images that count equally, each with probability ``w_i / w*``, for methods that need independent images.
 
-    With equal weights it is all of them.
+    If all weights are equal, every image is drawn.
     """
     drawn = torch.rand(len(weights), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return drawn < relative(weights)

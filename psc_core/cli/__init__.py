@@ -1,1 +1,1 @@
-"""The command lines, one a module."""
+"""The command lines, each in a module of its own."""

@@ -1,9 +1,9 @@
 """``psc-fit --dry-run``: how long a fit and its report take, from two fits on few images.
 
-The time of a fit is a + b · n for n training images and a number of validation images that grows with n: every stage is
-a pass over the images, and what is none costs the same for any n.  Two small fits give a and b.  A still smaller one
-goes before them, for the first fit of a process also loads libraries.  Of large fits the report is estimated too long,
-for it looks at no more than 2,000 images of a set.
+A fit on n training images, and validation images in proportion, takes a + b · n seconds: its stages are passes over the
+images, and everything else costs the same for any n.  Two small fits give a and b.  A still smaller one goes before
+them, because the first fit of a process also loads libraries.  Of a large fit the report is estimated too long, because
+it looks at no more than 2,000 images of a set.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from psc_core.report.collect import collect_fit
 from psc_core.settings import FitSettings
 
 SECONDS: Final = 60.0
-"""About as long as the two fits together may take."""
+"""Time that the two fits together may take, roughly."""
 
 PASSES: Final = 8
-"""Passes over the training images that a small fit is taken to cost, its fixed costs included."""
+"""Assumed cost of a small fit, fixed costs included, in passes over its training images."""
 
 FIT_IMAGES: Final = (256, 4096)
-"""Smallest and largest number of training images of the larger fit."""
+"""Smallest and largest number of training images in the larger fit."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The time, memory and disk space that a fit on all images takes."""
+    """The time, memory and disk space that a fit on all images would take."""
 
-    images: int  # of the larger small fit
+    images: int  # number of training images in the larger of the two fits
     seconds: float
-    memory: int  # bytes of this process at its peak
-    device_memory: int  # bytes on the GPU at its peak, 0 without one
-    scratch: int  # bytes of decoded images on disk, 0 where they need no decoding
+    memory: int  # peak of this process, bytes
+    device_memory: int  # peak on the GPU, bytes; 0 without one
+    scratch: int  # decoded images on disk, bytes; 0 where they need no decoding
 
     def __str__(self) -> str:
         hours, minutes = divmod(round(self.seconds / 60), 60)
@@ -65,7 +65,7 @@ class Estimate:
 
 
 def estimate(net: nn.Module, data: FitData, settings: FitSettings, compute: Compute, max_bad_images: int) -> Estimate:
-    """Fit twice on few images and extrapolate; prints what the larger fit found."""
+    """Fit twice on a few images, print what the larger fit found, and extrapolate."""
     train = data.train
     larger = images_to_try(rate(net, train, compute, settings.seed, max_bad_images), train)
     smallest = min(larger, 4 * len(train.classes))
@@ -87,7 +87,7 @@ def estimate(net: nn.Module, data: FitData, settings: FitSettings, compute: Comp
 def timed_fit(
     net: nn.Module, data: FitData, settings: FitSettings, compute: Compute, size: int, max_bad_images: int
 ) -> float:
-    """Seconds of a fit on ``size`` training images and as large a fraction of the validation images."""
+    """Return the seconds of a fit on ``size`` training images and the same fraction of the validation images."""
     fraction, classes = size / len(data.train), len(data.train.classes)
     lenient = replace(settings, alpha=0.5, coverage=0.5)  # Rates that so few images can keep.
     began = time.perf_counter()
@@ -102,9 +102,9 @@ def timed_fit(
 
 
 def extrapolate(sizes: tuple[int, int], seconds: tuple[float, float], images: int) -> float:
-    """Seconds for ``images`` on the line through two measurements.
+    """Return the seconds for ``images`` on the line through two measurements.
 
-    Where noise lets the line fall, half of the larger fit's time is taken to be in proportion to its images.
+    Where noise makes the line fall, half of the larger fit's time is assumed to be in proportion to its images.
     """
     slope = (seconds[1] - seconds[0]) / (sizes[1] - sizes[0]) if sizes[1] > sizes[0] else 0.0
     if slope <= 0:
@@ -113,7 +113,7 @@ def extrapolate(sizes: tuple[int, int], seconds: tuple[float, float], images: in
 
 
 def rate(net: nn.Module, train: ImageDataset, compute: Compute, seed: int, max_bad_images: int) -> float:
-    """Images a second through the network alone, decoding included."""
+    """Return the images per second through the network alone, decoding included."""
     few = only_readable(balanced(train, 2 * compute.batch_size, seed), max_bad_images)
     began = time.perf_counter()
     for _ in passes(few, compute, "one pass", net.to(compute.device)):
@@ -122,14 +122,14 @@ def rate(net: nn.Module, train: ImageDataset, compute: Compute, seed: int, max_b
 
 
 def images_to_try(images_per_second: float, train: ImageDataset) -> int:
-    """Training images of the larger fit, such that both together take about :data:`SECONDS`."""
+    """Return the number of training images in the larger fit, so that both together take about :data:`SECONDS`."""
     affordable = round(SECONDS * images_per_second / PASSES)
     wanted = min(max(affordable, FIT_IMAGES[0], 12 * len(train.classes)), max(FIT_IMAGES[1], 12 * len(train.classes)))
     return min(wanted, len(train))
 
 
 def scratch_bytes(data: ImageDataset) -> int:
-    """Bytes that the decoded images of ``data`` take while a fit runs."""
+    """Return the bytes that the decoded images of ``data`` take on disk while a fit runs."""
     kept = data.subset(torch.arange(min(1, len(data))))
     if cached(kept) is kept:
         return 0

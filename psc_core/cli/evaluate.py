@@ -1,4 +1,4 @@
-"""``psc-eval``: measure a bundle on test images, beside the detectors people use instead.
+"""``psc-eval``: measure a bundle on test images, beside the detectors that people use instead.
 
 What needs torch is imported when images are measured: help, the version and usage errors are there at once.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from psc_core.images.preprocess import Preprocess
 
 WRITTEN = (PAGE, FIGURES, "report.json", "report.md")
-"""Files that ``--out`` gets."""
+"""Files that are written to ``--out``."""
 
 _EXAMPLE = """example:
   psc-eval --bundle bundle --id images/test --ood textures=images/textures --out report
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """Measure and print."""
+    """Measure the bundle, print the report, and write it where ``--out`` says."""
     from psc_core.bundle.io import read_bundle
     from psc_core.evaluation.evaluate import check_images
     from psc_core.evaluation.evaluate import evaluate as measure

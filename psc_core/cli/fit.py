@@ -1,51 +1,23 @@
-"""``psc-fit``: fit a bundle from a trained network and two folders of images."""
+"""``psc-fit``: fit a bundle from a trained network and two folders of images.
+
+What needs torch is imported when the fit begins: help, the version and usage errors are there at once.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, fields
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from torch import nn
-
 from psc_core import arguments
-from psc_core.bundle.io import check_target
-from psc_core.bundle.manifest import MAX_NAME, check_network, check_text
 from psc_core.cli import flags, preprocessing
-from psc_core.cli.estimate import estimate
-from psc_core.cli.provenance import check_disjoint, job_of, origins_of, provenance_of
-from psc_core.cli.run import run_stages
-from psc_core.collapse.report import to_csv
-from psc_core.compute.distributed import Reducer
-from psc_core.compute.passes import Compute
-from psc_core.compute.readable import only_readable
-from psc_core.data.classes import in_network_order
-from psc_core.data.dataset import drawn
-from psc_core.data.spec import open_dataset
 from psc_core.density import DENSITIES
-from psc_core.errors import UsageError
-from psc_core.fitting.checkpoint import Checkpoint
-from psc_core.fitting.data import FitData
-from psc_core.fitting.stages import checked
-from psc_core.network import LIBRARIES
-from psc_core.network.backbone import check_output, example_input
-from psc_core.network.described.families import describe
-from psc_core.network.layers import GRANULARITIES
-from psc_core.network.load import Recipe, forget_recipe, load_network, notes_of, recipe_of
-from psc_core.network.onnx.export import check_exportable
+from psc_core.network import GRANULARITIES, LIBRARIES
 from psc_core.precision import PRECISIONS
-from psc_core.report import page
-from psc_core.report.collect import collect_fit
-from psc_core.report.content import Content
-from psc_core.report.facts import facts_about
 from psc_core.settings import HEAD_INPUTS, OOD_SCORES, PREDICTIONS, FitSettings
-from psc_core.tasks import TASKS
-from psc_core.tasks.fit.task import OWN_IMAGES
-from psc_core.tasks.task import task_type
+from psc_core.tasks import TASKS, module_of
 
 MAX_BAD_IMAGES: Final = 10
 """Images that cannot be decoded and are left out of a fit, unless it is told."""
@@ -67,7 +39,7 @@ torchrun --nproc-per-node N -m psc_core.cli --distributed …
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of ``psc-fit``."""
+    """Return the command line of ``psc-fit``."""
     description = "Fit uncertainty to a trained image classifier or regression, without retraining it."
     cli = flags.command("psc-fit", description, _EXAMPLE)
     cli.usage = "%(prog)s --model SPEC [--weights FILE] --train DIR --val DIR --out DIR [flag ...]"
@@ -121,8 +93,9 @@ def _add_answer_flags(group: _Group) -> None:
     _add_choice(group, "--task", TASKS[::-1], "what the network predicts: a class, or one number")
     text = "auto: the better on validation images; psc: the head's; base: the network's own, divided by a temperature"
     _add_choice(group, "--predictions", PREDICTIONS, text)
-    kinds = {task: tuple(task_type(task).heads) for task in TASKS[::-1]}
-    listed = "; ".join(f"of a {task_type(task).noun}: {', '.join(heads)}" for task, heads in kinds.items())
+    kinds = {task: tuple(module_of(task, "psc_core.tasks.{}.heads").HEADS) for task in TASKS[::-1]}
+    nouns = {task: module_of(task, "psc_core.tasks.{}").NOUN for task in kinds}
+    listed = "; ".join(f"of a {nouns[task]}: {', '.join(heads)}" for task, heads in kinds.items())
     text = f"what predicts from the features, {listed}; laplace is the paper's (default: the first)"
     group.add_argument("--head", choices=sum(kinds.values(), ()), help=text)
     _add_rate(group, "--alpha", "false-alarm rate of the OOD decision")
@@ -200,99 +173,31 @@ def _default_of(flag: str) -> Any:
 
 
 def fit(args: argparse.Namespace) -> None:
-    """Run all stages and write the bundle."""
-    out = args.out.resolve()
-    name = args.name or out.name
-    given = {field.name: getattr(args, field.name) for field in fields(FitSettings) if hasattr(args, field.name)}
-    described = describe(args.model, allow_download=args.allow_download)
-    if args.weights is None and not described.weights:
-        raise UsageError(f"expected --weights FILE, the trained weights of {args.model}, which has none with it")
-    preprocess = preprocessing.preprocess_from(args, described.preparation)
-    opened = partial(open_dataset, preprocess=preprocess, target=args.target, unit=args.unit)
-    train, order_note = in_network_order(opened(args.train, split="train"), described.classes)
-    val, _ = in_network_order(opened(args.val, split="val"), described.classes)
-    data = FitData.of(train, val, seed=args.seed, task=args.task, max_images=args.max_images)
-    settings = checked(FitSettings(**given), data)
-    check_target(out)
-    if len(name) > MAX_NAME:
-        raise UsageError(f"expected a --name of at most {MAX_NAME} characters, got {len(name)}")
-    model_args = arguments.key_values(args.model_arg)
-    outputs = data.task.network_outputs(data.train.classes)
-    recipe = Recipe(described.spec or args.model, outputs, {**described.model_args, **model_args})
-    check_network(asdict(recipe))
-    net = load_network(args.model, weights=args.weights, num_classes=outputs, model_args=model_args)
-    compute = settings.compute(Reducer.start() if args.distributed else None)
-    device, reducer = compute.device, compute.reducer
-    check_output(net.to(device), example_input(preprocess).to(device), recipe.num_classes, name=recipe.spec)
-    is_first = reducer.rank == 0
-    if args.graph:
-        forget_recipe(net)
-    if recipe_of(net) is None:
-        check_exportable(net, example_input(preprocess).to(device), settings.precision)
-    if is_first:
-        print(
-            f"train: {data.train.name}, {len(data.train)} images, {data.task_fit.describe_labels(data.train)}; "
-            f"val: {data.val.name}, {len(data.val)} images"
-        )
-        if order_note:
-            print(order_note)
-        if notes := notes_of(net):
-            print(f"network: {'; '.join(notes)}")
-        print(f"preprocessing: {preprocess}", flush=True)
+    """Open and check what the flags name, run all stages, and write bundle and report."""
+    from psc_core.cli.estimate import estimate
+    from psc_core.cli.job import checked_provenance, decoded, look, open_checkpoint, open_job, write
+    from psc_core.cli.provenance import origins_of
+    from psc_core.cli.run import run_stages
+
+    job = open_job(args)
+    if job.is_first:
+        print(*job.opening(), sep="\n", flush=True)
     if args.dry_run:
-        print(look(net, data, compute, args.max_bad_images), flush=True)
-        print(estimate(net, data, settings, compute, args.max_bad_images))
+        print(look(job, args.max_bad_images), flush=True)
+        print(estimate(job.network.net, job.data, job.settings, job.compute, args.max_bad_images))
         return
-    weights = [args.weights] if args.weights else described.weights
-    provenance = provenance_of(recipe, weights, settings, data)
-    check_disjoint(data, provenance)
-    try:
-        check_text({"name": name, **provenance})
-    except ValueError as error:
-        raise UsageError(f"expected names and flags in UTF-8, got {error}; change it") from error
-    folder = out.with_name(f".{out.name}.stages")
-    flags.check_no_bundle(out, args.overwrite or (folder.exists() and not args.fresh))
-    if args.cache != "off":
-        data = data.cached(Path(args.cache) if args.cache else None, processes=reducer.world)
-    if is_first:
-        print(look(net, data, compute, args.max_bad_images), flush=True)
-    data, left_out = data.readable(args.max_bad_images, reducer)
-    if left_out:
-        data.check_rates(alpha=settings.alpha, coverage=settings.coverage)
-        provenance |= origins_of(data)
-        if is_first:
-            print(*left_out, sep="\n", flush=True)
-    checkpoint = Checkpoint.of(folder, job_of(provenance, settings, data, compute, described.configuration), reducer)
-    resumed = checkpoint.is_resumed and not args.fresh
-    flags.check_no_bundle(out, args.overwrite or resumed)
-    if not resumed:
+    provenance = checked_provenance(job)
+    # Before the images are decoded, for hours perhaps; whether the checkpoint is of this job is only known after that.
+    flags.check_no_bundle(job.out, args.overwrite or (job.stages_folder.exists() and not args.fresh))
+    job = decoded(job, args)
+    if any(job.data.left_out):
+        provenance |= origins_of(job.data)
+    checkpoint = open_checkpoint(job, provenance, args)
+    net, data, settings, compute = job.network.net, job.data, job.settings, job.compute
+    report, projection, model = run_stages(net, data, settings, compute, job.name, provenance, checkpoint)
+    if job.is_first:
+        write(job, report, projection, model, pictures=not args.no_report)
         checkpoint.clear()
-    report, projection, model = run_stages(net, data, settings, compute, name, provenance, checkpoint)
-    if not is_first:
-        return
-    manifest = model.save(out)
-    page.remove(out)
-    (out / "collapse.csv").write_text(to_csv(report))
-    print(f"wrote {out} (version {manifest.version})", flush=True)
-    content = Content(manifest.version)
-    if not args.no_report:
-        content = collect_fit(model, net, data, projection.report, compute, manifest.version)
-        content.save(out)
-    facts = facts_about(out, manifest, model.calibration, content)
-    page.write_card(facts)
-    print(facts.to_text())
-    if not args.no_report:
-        print(f"report: {page.write(facts, out)}")
-    checkpoint.clear()
-    print(f"next: {page.serve_command(out, manifest)}")
-
-
-def look(net: nn.Module, data: FitData, compute: Compute, max_bad_images: int) -> str:
-    """Return the result of the network itself on a few random images, so that it is seen before all are decoded."""
-    train, val = (
-        only_readable(drawn(images, OWN_IMAGES, data.seed), max_bad_images) for images in (data.train, data.val)
-    )
-    return data.task_fit.first_look(net, train, val, compute)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The common parts of the command lines: how they end, and flags of several."""
+"""The parts that the command lines share: how they begin and end, and flags of several of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ENDS = "Exit codes: 0 done, 2 bad usage or bad input, 130 interrupted, 1 a fail
 
 
 def command(prog: str, description: str, example: str) -> argparse.ArgumentParser:
-    """A command line with ``--version`` and an example below its help."""
+    """Return a command line with ``--version`` and an example below its help."""
     cli = argparse.ArgumentParser(
         prog=prog,
         description=description,
@@ -31,7 +31,7 @@ def command(prog: str, description: str, example: str) -> argparse.ArgumentParse
 
 
 def run(main: Callable[[argparse.Namespace], None], cli: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
-    """Parse, run, and turn errors into :class:`psc_core.errors.ExitCode`."""
+    """Parse the flags, run ``main``, and return its errors as an :class:`psc_core.errors.ExitCode`."""
     args = cli.parse_args(argv)
     keep_freed_memory()
     if isinstance(sys.stdout, io.TextIOWrapper):

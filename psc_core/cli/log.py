@@ -1,4 +1,4 @@
-"""``psc-log``: what people should look at in a prediction log, what they answered, and what is to be removed."""
+"""``psc-log``: choose images of a prediction log for people, add their answers, and remove images."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def review(args: argparse.Namespace) -> None:
-    """Write tasks for people."""
+    """Write the images that people should look at as tasks."""
     from psc_core.log.labels import read_labels
     from psc_core.log.review import review as choose
     from psc_core.log.store import open_log
@@ -73,7 +73,7 @@ def review(args: argparse.Namespace) -> None:
 
 
 def import_labels(args: argparse.Namespace) -> None:
-    """Add labels to a log."""
+    """Add the answers of people to a log as labels."""
     from psc_core.log.labels import write_labels
     from psc_core.log.store import open_log
     from psc_core.log.verdicts import labels_of, read_answers
@@ -87,7 +87,7 @@ def import_labels(args: argparse.Namespace) -> None:
 
 
 def delete(args: argparse.Namespace) -> None:
-    """Remove one image."""
+    """Remove one image from a log."""
     from psc_core.log.erase import erase
     from psc_core.log.store import open_log
 
@@ -96,7 +96,7 @@ def delete(args: argparse.Namespace) -> None:
 
 
 def prune_log(args: argparse.Namespace) -> None:
-    """Remove what is too old."""
+    """Remove everything that is older than some days."""
     from psc_core.log.erase import prune
     from psc_core.log.store import open_log
 

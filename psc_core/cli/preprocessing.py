@@ -1,10 +1,12 @@
-"""Flags that say how an image becomes the network's input.
+"""The flags that say how an image becomes the network's input.
 
-It has to be what the network was trained with: a wrong size or filter costs accuracy without any error.
+They have to describe what the network was trained with: a wrong size or filter costs accuracy without any error.
 ``--preprocess`` takes it from where it is written down: a JSON file with the fields of
 :class:`psc_core.images.preprocess.Preprocess` (as under ``preprocess`` in a manifest), the transforms of torchvision's
 weights, or the data configuration of a timm model.  Without it and without ``--preset``, a network that describes
 itself says it (:mod:`psc_core.network.described.families`).  The other flags change single fields.
+
+What needs torch is imported when the flags have been parsed.
 """
 
 from __future__ import annotations
@@ -12,25 +14,25 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Final
-
-from pydantic import TypeAdapter, ValidationError
+from typing import TYPE_CHECKING, Any, Final
 
 from psc_core.arguments import positive
 from psc_core.errors import UsageError, fault, needs
-from psc_core.images.preprocess import INTERPOLATIONS, PRESETS, Preprocess
-from psc_core.network.described.base import Aspect, Preparation
-from psc_core.network.described.preparation import read_timm
+from psc_core.images import INTERPOLATIONS, PRESET_FIELDS
+
+if TYPE_CHECKING:
+    from psc_core.images.preprocess import Preprocess
+    from psc_core.network.described.base import Aspect, Preparation
 
 DEFAULT: Final = "imagenet"
 """Preset for networks that say nothing of their preprocessing."""
 
 
 def add_flags(cli: argparse.ArgumentParser) -> None:
-    """Flags that :func:`preprocess_from` reads."""
+    """Add the flags that :func:`preprocess_from` reads."""
     group = cli.add_argument_group("preprocessing")
     text = f"size, colour mode and statistics (default: what the network's folder says, else {DEFAULT})"
-    group.add_argument("--preset", choices=sorted(PRESETS), help=text)
+    group.add_argument("--preset", choices=sorted(PRESET_FIELDS), help=text)
     text = "instead of a preset: a JSON file, torchvision:ResNet50_Weights.IMAGENET1K_V2 or timm:NAME"
     group.add_argument("--preprocess", metavar="FROM", help=text)
     group.add_argument("--size", type=positive, metavar="N", help="resize to N × N pixels and crop nothing")
@@ -42,16 +44,19 @@ def add_flags(cli: argparse.ArgumentParser) -> None:
 
 
 def preprocess_from(args: argparse.Namespace, described: Preparation | None = None) -> Preprocess:
-    """The preprocessing that the flags describe.
+    """Return the preprocessing that the flags describe.
 
     Args:
-        args: Of the flags.
-        described: What the network says of it, which flags replace, all of it or in part; None if it says nothing.
+        args: The parsed flags.
+        described: The preprocessing that the network describes, which flags replace in whole or in part; None where
+            it describes none.
 
     Raises:
         UsageError: Flags that contradict each other, a source that cannot be read, or a part of the network's
             preprocessing that PSC cannot do and no flag replaces.
     """
+    from psc_core.images.preprocess import PRESETS
+
     if args.size and (args.resize or args.crop):
         raise UsageError("expected --size (no crop) or --resize and --crop, got both; leave one out")
     if bool(args.resize) != bool(args.crop):
@@ -108,6 +113,10 @@ def named(source: str) -> Preprocess:
 
 def from_file(file: Path) -> Preprocess:
     """Read the preprocessing in a JSON file."""
+    from pydantic import TypeAdapter, ValidationError
+
+    from psc_core.images.preprocess import Preprocess
+
     try:
         return TypeAdapter(Preprocess).validate_json(file.read_bytes())
     except OSError as error:
@@ -121,6 +130,8 @@ def from_file(file: Path) -> Preprocess:
 def from_torchvision(name: str) -> Preprocess:
     """Return the preprocessing of torchvision's weights, named as ``ResNet50_Weights.IMAGENET1K_V2``."""
     from torchvision.models import get_weight
+
+    from psc_core.images.preprocess import Preprocess
 
     try:
         transforms = get_weight(name).transforms()
@@ -138,6 +149,8 @@ def from_torchvision(name: str) -> Preprocess:
 
 def from_timm(name: str) -> Preprocess:
     """Return the preprocessing of a timm model, named as ``resnet50.a1_in1k``."""
+    from psc_core.network.described.preparation import read_timm
+
     timm = needs(f"timm:{name}", "timm", "timm")
     config = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
     if config is None:
@@ -149,7 +162,7 @@ def from_timm(name: str) -> Preprocess:
 
 
 def supported(interpolation: str, name: str) -> str:
-    """``interpolation``, if images can be resized so."""
+    """Return ``interpolation`` where images can be resized by it; raises :class:`UsageError`."""
     if interpolation not in INTERPOLATIONS:
         raise UsageError(
             f"{name} resizes by {interpolation!r}, PSC by {' or '.join(INTERPOLATIONS)}; choose one by a JSON file"

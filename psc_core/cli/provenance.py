@@ -1,4 +1,4 @@
-"""Record a bundle's origin, and say what of it makes two fits the same job."""
+"""Record the origin of a bundle, and decide by it whether two fits are the same job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from psc_core.version import __version__
 
 
 def provenance_of(recipe: Recipe, weights: Sequence[Path], settings: FitSettings, data: FitData) -> dict[str, Any]:
-    """Enough to fit the bundle again, and no path of this machine; JSON types."""
+    """Return everything that fitting the bundle again needs, without any path of this machine; JSON types."""
     return {
         "psc_version": __version__,
         "model": without_path(recipe.spec),
@@ -33,12 +33,12 @@ def provenance_of(recipe: Recipe, weights: Sequence[Path], settings: FitSettings
 
 
 def origins_of(data: FitData) -> dict[str, Any]:
-    """Return the part of a provenance that changes when images are left out; JSON types."""
+    """Return the part of the provenance that changes when images are left out; JSON types."""
     return {"train": origin_of(data.train, data.left_out[0]), "val": origin_of(data.val, data.left_out[1])}
 
 
 def without_path(spec: str) -> str:
-    """Return the spec of a network with the name of its file or folder, where it has one, in the place of the path."""
+    """Return the spec of a network with the path of its file or folder, where it has one, cut down to the name."""
     family, _, name = spec.partition(":")
     is_path = is_described(spec) and Path(name).expanduser().exists()
     return f"{family}:{_printable(name)}" if is_path else spec
@@ -50,7 +50,7 @@ def _printable(path: str) -> str:
 
 
 def origin_of(data: ImageDataset, left_out: int) -> dict[str, Any]:
-    """Name, sizes and digest of a data set, and how many images were left out of it."""
+    """Return name, sizes and digest of a data set, and how many images were left out of it."""
     return {
         "name": _printable(data.name),
         "images": len(data),
@@ -81,7 +81,7 @@ def job_of(
 
 
 def _modified(data: ImageDataset) -> str | None:
-    """A digest of when each image file was changed last; a bundle does not record it, for a copy has other times."""
+    """Return a digest of when each image file was last changed; copies have other times, so no bundle records it."""
     source = data.source
     if not isinstance(source, FileSource):
         return None  # Held in memory, and identified by content.
@@ -89,10 +89,10 @@ def _modified(data: ImageDataset) -> str | None:
 
 
 def check_disjoint(data: FitData, provenance: Mapping[str, Any]) -> None:
-    """Reject the training images as validation images; the digests of files cover their names and sizes only.
+    """Require validation images that are not the training images; digests of files cover only names and sizes.
 
     Raises:
-        UsageError: They are the same.
+        UsageError: They are the same images.
     """
     is_same = provenance["train"]["sha256"] == provenance["val"]["sha256"]
     if is_same and bool((data.train.image(0) == data.val.image(0)).all()):
@@ -103,7 +103,7 @@ def check_disjoint(data: FitData, provenance: Mapping[str, Any]) -> None:
 
 
 def digest_of(files: Sequence[Path]) -> str:
-    """SHA-256 of the files one after the other, hexadecimal."""
+    """Return the SHA-256 of the files one after the other, hexadecimal."""
     sha = hashlib.sha256()
     for path in files:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""``psc-recalibrate``: a new version of a bundle, calibrated on what people said of a random slice of its requests.
+"""``psc-recalibrate``: calibrate a bundle on a random slice of its requests that people judged, as a new version.
 
 What needs torch is imported when images are read: help, the version and usage errors are there at once.
 """
@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def recalibrate(args: argparse.Namespace) -> None:
-    """Read the log, calibrate, and write the new bundle."""
+    """Read the log, calibrate the bundle again, and write the new version."""
     from psc_core.bundle.io import EXAMPLES, check_target
     from psc_core.fitting.audit import read_audit, read_outside
     from psc_core.fitting.extend import seen_examples

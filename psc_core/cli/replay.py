@@ -1,4 +1,4 @@
-"""``psc-replay``: what another bundle, or another version, would have answered to the stored images of a log.
+"""``psc-replay``: answer the stored images of a log again, with another bundle or another version of it.
 
 What needs torch is imported when images are read: help, the version and usage errors are there at once.
 """
@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def replay(args: argparse.Namespace) -> None:
-    """Answer again, print, and write the page."""
+    """Answer the images again, print the differences, and write the page."""
     from psc_core.evaluation.replay import replay as answer_again
     from psc_core.log.store import open_log
     from psc_core.model.load import load_model

@@ -1,4 +1,4 @@
-"""The stages of ``psc-fit`` in order, with what they say on the way."""
+"""Run the stages of ``psc-fit`` in order, and print what each of them found."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run_stages(
     provenance: Mapping[str, Any],
     checkpoint: Checkpoint,
 ) -> tuple[CollapseReport, FittedProjection, FittedModel]:
-    """Fit stage by stage, those in the checkpoint left out; of several processes the first prints."""
+    """Fit stage by stage, except for those in the checkpoint; of several processes the first prints."""
     is_first = compute.reducer.rank == 0
     report = checkpoint.load_collapse()
     if report is None:

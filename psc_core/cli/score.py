@@ -1,4 +1,4 @@
-"""``psc-score``: every output for a folder, a list or a Parquet column of images, written part by part.
+"""``psc-score``: write every output for a folder, a list or a Parquet column of images, part by part.
 
 What needs torch is imported when images are scored: help, the version and usage errors are there at once.
 """
@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def score(args: argparse.Namespace) -> None:
-    """Score the parts of this process."""
+    """Score the parts that fall to this process."""
     from psc_core.bundle.io import read_bundle
     from psc_core.compute.distributed import Process
     from psc_core.scoring.on_ray import write_on_ray
@@ -102,7 +102,7 @@ def load_writer(
     device: str,
     allow_factories: Sequence[str],
 ) -> PartWriter:
-    """Load a bundle to write parts with."""
+    """Load a bundle, and return what writes parts with it."""
     from psc_core.model.load import load_model
     from psc_core.scoring.parts import PartWriter
 
@@ -112,10 +112,10 @@ def load_writer(
 
 
 def check_version(file: Path, version: str) -> None:
-    """Note the bundle's version beside its outputs.
+    """Write the bundle's version beside its outputs, or compare it with the one that is there.
 
     Raises:
-        UsageError: The folder has outputs of another bundle, or something else by that name.
+        UsageError: The folder has outputs of another bundle, or something else under the file's name.
     """
     if file.is_symlink() or (file.exists() and not file.is_file()):
         raise UsageError(f"{file} is a link or no regular file; remove it, or give another --out")

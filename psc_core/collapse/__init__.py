@@ -1,1 +1,1 @@
-"""Neural collapse after every layer, and the rule that selects the candidate layers."""
+"""Measure neural collapse after every layer, and select the candidate layer(s) by it."""

@@ -1,4 +1,8 @@
-"""Layers in groups that are read together, in ranges of columns whose class means fit the memory budget."""
+"""Group layers that are read together, and split wide ones into ranges of columns that fit the memory budget.
+
+A layer of shape (C, d) has C · d columns; its class means take classes × columns × 8 bytes, and the features of a batch
+images × columns × 4 bytes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from psc_core.numerics.scatter import MIN_COLUMNS
 
 @dataclass(frozen=True)
 class ColumnRange:
-    """Columns ``start … stop`` of a layer's features."""
+    """The columns from ``start`` to ``stop``, exclusive, of a layer's flattened features."""
 
     layer: LayerInfo
     start: int
@@ -22,12 +26,12 @@ class ColumnRange:
 
     @property
     def is_last(self) -> bool:
-        """Whether it ends with the layer."""
+        """Whether the range ends with the layer."""
         return self.stop == math.prod(self.layer.shape)
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the layer."""
+        """Whether the range is all of the layer."""
         return self.start == 0 and self.is_last
 
 
@@ -36,8 +40,8 @@ class LayerGroup:
     """Layers that the network is cut behind at once.
 
     Attributes:
-        rounds: Ranges that are read in the same pass over the images: each layer whole in a single round, or parts of
-            one layer in several.
+        rounds: The ranges that are read in the same pass over the images: several layers, each whole, in one round, or
+            the parts of one layer in several rounds.
     """
 
     rounds: tuple[tuple[ColumnRange, ...], ...]
@@ -49,7 +53,7 @@ class LayerGroup:
 
 
 def layer_groups(layers: Sequence[LayerInfo], classes: int, batch_images: int, budget: int) -> list[LayerGroup]:
-    """Layers, in order, in groups whose class means (float64) and batch features (float32) fit ``budget``, bytes."""
+    """Return the layers, in order, in groups whose class means and batch features fit ``budget``, bytes."""
     groups: list[LayerGroup] = []
     together: list[ColumnRange] = []
     free = budget

@@ -1,6 +1,6 @@
-"""R² of every layer: how well linear functions of it predict a regression's target.
+"""Measure R² of every layer: how well linear functions of it predict a regression's target.
 
-Two passes over each group of layers, training images then validation images;
+Each group of layers takes two passes, over the training images and over the validation images;
 :mod:`psc_core.collapse.ridge` has the mathematics.
 """
 
@@ -25,7 +25,7 @@ from psc_core.numerics.explained import r_squared, r_squared_error
 
 
 class LinearFit(LayerQuality):
-    """R² of ridge regressions, of images with numbers; of each layer it keeps the squared error of every image."""
+    """R² of ridge regressions; it keeps the squared error of every validation image for each layer."""
 
     measure = R2
 
@@ -35,7 +35,7 @@ class LinearFit(LayerQuality):
 
     @torch.inference_mode()
     def read(self, backbone: Backbone, group: LayerGroup, rounds: Iterable[Round], label: str) -> None:
-        """Fit a ridge regression to every layer and predict the validation images."""
+        """Fit a ridge regression to every layer of the group, and predict the validation images by it."""
         for _ in rounds:  # Linear fits need no class means.
             pass
         compute, reducer = self.compute, self.compute.reducer

@@ -51,14 +51,14 @@ def measure_layers(
     """Measure NC1 and another quality after the layers of ``net``.
 
     Args:
-        net: The trained network.  It is moved to the device and put in evaluation mode.
-        train: All images that NC1 is measured on, some of every class; each process reads its own shard.
-        val: All images that the quality is measured on, of the same classes, likewise.
-        settings: The penultimate layer is measured whatever the pattern, and ``seed`` is of the split that ``val`` is
-            one half of.
-        compute: The device must support float64; the network runs in float32 whatever the precision, so that the
-            choice of the layer does not depend on it.
-        quality_type: What is measured beside NC1, of :mod:`.nearest_mean` or :mod:`.linear`.
+        net: The trained network, which is moved to the device and put in evaluation mode.
+        train: The images that NC1 is measured on, with some of every class; each process reads its own shard.
+        val: The images that the quality is measured on, of the same classes; each process reads its own shard.
+        settings: ε, the pattern of the layers' names (the penultimate layer is measured in any case), and the seed by
+            which ``val`` was split off.
+        compute: A device that supports float64.  The network runs in float32 whatever the precision, so that the choice
+            of the layer does not depend on it.
+        quality_type: The quality beside NC1, from :mod:`.nearest_mean` or :mod:`.linear`.
 
     Raises:
         FitError: Non-finite features.

@@ -1,6 +1,6 @@
-"""NC4 of every layer: the labelled validation examples whose nearest class mean is that of their label.
+"""Measure NC4 of every layer: the fraction of validation examples whose nearest class mean is that of their label.
 
-The mathematics is that of :mod:`.measure`.
+:mod:`.measure` has the mathematics.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from psc_core.network.backbone import Backbone, feature_step
 
 
 class NearestMean(LayerQuality):
-    """The accuracy of the nearest class mean; of each layer it keeps one bit a labelled example."""
+    """The accuracy of the nearest class mean; it keeps one bit for each labelled example and layer."""
 
     measure = NC4
 
@@ -34,7 +34,7 @@ class NearestMean(LayerQuality):
 
     @torch.inference_mode()
     def read(self, backbone: Backbone, group: LayerGroup, rounds: Iterable[Round], label: str) -> None:
-        """Pass over the validation images once for each round."""
+        """Read the validation images once for each round, and note which examples a layer has right."""
         reducer, device = self.compute.reducer, self.compute.device
         shard, own = reducer.shard(self.val), reducer.shard_examples(self.val).to(device)
         kept: Tensor | None = None  # distances of the ranges so far, of a layer in several
@@ -73,7 +73,7 @@ class NearestMean(LayerQuality):
 def paired_error(
     one: Bool[Tensor, " examples"], other: Bool[Tensor, " examples"], offsets: Int[Tensor, " starts"]
 ) -> float:
-    """Standard error of the difference between the fractions of labelled examples that two layers have right.
+    """Return the standard error of the difference between the fractions of examples that two layers have right.
 
     Labels of one image are met or missed together, so its examples, from one of ``offsets`` to the next, count as one.
     """

@@ -1,4 +1,4 @@
-"""The interface of what tells, beside NC1, how well a layer knows what the network predicts: NC4, or R² of numbers."""
+"""The interface of a layer's quality beside NC1, how well it knows what the network predicts: NC4, or R² of numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Round = tuple[Sequence[ColumnRange], Sequence[Tensor]]
 
 
 class LayerQuality:
-    """The quality of every layer on the validation images, higher is better.
+    """The quality of every layer on the validation images; higher is better.
 
     Args:
         train: All training images.
@@ -37,11 +37,11 @@ class LayerQuality:
         """Measure the layers of a group.
 
         Args:
-            backbone: The network cut behind them.
+            backbone: The network, cut behind these layers.
             group: The layers.
-            rounds: Each of its rounds with class means, which may be overwritten; taking one passes over the training
-                images, so all have to be taken.
-            label: For the progress.
+            rounds: The group's rounds with their class means, which may be overwritten.  Taking a round makes a pass
+                over the training images that measures NC1, so every round has to be taken.
+            label: The beginning of the progress bars' text.
         """
         raise NotImplementedError
 

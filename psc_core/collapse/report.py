@@ -1,4 +1,4 @@
-"""Neural collapse of every layer in one report, the rule that selects the candidate layer(s) from it, and its tables.
+"""Report neural collapse of every layer, select the candidate layer(s) from it, and print it as tables.
 
 Paper, section 4.1: of the layers whose features still vary within classes, NC1 > ε, take the one with the highest NC4,
 where the nearest class mean is right most often.  Validation images decide this up to an error, so of the layers whose
@@ -28,18 +28,18 @@ from psc_core.network.layers import LayerInfo
 from psc_core.tables import aligned
 
 NEAR: Final = 0.05
-"""Maximum distance of NC1 from ε at which two layers are combined."""
+"""Largest distance of NC1 from ε at which two layers are combined."""
 
 EARLY: Final = 4
-"""A candidate among the first 1/EARLY of the layers is worth a note."""
+"""A candidate among the first 1/EARLY of the layers gets a note."""
 
 _JSON_NAMES: Final = {"train_examples": "train_rows", "val_examples": "val_rows"}
-"""Fields that the bundle format names otherwise."""
+"""Fields that have other names in the bundle format."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """What tells, beside NC1, how well a layer knows what the network predicts: its names."""
+    """The names of a layer's quality beside NC1."""
 
     name: str  # in texts and JSON
     column: str  # in a table of all layers
@@ -65,13 +65,13 @@ class LayerCollapse(LayerInfo):
 
 
 def eligible_layers(layers: Sequence[LayerCollapse], pattern: str | None) -> list[LayerCollapse]:
-    """The layers before the output whose name matches the pattern."""
+    """Return the layers before the output whose name matches the pattern."""
     matcher = re.compile(pattern or "")
     return [layer for layer in layers if layer.role != "output" and matcher.search(layer.name)]
 
 
 def best_layer(layers: Sequence[LayerCollapse], epsilon: float, pattern: str | None) -> LayerCollapse | None:
-    """The eligible layer with NC1 > ε and the highest NC4, the deepest of equals; None if all have collapsed."""
+    """Return the eligible layer with NC1 > ε and the highest NC4, of equals the deepest; None if all have collapsed."""
     passing = [layer for layer in eligible_layers(layers, pattern) if layer.nc1 > epsilon]
     return max(passing, key=lambda layer: (layer.nc4, layer.index), default=None)
 
@@ -82,8 +82,8 @@ class Candidate:
 
     layers: tuple[str, ...]
     reason: str
-    notes: tuple[str, ...] = ()  # what speaks against it
-    report: CollapseReport | None = field(default=None, repr=False)  # that it was chosen from
+    notes: tuple[str, ...] = ()  # reasons against it
+    report: CollapseReport | None = field(default=None, repr=False)  # the report that it was chosen from
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class CollapseReport:
         return next(layer.name for layer in self.layers if layer.role == "penultimate")
 
     def layer(self, name: str) -> LayerCollapse:
-        """The measurement of one layer.
+        """Return the measurement of one layer.
 
         Raises:
             UsageError: The layer was not measured.
@@ -118,7 +118,7 @@ class CollapseReport:
         raise UsageError(f"expected one of the measured layers, got {name!r}; some are {', '.join(near)}")
 
     def named(self, layer: LayerCollapse) -> str:
-        """A layer with its numbers, for people."""
+        """Return a layer's name with its numbers, for people."""
         return f"{layer.name} (NC1 {layer.nc1:.4f}, {self.measure} {layer.nc4:.4f})"
 
     @property
@@ -132,7 +132,7 @@ class CollapseReport:
         return best_layer(self.layers, self.epsilon, self.pattern)
 
     def candidate(self, layer: str | None = None) -> Candidate:
-        """The candidate by the rule of this module among the layers of the pattern, or the layer that the caller names.
+        """Return the candidate by this module's rule among the layers of the pattern, or the one that the caller names.
 
         Raises:
             UsageError: ``layer`` was not measured, or no layer matches the pattern.
@@ -187,7 +187,7 @@ class CollapseReport:
         return all(layer.nc1 > self.epsilon for layer in self.layers if layer.role != "output")
 
     def _noted(self, chosen: Sequence[LayerCollapse], reason: str) -> Candidate:
-        """The candidate ``chosen`` with what a user should know about it."""
+        """Return the candidate ``chosen`` with the notes that a user should see."""
         before = [layer for layer in self.layers if layer.role != "output"]
         notes = []
         if EARLY * (1 + max(map(before.index, chosen), default=0)) <= len(before):
@@ -198,17 +198,17 @@ class CollapseReport:
         return Candidate(tuple(layer.name for layer in chosen), reason, tuple(notes), self)
 
     def nc4_of(self, candidate: Candidate) -> float | None:
-        """NC4 of the candidate's layer, the higher one of two; None where something else was measured."""
+        """Return NC4 of the candidate's layer, the higher of two; None where another quality was measured."""
         return max(self.layer(name).nc4 for name in candidate.layers) if self.measure.of_means else None
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON types."""
+        """Return the fields as JSON types."""
         values = {**asdict(self), "measure": self.measure.name}
         return {_JSON_NAMES.get(name, name): value for name, value in values.items()}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CollapseReport:
-        """Inverse of :meth:`to_json`."""
+        """Return the report that :meth:`to_json` gave these fields of."""
         layers = tuple(
             LayerCollapse(**{**entry, "shape": tuple(entry["shape"]), "grid": tuple(entry["grid"])})
             for entry in data["layers"]
@@ -218,7 +218,7 @@ class CollapseReport:
 
 
 def to_text(report: CollapseReport, candidate: Candidate) -> str:
-    """A table of all layers with the candidate marked and its reason below."""
+    """Return a table of all layers, with the candidate marked and its reason below."""
     rows = [["#", "layer", "kind", "channels×spatial", "NC1", report.measure.name]]
     for entry in report.layers:
         marks = ["◀ candidate"] if entry.name in candidate.layers else []
@@ -234,7 +234,7 @@ def to_text(report: CollapseReport, candidate: Candidate) -> str:
 
 
 def to_csv(report: CollapseReport) -> str:
-    """One line per layer, with a header."""
+    """Return a header and one line for each layer, as CSV."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["index", "layer", "kind", "channels", "spatial", "role", "nc1", report.measure.column])

@@ -1,4 +1,4 @@
-r"""R² of a ridge regression on each layer: what NC4 is for classes, for a regression.
+r"""Fit a ridge regression to each layer; its R² is for a regression what NC4 is for classes.
 
 For each layer, with h the features of an image, flattened, and y its number,
 
@@ -32,11 +32,11 @@ PENALTIES: Final = torch.logspace(-8, 2, 21, dtype=torch.float64)
 
 
 class CountSketch:
-    """The sketch of features of one width; itself for narrow ones.
+    """A count sketch of features of one width; narrow features stay as they are.
 
     Args:
-        width: Of the flattened features.
-        device: Of the features.
+        width: Number of columns of the flattened features.
+        device: The device of the features.
     """
 
     def __init__(self, width: int, device: torch.device | str = "cpu") -> None:
@@ -46,7 +46,7 @@ class CountSketch:
         self.sign = (1.0 - 2.0 * torch.randint(0, 2, (width,), generator=generator)).to(device)
 
     def __call__(self, features: Float[Tensor, "batch width"]) -> Float[Tensor, "batch columns"]:
-        """float64, as all sums."""
+        """Return x, float64."""
         if features.shape[1] == self.columns:
             return features.double()
         sketch = torch.zeros(len(features), self.columns, device=features.device)
@@ -65,12 +65,12 @@ class RidgeSums:
         self.sums.addmm_(whole.T, whole)
 
     def all_reduce(self, sum_: Callable[[Tensor], Tensor]) -> None:
-        """Merge the sums of all processes."""
+        """Add up the sums of all processes by ``sum_``."""
         self.sums = sum_(self.sums)
 
 
 class Ridge(NamedTuple):
-    """ŷ = intercept + xᵀ weight."""
+    """A fitted regression, ŷ = intercept + xᵀ weight."""
 
     weight: Float[Tensor, " columns"]
     intercept: Float[Tensor, ""]
@@ -80,7 +80,7 @@ class Ridge(NamedTuple):
 
 
 def fit_ridge(sums: RidgeSums) -> Ridge:
-    """The ridge regression with the penalty of the smallest GCV; the mean for constant features."""
+    """Return the ridge regression with the penalty of the smallest GCV; for constant features it predicts the mean."""
     total = sums.sums
     n, mean = total[0, 0], total[0, 1:] / total[0, 0]
     centred = total[1:, 1:] - n * torch.outer(mean, mean)

@@ -1,1 +1,6 @@
 """Devices, processes, progress, and the one loop that runs a network over a data set."""
+
+from typing import Final
+
+MAX_MEMORY: Final = 1 << 30
+"""Default budget of one stage's statistics and the features of a batch, bytes."""

@@ -13,7 +13,7 @@ _NEVER: Final = 2**31 - 1
 
 
 def keep_freed_memory() -> None:
-    """Keep memory that a batch frees for the next one.
+    """Keep the memory that a batch frees for the next batch.
 
     By default glibc returns large blocks to the system when they are freed, so the next batch takes a page fault for
     every page.  All threads share one arena, because other arenas cannot hold blocks of 64 MiB and more.  The process
@@ -29,6 +29,6 @@ def keep_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Return memory that is free to the system, which :func:`keep_freed_memory` leaves to the process."""
+    """Return free memory to the system once, although :func:`keep_freed_memory` keeps it."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,7 +1,7 @@
 """The two passes of a nearest-class-mean classifier: class statistics of features, then distances to the class means.
 
-Features come in ranges of columns, over which scatter and distances add up (:mod:`psc_core.numerics.scatter`), so that
-the class means of wide features fit into memory a range at a time.
+Features are split into ranges of columns, over which scatter and distances add up (:mod:`psc_core.numerics.scatter`),
+so that the class means of wide features fit into memory, one range at a time.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from psc_core.data.dataset import Batch, ImageDataset, stable_order
 from psc_core.numerics.scatter import Centroids, ClassScatter, class_pairs
 
 Step = Callable[[Tensor], list[Tensor]]
-"""A function of standardised images that returns features of each layer."""
+"""A function from standardised images to the features of each layer."""
 
 Ranges = Callable[[list[Tensor]], Sequence[Tensor]]
-"""A function of these features that returns the columns (batch, columns) of each range."""
+"""A function from these features to the columns (batch, columns) of each range."""
 
 
 class BatchDistances(NamedTuple):
     """A batch and its distances to the class means."""
 
     batch: Batch
-    columns: Sequence[Tensor]  # as the ranges gave them
-    distances: Sequence[Tensor]  # (batch, classes) of each range with means, see :class:`.Centroids`
+    columns: Sequence[Tensor]  # of each range
+    distances: Sequence[Tensor]  # (batch, classes) for each range with means, see :class:`.Centroids`
 
 
 def add_statistics(
     statistics: Sequence[ClassScatter], data: ImageDataset, compute: Compute, description: str, step: Step, of: Ranges
 ) -> None:
-    """Add the images of this process class by class, then the sums of all processes.
+    """Add the images of this process class by class, then sum over all processes.
 
     Args:
         statistics: One for each range.
         data: The images of this process.
-        compute: Device, batch size and processes.
-        description: For the progress.
-        step: Features of a batch of images.
-        of: Columns of each range.
+        compute: The device, batch size and processes.
+        description: The label of the progress bar.
+        step: A function from a batch of images to features.
+        of: A function from features to the columns of each range.
     """
     for features, batch in passes(data, compute, description, step, order=stable_order(data.first_labels())):
         pairs = class_pairs(batch.labels, batch.image_index, compute.device)
@@ -54,15 +54,15 @@ def add_statistics(
 def distances_to_means(
     means: Sequence[Tensor], data: ImageDataset, compute: Compute, description: str, step: Step, of: Ranges
 ) -> Iterator[BatchDistances]:
-    """Yield the distances of every batch of ``data``, in its order.
+    """Yield the distances of every batch of ``data``, in order.
 
     Args:
         means: (classes, columns) of the leading ranges; overwritten.
         data: The images.
-        compute: As of :func:`add_statistics`, and so are ``description``, ``step`` and ``of``.
-        description: For the progress.
-        step: Features of a batch of images.
-        of: Columns of each range.
+        compute: The device, batch size and processes.
+        description: The label of the progress bar.
+        step: A function from a batch of images to features.
+        of: A function from features to the columns of each range.
     """
     centroids = [Centroids(class_means) for class_means in means]
     for features, batch in passes(data, compute, description, step):

@@ -1,4 +1,4 @@
-"""The device that computes, chosen by name, and the float format of a network on it."""
+"""The device that computes, chosen by name, and the floating-point format of a network on it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from psc_core.precision import Precision
 
 
 def resolve_device(name: str | torch.device) -> torch.device:
-    """The device called ``"auto"`` (CUDA if available, else the CPU), ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
+    """Return the device ``"auto"`` (CUDA if available, else the CPU), ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
 
     On CUDA this turns off TF32 for the process: cuDNN's convolutions use it by default, and a bundle fitted on one
     device would not give the same numbers on another.
 
     Raises:
-        UsageError: An unknown name, or a CUDA device that this machine does not have.
+        UsageError: If the name is unknown, or this machine does not have the CUDA device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,5 +37,5 @@ def resolve_device(name: str | torch.device) -> torch.device:
 
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:
-    """The context in which a network runs; what comes after it runs outside, in float32."""
+    """Return the context in which a network runs; everything after the network runs outside of it, in float32."""
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")

@@ -1,4 +1,4 @@
-"""Fit one model in several processes: each reads its shard of the images, and sums are added over the processes.
+"""Fit one model in several processes: each reads its shard of the images, and sums are taken over all processes.
 
 Under ``torchrun`` every process runs the same program, and image i belongs to process i mod world.  Every sum over
 images goes through :meth:`Reducer.sum_`, so everything computed from sums is the same in each process.
@@ -21,12 +21,12 @@ from psc_core.errors import UsageError
 
 
 class Process(NamedTuple):
-    """This process among those that ``torchrun`` started; the only one by default."""
+    """This process among those that ``torchrun`` started; by default the only one."""
 
     rank: int = 0  # from 0
-    world: int = 1  # how many there are
+    world: int = 1  # number of processes
     local_rank: int = 0  # on this machine, from 0
-    local_world: int = 1  # how many there are on this machine
+    local_world: int = 1  # number of processes on this machine
 
     @classmethod
     def from_environment(cls) -> Process:
@@ -36,13 +36,13 @@ class Process(NamedTuple):
 
     @property
     def gpu(self) -> int | None:
-        """The index of its GPU, None without any; processes that outnumber the GPUs share them in turn."""
+        """The index of this process's GPU, or None without GPUs; processes that outnumber the GPUs share them."""
         gpus = torch.cuda.device_count()
         return self.local_rank % gpus if gpus else None
 
     @property
     def shares_gpus(self) -> bool:
-        """True if two processes of this machine have the same GPU, which NCCL refuses."""
+        """True if two processes on this machine use the same GPU, which NCCL refuses."""
         return 0 < torch.cuda.device_count() < self.local_world
 
 
@@ -57,10 +57,10 @@ class Reducer:
     def start(cls) -> Reducer:
         """Join the processes that ``torchrun`` started, with Gloo for CPU tensors and NCCL for CUDA tensors.
 
-        Where processes share a GPU, Gloo sums CUDA tensors too.  Each leaves the group when the program ends.
+        If processes share a GPU, Gloo sums CUDA tensors too.  Each process leaves the group when the program ends.
 
         Raises:
-            UsageError: Not started by ``torchrun``.
+            UsageError: If ``torchrun`` did not start this process.
         """
         if "WORLD_SIZE" not in os.environ:
             raise UsageError(
@@ -81,11 +81,11 @@ class Reducer:
         return tensor
 
     def first(self, value: int) -> int:
-        """The value of the first process, in all of them."""
+        """Return the value of the first process, in all processes."""
         return int(self.sum_(torch.tensor([value if self.rank == 0 else 0])))
 
     def require(self, dataset: ImageDataset) -> None:
-        """Raise :class:`UsageError` if a process would have no image, in all of them, so that none waits for it."""
+        """Raise :class:`UsageError` in all processes if one would have no image, so that none waits for another."""
         if len(dataset) < self.world:
             raise UsageError(
                 f"expected at least one image of {dataset.name} for each of {self.world} processes, got "
@@ -93,10 +93,10 @@ class Reducer:
             )
 
     def shard(self, dataset: ImageDataset) -> ImageDataset:
-        """The images of this process, in order."""
+        """Return the images of this process, in order."""
         return dataset.subset(torch.arange(self.rank, len(dataset), self.world)) if self.world > 1 else dataset
 
     def shard_examples(self, dataset: ImageDataset) -> Int[Tensor, " examples"]:
-        """Positions of the labelled examples of :meth:`shard` among those of ``dataset``."""
+        """Return the positions, among the labelled examples of ``dataset``, of those in :meth:`shard`."""
         image = torch.arange(len(dataset)).repeat_interleave(dataset.offsets.diff())
         return torch.nonzero(image % self.world == self.rank).flatten()

@@ -1,6 +1,6 @@
-"""Run a truncated network over a data set, batch by batch, and give its features.
+"""Run a truncated network over a data set, batch by batch, and yield its features.
 
-Calibration and evaluation run a whole pipeline instead; they loop over :func:`track_images`.
+Calibration and evaluation run a whole pipeline instead, in a loop over :func:`track_images`.
 Progress goes to stderr: a bar on a terminal, log lines elsewhere.
 """
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from psc_core.compute import MAX_MEMORY
 from psc_core.compute.allocator import release_freed_memory
 from psc_core.compute.device import autocast
 from psc_core.compute.distributed import Reducer
@@ -27,25 +28,25 @@ Item = TypeVar("Item")
 Value = TypeVar("Value")
 
 MAX_CPU_BATCH = 64
-"""Maximum batch size on a CPU: with more images the activations leave the cache."""
+"""Maximum batch size on a CPU, because the activations of more images leave the cache."""
 
 LOG_SECONDS: Final = 30.0
-"""Shortest time between two lines in a log."""
+"""Minimum time between two lines in a log, in seconds."""
 
 
 @dataclass(frozen=True)
 class Compute:
-    """Device, precision, batch size and memory with which a fit computes features."""
+    """The device, precision, batch size and memory with which a fit computes features."""
 
     device: torch.device
-    precision: Precision = "fp32"  # or "bf16", of the network
+    precision: Precision = "fp32"  # of the network
     batch_images: int = 256  # maximum batch size
     reducer: Reducer = field(default_factory=Reducer)  # this process among those that fit one model
-    max_memory: int = 1 << 30  # budget of one stage's statistics and the features of a batch, bytes
+    max_memory: int = MAX_MEMORY  # budget for the statistics of a stage and the features of a batch, bytes
 
     @property
     def batch_size(self) -> int:
-        """Batch size: ``batch_images``, but at most :data:`MAX_CPU_BATCH` on a CPU."""
+        """The batch size: ``batch_images``, but at most :data:`MAX_CPU_BATCH` on a CPU."""
         return min(self.batch_images, MAX_CPU_BATCH) if self.device.type == "cpu" else self.batch_images
 
 
@@ -57,9 +58,10 @@ def passes(
     *,
     order: Tensor | None = None,
 ) -> Iterator[tuple[Value, Batch]]:
-    """Yield ``step(standardised images)`` and its batch, in inference mode, and show ``description`` with the progress.
+    """Yield ``step(standardised images)`` with its batch, in inference mode, and show ``description`` with the
+    progress.
 
-    ``step`` is a function of float images (B, C, H, W) on the device, in the ``order`` of :meth:`ImageDataset.batches`.
+    ``step`` is a function of float images (B, C, H, W) on the device; ``order`` is as in :meth:`ImageDataset.batches`.
     """
     release_freed_memory()
     for batch in track_images(dataset, compute, description, order):
@@ -73,15 +75,15 @@ def passes(
 def track_images(
     dataset: ImageDataset, compute: Compute, description: str, order: Tensor | None = None
 ) -> Iterator[Batch]:
-    """The batches of ``dataset``, with a progress bar."""
+    """Yield the batches of ``dataset``, with a progress bar."""
     batches = dataset.batches(compute.batch_size, order=order)
     return track(batches, total=math.ceil(len(dataset) / compute.batch_size), description=description)
 
 
 def track(items: Iterable[Item], *, total: int, description: str) -> Iterator[Item]:
-    """Yield ``items`` and report how many of ``total`` are done, how fast, and the time left.
+    """Yield ``items`` and report how many of ``total`` are done, the rate, and the time left.
 
-    A file or pipe gets one line at the end and at most one every :data:`LOG_SECONDS`, without carriage returns.
+    Instead of a bar, a file or pipe gets one line at the end and at most one every :data:`LOG_SECONDS`.
     """
     if sys.stderr.isatty():
         yield from tqdm(items, desc=description, total=total, dynamic_ncols=True)

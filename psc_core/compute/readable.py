@@ -1,6 +1,6 @@
-"""Find images that cannot be decoded before anything is computed from a data set, so that few of them end no fit.
+"""Find images that cannot be decoded before anything is computed, so that a few of them do not end a fit.
 
-Where pixels are cached (:mod:`psc_core.data.cache`), this pass is the one that decodes them, and costs nothing more.
+If pixels are cached (:mod:`psc_core.data.cache`), this pass is the one that decodes them, at no extra cost.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from psc_core.data.sources import ArraySource
 from psc_core.errors import DataError, ImageError
 
 SHOWN_IMAGES: Final = 5
-"""Number of images that are named."""
+"""Maximum number of images that a message names."""
 
 _AT_ONCE: Final = 256
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """The images of a data set that cannot be decoded; where there are too many, not all of them."""
+    """The images of a data set that cannot be decoded; if there are too many, only the first ones found."""
 
     positions: Int[Tensor, " n"]  # in the data set, ascending
-    reasons: tuple[str, ...]  # of the first :data:`SHOWN_IMAGES`, each with the image's name
+    reasons: tuple[str, ...]  # for the first :data:`SHOWN_IMAGES`, each with the image's name
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -40,11 +40,11 @@ NONE: Final = Unreadable(torch.empty(0, dtype=torch.int64), ())
 
 
 def find_unreadable(dataset: ImageDataset, at_most: int, reducer: Reducer | None = None) -> Unreadable:
-    """Decode each image; of several processes each decodes its own, and all are told of the same.
+    """Decode each image to find those that cannot be decoded; processes share the work and all get the same result.
 
     Args:
-        dataset: The images; those of an array need no decoding.
-        at_most: How many there may be: the search ends early where there are more.
+        dataset: The images; arrays need no decoding.
+        at_most: The number of unreadable images after which the search ends early.
         reducer: This process among those that fit one model.
     """
     reducer = reducer or Reducer()
@@ -63,7 +63,7 @@ def find_unreadable(dataset: ImageDataset, at_most: int, reducer: Reducer | None
 
 
 def why_unreadable(dataset: ImageDataset, position: int) -> str | None:
-    """Return why an image cannot be decoded, with its name; None if it can."""
+    """Return the reason why an image cannot be decoded, with its name; None if it can."""
     try:
         dataset.image(position)
     except (DataError, ImageError) as error:
@@ -72,7 +72,7 @@ def why_unreadable(dataset: ImageDataset, position: int) -> str | None:
 
 
 def without(dataset: ImageDataset, found: Unreadable) -> ImageDataset:
-    """Return the other images; the data set itself if nothing was found."""
+    """Return the data set without the images found, or the data set itself if there are none."""
     if not len(found):
         return dataset
     is_kept = torch.ones(len(dataset), dtype=torch.bool)
@@ -81,10 +81,10 @@ def without(dataset: ImageDataset, found: Unreadable) -> ImageDataset:
 
 
 def only_readable(dataset: ImageDataset, at_most: int) -> ImageDataset:
-    """Return the images that can be decoded; for 0 none are looked for.
+    """Return the images that can be decoded; with ``at_most`` 0 nothing is checked.
 
     Raises:
-        DataError: More than ``at_most`` cannot.
+        DataError: If more than ``at_most`` images cannot be decoded.
     """
     if not at_most:
         return dataset
@@ -94,7 +94,7 @@ def only_readable(dataset: ImageDataset, at_most: int) -> ImageDataset:
 
 
 def check_count(at_most: int, *found: Unreadable) -> None:
-    """Raise :class:`DataError` where more than ``at_most`` images of some data sets cannot be decoded."""
+    """Raise :class:`DataError` if more than ``at_most`` images, of all data sets together, cannot be decoded."""
     count, reasons = sum(map(len, found)), [reason for each in found for reason in each.reasons]
     if count > at_most:
         raise DataError(

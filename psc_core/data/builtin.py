@@ -1,6 +1,6 @@
-"""Data sets by name: MNIST and its relatives as IDX files, CIFAR-10 as a tar archive of JPEGs, and turned digits.
+"""The named data sets: MNIST and its relatives as IDX files, CIFAR-10 as a tar archive of JPEGs, and rotated digits.
 
-The validation split of each is held out of its training images at fixed positions.
+The validation split of each consists of training images at fixed positions.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from psc_core.images.preprocess import Preprocess
 from psc_core.target import Target
 
 SEEDS = (0, 1)
-"""Seeds of the angles of rotated-mnist's training and test images."""
+"""Seeds for the angles of rotated-mnist's training and test images."""
 
 LARGEST_ANGLE = 60.0
-"""Largest rotation of the digits of rotated-mnist, degrees in either direction."""
+"""Largest rotation of the digits of rotated-mnist in either direction, in degrees."""
 
 _DIGITS = tuple("0123456789")
 _FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
@@ -39,7 +39,7 @@ def read_idx(path: Path, *, ndim: int | None = None) -> npt.NDArray[np.uint8]:
     The header is two zero bytes, the type code, the number of axes, and the length of each axis as big-endian uint32.
 
     Raises:
-        DataError: No such file, another type, or a length that does not match the header.
+        DataError: If the file is missing, has another type, or its length does not match the header.
     """
     packed = path.with_name(path.name + ".gz")
     try:
@@ -59,10 +59,10 @@ def read_idx(path: Path, *, ndim: int | None = None) -> npt.NDArray[np.uint8]:
 
 
 def read_tar(path: Path, prefix: str) -> dict[str, bytes]:
-    """Contents of the files below ``prefix`` in a tar archive by name, sorted, read into memory.
+    """Read the files below ``prefix`` in a tar archive into memory, and return their contents by name, sorted.
 
     Raises:
-        DataError: Not a tar archive, or no files below ``prefix``.
+        DataError: If the file is not a tar archive, or has no files below ``prefix``.
     """
     try:
         with tarfile.open(path) as tar:
@@ -98,7 +98,7 @@ def ambiguous_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageData
 
 
 def dirty_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
-    """MNIST and Ambiguous-MNIST; validation takes 5,000 and 3,000 images, the proportion of the test sets.
+    """Join MNIST and Ambiguous-MNIST; validation takes 5,000 and 3,000 images, the proportion of the test sets.
 
     In training an ambiguous image has ten labels; in validation and test it has one, the first.
     """
@@ -115,7 +115,7 @@ def cifar10(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
 
 
 def rotated_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
-    """Digits, each turned by a random angle up to :data:`LARGEST_ANGLE`, the same on every call: the target."""
+    """Rotate each digit by a random angle up to :data:`LARGEST_ANGLE`, its target; the same on every call."""
     source, _ = _idx_pair(root, "MNIST", split)
     generator = torch.Generator().manual_seed(SEEDS[split == "test"])
     angles = (2 * torch.rand(len(source), generator=generator, dtype=torch.float64) - 1) * LARGEST_ANGLE
@@ -137,4 +137,4 @@ BUILT_IN: Mapping[str, Callable[[Path, str, Preprocess], ImageDataset]] = {
     "cifar10": cifar10,
     "rotated-mnist": rotated_mnist,
 }
-"""Readers by name, the part of a spec before the colon."""
+"""The function that opens each data set, by the part of a spec before the colon."""

@@ -1,7 +1,7 @@
-"""Decode each image once: its pixels are kept in a scratch file while a fit makes its passes.
+"""Decode each image only once: keep its pixels in a scratch file while a fit makes its passes.
 
-The file has no name, so nothing of it is left when the process ends, however it ends.  Its space is reserved before it
-is mapped, because a full disk would otherwise end the process at a write to memory.
+The file has no name, so nothing is left of it however the process ends.  Its space is reserved before the file is
+mapped, because otherwise a full disk would kill the process at a write to memory.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from psc_core.errors import UsageError
 from psc_core.images.preprocess import Preprocess
 
 FREE_FRACTION: Final = 0.5
-"""Fraction of the free disk space that pixels may take."""
+"""Fraction of the free disk space that the scratch file may take."""
 
 
 @dataclass(frozen=True)
 class CachedSource:
-    """Images of another source, decoded when they are first read; thread-safe."""
+    """The images of another source, decoded when they are first read; thread-safe."""
 
     source: ImageSource
-    preprocess: Preprocess  # with which the pixels were made
-    pixels: npt.NDArray[np.uint8]  # (n, channels, height, width), of those that are decoded
+    preprocess: Preprocess  # that made the pixels
+    pixels: npt.NDArray[np.uint8]  # (n, channels, height, width); valid where is_decoded
     is_decoded: npt.NDArray[np.bool_]  # (n,)
 
     def __len__(self) -> int:
@@ -52,15 +52,15 @@ class CachedSource:
 
 
 def cached(dataset: ImageDataset, folder: Path | None = None, *, processes: int = 1) -> ImageDataset:
-    """``dataset`` with its pixels kept; itself where they need no decoding or do not fit.
+    """Return ``dataset`` with its pixels kept, or unchanged if they need no decoding or do not fit on the disk.
 
     Args:
-        dataset: Its images take n · channels · height · width bytes.
-        folder: Of the scratch file; None for the system's.
-        processes: How many keep pixels at once.
+        dataset: A data set whose images take n · channels · height · width bytes.
+        folder: The folder for the scratch file; None for the system's folder.
+        processes: The number of processes that keep pixels at the same time.
 
     Raises:
-        UsageError: ``folder`` is no directory that can be written to.
+        UsageError: If ``folder`` is not a writable directory.
     """
     source, shape = dataset.source, (len(dataset.source), *dataset.preprocess.shape)
     if isinstance(source, ArraySource | TensorSource) and source.fits(dataset.preprocess):
@@ -75,6 +75,6 @@ def cached(dataset: ImageDataset, folder: Path | None = None, *, processes: int 
     except OSError as error:
         if folder is None:
             return dataset
-        raise UsageError(f"cannot keep pixels in {folder}: {error.strerror}; choose another --cache, or off") from error
+        raise UsageError(f"cannot store pixels in {folder}: {error.strerror}; choose another --cache or off") from error
     kept = CachedSource(source, dataset.preprocess, pixels, np.zeros(len(source), np.bool_))
     return replace(dataset, source=kept)

@@ -1,7 +1,7 @@
-"""Bring the classes of images into the order of a network's outputs, by their names.
+"""Match the classes of images to a network's outputs by name.
 
-The names of folders are in name order, a network's outputs in the order of its training.  Upper and lower case, spaces,
-underscores and hyphens make no difference, unless they tell two classes of one side apart.
+Folder names come in alphabetical order, a network's outputs in the order of its training.  Case, spaces,
+underscores and hyphens are ignored, unless two classes on the same side differ in nothing else.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.errors import DataError, listed
 
 SHOWN_CLASSES = 10
-"""Names that a message lists."""
+"""Maximum number of class names in an error message."""
 
 
 class Matched(NamedTuple):
-    """Class names of images in the order of the network's outputs, and what to tell of that; empty for nothing."""
+    """Class names in the order of the network's outputs, and a note for the user, which may be empty."""
 
     classes: tuple[str, ...]
     note: str
 
 
 def match(images: Sequence[str], outputs: Sequence[str], name: str) -> Matched:
-    """Put the class names of images into the order of the network's.
+    """Put the class names of images into the order of the network's outputs.
 
-    Names that are all unlike the network's, and as many, keep their order: one side may have codes for the other's
-    names.
+    If there are as many names as outputs but none of them matches, they keep their order: one side may use codes for
+    the names of the other.
 
     Args:
-        images: Names of the images' classes, each once.
+        images: Class names of the images, each once.
         outputs: Names of the network's outputs.
-        name: Of the images, for messages.
+        name: Name of the data set, for messages.
 
     Raises:
-        DataError: Only some of the names are the network's, or there are more or fewer; the message names them.
+        DataError: If only some names are the network's, or their numbers differ; the message lists the differences.
     """
     found = _in_order(images, outputs, str) or _in_order(images, outputs, _plain)
     if found is not None:
@@ -52,12 +52,12 @@ def match(images: Sequence[str], outputs: Sequence[str], name: str) -> Matched:
 
 
 def in_network_order(data: ImageDataset, outputs: Sequence[str] | None) -> tuple[ImageDataset, str]:
-    """Return images with their labels in the order of the network's outputs, and what to tell of that.
+    """Return the images with their labels in the order of the network's outputs, and a note for the user.
 
-    Images without classes, and those for a network without names, stay as they are.
+    Images without classes, and images for a network without class names, stay unchanged.
 
     Raises:
-        DataError: Their classes are not the network's.
+        DataError: If their classes are not the network's.
     """
     if not outputs or not data.classes:
         return data, ""
@@ -66,22 +66,22 @@ def in_network_order(data: ImageDataset, outputs: Sequence[str] | None) -> tuple
 
 
 def check_same(data: ImageDataset, classes: Sequence[str], whose: str) -> None:
-    """Require these classes in this order.
+    """Check that a data set has exactly these classes, in this order.
 
     Args:
         data: The images.
-        classes: The names that their classes should have.
-        whose: Classes they are, for messages.
+        classes: The expected class names.
+        whose: The owner of the expected classes, for messages, such as ``"network's"``.
 
     Raises:
-        DataError: They differ; the message says how.
+        DataError: If the classes differ; the message lists the differences.
     """
     if data.classes != tuple(classes):
         raise _other_classes(data.classes, classes, data.name, whose)
 
 
 def _other_classes(images: Sequence[str], expected: Sequence[str], name: str, whose: str) -> DataError:
-    """Return the error of images with other classes, which names those of one side alone, by spelling if need be."""
+    """Return the error for images with other classes, which lists the names that only one side has."""
     for key in (_plain, str):
         odd = {"unknown": _without(images, expected, key), "missing": _without(expected, images, key)}
         differences = [f"{what}: {listed(names, SHOWN_CLASSES)}" for what, names in odd.items() if names]
@@ -96,13 +96,13 @@ def _other_classes(images: Sequence[str], expected: Sequence[str], name: str, wh
 
 
 def _without(names: Sequence[str], others: Sequence[str], key: Callable[[str], str]) -> list[str]:
-    """Return the names that are none of the others."""
+    """Return the names whose key is not a key of ``others``."""
     known = {*map(key, others)}
     return [name for name in names if key(name) not in known]
 
 
 def _in_order(images: Sequence[str], outputs: Sequence[str], key: Callable[[str], str]) -> tuple[str, ...] | None:
-    """The names of images in the network's order, if both have the same keys and no key is of two names."""
+    """Return the images' names in the network's order; None if the sets of keys differ or two names share a key."""
     by_key = {key(name): name for name in images}
     wanted = [key(name) for name in outputs]
     if len(by_key) != len(images) or sorted(by_key) != sorted(wanted):

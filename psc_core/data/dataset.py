@@ -1,7 +1,7 @@
 """Labelled images, streamed in batches.
 
 A *labelled example* is one (image, label) pair.  An image may carry several labels (Dirty-MNIST gives each ambiguous
-image ten); it is decoded and sent through the network once, whatever their number.
+image ten); it is decoded and passed through the network only once.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from psc_core.images.preprocess import Preprocess
 from psc_core.target import Target
 
 DECODERS: Final = min(4, os.cpu_count() or 1)
-"""Number of threads that decode images."""
+"""The number of threads that decode images."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Images and their labelled examples: example m is image ``image_index[m]`` with the class ``labels[m]``."""
+    """A batch of images and labelled examples: example m is image ``image_index[m]`` with class ``labels[m]``."""
 
-    images: Tensor  # (batch, channels, height, width) uint8 pixels, or float32 inputs as a loader made them
+    images: Tensor  # (batch, channels, height, width), uint8 pixels or float32 inputs from a loader
     labels: Tensor  # int64 (examples,)
     image_index: Tensor  # int64 (examples,)
-    values: Tensor | None = None  # float64 (batch,) of the target; None where there are classes
+    values: Tensor | None = None  # float64 (batch,), the target's values; None for a classification
 
     def first_labels(self) -> Tensor:
-        """The first label of each image, ``int64 (batch,)``."""
+        """Return the first label of each image, ``int64 (batch,)``."""
         return self.labels[torch.searchsorted(self.image_index, torch.arange(len(self.images)))]
 
     def per_example(self, features: Tensor) -> Tensor:
-        """Repeat per-image ``features`` (batch, …) for each labelled example (examples, …)."""
+        """Repeat the ``features`` (batch, …) of each image for its labelled examples, giving (examples, …)."""
         return features if len(self.image_index) == len(features) else features[self.image_index.to(features.device)]
 
 
 @dataclass(frozen=True)
 class ImageDataset:
-    """n images with labels, read through one :class:`Preprocess`; :func:`labelled` makes one.
+    """n labelled images, read through one :class:`Preprocess`; :func:`labelled` creates one.
 
-    For a regression each image has a number, and its label is the bin of that (:mod:`psc_core.data.targets`).
+    For a regression each image has a number, and its label is the number's bin (:mod:`psc_core.data.targets`).
 
     Example:
         >>> from psc_core import PRESETS, open_dataset
@@ -59,27 +59,27 @@ class ImageDataset:
         ((1, 28, 28), torch.Size([64, 1, 28, 28]))
     """
 
-    name: str  # in messages and reports
-    classes: tuple[str, ...]  # names; a label is a position here
+    name: str  # for messages and reports
+    classes: tuple[str, ...]  # class names; a label is an index into them
     source: ImageSource  # where the images are stored
     indices: Tensor  # int64 (n,) positions in source
-    labels: Tensor  # int64 (examples,) of all images, in image order
+    labels: Tensor  # int64 (examples,), the labels of all images in image order
     offsets: Tensor  # int64 (n + 1,); image i has labels[offsets[i]:offsets[i + 1]]
     preprocess: Preprocess
-    groups: Mapping[str, Tensor] = field(default_factory=dict)  # parts for reports, int64 positions in this data set
-    target: Target | None = None  # of a regression
-    values: Tensor | None = None  # float64 (n,) the target's, of a regression
+    groups: Mapping[str, Tensor] = field(default_factory=dict)  # subsets for reports, int64 positions in this data set
+    target: Target | None = None  # regression only
+    values: Tensor | None = None  # float64 (n,), the target's values, regression only
 
     def __len__(self) -> int:
         return len(self.indices)
 
     @property
     def examples(self) -> int:
-        """Number of labelled examples."""
+        """The number of labelled examples."""
         return len(self.labels)
 
     def image(self, index: int) -> npt.NDArray[np.uint8]:
-        """Image ``index`` as a picture, ``uint8 (channels, height, width)``."""
+        """Return image ``index`` as a picture, ``uint8 (channels, height, width)``."""
         pixels: npt.NDArray[np.uint8] = self.preprocess.to_pixels(torch.tensor(self._read(index))[None])[0].numpy()
         return pixels
 
@@ -87,17 +87,17 @@ class ImageDataset:
         return self.source.read(int(self.indices[index]), self.preprocess)
 
     def first_labels(self) -> Tensor:
-        """First label of each image, ``int64 (n,)``."""
+        """Return the first label of each image, ``int64 (n,)``."""
         return self.labels[self.offsets[:-1]]
 
     @property
     def is_ambiguous(self) -> bool:
-        """True if some image has labels of several classes."""
+        """True if an image has labels of several classes."""
         firsts = self.first_labels().repeat_interleave(self.offsets.diff())
         return bool((self.labels != firsts).any())
 
     def in_order(self, classes: Sequence[str]) -> ImageDataset:
-        """Return the data set with its labels in the order of ``classes``; itself if those are others."""
+        """Return the data set with its labels in the order of ``classes``, or unchanged if the class names differ."""
         if {*classes} != {*self.classes} or len(classes) != len(self.classes) or tuple(classes) == self.classes:
             return self
         position = {name: label for label, name in enumerate(classes)}
@@ -105,7 +105,7 @@ class ImageDataset:
         return replace(self, classes=tuple(classes), labels=moved[self.labels])
 
     def subset(self, positions: Tensor) -> ImageDataset:
-        """The images at ``positions`` (``int64``), in that order, with their labels and groups."""
+        """Return the images at ``positions`` (``int64``), in that order, with their labels and groups."""
         labels, counts = self._labels_of(positions)
         offsets = functional.pad(counts.cumsum(0), (1, 0))
         where = torch.full((len(self),), -1, dtype=torch.int64)
@@ -121,22 +121,22 @@ class ImageDataset:
         )
 
     def _labels_of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Labels of the images at ``positions``, in that order, and the number of labels of each image."""
+        """Return the labels of the images at ``positions``, in that order, and the number of labels of each image."""
         counts = self.offsets[positions + 1] - self.offsets[positions]
         shift = (self.offsets[positions] - counts.cumsum(0) + counts).repeat_interleave(counts)
         return self.labels[shift.add_(torch.arange(len(shift)))], counts
 
     def _values_of(self, positions: Tensor) -> Tensor | None:
-        """Numbers of the images at ``positions``, in that order; None where there are classes."""
+        """Return the target's values at ``positions``; None for a classification."""
         return None if self.values is None else self.values[positions]
 
     def batches(self, batch_images: int, *, order: Tensor | None = None) -> Iterator[Batch]:
-        """Stream the images in batches, decoded by threads one batch ahead of the consumer; the last may be smaller.
+        """Yield the images in batches, decoded by threads one batch ahead of the consumer; the last may be smaller.
 
         ``order``, ``int64 (n,)``, is a permutation of the positions in this data set.
 
         Raises:
-            DataError: An image cannot be read; the message names it.
+            DataError: If an image cannot be read; the message names it.
         """
         order = torch.arange(len(self)) if order is None else order
         threads = ThreadPoolExecutor(DECODERS, "psc-decode")
@@ -160,7 +160,7 @@ class ImageDataset:
         return Batch(images, labels, image_index, self._values_of(positions))
 
     def digest(self) -> str:
-        """SHA-256 over the stored images' fingerprints and the labels or the target's values, for provenance."""
+        """Return the SHA-256 of the images' fingerprints and the labels or target values, for provenance."""
         sha = hashlib.sha256("\0".join(self.classes).encode())
         for index in self.indices.numpy():
             sha.update(self.source.fingerprint(int(index)))
@@ -174,10 +174,10 @@ class ImageDataset:
 def labelled(
     name: str, classes: Sequence[str], source: ImageSource, labels: Tensor, preprocess: Preprocess
 ) -> ImageDataset:
-    """A data set of the n images in ``source`` with ``labels`` (n,), or (n, r) for r labels per image: class indices.
+    """Create a data set of the n images in ``source`` with class indices ``labels``, (n,) or (n, r) for r labels each.
 
     Raises:
-        DataError: No images, another number of labels than of images, or a label out of range.
+        DataError: If there are no images, not as many labels as images, or a label is out of range.
     """
     count, each = len(labels), 1 if labels.ndim == 1 else labels.shape[1]
     if len(source) != count or count == 0:
@@ -193,10 +193,10 @@ def labelled(
 
 
 def concatenate(name: str, parts: Sequence[ImageDataset]) -> ImageDataset:
-    """Join data sets of the same classes, stored in arrays; each becomes a group.
+    """Join data sets of the same classes that are stored in arrays; each becomes a group.
 
     Raises:
-        DataError: A part is not stored in an array.
+        DataError: If a part is not stored in an array.
     """
     first = parts[0]
     arrays = [part.source.images[part.indices.numpy()] for part in parts if isinstance(part.source, ArraySource)]
@@ -218,12 +218,12 @@ def concatenate(name: str, parts: Sequence[ImageDataset]) -> ImageDataset:
 
 
 def stable_order(labels: Tensor) -> Tensor:
-    """``int64 (n,)`` positions that sort ``labels`` stably, with 4 bytes per entry of scratch (torch.sort takes 32)."""
+    """Return ``int64 (n,)`` positions that sort ``labels`` stably; NumPy needs 4 bytes an entry, torch.sort 32."""
     return torch.from_numpy(np.argsort(labels.numpy(), kind="stable"))
 
 
 def held_out(dataset: ImageDataset, split: str, every: int) -> ImageDataset:
-    """A split: every ``every``-th training image is ``"val"``, the others ``"train"``; test images stay as they are."""
+    """Return a split: every ``every``-th training image is ``"val"``, the rest ``"train"``; ``"test"`` is unchanged."""
     if split == "test":
         return dataset
     position = torch.arange(len(dataset))
@@ -232,15 +232,15 @@ def held_out(dataset: ImageDataset, split: str, every: int) -> ImageDataset:
 
 
 def drawn(dataset: ImageDataset, count: int, seed: int = 0) -> ImageDataset:
-    """At most ``count`` random images."""
+    """Return at most ``count`` images, drawn at random."""
     return dataset.subset(torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))[:count])
 
 
 def balanced(dataset: ImageDataset, count: int | None, seed: int = 0) -> ImageDataset:
-    """Choose at most ``count`` random images (all for None), as many of each class as there are, in their order.
+    """Draw at most ``count`` random images (None: all), equally many of each class, and keep their order.
 
-    An image with several labels counts for the first.  Classes that have fewer images than their quota leave the rest
-    to the others.
+    An image with several labels counts for the first.  If a class has fewer images than its quota, the other classes
+    get the rest.
     """
     if count is None or count >= len(dataset):
         return dataset
@@ -248,12 +248,12 @@ def balanced(dataset: ImageDataset, count: int | None, seed: int = 0) -> ImageDa
 
 
 def balanced_positions(dataset: ImageDataset, count: int, seed: int = 0) -> Tensor:
-    """Return the positions of the images that :func:`balanced` chooses, ``int64``, ascending."""
+    """Return the positions of the images that :func:`balanced` draws, ``int64``, ascending."""
     firsts = dataset.first_labels()
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
     by_class = order[stable_order(firsts[order])]
     sizes = torch.bincount(firsts, minlength=len(dataset.classes))
-    turn = torch.cat([torch.arange(int(size)) for size in sizes])  # How many of its class come before an image.
+    turn = torch.cat([torch.arange(int(size)) for size in sizes])  # an image's rank within its class
     chosen = by_class[stable_order(turn)[:count]]
     return chosen.sort().values
 
@@ -262,10 +262,10 @@ def split_validation(val: ImageDataset, seed: int = 0) -> tuple[ImageDataset, Im
     """Split the validation images at random into two halves: the selection split and the calibration split.
 
     The selection split selects layer, ranks, prior precision and temperature.  The calibration split gives p-values,
-    thresholds and prediction sets; nothing was selected on it, so their stated rates hold.
+    thresholds and prediction sets; nothing was selected on it, so the nominal rates hold.
 
     Raises:
-        DataError: Fewer than two images.
+        DataError: If there are fewer than two images.
     """
     if len(val) < 2:
         raise DataError(f"{val.name}: expected at least two validation images, got {len(val)}; add images")

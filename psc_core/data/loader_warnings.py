@@ -1,6 +1,6 @@
-"""Warnings of what a loader does that costs a model images, or its promises.
+"""Warnings about loaders that lose images or void the model's guarantees.
 
-In which order a loader gives the images does not matter, and shuffling is none of these.
+The order of the images does not matter, so no warning is about shuffling.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from psc_core.errors import LoaderWarning
 from psc_core.images.preprocess import Preprocess
 
 READ_TWICE: Final = 8
-"""Examples of a data set that are read twice to see whether they change; a coin may fall the same way for some."""
+"""Number of examples that are read twice to see whether they change; a random flip may spare some of them."""
 
 REPEATED: Final = 0.01
-"""Fraction of the validation images that may be training images too: real data sets have a few by accident."""
+"""Fraction of the validation images that may be duplicates: real data sets have a few by accident."""
 
 COMPARED_VALUES: Final = 4096
 """Maximum number of values by which two images are compared."""
 
 OUTSIDE: Final = 0.05
-"""Distance by which inputs may lie outside black and white, on the [0, 1] scale."""
+"""Tolerance for inputs darker than black or brighter than white, on the [0, 1] scale."""
 
 
 def warn_of_random(data: Any, name: str) -> None:
-    """Warn where an example of the data set differs when it is read again."""
+    """Warn if an example of the data set differs when it is read again."""
     dataset = dataset_of(data)
     count = length_of(dataset) or 0
     if not hasattr(dataset, "__getitem__") or isinstance(dataset, IterableDataset | list | tuple | Mapping):
@@ -44,15 +44,15 @@ def warn_of_random(data: Any, name: str) -> None:
     for index in sorted({at * count // READ_TWICE for at in range(READ_TWICE)} if count else ()):
         if not _same(dataset[index], dataset[index]):
             _warn(
-                f"{name} changes its images at random, example {index} read twice differs: what is fitted and "
-                "calibrated on augmented images does not hold for images as they come; give a loader without "
+                f"{name} changes its images at random, example {index} read twice differs: a model fitted and "
+                "calibrated on augmented images does not hold for unaugmented images; give a loader without "
                 "augmentation"
             )
             return
 
 
 def warn_of_dropped(data: Any, name: str, count: int) -> None:
-    """Warn where a loader left out the last images, of which it gave ``count``."""
+    """Warn if a loader of ``drop_last`` left out images; it gave ``count``."""
     drops = any(getattr(each, "drop_last", False) for each in (data, getattr(data, "batch_sampler", None)))
     expected = length_of(data.sampler) if isinstance(data, DataLoader) else None
     if drops and (expected is None or count < expected):
@@ -61,7 +61,7 @@ def warn_of_dropped(data: Any, name: str, count: int) -> None:
 
 
 def warn_of_range(name: str, preprocess: Preprocess, low: Sequence[float], high: Sequence[float]) -> None:
-    """Warn of inputs that no pixel gives: another transform than was said made them."""
+    """Warn about inputs that no pixel value can give, because their transform must have been another one."""
     darkest, brightest = (
         [value * std + mean for value, mean, std in zip(ends, preprocess.mean, preprocess.std, strict=True)]
         for ends in (low, high)
@@ -69,12 +69,12 @@ def warn_of_range(name: str, preprocess: Preprocess, low: Sequence[float], high:
     if min(darkest) < -OUTSIDE or max(brightest) > 1 + OUTSIDE:
         _warn(
             f"inputs of {name} from {min(low):.3g} to {max(high):.3g} would be pixels from {min(darkest):.3g} to "
-            f"{max(brightest):.3g} on the scale from 0 to 1; are mean and std those of the loader's transform?"
+            f"{max(brightest):.3g} on the scale from 0 to 1; give the mean and std of the loader's transform"
         )
 
 
 def warn_of_overlap(train_loader: Any, val_loader: Any, train: ImageDataset, val: ImageDataset) -> None:
-    """Warn where validation images were trained on: p-values and coverage do not hold for new images then."""
+    """Warn if validation images are training images: then p-values and coverage do not hold for new images."""
     count = len(_digests(train) & _digests(val))
     if _is_whole(train_loader) and _is_whole(val_loader) and dataset_of(train_loader) is dataset_of(val_loader):
         count = len(val)
@@ -86,7 +86,7 @@ def warn_of_overlap(train_loader: Any, val_loader: Any, train: ImageDataset, val
 
 
 def warn_of_repeated(val: ImageDataset) -> None:
-    """Warn where validation images repeat, as they do where a sampler draws them with replacement."""
+    """Warn if validation images repeat, as happens with a sampler that draws with replacement."""
     count = len(val) - len(_digests(val)) if isinstance(val.source, TensorSource) else 0
     if count > REPEATED * len(val):
         _warn(
@@ -96,24 +96,24 @@ def warn_of_repeated(val: ImageDataset) -> None:
 
 
 def dataset_of(data: Any) -> Any:
-    """The data set behind a DataLoader; anything else is one itself."""
+    """Return the data set behind a DataLoader; any other object is its own data set."""
     return data.dataset if isinstance(data, DataLoader) else data
 
 
 def _is_whole(data: Any) -> bool:
-    """Return whether a loader gives all of its data set."""
+    """Return whether a loader gives every example of its data set."""
     return not isinstance(data, DataLoader) or length_of(data.sampler) == length_of(data.dataset)
 
 
 def length_of(data: Any) -> int | None:
-    """Return the number of examples; None where nobody knows."""
+    """Return the number of examples, or None if it is unknown."""
     with suppress(TypeError, NotImplementedError):
         return len(data)
     return None
 
 
 def _digests(data: ImageDataset) -> set[bytes]:
-    """A digest of each image that a loader gave, equal for equal images."""
+    """Return the distinct digests of the images that a loader gave."""
     if not isinstance(data.source, TensorSource):
         return set()
     images = data.source.images.reshape(len(data.source), -1)
@@ -124,7 +124,7 @@ def _digests(data: ImageDataset) -> set[bytes]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two readings of an example are equal, in what augmentation changes."""
+    """Return whether two readings of an example agree in the parts that augmentation changes."""
     match one:
         case Tensor():
             return torch.equal(one, other)

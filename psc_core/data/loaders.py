@@ -1,9 +1,8 @@
-"""A data set from what a training loop has: a DataLoader, a data set of (image, label), or any iterable of batches.
+"""Open what a training loop has: a DataLoader, a data set of (image, label), or any iterable of batches.
 
-Everything is read once and kept in a scratch file, like :mod:`.cache` keeps pixels: the passes of a fit read that, so
-order, shuffling, workers and collate functions of a loader do not matter.  Floating-point images are the network's
-inputs and are kept as they are (float32); ``uint8`` tensors, Pillow images, arrays and files are read through a
-:class:`Preprocess`, as a service reads them.
+Everything is read once into a scratch file, and the passes of a fit read that file, so the order, shuffling, workers
+and collate function of a loader do not matter.  Floating-point images are the network's inputs and are kept unchanged
+(float32); ``uint8`` tensors, Pillow images, arrays and files are read through a :class:`Preprocess`, as in a service.
 
 A batch, or a single example of a data set, is a tuple or list that begins with images and labels, or a mapping with one
 of :data:`IMAGE_KEYS` and one of :data:`LABEL_KEYS`.
@@ -34,16 +33,16 @@ from psc_core.images.statistics import Statistic, Statistics
 from psc_core.target import Target
 
 IMAGE_KEYS: Final = ("pixel_values", "image", "images", "img", "x")
-"""Keys of a mapping that hold images, the first that is there."""
+"""The keys under which a mapping may hold images; the first key present counts."""
 
 LABEL_KEYS: Final = ("labels", "label", "targets", "target", "y")
-"""Keys of a mapping that hold labels, likewise."""
+"""The keys under which a mapping may hold labels; the first key present counts."""
 
 MAX_NUMBERED: Final = 1 << 16
-"""Maximum number of classes that nobody named."""
+"""Maximum number of classes without names."""
 
 JOINED: Final = 1024
-"""Labels of batches that are joined at once, so that those of single examples take little memory."""
+"""Number of label tensors that are joined at a time, so that the labels of single examples take little memory."""
 
 
 def open_loader(
@@ -57,23 +56,23 @@ def open_loader(
     unit: str = "",
     name: str = "images",
 ) -> ImageDataset:
-    """Read a loader once, and open what it gave as a data set.
+    """Read a loader once and open its images as a data set.
 
     Args:
         data: A DataLoader, a data set of (image, label), or any iterable of batches.  A training loader should neither
-            drop images nor change them at random: :class:`psc_core.errors.LoaderWarning` says where it does.
-        preprocess: How files become inputs; needed for images that are not inputs yet.
-        mean: Of each channel on the [0, 1] scale, as the loader's transform subtracts it: stands for a ``preprocess``
-            that resizes a file to the size of the inputs.
-        std: What the transform divides by, likewise.
-        classes: Names of the classes; None for "0", "1", … up to the largest label.
+            drop images nor augment them at random; :class:`psc_core.errors.LoaderWarning` reports both.
+        preprocess: How files become inputs; required if the images are not float inputs.
+        mean: The mean of each channel on the [0, 1] scale that the loader's transform subtracts; with ``std`` it stands
+            for a ``preprocess`` that resizes files to the size of the inputs.
+        std: The standard deviation of each channel that the loader's transform divides by.
+        classes: Class names; None for "0", "1", … up to the largest label.
         target: Name of the number that each image has instead of a class, for a regression.
-        unit: Of that number.
-        name: In messages and reports.
+        unit: Unit of that number.
+        name: Name of the data set in messages and reports.
 
     Raises:
-        UsageError: ``data`` is no loader, does not fit on the disk, needs a ``preprocess`` or does not have its size.
-        DataError: A batch without images or labels, of another shape, or with labels out of range.
+        UsageError: If ``data`` is not a loader, does not fit on the disk, needs a ``preprocess`` or has another size.
+        DataError: If a batch lacks images or labels, has another shape than the others, or labels out of range.
 
     Example:
         >>> from torch.utils.data import DataLoader, TensorDataset
@@ -88,7 +87,7 @@ def open_loader(
 
 @dataclass(frozen=True)
 class Spooled:
-    """Images of n examples in a scratch file, and their labels."""
+    """The images of n examples in a scratch file, and their labels."""
 
     images: npt.NDArray[Any]  # (n, channels, height, width), float32 inputs or uint8 pixels
     labels: Tensor  # (n,) or (n, labels of an image)
@@ -99,7 +98,7 @@ class Spooled:
 def read_loader(
     data: Any, name: str, statistics: Statistics, classes: Sequence[str] | None, target: Target | None
 ) -> ImageDataset:
-    """Return the examples of a loader as a data set of classes, or of numbers where there is a ``target``."""
+    """Return the examples of a loader as a classification data set, or as a regression one if ``target`` is given."""
     warn_of_random(data, name)
     spooled = spool(data, name, statistics.preprocess)
     warn_of_dropped(data, name, len(spooled.images))
@@ -115,11 +114,11 @@ def read_loader(
 
 
 def spool(data: Any, name: str, preprocess: Preprocess | None) -> Spooled:
-    """Read all batches into a scratch file without a name.
+    """Read all batches into a nameless scratch file.
 
     Raises:
-        UsageError: ``data`` is no loader, or does not fit on the disk; pixels without a ``preprocess``.
-        DataError: A batch that cannot be used.
+        UsageError: If ``data`` is not a loader, does not fit on the disk, or has pixels and no ``preprocess`` is given.
+        DataError: If a batch cannot be used.
     """
     labels: list[Tensor] = []
     low, high = np.array(np.inf), np.array(-np.inf)
@@ -129,7 +128,7 @@ def spool(data: Any, name: str, preprocess: Preprocess | None) -> Spooled:
             if number == 0:
                 scratch.check_room(
                     images.nbytes * (length_of(data) or 0), images.dtype
-                )  # Before hours are spent on reading.
+                )  # before hours are spent on reading
             scratch.append(images)
             low = np.minimum(low, images.min(axis=(0, 2, 3)))
             high = np.maximum(high, images.max(axis=(0, 2, 3)))
@@ -141,17 +140,17 @@ def spool(data: Any, name: str, preprocess: Preprocess | None) -> Spooled:
 
 
 def elements(data: Any, name: str) -> Iterator[Any]:
-    """Yield the batches of a loader, or the single examples of a data set.
+    """Yield the batches of a loader or the single examples of a data set.
 
     Raises:
-        UsageError: It is neither.
+        UsageError: If ``data`` is neither.
     """
     if isinstance(data, Tensor | np.ndarray | str | bytes | Mapping):
         pass
     elif hasattr(data, "__iter__"):
         return iter(data)
     elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return (data[index] for index in range(len(data)))  # Many data sets do not end an iteration by themselves.
+        return (data[index] for index in range(len(data)))  # many data sets never raise IndexError
     raise UsageError(
         f"expected a DataLoader, a data set of (image, label) or an iterable of batches for {name}, got "
         f"{described(data)}"
@@ -162,8 +161,8 @@ def batch_of(element: Any, where: str, preprocess: Preprocess | None) -> tuple[n
     """Return the images (n, channels, height, width) and labels (n, …) of a batch, or of a single example.
 
     Raises:
-        UsageError: Pixels without a ``preprocess``.
-        DataError: It has no images or no labels, or another number of the one than of the other.
+        UsageError: If it has pixels and no ``preprocess`` is given.
+        DataError: If it lacks images or labels, or their numbers differ.
     """
     images, labels = _pair(element, where)
     if isinstance(images, Image.Image | bytes | str | Path) or getattr(images, "ndim", None) in (2, 3):
@@ -190,7 +189,7 @@ def _pair(element: Any, where: str) -> tuple[Any, Any]:
 
 
 def _images_of(images: Any, where: str, preprocess: Preprocess | None) -> npt.NDArray[Any]:
-    """Floats as they are; pixels, pictures and files through ``preprocess``."""
+    """Return floats unchanged, and pixels, pictures and files read through ``preprocess``."""
     if isinstance(images, list | tuple) and images and all(map(_is_float, images)):
         if len({tuple(each.shape) for each in images}) > 1:
             raise DataError(f"{where}: expected inputs of one shape; resize them in the transform")
@@ -201,7 +200,7 @@ def _images_of(images: Any, where: str, preprocess: Preprocess | None) -> npt.ND
         return _inputs_of(images, where)
     if preprocess is None:
         raise UsageError(
-            f"{where}: images that are no float inputs ({described(next(iter(images), images))}) need preprocess=…, "
+            f"{where}: images that are not float inputs ({described(next(iter(images), images))}) need preprocess=…, "
             "which says how they become inputs"
         )
     return np.stack([_read(image, preprocess) for image in images])
@@ -237,7 +236,7 @@ def _read(image: Any, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
 
 
 def _tensor_of(labels: Any, where: str) -> Tensor:
-    """Labels of n images as a tensor on the CPU, (n,) or (n, r)."""
+    """Return the labels of n images as a tensor on the CPU, (n,) or (n, r)."""
     try:
         parts = [torch.as_tensor(each) for each in labels] if isinstance(labels, list | tuple) else None
         found = torch.as_tensor(labels) if parts is None else torch.stack(parts)
@@ -250,18 +249,20 @@ def _tensor_of(labels: Any, where: str) -> Tensor:
 def _joined(labels: list[Tensor], name: str) -> Tensor:
     shapes = {tuple(each.shape[1:]) for each in labels}
     if len(shapes) > 1:
-        raise DataError(f"{name}: expected as many labels of each image, got batches of {sorted(shapes)} labels")
+        raise DataError(
+            f"{name}: expected the same number of labels for each image, got batches of {sorted(shapes)} labels"
+        )
     return torch.cat(labels)
 
 
 def _numbers(labels: Tensor, name: str) -> Tensor:
     if labels.ndim != 1:
-        raise DataError(f"{name}: expected one number of each image, got labels of shape (n, {labels.shape[1]})")
+        raise DataError(f"{name}: expected one number for each image, got labels of shape (n, {labels.shape[1]})")
     return labels.double()
 
 
 def _class_indices(labels: Tensor, name: str, classes: int | None) -> Tensor:
-    """Class indices; several of an image where it belongs to several classes."""
+    """Check class indices, (n,), or (n, r) if an image may belong to several classes."""
     if labels.is_floating_point() or labels.is_complex():
         raise DataError(
             f"{name}: expected class indices, got labels of {labels.dtype}; class indices are whole numbers, and for "
@@ -269,7 +270,7 @@ def _class_indices(labels: Tensor, name: str, classes: int | None) -> Tensor:
         )
     labels = labels.long()
     if labels.ndim > 2:
-        raise DataError(f"{name}: expected one label of each image, got labels of shape {tuple(labels.shape)}")
+        raise DataError(f"{name}: expected one label for each image, got labels of shape {tuple(labels.shape)}")
     if labels.ndim == 2:
         is_flag = int(labels.min()) >= 0 and int(labels.max()) <= 1
         if is_flag and (bool((labels.sum(1) == 1).all()) or (labels.shape[1] == classes and labels.shape[1] > 2)):
@@ -281,7 +282,7 @@ def _class_indices(labels: Tensor, name: str, classes: int | None) -> Tensor:
 
 
 def _numbered(last: int, name: str) -> tuple[str, ...]:
-    """Names of the classes 0 … last."""
+    """Return "0" … "last" as class names."""
     if last >= MAX_NUMBERED:
         raise DataError(
             f"{name}: expected class indices, got {last}; number the classes from 0, or name them, classes=[…]"

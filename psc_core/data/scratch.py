@@ -1,7 +1,7 @@
-"""Images of which nobody knows how many will come, kept in a file while a fit makes its passes.
+"""Keep images whose number is not known beforehand in a file while a fit makes its passes.
 
-The file has no name, so nothing of it is left when the process ends, however it ends.  It is written before it is
-mapped: a full disk is an error at a write, where reserved space would have to be known beforehand.
+The file has no name, so nothing is left of it however the process ends.  It is written before it is mapped, so a full
+disk is an error at a write; reserving the space would need the size beforehand.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from psc_core.data.cache import FREE_FRACTION
 from psc_core.errors import DataError, UsageError
 
 ELSEWHERE: Final = "set TMPDIR to a folder of a larger disk"
-"""The remedy where there is no room."""
+"""The remedy for a full disk, for messages."""
 
 
 @dataclass
 class Scratch:
-    """Batches of images of one shape and type, appended to a file."""
+    """Batches of images of one shape and dtype, appended to a file."""
 
-    name: str  # of the images, in messages
+    name: str  # of the data set, for messages
     file: IO[bytes]
-    room: int  # bytes that they may take
-    first: npt.NDArray[Any] | None = None  # none of its images: shape and type of all
-    count: int = 0  # batches
-    size: int = 0  # bytes
+    room: int  # maximum size, bytes
+    first: npt.NDArray[Any] | None = None  # an empty array with the images' shape and dtype
+    count: int = 0  # batches written
+    size: int = 0  # bytes written
 
     def append(self, images: npt.NDArray[Any]) -> None:
         """Write a batch (n, channels, height, width).
 
         Raises:
-            DataError: Another shape or type than the batches before it.
-            UsageError: It does not fit on the disk.
+            DataError: If its shape or dtype differs from the batches before it.
+            UsageError: If it does not fit on the disk.
         """
         first = images if self.first is None else self.first
         if images.shape[1:] != first.shape[1:] or images.dtype != first.dtype:
@@ -56,14 +56,14 @@ class Scratch:
                 left = left[self.file.write(left) :]
         except OSError as error:
             raise UsageError(
-                f"cannot keep {self.name} in {tempfile.gettempdir()}: {error.strerror}; {ELSEWHERE}"
+                f"cannot store {self.name} in {tempfile.gettempdir()}: {error.strerror}; {ELSEWHERE}"
             ) from error
         self.first = first[:0]
         self.count += 1
         self.size += images.nbytes
 
     def check_room(self, size: int, dtype: npt.DTypeLike) -> None:
-        """Reject so many bytes where they do not fit on the disk, by :class:`UsageError`."""
+        """Raise :class:`UsageError` if a file of ``size`` bytes does not fit on the disk."""
         if size > self.room:
             smaller = "" if dtype == np.uint8 else ", or uint8 images with preprocess=…, which take a quarter"
             raise UsageError(
@@ -73,10 +73,10 @@ class Scratch:
             )
 
     def images(self) -> npt.NDArray[Any]:
-        """Return all that was appended, (n, channels, height, width), read-only; it stays when the file is closed.
+        """Map everything appended, (n, channels, height, width), read-only; the array outlives the file object.
 
         Raises:
-            DataError: Nothing was.
+            DataError: If nothing was appended.
         """
         if self.first is None:
             raise DataError(f"{self.name} gave no images; an iterator gives them only once, so give the loader itself")
@@ -86,6 +86,6 @@ class Scratch:
 
 @contextmanager
 def scratch_file(name: str) -> Iterator[Scratch]:
-    """A context with an empty file for images of some ``name``."""
+    """Open an empty scratch file for the images of the data set ``name``."""
     with tempfile.TemporaryFile(prefix="psc-inputs-", buffering=0) as file:
         yield Scratch(name, file, int(FREE_FRACTION * shutil.disk_usage(tempfile.gettempdir()).free))

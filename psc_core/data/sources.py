@@ -1,4 +1,4 @@
-"""Random access to stored images: arrays, encoded files in memory, or files on disk."""
+"""Random access to stored images: arrays, encoded files in memory or files on disk."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from psc_core.images.files import read_file
 from psc_core.images.preprocess import Preprocess
 
 StoredImage = npt.NDArray[np.uint8] | npt.NDArray[np.float32]
-"""One image (channels, height, width): ``uint8`` pixels, or the ``float32`` input that a loader made of it."""
+"""One image (channels, height, width): ``uint8`` pixels, or a ``float32`` input from a loader."""
 
 
 @runtime_checkable  # so that annotations can be checked at run time
 class ImageSource(Protocol):
-    """Stored images, read one by one."""
+    """A store from which images are read one by one."""
 
     def __len__(self) -> int: ...
 
     def read(self, index: int, preprocess: Preprocess) -> StoredImage:
-        """Image ``index`` of the size that ``preprocess`` gives."""
+        """Return image ``index`` in the size that ``preprocess`` gives."""
 
     def fingerprint(self, index: int) -> bytes:
-        """Bytes that identify the stored image, for :meth:`psc_core.data.dataset.ImageDataset.digest`."""
+        """Return bytes that identify the stored image, for :meth:`psc_core.data.dataset.ImageDataset.digest`."""
 
 
 @dataclass(frozen=True)
 class ArraySource:
-    """Grey images held as one ``uint8 (n, height, width)`` array."""
+    """Grey images in one ``uint8 (n, height, width)`` array."""
 
     images: npt.NDArray[np.uint8]
 
@@ -47,11 +47,11 @@ class ArraySource:
         return preprocess.from_image(Image.fromarray(self.images[index]))
 
     def fits(self, preprocess: Preprocess) -> bool:
-        """Return whether ``preprocess`` leaves these images unchanged, so that they need not be read one by one."""
+        """Return whether ``preprocess`` leaves these images unchanged, so that they can be read all at once."""
         return preprocess.resize is None and (1, *self.images.shape[1:]) == preprocess.shape
 
     def take(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
-        """Images ``(n, 1, height, width)``, where they fit."""
+        """Return images as ``(n, 1, height, width)``; valid only if :meth:`fits`."""
         return self.images[indices][:, None]
 
     def fingerprint(self, index: int) -> bytes:
@@ -60,9 +60,9 @@ class ArraySource:
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Images of the network's size as one array (n, channels, height, width), ``float32`` inputs or ``uint8`` pixels.
+    """Images of the network's size in one array (n, channels, height, width): ``float32`` inputs or ``uint8`` pixels.
 
-    No preprocessing can give them another size.
+    They cannot be resized.
     """
 
     images: npt.NDArray[Any]
@@ -80,11 +80,11 @@ class TensorSource:
         return image
 
     def fits(self, preprocess: Preprocess) -> bool:
-        """Return whether they have the size that ``preprocess`` gives."""
+        """Return whether the images have the size that ``preprocess`` gives."""
         return self.images.shape[1:] == preprocess.shape
 
     def take(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """Images ``(n, channels, height, width)``."""
+        """Return images as ``(n, channels, height, width)``."""
         taken: npt.NDArray[Any] = self.images[indices]
         return taken
 
@@ -94,7 +94,7 @@ class TensorSource:
 
 @dataclass(frozen=True)
 class EncodedSource:
-    """Encoded image files held in memory, each with a name for messages."""
+    """Encoded image files in memory, each with a name for messages."""
 
     names: Sequence[str]
     files: Sequence[bytes]
@@ -112,9 +112,9 @@ class EncodedSource:
 
 @dataclass(frozen=True)
 class FileSource:
-    """Encoded image files on disk, identified by their path below ``root`` and their size.
+    """Encoded image files on disk, identified by their size and their path below ``root``.
 
-    ``names`` are these paths, ``bytes (n,)``: one array, because ``Path`` objects take ten times as much.
+    ``names`` holds these paths as ``bytes (n,)``: one array, because ``Path`` objects take ten times as much memory.
     """
 
     root: Path
@@ -124,7 +124,6 @@ class FileSource:
         return len(self.names)
 
     def path(self, index: int) -> Path:
-        """Path of image ``index``."""
         return self.root / os.fsdecode(self.names[index])
 
     def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
@@ -138,7 +137,7 @@ class FileSource:
             return bytes(self.names[index]) + f"\0{path.stat().st_size}\n".encode()
 
     def modified_ns(self, index: int) -> int:
-        """When the file of image ``index`` was changed last, nanoseconds since 1970."""
+        """Return the time of the last change of the file of image ``index``, in nanoseconds since 1970."""
         path = self.path(index)
         with _naming(path):
             return path.stat().st_mtime_ns
@@ -146,7 +145,7 @@ class FileSource:
 
 @contextmanager
 def _naming(image: str | Path) -> Iterator[None]:
-    """A context whose errors name the image."""
+    """Turn the errors of a block into :class:`DataError` that name the image."""
     try:
         yield
     except ImageError as error:

@@ -1,7 +1,7 @@
-"""A data set from its *spec*:
+"""Open a data set by its *spec*:
 
 * ``DIR``: the ImageFolder layout, ``class/file.png``;
-* ``FILE.csv`` or ``FILE.parquet``: a table of image files and numbers, for regression (:mod:`psc_core.data.targets`);
+* ``FILE.csv`` or ``FILE.parquet``: a table of image files and numbers, for a regression (:mod:`psc_core.data.targets`);
 * ``mnist:ROOT``, ``fashion-mnist:ROOT``, ``ambiguous-mnist:ROOT``, ``dirty-mnist:ROOT``, ``cifar10:ROOT``,
   ``rotated-mnist:ROOT``: a named data set whose files are below ``ROOT`` (:mod:`psc_core.data.builtin`);
 * ``package.module:factory``: a function ``factory(split=…, preprocess=…) -> ImageDataset``.
@@ -41,18 +41,18 @@ def open_dataset(
     target: str | None = None,
     unit: str = "",
 ) -> ImageDataset:
-    """Open the data set that ``spec`` names (see the module docstring).
+    """Open the data set that ``spec`` names; see the module docstring.
 
     Args:
-        split: ``"train"``, ``"val"`` or ``"test"``.  A directory is the same for every split, but only for
-            ``"train"`` must each of its class folders hold images.
+        split: ``"train"``, ``"val"`` or ``"test"``.  A directory is the same for every split, but each of its class
+            folders must hold images only for ``"train"``.
         preprocess: How the images are read.
-        labelled_images: When false, all images below a directory are one class (out-of-distribution sets).
-        target: Column of a table that holds the numbers; None for the only one.
-        unit: Of the numbers in a table.
+        labelled_images: If false, all images below a directory form one class (out-of-distribution sets).
+        target: The column of a table that holds the numbers; None if there is only one.
+        unit: The unit of the numbers in a table.
 
     Raises:
-        DataError: The spec, the directory or its layout is invalid.
+        DataError: If the spec, the directory or its layout is invalid.
 
     Example:
         >>> from psc_core import PRESETS, open_dataset
@@ -61,16 +61,16 @@ def open_dataset(
         (800, 10)
     """
     body, mark, chosen = spec.rpartition("#")
-    if not mark or Path(spec).exists():  # Names may have a "#".
+    if not mark or Path(spec).exists():  # a "#" may belong to the name
         body, chosen = spec, ""
     split = chosen or split
     if split not in SPLITS:
         raise DataError(f"expected a split of {', '.join(SPLITS)}, got {split!r} in {spec!r}")
-    kind, separator, rest = body.partition(":")
-    if separator and kind in BUILT_IN:
-        return BUILT_IN[kind](Path(rest), split, preprocess)
-    if separator and "/" not in kind and not Path(body).exists():
-        return _from_factory(kind, rest, split, preprocess)
+    family, separator, rest = body.partition(":")
+    if separator and family in BUILT_IN:
+        return BUILT_IN[family](Path(rest), split, preprocess)
+    if separator and "/" not in family and not Path(body).exists():
+        return _from_factory(family, rest, split, preprocess)
     if Path(body).suffix in TABLE_SUFFIXES and not Path(body).is_dir():
         return open_table(Path(body), preprocess, target=target, unit=unit)
     return image_folder(Path(body), preprocess, labelled_images=labelled_images, empty_classes=split != "train")
@@ -79,14 +79,13 @@ def open_dataset(
 def image_folder(
     root: Path, preprocess: Preprocess, *, labelled_images: bool = True, empty_classes: bool = False
 ) -> ImageDataset:
-    """The images below ``root``; each folder in it is a class, in name order (one class without ``labelled_images``).
+    """Open the images below ``root``; each of its folders is a class, in name order.
 
-    Hidden folders, such as a notebook's ``.ipynb_checkpoints``, are no classes.
-
-    ``empty_classes`` accepts class folders without images, for test sets that lack a class.
+    Hidden folders, such as a notebook's ``.ipynb_checkpoints``, are skipped.  Without ``labelled_images`` all images
+    form one class.  ``empty_classes`` accepts class folders without images, for test sets that lack a class.
 
     Raises:
-        DataError: Not a directory, no class folders, a class without images, or a class name that is not UTF-8.
+        DataError: If it is not a directory, has no class folders, a class without images, or a name that is not UTF-8.
     """
     if not root.is_dir():
         raise DataError(f"{root} is not a directory; give a directory of images")

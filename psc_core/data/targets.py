@@ -1,4 +1,4 @@
-"""Images with a measured number each: a table beside image files."""
+"""Images that each have a measured number, from a table beside the image files."""
 
 from __future__ import annotations
 
@@ -21,26 +21,25 @@ from psc_core.images.preprocess import Preprocess
 from psc_core.target import Target
 
 FILE_COLUMN: Final = "file"
-"""Column of a table that holds the paths of images, relative to the table's folder."""
+"""The column of a table that holds the paths of the images, relative to the table's folder."""
 
 TABLE_SUFFIXES: Final = (".csv", ".parquet")
-"""Suffixes of tables."""
 
 
 def known_values(values: Tensor | None) -> Tensor:
-    """Return the numbers of images; raises :class:`DataError` where these have classes instead."""
+    """Return the target values of images; raise :class:`DataError` if the images have classes instead."""
     if values is None:
-        raise DataError("expected images with numbers, got images with classes; give those of the model's task")
+        raise DataError("expected images with numbers, got images with classes; give images for the model's task")
     return values
 
 
 def measured(
     name: str, target: Target, source: ImageSource, values: Float[Tensor, " n"], preprocess: Preprocess
 ) -> ImageDataset:
-    """A data set of the n images in ``source``, each with one of ``values``; it has one bin.
+    """Create a data set of the n images in ``source`` with target ``values``, all in one bin.
 
     Raises:
-        DataError: No images, another number of values than of images, or a value that is not finite.
+        DataError: If there are no images, not as many values as images, or a value is not finite.
     """
     count = len(values)
     if len(source) != count or count == 0:
@@ -58,27 +57,27 @@ def measured(
 
 
 def open_table(path: Path, preprocess: Preprocess, *, target: str | None = None, unit: str = "") -> ImageDataset:
-    """The images that a table names, with the numbers of one of its columns.
+    """Open the images that a table lists, with the numbers in one of its columns.
 
     Args:
-        path: ``.csv`` with a header, or ``.parquet``: a column :data:`FILE_COLUMN` and others of numbers.
+        path: A ``.csv`` with a header or a ``.parquet`` with the column :data:`FILE_COLUMN` and columns of numbers.
         preprocess: How the images are read.
-        target: Name of the column; None for the only one.
-        unit: Of the numbers.
+        target: The name of the column; None if there is only one.
+        unit: The unit of the numbers.
 
     Raises:
-        DataError: The table cannot be read, lacks a column, or holds something that is no number.
-        UsageError: ``target`` is none of its columns, or left out where there are several.
+        DataError: If the table cannot be read, lacks a column, or has an entry that is not a number.
+        UsageError: If ``target`` is not one of its columns, or is None and there are several.
     """
     columns = _read_table(path)
     if FILE_COLUMN not in columns:
         raise DataError(f"{path} has no column {FILE_COLUMN!r}, it has {', '.join(columns)}; add the images' paths")
     others = [name for name in columns if name != FILE_COLUMN]
     if target is None and len(others) != 1:
-        raise UsageError(f"{path} has the columns {', '.join(others) or 'none'} beside the files; choose by --target")
+        raise UsageError(f"{path} has the columns {', '.join(others) or 'none'} and files; choose one with --target")
     column = target or others[0]
     if column not in others:
-        raise UsageError(f"{path} has no column {column!r}, it has {', '.join(others)}; choose by --target")
+        raise UsageError(f"{path} has no column {column!r}, it has {', '.join(others)}; choose one with --target")
     values = torch.empty(len(columns[column]), dtype=torch.float64)
     for row, value in enumerate(columns[column]):
         try:
@@ -90,7 +89,7 @@ def open_table(path: Path, preprocess: Preprocess, *, target: str | None = None,
 
 
 def _read_table(path: Path) -> dict[str, list[Any]]:
-    """Read a table: its columns by name."""
+    """Read the columns of a table by name."""
     if path.suffix == ".parquet":
         try:
             from pyarrow import parquet
@@ -106,7 +105,7 @@ def _read_table(path: Path) -> dict[str, list[Any]]:
         return columns
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = [row for row in csv.reader(file) if row]  # A line without anything is no row.
+            rows = [row for row in csv.reader(file) if row]  # blank lines are not rows
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"cannot read the table {path}: {error}") from error
     if not rows:
@@ -115,12 +114,12 @@ def _read_table(path: Path) -> dict[str, list[Any]]:
     _check_names(path, header)
     for number, row in enumerate(rows[1:], 1):
         if len(row) != len(header):
-            raise DataError(f"{path}: row {number} has {len(row)} values, the header {len(header)}; mend the row")
+            raise DataError(f"{path}: row {number} has {len(row)} values, the header {len(header)}; correct the row")
     return {name: [row[at] for row in rows[1:]] for at, name in enumerate(header)}
 
 
 def _check_names(path: Path, columns: Sequence[str]) -> None:
-    """Reject a table of which two columns share a name; raises :class:`DataError`."""
+    """Raise :class:`DataError` if two columns of a table have the same name."""
     name, count = Counter(columns).most_common(1)[0] if columns else ("", 0)
     if count > 1:
         raise DataError(f"{path} has the column {name!r} twice; name each column once")

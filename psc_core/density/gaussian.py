@@ -53,7 +53,7 @@ class ClasswiseDensity(Density):
     whiteners: Tensor
 
     def class_distances(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
-        """Mahalanobis distances: a batched matrix product (P → P), one entry for each class."""
+        """Return Mahalanobis distances, by one batched matrix product (P → P) with an entry for each class."""
         batch = max(1, SERVE_ELEMENTS // self.centres.numel())
         if len(w) > batch:
             return torch.cat([self.class_distances(part) for part in torch.split(w, batch)])
@@ -63,7 +63,7 @@ class ClasswiseDensity(Density):
         return distances.T
 
     def deviation(self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]) -> Float[Tensor, "batch kept"]:
-        """``S_k^(−1/2) (w − m_k)``, k from ``classes``."""
+        """Return ``S_k^(−1/2) (w − m_k)``, k from ``classes``."""
         return torch.einsum("bpq,bq->bp", self.whiteners[classes], (w - self.centres[classes]).float())
 
 
@@ -97,12 +97,12 @@ class TiedDensity(Density):
     centres: Tensor
 
     def class_distances(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
-        """``‖w − m_k‖`` from differences: ‖w‖² − 2 w·m + ‖m‖² would cancel where classes are tight."""
+        """Return ``‖w − m_k‖`` from differences; ‖w‖² − 2 w·m + ‖m‖² would cancel where classes are tight."""
         # PyTorch's default expands the square where there are more than 25 points.
         return torch.cdist(w, self.centres, compute_mode="donot_use_mm_for_euclid_dist").float()
 
     def deviation(self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]) -> Float[Tensor, "batch kept"]:
-        """``w − m_k``, k from ``classes``."""
+        """Return ``w − m_k``, k from ``classes``."""
         return (w - self.centres[classes]).float()
 
 
@@ -122,7 +122,7 @@ class RelativeDensity(TiedDensity):
     background_constant: Tensor
 
     def class_log_joint(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
-        """``log π_k + log N_k − log N_background``, nats.
+        """Return ``log π_k + log N_k − log N_background``, nats.
 
         The difference is taken in float64: far from the data both terms are large and nearly equal.
         """

@@ -1,13 +1,13 @@
-"""A fitted model on test images, beside other detectors.
+"""Evaluate a fitted model on test images, beside other detectors.
 
-:mod:`.evaluate` runs an evaluation.  What differs between tasks lies in the module with a task's name; each offers
+:mod:`.evaluate` runs an evaluation.  The parts that depend on the task lie in a module named after it, which has
 
 ================== ================================================================================================
-``open_images``    the in-distribution test images that a spec names
-``open_baselines`` other detectors, fitted on the network that the model was cut from
-``own_network``    the network itself, as a baseline
-``score_images``   one pass of a data set through the served path, and beside it the baselines
-``quality_of``     metrics of scored images, by predictor
-``compare``        the :class:`.base.Report` of scored images
+``open_images``    opens the in-distribution test images that a spec names
+``open_baselines`` fits other detectors on the network that the model was cut from
+``own_network``    returns the network itself, as a baseline
+``score_images``   sends a data set through the served path and the baselines
+``quality_of``     returns the metrics of scored images, by predictor
+``compare``        returns the :class:`.base.Report` of scored images
 ================== ================================================================================================
 """

@@ -1,4 +1,4 @@
-"""The parts of every task's evaluation: the pass through the served path, observed rates, the base of reports."""
+"""The parts of every task's evaluation: the network as a baseline, observed rates, the base class of reports."""
 
 from __future__ import annotations
 
@@ -16,27 +16,26 @@ from psc_core.metrics.intervals import CountInterval, RateInterval
 from psc_core.precision import Precision
 
 PRIMARY: Final = "psc"
-"""The score that the service decides by, and the predictor that it serves; others are compared with it."""
+"""The name of the score by which the service decides, and of its predictor; all others are compared with it."""
 
 LEVEL: Final = 0.99
-"""Probability of the intervals around observed rates."""
+"""The confidence level of the intervals around observed rates."""
 
 
 @dataclass(frozen=True)
 class ObservedRate:
-    """A nominal rate and the one observed on test images."""
+    """A nominal rate and the rate observed on test images."""
 
     nominal: float
-    count: int  # of the images to which it happened
-    images: int  # that were tested
-    level: float  # probability of the three intervals
+    count: int  # number of images with the event
+    images: int  # number of test images
+    level: float  # confidence level of the three intervals
     interval: RateInterval  # rates that explain the count (Clopper–Pearson)
     acceptance: CountInterval  # counts that the nominal rate explains (binomial)
-    calibrated_acceptance: CountInterval  # and after calibration on so few images (beta-binomial)
+    calibrated_acceptance: CountInterval  # the same after calibration on few images (beta-binomial)
 
     @property
     def rate(self) -> float:
-        """The observed rate."""
         return self.count / self.images
 
     @property
@@ -49,7 +48,7 @@ class ObservedRate:
 
 
 def observed_rate(happened: Bool[Tensor, " n"], nominal: float, calibration_images: int) -> ObservedRate:
-    """Return the fraction and count of an event, beside its nominal rate."""
+    """Compare the observed rate of an event with its nominal rate."""
     count, images = int(happened.sum()), len(happened)
     return ObservedRate(
         nominal=nominal,
@@ -64,11 +63,11 @@ def observed_rate(happened: Bool[Tensor, " n"], nominal: float, calibration_imag
 
 @dataclass(frozen=True)
 class Report:
-    """Base of the reports: how good a model is on test images."""
+    """The base class of reports on how good a model is on test images."""
 
-    model: Mapping[str, str]  # what identifies it, with at least name, version and layer
-    id_name: str  # in-distribution test data
-    images: int  # of this data
+    model: Mapping[str, str]  # identifies the model by at least name, version and layer
+    id_name: str  # name of the in-distribution test data
+    images: int  # number of these images
 
     def to_text(self) -> str:
         """Return the report for a terminal."""
@@ -85,17 +84,17 @@ class Report:
 
 @dataclass(frozen=True)
 class OwnNetwork:
-    """A network as it was trained, beside which its fitted model is shown.
+    """A network as it was trained, shown beside the model that was fitted to it.
 
-    It runs in the model's precision: the two then differ by what was fitted, not by how the network was computed.
+    It runs in the model's precision, so that the two differ only by the fit.
     """
 
-    net: nn.Module  # on the device, as many outputs as its task predicts from
+    net: nn.Module  # on the device, with the outputs from which its task predicts
     preprocess: Preprocess
     precision: Precision
 
     def outputs(self, images: Images) -> Float[Tensor, "batch outputs"]:
-        """Return its outputs, float64."""
+        """Return the network's outputs, float64."""
         inputs = self.preprocess.standardise(images)
         with autocast(images.device, self.precision):
             output: Tensor = self.net(inputs)

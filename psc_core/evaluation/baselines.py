@@ -1,7 +1,7 @@
-"""The detectors that people use instead of PSC, from one forward pass of the same network.
+"""Detectors that people use instead of PSC, from one forward pass of the same network.
 
 Every score is higher for images that are less like the training data.  Symbols: ``f_c`` logits, ``p = softmax(f)``,
-``h`` the penultimate features (averaged over positions where the layer has any).
+``h`` the penultimate features (averaged over positions if the layer has several).
 
 ===================  =================================================================================
 ``max-softmax``      1 − max_c p_c (Hendrycks & Gimpel 2017)
@@ -16,8 +16,8 @@ Every score is higher for images that are less like the training data.  Symbols:
 ``gda`` and ``mahalanobis++`` keep every component of the features, because directions with almost no variance may
 separate OOD images.  Softmax scores are computed from logits in float64, where a confident network does not saturate.
 
-Memory: the features of a seeded random subset of at most :data:`BANK_IMAGES` training images and :data:`BANK_BYTES`;
-everything else streams.
+Memory: only the features of a seeded random subset of at most :data:`BANK_IMAGES` training images and
+:data:`BANK_BYTES` are kept; everything else is streamed.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from torch.nn import functional
 
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset, drawn
-from psc_core.density import DENSITIES, Density
-from psc_core.density.fit.density import fit_density
+from psc_core.density import DENSITIES
+from psc_core.density.base import Density
+from psc_core.density.fit.density import Examples, fit_density
 from psc_core.density.gaussian import ClasswiseDensity
 from psc_core.errors import FitError, NetworkError
 from psc_core.evaluation.base import OwnNetwork
@@ -44,28 +45,28 @@ from psc_core.images.preprocess import Images, Preprocess
 from psc_core.network.backbone import Backbone, check_own_output, example_input, truncate
 from psc_core.numerics import linalg
 from psc_core.numerics.matrix import usable
-from psc_core.tasks.classification.heads import entropy
+from psc_core.tasks.classification.heads.base import entropy
 
 NEIGHBOURS: Final = 50
-"""k of ``knn``, OpenOOD's choice for CIFAR-10."""
+"""The k of ``knn``, OpenOOD's choice for CIFAR-10."""
 
 BANK_IMAGES: Final = 50_000
 """Maximum number of training images whose features are kept."""
 
 BANK_BYTES: Final = 1 << 28
-"""Maximum size of the bank of training features, bytes of float32."""
+"""Maximum size of the training features that are kept, in bytes of float32."""
 
 BANK_CHUNK: Final = 8192
-"""Images of the bank in one block of similarities."""
+"""Number of images of the bank in one block of similarities."""
 
 GAUSSIAN_ELEMENTS: Final = 1 << 28
-"""Maximum K × P × P of the class-wise Gaussians (1 GiB of float32); P is reduced for many classes."""
+"""Maximum K × P × P of the class-wise Gaussians (1 GiB in float32); with many classes P is reduced."""
 
 
 class BaselineOutputs(NamedTuple):
-    """The baselines' outputs for a batch."""
+    """The outputs of the baselines for a batch."""
 
-    scores: dict[str, Tensor]  # (B,) float64, by detector, in the order reports print them
+    scores: dict[str, Tensor]  # (B,) float64, by detector, in printed order
     probabilities: dict[str, Tensor]  # (B, K) float64, by "base" and "temperature"
 
 
@@ -73,11 +74,11 @@ class BaselineOutputs(NamedTuple):
 class Baselines:
     """Fitted detectors around one network."""
 
-    backbone: Backbone  # the whole network, giving penultimate features and logits
-    preprocess: Preprocess  # of the data that they were fitted on
+    backbone: Backbone  # the whole network, returning penultimate features and logits
+    preprocess: Preprocess  # of the data used for fitting
     temperature: float  # T
-    gda: Density  # of h
-    mahalanobis: Density  # of h / ‖h‖, tied
+    gda: Density  # log p(h)
+    mahalanobis: Density  # on h / ‖h‖, with a tied covariance
     bank: Float[Tensor, "images dim"]  # training features of unit length
 
     @torch.no_grad()
@@ -99,10 +100,10 @@ class Baselines:
 
 
 class OwnClassifier(OwnNetwork):
-    """A classifier as it was trained, logits out, beside which a PSC is shown."""
+    """A classifier as it was trained, shown beside its PSC."""
 
     def score(self, images: Images) -> BaselineOutputs:
-        """Return its softmax, in float64."""
+        """Return the max-softmax score and the softmax of a batch, in float64."""
         logits = self.outputs(images)
         return BaselineOutputs({"max-softmax": max_softmax_score(logits)}, {"base": logits.softmax(1)})
 
@@ -119,16 +120,16 @@ def fit_baselines(
     """Fit every detector: one pass over (a subset of) ``train``, one over ``val``.
 
     Args:
-        net: The classifier, logits out; moved to the device.
-        penultimate_layer: Module whose output the last linear layer reads.
-        train: For the Gaussians and the nearest-neighbour bank.
-        val: Images on which the temperature is chosen.
-        compute: Device and batch size; baselines always run in float32.
-        seed: Chooses these images.
+        net: The classifier, which returns logits; moved to the device.
+        penultimate_layer: The module whose output the last linear layer reads.
+        train: The images for the Gaussians and the nearest-neighbour bank.
+        val: The images on which the temperature is chosen.
+        compute: The device and batch size; baselines always run in float32.
+        seed: The seed for drawing the training images.
 
     Raises:
-        UsageError: The network gives another number of logits than ``train`` has classes.
-        FitError: No class has two images, or features are not finite.
+        UsageError: If the network returns another number of logits than ``train`` has classes.
+        FitError: If no class has two images, or features are not finite.
     """
     compute = replace(compute, precision="fp32")
     net.to(compute.device)
@@ -154,7 +155,7 @@ def fit_baselines(
 
 
 def full_density(z: Float[Tensor, "n dim"], labels: Int[Tensor, " n"], *, num_classes: int, kind: str) -> Density:
-    """Fit a density with all components of the features that memory allows.
+    """Fit a density with as many components of the features as memory allows.
 
     Every class has at least two labels; arguments and errors are those of
     :func:`psc_core.density.fit.density.fit_density`.
@@ -167,7 +168,7 @@ def full_density(z: Float[Tensor, "n dim"], labels: Int[Tensor, " n"], *, num_cl
     components = max(1, int((variances > noise).sum()))
     if issubclass(DENSITIES[kind], ClasswiseDensity):
         components = min(components, max(1, math.isqrt(GAUSSIAN_ELEMENTS // num_classes)))
-    return fit_density(z, labels, num_classes=num_classes, kind=kind, pca=components)
+    return fit_density(Examples(z, labels, num_classes), kind=kind, pca=components)
 
 
 def penultimate_and_logits(
@@ -186,9 +187,9 @@ def max_softmax_score(logits: Float[Tensor, "batch classes"]) -> Float[Tensor, "
 
 
 def knn_score(unit: Float[Tensor, "batch dim"], bank: Float[Tensor, "images dim"]) -> Float[Tensor, " batch"]:
-    """Return the Euclidean distance to the k-th nearest of ``bank``, or to the farthest if there are fewer.
+    """Return the Euclidean distance to the k-th nearest vector in ``bank``, or to the farthest if there are fewer.
 
-    ``√(2 − 2 cos)`` of unit vectors; the bank is read in blocks, and the k largest cosines so far are kept.
+    For unit vectors this is ``√(2 − 2 cos)``; the bank is read in blocks, and the k largest cosines so far are kept.
     """
     k = min(NEIGHBOURS, len(bank))
     best = unit.new_empty(len(unit), 0)
@@ -201,7 +202,7 @@ def knn_score(unit: Float[Tensor, "batch dim"], bank: Float[Tensor, "images dim"
 def _training_features(
     backbone: Backbone, train: ImageDataset, compute: Compute, seed: int
 ) -> tuple[Float[Tensor, "images dim"], Int[Tensor, " examples"], Int[Tensor, " examples"]]:
-    """Return features of a random subset, and image index and label of each of its labelled examples."""
+    """Return the features of a random subset, and the image index and label of each labelled example in it."""
     subset = drawn(train, BANK_IMAGES, seed)
     kept, image_index, labels = [], [], []
     images = 0
@@ -217,7 +218,7 @@ def _training_features(
 
 
 def _usable_density(features: Tensor, image_index: Tensor, labels: Tensor, *, kind: str) -> Density:
-    """Fit :func:`full_density` to the classes with at least two labelled examples; fewer give no covariance."""
+    """Fit :func:`full_density` to the classes with at least two labelled examples; others have no covariance."""
     kept, renumbered, classes = usable(image_index, labels)
     if not classes:
         raise FitError("the baselines need a class with at least two images; fit on more images")

@@ -1,9 +1,9 @@
-"""Evaluate a classifier, beside the detectors people use instead.
+"""Evaluate a classifier, beside the detectors that people use instead.
 
 One pass over each data set keeps a handful of float64 numbers for each image (scores) and each labelled example
 (losses), but no features and no probabilities.
 
-Where images have several labels, accuracy, likelihood and selective metrics count labelled examples; OOD scores, false
+If images have several labels, accuracy, likelihood and selective metrics count labelled examples; OOD scores, false
 alarms and prediction sets count images, and a set is right if it holds the first label, as in calibration.
 """
 
@@ -35,10 +35,10 @@ from psc_core.network.backbone import example_input
 from psc_core.network.layers import list_layers
 from psc_core.network.load import bounded_size, load_network
 from psc_core.scoring.served import served
-from psc_core.tasks.classification.heads import entropy
+from psc_core.tasks.classification.heads.base import entropy
 
 AMBIGUOUS_PREFIX: Final = "ambiguous"
-"""Prefix of the names of groups of ambiguous images; images of all other groups are clean."""
+"""Prefix of the names of groups of ambiguous images; the images of all other groups are clean."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class ScoredImages:
     entropy: Mapping[str, Float[Tensor, " n"]]  # by classifier, float64, nats
     set_size: Int[Tensor, " n"]  # classes in the prediction set
     predicted: Int[Tensor, " n"]  # the most probable class
-    correct: Bool[Tensor, " m"]  # the first label is predicted; empty for data of other classes
-    covered: Bool[Tensor, " m"]  # the first label is in the set; empty for data of other classes
+    correct: Bool[Tensor, " m"]  # whether the first label is predicted; empty for data of other classes
+    covered: Bool[Tensor, " m"]  # whether the first label is in the set; empty for data of other classes
     losses: Mapping[str, Losses]  # by classifier; empty for data of other classes
 
     @classmethod
@@ -77,7 +77,7 @@ def open_images(model: PSC, spec: str) -> ImageDataset:
     """Open the labelled test images that ``spec`` names, with the classes in the model's order.
 
     Raises:
-        DataError: The spec or what it names is invalid.
+        DataError: If the spec or the data set is invalid.
     """
     return open_dataset(spec, split="test", preprocess=model.preprocess).in_order(model.classes)
 
@@ -87,14 +87,14 @@ def open_baselines(model: PSC, weights: Path, train: str, val: str, *, batch_ima
 
     Args:
         model: The fitted model.
-        weights: Checkpoint of the whole network.
-        train: Spec of the training images.
-        val: Spec of the validation images.
+        weights: The checkpoint of the whole network.
+        train: The spec of the training images.
+        val: The spec of the validation images.
         batch_images: Maximum number of images in a batch.
 
     Raises:
-        DataError: Data of other classes.
-        UsageError: A network without a layer before its output.
+        DataError: If the data has other classes.
+        UsageError: If the network has no layer before its output, or no name builds it from a checkpoint.
     """
     net = _whole_network(model, weights)
     images = [
@@ -111,10 +111,10 @@ def open_baselines(model: PSC, weights: Path, train: str, val: str, *, batch_ima
 
 
 def _whole_network(model: PSC, weights: Path) -> nn.Module:
-    """Build the network that the model was cut from: by its name, or where a bundle has none, as it was given to fit.
+    """Build the network that the model was cut from: by its name, or if a bundle has none from the file given to fit.
 
     Raises:
-        UsageError: A checkpoint of a network that no name builds.
+        UsageError: If ``weights`` is a checkpoint and no name builds the network.
     """
     recipe = model.backbone.cut.recipe
     if recipe is not None:
@@ -129,7 +129,7 @@ def _whole_network(model: PSC, weights: Path) -> nn.Module:
 
 
 def own_network(net: nn.Module, data: ImageDataset, compute: Compute) -> OwnClassifier:
-    """Return the network itself, on the device."""
+    """Return the network itself as a baseline, on the device."""
     return OwnClassifier(net.to(compute.device), data.preprocess, compute.precision)
 
 
@@ -140,7 +140,7 @@ def score_images(
     """Send ``data`` through the served path and the baselines once.
 
     Raises:
-        UsageError: Data read through another preprocessing than the model's.
+        UsageError: If the data is read through another preprocessing than the model's.
     """
     parts = []
     labelled = data.classes == model.classes
@@ -183,7 +183,7 @@ def quality_of(scored: ScoredImages, data: ImageDataset) -> dict[str, dict[str, 
 def compare(
     model: PSC, id_data: ImageDataset, inside: ScoredImages, outside: Mapping[str, ScoredImages]
 ) -> ClassificationReport:
-    """Return the report of scored images: ``inside`` those of ``id_data``, ``outside`` out-of-distribution ones."""
+    """Return the report of scored images: ``inside`` for ``id_data``, ``outside`` for each OOD set."""
     alpha, calibration_images = model.policy.alpha, len(model.calibration)
     return ClassificationReport(
         model={"name": model.name, "version": model.version, "layer": model.layer},
@@ -203,7 +203,7 @@ def compare(
 
 
 def ambiguity(entropies: Mapping[str, Tensor], groups: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the AUROC of each classifier's entropy, ambiguous against clean images; none unless there are both."""
+    """Return the AUROC of each classifier's entropy for ambiguous against clean images; none unless there are both."""
     ambiguous = [positions for name, positions in groups.items() if name.startswith(AMBIGUOUS_PREFIX)]
     clean = [positions for name, positions in groups.items() if not name.startswith(AMBIGUOUS_PREFIX)]
     if not ambiguous or not clean:

@@ -1,4 +1,4 @@
-"""The findings of a classifier's evaluation, also as text for the terminal, as a Markdown page and as JSON."""
+"""The results of a classifier's evaluation, also as text for a terminal, as a Markdown page and as JSON."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from psc_core.tables import aligned
 
 @dataclass(frozen=True)
 class Table:
-    """Lines of text under a title; the first column is left-aligned, others right-aligned."""
+    """Lines of text under a title; the first column is aligned to the left, the others to the right."""
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
 
     def to_text(self) -> str:
-        """Return the table for a terminal."""
+        """Return the table as text for a terminal."""
         head, *lines = aligned([self.header, *self.rows])
         rule = "─" * max(map(len, (head, *lines)))
         return "\n".join([self.title, head, rule, *lines])
 
     def to_markdown(self) -> str:
-        """Return a pipe table under a heading."""
+        """Return the table as a Markdown table under a heading."""
         align = ["---", *["---:"] * (len(self.header) - 1)]
         lines = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in (self.header, align, *self.rows)]
         return "\n".join([f"## {self.title}", "", *(f"| {line} |" for line in lines)])
@@ -39,9 +39,9 @@ class Table:
 class ClassificationReport(Report):
     """Everything that ``psc-eval`` measures of a classifier."""
 
-    examples: int  # labelled ones of the in-distribution data
+    examples: int  # labelled examples in the in-distribution data
     classification: Mapping[str, Mapping[str, float]]  # by classifier and metric, see :mod:`.losses`
-    ood_images: Mapping[str, int]  # number of images of each OOD set
+    ood_images: Mapping[str, int]  # number of images in each OOD set
     separation: Mapping[str, Mapping[str, Separation]]  # by OOD set and score
     acceptance: Mapping[str, Mapping[str, Acceptance]]  # by OOD set and score
     flagged: Mapping[str, float]  # fraction of each OOD set with p-value ≤ α
@@ -49,7 +49,7 @@ class ClassificationReport(Report):
     misses: ObservedRate  # in-distribution images whose (first) label is outside the prediction set
     mean_set_size: float  # mean number of classes in a prediction set
     ambiguity: Mapping[str, float] = field(default_factory=dict)
-    """AUROC of predictive entropy, ambiguous against clean images, by classifier; empty without ambiguous images."""
+    """The AUROC of predictive entropy for ambiguous against clean images, by classifier; empty if none is ambiguous."""
 
     def to_text(self) -> str:
         parts = [self.heading(), *(table.to_text() for table in self.tables()), "\n".join(self.summary())]
@@ -61,7 +61,7 @@ class ClassificationReport(Report):
         return "\n\n".join(parts) + "\n"
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON types, with the summary; a standard error that is not known is null."""
+        """Return the report with its summary as JSON types; an unknown standard error is null."""
         data: dict[str, Any] = asdict(self)
         for scores in data["separation"].values():
             for score in scores.values():
@@ -73,13 +73,13 @@ class ClassificationReport(Report):
         return {**data, "summary": self.summary()}
 
     def heading(self) -> str:
-        """Return model, layer and test images in one line."""
+        """Return the model, its layer and the test images in one line."""
         model = " ".join(value for value in (self.model["name"], self.model["version"]) if value)
         labels = "" if self.examples == self.images else f", {self.examples} labels"
         return f"{model} (layer {self.model['layer']}) on {self.id_name}: {self.images} images{labels}"
 
     def summary(self) -> list[str]:
-        """Return in sentences which score wins, which classifier is best, and whether nominal rates hold."""
+        """Say in sentences which score wins, which classifier is best, and whether nominal rates hold."""
         alpha, known = self.false_alarms.nominal, self.id_name
         sentences = [summary.compare_scores(ood, scores) for ood, scores in self.separation.items()]
         for ood, scores in self.separation.items():
@@ -111,7 +111,7 @@ class ClassificationReport(Report):
         return Table("Classification", ["classifier", *(title for title, _ in QUALITIES.values())], rows)
 
     def _separation_of(self, ood: str) -> Table:
-        """Return every score on one OOD set, best first."""
+        """Return the table of every score on one OOD set, the best first."""
         ranked = sorted(self.separation[ood].items(), key=lambda item: -item[1].auroc)
         rows = [
             [
@@ -125,7 +125,7 @@ class ClassificationReport(Report):
         return Table(f"{ood}: {self.ood_images[ood]} OOD images", header, rows)
 
     def _acceptance_of(self, ood: str) -> Table:
-        """Return a table of the fraction of one OOD set that thresholds on each score accept, lowest first."""
+        """Return the table of the fraction of one OOD set that a threshold on each score accepts, the lowest first."""
         ranked = sorted(self.acceptance[ood].items(), key=lambda item: item[1].ood_accepted)
         rows = [[name, f"{found.ood_accepted:.4f}", f"{found.aurc:.4f}"] for name, found in ranked]
         return Table(f"{ood}: accepted beside 95 % of {self.id_name}", ["score", "OOD accepted", "AURC"], rows)

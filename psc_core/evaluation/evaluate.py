@@ -13,7 +13,7 @@ from psc_core.tasks.fit.task import task_fit
 
 
 class Evaluation(NamedTuple):
-    """A report, and the scored images that it was made from, as the model's task keeps them."""
+    """A report, and the scored images behind it, in the form of the model's task."""
 
     report: Report
     inside: Any  # in-distribution images
@@ -21,7 +21,7 @@ class Evaluation(NamedTuple):
 
 
 def check_images(model: FittedModel, data: ImageDataset) -> None:
-    """Require test images that are labelled with what the model predicts; raises :class:`DataError`."""
+    """Raise :class:`DataError` unless the test images are labelled with what the model predicts."""
     task_fit(model.task.name).check_same(model.task, model.classes, data)
 
 
@@ -33,18 +33,18 @@ def evaluate(
     *,
     batch_images: int = 256,
 ) -> Evaluation:
-    """Send every data set through the served path once and compare.
+    """Send every data set through the served path once, and compare.
 
     Args:
-        model: The fitted model, with its own α and coverage.
-        id_data: In-distribution test images with what is true of them, none of them used to fit or calibrate.
+        model: The fitted model, which has its own α and coverage.
+        id_data: In-distribution test images with their labels or numbers, none of them used to fit or calibrate.
         ood: Out-of-distribution images by name; labels and numbers are ignored.
-        baselines: Detectors on the same network, or None for the model alone.
+        baselines: Detectors on the same network, or None to evaluate the model alone.
         batch_images: Maximum number of images in a batch.
 
     Raises:
-        DataError: Data of other classes or numbers than the model's.
-        UsageError: Data read through another preprocessing.
+        DataError: If the data has other classes or numbers than the model.
+        UsageError: If data is read through another preprocessing.
     """
     task = module_of(model.task.name, "psc_core.evaluation.{}")
     check_images(model, id_data)

@@ -1,4 +1,4 @@
-"""Losses of one classifier, one of each labelled example, and the metrics computed from them."""
+"""The losses of a classifier on each labelled example, and the metrics computed from them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from psc_core.metrics.selective import augrc, aurc, coverage_at_risk
 
 
 class Losses(NamedTuple):
-    """Losses of n labelled examples."""
+    """The losses on n labelled examples."""
 
     nll: Float[Tensor, " n"]  # nats
     brier: Float[Tensor, " n"]  # in [0, 2]
     confidence: Float[Tensor, " n"]  # the highest probability
-    correct: Bool[Tensor, " n"]  # whether its class is the label
+    correct: Bool[Tensor, " n"]  # whether the most probable class is the label
 
 
 def losses_of(probabilities: Float[Tensor, "batch classes"], batch: Batch) -> Losses:
-    """Return the losses of a batch's labelled examples."""
+    """Return the losses on the labelled examples of a batch."""
     p, labels = batch.per_example(probabilities), batch.labels
     confidence, predicted = p.double().max(1)
     return Losses(label_nll(p, labels), label_brier(p, labels), confidence, predicted == labels)
@@ -40,4 +40,4 @@ QUALITIES: Final[Mapping[str, tuple[str, Callable[[Losses], float]]]] = {
     "coverage_at_risk_1_percent": ("cov@1%", lambda losses: coverage_at_risk(losses.confidence, losses.correct, 0.01)),
     "coverage_at_risk_5_percent": ("cov@5%", lambda losses: coverage_at_risk(losses.confidence, losses.correct, 0.05)),
 }
-"""Metrics of a classifier: title of the column, and function of the losses."""
+"""The metrics of a classifier: the title of the column, and the function of the losses."""

@@ -1,4 +1,4 @@
-"""Evaluate a regression: errors, forecasts, intervals, and images unlike any seen.
+"""Evaluate a regression: errors, forecasts, intervals, and the detection of out-of-distribution images.
 
 One pass over each data set keeps a handful of numbers for each image, but no features.
 """
@@ -29,28 +29,28 @@ from psc_core.scoring.served import served
 class ScoredNumbers:
     """The numbers that one pass keeps of n images, on the CPU, in the order of the data set."""
 
-    mean: Float[Tensor, " n"]  # target's unit, as the next two
+    mean: Float[Tensor, " n"]  # in the target's unit, like the next two
     deviation: Float[Tensor, " n"]
     interval: Float[Tensor, "n 2"]
     ood_score: Float[Tensor, " n"]  # nats
     is_ood: Bool[Tensor, " n"]
-    own: Float[Tensor, " n"] | None = None  # what the network itself predicts, float64, where it was asked
+    own: Float[Tensor, " n"] | None = None  # predictions of the network itself, float64, if it was given
 
 
 @dataclass(frozen=True)
 class RegressionReport(Report):
-    """Everything that ``psc-eval`` measures of a regression; :attr:`model` names its target too."""
+    """Everything that ``psc-eval`` measures of a regression; :attr:`model` also names the target."""
 
     errors: Mapping[str, float]  # rmse, r2, nll, crps
     width: float  # mean width of the intervals, target's unit
     misses: ObservedRate  # intervals without the true number
     false_alarms: ObservedRate
-    accepted_rmse: float | None  # of the images that are not out of distribution; None without any
-    auroc: Mapping[str, float]  # OOD score, by out-of-distribution set
-    flagged: Mapping[str, float]  # fraction that raises the alarm, by set
+    accepted_rmse: float | None  # of the images that are not out of distribution; None if there are none
+    auroc: Mapping[str, float]  # of the OOD score, by out-of-distribution set
+    flagged: Mapping[str, float]  # fraction that raises the alarm, by out-of-distribution set
 
     def to_text(self) -> str:
-        """Return a table for a terminal, which is Markdown too."""
+        """Return a table for a terminal, which is also Markdown."""
         errors = self.errors
         lines = [
             f"{self.model['name']} (version {self.model['version']}, layer {self.model['layer']}) predicts "
@@ -84,20 +84,20 @@ def open_images(model: PSCRegressor, spec: str) -> ImageDataset:
     """Open the test images with numbers that ``spec`` names.
 
     Raises:
-        DataError: The spec or what it names is invalid.
-        UsageError: A table without the model's target.
+        DataError: If the spec or the data set is invalid.
+        UsageError: If a table lacks the model's target.
     """
     target = model.target
     return open_dataset(spec, split="test", preprocess=model.preprocess, target=target.name, unit=target.unit)
 
 
 def open_baselines(model: PSCRegressor, weights: Path, train: str, val: str, *, batch_images: int = 256) -> NoReturn:
-    """Refuse, by :class:`UsageError`: there are none."""
+    """Raise :class:`UsageError`, because a regression has no baselines."""
     raise UsageError("a regression has no baselines; leave out --weights, --train and --val")
 
 
 def own_network(net: nn.Module, data: ImageDataset, compute: Compute) -> OwnNetwork:
-    """Return the network itself, on the device."""
+    """Return the network itself as a baseline, on the device."""
     return OwnNetwork(net.to(compute.device), data.preprocess, compute.precision)
 
 
@@ -105,10 +105,10 @@ def own_network(net: nn.Module, data: ImageDataset, compute: Compute) -> OwnNetw
 def score_images(
     model: PSCRegressor, data: ImageDataset, baselines: OwnNetwork | None = None, *, batch_images: int = 256
 ) -> ScoredNumbers:
-    """Send ``data`` through the served path, and the network itself where it is given, once.
+    """Send ``data`` once through the served path, and through the network itself if it is given.
 
     Raises:
-        UsageError: Data read through another preprocessing than the model's.
+        UsageError: If the data is read through another preprocessing than the model's.
     """
     outputs, own = [], []
     for _, images, packed in served(model, data, batch_images):
@@ -119,7 +119,7 @@ def score_images(
 
 
 def numbers_of(model: PSCRegressor, packed: Float[Tensor, "n columns"]) -> ScoredNumbers:
-    """Return the columns kept of the pipeline's packed outputs for n images."""
+    """Return the numbers that are kept of the pipeline's packed outputs for n images."""
     outputs, decisions = model.outputs(packed), model.decide(model.outputs(packed.numpy()))
     deviation = torch.hypot(outputs["aleatoric"], outputs["epistemic"])
     ends = torch.stack([torch.from_numpy(decisions.lower), torch.from_numpy(decisions.upper)], dim=1)
@@ -127,9 +127,9 @@ def numbers_of(model: PSCRegressor, packed: Float[Tensor, "n columns"]) -> Score
 
 
 def quality_of(scored: ScoredNumbers, data: ImageDataset) -> dict[str, dict[str, float]]:
-    """Return ``rmse`` and ``crps`` in the target's unit, ``r2`` and ``nll`` in nats; none for data without numbers.
+    """Return ``rmse`` and ``crps`` in the target's unit, ``r2``, and ``nll`` in nats; none for data without numbers.
 
-    Of the network itself, which says no deviation, only the RMSE is shown.
+    The network itself gives no deviation, so it has only an RMSE.
     """
     if data.values is None:
         return {}
@@ -146,7 +146,7 @@ def quality_of(scored: ScoredNumbers, data: ImageDataset) -> dict[str, dict[str,
 def compare(
     model: PSCRegressor, id_data: ImageDataset, inside: ScoredNumbers, outside: Mapping[str, ScoredNumbers]
 ) -> RegressionReport:
-    """Return the report of scored images: ``inside`` those of ``id_data``, ``outside`` out-of-distribution ones."""
+    """Return the report of scored images: ``inside`` for ``id_data``, ``outside`` for each OOD set."""
     y, calibrated = known_values(id_data.values), len(model.calibration)
     missed = (y < inside.interval[:, 0]) | (y > inside.interval[:, 1])
     accepted = ~inside.is_ood
@@ -165,7 +165,7 @@ def compare(
 
 
 def _rate(rate: ObservedRate, *, inverted: bool = False) -> str:
-    """Return an observed rate with its interval and the nominal one; ``inverted`` for the rate of the opposite."""
+    """Format an observed rate with its interval and the nominal rate; ``inverted`` gives the opposite event's rate."""
     seen, (low, high), nominal = rate.rate, rate.interval, rate.nominal
     if inverted:
         seen, low, high, nominal = 1 - seen, 1 - high, 1 - low, 1 - nominal

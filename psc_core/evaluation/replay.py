@@ -1,13 +1,14 @@
-"""Logged images once more, under another bundle: which decisions would have been others.
+"""Answer logged images again under another bundle, and find the decisions that change.
 
-Only images that a log has stored can be seen again, and those are of two kinds.
+Only images that a log has stored can be answered again, and there are two samples of them.
 
-* The audit slice is a random sample of all answered images.  A row of it stands for ``1 / audit_probability`` of them,
-  so its fractions are of all images, with an interval (:func:`psc_core.metrics.intervals.weighted_interval`).
-* All stored images, the slice among them, were mostly stored because of the decision on them.  Their counts are of
-  these images alone, and no fraction of all follows from them.
+* The audit slice is a random sample of all answered images.  A row of it stands for ``1 / audit_probability`` images,
+  so its fractions estimate those of all images, with an interval
+  (:func:`psc_core.metrics.intervals.weighted_interval`).
+* All stored images, which include the slice, were mostly stored because of the decision on them.  Their counts hold for
+  these images alone, and say nothing about all images.
 
-A row counts as often as its image was sent; each different image goes through the network once.
+A row counts as often as its image was sent; each distinct image passes through the network once.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from psc_core.scoring.served import outputs_of
 _COLUMNS: Final = [SHA256, IMAGE_PATH, "label", "decision", "audit", "audit_probability"]
 
 EXAMPLE_IMAGES: Final = 8
-"""Images of each flip to look at."""
+"""Maximum number of examples for each flip."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """The answer to one image, as it was given or would be."""
+    """A decision and a label, from the log or under the bundle."""
 
     decision: str
-    label: str | None  # None of a task without labels
+    label: str | None  # None for a task without labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +50,14 @@ class Replayed:
 
     before: Decided
     after: Decided
-    ood_score: float  # under the bundle, nats
-    weight: float | None  # images that it stands for; None outside the audit slice
-    position: int  # of its image in :attr:`Replay.images`
+    ood_score: float  # under the bundle, in nats
+    weight: float | None  # number of images for which the row stands; None outside the audit slice
+    position: int  # of the image in :attr:`Replay.images`
 
 
 @dataclass(frozen=True)
 class Fraction:
-    """A fraction of the audit slice, weighted, and rows that make it."""
+    """A weighted fraction of the audit slice, with the number of rows behind it."""
 
     rows: int
     value: float
@@ -65,15 +66,15 @@ class Fraction:
 
 @dataclass(frozen=True)
 class Replay:
-    """The stored rows of a log under a bundle.
+    """The stored rows of a log, answered again under a bundle.
 
     Attributes:
-        name: Of the served model.
-        version: Of the bundle.
-        days: The first and the last, ``YYYY-MM-DD``.
-        rows: All of them.
-        images: Different images.
-        decisions: Their names, in the order of the task's codes.
+        name: The name of the served model.
+        version: The version of the bundle.
+        days: The first and the last day, ``YYYY-MM-DD``.
+        rows: All rows.
+        images: The distinct images.
+        decisions: The names of the decisions, in the order of the task's codes.
     """
 
     name: str
@@ -89,19 +90,19 @@ class Replay:
         return [row for row in self.rows if row.weight is not None]
 
     def count(self, before: str, after: str) -> int:
-        """Return the number of stored rows that went from one decision to another."""
+        """Return the number of stored rows that changed from one decision to another."""
         return sum((row.before.decision, row.after.decision) == (before, after) for row in self.rows)
 
     def fraction(self, before: str, after: str) -> Fraction:
-        """Return the fraction of all answered images, by the audit slice."""
+        """Return the fraction of all answered images that changed from one decision to another."""
         return self._fraction([(row.before.decision, row.after.decision) == (before, after) for row in self.audit])
 
     def flipped(self) -> Fraction:
-        """Return the fraction with another decision."""
+        """Return the fraction of all answered images with another decision."""
         return self._fraction([row.before.decision != row.after.decision for row in self.audit])
 
     def relabelled(self) -> Fraction:
-        """Return the fraction with another label."""
+        """Return the fraction of all answered images with another label."""
         return self._fraction([row.before.label != row.after.label for row in self.audit])
 
     def _fraction(self, hits: Sequence[bool]) -> Fraction:
@@ -110,9 +111,9 @@ class Replay:
         return Fraction(sum(hits), value, weighted_interval(hits, weights, level=0.95))
 
     def flips(self) -> Iterator[tuple[str, str, list[Replayed]]]:
-        """Yield each flip of the stored rows with its worst examples, an image once.
+        """Yield each change of decision among the stored rows with its worst examples, each image once.
 
-        Of images that are now refused the most typical come first, of those that are now accepted the most unusual.
+        For images that are now rejected the most typical come first, for images that are now accepted the most unusual.
         """
         accepted = self.decisions[0]
         for before in self.decisions:
@@ -124,7 +125,7 @@ class Replay:
                 yield before, after, list({row.position: row for row in found}.values())[:EXAMPLE_IMAGES]
 
     def to_json(self) -> dict[str, Any]:
-        """Return tables and fractions, each with the images that it is of; JSON types."""
+        """Return the tables and fractions as JSON types, and say for which images they hold."""
         pairs = [(before, after) for before in self.decisions for after in self.decisions]
         document: dict[str, Any] = {
             "model": self.name,
@@ -157,15 +158,15 @@ def replay(
     """Answer the stored images of a log again, under the policy of a bundle.
 
     Args:
-        log: Of the service.
-        model: The bundle's.
-        name: By which the model was served; None where the log has one.
-        since: First day, ``YYYY-MM-DD``.
-        until: Last day, likewise.
+        log: The log of the service.
+        model: The model of the bundle.
+        name: The name under which the model was served; None if the log has only one.
+        since: The first day, ``YYYY-MM-DD``.
+        until: The last day, ``YYYY-MM-DD``.
 
     Raises:
-        UsageError: There are no stored images.
-        DataError: A file of the log is damaged, or an image cannot be read.
+        UsageError: If there are no stored images.
+        DataError: If a file of the log is damaged, or an image cannot be read.
     """
     name = logged_model(log, name)
     days = days_of(log, name, since=since, until=until)
@@ -180,9 +181,9 @@ def replay(
 
 
 def _stored(log: Log, name: str, days: Sequence[str]) -> tuple[list[tuple[Decided, float | None, int]], list[str]]:
-    """Return rows as answer, weight and position of the image, and the paths of the images.
+    """Return each row as an answer, a weight and the position of its image, and the paths of the images.
 
-    Equal answers and weights are one object each: there may be millions of rows.
+    Equal answers and weights share one object, because there may be millions of rows.
     """
     answers: dict[tuple[str, str | None], Decided] = {}
     weights: dict[float, float] = {}
@@ -201,8 +202,8 @@ def _stored(log: Log, name: str, days: Sequence[str]) -> tuple[list[tuple[Decide
 
 def _answers(model: FittedModel, images: ImageDataset) -> tuple[list[Decided], list[float]]:
     packed = outputs_of(model, images, "replay").packed
-    outputs, names, task = model.outputs(packed.numpy()), model.task.decision_names(), model.task
+    outputs, names = model.outputs(packed.numpy()), model.task.decision_names()
     decisions = model.decide(outputs)
-    labels = task.labels(decisions, model.classes)
+    labels = decisions.labels(model.classes)
     answers = [Decided(names[code], label) for code, label in zip(decisions.decision.tolist(), labels, strict=True)]
     return answers, outputs["ood_score"].tolist()

@@ -1,8 +1,8 @@
-"""Accepting images of which some are out of distribution: to accept one of those is an error, as a wrong class is.
+"""Measure acceptance when some images are out of distribution: accepting one of those counts as an error.
 
-Compared are every score alone and what the service does: it rejects an image for its OOD score or for its predictive
-entropy.  With one false-alarm rate for both that is one score, the larger of an image's two ranks among in-distribution
-images.  The predicted class is the service's, whatever the score.
+Every score alone is compared with the decision of the service, which rejects an image for its OOD score or for its
+predictive entropy.  With one false-alarm rate for both, the decision is a threshold on one score: the larger of an
+image's two ranks among in-distribution images.  The predicted class is always the service's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from psc_core.metrics.ranking import placements
 from psc_core.metrics.selective import aurc
 
 DECISION: Final = f"{PRIMARY}-decision"
-"""The OOD score and the predictive entropy as one score."""
+"""The name of the OOD score and the predictive entropy combined into one score."""
 
 ACCEPTED: Final = 0.95
 """Fraction of in-distribution images that a threshold accepts."""
@@ -30,24 +30,24 @@ ACCEPTED: Final = 0.95
 
 @dataclass(frozen=True)
 class Acceptance:
-    """The errors of thresholds on one score, where to accept an OOD image or a wrong class is one."""
+    """The errors of thresholds on one score, counting an accepted OOD image or a wrong class as an error."""
 
-    ood_accepted: float  # fraction of OOD images accepted where 95 % of the in-distribution ones are
-    aurc: float  # area under risk over coverage, of both kinds of images together
+    ood_accepted: float  # fraction of OOD images accepted if 95 % of the in-distribution images are
+    aurc: float  # area under the risk-coverage curve, over both sets of images
 
 
 def acceptance(
     inside: Mapping[str, Float[Tensor, " n"]], outside: Mapping[str, Float[Tensor, " m"]], correct: Bool[Tensor, " n"]
 ) -> dict[str, Acceptance]:
-    """Return the acceptance of thresholds on each score, and of the decision of the service.
+    """Return the acceptance for thresholds on each score, and for the decision of the service.
 
     Args:
-        inside: In-distribution images by score, higher is more unusual.
-        outside: Out-of-distribution images by score.
-        correct: Whether the class of an in-distribution image is right.
+        inside: The scores of in-distribution images by name; higher is more unusual.
+        outside: The scores of out-of-distribution images by name.
+        correct: Whether the predicted class of each in-distribution image is right.
 
     Raises:
-        UsageError: No image, or a score that is not a number.
+        UsageError: If there is no image, or a score is NaN.
     """
     ranked = {name: _with_decision(scores, inside) for name, scores in (("in", inside), ("out", outside))}
     found = {}
@@ -59,9 +59,10 @@ def acceptance(
 
 
 def ood_accepted(in_scores: Float[Tensor, " n"], out_scores: Float[Tensor, " m"]) -> float:
-    """Return the fraction of OOD images that the lowest threshold for :data:`ACCEPTED` of the others accepts."""
+    """Return the fraction of OOD images under the lowest threshold that accepts :data:`ACCEPTED` of the others."""
     check_values("ood_accepted", in_scores, out_scores)
     ordered = in_scores.sort().values
+    # The margin forgives the rounding of the product.
     accepted = torch.arange(1, len(ordered) + 1) >= ACCEPTED * len(ordered) - 1e-9
     threshold = ordered[int(accepted.long().argmax())]
     return float((out_scores <= threshold).double().mean())

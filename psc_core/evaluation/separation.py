@@ -1,4 +1,4 @@
-"""Measure how well each score tells out-of-distribution images from in-distribution ones; OOD is positive."""
+"""Measure how well each score separates out-of-distribution from in-distribution images; OOD is positive."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from psc_core.metrics.ranking import Difference
 from psc_core.rates import tolerant_ceil
 
 ENTROPY: Final = f"{PRIMARY}-entropy"
-"""The score that the service calls an image ambiguous by."""
+"""The name of the score by which the service calls an image ambiguous."""
 
 EPISTEMIC: Final = f"{PRIMARY}-epistemic"
-"""The epistemic uncertainty of the head."""
+"""The name of the head's epistemic uncertainty."""
 
 FIELDS: Final = {ENTROPY: "predictive_entropy", EPISTEMIC: "epistemic"}
-"""Scores beside the primary one that every answer of the service holds, and the name of their field."""
+"""The scores besides the primary one that every answer of the service holds, and the names of their fields."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Separation:
     auroc: float
     aupr_in: float  # average precision, in-distribution positive
     aupr_out: float  # average precision, OOD positive
-    fpr95: float  # in-distribution images rejected when 95 % of the OOD images are
+    fpr95: float  # fraction of in-distribution images rejected when 95 % of the OOD images are
     auroc_difference: Difference  # AUROC of the primary score minus this one's, with its standard error
-    threshold: float  # above which the fraction α of the in-distribution images is
+    threshold: float  # exceeded by the fraction α of the in-distribution images
 
 
 def separation(
@@ -42,9 +42,9 @@ def separation(
     """Compare two sets of images by every score, and each AUROC with the primary score's.
 
     Args:
-        inside: In-distribution images by score, higher is more unusual.
-        outside: Out-of-distribution images by score.
-        alpha: False-alarm rate of the thresholds.
+        inside: The scores of in-distribution images by name; higher is more unusual.
+        outside: The scores of out-of-distribution images by name.
+        alpha: The false-alarm rate of the thresholds.
     """
     return {
         name: Separation(

@@ -1,6 +1,6 @@
-"""Say in plain sentences what an evaluation of a classifier found.
+"""Say in plain sentences what the evaluation of a classifier found.
 
-OOD scores, by one rule for PSC and against it: a score *wins* over another when their AUROC differs by more than
+For OOD scores the same rule holds for and against PSC: a score *wins* over another if their AUROC differs by more than
 :data:`STANDARD_ERRORS` standard errors of the paired difference, else they *tie*.  Classifiers are only ranked.
 """
 
@@ -16,10 +16,10 @@ from psc_core.evaluation.separation import FIELDS, Separation
 from psc_core.metrics.ranking import Difference
 
 STANDARD_ERRORS: Final = 2.0
-"""Difference, in standard errors, from which on one score beats another."""
+"""Minimum difference, in standard errors, at which one score beats another."""
 
 COMPARED: Final = ("accuracy", "nll", "ece")
-"""Metrics by which classifiers are compared."""
+"""The metrics by which classifiers are compared."""
 
 
 def compare_scores(ood: str, scores: Mapping[str, Separation]) -> str:
@@ -40,7 +40,7 @@ def compare_scores(ood: str, scores: Mapping[str, Separation]) -> str:
 
 
 def better_fields(ood: str, scores: Mapping[str, Separation], id_name: str, alpha: float) -> list[str]:
-    """Return the other fields of an answer that beat the OOD score on one OOD set, and how to decide by them."""
+    """Describe the other fields of an answer that beat the OOD score on one OOD set, and how to decide by them."""
     return [
         f"{ood}: the field {field} of the same answers would do better (AUROC {scores[name].auroc:.4f} against "
         f"{scores[PRIMARY].auroc:.4f}). To use it, nothing is fitted again: call an image out of distribution where "
@@ -51,7 +51,7 @@ def better_fields(ood: str, scores: Mapping[str, Separation], id_name: str, alph
 
 
 def describe_acceptance(ood: str, found: Mapping[str, Acceptance], id_name: str) -> str:
-    """Say how much of one OOD set the service's two thresholds accept, and how much the best single one."""
+    """Say how much of one OOD set the service's two thresholds accept, and how much the best single threshold does."""
     single = {name: value.ood_accepted for name, value in found.items() if name != DECISION}
     best = min(single, key=lambda name: single[name])
     return (
@@ -61,17 +61,17 @@ def describe_acceptance(ood: str, found: Mapping[str, Acceptance], id_name: str)
 
 
 def is_significant(difference: Difference, *, sign: int = 1) -> bool:
-    """Return whether a difference of this sign is more than :data:`STANDARD_ERRORS` standard errors."""
+    """Return whether a difference of this sign exceeds :data:`STANDARD_ERRORS` standard errors."""
     return sign * difference.value > STANDARD_ERRORS * difference.standard_error
 
 
 def signed(difference: Difference) -> str:
-    """Return a difference as ``+0.0100 ± 0.0010``."""
+    """Format a difference as ``+0.0100 ± 0.0010``."""
     return f"{difference.value:+.4f} ± {difference.standard_error:.4f}"
 
 
 def compare_classifiers(classifiers: Mapping[str, Mapping[str, float]], metric: str) -> str:
-    """Say which of several classifiers is best by one metric."""
+    """Say which classifier is best by one metric."""
     values = {name: quality[metric] for name, quality in classifiers.items()}
     best = max(values.values()) if metric == "accuracy" else min(values.values())
     names = [name for name, value in values.items() if value == best]
@@ -80,7 +80,7 @@ def compare_classifiers(classifiers: Mapping[str, Mapping[str, float]], metric: 
 
 
 def describe_rate(what: str, rate: ObservedRate) -> str:
-    """Describe an observed rate beside the nominal one."""
+    """Describe an observed rate beside the nominal rate."""
     low, high = rate.calibrated_acceptance
     return (
         f"{what}: {rate.count} of {rate.images} ({rate.rate:.2%}), {rate.assessment} ({rate.nominal:.2%}; "

@@ -1,6 +1,6 @@
-"""Temperature scaling (Guo et al. 2017) as people use it beside PSC: T alone minimises the validation NLL.
+"""Temperature scaling (Guo et al. 2017) as it is commonly used: T alone minimises the validation NLL.
 
-Base predictions of a fitted model have another T, which has a prior and has to gain more than its error
+Base predictions of a fitted model have another T, which has a prior and must gain more than its error
 (:func:`psc_core.tasks.classification.fit.posterior.choose_temperature`).
 """
 
@@ -16,14 +16,14 @@ from psc_core.tasks.classification.fit.posterior import TEMPERATURES
 
 
 def fit_temperature(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> float:
-    """T that minimises the NLL of softmax(f / T), within :data:`TEMPERATURES`.
+    """Return the T that minimises the NLL of softmax(f / T), within :data:`TEMPERATURES`.
 
-    The NLL is convex in β = 1/T, with slope Σ (E_p[f] − f_label) and curvature Σ Var_p[f]: Newton steps, with
-    bisection in log β where a step leaves the bracket.
+    The NLL is convex in β = 1/T, with slope Σ (E_p[f] − f_label) and curvature Σ Var_p[f], so this takes Newton steps,
+    with bisection in log β if a step leaves the bracket.
 
     Args:
-        logits: f.
-        labels: Class index of each labelled example.
+        logits: The logits f.
+        labels: The class index of each labelled example.
     """
     low, high = 1 / TEMPERATURES[1], 1 / TEMPERATURES[0]
     beta = 1.0
@@ -40,7 +40,7 @@ def fit_temperature(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"
 
 
 def nll_derivatives(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"], beta: float) -> tuple[float, float]:
-    """Slope and curvature in β of the summed NLL of softmax(β f)."""
+    """Return the slope and the curvature in β of the summed NLL of softmax(β f)."""
     slope = curvature = 0.0
     for chunk in chunk_rows(*logits.shape):
         f = logits[chunk].double()

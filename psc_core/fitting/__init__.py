@@ -1,1 +1,1 @@
-"""From a trained network to a fitted model, stage by stage."""
+"""Fit a model to a trained network, stage by stage (:mod:`.stages`), and calibrate it again later."""

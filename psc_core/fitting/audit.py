@@ -1,18 +1,21 @@
-"""The audit slice of a prediction log as a data set: the images of a random sample, as people judged them.
+"""Read the audit slice of a prediction log as a data set: a random sample of images, as people judged them.
 
-The slice is random, but people may have judged a part of it, and a part that was chosen for what it looks like is no
-random sample.  So the images of each day are taken in the order of their digests, which is as good as random and the
-order in which ``psc-log review`` gives them, up to where fewer than :data:`JUDGED` of them have a verdict.  An image
-counts once, however often it was sent: repeated ones would pretend to be more images than there are.
+The input is the rows and labels of a log; the output is an :class:`Audit` of n labelled images and the weight (n,) of
+each, the inverse of the probability that it was drawn with.
 
-Images are told apart by their verdict:
+The slice is random, but people may have judged only a part of it, and a part that was chosen for what it looks like is
+no random sample.  So the images of each day are taken in the order of their digests, which is as good as random and is
+the order in which ``psc-log review`` gives them, up to where fewer than :data:`JUDGED` of them have a verdict.  An
+image counts once, however often it was sent: copies would pretend to be more images than there are.
 
-* of a class (or with a number): in-distribution, and all that calibrates;
-* of none of the classes: out-of-distribution, so a calibration image no more than a made-up one;
-* nobody can tell: left out too.  They have no label that a prediction set could hold, and whether the model should
-  know them is unknown.  The rates hold for images that a person can put into a class.  Ambiguous ones among
-  them tend to be unusual, so a new image of their kind raises the alarm more often than α; how many they are,
-  and how many of them raise it, is said with every calibration.
+The verdict decides what an image is used for:
+
+* a class (or a number): the image is in-distribution, and these images alone calibrate;
+* none of the classes: the image is out-of-distribution and calibrates nothing;
+* nobody can tell: the image calibrates nothing either.  It has no label that a prediction set could hold, and whether
+  the model should know it is unknown.  The rates therefore hold for images that a person can put into a class.
+  Ambiguous images tend to be unusual, so a new one raises the alarm more often than α; every calibration says how
+  many there are, and how many of them raise it.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from psc_core.model.base import FittedModel
 from psc_core.tasks.fit.task import task_fit
 
 JUDGED: Final = 0.95
-"""Fraction of the images of a day, up to the last that counts, that has to have a verdict."""
+"""Fraction of a day's images, up to the last that counts, that must have a verdict."""
 
 _COLUMNS: Final = ("time", REQUEST_ID, IMAGE_INDEX, SHA256, IMAGE_PATH, "audit_probability")
 
@@ -52,10 +55,10 @@ class LoggedVerdict:
     day: date  # of its first row
     sha256: str
     path: str
-    probability: float  # with which it came into the slice
-    verdict: str | None  # one of :data:`psc_core.log.labels.VERDICTS`
+    probability: float  # of coming into the slice
+    verdict: str | None  # one of :data:`psc_core.log.labels.VERDICTS`; None until somebody judges it
     label: str | None
-    judged: datetime | None = None  # when
+    judged: datetime | None = None  # time of the verdict
 
 
 @dataclass(frozen=True)
@@ -63,10 +66,10 @@ class Audit:
     """The judged part of an audit slice.
 
     Attributes:
-        of_class: Images that show a class, or have a number, labelled; in the order of their digests.
-        weights: Images that each of them stands for.
-        others: Images with another verdict, by the verdict; their labels mean nothing.
-        days: The first and the last day of the slice, ``YYYY-MM-DD``.
+        of_class: The images that show a class or have a number, labelled, in the order of their digests.
+        weights: How many images each of these stands for.
+        others: The images with another verdict, by verdict; their labels mean nothing.
+        days: First and last day of the slice, ``YYYY-MM-DD``.
         stored: Number of images of the slice that are stored, judged or not.
     """
 
@@ -77,7 +80,7 @@ class Audit:
     stored: int
 
     def summary(self) -> str:
-        """Return how many images there are of each kind, for people."""
+        """Return a sentence that counts the images by verdict."""
         judged = len(self.of_class) + sum(map(len, self.others.values()))
         others = "".join(f", {len(images)} {verdict}" for verdict, images in self.others.items())
         equal = worth(self.weights)
@@ -88,7 +91,7 @@ class Audit:
         )
 
     def at(self, positions: Tensor) -> Audit:
-        """Return it with some of the images that show a class."""
+        """Return the audit with only the images of a class at these ``positions``."""
         return replace(self, of_class=self.of_class.subset(positions), weights=self.weights[positions])
 
 
@@ -98,14 +101,14 @@ def read_audit(
     """Return the judged part of the audit slice.
 
     Args:
-        log: Of the service.
-        model: Whose classes the labels are of; rows of other versions of it count too.
-        name: By which the model was served; None where the log has one.
-        since: First day, ``YYYY-MM-DD``.
-        until: Last day, likewise.
+        log: The prediction log of a service.
+        model: The model that has the labels' classes; rows that other versions of it wrote count too.
+        name: The name that it was served by; None where the log has only one.
+        since: First day, ``YYYY-MM-DD``; None for the first in the log.
+        until: Last day, ``YYYY-MM-DD``; None for the last in the log.
 
     Raises:
-        UsageError: No audit images, or too few judged ones.
+        UsageError: The log has no audit images, or too few of them are judged.
         DataError: A file is damaged, or a label is no class of the model.
     """
     name = logged_model(log, name)
@@ -132,17 +135,17 @@ def read_outside(
 ) -> ImageDataset:
     """Return the stored images outside the audit slice that were judged to show a class, each once, labelled.
 
-    One whose bytes are in the slice too is of the slice.
+    An image whose bytes are also in the slice belongs to the slice.
 
     Args:
-        log: As of :func:`read_audit`, and so all others.
-        model: Whose classes the labels are of.
-        name: By which the model was served.
+        log: As for :func:`read_audit`, and so are the others.
+        model: The model that has the labels' classes.
+        name: The name that it was served by.
         since: First day.
         until: Last day.
 
     Raises:
-        UsageError: There are none.
+        UsageError: There are no such images.
         DataError: A file is damaged, or a label is no class of the model.
     """
     name = logged_model(log, name)
@@ -164,7 +167,7 @@ def read_outside(
 
 
 def images_of(rows: Iterable[Any]) -> list[LoggedVerdict]:
-    """Return the stored images of rows with verdicts, each once, with the last verdict on any of its rows."""
+    """Return each stored image of the rows once, with the latest verdict on any of its rows."""
     found: dict[str, LoggedVerdict] = {}
     for batch in rows:
         for row in batch.to_pylist():
@@ -182,7 +185,7 @@ def images_of(rows: Iterable[Any]) -> list[LoggedVerdict]:
 
 
 def judged_of(images: Iterable[LoggedVerdict]) -> list[LoggedVerdict]:
-    """Return the judged images that count: of each day those among the first of which :data:`JUDGED` are judged."""
+    """Return the judged images that count: each day's, up to where :data:`JUDGED` of the images so far are judged."""
     ordered = sorted(images, key=lambda image: (image.day, image.sha256))
     found: list[LoggedVerdict] = []
     for _, of_day in groupby(ordered, key=lambda image: image.day):
@@ -210,7 +213,7 @@ def _audit(log: Log, model: FittedModel, judged: Sequence[LoggedVerdict], days: 
 
 
 def _labelled(log: Log, model: FittedModel, images: Sequence[LoggedVerdict]) -> ImageDataset:
-    """Return images that were judged to show a class or to have a number, as labelled ones."""
+    """Return images that were judged to show a class or to have a number, with that as their label."""
     said = [str(image.label) for image in images]
     return task_fit(model.task.name).relabelled(model.task, _data(log, model, images), said)
 

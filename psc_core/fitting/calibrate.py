@@ -1,4 +1,15 @@
-"""Calibrate a scorer on validation images, through the path that serves; and a pipeline again, on others."""
+"""Calibrate a model on images that nothing was chosen on, through the path that serves.
+
+A fit calibrates a :class:`.Scorer` (:func:`calibrate_scorer`); later, a fitted :class:`.Pipeline` is calibrated again
+on other images (:func:`calibrate_pipeline`).  Both run n images through the network and get, by name, scores of shape
+(n,) and probabilities (n, K); from them come
+
+    s        (n,)           the OOD score of each image, higher is more unusual: the gates joined, or −log p
+    sorted   (n,)           s in ascending order, to which the served p-value of a new image is compared
+    ``Calibrated``          the task's calibration, the thresholds of its policy, and metrics of the n images
+
+All of it is on the CPU.  Where images stand for several others, ``weights`` (n,) says for how many.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +39,7 @@ from psc_core.tasks.policy import BasePolicy
 from psc_core.thumbnails.thumbnails import Thumbnails
 
 COMMON: Final = ("alpha", "coverage", "batch_images")
-"""Settings that calibration reads for every task."""
+"""Settings that calibration reads, whatever the task."""
 
 
 def calibrate_scorer(
@@ -40,16 +51,16 @@ def calibrate_scorer(
     layer_map: LayerMap | None = None,
     thumbnails: Thumbnails | None = None,
 ) -> tuple[Pipeline, Calibrated]:
-    """Fit what the gates need on the selection split; scores and thresholds come from the calibration split.
+    """Return a pipeline whose gates are fitted to the selection split, calibrated on the calibration split.
 
     Args:
-        scorer: Everything that needs no calibration.
+        scorer: The fitted parts of the model.
         data: The images.
         settings: The rates.
         compute: Device and batch size.
-        gates: Names of the gates that make the OOD score; without any it is the density.
-        layer_map: Of the pipeline; it needs no calibration.
-        thumbnails: Likewise.
+        gates: Names of the gates that make the OOD score; without any, the density makes it.
+        layer_map: The map that the pipeline will have, which needs no calibration.
+        thumbnails: The thumbnails that it will have, which need none either.
 
     Raises:
         FitError: Scores that are not finite.
@@ -68,14 +79,16 @@ def calibrate_scorer(
 def calibrate_pipeline(
     pipeline: Pipeline, fit: TaskFit, data: ImageDataset, settings: FitSettings, weights: Tensor | None = None
 ) -> tuple[Pipeline, Calibrated]:
-    """Calibrate a pipeline on ``data`` alone; what was selected stays, the gates' readings of it too.
+    """Return a pipeline calibrated again, on ``data`` alone.
+
+    Everything that was chosen stays, and so do the readings of the selection split that the gates are fitted to.
 
     Args:
-        pipeline: To calibrate.
-        fit: Of its task.
+        pipeline: The pipeline of a fitted model.
+        fit: How models of its task are fitted.
         data: Images that nothing was chosen on.
         settings: The rates.
-        weights: Images that each one stands for; None where all are equal.
+        weights: How many images each one stands for; None where each stands for itself.
 
     Raises:
         UsageError: Rates that so few images cannot keep.
@@ -105,15 +118,15 @@ def with_calibration(
     policy: BasePolicy | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> FittedModel:
-    """Return ``model`` with a pipeline that was calibrated again, as no bundle holds it yet.
+    """Return ``model`` with a pipeline that was calibrated again, and no version: no bundle holds it yet.
 
     Args:
-        model: Before.
-        pipeline: From :func:`calibrate_pipeline`.
-        found: Likewise.
+        model: The model as it was.
+        pipeline: The pipeline from :func:`calibrate_pipeline`.
+        found: The calibration from the same call.
         data: The images that calibrated it.
-        policy: In place of the one that was found.
-        provenance: In place of the model's.
+        policy: The policy to keep in place of the one in ``found``.
+        provenance: The provenance to record in place of the model's.
     """
     metrics = {**model.report.get("metrics", {}), **found.metrics}
     origin = {} if provenance is None else {"provenance": provenance}
@@ -129,10 +142,10 @@ def with_calibration(
 
 
 def temper(pipeline: Pipeline, fit: TaskFit, data: ImageDataset, settings: FitSettings) -> Pipeline:
-    """Choose the temperature of base predictions again, on images that do not calibrate; others have none to choose.
+    """Return a pipeline whose base predictions have a temperature chosen again, on images that do not calibrate.
 
-    The gate ``confidence`` reads logits that were divided by it, so where it changes the gates' p-values are those of
-    the same images.  The pipeline has to be calibrated again.
+    The gate ``confidence`` reads logits divided by the temperature; where that changes, the gates are fitted to the
+    same images again.  The result has to be calibrated.  A pipeline without base predictions is returned as it is.
     """
     compute = settings.compute()
     scored = score_dataset(pipeline.scorer, data, compute, "temperature")
@@ -147,10 +160,10 @@ def temper(pipeline: Pipeline, fit: TaskFit, data: ImageDataset, settings: FitSe
 
 
 def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:
-    """Return the settings that a fitted model was calibrated with, with ``changes``.
+    """Return the settings that a fitted model was calibrated with, after ``changes``.
 
     Raises:
-        UsageError: A change that calibration does not read.
+        UsageError: Calibration does not read one of the changed settings.
     """
     known = (*COMMON, *task_fit(model.task.name).thresholds)
     if unread := changes.keys() - {*known}:
@@ -165,7 +178,7 @@ def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:
 
 @torch.inference_mode()
 def score_dataset(scorer: Scorer, dataset: ImageDataset, compute: Compute, description: str) -> Scored:
-    """Return scores and probabilities of every image through the path that serves, on the CPU."""
+    """Run every image through the path that serves; scores (n,) by name and probabilities (n, K), on the CPU."""
     parts = []
     for batch in track_images(dataset, compute, description):
         scored = scorer(batch.images.to(compute.device))
@@ -175,6 +188,6 @@ def score_dataset(scorer: Scorer, dataset: ImageDataset, compute: Compute, descr
 
 
 def trial_of(calibration: ImageDataset) -> Tensor:
-    """Return the first calibration images, with which a copy of the model can be tried."""
+    """Return the first calibration images, with which a bundle's copy of the model is tried when it is loaded."""
     first = calibration.subset(torch.arange(min(TRIAL_IMAGES, len(calibration))))
     return torch.cat([batch.images for batch in first.batches(TRIAL_IMAGES)])

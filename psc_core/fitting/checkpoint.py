@@ -1,7 +1,8 @@
-"""The stages that an interrupted fit keeps: the collapse report and the projection, in a directory beside the bundle.
+"""Keep the finished stages of a fit in a folder beside the bundle, so that an interrupted fit goes on from there.
 
-A stage is used again only by the same job: data, weights, version, preprocessing, kind of device and the settings that
-these stages read, compared by digest.
+The stages are the collapse report (``collapse.json``) and the projection (``fitted_projection.safetensors``).  Only the
+same job uses them again: its data, weights, version, preprocessing, kind of device and the settings that these stages
+read are compared by digest (``job.txt``).
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ Stage = TypeVar("Stage")
 
 
 class Checkpoint:
-    """Results of finished stages; of several processes the first writes them.
+    """The results of finished stages; of several processes the first writes them.
 
     Args:
-        folder: Directory of the checkpoints.
-        key: Digest of the job.
+        folder: The folder of the stages.
+        key: The digest of the job.
         reducer: The processes of the fit.
     """
 
@@ -51,11 +52,11 @@ class Checkpoint:
 
     @property
     def is_resumed(self) -> bool:
-        """True where an interrupted run of this job left the folder."""
+        """Whether an interrupted run of this job left the folder."""
         return self._stamp.exists() and self._stamp.read_text() == self.key
 
     def load_collapse(self) -> CollapseReport | None:
-        """The report, if it is finished."""
+        """Return the collapse report, or None where it is not finished."""
         file = self.folder / "collapse.json"
         report = CollapseReport.from_json(json.loads(file.read_text())) if file.exists() else None
         return agreed(report, self.reducer)
@@ -65,7 +66,7 @@ class Checkpoint:
         self._write("collapse.json", json.dumps(report.to_json()).encode())
 
     def load_projection(self) -> FittedProjection | None:
-        """The projection, if it is finished."""
+        """Return the projection, or None where it is not finished."""
         file = self.folder / "fitted_projection.safetensors"
         projection = None
         if file.exists():
@@ -80,7 +81,7 @@ class Checkpoint:
         return agreed(projection, self.reducer)
 
     def save_projection(self, fitted: FittedProjection) -> None:
-        """Keep a finished projection: tensors, and the rest as JSON among the metadata of their file."""
+        """Keep a finished projection in one file: its tensors, and the rest as JSON in the metadata."""
         report = asdict(fitted.report)
         tensors = {**fitted.projection.state_dict(), "nc1": report.pop("nc1"), "nc4": report.pop("nc4")}
         kept = {"config": fitted.projection.config(), "report": report, "layers": fitted.layers}
@@ -103,6 +104,6 @@ class Checkpoint:
 
 
 def agreed(stage: Stage | None, reducer: Reducer) -> Stage | None:
-    """``stage`` if every process has it, else None for all: the files may be on the disk of one machine only."""
+    """Return ``stage`` where every process has it, else None to all: files may lie on one machine's disk only."""
     have = reducer.sum_(torch.tensor([float(stage is not None)]))
     return stage if int(have) == reducer.world else None

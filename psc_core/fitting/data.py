@@ -1,4 +1,8 @@
-"""The images of a fit: checked, labelled and split once, at the entrance; every stage takes them from here."""
+"""Check, label and split the images of a fit, once; every stage takes them from the :class:`FitData` that comes out.
+
+Training images fit.  The validation images are split into two halves at random: the selection split chooses layer,
+sizes and whatever else is free, the calibration split only calibrates, so that the stated rates hold.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +25,15 @@ from psc_core.tasks.task import Task
 
 @dataclass(frozen=True)
 class FitData:
-    """Training images, and validation images in two halves.
+    """The training images, and the validation images in two halves.
 
     Attributes:
-        train: Training images.
+        train: The training images.
         val: All validation images.
-        task_fit: How models of what these images are labelled with are fitted.
-        seed: Splits the validation images, and draws training images.
-        left_out: How many training and validation images were left out, because they cannot be decoded.
-        is_split: False where the training images stand for both halves.
+        task_fit: How models of the images' task are fitted.
+        seed: The seed that splits the validation images and draws training images.
+        left_out: Numbers of training and of validation images left out because they cannot be decoded.
+        is_split: False where the training images stand in for both halves.
     """
 
     train: ImageDataset
@@ -49,14 +53,14 @@ class FitData:
         task: str | None = None,
         max_images: int | None = None,
     ) -> FitData:
-        """Check, label and split images as they were opened.
+        """Return images as they were opened, checked, labelled and split.
 
         Args:
-            train: Training images.
-            val: Validation images, none of them trained on.
-            seed: Splits the validation images, and draws training images.
-            task: One of :data:`psc_core.tasks.TASKS`; None for the one of the images' labels.
-            max_images: Training images that are used, balanced over classes; None for all.
+            train: The training images.
+            val: The validation images, none of which the network was trained on.
+            seed: Splits the validation images and draws training images.
+            task: One of :data:`psc_core.tasks.TASKS`; None for the one that the images' labels are of.
+            max_images: Number of training images to use, balanced over classes; None for all.
 
         Raises:
             UsageError: The images are not labelled with what the task predicts.
@@ -77,16 +81,16 @@ class FitData:
 
     @classmethod
     def without_validation(cls, train: ImageDataset, *, seed: int, max_images: int | None) -> FitData:
-        """Return training images that stand for the validation images too, for a stage that only selects by them."""
+        """Return training images that stand in for validation images, for a stage that only chooses by them."""
         fit = task_fit_for(train)
         train = balanced(fit.labelled(train, train)[0], max_images, seed)
         return cls(train, train, fit, seed, is_split=False)
 
     def checked(self) -> FitData:
-        """Return these images where a fit can use them.
+        """Return the same images, after checking that a fit can use them.
 
         Raises:
-            DataError: Other classes in one than in the other, too few images, or a half that measures nothing.
+            DataError: Classes that differ between the two, too few images, or a half that nothing can be measured on.
         """
         check_classes(self.train, self.val)
         for half in self._halves:
@@ -95,7 +99,7 @@ class FitData:
 
     @cached_property
     def task(self) -> Task:
-        """The task of a model of these images."""
+        """The task of a model that is fitted to these images."""
         return self.task_fit.task(self.train)
 
     @cached_property
@@ -104,16 +108,16 @@ class FitData:
 
     @property
     def selection(self) -> ImageDataset:
-        """Validation images that select the layer, the sizes, the prior precision and the temperature."""
+        """The half of the validation images that chooses layer, sizes, prior precision and temperature."""
         return self._halves[0]
 
     @property
     def calibration(self) -> ImageDataset:
-        """Validation images that only calibrate, so that stated rates hold."""
+        """The half of the validation images that only calibrates, so that the stated rates hold."""
         return self._halves[1]
 
     def fewer(self, training_images: int, validation_images: int) -> FitData:
-        """Return so many random images, balanced over classes, split as all of them are."""
+        """Return this many random images, balanced over classes, and split in the same way."""
         train = balanced(self.train, training_images, self.seed)
         return replace(self, train=train, val=balanced(self.val, validation_images, self.seed))
 
@@ -123,14 +127,14 @@ class FitData:
         return replace(self, train=train, val=val)
 
     def readable(self, at_most: int, reducer: Reducer | None = None) -> tuple[FitData, tuple[str, ...]]:
-        """Return the images that can be decoded, and what is said of those that cannot, for people.
+        """Return the images that can be decoded, and lines for people about those that cannot.
 
         Args:
-            at_most: How many may be left out; for 0 none are looked for, and the first that is met ends the fit.
-            reducer: This process among those that fit one model.
+            at_most: How many may be left out; with 0 none are searched for, and the first one met ends the fit.
+            reducer: This process, among those that fit the model.
 
         Raises:
-            DataError: More than ``at_most`` cannot be decoded, or too few can.
+            DataError: More than ``at_most`` cannot be decoded, or too few are left.
         """
         if not at_most:
             return self, ()
@@ -148,11 +152,11 @@ class FitData:
 
     @property
     def is_ambiguous(self) -> bool:
-        """True where some image has labels of several classes."""
+        """Whether some image has labels of several classes."""
         return self.train.is_ambiguous or self.val.is_ambiguous
 
     def check_rates(self, *, alpha: float, coverage: float) -> None:
-        """Reject rates that the calibration split is too small for.
+        """Require a calibration split that is large enough for the rates.
 
         Raises:
             UsageError: ``alpha`` below 1/(n + 1) or ``coverage`` above n/(n + 1).
@@ -164,7 +168,7 @@ class FitData:
 
 
 def check_classes(train: ImageDataset, val: ImageDataset) -> None:
-    """Require the same classes in both, at least two of them, each with at least two training images.
+    """Require the same classes in both, at least two classes, and at least two training images of each.
 
     Raises:
         DataError: They differ or have too few images.

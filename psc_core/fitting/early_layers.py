@@ -1,10 +1,15 @@
-"""Choose the gates of a model: which early layer tells strange texture, on images made from the validation images.
+"""Choose the gates of a model, and the early layer that the gate ``texture`` reads.
 
-Which gates there are is a rule, not a choice: ``kind`` always, ``texture`` wherever a layer lies before the candidate,
-and ``confidence`` unless images are ambiguous by nature, that is, some training or validation image has labels of
-several classes.  There a high entropy is no reason to call an image out of distribution.  A task without entropies has
-no such gate (:meth:`.TaskFit.confidence_gate`).  Choosing the gates on made-up images too was tried: it dropped gates
-that real images need, because made-up far images have stranger textures.
+The input is a scorer, the densities of a few early layers, and the images; the output is :class:`ChosenGates`.
+
+Which gates a model has follows from a rule: always ``kind``; ``texture`` wherever a layer lies before the candidate;
+and ``confidence`` unless images are ambiguous by nature, that is, unless some training or validation image has labels
+of several classes.  For such images a high entropy is no reason to call them out of distribution.  A task without
+entropies has no such gate (:meth:`.TaskFit.confidence_gate`).  Choosing the gates by made-up images as well was tried,
+and dropped gates that real images need, because made-up images far from the data have stranger textures.
+
+Which early layer ``texture`` reads is chosen by AUROC: readings (n,) of the n real images of the selection split
+against readings of the images made from them (:mod:`psc_core.gates.fit.made_up`), for each of the early layers.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from psc_core.compute.passes import Compute
-from psc_core.density import Density
+from psc_core.density.base import Density
 from psc_core.errors import NetworkError
 from psc_core.fitting.data import FitData
 from psc_core.fitting.features import Layers
@@ -33,11 +38,11 @@ DEPTHS: Final = (1 / 3, 1 / 2, 2 / 3)
 """The fractions of the way to the candidate at which early layers are compared."""
 
 TEXTURE_DENSITY: Final = "gda"
-"""Kind of the density of an early layer: the length of features tells textures apart."""
+"""Kind of the density of an early layer; not one of unit length, for the length of features tells textures apart."""
 
 
 class Texture(NamedTuple):
-    """An early layer and the density of its features, averaged over positions."""
+    """An early layer, and the density of its features averaged over positions."""
 
     layer: str
     density: Density
@@ -47,24 +52,24 @@ class ChosenGates(NamedTuple):
     """The gates of a model."""
 
     names: tuple[str, ...]  # some of :data:`psc_core.gates.combined.GATES`
-    texture: Texture | None
-    choice: GateChoice
+    texture: Texture | None  # None where no layer lies before the candidate
+    choice: GateChoice  # the comparison that chose it
 
 
 def choose_gates(
     scorer: Scorer, layers: Layers, textures: Mapping[str, Density], data: FitData, compute: Compute
 ) -> ChosenGates:
-    """Choose one of a few early layers on images made from the selection split.
+    """Return the gates by the rule, and the early layer that tells made-up images best.
 
     Args:
-        scorer: Fitted on the training images, without a texture.
-        layers: Those that its network is cut behind.
+        scorer: The scorer of the model, still without a texture.
+        layers: The layers that its network is cut behind.
         textures: The density of each early layer.
-        data: All validation images are looked through for images of several labels.
+        data: The images.
         compute: Device, precision, batch size.
 
     Raises:
-        FitError: Readings that gates cannot be fitted to.
+        FitError: Gates cannot be fitted to the readings.
     """
     reads_confidence, reason = data.task_fit.confidence_gate(ambiguous=data.is_ambiguous)
     names: tuple[str, ...] = (KIND, CONFIDENCE) if reads_confidence else (KIND,)
@@ -80,7 +85,10 @@ def choose_gates(
 
 
 def early_layers(net: nn.Module, layers: Sequence[str], example: Tensor) -> list[str]:
-    """Blocks, or operations of a network without blocks, at :data:`DEPTHS` of the way to the first of ``layers``."""
+    """Return a few layers before the first of ``layers``, at :data:`DEPTHS` of the way to it.
+
+    They are blocks, or operations of a network that has no blocks before it.
+    """
     order = {layer.name: layer.index for layer in list_layers(net, example, granularity="all")}
     end = min(order.get(name, len(order)) for name in layers)
     for granularity in ("blocks", "operations"):
@@ -106,7 +114,7 @@ def made_up_readings(
     data: FitData,
     compute: Compute,
 ) -> dict[str, dict[str, Tensor]]:
-    """Return the readings of real images of the selection split, and of each kind of image made from them."""
+    """Return readings by kind of image, real ones under :data:`.REAL`, then by gate or early layer."""
 
     def read(images: Pixels) -> dict[str, Tensor]:
         features, output = scorer.features(scorer.standardise(images))
@@ -123,7 +131,14 @@ def made_up_readings(
 def compare(
     readings: Mapping[str, Readings], names: Sequence[str], layers: Sequence[str], *, reason: str
 ) -> GateChoice:
-    """AUROC of all gates with each early layer, and of less than that for comparison, on each kind of made-up image."""
+    """Compare all gates with each early layer, and fewer gates for the record, by AUROC on each kind of made-up image.
+
+    Args:
+        readings: The readings, as :func:`made_up_readings` returns them.
+        names: The gates beside ``texture``.
+        layers: The early layers.
+        reason: Why the gate ``confidence`` is one of them or not, a sentence.
+    """
     real, kinds = readings[REAL], [kind for kind in readings if kind != REAL]
     full = {option_name(layer, names): [layer, *names] for layer in layers} or {option_name(None, names): list(names)}
     fewer = {option_name(None, names): list(names), **{name: [name] for name in names}}
@@ -138,7 +153,7 @@ def compare(
 
 
 def option_name(layer: str | None, names: Sequence[str]) -> str:
-    """Return the name of an option in tables, ``texture[layer1] + kind``."""
+    """Return the name of an option in tables, such as ``texture[layer1] + kind``."""
     return " + ".join([*([] if layer is None else [f"{TEXTURE}[{layer}]"]), *names])
 
 

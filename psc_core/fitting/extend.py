@@ -1,13 +1,16 @@
 """Extend the densities of a bundle by images that people judged to show a class, outside the audit slice.
 
-Images of the slice calibrate, so none of them extends anything: people may choose the others as they like.  The density
-and that of an early layer see each image as a training image (:mod:`psc_core.density.fit.extend`), or as several equal
-ones: of a new camera there are few images, of the old one perhaps a million.
+The input is a fitted model, m labelled images that people chose as they liked, and a few audit images that calibrate
+nothing; the output is an :class:`Extension`, the model's pipeline with extended densities.  Images of the slice
+calibrate, so none of them may extend anything.
 
-How many is chosen on made-up images, as a fit chooses gates (:mod:`psc_core.gates.fit.choice`): audit images that
-calibrate nothing are real, and altered ones are out of distribution.  Of :data:`TIMES`, of which 0 leaves the densities
-as they are, the one with the least regret is chosen, among those that lose at most :data:`LARGEST_LOSS` of AUROC on
-every kind.  Extended densities give other readings, so the p-values of their gates come from the same real images.
+The density and that of an early layer see each of the m images as one more training image
+(:mod:`psc_core.density.fit.extend`), or as several equal ones: of a new camera there are few images, of the old one
+perhaps a million.  How many it stands for is chosen by AUROC on made-up images, as a fit chooses its gates
+(:mod:`psc_core.gates.fit.choice`): the audit images are real, and altered ones are out of distribution.  The number of
+:data:`TIMES` with the least regret is chosen, among those that lose at most :data:`LARGEST_LOSS` of AUROC on every
+kind; 0 leaves the densities as they are.  Extended densities give other readings, so the p-values of their gates come
+from the same real images.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from torch import Tensor
 
 from psc_core.compute.passes import Compute, track_images
 from psc_core.data.dataset import ImageDataset
-from psc_core.density.fit.extend import EXAMPLES, EXTENDED, extend_density
+from psc_core.density.fit.extend import EXAMPLES, can_extend, extend_density
 from psc_core.errors import UsageError
 from psc_core.gates.combined import KIND, Gates, readings_of
 from psc_core.gates.fit.choice import Auroc, regret
@@ -36,7 +39,7 @@ from psc_core.tables import aligned
 from psc_core.tasks.fit.task import task_fit
 
 TIMES: Final = (0, 1, 10, 100)
-"""The numbers of training images that an image may stand for."""
+"""Numbers of training images that one image may stand for."""
 
 LARGEST_LOSS: Final = 0.02
 """AUROC that an extended density may lose on a kind of made-up images."""
@@ -44,12 +47,12 @@ LARGEST_LOSS: Final = 0.02
 
 @dataclass(frozen=True)
 class Extension:
-    """The chosen densities, and the comparison that chose them."""
+    """A pipeline with extended densities, and the comparison that chose how far."""
 
-    pipeline: Pipeline  # to be calibrated again
-    images: int  # that were to extend the densities
-    times: int  # one of :data:`TIMES`
-    aurocs: Mapping[int, Auroc]  # by times, each with the same kinds of made-up images
+    pipeline: Pipeline  # has to be calibrated again
+    images: int  # number that were given to extend the densities
+    times: int  # training images that each stands for, one of :data:`TIMES`
+    aurocs: Mapping[int, Auroc]  # by times, then by kind of made-up image
 
     def table(self) -> str:
         """Return a line for each number of times, with the AUROC of each kind."""
@@ -61,7 +64,7 @@ class Extension:
         return "\n".join([head, *aligned(rows)])
 
     def warning(self) -> str:
-        """Return why the densities stay as they are, or ""."""
+        """Return the reason why the densities stay as they are; empty where they change."""
         if self.times:
             return ""
         return (
@@ -70,7 +73,7 @@ class Extension:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a bundle records of it, JSON types."""
+        """Return the extension as a bundle records it, in JSON types."""
         before, after = self.aurocs[0], self.aurocs[self.times]
         return {
             "images": self.images,
@@ -82,10 +85,10 @@ class Extension:
 
 
 class _Read(NamedTuple):
-    """What the densities read of n images, on the CPU."""
+    """The features of n images that the densities read, on the CPU."""
 
     density_input: Float[Tensor, "n dim"]
-    early: Float[Tensor, "n channels"] | None
+    early: Float[Tensor, "n channels"] | None  # of the gate ``texture``; None for a model without
     labels: Int[Tensor, " n"]
 
 
@@ -93,14 +96,14 @@ def seen_examples(model: FittedModel) -> int:
     """Return the number of labelled examples that the densities of a model were fitted to.
 
     Raises:
-        UsageError: They cannot be extended.
+        UsageError: The densities cannot be extended.
     """
     instead = "fit the bundle again with these images among the training images, or leave out --extend-density"
     if why_not := task_fit(model.task.name).why_not_extended:
         raise UsageError(f"{why_not}; {instead}")
     density = model.pipeline.scorer.density
-    if density.kind not in EXTENDED:
-        raise UsageError(f"a density {density.kind!r} cannot be extended, {', '.join(EXTENDED)} can; {instead}")
+    if not can_extend(type(density)):
+        raise UsageError(f"a density {density.kind!r} has tensors that more images cannot extend; {instead}")
     in_manifest = model.report.get("provenance", {}).get("train", {}).get("rows")  # Where the density does not say.
     found = density.record.get(EXAMPLES, in_manifest)
     if not isinstance(found, int):
@@ -112,8 +115,8 @@ def extend(model: FittedModel, more: ImageDataset, real: ImageDataset, compute: 
     """Extend the densities of a model where that is better on made-up images.
 
     Args:
-        model: Of a bundle.
-        more: At least one image, labelled with classes of the model, that calibrates nothing.
+        model: The model of a bundle.
+        more: At least one image, labelled with a class of the model, that calibrates nothing.
         real: In-distribution images as they are sent now, which neither extend nor calibrate anything.
         compute: Device and batch size.
 
@@ -139,7 +142,7 @@ def extend(model: FittedModel, more: ImageDataset, real: ImageDataset, compute: 
 
 
 def extended(pipeline: Pipeline, read: _Read, examples: int, times: int) -> Pipeline:
-    """Return a pipeline whose densities have seen more images, each as often as ``times``."""
+    """Return a pipeline whose densities have seen more images, each of them ``times`` times."""
     scorer, texture = pipeline.scorer, None
     found = extend_density(scorer.density, read.density_input, read.labels, examples=examples, times=times)
     if scorer.texture is not None and read.early is not None:
@@ -149,7 +152,7 @@ def extended(pipeline: Pipeline, read: _Read, examples: int, times: int) -> Pipe
 
 
 def _choose(aurocs: Mapping[int, Auroc]) -> int:
-    """Return the times of least regret, of equals the smallest, that lose little on every kind."""
+    """Return the times with the least regret, of equals the smallest, among those that lose little on every kind."""
     before = aurocs[0]
     allowed = [
         times for times in aurocs if all(value >= before[kind] - LARGEST_LOSS for kind, value in aurocs[times].items())
@@ -181,7 +184,7 @@ def _read(scorer: Scorer, data: ImageDataset, compute: Compute) -> _Read:
 def _made_up_readings(
     scorers: Mapping[int, Scorer], names: tuple[str, ...], real: ImageDataset, compute: Compute, *, mixed: bool
 ) -> dict[int, dict[str, Float[Tensor, "n gates"]]]:
-    """Return the readings of real images and of each kind made from them, of scorers that share all but densities."""
+    """Return readings (n, gates) by times, then by kind of image; the scorers differ in their densities alone."""
 
     def read(images: Pixels) -> dict[int, Tensor]:
         embedding = scorers[0].embed(images)

@@ -1,4 +1,17 @@
-"""Read a network once over a data set and keep the features of every layer that a fit needs, on disk."""
+"""Read a network once over a data set, and keep on disk the features that the last stage of a fit needs.
+
+The input is the network, cut behind the layers of :class:`Layers`, and a data set of images with n labelled examples;
+an image may carry several labels, and all its examples have the same features.  The output is a :class:`Read`, whose
+rows are the labelled examples, ordered by class, float32:
+
+    ``features.head_input``  (n, D + Σ C)    z, then each layer that the head reads beside it, averaged over positions
+    ``features.own``         (n, outputs)    the network's own output, where it may be served
+    ``density_input``        (n, D) or (n, C)    z, or the candidate's features averaged over positions
+    ``texture``              (n, C) by layer     an early layer, averaged over positions
+
+D is the dimension of z, C the channels of a layer.  The rows lie in files, one class after the other, because a density
+reads one class at a time; memory does not grow with n.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +26,24 @@ from torch import Tensor, nn
 
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset, stable_order
+from psc_core.density.fit.density import Examples
 from psc_core.images.preprocess import Preprocess
 from psc_core.maps.fit.moments import MAX_CHANNELS, PositionMoments
 from psc_core.maps.grid import grid_of
 from psc_core.model.pipeline import average_positions
-from psc_core.network.backbone import Backbone, example_input, feature_step, truncate
+from psc_core.network.backbone import Backbone, example_input, truncate
 from psc_core.numerics.matrix import FeatureFile, FeatureMatrix, blocks
 from psc_core.projection.module import Projection
 from psc_core.tasks.fit.task import Features
 
 
 class Layers(NamedTuple):
-    """The layers that the last stage reads; an early layer may be read by both head and gates."""
+    """The parts of a network that the last stage reads; an early layer may serve both the head and the gates."""
 
-    candidate: tuple[str, ...]
-    head: tuple[str, ...]  # beside z
-    texture: tuple[str, ...]  # one of which the gate "texture" will read
+    candidate: tuple[str, ...]  # projected to z
+    head: tuple[str, ...]  # read by the head beside z
+    texture: tuple[str, ...]  # early layers, one of which the gate "texture" will read
+    output: bool = False  # whether the network's own output is read too
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -36,21 +51,25 @@ class Layers(NamedTuple):
         return tuple(dict.fromkeys((*self.candidate, *self.head, *self.texture)))
 
     def of(self, features: Sequence[Tensor], layers: Sequence[str]) -> list[Tensor]:
-        """Return those of some layers among the features of :attr:`names`."""
+        """Return the features of some ``layers``, picked from those of all :attr:`names`."""
         return [features[self.names.index(layer)] for layer in layers]
 
 
 class Read(NamedTuple):
-    """The features that one pass keeps of n labelled examples, ordered by class."""
+    """The features of n labelled examples that one pass keeps; the module's text has the shapes."""
 
-    features: Features  # that the head reads
-    density_input: FeatureMatrix  # (n, D) z, or (n, C) features of the candidate averaged over positions
-    texture: Mapping[str, FeatureMatrix]  # features of each early layer, averaged over positions
-    moments: Mapping[str, PositionMoments]  # of each early layer that has a grid, of the images of this process
+    features: Features  # read by the head, with labels and image indices
+    density_input: FeatureMatrix
+    texture: Mapping[str, FeatureMatrix]  # by early layer
+    moments: Mapping[str, PositionMoments]  # by early layer with a grid, over the images of this process
+
+    def examples(self, features: FeatureMatrix, classes: Sequence[str]) -> Examples:
+        """Return the labelled examples with these of their features, as a density is fitted to them."""
+        return Examples(features, self.features.labels, len(classes), self.features.images, classes)
 
 
 def cut(net: nn.Module, layers: Sequence[str], data: ImageDataset, compute: Compute, *, keep_output: bool) -> Backbone:
-    """Return ``net`` cut behind some layers, on the device, checked on one input."""
+    """Return ``net`` cut behind ``layers``, on the device, after a trial on one input."""
     example = example_input(data.preprocess).to(compute.device)
     return truncate(net.to(compute.device), layers, keep_output=keep_output, example=example)
 
@@ -65,22 +84,20 @@ def read(
     *,
     pooled: bool,
 ) -> Read:
-    """Keep the features of every labelled example in ``folder``, so that memory does not grow with the images.
-
-    They are written class by class, because a density reads one class at a time.
+    """Run the network over a data set and write the features of every labelled example to files in ``folder``.
 
     Args:
-        backbone: The network cut behind ``layers.names``.
-        layers: Which of them is read by what.
-        projection: Of the candidate, on the device.
+        backbone: The network cut behind ``layers.names``; it keeps its output where ``layers.output`` asks for it.
+        layers: The layers, by what reads them.
+        projection: From the candidate's features to z, on the device.
         dataset: The images.
         compute: Device, precision, batch size, processes.
-        folder: Where to; empty.
-        pooled: Whether the density reads features averaged over positions, and not z.
+        folder: An empty folder; the files lie in it as long as the result is used.
+        pooled: Whether the density reads the candidate's features averaged over positions, and not z.
     """
-    features_of = feature_step(backbone, compute.precision)
+    running = backbone.fused(compute.precision)
     with torch.inference_mode():
-        example = backbone(example_input(dataset.preprocess).to(compute.device))[0]
+        example, output = backbone(example_input(dataset.preprocess).to(compute.device))
     channels = [layer.shape[1] for layer in layers.of(example, (*layers.candidate, *layers.head, *layers.texture))]
     of_candidate, of_head = len(layers.candidate), len(layers.candidate) + len(layers.head)
     widths = (projection.c_proj * projection.d_proj, *channels[of_candidate:of_head])
@@ -88,16 +105,19 @@ def read(
     moments = _moments_of(layers, example, dataset.preprocess)
 
     def step(images: Tensor) -> list[Float[Tensor, "batch _"]]:
-        found = features_of(images)
+        found, own = running(images)
         candidate = layers.of(found, layers.candidate)
         parts = [projection(candidate), *(average_positions([layer]) for layer in layers.of(found, layers.head))]
         parts += [average_positions(candidate)] if pooled else []
         for layer, sums in moments.items():
             sums.add(layers.of(found, [layer])[0])
         early = [average_positions([layer]) for layer in layers.of(found, layers.texture)]
-        return [torch.cat(part, dim=1) for part in (parts, early) if part]
+        outputs = [own.float()] if layers.output and own is not None else []
+        return [torch.cat(part, dim=1) for part in (parts, early, outputs) if part]
 
     columns = [sum(widths) + averaged, *([sum(channels[of_head:])] if layers.texture else [])]
+    if layers.output and output is not None:
+        columns.append(output.shape[1])
     order = stable_order(dataset.labels)
     kept = store(step, columns, dataset, order, compute, folder)
     z = kept[0].columns(0, widths[0])
@@ -107,7 +127,7 @@ def read(
     values = dataset.subset(images).values
     ends = accumulate(channels[of_head:])
     return Read(
-        Features(kept[0].columns(0, sum(widths)), labels, images, widths, values),
+        Features(kept[0].columns(0, sum(widths)), labels, images, widths, values, kept[-1] if layers.output else None),
         kept[0].columns(sum(widths), averaged) if pooled else z,
         {
             layer: kept[1].columns(end - width, width)
@@ -118,7 +138,7 @@ def read(
 
 
 def _moments_of(layers: Layers, example: Sequence[Tensor], preprocess: Preprocess) -> dict[str, PositionMoments]:
-    """Return empty sums for each early layer that a map can be made of, from the features of one image."""
+    """Return empty sums for each early layer that a map can be made from; ``example`` is one image's features."""
     found = {}
     for layer, features in zip(layers.texture, layers.of(example, layers.texture), strict=True):
         grid = grid_of(features.shape[2], preprocess.height, preprocess.width)
@@ -135,7 +155,10 @@ def store(
     compute: Compute,
     folder: Path,
 ) -> list[FeatureFile]:
-    """Return the rows of ``step(images)``, (B, columns), for every labelled example, in ``order``, in files."""
+    """Run ``step`` over the images and write its results, (B, width) for each of ``columns``, to one file each.
+
+    A file has one row for each labelled example, in ``order``: row i is that of example ``order[i]``.
+    """
     reducer = compute.reducer
     kept = [FeatureFile(folder / str(number), (dataset.examples, width)) for number, width in enumerate(columns)]
     where = torch.empty_like(order)

@@ -1,7 +1,7 @@
-"""Fit a module that lives in this process, from the loaders that it was trained with; and calibrate a model again.
+"""Fit a module that lives in this process, with the loaders that it was trained with, and calibrate a model again.
 
-``PSC.fit`` and ``PSCRegressor.fit`` are :func:`fit`, ``calibrate`` of a fitted model is :func:`calibrate_on`, imported
-when first called: a model that only predicts loads none of it.
+``PSC.fit`` and ``PSCRegressor.fit`` call :func:`fit`, and ``calibrate`` of a fitted model calls :func:`calibrate_on`;
+both are imported when they are first called, so a model that only predicts loads no fitting code.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ def fit(
     name: str,
     **settings: Any,
 ) -> FittedModel:
-    """Fit all stages to a copy of ``net``, which stays as it is: its mode, its device, and whether it is trained on.
+    """Fit all stages to a copy of ``net``; mode, device and gradients of ``net`` itself stay as they are.
 
     Args:
         task: One of :data:`psc_core.tasks.TASKS`.
-        net: Any network that returns logits, or one number.
-        loaders: Of training and of validation images; an :class:`ImageDataset` is taken as it is.
+        net: A network that returns logits, or one number for each image.
+        loaders: The loaders of training and of validation images; an :class:`ImageDataset` is taken as it is.
         statistics: How pixels become inputs.
-        classes: Names of the classes; None for "0", "1", … of the network's outputs.
-        target: What the numbers of a regression are.
-        name: Of the model.
-        settings: Of :class:`.FitSettings`, by name; the device is the network's where none is given.
+        classes: Names of the classes; None names the network's outputs "0", "1", ….
+        target: Name and unit of a regression's numbers.
+        name: The model's name.
+        settings: Settings of :class:`.FitSettings`, by name; without a device it is the network's.
 
     Raises:
         UsageError: Loaders or settings that cannot be used.
@@ -106,7 +106,7 @@ def calibrate_on(model: FittedModel, loader: Any, **changes: Any) -> FittedModel
 
 
 def _warn_of_no_export(net: nn.Module, example: Tensor, precision: str) -> None:
-    """Try what saving will do, and warn the caller of :func:`fit`'s caller; the model predicts all the same."""
+    """Warn where the model could not be saved; it predicts all the same."""
     try:
         check_exportable(net, example, precision)
     except NetworkError as error:
@@ -120,7 +120,7 @@ def _warn_of_no_export(net: nn.Module, example: Tensor, precision: str) -> None:
 def opened(
     loader: Any, name: str, statistics: Statistics, classes: Sequence[str] | None, target: Target | None
 ) -> ImageDataset:
-    """Return the examples of a loader as a data set; a data set as it is."""
+    """Return the examples of a loader as a data set; a data set is returned as it is."""
     return loader if isinstance(loader, ImageDataset) else read_loader(loader, name, statistics, classes, target)
 
 

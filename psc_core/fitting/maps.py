@@ -1,9 +1,13 @@
-"""Choose the layer that the map of a model reads, on images made from the selection split, and fit its grey levels.
+"""Choose the layer that the map of a model reads, and fit the map's grey levels.
 
-Deep layers tell objects better, early ones surfaces, and a map is as fine as its layer.  So the early layers that the
-gate ``texture`` is chosen from are compared by how well their distances tell what was pasted into an image
-(:mod:`psc_core.maps.fit.pasted`) from the rest of it: by the AUROC over points of the images.  The layer with the
-smallest largest distance from the best AUROC of each kind is taken, as the gates are.
+The input is the moments of a few early layers over the training images, and the selection split; the output is
+:class:`ChosenMap`, the map of one of these layers.
+
+Deep layers tell objects better, early ones surfaces, and a map is as fine as its layer.  So each layer's map gives the
+images of the selection split distances (B, rows, columns), once as they are and once with something pasted into them
+(:mod:`psc_core.maps.fit.pasted`).  Layers are compared by AUROC, of pasted against other points of the same images, at
+:data:`POINTS` × :data:`POINTS` points whatever a layer's grid.  The layer with the least regret over the kinds of
+pasted things is taken, as in choosing the gates (:func:`psc_core.gates.fit.choice.regret`).
 """
 
 from __future__ import annotations
@@ -31,17 +35,17 @@ from psc_core.maps.layer_map import LayerMap
 from psc_core.metrics.ranking import auroc
 
 IMAGES: Final = 500
-"""Maximum number of images that something is pasted into."""
+"""Maximum number of images of the selection split that are used."""
 
 POINTS: Final = 32
-"""Points of an image in each direction at which maps are compared, whatever their layer's grid."""
+"""Number of points in each direction at which maps are compared."""
 
 
 @dataclass(frozen=True)
 class MapChoice:
-    """The AUROC of each layer on pasted patches, and the chosen layer."""
+    """The comparison that chooses the layer of the map."""
 
-    aurocs: Mapping[str, Mapping[str, float]]  # by layer, then by kind
+    aurocs: Mapping[str, Mapping[str, float]]  # by layer, then by kind of pasted thing
 
     @property
     def chosen(self) -> str:
@@ -49,14 +53,14 @@ class MapChoice:
         return min(self.aurocs, key=partial(regret, self.aurocs))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON types of the report in a manifest."""
+        """Return the comparison as a manifest records it, in JSON types."""
         layers = [{"layer": layer, "auroc": list(of.values())} for layer, of in self.aurocs.items()]
         return {"chosen": self.chosen, "kinds": list(KINDS), "layers": layers}
 
 
 @dataclass(frozen=True)
 class ChosenMap:
-    """The map of a model and what chose it."""
+    """The map of a model, and the comparison that chose it."""
 
     map: LayerMap
     choice: MapChoice
@@ -70,14 +74,14 @@ def choose_map(
     compute: Compute,
     seed: int,
 ) -> ChosenMap | None:
-    """Choose one of a few early layers and fit its map; None where none of them has one.
+    """Return the map of the early layer that tells pasted things best, or None where no layer can have a map.
 
     Args:
-        features_of: Canonical features of images on the device, by layer.
-        moments: Of the early layers that have a grid, over the training images.
+        features_of: A function from pixels on the device to the canonical features of each layer.
+        moments: The moments of each early layer that has a grid, over the training images.
         selection: In-distribution images that the moments have not seen.
         compute: Device, batch size, processes.
-        seed: Draws images and what is pasted.
+        seed: Draws the images and what is pasted into them.
     """
     maps: dict[str, LayerMap] = {}
     for layer, sums in moments.items():

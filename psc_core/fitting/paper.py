@@ -1,14 +1,14 @@
-"""The stages of a fit by the names of the paper's pseudo-code.
+"""The stages of a fit under the names of the paper's pseudo-code.
 
     net        = load_network("torchvision:resnet18", weights="net.safetensors", num_classes=10)
     candidate  = measure_collapse(net, train, val).candidate()
     projection = fit_projection(net, candidate, train, method="tucker")
     psc        = fit_psc(net, candidate, projection, train, val, head="laplace")
 
-Every setting of :class:`psc_core.FitSettings` may be given by its name, or all of them as ``settings``; the defaults
-agree with how the candidate was chosen.  ``layer`` and ``task`` are of ``psc-fit`` alone: here the candidate and the
-function say them.  Each call checks and splits the images anew, always alike for one seed; ``psc-fit`` does that once
-and calls :mod:`.stages`.
+Every setting of :class:`psc_core.FitSettings` can be given by its name, or all of them as ``settings``; the defaults
+agree with how the candidate was chosen.  ``layer`` and ``task`` are settings of ``psc-fit`` alone: here the candidate
+and the function decide them.  Each call checks and splits the images anew, in the same way for the same seed;
+``psc-fit`` does that once and calls :mod:`.stages`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from psc_core.settings import FitSettings
 def measure_collapse(
     net: nn.Module, train: ImageDataset, val: ImageDataset, *, settings: FitSettings | None = None, **changes: Any
 ) -> CollapseReport:
-    """Measure NC1 on ``train`` and NC4 (R² of a regression) on the selection split of ``val``, after every layer.
+    """Measure NC1 on ``train`` and NC4 (for a regression R²) on the selection split of ``val``, after every layer.
 
     Example:
         >>> from functools import partial
@@ -49,8 +49,8 @@ def measure_collapse(
         net: Trained network in eval mode.
         train: Training images.
         val: Validation images, none of them trained on.
-        settings: Settings of all stages.
-        changes: Settings by name, as ``layers`` or ``granularity``.
+        settings: The settings of all stages.
+        changes: Settings by name, such as ``layers`` or ``granularity``.
 
     Raises:
         UsageError: An unknown option, ε outside (0, 1), or a pattern that matches no layer.
@@ -72,7 +72,7 @@ def fit_projection(
     settings: FitSettings | None = None,
     **changes: Any,
 ) -> FittedProjection:
-    """Fit moments and Tucker factors on ``train``; sizes on the selection split of ``val`` (else on ``train``).
+    """Fit moments and Tucker factors to ``train``; the selection split of ``val``, or ``train``, chooses the sizes.
 
     Example:
         >>> from psc_core import PRESETS, open_dataset
@@ -83,13 +83,13 @@ def fit_projection(
 
     Args:
         net: Trained network in eval mode.
-        candidate: The layer(s) it is cut behind.
+        candidate: The layer(s) that the network is cut behind.
         train: Training images.
         val: Validation images, or None to choose the sizes on all of ``train``.
         method: The paper's only one, ``"tucker"``.
         settings: Settings of all stages.
-        changes: Settings by name, as ``c_proj``, ``d_proj``, ``minimum_dim``; and ``density``, the kind that will be
-            fitted, because one that reads z needs more spatial components.
+        changes: Settings by name, such as ``c_proj``, ``d_proj`` or ``minimum_dim``; also ``density``, the kind that
+            will be fitted, because one that reads z needs more spatial components.
 
     Raises:
         UsageError: An unknown method or density, or settings of another seed or epsilon than the candidate's.
@@ -118,7 +118,7 @@ def fit_psc(
     settings: FitSettings | None = None,
     **changes: Any,
 ) -> PSC:
-    """Fit density and head on z of ``train``, and calibrate them on the calibration split of ``val``.
+    """Fit density and head to z of ``train``, and calibrate them on the calibration split of ``val``.
 
     Example:
         >>> from functools import partial
@@ -140,8 +140,8 @@ def fit_psc(
         train: Training images.
         val: Validation images.
         name: Model name.
-        provenance: Recorded in the bundle.
-        settings: Settings of all stages.
+        provenance: The origin that a bundle records.
+        settings: The settings of all stages.
         changes: Settings by name: ``head`` (``"laplace"``, ``"sngp"``, ``"duq"``), ``density`` (``"gda"``, the paper's,
             ``"tied"``, ``"gda++"``, ``"mahalanobis++"``, ``"pooled++"``, ``"rmd"``), ``predictions`` (``"psc"``, the
             head's, or ``"base"``, the network's own), ``alpha``, ``coverage``, ``risk``, ``ood_score`` (``"gates"`` or
@@ -171,7 +171,7 @@ def fit_regressor(
     settings: FitSettings | None = None,
     **changes: Any,
 ) -> PSCRegressor:
-    """Fit density of bins and head on z of ``train``, and calibrate them on the calibration split of ``val``.
+    """Fit a density of bins and a head to z of ``train``, and calibrate them on the calibration split of ``val``.
 
     Example:
         >>> from functools import partial
@@ -185,9 +185,9 @@ def fit_regressor(
         >>> model.target, model.predict(next(val.batches(3)).images).interval.shape
         (Target(name='angle', unit='degrees'), torch.Size([3, 2]))
 
-    Args are those of :func:`fit_psc`: a network of one output, and images with numbers of one target.  ``head`` is
-    ``"blr"`` or ``"dve"``, and ``max_width`` the width of an interval above which an image is uncertain, in the
-    target's unit.
+    The arguments are those of :func:`fit_psc`, with a network of one output and images with numbers of one target.
+    ``head`` is ``"blr"`` or ``"dve"``, and ``max_width`` the width of an interval above which an image is uncertain, in
+    the target's unit.
 
     Raises:
         UsageError: As of :func:`fit_psc`, and images without numbers.
@@ -209,7 +209,7 @@ def _fit(
     settings: FitSettings,
     **recorded: Any,
 ) -> FittedModel:
-    """Return a model of the task of ``kind``, which is the type of its models."""
+    """Return a model of type ``kind``, which knows its task."""
     data = _data(*images, settings, kind.task_type.name)
     settings = stages.checked(settings, data)
     return stages.fit_model(net, candidate, projection, data, settings, settings.compute(), **recorded).model

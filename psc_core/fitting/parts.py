@@ -1,11 +1,22 @@
-"""The last stage before calibration: density, head and gates, and the scorer made of them."""
+"""Fit density, head and gates to features, and join them to a scorer, which only lacks calibration.
+
+The input is the network, its candidate layer(s), their projection to z, and the images of a fit; the output is
+:class:`FittedParts`.  The steps, in order:
+
+1. cut the network behind the candidate, the layers that the head reads beside z, and a few early layers;
+2. read training images and selection split once each, and keep their features on disk (:mod:`.features`);
+3. fit the density and the head to the training features; the selection split chooses their free numbers;
+4. fit a density to each early layer, and choose one for the gate ``texture`` (:mod:`.early_layers`);
+5. choose the early layer of the map (:mod:`.maps`);
+6. cut the network again, behind the layers that are still read.
+"""
 
 from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +24,9 @@ from torch import Tensor, nn
 from psc_core.bundle.manifest import layers_of
 from psc_core.collapse.report import Candidate
 from psc_core.compute.passes import Compute
-from psc_core.density import DENSITIES, Density
-from psc_core.density.fit.density import HeldOut, fit_density
+from psc_core.density import DENSITIES
+from psc_core.density.base import Density
+from psc_core.density.fit.density import fit_density
 from psc_core.fitting.data import FitData
 from psc_core.fitting.early_layers import TEXTURE_DENSITY, ChosenGates, choose_gates, early_layers
 from psc_core.fitting.features import Layers, Read, cut, read
@@ -24,27 +36,28 @@ from psc_core.model.pipeline import Scorer
 from psc_core.network.backbone import Backbone, check_own_output, example_input, own_width
 from psc_core.projection.fit.report import FittedProjection
 from psc_core.settings import FitSettings
-from psc_core.tasks.fit.task import HeadJob, own_outputs
+from psc_core.tasks.fit.task import HeadJob
+from psc_core.tasks.head import Head
 from psc_core.thumbnails.fit.choose import kept_images, thumbnails_of
 from psc_core.thumbnails.thumbnails import Thumbnails
 
 BATCH: Final = 64
-"""Images that are made thumbnails at once."""
+"""Number of images whose thumbnails are made at once."""
 
 
 @dataclass(frozen=True)
 class FittedParts:
-    """A scorer and what it was cut from, before calibration."""
+    """Everything that a model consists of before it is calibrated."""
 
     backbone: Backbone  # as a bundle stores it; the scorer runs a fused copy
-    scorer: Scorer
-    gates: ChosenGates | None
-    map: ChosenMap | None
-    thumbnails: Thumbnails | None
+    scorer: Scorer  # uint8 pixels to scores
+    gates: ChosenGates | None  # None: the density alone makes the OOD score
+    map: ChosenMap | None  # None: no early layer has a grid
+    thumbnails: Thumbnails | None  # None: the settings keep none
 
     @property
     def gate_names(self) -> tuple[str, ...]:
-        """Names of the gates; none without."""
+        """Names of the gates; an empty tuple for a model without any."""
         return () if self.gates is None else self.gates.names
 
 
@@ -56,85 +69,88 @@ def fit_parts(
     settings: FitSettings,
     compute: Compute,
 ) -> FittedParts:
-    """Fit density and head on the training images, with free numbers chosen on the selection split, and the gates.
+    """Take the steps of the module's text.
 
     Args:
         net: The whole network.
-        candidate: The layer(s) it is cut behind.
-        projection: Of the candidate.
+        candidate: The layer(s) that z is made from.
+        projection: The candidate's features to z.
         data: The images.
-        settings: As :func:`.stages.checked` returns them.
+        settings: The settings, as :func:`.stages.checked` returns them.
         compute: Device, precision, batch size, processes.
 
     Raises:
-        UsageError: Base predictions of a network with another number of outputs.
+        UsageError: Base predictions are asked for, and the network has another number of outputs than the task needs.
         FitError: Features that cannot be fitted; the message says why.
         NetworkError: The network cannot be cut.
     """
-    task = data.task
-    kind = settings.head_of(task.heads)
-    layers = _layers(net, candidate, data, compute, settings, reads_layers=task.heads[kind].reads_layers)
     is_base = settings.predictions == "base"
     is_asked = is_base or (settings.predictions == "auto" and data.task_fit.tries_own_output)
+    layers = _layers(net, candidate, data, compute, settings)
     backbone = cut(net, layers.names, data.train, compute, keep_output=is_asked)
-    outputs = task.network_outputs(data.train.classes)
+    outputs = data.task.network_outputs(data.train.classes)
     example = example_input(data.train.preprocess).to(compute.device)
     if is_base:
         check_own_output(backbone, example, outputs, name=data.train.name)
-    reads_own = is_asked and own_width(backbone, example) == outputs
+    of_selection = layers._replace(texture=(), output=is_asked and own_width(backbone, example) == outputs)
     device_projection = projection.projection.to(compute.device)
+    pooled = DENSITIES[settings.density].input_kind == "pooled"
     with tempfile.TemporaryDirectory(prefix="psc-fit-") as scratch:
         folders = [Path(tempfile.mkdtemp(dir=scratch)) for _ in range(2)]
-        is_pooled = DENSITIES[settings.density].input_kind == "pooled"
-        train = read(backbone, layers, device_projection, data.train, compute, folders[0], pooled=is_pooled)
-        read_here = layers._replace(texture=())
-        selection = read(backbone, read_here, device_projection, data.selection, compute, folders[1], pooled=is_pooled)
-        density = fit_density(
-            train.density_input,
-            train.features.labels,
-            num_classes=len(data.train.classes),
-            kind=settings.density,
-            pca=settings.pca,
-            class_names=data.train.classes,
-            images=train.features.images,
-            held_out=HeldOut(selection.density_input, selection.features.labels),
-        ).to(compute.device)
-        own = own_outputs(lambda inputs: backbone(inputs)[1], data.selection, compute) if reads_own else None
-        classes, features = data.train.classes, (train.features, selection.features)
-        job = HeadJob(kind, *features, classes, own, settings.predictions, settings.seed, compute.device)
-        head = data.task_fit.fit_head(job)
-        textures = {layer: _fit_texture(train, layer, data, compute) for layer in layers.texture}
-        thumbnails = None
-        if settings.keep_examples is not None:
-            thumbnails = _keep(settings.keep_examples, train, density, data)
+        train = read(backbone, layers, device_projection, data.train, compute, folders[0], pooled=pooled)
+        selection = read(backbone, of_selection, device_projection, data.selection, compute, folders[1], pooled=pooled)
+        fitted = _fit_to_features(train, selection, data, settings, compute)
     scorer = Scorer(
         data.train.preprocess,
         backbone.fused(compute.precision),
         device_projection,
-        density,
-        head,
+        fitted.density,
+        fitted.head,
         head_layers=layers.head,
     )
-    gates = choose_gates(scorer, layers, textures, data, compute) if settings.ood_score == "gates" else None
+    gates = choose_gates(scorer, layers, fitted.textures, data, compute) if settings.ood_score == "gates" else None
     chosen_map = _choose_map(scorer, layers, train, data, compute)
     layer, texture = (None, None) if gates is None or gates.texture is None else gates.texture
     kept = layers_of(layers.candidate, layers.head, layer, None if chosen_map is None else chosen_map.map.layer)
-    keep_output = is_base or head.reads_output
+    keep_output = is_base or fitted.head.reads_output
     if tuple(kept) != layers.names or keep_output != backbone.keep_output:
         backbone = cut(net, kept, data.train, compute, keep_output=keep_output)
     scorer = scorer.with_backbone(backbone.fused(compute.precision), texture)
-    return FittedParts(backbone, scorer, gates, chosen_map, thumbnails)
+    return FittedParts(backbone, scorer, gates, chosen_map, fitted.thumbnails)
 
 
-def _layers(
-    net: nn.Module,
-    candidate: Candidate,
-    data: FitData,
-    compute: Compute,
-    settings: FitSettings,
-    *,
-    reads_layers: bool,
-) -> Layers:
+class _Fitted(NamedTuple):
+    """What is fitted to the features on disk, on the device."""
+
+    density: Density
+    head: Head
+    textures: dict[str, Density]  # by early layer
+    thumbnails: Thumbnails | None
+
+
+def _fit_to_features(train: Read, selection: Read, data: FitData, settings: FitSettings, compute: Compute) -> _Fitted:
+    """Fit density, head and early layers' densities to the training features; the selection split chooses."""
+    classes, device = data.train.classes, compute.device
+    density = fit_density(
+        train.examples(train.density_input, classes),
+        kind=settings.density,
+        pca=settings.pca,
+        held_out=selection.examples(selection.density_input, classes),
+    ).to(device)
+    kind = settings.head_of(data.task.heads)
+    job = HeadJob(kind, train.features, selection.features, classes, settings.predictions, settings.seed, device)
+    head = data.task_fit.fit_head(job)
+    textures = {
+        layer: fit_density(train.examples(early, classes), kind=TEXTURE_DENSITY).to(device)
+        for layer, early in train.texture.items()
+    }
+    keep = settings.keep_examples
+    return _Fitted(density, head, textures, None if keep is None else _thumbnails(keep, train, density, data))
+
+
+def _layers(net: nn.Module, candidate: Candidate, data: FitData, compute: Compute, settings: FitSettings) -> Layers:
+    """Return the layers to read: the early ones where gates or the head read them."""
+    reads_layers = data.task.heads[settings.head_of(data.task.heads)].reads_layers
     early: tuple[str, ...] = ()
     with_gates = settings.ood_score == "gates"
     if with_gates or reads_layers:
@@ -152,18 +168,7 @@ def _choose_map(scorer: Scorer, layers: Layers, train: Read, data: FitData, comp
     return choose_map(features_of, train.moments, data.selection, compute, data.seed)
 
 
-def _fit_texture(train: Read, layer: str, data: FitData, compute: Compute) -> Density:
-    return fit_density(
-        train.texture[layer],
-        train.features.labels,
-        num_classes=len(data.train.classes),
-        kind=TEXTURE_DENSITY,
-        class_names=data.train.classes,
-        images=train.features.images,
-    ).to(compute.device)
-
-
-def _keep(count: int, read: Read, density: Density, data: FitData) -> Thumbnails:
+def _thumbnails(count: int, read: Read, density: Density, data: FitData) -> Thumbnails:
     """Return thumbnails of training images with their coordinates, from the features that were read."""
     kept = kept_images(data.train, count, data.seed)
     images, rows = read.features.images, torch.empty(len(data.train), dtype=torch.int64)

@@ -1,10 +1,12 @@
-"""Keep as many spatial components of the projection as a density of z needs.
+"""Choose how many spatial components of the projection a density of z needs.
 
-NC1 and NC4 ask only what tells the known classes apart, and one component a channel is often enough for that: it says
-what is in the image and not where.  A density lives on the rest, too.  So it is fitted with d_proj spatial components,
-with twice as many, and so on, and asked to tell images made from the selection split
-(:mod:`psc_core.gates.fit.made_up`) from the images as they are; the fewest components within :data:`AUROC_LOSS` of the
-best mean AUROC are kept.
+The input is the largest projection, to z (n, c_max · d_max), and a few sizes c_proj × d_proj within it; the output
+is the mean AUROC of each d_proj, of which :func:`fewest_positions` takes the smallest that is good enough.
+
+NC1 and NC4 only ask for what tells the known classes apart, and often one component a channel is enough for that: it
+says what is in the image and not where.  A density needs more.  So it is fitted with d_proj spatial components, with
+twice as many, and so on, and asked to tell images made from the selection split (:mod:`psc_core.gates.fit.made_up`)
+from the images as they are; the fewest components within :data:`AUROC_LOSS` of the best mean AUROC are kept.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import Tensor
 from psc_core.compute.device import autocast
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import drawn
-from psc_core.density.fit.density import fit_density
+from psc_core.density.fit.density import Examples, fit_density
 from psc_core.fitting.data import FitData
 from psc_core.gates.fit.made_up import REAL, by_kind, made_up_batches
 from psc_core.images.preprocess import Pixels
@@ -31,7 +33,7 @@ from psc_core.projection.fit.projection import SizedProjection
 from psc_core.projection.module import Projection
 
 AUROC_LOSS: Final = 0.005
-"""Loss of mean AUROC that fewer components may cost."""
+"""Mean AUROC that may be given up for fewer components."""
 
 TRAINING_IMAGES: Final = 10_000
 """Maximum number of training images that the densities are fitted on."""
@@ -45,14 +47,14 @@ def compare_positions(
     kind: str,
     compute: Compute,
 ) -> dict[int, float]:
-    """Mean AUROC of made-up against real images by number of spatial components.
+    """Return the mean AUROC of made-up against real images for each number of spatial components.
 
     Args:
-        backbone: Network cut behind the candidate layer(s).
+        backbone: The network, cut behind the candidate layer(s).
         sized: The largest projection.
-        sizes: (c_proj, d_proj) to compare, within it.
+        sizes: The pairs (c_proj, d_proj) to compare, within it.
         data: The images.
-        kind: Of the density, which reads z.
+        kind: The kind of density, one that reads z.
         compute: Device, precision, batch size.
     """
     step = feature_step(backbone, compute.precision)
@@ -66,7 +68,7 @@ def compare_positions(
     found = {}
     for c_proj, d_proj in sizes:
         columns = _columns(sized.largest, c_proj, d_proj)
-        fitted = fit_density(z[:, columns], labels, num_classes=classes, kind=kind)
+        fitted = fit_density(Examples(z[:, columns], labels, classes), kind=kind)
         scores = {name: -fitted(values[:, columns]).log_density for name, values in made.items()}
         real = scores.pop(REAL)
         found[d_proj] = statistics.mean(auroc(real, made_up) for made_up in scores.values())
@@ -74,14 +76,14 @@ def compare_positions(
 
 
 def fewest_positions(found: Mapping[int, float]) -> int:
-    """The smallest number of spatial components within :data:`AUROC_LOSS` of the best."""
+    """Return the smallest number of spatial components within :data:`AUROC_LOSS` of the best."""
     return min(d for d, value in found.items() if value >= max(found.values()) - AUROC_LOSS)
 
 
 def _made_up_features(
     largest: Projection, step: FeatureStep, data: FitData, compute: Compute
 ) -> dict[str, Float[Tensor, "n dim"]]:
-    """Return z of real images of the selection split, and of each kind of image made from them."""
+    """Return z of the selection split's images under :data:`.REAL`, and of the images made from them by their kind."""
     mixed, selection = not data.is_ambiguous, data.selection
 
     def project(images: Pixels) -> dict[str, Tensor]:
@@ -94,6 +96,6 @@ def _made_up_features(
 
 
 def _columns(largest: Projection, c_proj: int, d_proj: int) -> Tensor:
-    """Positions in z of the leading components, ``int64 (c_proj · d_proj,)``."""
+    """Return the columns of z that hold the leading components, ``int64 (c_proj · d_proj,)``."""
     grid = torch.arange(largest.c_proj * largest.d_proj).view(largest.c_proj, largest.d_proj)
     return grid[:c_proj, :d_proj].flatten()

@@ -1,13 +1,14 @@
 """Calibrate a bundle again, on the judged audit slice of a service's log.
 
-Network, projection, density, head and gates stay.  p-values, prediction sets or intervals and the ambiguity threshold
-are those of the audit images alone: calibration images have to be like the images to come, and those of the fit are not
-once the images have changed; a mixture of both would keep its promise for neither.  Each audit image counts by the
-inverse of the probability that it was drawn with (:mod:`psc_core.calibration.weighted`).
+The input is the model of a bundle and an :class:`.Audit`; the output is the same model, calibrated anew.  Network,
+projection, density, head and gates stay.  p-values, prediction sets or intervals and the ambiguity threshold come from
+the audit images alone: calibration images have to be like the images to come, and those of the fit no longer are once
+the images have changed; the rates of a mixture would hold for neither.  Each audit image weighs as much as the inverse
+of the probability that it was drawn with (:mod:`psc_core.calibration.weighted`).
 
-Base predictions have a temperature too, and the density can be extended by images outside the slice
-(:mod:`psc_core.fitting.extend`).  A quarter of the audit images chooses either and calibrates nothing, so that the
-rates hold whatever comes of it.
+Base predictions also have a temperature, and images outside the slice can extend the density
+(:mod:`psc_core.fitting.extend`).  A quarter of the audit images chooses both and calibrates nothing, so that the rates
+hold whatever is chosen.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from psc_core.tasks.fit.task import task_fit
 from psc_core.version import __version__
 
 CHOOSES: Final = 0.25
-"""Fraction of the images that chooses the temperature of base predictions, and how a density is extended."""
+"""Fraction of the audit images that chooses the temperature of base predictions and how a density is extended."""
 
 FEWEST_TO_CHOOSE: Final = 25
-"""Number of images that count equally below which the temperature stays, and no density is extended."""
+"""Fewest images of equal weight that may choose; with fewer the temperature stays and no density is extended."""
 
 
 @dataclass(frozen=True)
 class Recalibrated:
-    """A model that is calibrated again, and what there is to say of it."""
+    """A model that was calibrated again, and what the command prints about it."""
 
     model: FittedModel
     lines: tuple[str, ...]
@@ -49,17 +50,17 @@ class Recalibrated:
 def recalibrate_from_audit(
     model: FittedModel, audit: Audit, changes: Mapping[str, Any], more: ImageDataset | None = None
 ) -> Recalibrated:
-    """Return a model of a bundle, calibrated on an audit slice.
+    """Return the model of a bundle, calibrated on an audit slice.
 
     Args:
-        model: Of the bundle; :attr:`.FittedModel.version` says which.
+        model: The model; its :attr:`.FittedModel.version` names the bundle.
         audit: The judged images.
-        changes: Settings of :meth:`.FittedModel.calibrate` that change.
-        more: Images that extend the density, none of them of the slice; None for none.
+        changes: Settings of :meth:`.FittedModel.calibrate` that change, by name.
+        more: Images outside the slice that extend the density; None to leave it as it is.
 
     Raises:
-        UsageError: Rates that so few images cannot keep, settings that calibration does not read, or a density that
-            cannot be extended.
+        UsageError: So few images cannot keep the rates, calibration does not read a setting, or the density cannot be
+            extended.
         DataError: An image cannot be read.
         FitError: Scores that are not finite.
     """
@@ -93,7 +94,7 @@ def recalibrate_from_audit(
 
 
 def _split(audit: Audit) -> tuple[Audit, Audit]:
-    """The images that choose the temperature, and those that calibrate: in the order of digests, which is random."""
+    """Return the images that choose, and those that calibrate; they are in the order of digests, which is random."""
     count = round(CHOOSES * len(audit.of_class))
     return audit.at(torch.arange(count)), audit.at(torch.arange(count, len(audit.of_class)))
 
@@ -125,6 +126,6 @@ def _with_history(before: FittedModel, audit: Audit, calibrates: Audit, extensio
 
 
 def _alarms(model: FittedModel, images: ImageDataset) -> float:
-    """The fraction of images that the model calls out of distribution."""
+    """Return the fraction of the images that the model calls out of distribution."""
     packed = outputs_of(model, images, "alarms").packed
     return float(model.decide(model.outputs(packed.numpy())).is_ood.mean())

@@ -1,4 +1,4 @@
-"""The report of a fit that its bundle keeps: measurements of its stages and its provenance, JSON types."""
+"""Put together what a bundle records of its fit: the measurements of every stage, and the provenance, in JSON types."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def report_of(
     metrics: Mapping[str, Any],
     provenance: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return the report of a fit that its bundle keeps; ``metrics`` are those of the calibration split."""
+    """Return the record of a fit, JSON types; ``metrics`` were measured on the calibration split."""
     gates = {} if parts.gates is None else {"gates": parts.gates.choice.to_json()}
     of_map = {} if parts.map is None else {"map": parts.map.choice.to_json()}
     report = {
@@ -30,7 +30,7 @@ def report_of(
 
 
 def projection_metrics(report: ProjectionReport) -> dict[str, Any]:
-    """Return the report of a projection that its bundle keeps."""
+    """Return the record of a projection, JSON types."""
     choice = report.choice
     return {
         "nc1": choice.nc1,
@@ -44,7 +44,7 @@ def projection_metrics(report: ProjectionReport) -> dict[str, Any]:
 
 
 def rounded(value: Any) -> Any:
-    """Return a report's numbers to 9 digits: the version hashes them, and the last ones depend on how sums split."""
+    """Return ``value`` with floats to 9 digits: the version hashes them, and the rest depends on how sums split."""
     if isinstance(value, float):
         return float(f"{value:.9g}")
     if isinstance(value, Mapping):

@@ -1,6 +1,11 @@
-"""From a trained network to a fitted model, stage by stage: collapse, projection, model.
+"""From a trained network to a fitted model in three stages, each of which returns what the next one needs.
 
-:mod:`.paper` has the same stages by the names of the paper's pseudo-code.
+    :func:`collapse`    network, images                        → :class:`.CollapseReport`, which names the candidate
+    :func:`project`     network, candidate, images             → :class:`.FittedProjection`, its features to z (B, D)
+    :func:`fit_model`   network, candidate, projection, images → :class:`FitResult`, the calibrated model
+
+Training images fit, the selection split chooses, and the calibration split only calibrates (:class:`.FitData`).
+:mod:`.paper` has the same stages under the names of the paper's pseudo-code.
 """
 
 from __future__ import annotations
@@ -34,14 +39,14 @@ from psc_core.thumbnails.fit.choose import check_count
 
 
 class FitResult(NamedTuple):
-    """A fitted model, and the comparison that chose its gates; None for a model without."""
+    """A fitted model, and the comparison that chose its gates."""
 
     model: FittedModel
-    gates: GateChoice | None
+    gates: GateChoice | None  # None for a model without gates
 
 
 def collapse(net: nn.Module, data: FitData, settings: FitSettings, compute: Compute) -> CollapseReport:
-    """Measure NC1 on the training images and NC4 (R² of a regression) on the selection split, after every layer.
+    """Measure NC1 on the training images and NC4 (for a regression R²) on the selection split, after every layer.
 
     Raises:
         UsageError: An unknown setting, ε outside (0, 1), or a pattern that matches no layer.
@@ -55,10 +60,10 @@ def collapse(net: nn.Module, data: FitData, settings: FitSettings, compute: Comp
 def project(
     net: nn.Module, candidate: Candidate, data: FitData, settings: FitSettings, compute: Compute
 ) -> FittedProjection:
-    """Fit moments and Tucker factors on the training images; the selection split chooses the sizes.
+    """Fit moments and Tucker factors to the training images, and choose the sizes on the selection split.
 
-    The fewest components that keep NC1 and NC4, and, for a density that reads z, as many spatial ones as that needs
-    (:mod:`psc_core.fitting.positions`).
+    The sizes are the smallest that keep NC1 and NC4; for a density that reads z, with as many spatial components as
+    that needs (:mod:`psc_core.fitting.positions`).
 
     Raises:
         UsageError: An unknown density.
@@ -87,10 +92,10 @@ def project(
 
 
 def checked(settings: FitSettings, data: FitData) -> FitSettings:
-    """Return the settings of the last stage with its task and the head that is the task's default.
+    """Return the settings with the task of the images and, where no head is named, the task's first.
 
     Raises:
-        UsageError: An unknown option, or rates outside (0, 1) or that so few validation images cannot keep.
+        UsageError: An unknown option, or a rate that is outside (0, 1) or that so few validation images cannot keep.
     """
     fit = data.task_fit
     settings = settings.of_task(fit.task_type.name, fit.task_type.heads)
@@ -117,20 +122,20 @@ def fit_model(
     name: str = "psc",
     provenance: Mapping[str, Any] | None = None,
 ) -> FitResult:
-    """Fit density, head and gates on the training images, and calibrate them on the calibration split.
+    """Fit density, head and gates to the training images, and calibrate them on the calibration split.
 
     Args:
         net: The whole network.
-        candidate: The layer(s) it is cut behind.
-        projection: Of the candidate.
+        candidate: The layer(s) that z is made from.
+        projection: The candidate's features to z.
         data: The images.
-        settings: As :func:`checked` returns them.
+        settings: The settings, as :func:`checked` returns them.
         compute: Device, precision, batch size, processes.
-        name: Model name.
-        provenance: Recorded in the bundle.
+        name: The model's name.
+        provenance: The origin that a bundle of the model records.
 
     Raises:
-        UsageError: A projection of other layers than the candidate's.
+        UsageError: The projection is of other layers than the candidate's.
         FitError: Features or outputs that cannot be fitted; the message says why.
         NetworkError: The network cannot be cut.
     """
@@ -158,7 +163,7 @@ def fit_model(
 
 
 def check_same_layers(candidate: Candidate, projection: FittedProjection) -> None:
-    """Reject a projection of other layers than the candidate's, by :class:`UsageError`."""
+    """Raise :class:`UsageError` for a projection of other layers than the candidate's."""
     if projection.layers != candidate.layers:
         raise UsageError(
             f"expected a projection of the candidate {'+'.join(candidate.layers)}, got one of "

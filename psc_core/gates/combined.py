@@ -9,19 +9,19 @@ gate           its reading, higher is more unusual                 an alarm mean
 ``confidence`` energy of the logits, −log Σ exp f, nats            no class has much evidence
 =============  ==================================================  ==========================================
 
-With ``p_g`` of :mod:`.tail` the OOD score is
+With ``p_g`` from :mod:`.tail` the OOD score is
 
     ``−Σ_g log min(1, p_g / τ_g)``     nats
 
-with ``τ_g = 1`` but for ``texture`` (a soft form of the truncated product of Zaykin et al. 2002; all τ = 1 gives half
-of the statistic of Fisher 1932).  The textures of near images are typical: how typical would only be noise in the
-sum.
+with ``τ_g = 1`` except for ``texture`` (a soft form of the truncated product of Zaykin et al. 2002; with all τ = 1 it
+is half of the statistic of Fisher 1932).  Near out-of-distribution images have typical textures, and how typical they
+are would only add noise to the sum.
 
-As the readings of one image depend on each other, the score's p-value is not χ²'s but conformal, on images that neither
-chose the gates nor gave ``p_g`` (:mod:`psc_core.calibration.conformal`; Bates et al. 2023).  The p-value of a single
-gate is conformal on the same images.
+Because the readings of one image depend on each other, the score's p-value does not come from χ² but is conformal, on
+images that were used neither to choose the gates nor to fit ``p_g`` (:mod:`psc_core.calibration.conformal`; Bates et
+al. 2023).  The p-value of a single gate is conformal on the same images.
 
-Shapes: B images, G gates, m images that give ``p_g``, n calibration images.
+Shapes: B images, G gates, m images that ``p_g`` is fitted to, n calibration images.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ KIND: Final = "kind"
 CONFIDENCE: Final = "confidence"
 
 GATES: Final = (TEXTURE, KIND, CONFIDENCE)
-"""Names of all gates; a model has some of them, in this order."""
+"""The names of all gates; a model has some of them, in this order."""
 
 
 def readings_of(names: Sequence[str], scores: Mapping[str, Float[Tensor, " batch"]]) -> Float[Tensor, "batch gates"]:
-    """The readings of some gates, from the scores of a :class:`psc_core.tasks.head.Scored`."""
+    """Return the readings of the gates ``names``, from the scores of a :class:`psc_core.tasks.head.Scored`."""
     readings = {KIND: -scores["log_density"]}
     if CONFIDENCE in names:
         readings[CONFIDENCE] = scores["energy"]
@@ -56,17 +56,17 @@ def readings_of(names: Sequence[str], scores: Mapping[str, Float[Tensor, " batch
 
 
 class Gates(nn.Module):
-    """Readings to one OOD score and the p-value of each gate.
+    """Combines readings into one OOD score, and gives the p-value of each gate.
 
     Args:
         names: Some of :data:`GATES`, in that order.
-        ascending: ``float32 (G, m)`` readings that give ``p_g``, sorted.
+        ascending: ``float32 (G, m)`` readings that ``p_g`` is fitted to, sorted.
         scales: ``float32 (G,)`` scales of the tails, positive.
         calibration: ``float32 (G, n)`` readings of the calibration images, sorted.
         texture_counts_below: τ of ``texture``, in (0, 1].
 
     Raises:
-        BundleError: Other names or shapes, or readings that do not ascend.
+        BundleError: If names or shapes do not match, or readings are not sorted.
     """
 
     ascending: Tensor
@@ -109,10 +109,10 @@ class Gates(nn.Module):
         self.register_buffer("pieces", log_p_pieces(self.ascending, self.scales), persistent=False)
 
     def score(self, readings: Float[Tensor, "batch gates"]) -> Float[Tensor, " batch"]:
-        """``−Σ_g log min(1, p_g / τ_g)``, nats; higher is more unusual."""
+        """Return ``−Σ_g log min(1, p_g / τ_g)``, in nats; higher is more unusual."""
         log_p = log_p_values(self.ascending, self.pieces, readings.T.contiguous())
         return -(log_p - self.log_below).clamp(max=0).sum(dim=0).float()
 
     def p_values(self, readings: Float[Tensor, "batch gates"]) -> Float[Tensor, "batch gates"]:
-        """The conformal p-value of each gate, ``(1 + #{calibration ≥ this}) / (n + 1)``."""
+        """Return the conformal p-value of each gate, ``(1 + #{calibration ≥ this}) / (n + 1)``."""
         return conformal_p_values(self.calibration, readings.T.contiguous()).T

@@ -1,9 +1,9 @@
-"""Decode an image file, checking every limit before any pixel is decoded.
+"""Decode an image file after checking every limit on it.
 
-Fitting, evaluation and the service share this one decoder, so calibrated thresholds hold for served images: Pillow, or
-for plain JPEGs :mod:`psc_core.images.turbo`, which gives the same pixels.
-An image of more than ``max_pixels``, or one that would cost far more than its pixels (:mod:`psc_core.images.limits`),
-is rejected by its header, so a decompression bomb costs no more than that.
+Fitting, evaluation and the service share this decoder, so calibrated thresholds hold for served images.  It uses
+Pillow, or for plain JPEGs :mod:`psc_core.images.turbo`, which gives the same pixels.  An image of more than
+``max_pixels``, or one that would cost far more than its pixels (:mod:`psc_core.images.limits`), is rejected by its
+header, so a decompression bomb costs no more than reading that.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from psc_core.images.limits import DEFAULT_MAX_PIXELS, MAX_EXIF_BYTES, check_cou
 from psc_core.images.turbo import decode_plain
 
 IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
-"""Supported formats; anything else is :class:`UnsupportedImage`."""
+"""The supported formats; any other raises :class:`UnsupportedImage`."""
 
 _RUN_LENGTH_COST: Final = 50
-"""Pillow decodes a run-length encoded BMP in Python, so each of its pixels counts as this many."""
+"""The cost of a pixel of a run-length encoded BMP in pixels of other images, because Pillow decodes it in Python."""
 
 _RUN_BYTES: Final = 4
-"""Bytes of such a file for each pixel; two are enough, and some commands move over none."""
+"""Maximum number of bytes of a run-length encoded BMP per pixel; two suffice, but some commands draw no pixel."""
 
 _HEADER: Final = 1 << 16
 
 _SIGNATURES: Final = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", b"GIF8", b"II*\0", b"MM\0*")
-"""First bytes of the formats, to tell a damaged image from another kind of file."""
+"""The first bytes of the formats, to tell a damaged image from a file of another type."""
 
 _BLOCK: Final = 1 << 18
 """Maximum number of samples converted to float64 at a time."""
@@ -44,12 +44,12 @@ _WIDE_MODES: Final = frozenset({"I;16", "I;16B", "I;16L", "I;16N", "I", "F"})
 
 @dataclass(frozen=True)
 class OpenImage:
-    """An image file whose header was checked, and of whose pixels none is decoded yet.
+    """An image file whose header has been checked and whose pixels are not decoded yet.
 
     Attributes:
-        image: As Pillow opened it.
-        data: The file.
-        cost: Its pixels; those of a run-length encoded BMP count as 50 each.
+        image: The image as Pillow opened it.
+        data: The content of the file.
+        cost: The number of pixels; each pixel of a run-length encoded BMP counts as 50.
     """
 
     image: Image.Image
@@ -57,11 +57,11 @@ class OpenImage:
     cost: int
 
     def samples(self, mode: str) -> npt.NDArray[np.uint8] | None:
-        """Samples of :meth:`decode`, where there is a quicker way to them; see :func:`decode_plain`."""
+        """Return the samples of the decoded image if simplejpeg can decode it, else None; see :func:`decode_plain`."""
         return decode_plain(self.image, self.data, mode)
 
     def decode(self) -> Image.Image:
-        """Decode the first frame, upright, once; see :func:`decode_image`."""
+        """Decode the first frame, upright; may be called once.  See :func:`decode_image`."""
         image = self.image
         with image:
             width, height = image.size
@@ -78,7 +78,7 @@ class OpenImage:
 
 
 def open_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> OpenImage:
-    """Read the header of an encoded image; see :func:`decode_image` for the errors."""
+    """Open an encoded image by reading its header; see :func:`decode_image` for the errors."""
     try:
         image = Image.open(check_file(data, max_pixels), formats=IMAGE_FORMATS)
     except ImageError:
@@ -88,8 +88,8 @@ def open_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> OpenImag
     except Exception as error:
         if data.startswith(_SIGNATURES) or data[8:12] == b"WEBP":
             raise UndecodableImage("image header is damaged or truncated; send the file again") from error
-        kind = f"{len(data)} bytes of another format" if data else "no data"
-        raise UnsupportedImage(f"expected one of {', '.join(IMAGE_FORMATS)}, got {kind}") from error
+        given = f"{len(data)} bytes of another format" if data else "no data"
+        raise UnsupportedImage(f"expected one of {', '.join(IMAGE_FORMATS)}, got {given}") from error
     width, height = image.size
     run_length = any(tile.codec_name == "bmp_rle" for tile in image.tile)
     cost = width * height * (_RUN_LENGTH_COST if run_length else 1)
@@ -107,9 +107,9 @@ def decode_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.
         and CMYK converted, and 16-bit samples scaled to 8 bits.
 
     Raises:
-        UnsupportedImage: The file is in none of :data:`IMAGE_FORMATS`.
-        ImageTooLarge: The header declares more than ``max_pixels``.
-        UndecodableImage: The file is damaged or truncated, has non-finite samples, or would cost far more to decode
+        UnsupportedImage: If the file is in none of :data:`IMAGE_FORMATS`.
+        ImageTooLarge: If the header declares more than ``max_pixels``.
+        UndecodableImage: If the file is damaged or truncated, has non-finite samples, or would cost far more to decode
             than its pixels.
     """
     return open_image(data, max_pixels=max_pixels).decode()
@@ -119,7 +119,7 @@ def to_grey_or_rgb(image: Image.Image) -> Image.Image:
     """Convert any Pillow image to ``L`` or ``RGB`` with 8-bit samples, upright, with alpha blended onto black.
 
     Raises:
-        UndecodableImage: Too much EXIF, or non-finite samples.
+        UndecodableImage: If the image has too much EXIF or non-finite samples.
     """
     exif = max(len(image.info.get("exif") or b""), len(image.info.get("Raw profile type exif") or "") // 2)
     check_count("bytes of EXIF", MAX_EXIF_BYTES, exif)
@@ -146,11 +146,11 @@ def to_grey_or_rgb(image: Image.Image) -> Image.Image:
 
 
 def mute_codecs() -> None:
-    """Keep libtiff and Pillow from writing to standard error what they find in damaged files, in the whole process.
+    """Keep libtiff and Pillow from writing about damaged files to standard error, in the whole process.
 
-    The caller is told by :class:`UndecodableImage`.  Python would also remember each warning of a new text, and a file
-    decides the text.
+    The caller gets :class:`UndecodableImage` instead.  Python would also remember every distinct warning, and a file
+    decides the text of its warning.
     """
     warnings.filterwarnings("ignore", module=r"PIL\.")
-    with contextlib.suppress(AttributeError):  # Pillow was built without libtiff.
+    with contextlib.suppress(AttributeError):  # Pillow may be built without libtiff.
         ctypes.CDLL(Image.core.__file__).TIFFSetErrorHandler(None)  # type: ignore[attr-defined]

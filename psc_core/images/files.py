@@ -1,4 +1,4 @@
-"""Read image files from folders that others may have filled: regular files only, of a bounded size."""
+"""Read image files from folders that others may have filled: regular files of a bounded size only."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ MAX_FILE_BYTES: Final = 256 << 20
 
 
 def read_file(path: str | Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """Return the content of a file, of an image unless told otherwise; it may be a link to one.
+    """Return the content of a file or of the file that a link points to, at most ``max_bytes``.
 
     Raises:
-        UnsupportedImage: It is no regular file: a pipe would wait for ever, a device has no end.
-        ImageTooLarge: It has more than ``max_bytes``.
-        OSError: It cannot be read, as a folder.
-        ValueError: Nothing can have this path.
+        UnsupportedImage: If it is not a regular file: a pipe would block for ever, a device has no end.
+        ImageTooLarge: If it has more than ``max_bytes``.
+        OSError: If it cannot be read, for example because it is a folder.
+        ValueError: If no file can have this path.
     """
-    # Without waiting: to open a pipe would last until somebody writes to it.
+    # Non-blocking, because opening a pipe blocks until somebody writes to it.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise UnsupportedImage("expected a regular file, got a pipe or a device; remove it")
-        # A sparse file claims gigabytes and has none; one that grows while it is read gives what it had.
+        # A sparse file claims gigabytes that it does not store; of one that grows only this size is read.
         if status.st_size > max_bytes:
             raise ImageTooLarge(f"expected a file of at most {max_bytes} bytes, got {status.st_size}")
         return file.read(status.st_size)
 
 
 def files_below(root: str | Path) -> Iterator[str]:
-    """Yield the path of each file below a folder: its own by name, then those of the folders in it, however deep.
+    """Yield the path of each file below a folder: its own files by name, then those of its subfolders.
 
-    Links to folders are not followed; folders that cannot be listed have no files.
+    Links to folders are not followed; folders that cannot be listed count as empty.
     """
     waiting = [os.fspath(root)]
     while waiting:

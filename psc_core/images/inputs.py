@@ -1,4 +1,4 @@
-"""Images as users have them, read into the network's pixels; inputs of a loader stay as they are."""
+"""Read images in the forms that users have into the network's pixels; float inputs of a loader stay unchanged."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ImageLike = str | Path | bytes | Image.Image | npt.NDArray[Any]
 
 
 def as_batch(images: Sequence[ImageLike] | Tensor, preprocess: Preprocess) -> Images:
-    """Images of any size and form as one batch; a tensor has to be one already, of pixels or of floats: inputs.
+    """Read images of any size and form into one batch; a tensor must be a batch already, of pixels or float inputs.
 
     Raises:
-        ImageError: An image cannot be decoded.
-        UsageError: Something that is no list of images, a file that cannot be read, a tensor of another shape or type,
-            inputs that are not finite, or pixels where nobody said how they become inputs.
+        ImageError: If an image cannot be decoded.
+        UsageError: If ``images`` is not a list of images, a file cannot be read, a tensor has the wrong shape, dtype or
+            non-finite values, or the preprocessing from pixels to inputs is unknown.
     """
     if isinstance(images, Tensor):
         return _tensor_batch(images, preprocess)
@@ -38,7 +38,7 @@ def as_batch(images: Sequence[ImageLike] | Tensor, preprocess: Preprocess) -> Im
 
 
 def _tensor_batch(images: Tensor, preprocess: Preprocess) -> Images:
-    """A tensor as a batch: ``uint8`` as it is, floats as float32."""
+    """Return a tensor as a batch: ``uint8`` unchanged, floats as float32."""
     wanted = f"(n, {', '.join(map(str, preprocess.shape))})"
     if images.shape == preprocess.shape:
         raise UsageError(f"expected a batch {wanted}, got one image {tuple(images.shape)}; add an axis, images[None]")
@@ -51,12 +51,12 @@ def _tensor_batch(images: Tensor, preprocess: Preprocess) -> Images:
         return images
     inputs = images.detach().float()
     if not bool(inputs.isfinite().all()):
-        raise UsageError("expected finite inputs, got some that are NaN or infinite; mend or leave out these images")
+        raise UsageError("expected finite inputs, got some that are NaN or infinite; correct or leave out these images")
     return inputs
 
 
 def check_known(preprocess: Preprocess) -> None:
-    """Reject pixels where nobody said how they become inputs, by :class:`UsageError`."""
+    """Raise :class:`UsageError` if the preprocessing from pixels to inputs is unknown."""
     if not preprocess.is_known:
         raise UsageError(
             "this model does not know how pixels become inputs; give float tensors as the loader does, or fit with the "
@@ -65,11 +65,11 @@ def check_known(preprocess: Preprocess) -> None:
 
 
 def read_image(image: ImageLike, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
-    """One image as ``uint8 (channels, height, width)``.
+    """Read one image as ``uint8 (channels, height, width)``.
 
     Raises:
-        ImageError: It cannot be decoded.
-        UsageError: It is no image, its file cannot be read, or nobody said how pixels become inputs.
+        ImageError: If the image cannot be decoded.
+        UsageError: If it is not an image, its file cannot be read, or the preprocessing is unknown.
     """
     check_known(preprocess)
     if isinstance(image, str | Path):
@@ -96,7 +96,7 @@ def is_picture(pixels: npt.NDArray[Any]) -> bool:
 
 
 def described(image: Any) -> str:
-    """Describe an image for messages."""
+    """Describe an object that was given as an image, for an error message."""
     if isinstance(image, np.ndarray):
         return f"an array of {image.dtype} {image.shape}"
     return f"a {type(image).__name__}"

@@ -1,4 +1,4 @@
-"""Pixels as PNG files, and as the text that JSON and pages hold of them."""
+"""Encode pixels as PNG files, and files as text for JSON and pages."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy.typing as npt
 from PIL import Image
 
 FAST: Final = 1
-"""The zlib level for pictures that somebody waits for."""
+"""The zlib level for pictures that a client waits for."""
 
 SMALL: Final = 6
-"""The zlib level for pictures that are kept."""
+"""The zlib level for pictures that are stored."""
 
 
 def png_of(pixels: npt.NDArray[Any], level: int = FAST) -> bytes:
-    """Return an 8-bit PNG of ``uint8 (rows, columns)`` or ``(1 or 3 channels, rows, columns)``."""
+    """Encode ``uint8 (rows, columns)`` or ``(1 or 3 channels, rows, columns)`` as an 8-bit PNG."""
     channels_last = pixels.transpose(1, 2, 0) if pixels.ndim == 3 else pixels
     file = io.BytesIO()
     Image.fromarray(channels_last.squeeze(2) if channels_last.shape[2:] == (1,) else channels_last).save(
@@ -27,5 +27,4 @@ def png_of(pixels: npt.NDArray[Any], level: int = FAST) -> bytes:
 
 
 def as_base64(data: bytes) -> str:
-    """Return a file as JSON and pages hold it."""
     return base64.b64encode(data).decode()

@@ -2,8 +2,8 @@
 
 The host half (colour mode, resize, centre crop) gives ``uint8 (channels, height, width)``, the smallest array that can
 be copied to the device.  The device half scales to [0, 1] and standardises: ``(x / 255 − mean) / std``.  Fitting,
-evaluation and the service use both halves of this one class.  What is floating-point already is the network's input, as
-a loader of the user's own made it, and passes the device half unchanged; :meth:`Preprocess.to_pixels` is its inverse.
+evaluation and the service use both halves of this one class.  Floating-point images are network inputs already, made
+by a loader of the user, and pass the device half unchanged; :meth:`Preprocess.to_pixels` is its inverse.
 """
 
 from __future__ import annotations
@@ -22,58 +22,57 @@ from torch import Tensor
 from torch.nn import functional
 
 from psc_core.errors import UsageError
+from psc_core.images import INTERPOLATIONS, PRESET_FIELDS
 from psc_core.images.decode import OpenImage, open_image
 from psc_core.images.limits import DEFAULT_MAX_PIXELS
 
 Pixels = UInt8[Tensor, "batch channels height width"]
 Inputs = Float[Tensor, "batch channels height width"]
-"""Images of the network's size, before and after standardisation."""
+"""Batches of images of the network's size, before and after standardisation."""
 
 Images = Pixels | Inputs
-"""Images of the network's size, whether or not they are standardised."""
+"""A batch of images of the network's size, standardised or not."""
 
 MAX_INPUT_PIXELS: Final = 1 << 22
-"""Maximum size of the network input, height × width."""
+"""Maximum size of the network input, height × width in pixels."""
 
 MAX_RESIZE: Final = 8192
-"""Maximum length of the shorter side before the crop, pixels."""
+"""Maximum length of the shorter side before the crop, in pixels."""
 
 _CHANNELS = {"L": 1, "RGB": 3}
-_FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
-INTERPOLATIONS: Final = tuple(_FILTERS)
-"""Filters that images can be resized with, antialiased."""
+_FILTERS = {name: Image.Resampling[name.upper()] for name in INTERPOLATIONS}
 
 RESIZERS: Final = ("torch", "pillow")
-"""Libraries that resize, by the same filters.
+"""The libraries for resizing, which offer the same filters.
 
-Where the CPU has AVX2, decoding and resizing a photograph take a sixth to a third less time with PyTorch; where it has
-not, PyTorch gives the same pixels and is slower.  They differ from Pillow's by at most 1 of 255; of tall images, whose
-columns Pillow resizes before the rows, by more where a bicubic filter overshoots.
+On CPUs with AVX2, decoding and resizing a photograph take a sixth to a third less time with PyTorch; on others PyTorch
+gives the same pixels, but more slowly.  The two differ by at most 1 of 255; for tall images, whose columns Pillow
+resizes before the rows, by more where a bicubic filter overshoots.
 """
 
 _MAX_ENLARGED: Final = 4
-"""Maximum size of the resized image, in crops, that PyTorch makes: unlike Pillow it makes the whole, then crops it."""
+"""Maximum size of a resized image that PyTorch makes, in crops: unlike Pillow it resizes the whole and then crops."""
 
 
 @dataclass(frozen=True)
 class Preprocess:
-    """The steps by which an image becomes a network input.
+    """The steps that turn an image into a network input.
 
     The shorter side is resized to ``resize`` pixels before a centre crop of ``height × width``; ``None`` resizes
     directly to that size, without a crop.
 
     Raises:
-        UsageError: Settings that give no valid input.
+        UsageError: If the settings give no valid input.
 
     Example:
         >>> PRESETS["imagenet"].from_image(Image.new("RGB", (640, 480))).shape
         (3, 224, 224)
     """
 
-    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)  # of the field of a manifest
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)  # for the field of a manifest
 
     is_known: ClassVar[bool] = True
-    """False where nobody said how files become inputs, see :mod:`.statistics`."""
+    """False if nobody has said how files become inputs; see :mod:`psc_core.images.statistics`."""
 
     mode: str  # "L" (one grey channel) or "RGB"
     height: int
@@ -82,7 +81,7 @@ class Preprocess:
     mean: tuple[float, ...]  # of each channel, on the [0, 1] scale
     std: tuple[float, ...]
     interpolation: str = "bilinear"  # or "bicubic"
-    resizer: str = "torch"  # or "pillow", which a manifest means that names none
+    resizer: str = "torch"  # or "pillow", the default of a manifest without this key
 
     def __post_init__(self) -> None:
         for what, value, allowed in (
@@ -112,20 +111,19 @@ class Preprocess:
 
     @property
     def channels(self) -> int:
-        """Number of input channels."""
         return _CHANNELS[self.mode]
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(channels, height, width)."""
+        """The shape (channels, height, width) of an input."""
         return self.channels, self.height, self.width
 
     def from_bytes(self, data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> npt.NDArray[np.uint8]:
-        """:meth:`from_image` of an encoded image; see :func:`psc_core.images.decode.decode_image` for the errors."""
+        """Decode and convert an encoded image; see :func:`psc_core.images.decode.decode_image` for the errors."""
         return self.from_file(open_image(data, max_pixels=max_pixels))
 
     def from_file(self, file: OpenImage) -> npt.NDArray[np.uint8]:
-        """:meth:`from_image` of an image file that is not decoded yet; decodes it."""
+        """Decode and convert an opened image file."""
         if self.resizer == "torch" and self._is_small(file.image.size):
             samples = file.samples(self.mode)
             if samples is not None:
@@ -133,11 +131,11 @@ class Preprocess:
         return self.from_image(file.decode())
 
     def from_image(self, image: Image.Image) -> npt.NDArray[np.uint8]:
-        """Convert, resize (antialiased) and centre-crop to ``uint8 (channels, height, width)``."""
+        """Convert, resize (antialiased) and centre-crop an image to ``uint8 (channels, height, width)``."""
         if image.mode != self.mode:
             image = image.convert(self.mode)
         if self.resizer == "torch" and self._is_small(image.size):
-            # Pillow keeps four bytes a pixel of RGB: to copy them takes half as long as to pick three of them.
+            # Pillow stores RGB as four bytes a pixel; copying all four takes half as long as picking three.
             samples = bytearray(image.tobytes("raw", "RGBX" if self.mode == "RGB" else "L"))
             return self._from_samples(np.frombuffer(samples, np.uint8).reshape(image.height, image.width, -1))
         width, height = self._resized(*image.size)
@@ -149,10 +147,10 @@ class Preprocess:
         return np.array(cropped.transpose(2, 0, 1), order="C")  # a copy: bytes are read-only
 
     def _from_samples(self, samples: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """Resize by PyTorch and crop ``samples (height, width, at least the channels)``."""
+        """Resize ``samples`` (height, width, at least ``channels``) with PyTorch, then crop."""
         width, height = self._resized(samples.shape[1], samples.shape[0])
         left, top = (width - self.width) // 2, (height - self.height) // 2
-        # NumPy's views and not PyTorch's, which gives up the interpreter's lock for each and then waits for it.
+        # NumPy's views, not PyTorch's, which release the interpreter lock each time and then wait to get it back.
         planes = samples.transpose(2, 0, 1)[None]
         if (height, width) != samples.shape[:2]:
             resized = functional.interpolate(
@@ -162,35 +160,35 @@ class Preprocess:
         return planes[0, : self.channels, top : top + self.height, left : left + self.width]
 
     def _resized(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height of an image before the crop."""
+        """Return the (width, height) to which an image is resized before the crop."""
         if self.resize is None:
             return self.width, self.height
-        # Rounded down, as torchvision, timm and transformers do it.
+        # Rounded down, as in torchvision, timm and transformers.
         return self.resize * width // min(width, height), self.resize * height // min(width, height)
 
     def _is_small(self, size: tuple[int, int]) -> bool:
-        """Return whether PyTorch resizes an image of this width and height in little memory; rows before columns."""
+        """Return whether PyTorch can resize an image of this (width, height) in little memory, rows first."""
         width, height = self._resized(*size)
         allowed = _MAX_ENLARGED * self.height * self.width
         return width * height <= allowed and width * size[1] <= max(allowed, size[0] * size[1])
 
     def scale_and_shift(self) -> tuple[Float[Tensor, "channels 1 1"], Float[Tensor, "channels 1 1"]]:
-        """``float32`` scale and shift such that the device half is x · scale + shift."""
+        """Return the ``float32`` scale and shift with which the device half is x · scale + shift."""
         scale = torch.tensor([1.0 / (255.0 * s) for s in self.std])
         shift = torch.tensor([-m / s for m, s in zip(self.mean, self.std, strict=True)])
         return scale[:, None, None], shift[:, None, None]
 
     def noise(self) -> Pixels:
-        """One image of noise, the same on every call, for use without real images."""
+        """Return one image of noise, the same on every call, for uses without real images."""
         return torch.randint(0, 256, (1, *self.shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
     def standardise(self, images: Images) -> Inputs:
-        """Device half: ``uint8`` to standardised ``float32``, on the device of ``images``; floats stay as they are."""
+        """Standardise ``uint8`` images to ``float32`` on their own device; float images stay unchanged."""
         scale, shift = self.scale_and_shift()
         return standardise(images, scale.to(images.device), shift.to(images.device))
 
     def to_pixels(self, images: Images) -> Pixels:
-        """Inverse of :meth:`standardise`, clamped and rounded; ``uint8`` images stay as they are.
+        """Invert :meth:`standardise`, with clamping and rounding; ``uint8`` images stay unchanged.
 
         Example:
             >>> pixels = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
@@ -210,30 +208,25 @@ class Preprocess:
         return f"{self.mode}, {resized}, {self.interpolation}; mean {mean}; std {std}"
 
     def to_json(self) -> dict[str, Any]:
-        """The attributes as JSON types, without what a manifest means that says nothing: bilinear, by Pillow."""
+        """Return the attributes as JSON types, without those that a manifest implies: bilinear filter, Pillow."""
         defaults = {"interpolation": "bilinear", "resizer": "pillow"}.items()
         return {name: value for name, value in asdict(self).items() if (name, value) not in defaults}
 
 
 def standardise(images: Images, scale: Float[Tensor, "channels 1 1"], shift: Float[Tensor, "channels 1 1"]) -> Inputs:
-    """``images`` · ``scale`` + ``shift``, all on one device; of floats, which are inputs already, a copy."""
+    """Return ``images`` · ``scale`` + ``shift``, all on one device; float images are inputs already and are copied."""
     if images.is_floating_point():
-        return images.clone()  # A network may change its input in place.
+        return images.clone()  # a copy, because a network may change its input in place
     return images.float().mul_(scale).add_(shift)
 
 
 def mode_of(channels: int) -> str:
-    """Return the colour mode of images with so many channels; raises :class:`UsageError` for other than 1 and 3."""
+    """Return the colour mode of images with 1 or 3 channels; raise :class:`UsageError` for any other number."""
     mode = next((mode for mode, count in _CHANNELS.items() if count == channels), None)
     if mode is None:
         raise UsageError(f"expected images of 1 channel (grey) or 3 (RGB), got {channels}")
     return mode
 
 
-PRESETS: Mapping[str, Preprocess] = {
-    "mnist": Preprocess("L", 28, 28, None, (0.1307,), (0.3081,)),
-    "fashion-mnist": Preprocess("L", 28, 28, None, (0.2860,), (0.3530,)),
-    "cifar10": Preprocess("RGB", 32, 32, None, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "imagenet": Preprocess("RGB", 224, 224, 256, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-}
-"""Presets by name; the command line can change single fields."""
+PRESETS: Mapping[str, Preprocess] = {name: Preprocess(*fields) for name, fields in PRESET_FIELDS.items()}
+"""The presets by name; flags of the command line override single fields."""

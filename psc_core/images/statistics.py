@@ -1,4 +1,4 @@
-"""The preprocessing behind the inputs of a loader, as a user tells it: all of it, the statistics, or nothing."""
+"""The preprocessing behind a loader's inputs, given as a whole, as a mean and a deviation, or not at all."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from psc_core.errors import UsageError
 from psc_core.images.preprocess import Preprocess, mode_of
 
 Statistic = float | Sequence[float] | Tensor | npt.NDArray[Any]
-"""The mean or the deviation of each channel, or one number for a single channel."""
+"""The mean or the standard deviation of each channel, or one number for all channels."""
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """A preprocess; or the mean and the deviation of each channel; or none of these."""
+    """Either a preprocess, or the mean and standard deviation of each channel, or nothing."""
 
     preprocess: Preprocess | None = None
     mean: Statistic | None = None
@@ -27,19 +27,19 @@ class Statistics:
 
     def __post_init__(self) -> None:
         if (self.mean is None) != (self.std is None):
-            raise UsageError("expected both mean and std of the transform, got one of them; give the other too")
+            raise UsageError("expected both mean and std of the transform, got only one; give the other too")
         if self.preprocess is not None and self.mean is not None:
             raise UsageError("expected a preprocess, or mean and std, got both; a preprocess has its own")
 
     def preprocess_of(self, shape: tuple[int, ...], low: Sequence[float], high: Sequence[float]) -> Preprocess:
-        """Return the preprocess of inputs of a ``shape`` (channels, height, width) between ``low`` and ``high``.
+        """Return the preprocess for inputs of ``shape`` (channels, height, width) with values from ``low`` to ``high``.
 
         Example:
             >>> print(Statistics(mean=0.5, std=0.25).preprocess_of((1, 8, 8), [-2.0], [2.0]))
             L, resized to 8 × 8 pixels, bilinear; mean 0.5; std 0.25
 
         Raises:
-            UsageError: A preprocess of another size, other than 1 or 3 channels, or a mean of other than each channel.
+            UsageError: If the preprocess has another shape, there are not 1 or 3 channels, or a mean lacks a channel.
         """
         channels, height, width = shape
         if self.preprocess is not None:
@@ -56,16 +56,16 @@ class Statistics:
 
 @dataclass(frozen=True)
 class ObservedPreprocess(Preprocess):
-    """Stand-in where a loader gives inputs and nobody said how pixels become such: their range is taken for 0 … 255.
+    """A stand-in for an unknown preprocessing, which takes the range of the inputs for 0 … 255.
 
-    Pictures and made-up images need no more, but a file cannot be turned into an input by it.
+    This is enough for pictures and made-up images, but cannot turn a file into an input.
     """
 
     is_known: ClassVar[bool] = False
 
     @classmethod
     def of_range(cls, shape: tuple[int, int, int], low: Sequence[float], high: Sequence[float]) -> ObservedPreprocess:
-        """Return the stand-in for inputs of one ``shape`` from ``low`` to ``high`` in each channel.
+        """Return the stand-in for inputs of ``shape`` from ``low`` to ``high`` in each channel.
 
         Example:
             >>> ObservedPreprocess.of_range((1, 4, 4), [-1.0], [1.0]).standardise(torch.tensor([[[[0, 255]]]]).byte())
@@ -77,10 +77,10 @@ class ObservedPreprocess(Preprocess):
         return cls(mode_of(channels), height, width, None, mean, std)
 
     def __str__(self) -> str:
-        return f"{self.mode}, {self.height} × {self.width} inputs as a loader gives them; from files nobody said how"
+        return f"{self.mode}, {self.height} × {self.width} inputs from a loader; preprocessing of files unknown"
 
 
 def _each(statistic: Statistic, channels: int) -> tuple[float, ...]:
-    """The statistic of each channel; one number is that of all."""
+    """Return the statistic of each channel; a single number applies to all channels."""
     each: tuple[float, ...] = tuple(torch.as_tensor(statistic, dtype=torch.float64).reshape(-1).tolist())
     return each * channels if len(each) == 1 else each

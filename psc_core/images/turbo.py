@@ -1,8 +1,8 @@
-"""Decode plain JPEGs by simplejpeg (extra ``psc[fast]``): the pixels that Pillow gives, in less time.
+"""Decode plain JPEGs with simplejpeg (extra ``psc[fast]``), which gives Pillow's pixels in less time.
 
-Pillow has read the header and every limit is checked.  simplejpeg decodes strictly, so a file that libjpeg would warn
-of is Pillow's, and so are its errors.  Both libraries bring a libjpeg-turbo of their own; where the two differ in a
-pixel of a trial image, as other versions might, simplejpeg is not used.
+Pillow has already read the header, and every limit has been checked.  simplejpeg decodes strictly and leaves to Pillow
+any file that libjpeg would warn about, so the errors are always Pillow's.  Each library brings its own libjpeg-turbo;
+if the two versions differ in a pixel of a trial image, simplejpeg is not used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from PIL import ExifTags, Image
 HAS_SIMPLEJPEG: Final = find_spec("simplejpeg") is not None
 
 FORMS: Final = {"RGB": "RGBX", "L": "GRAY"}
-"""simplejpeg's names for the samples of each mode: four bytes a pixel of RGB, as Pillow keeps them."""
+"""simplejpeg's name for the samples of each mode: four bytes per RGB pixel, as Pillow stores it."""
 
 _TRIALS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("L", {}),
@@ -32,15 +32,15 @@ logger = logging.getLogger("psc.images")
 
 
 def decode_plain(image: Image.Image, data: bytes, mode: str) -> npt.NDArray[np.uint8] | None:
-    """Samples ``uint8 (height, width, 4 for RGB or 1)`` of an upright, sound JPEG; the fourth of RGB means nothing.
+    """Decode an upright, undamaged JPEG to ``uint8 (height, width, 4 for RGB or 1)``; ignore RGB's fourth sample.
 
     Args:
-        image: The file as Pillow opened it, without its pixels.
-        data: The file.
+        image: The image as Pillow opened it, with its pixels not decoded yet.
+        data: The content of the file.
         mode: ``"L"`` or ``"RGB"``.
 
     Returns:
-        ``None`` where Pillow is to decode: another format or mode, a damaged file, no simplejpeg.
+        The samples, or ``None`` if Pillow has to decode: another format or mode, a damaged file, no simplejpeg.
     """
     if not HAS_SIMPLEJPEG or image.format != "JPEG" or image.mode != mode or not _agrees():
         return None
@@ -48,7 +48,7 @@ def decode_plain(image: Image.Image, data: bytes, mode: str) -> npt.NDArray[np.u
         if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
             return None
         return _decode(data, mode)
-    except Exception:  # Pillow knows a name for what is wrong, or that nothing is.
+    except Exception:  # Pillow decides what is wrong with the file, if anything
         return None
 
 
@@ -62,6 +62,7 @@ def _decode(data: bytes, mode: str) -> npt.NDArray[np.uint8]:
 @cache
 def _agrees() -> bool:
     """Return whether simplejpeg decodes the trial images as Pillow does."""
+    # Odd sides, because libjpeg versions may differ in the padding of blocks and of subsampled colours.
     noise = np.random.default_rng(0).integers(0, 256, (67, 93, 3)).astype(np.uint8)
     for mode, options in _TRIALS:
         file = io.BytesIO()
@@ -74,7 +75,7 @@ def _agrees() -> bool:
             logger.debug("simplejpeg failed on a trial image", exc_info=error)
         if not agrees:
             logger.warning(
-                "simplejpeg decodes other pixels than Pillow and is not used; install other versions of both"
+                "simplejpeg and Pillow decode different pixels, so Pillow is used; install other versions of both"
             )
             return False
     return True

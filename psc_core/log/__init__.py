@@ -1,18 +1,18 @@
-"""The prediction log: what a service answered, the images that were kept, and what people said of them.
+"""The prediction log: the answers of a service, the stored images, and people's verdicts on them.
 
 ::
 
-    LOG/models/VERSION.json                            the classes and the task of each bundle that wrote
-    LOG/model=NAME/day=YYYY-MM-DD/part-UNIQUE.parquet  a row for each image that was sampled (:mod:`.schema`)
-    LOG/images/AB/SHA256.EXT                           stored images, their bytes as received
-    LOG/labels/part-UNIQUE.parquet                     verdicts of people (:mod:`.labels`)
+    LOG/models/VERSION.json                            the classes and the task of each bundle that wrote to the log
+    LOG/model=NAME/day=YYYY-MM-DD/part-UNIQUE.parquet  a row for each sampled image (:mod:`.schema`)
+    LOG/images/AB/SHA256.EXT                           stored images, with the bytes as received
+    LOG/labels/part-UNIQUE.parquet                     people's verdicts (:mod:`.labels`)
 
-Every file appears whole, under its final name, and is never changed by the service.  Readers ignore names that begin
-with a dot.  Rows of one file are of one bundle.  :func:`.store.open_log` opens a log, :func:`.rows.read_rows` streams
-its rows, :func:`.labels.read_labels` has the last verdict of each image and :func:`.labels.joined` brings both
-together.
+Every file appears whole under its final name, and the service never changes it afterwards.  Readers ignore names that
+begin with a dot.  All rows of a file are from one bundle.  :func:`.store.open_log` opens a log, :func:`.rows.read_rows`
+streams its rows, :func:`.labels.read_labels` reads the last verdict on each image and :func:`.labels.joined` joins the
+two.
 
-The rows with ``audit`` true are a random sample of all images with the probability ``audit_probability``, whatever was
-decided on them.  Everything else in the log was chosen because of what it looks like, and promises nothing of images
-that were not chosen: calibrate on the audit slice only.
+The rows with ``audit`` true are a random sample of all images, drawn with the probability ``audit_probability``
+whatever the decision on them was.  Every other row was chosen for its content and guarantees nothing for images that
+were not chosen: calibrate on the audit slice only.
 """

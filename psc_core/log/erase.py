@@ -1,4 +1,4 @@
-"""Remove from a log: one image wherever it is, or everything that is too old."""
+"""Remove from a log one image wherever it occurs, or everything that is too old."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from psc_core.log.store import Log
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
 _WRITTEN: Final = re.compile(rf"{LABELS}/written-(\d{{4}}-\d\d-\d\d)-")
-"""The name of a file of labels of which some were erased begins with the day that they were written."""
+"""The name of a file of labels from which some were erased; it begins with the day on which they were written."""
 
 _PARTIAL_AGE: Final = timedelta(hours=1)
-"""A file that is not complete after so long never will be."""
+"""The age after which an incomplete file will never be completed."""
 
 
 @dataclass(frozen=True)
 class Erased:
-    """How often an image was found in a log."""
+    """The numbers of traces of an image that were removed from a log."""
 
     files: int = 0  # removed
     labels: int = 0  # removed
-    rows: int = 0  # which no longer name the image
+    rows: int = 0  # that no longer name the image
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,18 @@ class Pruned:
     row_files: int = 0
     images: int = 0
     label_files: int = 0
-    partial: int = 0  # that were never complete
+    partial: int = 0  # never completed
 
 
 def erase(log: Log, sha256: str) -> Erased:
     """Remove an image: its file, complete or not, its digest and path in every row, and its labels.
 
-    Rows that a service has not written yet are not seen.
+    Rows that a service has not written yet are not found.
 
     Raises:
-        UsageError: It is no digest.
-        DataError: A file of the log is damaged; nothing that was removed comes back.
-        OSError: The log cannot be read or written.
+        UsageError: If ``sha256`` is not a digest.
+        DataError: If a file of the log is damaged; what was removed before stays removed.
+        OSError: If the log cannot be read or written.
     """
     sha256 = sha256.lower()
     if _DIGEST.fullmatch(sha256) is None:
@@ -60,10 +60,10 @@ def erase(log: Log, sha256: str) -> Erased:
             f"expected a SHA-256 of 64 hexadecimal digits, got {sha256[:80]!r}; `sha256sum FILE` prints it"
         )
     folder = f"{IMAGES}/{sha256[:2]}"
-    # Those that are being written first: one that is complete a moment later is found by its name.
+    # Incomplete files first: one that is completed in the meantime is then found by its final name.
     files = _delete(log, (name for name, _ in log.partial(folder) if name.startswith(f"{folder}/.{sha256}")))
     files += _delete(log, (name for name, _ in log.names(folder) if name.startswith(f"{folder}/{sha256}")))
-    _delete_partial(log, datetime.now(UTC))  # Rows and labels of it.
+    _delete_partial(log, datetime.now(UTC))  # incomplete files of rows and labels may name the image
     keys: set[tuple[str, int]] = set()
     for model in models_in(log):
         for name, _ in log.names(f"model={model}", suffix=".parquet"):
@@ -85,19 +85,19 @@ def erase(log: Log, sha256: str) -> Erased:
 
 
 def prune(log: Log, days: int, now: datetime | None = None, *, ended: Event | None = None) -> Pruned:
-    """Remove rows of days that ended more than ``days`` days ago, and the images and labels written before then.
+    """Remove rows of days that ended more than ``days`` days ago, and images and labels written before then.
 
-    An image is written again with each row that names it, so no row that is left loses its own.  Files that were never
-    complete are removed too.
+    Each row that names an image writes the image again, so no remaining row loses its image.  Files that were never
+    completed are removed too.
 
     Args:
-        log: The log; services may write to it.
-        days: That are kept.
-        now: The time.
-        ended: Once it is set, no further file is removed.
+        log: The log; services may be writing to it.
+        days: The number of days to keep.
+        now: The current time.
+        ended: An event after which no further file is removed.
 
     Raises:
-        OSError: The log cannot be read or written.
+        OSError: If the log cannot be read or written.
     """
     ended = ended or Event()
     now = (now or datetime.now(UTC)).astimezone(UTC)
@@ -109,9 +109,10 @@ def prune(log: Log, days: int, now: datetime | None = None, *, ended: Event | No
             if day < first.isoformat():
                 row_files += _delete(log, (name for name, _ in log.names(f"model={model}/day={day}")), ended)
                 if not ended.is_set():
-                    with suppress(OSError):  # Another process has.
+                    with suppress(OSError):  # another process may have deleted it
                         log.files.delete_dir(log.path(f"model={model}/day={day}"))
-    # Asked again: thousands of removals after they were listed, one may have been written for a new row.
+    # Ask for the time again: a listed file may have been rewritten for a new row while thousands of others were
+    # removed.
     old = (name for name, at in log.names(IMAGES) if at < begins and (log.written(name) or now) < begins)
     images = _delete(log, old, ended)
     labels = _delete(log, (name for name, at in label_files(log) if _first_written(name, at) < begins), ended)
@@ -119,7 +120,7 @@ def prune(log: Log, days: int, now: datetime | None = None, *, ended: Event | No
 
 
 def _first_written(name: str, written: datetime) -> datetime:
-    """Return when a file of labels was written, before some of them were erased."""
+    """Return the time when a file of labels was first written, before some of them were erased."""
     day = _WRITTEN.match(name)
     return datetime.fromisoformat(day[1]).replace(tzinfo=UTC) if day else written
 
@@ -133,14 +134,14 @@ def _delete(log: Log, names: Iterable[str], ended: Event | None = None) -> int:
     for name in names:
         if ended is not None and ended.is_set():
             break
-        with suppress(FileNotFoundError):  # Several processes may do this at once, and a file may get its name.
+        with suppress(FileNotFoundError):  # another process removed or completed it
             log.delete(name)
             count += 1
     return count
 
 
 def _forget(log: Log, name: str, sha256: str) -> set[tuple[str, int]]:
-    """Clear digest and path in the rows of an image in one file; return their requests and positions."""
+    """Clear the digest and path in one file's rows of an image; return the requests and positions of these rows."""
     pa: Any = arrow()
     try:
         content = pa.BufferReader(log.get(name))
@@ -149,7 +150,7 @@ def _forget(log: Log, name: str, sha256: str) -> set[tuple[str, int]]:
             return set()
         table = pa.parquet.read_table(content)
     except (pa.ArrowInvalid, KeyError) as error:
-        raise DataError(f"{log.where}/{name} is no file of rows ({error}); remove it and run again") from error
+        raise DataError(f"{log.where}/{name} is not a file of rows ({error}); remove it and run again") from error
     at = [row for row, digest in enumerate(digests) if digest == sha256]
     for column in (SHA256, IMAGE_PATH):
         cells = table[column].to_pylist()

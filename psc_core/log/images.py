@@ -1,4 +1,4 @@
-"""Logged images as files: what their bytes are called, and pixels as a file that is the same everywhere."""
+"""Logged images as files: their extension and media type, and pixels as a file with a reproducible digest."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _EXTENSIONS: Final = (
     (b"MM", "tif"),
     (b"RIFF", "webp"),
 )
-"""First bytes of the formats in :data:`psc_core.images.decode.IMAGE_FORMATS`, and the end of a file's name."""
+"""The first bytes of the formats in :data:`psc_core.images.decode.IMAGE_FORMATS`, with their extensions."""
 
 MEDIA_TYPES: Final = {
     "jpg": "image/jpeg",
     **{name: f"image/{name}" for name in ("png", "bmp", "gif", "webp")},
     "tif": "image/tiff",
 }
-"""The end of a file's name and what HTTP calls its format."""
+"""The media type of each extension."""
 
 
 def extension_of(data: bytes) -> str:
-    """Return the end of the file name, without its dot, of an image that was decoded."""
+    """Return the extension, without its dot, for the file of an image that was decoded."""
     return next((extension for signature, extension in _EXTENSIONS if data.startswith(signature)), "img")
 
 
 def file_of(pixels: npt.NDArray[Any]) -> bytes:
-    """Return ``uint8 (1 or 3, height, width)`` as a BMP file, whose digest depends on no library's compression."""
+    """Encode ``uint8 (1 or 3, height, width)`` as a BMP file, whose digest depends on no library's compression."""
     image = Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0))
     file = io.BytesIO()
     image.save(file, "BMP")

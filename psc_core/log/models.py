@@ -1,4 +1,4 @@
-"""The record that a log keeps of each bundle that wrote to it: enough to read its rows without the bundle."""
+"""The record that a log keeps of each bundle, from which its rows can be read without the bundle."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class LoggedModel:
     """A bundle that wrote to a log.
 
     Attributes:
-        version: Its digest.
-        task: What it predicts.
-        classes: In the order of ``probabilities``; bins of a regression.
+        version: The digest of the bundle.
+        task: The task of the model.
+        classes: The class names in the order of ``probabilities``; for a regression the bins.
     """
 
     version: str
@@ -27,12 +27,12 @@ class LoggedModel:
     classes: tuple[str, ...]
 
     def to_json(self) -> bytes:
-        """Return the document that :func:`read_model` reads."""
+        """Return the JSON document that :func:`read_model` reads."""
         fields = {"version": self.version, "classes": self.classes, **self.task.manifest_fields()}
         return json.dumps(fields, ensure_ascii=False).encode()
 
     def check_label(self, label: str) -> str:
-        """Return a person's label as the log keeps it; raises :class:`.DataError` for what it could not have said."""
+        """Return a person's label in the form of the log; raise :class:`.DataError` if the model cannot predict it."""
         return self.task.parse_label(label, self.classes)
 
 
@@ -40,17 +40,17 @@ def read_model(log: Log, version: str) -> LoggedModel:
     """Return the record of a bundle.
 
     Raises:
-        DataError: It keeps nothing of it, or nothing that can be read.
-        OSError: The log cannot be read.
+        DataError: If the log has no record of the bundle, or cannot be understood.
+        OSError: If the log cannot be read.
     """
     name = model_path(version)
     try:
         fields: Any = json.loads(log.get(name))
-        kind = task_type_of(fields)
-        if kind is None:
+        found = task_type_of(fields)
+        if found is None:
             raise ValueError("a task that this version does not know")
-        own = {field: fields[field] for field in kind.model_fields}
-        return LoggedModel(version, kind.model_validate(own), tuple(fields["classes"]))
+        own = {field: fields[field] for field in found.model_fields}
+        return LoggedModel(version, found.model_validate(own), tuple(fields["classes"]))
     except FileNotFoundError as error:
         raise DataError(f"{log.where} has no {name}; restore it from a copy of the log") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,9 +1,9 @@
-"""Choose and order the stored images for people to look at: those that teach most, mixed with the audit slice.
+"""Choose and order stored images for people to review: the most informative ones, mixed with the audit slice.
 
-Four lists take turns, each image once: the audit slice, the newest day first and each day in the order of digests, so
-that what is judged of it is a random sample too (:mod:`psc_core.fitting.audit`); images near a threshold, by how many
-images lie between; the strangest, by their OOD score; and diverse ones, each the farthest, in standardised scores and
-probabilities, from all chosen before it.  Only the first is a fair sample.
+Four lists take turns, and each image appears once: the audit slice, the newest day first and each day in the order of
+digests, so that its reviewed part is a random sample too (:mod:`psc_core.fitting.audit`); images near a threshold, by
+the number of images between; the strangest images, by OOD score; and diverse images, each the one farthest, in
+standardised scores and probabilities, from all chosen before.  Only the first list is a fair sample.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from psc_core.log.schema import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256, arr
 from psc_core.log.store import Log
 
 MAX_CANDIDATES: Final = 100_000
-"""Images of a model that are looked at, the newest ones."""
+"""Maximum number of a model's images that are considered, the newest ones."""
 
 AUDIT, NEAR, STRANGE, DIVERSE = "audit", "near a threshold", "strange", "diverse"
 
@@ -34,33 +34,33 @@ FloatMatrix = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ReviewImage:
-    """A stored image that nobody labelled yet."""
+    """A stored image that nobody has labelled yet."""
 
     model: str
-    row: Mapping[str, Any]  # its columns but scores and probabilities
-    reason: str = ""  # the list that it was chosen from
+    row: Mapping[str, Any]  # its columns without scores and probabilities
+    reason: str = ""  # the list from which it was chosen
 
     @property
     def is_audit(self) -> bool:
-        """True for an image of the audit slice, whatever it was chosen for."""
+        """True for an image of the audit slice, whatever list it was chosen from."""
         return bool(self.row["audit"])
 
 
 def review(
     log: Log, labels: Labels, *, model: str | None = None, audit: bool = False, limit: int = 200
 ) -> list[ReviewImage]:
-    """Return the images to look at, the first ones first.
+    """Return the images to review, in order.
 
     Args:
         log: The log.
-        labels: What was said already.
-        model: Only of this one; None takes all, in turn.
-        audit: Only the audit slice.
-        limit: Their largest number.
+        labels: The labels given so far.
+        model: Review only this model's images; None takes the models in turn.
+        audit: Review only the audit slice.
+        limit: Maximum number of images.
 
     Raises:
-        DataError: A file of the log is damaged.
-        OSError: The log cannot be read.
+        DataError: If a file of the log is damaged.
+        OSError: If the log cannot be read.
     """
     names = models_in(log) if model is None else [model]
     groups = chain.from_iterable(_groups(log, labels, name, audit) for name in names)
@@ -79,7 +79,7 @@ def _once(candidates: Iterator[ReviewImage], seen: set[str]) -> Iterator[ReviewI
 def _groups(
     log: Log, labels: Labels, model: str, audit: bool
 ) -> list[tuple[list[ReviewImage], list[str], FloatMatrix]]:
-    """Return the candidates of each bundle of a model, names of their scores, and their scores and probabilities."""
+    """Return the candidates of each bundle of a model, the names of their scores, and scores with probabilities."""
     rows: dict[tuple[str, ...], list[ReviewImage]] = defaultdict(list)
     values: dict[tuple[str, ...], list[FloatMatrix]] = defaultdict(list)
     found = 0
@@ -106,7 +106,7 @@ def _groups(
 def _ordered(
     log: Log, candidates: list[ReviewImage], scores: list[str], values: FloatMatrix, audit: bool
 ) -> Iterator[ReviewImage]:
-    """Yield each candidate of a group once."""
+    """Yield each candidate of a group once, with the list from which it was chosen."""
     slice_ = [at for at, each in enumerate(candidates) if each.is_audit]
     slice_.sort(key=lambda at: str(candidates[at].row[SHA256]))
     slice_.sort(key=lambda at: candidates[at].row["time"].date(), reverse=True)
@@ -139,7 +139,7 @@ def _ordered(
 def _ranks_between(
     candidates: list[ReviewImage], scores: list[str], values: FloatMatrix, limits: Mapping[str, str]
 ) -> npt.NDArray[np.float64]:
-    """Return the number of candidates between an image's score and its threshold: the least of all limits."""
+    """Return the number of candidates between an image's score and its threshold, the smallest over all thresholds."""
     policies = [json.loads(each.row["policy"]) for each in candidates]
     ranks = np.full(len(candidates), np.inf)
     for threshold, score in limits.items():

@@ -1,4 +1,4 @@
-"""The rows of a log, streamed; memory holds one batch of one file."""
+"""Stream the rows of a log; memory holds one batch of one file."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _BATCH: Final = 16_384
 
 
 def models_in(log: Log) -> list[str]:
-    """Return the names of the models that have rows; raises ``OSError``."""
+    """Return the names of the models that have rows; may raise ``OSError``."""
     return [name.removeprefix("model=") for name in log.folders() if name.startswith("model=")]
 
 
 def days_of(log: Log, model: str, *, since: str | None = None, until: str | None = None) -> list[str]:
-    """Return the days that have rows of a model, ``YYYY-MM-DD``, the oldest first; raises ``OSError``."""
+    """Return the days with rows of a model as ``YYYY-MM-DD``, the oldest first; may raise ``OSError``."""
     days = [name.removeprefix("day=") for name in log.folders(f"model={model}") if name.startswith("day=")]
     return [day for day in days if (since or day) <= day <= (until or day)]
 
@@ -27,8 +27,8 @@ def logged_model(log: Log, name: str | None) -> str:
     """Return the name of a model that has rows; None asks for the only one.
 
     Raises:
-        UsageError: There is none of this name, or more than one.
-        OSError: The log cannot be read.
+        UsageError: If there is no model of this name, or ``name`` is None and there is not exactly one.
+        OSError: If the log cannot be read.
     """
     names = models_in(log)
     if name is None and len(names) == 1:
@@ -48,19 +48,19 @@ def read_rows(
     days: Sequence[str] | None = None,
     columns: Sequence[str] | None = None,
 ) -> Iterator[Any]:
-    """Yield the rows of a model as ``pyarrow.RecordBatch``; those of one batch are of one bundle.
+    """Yield the rows of a model as ``pyarrow.RecordBatch``, each with rows of a single bundle.
 
     Args:
         log: The log.
-        model: Name of the served model.
-        version: Of its bundle; None reads all.
-        audit: Only the random slice.
-        days: ``YYYY-MM-DD``, in the order in which they are read; None reads all, the oldest first.
-        columns: Those that are wanted; None gives all of :func:`.schema.row_schema`.
+        model: The name of the served model.
+        version: The version of its bundle; None reads all.
+        audit: Read only the audit slice.
+        days: Days as ``YYYY-MM-DD`` in the order of reading; None reads all, the oldest first.
+        columns: The columns to read; None reads all of :func:`.schema.row_schema`.
 
     Raises:
-        DataError: A file of the log is damaged.
-        OSError: The log cannot be read.
+        DataError: If a file of the log is damaged.
+        OSError: If the log cannot be read.
     """
     ds = arrow().dataset
     wanted = ds.scalar(True)
@@ -72,11 +72,11 @@ def read_rows(
 
 
 def find_row(log: Log, request_id: str, image_index: int) -> dict[str, Any] | None:
-    """Return digest, ``bundle_version`` and ``model`` of the row of an image, or None.  Newest days come first.
+    """Return the digest, ``bundle_version`` and ``model`` of an image's row, or None; search the newest days first.
 
     Raises:
-        DataError: A file of the log is damaged.
-        OSError: The log cannot be read.
+        DataError: If a file of the log is damaged.
+        OSError: If the log cannot be read.
     """
     ds = arrow().dataset
     wanted = (ds.field(REQUEST_ID) == request_id) & (ds.field(IMAGE_INDEX) == image_index)
@@ -90,24 +90,24 @@ def find_row(log: Log, request_id: str, image_index: int) -> dict[str, Any] | No
 def rows_of_file(
     log: Log, name: str, wanted: Any, columns: Sequence[str] | None = None, without: Sequence[str] = ()
 ) -> Iterator[Any]:
-    """Yield the rows of one file that a filter of ``pyarrow.dataset`` wants, as :func:`read_rows` does.
+    """Yield the rows of one file that match a ``pyarrow.dataset`` filter, as :func:`read_rows` does.
 
     Args:
         log: The log.
-        name: Of the file.
+        name: The name of the file.
         wanted: The filter.
-        columns: Those that are wanted; None gives all.
-        without: Columns that are left out then.
+        columns: The columns to read; None reads all.
+        without: The columns to leave out if ``columns`` is None.
     """
     pa = arrow()
     try:
-        # A data set of one file: one of all files would have the columns of the first.
+        # Each file is its own data set, because a data set of several files would have only the columns of the first.
         file = pa.dataset.dataset(log.path(name), filesystem=log.files, format="parquet")
         some = [each for each in file.schema.names if each not in without] if columns is None else columns
         batches = file.to_batches(columns=some, filter=wanted, batch_size=_BATCH)
         yield from (batch for batch in batches if batch.num_rows)
     except (pa.ArrowInvalid, pa.ArrowKeyError) as error:
-        raise DataError(f"{log.where}/{name} is no file of rows ({error}); remove it") from error
+        raise DataError(f"{log.where}/{name} is not a file of rows ({error}); remove it") from error
 
 
 def _scan(log: Log, model: str, days: Sequence[str], wanted: Any, columns: Sequence[str] | None) -> Iterator[Any]:

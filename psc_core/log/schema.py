@@ -1,7 +1,7 @@
 """The columns of a log's rows and labels, as Arrow schemas, and the paths of its files.
 
-The scores of a task, float32, stand beside the columns of every task; :func:`scores_in` tells them apart.  pyarrow is
-imported where a schema is made (extra ``log``).
+The scores of a task, float32, follow the columns that all tasks share; :func:`scores_in` tells them apart.  pyarrow is
+imported only when a schema is made (extra ``log``).
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from psc_core.errors import needs
 MODELS: Final = "models"
 IMAGES: Final = "images"
 LABELS: Final = "labels"
-"""Folders of a log."""
+"""The folders of a log."""
 
 REQUEST_ID: Final = "request_id"
 IMAGE_INDEX: Final = "image_index"
 SHA256: Final = "image_sha256"
 IMAGE_PATH: Final = "image_path"
-"""Columns by which an image is found, of rows and of labels; only rows have its path."""
+"""The columns of rows and labels that identify an image; only rows have its path."""
 
 
 def arrow() -> Any:
-    """Return the module ``pyarrow``; raises :class:`.UsageError` where it is not installed."""
+    """Return the module ``pyarrow``; raise :class:`.UsageError` if it is not installed."""
     return needs("the prediction log", "log", "pyarrow.dataset", "pyarrow.parquet", "pyarrow.fs", "pyarrow")
 
 
@@ -33,26 +33,26 @@ def row_schema(scores: Sequence[str]) -> Any:
     """Return the Arrow schema of rows.
 
     Args:
-        scores: Names of the scores of the model's task, in their order.
+        scores: The names of the scores of the model's task, in order.
     """
     pa = arrow()
     return pa.schema(
         [
-            ("time", pa.timestamp("us", tz="UTC")),  # when it was answered
+            ("time", pa.timestamp("us", tz="UTC")),  # of the answer
             (REQUEST_ID, pa.string()),  # trace and span of the answer's header ``traceresponse``: "TRACE-SPAN"
-            (IMAGE_INDEX, pa.int32()),  # its position in the request, from 0
+            (IMAGE_INDEX, pa.int32()),  # position in the request, from 0
             ("bundle_version", pa.string()),
-            ("policy", pa.string()),  # JSON of the thresholds that were used
+            ("policy", pa.string()),  # the thresholds in use, as JSON
             *((score, pa.float32()) for score in scores),
-            ("probabilities", pa.list_(pa.float32())),  # in class order; null for a task without
+            ("probabilities", pa.list_(pa.float32())),  # in class order; null for a task without probabilities
             ("gates", pa.map_(pa.string(), pa.float32())),  # p-value of each gate; empty for a model without gates
-            ("label", pa.string()),  # null for a task that has none in its answer
+            ("label", pa.string()),  # null for a task whose answers have no label
             ("decision", pa.string()),
-            ("sampling_probability", pa.float64()),  # with which an image of this decision came into the log
-            ("audit", pa.bool_()),  # whether it is of the random slice
-            ("audit_probability", pa.float64()),  # with which any image comes into the slice
-            (SHA256, pa.string()),  # of its bytes as received, hexadecimal; null once it is erased
-            (IMAGE_PATH, pa.string()),  # of the stored image, relative to the log; null where there is none
+            ("sampling_probability", pa.float64()),  # of an image with this decision to enter the log
+            ("audit", pa.bool_()),  # whether the row belongs to the audit slice
+            ("audit_probability", pa.float64()),  # of any image to enter the audit slice
+            (SHA256, pa.string()),  # of the bytes as received, hexadecimal; null once the image is erased
+            (IMAGE_PATH, pa.string()),  # of the stored image, relative to the log; null if it was not stored
         ]
     )
 
@@ -62,14 +62,14 @@ def label_schema() -> Any:
     pa = arrow()
     return pa.schema(
         [
-            (REQUEST_ID, pa.string()),  # null where an image is known by its digest alone
+            (REQUEST_ID, pa.string()),  # null if the label names only a digest
             (IMAGE_INDEX, pa.int32()),
-            (SHA256, pa.string()),  # null where it is known by its request alone
+            (SHA256, pa.string()),  # null if the label names only a request
             ("verdict", pa.string()),  # one of :data:`.labels.VERDICTS`
-            ("label", pa.string()),  # a class, or the number of a regression as text; null for other verdicts
-            ("source", pa.string()),  # who or what gave it
+            ("label", pa.string()),  # a class, or the number of a regression as text; null with other verdicts
+            ("source", pa.string()),  # the person or tool that gave it
             ("time", pa.timestamp("us", tz="UTC")),
-            ("model", pa.string()),  # of the row; null in labels from before there was this column
+            ("model", pa.string()),  # of the row; null in older labels
         ]
     )
 
@@ -81,20 +81,19 @@ def scores_in(schema: Any) -> list[str]:
 
 
 def rows_path(model: str, day: str) -> str:
-    """Return the path of a new file of rows; ``day`` is ``YYYY-MM-DD``, in UTC."""
+    """Return the path of a new file of rows for ``day``, ``YYYY-MM-DD`` in UTC."""
     return f"model={model}/day={day}/part-{uuid4().hex}.parquet"
 
 
 def labels_path() -> str:
-    """Return the path of a new file of labels."""
     return f"{LABELS}/part-{uuid4().hex}.parquet"
 
 
 def image_path(sha256: str, extension: str) -> str:
-    """Return the path of a stored image; the extension is without a dot."""
+    """Return the path of a stored image; ``extension`` has no dot."""
     return f"{IMAGES}/{sha256[:2]}/{sha256}.{extension}"
 
 
 def model_path(version: str) -> str:
-    """Return the path of what a log keeps of a bundle."""
+    """Return the path of the record that a log keeps of a bundle."""
     return f"{MODELS}/{version}.json"

@@ -1,4 +1,4 @@
-"""The stored images of a log, as a source of data sets."""
+"""The stored images of a log, as the source of a data set."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BLOCK_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True)
 class LoggedImages:
-    """Images by their paths in a log; an :class:`psc_core.data.sources.ImageSource`."""
+    """Images given by their paths in a log; an :class:`psc_core.data.sources.ImageSource`."""
 
     log: Log
     paths: Sequence[str]
@@ -36,7 +36,7 @@ class LoggedImages:
         """Return the image as the model's network reads it.
 
         Raises:
-            DataError: It is not there, or its bytes are not those that were logged.
+            DataError: If the image is missing, or its bytes have changed since it was logged.
         """
         where = f"{self.log.where}/{self.paths[index]}"
         try:
@@ -52,7 +52,7 @@ class LoggedImages:
 
 
 def is_stored(sha256: str | None, path: str | None) -> bool:
-    """Return whether a row names a stored image, by a path that is one of a log."""
+    """Return whether a row names a stored image by a valid path of a log."""
     if not sha256 or not path:
         return False
     return path == image_path(sha256, PurePosixPath(path).suffix.removeprefix("."))
@@ -66,8 +66,8 @@ def open_image(log: Log, name: str) -> tuple[Any, int]:
         name: ``SHA256.EXT``.
 
     Raises:
-        FileNotFoundError: There is no such image; what is no regular file, or does not have this digest, is none.
-        OSError: The log cannot be read.
+        FileNotFoundError: If there is no such regular file, or its content does not have this digest.
+        OSError: If the log cannot be read.
     """
     digest, _, extension = name.partition(".")
     path = log.path(image_path(digest, extension))

@@ -1,4 +1,4 @@
-"""A log's files, in a folder or a bucket, through pyarrow's file systems: each appears whole under its name."""
+"""The files of a log, in a folder or a bucket, through pyarrow's file systems: each appears whole under its name."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from psc_core.log.schema import arrow
 _OPTIONS: Final = ("region", "endpoint_override")
 
 _SECONDS: Final = 3.0
-"""A bucket that has not accepted a connection, or answers nothing for so long, cannot be used."""
+"""The time after which a bucket that accepts no connection or does not answer is given up."""
 
 
 @dataclass(frozen=True)
 class Log:
-    """A log; paths are relative to it, with ``/`` between their parts.
+    """A log; all paths are relative to it, with ``/`` as separator.
 
     Attributes:
-        where: As the user named it.
+        where: The place of the log as the user named it.
         files: The pyarrow file system that holds it.
-        root: Its path there.
+        root: Its path in that file system.
     """
 
     where: str
@@ -39,51 +39,52 @@ class Log:
         return f"{self.root}/{name}"
 
     def put(self, name: str, data: Any, *, synced: bool = True) -> None:
-        """Write a file, or replace it; until it is complete there is none of this name, or the old one.
+        """Write or replace a file; until it is complete, readers see the old file or none.
 
         Args:
-            name: Its path.
+            name: The path of the file.
             data: bytes, or a buffer.
-            synced: Wait until the disk has it: without, a power cut may leave the name with less behind it.
+            synced: Wait until the data is on the disk; otherwise a power cut may leave an incomplete file under this
+                name.
 
         Raises:
-            OSError: It could not be written; nothing of it is left but, at worst, a name with a dot.
+            OSError: If it could not be written; at worst a file with a leading dot is left.
         """
         if self.is_folder:
             _put_local(Path(self.path(name)), data, synced=synced)
             return
-        # An object exists once it is closed; one that fails before never does.
+        # An object exists only once it is closed; if writing fails, it never exists.
         with self.files.open_output_stream(self.path(name)) as stream:
             stream.write(data)
 
     def get(self, name: str) -> bytes:
-        """Return a file's content; raises :class:`FileNotFoundError` or another ``OSError``."""
+        """Return a file's content; may raise :class:`FileNotFoundError` or another ``OSError``."""
         with self.files.open_input_stream(self.path(name)) as stream:
             content: bytes = stream.read()
             return content
 
     def delete(self, name: str) -> None:
-        """Remove a file; raises ``OSError``."""
+        """Remove a file; may raise ``OSError``."""
         self.files.delete_file(self.path(name))
 
     def written(self, name: str) -> datetime | None:
-        """Return when a file was written (UTC); None where there is none.  Raises ``OSError``."""
+        """Return the time when a file was written (UTC), or None if it does not exist; may raise ``OSError``."""
         found: datetime | None = self.files.get_file_info(self.path(name)).mtime
         return found
 
     def names(self, folder: str = "", *, suffix: str = "") -> Iterator[tuple[str, datetime]]:
-        """Yield the files below a folder with such names, each with when it was written (UTC), in order of the names.
+        """Yield the files below a folder that end in ``suffix`` with their times of writing (UTC), in order of names.
 
         Raises:
-            OSError: The log cannot be read.
+            OSError: If the log cannot be read.
         """
         for name, written in self._all(folder):
             if name.endswith(suffix) and not _is_partial(name):
                 yield name, written
 
     def partial(self, folder: str = "") -> Iterator[tuple[str, datetime]]:
-        """Yield the files below a folder that are being written, or never were complete; raises ``OSError``."""
-        if self.is_folder:  # A bucket shows none.
+        """Yield the files below a folder that are being written or were never completed; may raise ``OSError``."""
+        if self.is_folder:  # buckets never show incomplete files
             yield from (each for each in self._all(folder) if _is_partial(each[0]))
 
     def _all(self, folder: str) -> Iterator[tuple[str, datetime]]:
@@ -95,26 +96,26 @@ class Log:
                 yield info.path.removeprefix(f"{self.root}/"), info.mtime
 
     def folders(self, folder: str = "") -> list[str]:
-        """Return the names of the folders in a folder, in order; raises ``OSError``."""
+        """Return the names of the folders in a folder, in order; may raise ``OSError``."""
         fs = arrow().fs
         found = self.files.get_file_info(fs.FileSelector(self.path(folder).rstrip("/"), allow_not_found=True))
         return sorted(info.base_name for info in found if info.type == fs.FileType.Directory)
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is a folder of this machine."""
+        """True if the log is a folder of this machine, and not a bucket."""
         return isinstance(self.files, arrow().fs.LocalFileSystem)
 
 
 def open_log(where: str | Path) -> Log:
-    """Open a log that is there, or that will be once something is written to it.
+    """Open a log, which need not exist before something is written to it.
 
     Args:
-        where: A folder, or ``s3://BUCKET/PREFIX``, perhaps with ``?region=…&endpoint_override=http://…``; the keys
+        where: A folder, or ``s3://BUCKET/PREFIX``, optionally with ``?region=…&endpoint_override=http://…``.  The keys
             of a bucket are found where AWS's tools find them.
 
     Raises:
-        UsageError: pyarrow is not installed, or it is neither.
+        UsageError: If pyarrow is not installed, or ``where`` is neither.
     """
     fs = arrow().fs
     text = str(where)
@@ -136,8 +137,8 @@ def open_log(where: str | Path) -> Log:
             endpoint_override=endpoint or None,
             connect_timeout=_SECONDS,
             request_timeout=_SECONDS,
-            retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1),  # A process ends when its last attempt has.
-            allow_delayed_open=True,  # One request for a small file in place of three.
+            retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1),  # retries would keep a process from ending
+            allow_delayed_open=True,  # one request for a small file instead of three
         )
     except (OSError, ValueError) as error:
         raise UsageError(f"{text} cannot be opened ({error}); check the bucket, or give ?region=") from error
@@ -145,10 +146,10 @@ def open_log(where: str | Path) -> Log:
 
 
 def open_to_write(where: str | Path) -> Log:
-    """Open a log and make sure that a folder can be written to; a bucket is not asked, it may be away for a moment.
+    """Open a log, and check that a folder is writable; a bucket is not checked, because it may be down for a moment.
 
     Raises:
-        UsageError: As :func:`open_log`, or the folder cannot be written to.
+        UsageError: If :func:`open_log` raises it, or the folder is not writable.
     """
     log = open_log(where)
     if log.is_folder:
@@ -171,6 +172,7 @@ def _put_local(path: Path, data: Any, *, synced: bool) -> None:
         try:
             file = partial.open("wb")
         except FileNotFoundError:
+            # Only here, because the folder of a day or of a digest is nearly always there.
             path.parent.mkdir(parents=True, exist_ok=True)
             file = partial.open("wb")
         with file:

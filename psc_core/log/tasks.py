@@ -1,4 +1,4 @@
-"""Images to look at as tasks for people: Label Studio's JSON, and a CSV with an empty column ``label``."""
+"""Write the images to review as tasks for people: Label Studio's JSON, or a CSV with an empty column ``label``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from psc_core.log.store import Log
 
 
 def default_prefix(log: Log) -> str:
-    """Return the prefix of an image's path: a bucket's URI, or the URL where Label Studio serves a folder's files."""
+    """Return the prefix of image paths: a bucket's URI, or the URL from which Label Studio serves local files."""
     return "/data/local-files/?d=" if log.is_folder else f"{log.where.rstrip('/')}/"
 
 
 def to_label_studio(candidates: Sequence[ReviewImage], prefix: str) -> str:
-    """Return tasks with the model's label as prediction; sorted by the prediction's score they keep their order."""
+    """Return Label Studio tasks, with the model's label as prediction; the prediction's score gives their order."""
     tasks = []
     for position, each in enumerate(candidates):
         label = each.row["label"]
@@ -34,7 +34,7 @@ def to_label_studio(candidates: Sequence[ReviewImage], prefix: str) -> str:
 
 
 def to_csv(candidates: Sequence[ReviewImage], prefix: str) -> str:
-    """Return a line for each image; ``predicted`` is what the model said, ``label`` what a person fills in."""
+    """Return a CSV line for each image, with the model's label as ``predicted`` and an empty ``label`` to fill in."""
     file = io.StringIO()
     rows = [{**_data(each, prefix), "label": ""} for each in candidates]
     names = list(rows[0]) if rows else [REQUEST_ID, IMAGE_INDEX, SHA256, "label"]

@@ -1,7 +1,7 @@
-"""The newest stored images that a model abstained from and nobody reviewed, for a page that shows them.
+"""Find the newest stored images that a model abstained on and nobody has reviewed, for a page that shows them.
 
-They were chosen for what they look like.  A verdict on one of them is a label as any other: it counts for a rate only
-where its row is of the audit slice anyway (:mod:`psc_core.fitting.audit`).
+These images were chosen for their content.  A verdict on one of them is a label like any other: it counts for a rate
+only if its row belongs to the audit slice anyway (:mod:`psc_core.fitting.audit`).
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from psc_core.log.source import is_stored
 from psc_core.log.store import Log
 
 _CHUNK: Final = 500
-"""Rows that are made Python's at once."""
+"""Maximum number of rows that are converted to Python objects at a time."""
 
 _FILES: Final = 200
-"""Files of labels that are read at once."""
+"""Maximum number of files of labels that are read at a time."""
 
 
 @dataclass(frozen=True)
 class Unreviewed:
-    """A stored image that the model abstained from and nobody reviewed yet."""
+    """A stored image that the model abstained on and nobody has reviewed yet."""
 
     model: str
-    row: Mapping[str, Any]  # its columns but scores and probabilities
+    row: Mapping[str, Any]  # its columns without scores and probabilities
     scores: Mapping[str, float]
 
 
 class UnreviewedImages:
-    """Finds such images; every file of labels is read once, for a log has one for each verdict that a service took.
+    """Finds such images and reads every file of labels only once, because a service writes a file for each verdict.
 
-    Memory holds 0.1 KiB for each label, and the rows of one file without their probabilities.  One thread at a time.
+    Memory holds 0.1 KiB for each label, and the rows of one file without their probabilities.  Not thread-safe.
     """
 
     def __init__(self, log: Log) -> None:
         self._log = log
         self._read: set[str] = set()
-        self._reviewed: set[int] = set()  # hashes of what labels are found by
+        self._reviewed: set[int] = set()  # hashes of the keys of reviewed images
 
     def newest(self, *, limit: int, seconds: float) -> list[Unreviewed]:
-        """Return the newest ones, each once; one whose bytes the model had in a reviewed request is left out.
+        """Return the newest unreviewed images, each once, also by its bytes if the model has them in several requests.
 
         Args:
-            limit: Their largest number.
-            seconds: After which no further file is opened; what was found until then is returned, and labels that
-                were not read are not known yet.
+            limit: Maximum number of images.
+            seconds: The time after which no further file is opened; the result then has the images found so far, and
+                may include some with labels that were not read in time.
 
         Raises:
-            DataError: A file of the log is damaged.
-            OSError: The log cannot be read.
+            DataError: If a file of the log is damaged.
+            OSError: If the log cannot be read.
         """
         ends = time.monotonic() + seconds
         self._read_labels(ends)
@@ -70,7 +70,7 @@ class UnreviewedImages:
         return list(found.values())
 
     def _read_labels(self, ends: float) -> None:
-        """Read what was not read yet, the newest files first."""
+        """Read the files of labels that have not been read yet, the newest first."""
         files = sorted(label_files(self._log), key=lambda each: each[1], reverse=True)
         new = [name for name, _ in files if name not in self._read]
         for start in range(0, len(new), _FILES):
@@ -83,7 +83,7 @@ class UnreviewedImages:
 
 
 def _abstained(log: Log, ends: float) -> Iterator[Unreviewed]:
-    """Yield stored images that were not accepted, file by file; the files that were written last come first."""
+    """Yield stored images that were not accepted, file by file, the files that were written last first."""
     pa: Any = arrow()
     ds = pa.dataset
     wanted = (ds.field("decision") != "accept") & ds.field(IMAGE_PATH).is_valid() & ds.field(SHA256).is_valid()
@@ -101,7 +101,7 @@ def _abstained(log: Log, ends: float) -> Iterator[Unreviewed]:
 
 
 def _files(log: Log) -> Iterator[tuple[str, str]]:
-    """Yield the files of rows with their models, those that were written last first."""
+    """Yield the files of rows with their models, the files that were written last first."""
     days = sorted({(day, model) for model in models_in(log) for day in days_of(log, model)}, reverse=True)
     for day in dict.fromkeys(day for day, _ in days):
         files = [
@@ -114,7 +114,7 @@ def _files(log: Log) -> Iterator[tuple[str, str]]:
 
 
 def _named(log: Log, names: Sequence[str]) -> Iterator[tuple[str | None, str | None, int | None, str | None]]:
-    """Yield model, request, position and digest of each label of some files."""
+    """Yield the model, request, position and digest of each label in some files."""
     pa: Any = arrow()
     try:
         paths = [log.path(name) for name in names]

@@ -1,8 +1,8 @@
-"""Turn the answers of people, from Label Studio's export, a CSV or folders of images, into labels of a log.
+"""Turn people's answers, from Label Studio's export, a CSV or folders of images, into labels of a log.
 
-An answer that cannot be used is an error that names its place, and nothing is written; one that is still empty is
-skipped.  Of a CSV, and of Label Studio's own, these columns count: ``request_id`` and ``image_index``, or
-``image_sha256``; ``label``, a class, a number, ``none_of_the_classes`` or ``cannot_tell``; and, if it is there,
+An answer that cannot be used raises an error that names its place, and nothing is written; an answer that is still
+empty is skipped.  A CSV, and the data of a Label Studio task, have the columns ``request_id`` and ``image_index``, or
+``image_sha256``; ``label``, which is a class, a number, ``none_of_the_classes`` or ``cannot_tell``; and optionally
 ``source``.
 """
 
@@ -27,16 +27,16 @@ from psc_core.log.schema import IMAGE_INDEX, REQUEST_ID, SHA256
 from psc_core.log.store import Log
 
 MAX_TASKS_BYTES: Final = 1 << 30
-"""Size of a file of answers."""
+"""Maximum size of a file of answers, in bytes."""
 
 _MAX_SOURCE: Final = 200
 
 
 @dataclass(frozen=True)
 class HumanAnswer:
-    """The answer of a person for one image."""
+    """A person's answer for one image."""
 
-    where: str  # its file and line, or task
+    where: str  # the file and line, or task
     request_id: str | None
     image_index: int | None
     image_sha256: str | None
@@ -46,12 +46,12 @@ class HumanAnswer:
 
     @property
     def key(self) -> tuple[str, int | None] | str | None:
-        """The row, or the digest, that it names."""
+        """The row or the digest that the answer names."""
         return self.image_sha256 if self.request_id is None else (self.request_id, self.image_index)
 
 
 class _Row(NamedTuple):
-    """What a label needs of the row of its image."""
+    """The parts of an image's row that a label needs."""
 
     model: str
     version: str
@@ -59,11 +59,11 @@ class _Row(NamedTuple):
 
 
 def read_answers(path: Path) -> Iterator[HumanAnswer]:
-    """Yield the answers of a ``.json`` or ``.csv`` file, or of a folder with a folder of images for each answer.
+    """Yield the answers in a ``.json`` or ``.csv`` file, or in a folder with a subfolder of images for each answer.
 
     Raises:
-        DataError: One cannot be used, or the file cannot be read as what it is.
-        OSError: The file cannot be read.
+        DataError: If an answer cannot be used, or the file does not have the format of its suffix.
+        OSError: If the file cannot be read.
     """
     if path.is_dir():
         yield from _folders(path)
@@ -76,19 +76,19 @@ def read_answers(path: Path) -> Iterator[HumanAnswer]:
 
 
 def labels_of(log: Log, answers: Iterable[HumanAnswer], model: str | None = None) -> list[Label]:
-    """Return the labels that the answers mean, of images that the log has rows of.
+    """Return the labels for answers on images that have rows in the log.
 
-    An answer to an image by its digest is a label of each model that has the image and could have given this answer.
+    An answer on an image given by its digest becomes a label for each model that has the image and can predict it.
 
     Args:
         log: The log.
-        answers: From :func:`read_answers`.
-        model: The only one that they are about; None takes all.
+        answers: The answers from :func:`read_answers`.
+        model: The only model to label; None labels all.
 
     Raises:
-        DataError: An image has no row, or an answer is nothing that its model could have said.
-        UsageError: The log has no such model.
-        OSError: The log cannot be read.
+        DataError: If an image has no row, or none of its models can predict the answer.
+        UsageError: If the log has no such model.
+        OSError: If the log cannot be read.
     """
     given = list(answers)
     rows: dict[Any, dict[str, _Row]] = {each.key: {} for each in given}
@@ -103,11 +103,11 @@ def labels_of(log: Log, answers: Iterable[HumanAnswer], model: str | None = None
 
 
 def _labels(log: Log, answer: HumanAnswer, rows: Collection[_Row], models: dict[str, LoggedModel]) -> Iterator[Label]:
-    """Yield the label of each row whose model could have given the answer; raise as none could have."""
+    """Yield the label of each row whose model can predict the answer; raise if none can."""
     if not rows:
         name = answer.image_sha256 if answer.request_id is None else f"{answer.request_id} {answer.image_index}"
         raise DataError(
-            f"{answer.where}: the log has no row of the image {name!r}; remove it, or give the log it is of"
+            f"{answer.where}: the log has no row of the image {name!r}; remove it, or give the log of this image"
         )
     errors = []
     for row in rows:
@@ -122,18 +122,18 @@ def _labels(log: Log, answer: HumanAnswer, rows: Collection[_Row], models: dict[
 
 
 def _label(answer: HumanAnswer, row: _Row, model: LoggedModel) -> Label:
-    """Return the label of a row that an answer means; raises :class:`.DataError`."""
+    """Return the label for a row; raise :class:`.DataError` if the answer does not fit the row."""
     if None not in (answer.image_sha256, row.sha256) and answer.image_sha256 != row.sha256:
         raise DataError(
             f"the row is of the image {row.sha256}, not of {answer.image_sha256}; correct request_id or image_index"
         )
     is_label = answer.text not in (NONE_OF_THE_CLASSES, CANNOT_TELL)
     text = model.check_label(answer.text) if is_label else None
-    now = datetime.now(UTC)  # A clock that is ahead would win over every later verdict.
+    now = datetime.now(UTC)  # otherwise a clock that is ahead wins over later verdicts
     return Label(
         answer.request_id,
         answer.image_index,
-        row.sha256,  # None for an image that was erased: a file of answers must not bring it back.
+        row.sha256,  # None if erased: an answer must not bring the digest back
         LABEL if is_label else answer.text,
         text,
         answer.source[:_MAX_SOURCE].encode("utf-8", "replace").decode(),
@@ -182,7 +182,7 @@ def _json(path: Path) -> Iterator[HumanAnswer]:
 
 
 def _of_short_task(where: str, task: Mapping[str, Any]) -> HumanAnswer | None:
-    """A task of JSON-MIN: data and answer side by side."""
+    """Read a task in JSON-MIN, which has data and answer side by side."""
     return _answer(where, task, task.get("label"), task.get("annotator"), task.get("updated_at"))
 
 
@@ -221,7 +221,7 @@ def _folders(root: Path) -> Iterator[HumanAnswer]:
 
 
 def _answer(where: str, of: Mapping[str, Any], text: Any, source: Any, time: Any) -> HumanAnswer | None:
-    """Return the answer to the image that some members name; None while there is no answer."""
+    """Return the answer for the image that ``of`` names; None if there is no answer yet."""
     if text is None or (isinstance(text, str) and not text.strip()):
         return None
     if isinstance(text, bool) or not isinstance(text, str | int | float):
@@ -231,10 +231,10 @@ def _answer(where: str, of: Mapping[str, Any], text: Any, source: Any, time: Any
         number = _whole(of.get(IMAGE_INDEX))
         if not isinstance(request_id, str) or number is None:
             raise DataError(
-                f"{where}: expected {REQUEST_ID} and a whole number {IMAGE_INDEX}; keep those of the review"
+                f"{where}: expected {REQUEST_ID} and a whole number {IMAGE_INDEX}; keep the values from the review"
             )
     elif not isinstance(digest, str):
-        raise DataError(f"{where}: there is neither {REQUEST_ID} nor {SHA256}; keep those of the review")
+        raise DataError(f"{where}: there is neither {REQUEST_ID} nor {SHA256}; keep the values from the review")
     named = None if source is None or source == "" else str(source)
     answer = HumanAnswer(where, request_id, number, digest, str(text).strip(), named or "file", _time(time))
     return replace(answer, image_sha256=digest.lower() if isinstance(digest, str) else None)
@@ -247,7 +247,7 @@ def _whole(value: Any) -> int | None:
 
 
 def _time(value: Any) -> datetime | None:
-    """Return a time in UTC; None for what is no time, as an answer is not lost for its date."""
+    """Return a time in UTC; None if it cannot be parsed, because an answer must not be lost for its date."""
     try:
         found = datetime.fromisoformat(value)
         return (found if found.tzinfo else found.replace(tzinfo=UTC)).astimezone(UTC)
@@ -257,6 +257,6 @@ def _time(value: Any) -> datetime | None:
 
 def _check_size(path: Path) -> None:
     if not path.is_file():
-        raise DataError(f"{path} is no file; check the path")
+        raise DataError(f"{path} is not a file; check the path")
     if path.stat().st_size > MAX_TASKS_BYTES:
         raise DataError(f"{path} has more than {MAX_TASKS_BYTES} bytes; split it")

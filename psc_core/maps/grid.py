@@ -1,4 +1,4 @@
-"""The rows and columns behind a layer's positions, which canonical features have in one row-major axis."""
+"""Find the rows and columns of a layer's positions, which canonical features flatten into one row-major axis."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ MIN_SIDE: Final = 4
 """Minimum number of rows and of columns of a map."""
 
 MAX_POSITIONS: Final = 1 << 12
-"""Maximum number of positions of a map, 64 × 64: its bytes in memory, and about those of its PNG."""
+"""Maximum number of positions of a map, 64 × 64, which take about 4 KiB in memory and as PNG."""
 
 MAX_LEADING: Final = 8
-"""Maximum number of tokens before those of an image's parts: of the class, and registers."""
+"""Maximum number of leading tokens that show no part of the image: the class token and registers."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """``rows`` × ``columns`` positions, row-major, behind ``first`` that show no part of the image."""
+    """``rows`` × ``columns`` positions, row-major, after ``first`` positions that show no part of the image."""
 
     rows: int
     columns: int
@@ -25,21 +25,21 @@ class Grid:
 
     @property
     def positions(self) -> int:
-        """All positions of the layer."""
+        """The number of all positions of the layer."""
         return self.first + self.rows * self.columns
 
 
 def grid_of(positions: int, height: int, width: int) -> Grid | None:
-    """Return the grid of a layer with so many positions; None where it has none that a map can be made of.
+    """Return the grid of a layer with this number of positions, or None if no map can be made of it.
 
-    Convolutions and patches take the same steps down and across, so that rows : columns = height : width, each rounded.
-    Of the ways to write the positions as a product the nearest to that is taken, of a square image only a square;
-    where there is none, the first positions are taken for leading tokens, as few as possible.
+    Convolutions and patches take the same steps down and across, so rows : columns = height : width, each rounded.  Of
+    the factorisations of ``positions`` the nearest to this ratio is taken, for a square image only a square; if there
+    is none, the first positions are taken for leading tokens, as few as possible.
 
     Args:
-        positions: Of the canonical features.
-        height: Of the network's input, pixels.
-        width: Likewise.
+        positions: The number of positions of the canonical features.
+        height: The height of the network's input, in pixels.
+        width: The width of the network's input, in pixels.
 
     Example:
         >>> grid_of(14 * 14, 224, 224), grid_of(1 + 14 * 14, 224, 224), grid_of(1, 224, 224)

@@ -1,4 +1,4 @@
-"""A map of how unusual each position of a layer is: one Gaussian over positions, its distances as grey levels.
+"""Map how unusual each position of a layer is: the distances of one Gaussian over positions, as grey levels.
 
 With the features ``x_p`` of an image at position p, a vector of C channels, and the mean ``μ`` and covariance ``Σ`` of
 such vectors over images *and* positions,
@@ -6,7 +6,7 @@ such vectors over images *and* positions,
     ``q_p = ‖ (x_p − μ) A ‖²``,    ``d_p`` = the mean of q over p and its neighbours in the grid, corners included
 
 where ``A`` (C, P) whitens the P components of least variance (:mod:`psc_core.maps.fit.gaussian`).  All positions share
-one Gaussian: it knows what surfaces, edges and seams look like, and not where in an image they belong.
+one Gaussian, which models surfaces, edges and seams, but not where in an image they belong.
 
 A grey level says how rare a distance is among in-distribution images.  Level g is reached by a fraction
 ``10^(−4 g / 255)`` of their positions: 0 by all, 64 by one in ten, 128 by one in a hundred, 255 by one in 10,000.
@@ -29,13 +29,13 @@ from psc_core.fitted import Fitted
 from psc_core.maps.grid import Grid
 
 LEVELS: Final = 255
-"""Grey levels above black, the largest number of 8 bits."""
+"""The number of grey levels above black, the largest 8-bit number."""
 
 DECADES: Final = 4
-"""Powers of ten between the rarity of black and of white."""
+"""The number of powers of ten between the rarity of black and of white."""
 
 SERVE_ELEMENTS: Final = 1 << 24
-"""Largest B × C × S block of differences (64 MiB); larger batches are split."""
+"""Maximum size B × C × S of a block of differences (64 MiB); larger batches are split."""
 
 
 class PositionDensity(Fitted):
@@ -49,29 +49,29 @@ class PositionDensity(Fitted):
     thresholds: Tensor
 
     def forward(self, features: Float[Tensor, "batch channels positions"]) -> Float[Tensor, "batch positions"]:
-        """Squared distances from the mean, in variances."""
+        """Return the squared distances from the mean, in variances."""
         batch = max(1, SERVE_ELEMENTS // features[0].numel()) if len(features) else 1
         if len(features) > batch:
             return torch.cat([self(part) for part in torch.split(features, batch)])
-        # Differences first: the components of least variance are what is left of large terms.
+        # Subtract the mean first: the components of least variance are small differences of large terms.
         whitened = self.whitener.T @ (features.float() - self.mean[:, None])
         return whitened.square().sum(dim=1)
 
     def grey(self, distances: Float[Tensor, "*shape"]) -> UInt8[Tensor, "*shape"]:
-        """Grey levels of squared distances, 0 to 255."""
+        """Return the grey levels of squared distances, 0 to 255."""
         return torch.bucketize(distances, self.thresholds, right=True).to(torch.uint8)
 
 
 class LayerMap(nn.Module):
-    """Features of a layer to grey levels, brighter is stranger.
+    """Turns the features of a layer into grey levels; brighter is stranger.
 
     Args:
-        layer: Its name.
-        grid: Rows and columns of its positions.
-        density: Of one position.
+        layer: The name of the layer.
+        grid: The rows and columns of its positions.
+        density: The density of one position.
 
     Raises:
-        BundleError: Thresholds that are not one for each grey level, or do not ascend.
+        BundleError: If there is not one threshold for each grey level, or the thresholds are not ascending.
     """
 
     def __init__(self, layer: str, grid: Grid, density: PositionDensity) -> None:
@@ -84,11 +84,11 @@ class LayerMap(nn.Module):
         self.density = density
 
     def config(self) -> dict[str, Any]:
-        """Return the section of a manifest, as JSON types; with the density's tensors all that restoring needs."""
+        """Return the section of a manifest as JSON types; with the density's tensors it restores the map."""
         return {"layer": self.layer, "grid": asdict(self.grid), "density": self.density.config()}
 
     def check(self, features: Float[Tensor, "batch channels positions"]) -> None:
-        """Raise :class:`BundleError` for features of another layer."""
+        """Raise :class:`BundleError` if the features are those of another layer."""
         expected = (len(self.density.mean), self.grid.positions)
         if features.shape[1:] != expected:
             raise BundleError(
@@ -97,13 +97,13 @@ class LayerMap(nn.Module):
             )
 
     def distances(self, features: Float[Tensor, "batch channels positions"]) -> Float[Tensor, "batch rows columns"]:
-        """Squared distances of the positions of the image, each averaged over its 3 × 3 neighbours."""
+        """Return the squared distances at the positions of the image, each averaged over its 3 × 3 neighbours."""
         inside: Tensor = self.density(features[:, :, self.grid.first :])
         alone = inside.view(-1, 1, self.grid.rows, self.grid.columns)
-        # What is strange is seldom one position wide, and what is noise is no wider.
+        # Strange regions are seldom a single position wide, but noise is.
         return functional.avg_pool2d(alone, 3, stride=1, padding=1, count_include_pad=False)[:, 0]
 
     def forward(self, features: Float[Tensor, "batch channels positions"]) -> UInt8[Tensor, "batch rows columns"]:
-        """Grey levels at the positions of the image."""
+        """Return the grey levels at the positions of the image."""
         grey: Tensor = self.density.grey(self.distances(features))
         return grey

@@ -1,4 +1,4 @@
-"""A map as a picture, and the strangest region in it."""
+"""A map as a picture, and its strangest region."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from scipy import ndimage
 from psc_core.images.png import as_base64, png_of
 
 Grey = npt.NDArray[np.uint8]
-"""(rows, columns), brighter is stranger."""
+"""The grey levels (rows, columns) of a map; brighter is stranger."""
 
 Box = tuple[float, float, float, float]
-"""Left, top, right and bottom as fractions of the width and height of what the network sees."""
+"""Left, top, right and bottom, as fractions of the width and height of the network's input."""
 
 _CORNERS: Final = np.ones((3, 3), bool)
 
@@ -22,8 +22,8 @@ _CORNERS: Final = np.ones((3, 3), bool)
 def box_of(grey: Grey) -> Box:
     """Return the box of the strangest region.
 
-    A region is what hangs together, corners included, of the positions at least half as bright as the brightest; the
-    strangest has the largest sum of grey levels, of equal ones the first.  Of a black map it is the whole.
+    A region is a connected set, corners included, of positions at least half as bright as the brightest.  The strangest
+    has the largest sum of grey levels; of equal regions the first is taken.  The box of a black map is the whole image.
     """
     regions, _ = ndimage.label(2 * grey.astype(np.int64) >= int(grey.max()), _CORNERS)
     sums = np.bincount(regions.ravel(), weights=grey.ravel())
@@ -34,5 +34,5 @@ def box_of(grey: Grey) -> Box:
 
 
 def map_document(layer: str, grey: Grey) -> dict[str, Any]:
-    """Return the map of one image as an answer has it, :class:`psc_core.tasks.answer.ExplanationMap`."""
+    """Return the map of one image as the member :class:`psc_core.tasks.answer.ExplanationMap` of an answer."""
     return {"layer": layer, "png": as_base64(png_of(grey)), "box": box_of(grey)}

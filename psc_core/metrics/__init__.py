@@ -1,1 +1,1 @@
-"""Metrics of classifiers and detectors, with intervals."""
+"""Metrics of classifiers, regressions and detectors, with intervals."""

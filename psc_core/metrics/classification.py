@@ -1,7 +1,7 @@
-"""Quality of class probabilities: accuracy, likelihood, and calibration of the confidence; float64.
+"""Measure class probabilities: accuracy, likelihood, and calibration of the confidence; float64.
 
 ``probabilities`` (n, K), rows sum to one; ``labels`` (n,) class indices; ``confidence`` (n,) in [0, 1], usually
-max_c p_c; ``correct`` (n,) whether the arg max is the label.  Ties and unusable inputs: :mod:`.inputs`.
+max_c p_c; ``correct`` (n,) whether the arg max is the label.  See :mod:`.inputs` for ties and invalid inputs.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from torch import Tensor
 from psc_core.metrics.inputs import by_confidence, check_same_length
 
 ECE_BINS = 15
-"""Bins of both calibration errors, as in Guo et al. (2017)."""
+"""The number of bins of both calibration errors, as in Guo et al. (2017)."""
 
 LOG_FLOOR = float(torch.finfo(torch.float32).tiny)
-"""Probabilities below the smallest normal float32 count as this one: a zero costs 87.3 nats, not infinity."""
+"""The smallest normal float32, to which probabilities are raised: a zero costs 87.3 nats, not infinity."""
 
 
 def label_nll(probabilities: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """−log p(label) of each labelled example in nats, with :data:`LOG_FLOOR`."""
+    """Return −log p(label) of each labelled example in nats, with :data:`LOG_FLOOR`."""
     check_same_length("nll", probabilities, labels)
     return -probabilities.double().gather(1, labels[:, None]).squeeze(1).clamp_min(LOG_FLOOR).log()
 
 
 def label_brier(probabilities: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Σ_c (p_c − 1[c = label])² of each labelled example, in [0, 2]."""
+    """Return Σ_c (p_c − 1[c = label])² of each labelled example, in [0, 2]."""
     check_same_length("brier", probabilities, labels)
     p = probabilities.double()
     return (p.square().sum(1) - 2 * p.gather(1, labels[:, None]).squeeze(1) + 1).clamp_min(0)
 
 
 def accuracy(probabilities: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> float:
-    """Fraction of labelled examples whose most probable class is the label."""
+    """Return the fraction of labelled examples whose most probable class is the label."""
     check_same_length("accuracy", probabilities, labels)
     return float((probabilities.argmax(1) == labels).double().mean())
 
 
 def nll(probabilities: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> float:
-    """Mean negative log-likelihood in nats."""
+    """Return the mean negative log-likelihood in nats."""
     return float(label_nll(probabilities, labels).mean())
 
 
 def ece(confidence: Float[Tensor, " n"], correct: Bool[Tensor, " n"]) -> float:
-    """Expected calibration error over :data:`ECE_BINS` equal-width bins (a, b]; a confidence of 0 joins the first."""
+    """Return the expected calibration error over :data:`ECE_BINS` equal-width bins (a, b]; 0 is in the first bin."""
     check_same_length("ece", confidence, correct)
     edges = torch.linspace(0, 1, ECE_BINS + 1, dtype=torch.float64, device=confidence.device)[1:-1]
     gap = confidence.double() - correct.double()
@@ -52,7 +52,7 @@ def ece(confidence: Float[Tensor, " n"], correct: Bool[Tensor, " n"]) -> float:
 
 
 def adaptive_ece(confidence: Float[Tensor, " n"], correct: Bool[Tensor, " n"]) -> float:
-    """Calibration error over :data:`ECE_BINS` bins of equal mass, or n if fewer (Nguyen & O'Connor 2015)."""
+    """Return the calibration error over :data:`ECE_BINS` bins of equal mass, or n if fewer (Nguyen & O'Connor 2015)."""
     check_same_length("adaptive_ece", confidence, correct)
     gap = by_confidence(confidence, confidence.double() - correct.double())
     bins = min(ECE_BINS, len(gap))
@@ -61,6 +61,6 @@ def adaptive_ece(confidence: Float[Tensor, " n"], correct: Bool[Tensor, " n"]) -
 
 
 def binned_gap(gap: Float[Tensor, " n"], index: Int[Tensor, " n"], bins: int) -> float:
-    """Σ_b |Σ_{i in b} gap_i| / n: every bin weighted by its fraction of the data."""
+    """Return Σ_b |Σ_{i in b} gap_i| / n, in which each bin has the weight of its fraction of the data."""
     total = torch.zeros(bins, dtype=torch.float64, device=gap.device).index_add_(0, index, gap)
     return float(total.abs().sum() / len(gap))

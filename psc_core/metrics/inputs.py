@@ -1,11 +1,11 @@
-"""Checks of what metrics are computed from, and the groups of equal scores among it.
+"""Check the inputs of metrics, and group equal scores.
 
-No metric depends on the order of its input.  Thresholds only fall between distinct values (AUPR, FPR95, coverage at
+No metric depends on the order of its input.  Thresholds only lie between distinct values (AUPR, FPR95, coverage at
 risk); ranks are averaged (AUROC); AURC, AUGRC and adaptive ECE give each member of a group of equal confidence the
-group's mean error, the expectation under random order.
+group's mean error, which is the expectation under random order.
 
-An empty input, inputs of different lengths and NaN raise :class:`~psc_core.errors.UsageError`; infinite scores are
-ordered like any other.
+Empty inputs, inputs of different lengths and NaN raise :class:`~psc_core.errors.UsageError`; infinite scores are
+ordered like any others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from psc_core.errors import UsageError
 
 
 def check_values(name: str, *vectors: Tensor) -> None:
-    """Check for at least one value in each vector, and no NaN; raises :class:`UsageError` that names the metric."""
+    """Raise :class:`UsageError`, which names the metric, if a vector is empty or has NaN."""
     lengths = [len(vector) for vector in vectors]
     if min(lengths) == 0:
         raise UsageError(f"{name}: expected at least one value in each input, got lengths {lengths}")
@@ -27,14 +27,14 @@ def check_values(name: str, *vectors: Tensor) -> None:
 
 
 def check_same_length(name: str, first: Tensor, second: Tensor) -> None:
-    """:func:`check_values` of two vectors, which have the same length."""
+    """Call :func:`check_values` for two vectors, and check that they have the same length."""
     check_values(name, first, second)
     if len(first) != len(second):
         raise UsageError(f"{name}: expected inputs of one length, got {len(first)} and {len(second)}")
 
 
 def by_confidence(confidence: Float[Tensor, " n"], values: Shaped[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """``values`` from most to least confident, averaged within groups of equal confidence, float64."""
+    """Return ``values`` from most to least confident, averaged within groups of equal confidence, float64."""
     order = confidence.argsort(descending=True)
     size = tie_sizes(confidence[order])
     group = torch.arange(len(size), device=values.device).repeat_interleave(size)
@@ -45,6 +45,6 @@ def by_confidence(confidence: Float[Tensor, " n"], values: Shaped[Tensor, " n"])
 
 
 def tie_sizes(ordered: Float[Tensor, " n"]) -> Int[Tensor, " groups"]:
-    """Sizes of the runs of equal values."""
+    """Return the lengths of the runs of equal values."""
     starts = torch.cat([ordered.new_ones(1, dtype=torch.bool), ordered[1:] != ordered[:-1]]).nonzero().squeeze(1)
     return torch.cat([starts, starts.new_tensor([len(ordered)])]).diff()

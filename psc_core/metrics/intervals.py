@@ -1,10 +1,10 @@
-"""Exact intervals for counts: is an observed rate compatible with the nominal one?
+"""Exact intervals for counts, which tell whether an observed rate is compatible with the nominal rate.
 
 Four questions, each answered with a central interval (each tail at most (1 − level) / 2) by :mod:`scipy.stats`:
 
 * :func:`binomial_interval`: which rates explain k of n?  Clopper–Pearson.
-* :func:`weighted_interval`: the same of a sample whose members were drawn with different probabilities.
-  Clopper–Pearson with the counts of an equal sample of the same precision (Korn and Graubard 1998).
+* :func:`weighted_interval`: the same for a sample whose members were drawn with different probabilities.
+  Clopper–Pearson with the counts of an unweighted sample of the same precision (Korn and Graubard 1998).
 * :func:`binomial_acceptance`: which counts k of n does a fixed rate α explain?
 * :func:`beta_binomial_acceptance`: which counts does a *calibrated* threshold explain?  A conformal p-value
   is ≤ α exactly below the r-th smallest of c calibration scores, r = ⌊α (c + 1)⌋; the true rate below it is
@@ -25,34 +25,34 @@ from psc_core.rates import ood_rank
 
 
 class RateInterval(NamedTuple):
-    """Closed interval of rates."""
+    """A closed interval of rates."""
 
     low: float
     high: float
 
 
 class CountInterval(NamedTuple):
-    """Closed interval of counts."""
+    """A closed interval of counts."""
 
     low: int
     high: int
 
 
 def binomial_interval(successes: int, trials: int, *, level: float = 0.99) -> RateInterval:
-    """Clopper–Pearson interval of the rate behind ``successes`` of ``trials``."""
+    """Return the Clopper–Pearson interval of the rate behind ``successes`` of ``trials``."""
     interval = stats.binomtest(successes, trials).proportion_ci(level, "exact")
     return RateInterval(float(interval.low), float(interval.high))
 
 
 def weighted_interval(hits: npt.ArrayLike, weights: npt.NDArray[np.float64], *, level: float = 0.99) -> RateInterval:
-    """Interval of the rate of hits in a population that n members were drawn from.
+    """Return the interval of the rate of hits in the population from which n members were drawn.
 
     Args:
         hits: Booleans, (n,).
-        weights: 1 / the probability that each was drawn with, (n,).
-        level: Confidence.
+        weights: The inverse of the probability with which each member was drawn, (n,).
+        level: The confidence level.
     """
-    size = weights.sum() ** 2 / (weights**2).sum()  # n where all are equal
+    size = weights.sum() ** 2 / (weights**2).sum()  # n if all weights are equal
     count = size * float(weights @ np.asarray(hits, np.float64) / weights.sum())
     tail = (1 - level) / 2
     low = stats.beta.ppf(tail, count, size - count + 1) if count > 0 else 0.0
@@ -61,15 +61,15 @@ def weighted_interval(hits: npt.ArrayLike, weights: npt.NDArray[np.float64], *, 
 
 
 def binomial_acceptance(trials: int, alpha: float, *, level: float = 0.99) -> CountInterval:
-    """Counts that ``trials`` draws at rate ``alpha`` give with probability ≥ ``level``."""
+    """Return the counts that ``trials`` draws at rate ``alpha`` give with probability ≥ ``level``."""
     return CountInterval(*map(int, stats.binom(trials, alpha).interval(level)))
 
 
 def beta_binomial_acceptance(trials: int, alpha: float, calibration_size: int, *, level: float = 0.99) -> CountInterval:
-    """Counts that p ≤ ``alpha`` gives over ``trials`` when p comes from ``calibration_size`` scores.
+    """Return the counts of p ≤ ``alpha`` among ``trials`` if p comes from ``calibration_size`` scores.
 
     Raises:
-        UsageError: α < 1/(c + 1), for which no p-value is ever small enough.
+        UsageError: If α < 1/(c + 1), because then no p-value is small enough.
     """
     rank = ood_rank(alpha, calibration_size)
     if rank < 1:

@@ -1,7 +1,8 @@
-"""Quality of a ranking score: AUROC with its paired comparison, average precision, FPR at 95 % recall; float64.
+"""Measure a ranking score: AUROC with its paired comparison, average precision, FPR at 95 % recall; float64.
 
 ``in_scores`` (n,), ``out_scores`` (m,): an out-of-distribution score (higher = more OOD) of in-distribution and of
-out-of-distribution images.  OOD is the positive class, as in OpenOOD v1.5.  Ties and unusable inputs: :mod:`.inputs`.
+out-of-distribution images.  OOD is the positive class, as in OpenOOD v1.5.  See :mod:`.inputs` for ties and invalid
+inputs.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from psc_core.rates import tolerant_ceil
 
 
 def auroc(in_scores: Float[Tensor, " n"], out_scores: Float[Tensor, " m"]) -> float:
-    """P(out > in) + ½ P(out = in): area under the ROC curve by mid-ranks, O((n + m) log n)."""
+    """Return P(out > in) + ½ P(out = in), the area under the ROC curve, by mid-ranks in O((n + m) log n)."""
     check_values("auroc", in_scores, out_scores)
     return float(placements(out_scores, in_scores).mean())
 
 
 def placements(values: Float[Tensor, " n"], reference: Float[Tensor, " m"]) -> Float[Tensor, " n"]:
-    """Fraction of ``reference`` below each value, equal ones counted half."""
+    """Return the fraction of ``reference`` below each value; equal values count half."""
+    # searchsorted warns about values that are not contiguous.
     ordered, values = reference.sort().values, values.contiguous()
     below = torch.searchsorted(ordered, values, right=False)
     not_above = torch.searchsorted(ordered, values, right=True)
@@ -32,7 +34,7 @@ def placements(values: Float[Tensor, " n"], reference: Float[Tensor, " m"]) -> F
 
 
 class Difference(NamedTuple):
-    """AUROC of one score minus AUROC of another on the same images, and its standard error."""
+    """The AUROC of one score minus the AUROC of another on the same images, with its standard error."""
 
     value: float
     standard_error: float
@@ -44,10 +46,10 @@ def auroc_difference(
     in_second: Float[Tensor, " n"],
     out_second: Float[Tensor, " m"],
 ) -> Difference:
-    """Paired comparison of two scores by DeLong et al. (1988).
+    """Compare the AUROC of two scores on paired images, after DeLong et al. (1988).
 
-    The images of both scores are the same, in the same order.  With a single image on one side, what it adds
-    to the variance is unknown and the standard error is infinite.
+    The images of both scores are the same, in the same order.  With a single image on one side, its contribution to the
+    variance is unknown and the standard error is infinite.
     """
     check_same_length("auroc_difference", in_first, in_second)
     check_same_length("auroc_difference", out_first, out_second)
@@ -60,7 +62,7 @@ def auroc_difference(
 
 
 def aupr(positive: Float[Tensor, " p"], negative: Float[Tensor, " q"]) -> float:
-    """Average precision Σ (R_t − R_{t−1}) P_t over distinct thresholds, higher scores being positive."""
+    """Return the average precision Σ (R_t − R_{t−1}) P_t over distinct thresholds; higher scores are positive."""
     check_values("aupr", positive, negative)
     scores, order = torch.cat([positive, negative]).sort(descending=True)
     ends = tie_sizes(scores).cumsum(0)
@@ -70,7 +72,7 @@ def aupr(positive: Float[Tensor, " p"], negative: Float[Tensor, " q"]) -> float:
 
 
 def fpr95(in_scores: Float[Tensor, " n"], out_scores: Float[Tensor, " m"]) -> float:
-    """Fraction of in-distribution images at or above the highest threshold that catches 95 % of the OOD ones."""
+    """Return the fraction of in-distribution images at or above the threshold that catches 95 % of OOD images."""
     check_values("fpr95", in_scores, out_scores)
     caught = max(1, tolerant_ceil(0.95 * len(out_scores)))
     threshold = out_scores.sort(descending=True).values[caught - 1]

@@ -1,4 +1,4 @@
-r"""Metrics of predictions of a number: its error, and the normal distribution N(μ, σ²) as a forecast of it.
+r"""Metrics of predictions of a number: its error, and the normal distribution N(μ, σ²) as its forecast.
 
 All in float64; y is the true number, n images.
 
@@ -20,23 +20,23 @@ from psc_core.numerics.explained import r_squared
 
 
 def rmse(mean: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> float:
-    """Root mean squared error, in the target's unit."""
+    """Return the root mean squared error, in the target's unit."""
     return float((values.double() - mean.double()).square().mean().sqrt())
 
 
 def r2(mean: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> float:
-    """Fraction of the variance of the numbers that is explained, :func:`psc_core.numerics.explained.r_squared`."""
+    """Return R², the explained fraction of the variance; see :func:`psc_core.numerics.explained.r_squared`."""
     return r_squared((values.double() - mean.double()).square(), values.double())
 
 
 def nll(mean: Float[Tensor, " n"], deviation: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> float:
-    """Negative log likelihood of the normal distribution, nats an image."""
+    """Return the mean negative log-likelihood of the normal distribution, in nats."""
     w = (values.double() - mean.double()) / deviation.double()
     return float((0.5 * (w.square() + math.log(2 * math.pi)) + deviation.double().log()).mean())
 
 
 def crps(mean: Float[Tensor, " n"], deviation: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> float:
-    """Continuous ranked probability score of the normal distribution, in the target's unit; lower is better."""
+    """Return the continuous ranked probability score of the normal distribution, in the target's unit."""
     sigma = deviation.double()
     w = (values.double() - mean.double()) / sigma
     density = torch.exp(-0.5 * w.square()) / math.sqrt(2 * math.pi)

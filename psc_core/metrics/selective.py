@@ -1,7 +1,7 @@
-"""Quality of abstaining: risk against coverage when the least confident predictions are rejected first; float64.
+"""Measure abstention: risk against coverage when the least confident predictions are rejected first; float64.
 
-``confidence`` (n,), usually max_c p_c; ``correct`` (n,) whether the arg max is the label.  Ties and unusable inputs:
-:mod:`.inputs`.
+``confidence`` (n,), usually max_c p_c; ``correct`` (n,) whether the arg max is the label.  See :mod:`.inputs` for ties
+and invalid inputs.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from psc_core.rates import ROUNDING
 
 
 def aurc(confidence: Float[Tensor, " n"], correct: Bool[Tensor, " n"]) -> float:
-    """Area under the risk–coverage curve, 1/n Σ_k (errors among the k most confident)/k (Geifman et al. 2019)."""
+    """Return the area under the risk–coverage curve, 1/n Σ_k (errors among the k most confident)/k."""
     check_same_length("aurc", confidence, correct)
     errors = by_confidence(confidence, ~correct).cumsum(0)
     return float((errors / torch.arange(1, len(errors) + 1, device=errors.device)).mean())
 
 
 def augrc(confidence: Float[Tensor, " n"], correct: Bool[Tensor, " n"]) -> float:
-    """Area under the generalised risk–coverage curve: the mean risk of a silent failure (Traub et al. 2024).
+    """Return the area under the generalised risk–coverage curve: the mean risk of a silent failure (Traub et al. 2024).
 
-    Trapezoids under P(wrong and accepted) over coverage, which equals
-    (1 − AUROC_f)·acc·(1 − acc) + ½ (1 − acc)², AUROC_f ranking correct above wrong.
+    Trapezoids under P(wrong and accepted) over coverage equal (1 − AUROC_f)·acc·(1 − acc) + ½ (1 − acc)², where AUROC_f
+    ranks correct predictions above wrong ones.
     """
     check_same_length("augrc", confidence, correct)
     errors = by_confidence(confidence, ~correct).cumsum(0)
@@ -33,7 +33,7 @@ def augrc(confidence: Float[Tensor, " n"], correct: Bool[Tensor, " n"]) -> float
 
 
 def coverage_at_risk(confidence: Float[Tensor, " n"], correct: Bool[Tensor, " n"], risk: float) -> float:
-    """Largest fraction accepted by a confidence threshold with an error rate ≤ ``risk``; 0 if there is none."""
+    """Return the largest fraction that a confidence threshold accepts with an error rate ≤ ``risk``, or 0."""
     check_same_length("coverage_at_risk", confidence, correct)
     values, order = confidence.sort(descending=True)
     accepted = tie_sizes(values).cumsum(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, Literal, get_args
 
 Backend = Literal["folded", "plain", "onnx"]
-"""Ways to run the network of a fitted model, see :mod:`psc_core.model.backends`."""
+"""The ways to run the network of a fitted model; see :mod:`psc_core.model.backends`."""
 
 BACKENDS: Final[tuple[Backend, ...]] = get_args(Backend)
-"""``folded`` first, which every model can run on."""
+"""All backends; the first is the one that a fit calibrates."""

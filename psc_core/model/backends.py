@@ -1,7 +1,7 @@
-"""Other ways to run the truncated network of a fitted model, with the same outputs up to rounding.
+"""Run the truncated network of a fitted model in other ways, with the same outputs up to rounding.
 
-``folded`` is what fitting, calibration and a fitted model run; ``plain`` is the network as it
-was trained; ``onnx`` is ONNX Runtime.
+``folded`` is the network that fitting and calibration run; ``plain`` is the network as it was trained; ``onnx`` runs in
+ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ if TYPE_CHECKING:
     from psc_core.model.base import FittedModel
 
 OUTPUT_TOLERANCE = 1e-4
-"""Maximum difference between two backends in a probability, a mean in standard deviations, and a log density relative
-to its size."""
+"""Maximum difference between two backends: of probabilities, of means in standard deviations, and of log densities
+relative to their magnitude."""
 
 _CHECKED_IMAGES = 32
 _FEW = 4
 
 
 def available_backends(model: FittedModel) -> tuple[Backend, ...]:
-    """The backends that a model can run on, ``folded`` first.
+    """Return the backends on which a model can run, ``folded`` first.
 
-    Only a traced float32 network on a CPU has more than one, and an ONNX graph runs in ONNX Runtime alone.
+    Only a traced float32 network on a CPU has a choice, and a network stored as an ONNX graph runs only in ONNX
+    Runtime.
     """
     if model.backbone.onnx is not None:
         return ("onnx",)
@@ -46,11 +47,11 @@ def available_backends(model: FittedModel) -> tuple[Backend, ...]:
 
 
 def pipeline_on(model: FittedModel, backend: Backend) -> Pipeline:
-    """The pipeline of a model on one of its :func:`available_backends`.
+    """Return the pipeline of a model on one of its :func:`available_backends`.
 
     Raises:
-        NetworkError: The backend is not installed, the network cannot be exported, or its outputs differ from those
-            that were calibrated.
+        NetworkError: If the backend is not installed, the network cannot be exported, or its outputs differ from the
+            calibrated ones.
     """
     if backend == "folded" or model.backbone.onnx is not None:
         return model.pipeline
@@ -66,10 +67,10 @@ def pipeline_on(model: FittedModel, backend: Backend) -> Pipeline:
 
 
 def storable_backbone(model: FittedModel, *, graph: bool) -> Backbone:
-    """Return the network as a bundle holds it: as an ONNX graph if ``graph`` or no name builds it again, else as it is.
+    """Return the network as a bundle stores it: an ONNX graph if ``graph`` is set or no name builds it, else unchanged.
 
     Raises:
-        NetworkError: It cannot be exported, or the graph gives other outputs.
+        NetworkError: If it cannot be exported, or the graph gives other outputs.
     """
     if model.backbone.onnx is not None or (not graph and _is_built_by_name(model)):
         return model.backbone
@@ -89,11 +90,11 @@ def storable_backbone(model: FittedModel, *, graph: bool) -> Backbone:
 
 @torch.inference_mode()
 def _is_built_by_name(model: FittedModel) -> bool:
-    """Return whether the network's recipe builds it, as it does not once somebody has replaced a module."""
+    """Return whether the network's recipe still builds it; it does not if somebody has replaced a module."""
     recipe = model.backbone.cut.recipe
     if recipe is None or recipe.num_classes != model.task.network_outputs(model.classes):
         return False
-    if model.trial is None:  # It was loaded from a bundle, by its recipe.
+    if model.trial is None:  # loaded from a bundle, by its recipe
         return True
     try:
         built = rebuild_backbone(model.backbone.spec(), model.backbone.state_dict(), [recipe.spec]).to(model.device)
@@ -107,10 +108,10 @@ def _is_built_by_name(model: FittedModel) -> bool:
 def check_agreement(model: FittedModel, calibrated: Outputs[Tensor], other: Outputs[Tensor]) -> None:
     """Compare the outputs of a model on two backends for the same images.
 
-    A p-value may move by the one calibration image whose score rounding passes.
+    A p-value may differ by one calibration image, because rounding may move a score past that image's.
 
     Raises:
-        NetworkError: They differ by more than rounding.
+        NetworkError: If they differ by more than rounding.
     """
     size = calibrated["log_density"].abs().clamp(min=1)
     predictions, apart = model.task.difference(calibrated, other)
@@ -127,7 +128,7 @@ def check_agreement(model: FittedModel, calibrated: Outputs[Tensor], other: Outp
 
 
 def _smooth_noise(preprocess: Preprocess) -> Tensor:
-    """``uint8`` images of noise, from coarse to fine, the same on every call."""
+    """Return ``uint8`` images of noise, from coarse to fine, the same on every call."""
     generator = torch.Generator().manual_seed(0)
     images = []
     for index in range(_CHECKED_IMAGES):

@@ -1,4 +1,4 @@
-"""The base of fitted models: their modules, saving, loading, and a trial before either."""
+"""The base class of fitted models: their modules, saving, loading, and a trial run."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from psc_core.model.pipeline import NO_MAP, Pipeline, Scorer
 from psc_core.model.restore import restore_modules
 from psc_core.network.backbone import Backbone
 from psc_core.tasks.calibration import BaseCalibration
+from psc_core.tasks.decide import BaseDecisions
 from psc_core.tasks.outputs import FloatArray, Matrix, Outputs
 from psc_core.tasks.policy import BasePolicy
 from psc_core.tasks.prediction import BasePrediction
@@ -31,14 +32,14 @@ from psc_core.tasks.task import Task
 logger = logging.getLogger("psc.model")
 
 FUSION_TOLERANCE = {"fp32": 0.01, "bf16": 0.5}
-"""Maximum difference between fused and stored features, relative to the largest; rounding is far below."""
+"""Maximum difference between fused and stored features, relative to the largest; rounding stays far below."""
 
 MAX_BATCH = 64
-"""Images that prediction sends through the pipeline at once."""
+"""Maximum number of images that pass through the pipeline at once."""
 
 
 TRIAL_IMAGES: Final = 64
-"""Calibration images that a fitted model keeps, for trying a copy of it."""
+"""The number of calibration images that a fitted model keeps for checking a copy of it."""
 
 
 AnyModel = TypeVar("AnyModel", bound="FittedModel")
@@ -46,28 +47,27 @@ AnyModel = TypeVar("AnyModel", bound="FittedModel")
 
 @dataclass(frozen=True, kw_only=True)
 class FittedModel:
-    """A network cut behind its candidate layer(s), with everything that was fitted to it, ready to predict.
+    """A network cut after its candidate layer(s), with all fitted parts, ready to predict.
 
-    A subclass is for the models of one task: the same with narrower types.
+    A subclass for the models of one task only narrows the types.
     """
 
     task_type: ClassVar[type[Task]] = Task
 
-    task: Task  # what it predicts
-    pipeline: Pipeline = field(repr=False)  # pixels to packed outputs, on its device
-    backbone: Backbone = field(repr=False)  # as it was fitted, for the bundle; the pipeline runs a fused copy
-    classes: tuple[str, ...]  # names; a class index is a position here
+    task: Task  # what the model predicts
+    pipeline: Pipeline = field(repr=False)  # from pixels to packed outputs, on its device
+    backbone: Backbone = field(repr=False)  # the network as fitted, for the bundle; the pipeline runs a fused copy
+    classes: tuple[str, ...]  # class names; a class index is a position in them
     calibration: BaseCalibration = field(repr=False)
-    policy: BasePolicy  # default thresholds
+    policy: BasePolicy  # the default thresholds
     layers: tuple[str, ...]  # candidate layer(s)
     name: str
     report: Mapping[str, Any] = field(default_factory=dict, repr=False)  # collapse, metrics, provenance; JSON types
-    version: str = ""  # digest of the bundle, empty before it is saved
-    trial: Tensor | None = field(default=None, repr=False, compare=False)  # calibration images; no bundle holds them
+    version: str = ""  # digest of the bundle, empty before saving
+    trial: Tensor | None = field(default=None, repr=False, compare=False)  # calibration images; not stored in bundles
 
     @property
     def device(self) -> torch.device:
-        """The device on which the pipeline computes."""
         return self.pipeline.scorer.scale.device
 
     @property
@@ -77,45 +77,45 @@ class FittedModel:
 
     @property
     def layer(self) -> str:
-        """Candidate layer names as one string."""
+        """The names of the candidate layers as one string."""
         return "+".join(self.layers)
 
     @property
     def head_layers(self) -> tuple[str, ...]:
-        """The layers that the head tells apart: z, by the candidate layer(s), and the other layers that it reads."""
+        """The names of the head's inputs: the candidate layer(s) for z, and the other layers that the head reads."""
         return (self.layer, *self.pipeline.scorer.head_layers)
 
     @property
     def predictions(self) -> str:
-        """``"psc"`` (the head on z) or ``"base"`` (the network's own output)."""
+        """``"psc"`` if the head on z predicts, ``"base"`` if the network's own output does."""
         return "base" if self.backbone.keep_output else "psc"
 
     @property
     def epistemic_unit(self) -> str:
-        """Unit of the epistemic uncertainty; empty for base predictions of a classifier, which have none."""
+        """The unit of the epistemic uncertainty; empty for base predictions of a classifier, which have none."""
         return self.task.epistemic_unit(self.pipeline.scorer.head)
 
     @property
     def gates(self) -> tuple[str, ...]:
-        """Names of the gates that make the OOD score; none for a model without."""
+        """The names of the gates in the OOD score; empty if the model has none."""
         return self.pipeline.gate_names
 
     @property
     def score_names(self) -> tuple[str, ...]:
-        """Names of the scores in its outputs."""
+        """The names of the scores in the outputs."""
         return self.pipeline.scorer.head.score_names
 
     @property
     def num_probabilities(self) -> int:
-        """Columns of probabilities in its outputs."""
+        """The number of columns of probabilities in the outputs."""
         return self.task.probabilities(self.classes)
 
     def outputs(self, packed: Matrix) -> Outputs[Matrix]:
-        """Packed outputs of this model, read by name."""
+        """Give names to the columns of packed outputs."""
         return Outputs(packed, self.score_names, self.gates)
 
     def compute(self, images: Sequence[ImageLike] | Tensor) -> Outputs[Tensor]:
-        """Outputs for images in any form, on the CPU; see :meth:`psc_core.PSC.predict`."""
+        """Return the outputs for images in any form, on the CPU; see :meth:`psc_core.PSC.predict`."""
         batch = as_batch(images, self.preprocess)
         with torch.inference_mode():
             packed = [self.pipeline(part.to(self.device)).cpu() for part in torch.split(batch, MAX_BATCH)]
@@ -127,14 +127,14 @@ class FittedModel:
 
         Args:
             images: A list of paths, encoded files (bytes), Pillow images or ``uint8`` arrays (height, width) or
-                (height, width, 3), of any size; or a tensor (n, channels, height, width) already of the network's input
-                size: ``uint8`` pixels, or floats as a loader gives them, which enter the network as they are.
-            maps: Also say where the images are strange, as ``maps`` of the predictions.
+                (height, width, 3), of any size; or a tensor (n, channels, height, width) of the network's input size:
+                ``uint8`` pixels, or floats from a loader, which enter the network unchanged.
+            maps: Also return ``maps``, which show where the images are strange.
 
         Raises:
-            ImageError: An image cannot be decoded.
-            UsageError: Another type, a file that cannot be read, a tensor of another shape, inputs that are not finite,
-                pixels where nobody said how they become inputs, or maps of a model that has none.
+            ImageError: If an image cannot be decoded.
+            UsageError: If ``images`` has another type, a file cannot be read, a tensor has the wrong shape or is not
+                finite, the preprocessing of pixels is unknown, or the model has no maps.
         """
         grey = None
         if maps:
@@ -157,46 +157,45 @@ class FittedModel:
         return self.outputs(packed), grey
 
     def __call__(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> BasePrediction:
-        """Return the same as :meth:`predict`."""
         return self.predict(images, maps=maps)
 
     def calibrate(self: AnyModel, loader: Any, **settings: Any) -> AnyModel:
         """Return this model with p-values, thresholds and prediction sets from other validation images.
 
-        All of them calibrate, none selects; the ambiguity threshold is chosen again, everything else stays.  This model
-        does not change: ``psc = psc.calibrate(loader)``.
+        All of these images calibrate, none selects; the ambiguity threshold is chosen again, everything else stays.
+        This model does not change: ``psc = psc.calibrate(loader)``.
 
         Args:
-            loader: As of :meth:`psc_core.PSC.fit`, or an :class:`psc_core.ImageDataset`; images that nothing was
-                trained or fitted on.
-            settings: ``alpha``, ``coverage``, and ``risk`` of a classifier or ``max_width`` of a regression, where they
-                change; and ``batch_images``.
+            loader: A loader as in :meth:`psc_core.PSC.fit`, or an :class:`psc_core.ImageDataset`, of images that were
+                not used for training or fitting.
+            settings: New values of ``alpha``, ``coverage``, and ``risk`` (classifier) or ``max_width`` (regression), if
+                they change; and ``batch_images``.
 
         Raises:
-            UsageError: Something that is no loader, images of another size, settings of the other task, or rates that
-                so few cannot keep.
-            DataError: Batches that cannot be used, or other classes.
+            UsageError: If ``loader`` is not a loader, images have another size, a setting is of the other task, or
+                there are too few images for a rate.
+            DataError: If a batch cannot be used, or the classes differ.
         """
-        from psc_core.fitting.in_memory import calibrate_on  # When first called: no service loads what fits.
+        from psc_core.fitting.in_memory import calibrate_on  # imported here, so that services load no fitting code
 
         return cast(AnyModel, calibrate_on(self, loader, **settings))
 
-    def decide(self, outputs: Outputs[FloatArray]) -> Any:
+    def decide(self, outputs: Outputs[FloatArray]) -> BaseDecisions:
         """Return the decisions under the bundle's policy."""
-        return self.task.decide(outputs, self.calibration.thresholds(self.policy))
+        return self.calibration.thresholds(self.policy).decide(outputs)
 
     def save(self, path: str | Path, *, graph: bool = False) -> Manifest:
         """Write the bundle directory ``path``; equal models give equal bytes.
 
         Args:
-            path: Where to.
-            graph: Store the network as an ONNX graph, which needs neither its code nor its library to be loaded.  A
-                network that no name builds again, from :func:`psc_core.load_network`, is stored so in any case.
+            path: The directory to write.
+            graph: Store the network as an ONNX graph, which can be loaded without its code and library.  A network that
+                no name of :func:`psc_core.load_network` builds is always stored so.
 
         Raises:
-            NetworkError: No name builds the network again, and it cannot be exported to ONNX.
-            BundleError: ``path`` is no place for a bundle.
-            UsageError: Nobody said how files become inputs, which a bundle has to hold.
+            NetworkError: If no name builds the network and it cannot be exported to ONNX.
+            BundleError: If a bundle cannot be written to ``path``.
+            UsageError: If nobody has said how files become inputs, which a bundle has to store.
         """
         if not self.preprocess.is_known:
             raise UsageError(
@@ -255,7 +254,7 @@ class FittedModel:
         return config
 
     def _other_layers(self) -> dict[str, list[str]]:
-        """Names of the layers that the head reads beside z, where there are some."""
+        """Return the names of the layers that the head reads besides z, if there are some, as a manifest entry."""
         others = self.head_layers[1:]
         return {"layers": list(others)} if others else {}
 
@@ -270,12 +269,12 @@ class FittedModel:
         """Read, verify and build a bundle.
 
         Args:
-            path: Bundle directory.
+            path: The bundle directory.
             device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
-            allow_factories: Network factories (``package.module:factory``) that may be imported.
+            allow_factories: The network factories (``package.module:factory``) that may be imported.
 
         Raises:
-            BundleError: The bundle is missing, altered, damaged, inconsistent, or of a model of another task.
+            BundleError: If the bundle is missing, altered, damaged, inconsistent, or its model is of another task.
         """
         model = cls.from_bundle(read_bundle(Path(path)), device=device, allow_factories=allow_factories)
         return model.tried()
@@ -288,7 +287,7 @@ class FittedModel:
         device: str | torch.device = "auto",
         allow_factories: Collection[str] = (),
     ) -> AnyModel:
-        """Build a verified bundle, see :meth:`load`, and compute nothing: :meth:`tried` follows."""
+        """Build a verified bundle as :meth:`load` does, but compute nothing; call :meth:`tried` next."""
         target = resolve_device(device)
         manifest = bundle.manifest
         if not isinstance(manifest.task, cls.task_type):
@@ -320,10 +319,10 @@ class FittedModel:
         )
 
     def tried(self: AnyModel) -> AnyModel:
-        """Return this model, which a bundle gave, once it has computed its first images.
+        """Return this model, loaded from a bundle, after a trial run.
 
         Raises:
-            BundleError: It cannot, see :meth:`probe`.
+            BundleError: If the trial run fails; see :meth:`probe`.
         """
         try:
             self.probe()
@@ -335,8 +334,9 @@ class FittedModel:
         """Run a black, a white and a noise image through the pipeline.
 
         Raises:
-            FitError: The parts do not fit together, or give something not finite.
-            torch.OutOfMemoryError, torch.AcceleratorError, MemoryError: The device has no room for it, or is broken.
+            FitError: If the parts do not fit together, or give non-finite numbers.
+            torch.OutOfMemoryError, torch.AcceleratorError, MemoryError: If the device has too little memory or is
+            broken.
         """
         scorer = self.pipeline.scorer
         noise = self.preprocess.noise()
@@ -350,15 +350,15 @@ class FittedModel:
                     self.pipeline.map.check(stored[self.backbone.layers.index(self.pipeline.map.layer)])
                 fused, _ = scorer.features(inputs)
         except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
-            raise  # Not the bundle's fault.
+            raise  # not the bundle's fault
         except PSCError as error:
             raise FitError(f"the parts of {self.name!r} do not fit together: {error}") from error
         except Exception as error:  # A hostile file can make a network fail in any way.
-            logger.warning("the first images of %r: %s", self.name, shortened(repr(error)))  # Clients get the message.
+            logger.warning("the first images of %r: %s", self.name, shortened(repr(error)))  # clients get no details
             raise FitError(
                 f"the parts of {self.name!r} do not fit together: {type(error).__name__}, see the log; fit it again"
             ) from error
-        # The features too: a ReLU inside a convolution turns NaN into zeros.
+        # Check the features too, because a ReLU inside a convolution turns NaN into zeros.
         finite = all(bool(part.isfinite().all()) for part in (packed, *stored))
         others, expected = len(self.score_names) + len(self.gates), self.num_probabilities
         if packed.shape[1] != others + expected:
@@ -379,5 +379,5 @@ class FittedModel:
 
 
 def _prefixed(prefix: str, module: nn.Module | None) -> dict[str, Tensor]:
-    """The tensors of a module under longer names; none without a module."""
+    """Return the tensors of a module under prefixed names; an empty dictionary without a module."""
     return {} if module is None else {prefix + name: tensor for name, tensor in module.state_dict().items()}

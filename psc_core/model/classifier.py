@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PSC(FittedModel):
-    """A classifier that recognises ambiguous and out-of-distribution images, in one forward pass.
+    """A classifier that recognises ambiguous and out-of-distribution images in one forward pass.
 
     Example:
         >>> bundle = "artifacts/dirty-mnist-resnet18"
@@ -40,7 +40,7 @@ class PSC(FittedModel):
 
     task: Classification = field(default_factory=Classification)
     calibration: Calibration = field(repr=False)
-    policy: Policy  # default thresholds
+    policy: Policy  # the default thresholds
 
     @classmethod
     def fit(
@@ -56,11 +56,11 @@ class PSC(FittedModel):
         name: str = "psc",
         **settings: Any,
     ) -> PSC:
-        """Fit uncertainty to a trained network in memory, from loaders: layer, projection, density, head, calibration.
+        """Fit uncertainty to a trained network in memory: layer, projection, density, head and calibration.
 
-        Each loader is read once into a scratch file, so that its order, shuffling and workers do not matter; what
-        augments or drops images is warned about (:class:`psc_core.errors.LoaderWarning`).  The network is copied: yours
-        keeps its mode and its device, and may be trained on.
+        Each loader is read once into a scratch file, so its order, shuffling and workers do not matter; a warning
+        (:class:`psc_core.errors.LoaderWarning`) reports augmented or dropped images.  The network is copied: yours
+        keeps its mode and its device, and you may go on training it.
 
         Example:
             >>> import torch
@@ -75,28 +75,29 @@ class PSC(FittedModel):
             torch.Size([3, 4])
 
         Args:
-            net: Trained network of any type whose output is logits (batch, classes).
+            net: A trained network of any type whose output is logits (batch, classes).
             train: A DataLoader of training images, a data set of (image, label), any iterable of batches, or an
                 :class:`psc_core.ImageDataset`.  Floats are the network's inputs; Pillow images, ``uint8`` arrays and
                 tensors need a ``preprocess``.
-            val: Validation images likewise, none of them trained on: half of them select, half calibrate.
-            preprocess: How files become inputs, where they are more than resized.
-            mean: Mean of each channel, as the loaders' transform subtracts it; with it and ``std`` the model predicts
-                files too and can be saved.  Without, inputs are only known by their range.
-            std: Standard deviation of each channel, likewise.
-            classes: Names of the classes; None for "0", "1", … of the network's outputs.  If these are others, the head
-                predicts, and a warning says so.
-            name: Model name.
-            settings: As of :func:`psc_core.fit_psc`; and ``layer``, to name the candidate; and ``device``, the
-                network's where it is not given.
+            val: Validation images in the same form, none of them used for training: half of them select, half
+                calibrate.
+            preprocess: How files become inputs, if they are more than resized.
+            mean: The mean of each channel that the loaders' transform subtracts.  With ``mean`` and ``std`` the model
+                can predict files and can be saved; without them only the range of the inputs is known.
+            std: The standard deviation of each channel that the loaders' transform divides by.
+            classes: Class names; None for "0", "1", … of the network's outputs.  If the classes are not the network's,
+                the head predicts, and a warning says so.
+            name: The name of the model.
+            settings: The settings of :func:`psc_core.fit_psc`; ``layer``, to name the candidate layer; and ``device``,
+                by default the network's.
 
         Raises:
-            UsageError: Something that is no loader or does not fit on the disk, or settings that cannot be used.
-            DataError: Batches that cannot be used, or classes with too few images.
-            FitError: Features that cannot be fitted; the message says why.
-            NetworkError: The network returns no logits, or cannot be copied or cut.
+            UsageError: If ``train`` or ``val`` is not a loader or does not fit on the disk, or a setting is invalid.
+            DataError: If a batch cannot be used, or a class has too few images.
+            FitError: If the features cannot be fitted; the message says why.
+            NetworkError: If the network returns no logits, or cannot be copied or cut.
         """
-        from psc_core.fitting.in_memory import fit  # When first called: no service loads what fits.
+        from psc_core.fitting.in_memory import fit  # imported here, so that services load no fitting code
 
         of = Statistics(preprocess, mean, std)
         model = fit(cls.task_type.name, net, (train, val), statistics=of, classes=classes, name=name, **settings)

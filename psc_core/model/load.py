@@ -13,7 +13,7 @@ from psc_core.model.classifier import PSC
 from psc_core.model.regressor import PSCRegressor
 
 MODEL_CLASSES: tuple[type[FittedModel], ...] = (PSC, PSCRegressor)
-"""Classes for the models of one task; those of any other are plain :class:`.base.FittedModel`."""
+"""The classes for the models of single tasks; the models of other tasks are :class:`.base.FittedModel` itself."""
 
 
 def load_model(
@@ -29,7 +29,7 @@ def load_model(
         'classifier'
 
     Raises:
-        BundleError: The bundle is missing, altered, damaged or inconsistent.
+        BundleError: If the bundle is missing, altered, damaged or inconsistent.
     """
     return build_model(path, device=device, allow_factories=allow_factories).tried()
 
@@ -37,10 +37,10 @@ def load_model(
 def build_model(
     path: str | Path, *, device: str | torch.device = "auto", allow_factories: Collection[str] = ()
 ) -> FittedModel:
-    """Read, verify and build a bundle of any task, and compute nothing; :meth:`.base.FittedModel.tried` should follow.
+    """Read, verify and build a bundle of any task, but compute nothing; call :meth:`.base.FittedModel.tried` next.
 
     Raises:
-        BundleError: The bundle is missing, altered, damaged or inconsistent.
+        BundleError: If the bundle is missing, altered, damaged or inconsistent.
     """
     bundle = read_bundle(Path(path))
     model_class = model_class_of(bundle.manifest.task)
@@ -48,5 +48,4 @@ def build_model(
 
 
 def model_class_of(task: object) -> type[FittedModel]:
-    """Return the class for models of a task."""
     return next((each for each in MODEL_CLASSES if isinstance(task, each.task_type)), FittedModel)

@@ -1,4 +1,4 @@
-"""The one path from pixels to outputs, which calibration, evaluation and serving share.
+"""The one path from pixels to outputs, shared by calibration, evaluation and serving.
 
 ::
 
@@ -7,14 +7,14 @@
                                                 └▶ projection ─▶ z ─┬───────┴▶ density ───────┼▶ OOD score ─▶ p-value
                                                                     └▶ head ─▶ p ─▶ entropy ──┘
 
-Floating-point images are the network's inputs already and enter behind ``standardise``.
+Floating-point images are already the network's inputs and enter after ``standardise``.
 
-What the head gives is its task's: of a regression a mean and two standard deviations in place of p, and no gate reads
-its uncertainty.  It may read earlier layers too, averaged over positions, behind z.
+The outputs of the head depend on the task: a regression has a mean and two standard deviations instead of p, and no
+gate reads its uncertainty.  Besides z the head may also read earlier layers, averaged over positions.
 
-:class:`Scorer` is everything that needs no calibration; :class:`Pipeline` adds the OOD score and its p-value.  The
-density reads one of the two, and only a model with the gate ``texture`` or a map an early layer.  Shapes are fixed and
-nothing waits for the host, so both can be compiled or captured in a CUDA graph.
+:class:`Scorer` is all that needs no calibration; :class:`Pipeline` adds the OOD score and its p-value.  The density
+reads either z or the averaged features, and only a model with the gate ``texture`` or a map reads an early layer.
+Shapes are fixed and nothing waits for the host, so both can be compiled or captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from psc_core.calibration.conformal import conformal_p_values
 from psc_core.compute.device import autocast
-from psc_core.density import Density
+from psc_core.density.base import Density
 from psc_core.errors import UsageError
 from psc_core.gates.combined import TEXTURE, Gates, readings_of
 from psc_core.images.preprocess import Images, Inputs, Preprocess, standardise
@@ -47,24 +47,24 @@ NO_MAP: Final = "the model has no map; fit it again with gates, and a network wh
 
 
 class Embedding(NamedTuple):
-    """The inputs of density and head."""
+    """The inputs of the density and the head."""
 
     z: Float[Tensor, "batch dim"]  # projected features
-    head_input: Float[Tensor, "batch _"]  # z, and pooled features of the other layers that the head reads
+    head_input: Float[Tensor, "batch _"]  # z, with the averaged features of the other layers that the head reads
     density_input: Float[Tensor, "batch _"]  # z itself, or features from :func:`average_positions`
-    output: Float[Tensor, "batch outputs"] | None  # the network's own, for base predictions
-    early: Float[Tensor, "batch _"] | None  # pooled features of the early layer, for the gate "texture"
+    output: Float[Tensor, "batch outputs"] | None  # the network's own output, for base predictions
+    early: Float[Tensor, "batch _"] | None  # averaged features of the early layer, for the gate "texture"
 
 
 def average_positions(features: Sequence[Float[Tensor, "batch _ _"]]) -> Float[Tensor, "batch channels"]:
-    """Features averaged over positions, float32, the layers side by side."""
+    """Average features over positions in float32, and join the layers."""
     return torch.cat([layer.float().mean(2) for layer in features], dim=1)
 
 
 def ood_score_of(
     scores: Mapping[str, Tensor], gates: Gates | None
 ) -> tuple[Float[Tensor, " batch"], list[Float[Tensor, "batch gates"]]]:
-    """The score of the gates and their p-values; without any −log density and none.  Nats, higher is more unusual."""
+    """Return the OOD score of the gates, in nats, and their p-values; without gates −log density and no p-values."""
     if gates is None:
         return -scores["log_density"], []
     readings = readings_of(gates.names, scores)
@@ -72,19 +72,19 @@ def ood_score_of(
 
 
 class Scorer(nn.Module):
-    """Pixels to the scores of the task, the log density and the probabilities, if it has any.
+    """Computes the scores of the task, the log density, and the probabilities if there are any, from pixels.
 
-    All parts are on one device; a fused backbone is made for it.
+    All parts are on one device, for which the backbone has been fused.
 
     Args:
-        preprocess: Its device half is applied here.
-        backbone: Truncated network as it runs, see :meth:`psc_core.network.backbone.Backbone.fused`; it keeps the
-            network's output for base predictions.
-        projection: Features to z.
+        preprocess: The preprocessing, of which this applies the device half.
+        backbone: The truncated network as it runs, see :meth:`psc_core.network.backbone.Backbone.fused`; for base
+            predictions it also returns the network's output.
+        projection: The projection from features to z.
         density: log p of z, or of features averaged over positions.
-        head: g′ on z, or what reads the network's own output in its place ("base" predictions).
-        texture: Density of the pooled features of the backbone's last layer, which is then none of the projection's.
-        head_layers: Names, among the backbone's layers, of those that the head reads beside z.
+        head: g′ on z, or for base predictions a head on the network's own output.
+        texture: The density of the averaged features of the backbone's last layer, which then is not a candidate layer.
+        head_layers: The names of the backbone's layers that the head reads besides z.
     """
 
     scale: Tensor
@@ -114,20 +114,20 @@ class Scorer(nn.Module):
 
     @property
     def precision(self) -> Precision:
-        """``"fp32"`` or ``"bf16"``, of the backbone; everything after it is float32."""
+        """The precision of the backbone, ``"fp32"`` or ``"bf16"``; everything after it is float32."""
         return self.backbone.precision
 
     def with_backbone(self, backbone: Backbone, texture: Density | None) -> Scorer:
-        """A scorer that shares everything else; the last layer of ``backbone`` is the one that ``texture`` reads."""
+        """Return a scorer with another backbone, whose last layer ``texture`` reads; it shares everything else."""
         return Scorer(self.preprocess, backbone, self.projection, self.density, self.head, texture, self.head_layers)
 
     def with_head(self, head: Head) -> Scorer:
-        """A scorer that shares everything else."""
+        """Return a scorer with another head; it shares everything else."""
         own = (self.projection, self.density, head.to(self.scale.device))
         return Scorer(self.preprocess, self.backbone, *own, self.texture, self.head_layers)
 
     def with_densities(self, density: Density, texture: Density | None) -> Scorer:
-        """A scorer that shares everything else; ``texture`` is there if it was."""
+        """Return a scorer with other densities; it shares everything else.  Keep ``texture`` None if it was."""
         device = self.scale.device
         own = (self.projection, density.to(device), self.head)
         return Scorer(
@@ -135,23 +135,23 @@ class Scorer(nn.Module):
         )
 
     def standardise(self, images: Images) -> Inputs:
-        """The network's input, as :meth:`Preprocess.standardise` with scale and shift on the device already."""
+        """Standardise as :meth:`Preprocess.standardise`, with scale and shift already on the device."""
         return standardise(images, self.scale, self.shift)
 
     def features(self, inputs: Inputs) -> FeaturesAndOutput:
-        """Features of each layer, and the logits if the backbone keeps them."""
+        """Return the features of each layer, and the logits if the backbone keeps them."""
         with autocast(inputs.device, self.precision):
             result: FeaturesAndOutput = self.backbone(inputs)
         return result
 
     def embed(self, images: Images) -> Embedding:
-        """Return the embedding that density and head read."""
+        """Return the inputs of the density and the head for a batch of images."""
         return self.embedding(*self.features(self.standardise(images)))
 
     def embedding(
         self, features: Sequence[Float[Tensor, "batch _ _"]], output: Float[Tensor, "batch outputs"] | None
     ) -> Embedding:
-        """Return the embedding that density and head read, of the output of :meth:`features`."""
+        """Return the inputs of the density and the head from the output of :meth:`features`."""
         candidate = features[: len(self.projection.positions)]
         others = [features[self.backbone.layers.index(name)] for name in self.head_layers]
         z = self.projection(candidate)
@@ -164,10 +164,10 @@ class Scorer(nn.Module):
         )
 
     def score(self, embedding: Embedding) -> Scored:
-        """Return the scores and the probabilities from what density and head read.
+        """Return the scores and the probabilities from the inputs of the density and the head.
 
         Raises:
-            NetworkError: The head reads the network's output, which the backbone does not keep.
+            NetworkError: If the head reads the network's output and the backbone does not keep it.
         """
         log_density = self.density(embedding.density_input).log_density
         scores, probabilities = self.head.score(embedding.head_input, embedding.output)
@@ -177,29 +177,29 @@ class Scorer(nn.Module):
         return Scored(scores, probabilities)
 
     def forward(self, images: Images) -> Scored:
-        """Probabilities and scores of a batch, the same for an image in any batch."""
+        """Return the probabilities and the scores of a batch; an image's do not depend on the batch."""
         return self.score(self.embed(images))
 
     def explain(self, embedding: Embedding, coordinates: Float[Tensor, "batch kept"]) -> dict[str, Tensor]:
-        """Return distances to all classes, the nearest class, whitened deviations, and what the head has to say.
+        """Return distances to all classes, the nearest class, whitened deviations, and the head's explanation.
 
         Args:
-            embedding: Of the images.
-            coordinates: Theirs in the density.
+            embedding: The inputs of the density and the head.
+            coordinates: The coordinates of the images in the density.
         """
         explanation = dict(self.density.explain_at(coordinates)._asdict())
         return explanation | self.head.explain(embedding.head_input)
 
 
 class Pipeline(nn.Module):
-    """Pixels to packed outputs (:mod:`psc_core.tasks.outputs`), so that one copy brings them to the host.
+    """Computes packed outputs (:mod:`psc_core.tasks.outputs`) from pixels, so that one copy brings them to the host.
 
     Args:
-        scorer: Everything that needs no calibration.
+        scorer: All that needs no calibration.
         calibration_scores: ``float32 (n,)`` ascending OOD scores of the calibration images.
-        gates: They make the OOD score; without any it is −log density.
-        layer_map: Of one of the backbone's layers, for explanations.
-        thumbnails: Of training images, for explanations.
+        gates: The gates that make the OOD score; without gates it is −log density.
+        layer_map: The map of one of the backbone's layers, for explanations.
+        thumbnails: The kept training images, for explanations.
     """
 
     calibration_scores: Tensor
@@ -223,16 +223,16 @@ class Pipeline(nn.Module):
 
     @property
     def gate_names(self) -> tuple[str, ...]:
-        """Names of the gates; none for a model without."""
+        """The names of the gates; empty if there are none."""
         return () if self.gates is None else self.gates.names
 
     @property
     def is_traced(self) -> bool:
-        """True if its network runs as a graph, see :attr:`psc_core.network.backbone.Backbone.is_traced`."""
+        """True if the network runs as a graph; see :attr:`psc_core.network.backbone.Backbone.is_traced`."""
         return self.scorer.backbone.is_traced
 
     def with_backbone(self, backbone: Backbone) -> Pipeline:
-        """A pipeline that shares everything else with this one."""
+        """Return a pipeline with another backbone; it shares everything else."""
         return self.with_scorer(self.scorer.with_backbone(backbone, self.scorer.texture))
 
     def with_scorer(
@@ -243,17 +243,17 @@ class Pipeline(nn.Module):
         gates: Gates | None = None,
         thumbnails: Thumbnails | None = None,
     ) -> Pipeline:
-        """A pipeline with another scorer, what else is given, and the rest of this one."""
+        """Return a pipeline with another scorer and the other given parts; it shares the rest."""
         scores = self.calibration_scores if scores is None else scores
         gates = self.gates if gates is None else gates
         return Pipeline(scorer, scores, gates, self.map, self.thumbnails if thumbnails is None else thumbnails)
 
     def forward(self, images: Images) -> Float[Tensor, "batch columns"]:
-        """Packed outputs of a batch, the same for an image in any batch."""
+        """Return the packed outputs of a batch; an image's do not depend on the batch."""
         return self.outputs(self.scorer(images))
 
     def outputs(self, scored: Scored) -> Float[Tensor, "batch columns"]:
-        """Packed outputs: the scores, the probabilities, the p-values of the gates."""
+        """Pack the scores, the probabilities and the p-values of the gates."""
         ood_score, gate_p_values = ood_score_of(scored.scores, self.gates)
         p_value = conformal_p_values(self.calibration_scores, ood_score)
         scores = {**scored.scores, "ood_score": ood_score, "ood_p_value": p_value}
@@ -262,14 +262,14 @@ class Pipeline(nn.Module):
     def explain(
         self, images: Images, *, with_map: bool = False
     ) -> tuple[Float[Tensor, "batch columns"], dict[str, Tensor]]:
-        """Packed outputs and their explanation, see :meth:`Scorer.explain`, from one pass.
+        """Return packed outputs and their explanation from one pass; see :meth:`Scorer.explain`.
 
         Args:
-            images: A batch.
-            with_map: Add the grey levels of each position, :data:`MAP`, ``uint8`` (B, rows, columns).
+            images: A batch of images.
+            with_map: Add :data:`MAP`, the grey levels of each position, ``uint8`` (B, rows, columns).
 
         Raises:
-            UsageError: A map is asked for, and the model has none.
+            UsageError: If ``with_map`` is set and the model has no map.
         """
         features, output = self._features(images)
         embedding = self.scorer.embedding(features, output)
@@ -285,10 +285,10 @@ class Pipeline(nn.Module):
     def forward_with_map(
         self, images: Images
     ) -> tuple[Float[Tensor, "batch columns"], UInt8[Tensor, "batch grid_rows grid_columns"]]:
-        """Packed outputs and the grey levels of each position, from one pass.
+        """Return packed outputs and the grey levels of each position from one pass.
 
         Raises:
-            UsageError: The model has no map.
+            UsageError: If the model has no map.
         """
         features, output = self._features(images)
         return self.outputs(self.scorer.score(self.scorer.embedding(features, output))), self._map_of(features)

@@ -1,4 +1,4 @@
-"""PSCRegressor: a fitted model of a number, ready to predict, save and load."""
+"""PSCRegressor: a fitted regression, ready to predict, save and load."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PSCRegressor(FittedModel):
-    """A regression that says how sure it is of a number, and recognises images unlike any seen, in one forward pass.
+    """A regression that gives a number with its uncertainty and recognises unusual images in one forward pass.
 
-    Its :attr:`classes` are the bins of the target that density and gates work on.  :func:`psc_core.fit_regressor` and
-    ``psc-fit --task regression`` make one.
+    Its :attr:`classes` are the bins of the target, which the density and the gates use.  :func:`psc_core.fit_regressor`
+    and ``psc-fit --task regression`` fit such a model.
 
     Example:
         >>> PSCRegressor.load("artifacts/dirty-mnist-resnet18")  # doctest: +ELLIPSIS
@@ -42,11 +42,11 @@ class PSCRegressor(FittedModel):
 
     task: Regression
     calibration: Calibration = field(repr=False)
-    policy: ValuePolicy  # default thresholds
+    policy: ValuePolicy  # the default thresholds
 
     @property
     def target(self) -> Target:
-        """The number that it predicts."""
+        """The number that the model predicts."""
         return self.task.target
 
     @classmethod
@@ -64,7 +64,7 @@ class PSCRegressor(FittedModel):
         name: str = "psc",
         **settings: Any,
     ) -> PSCRegressor:
-        """Fit uncertainty to a trained network of one output in memory, from loaders of images and numbers.
+        """Fit uncertainty to a trained network with one output in memory, from loaders of images and numbers.
 
         Example:
             >>> import torch
@@ -79,24 +79,24 @@ class PSCRegressor(FittedModel):
             ('age, years', torch.Size([3, 2]))
 
         Args:
-            net: Trained network whose output is (batch, 1), in the unit of the numbers.
-            train: As of :meth:`psc_core.PSC.fit`, with numbers for labels.
-            val: Likewise, none of the images trained on.
-            target: Name of the number.
-            unit: Unit of the number.
-            preprocess: As of :meth:`psc_core.PSC.fit`, and so are ``mean``, ``std`` and ``name``.
-            mean: Mean of each channel.
-            std: Standard deviation of each channel.
-            name: Model name.
-            settings: As of :func:`psc_core.fit_regressor`; and ``layer`` and ``device``.
+            net: A trained network whose output is (batch, 1), in the unit of the numbers.
+            train: A loader as in :meth:`psc_core.PSC.fit`, with numbers for labels.
+            val: Validation images in the same form, none of them used for training.
+            target: The name of the number.
+            unit: The unit of the number.
+            preprocess: As in :meth:`psc_core.PSC.fit`, and so are ``mean``, ``std`` and ``name``.
+            mean: The mean of each channel.
+            std: The standard deviation of each channel.
+            name: The name of the model.
+            settings: The settings of :func:`psc_core.fit_regressor`, ``layer`` and ``device``.
 
         Raises:
-            UsageError: Something that is no loader or does not fit on the disk, or settings that cannot be used.
-            DataError: Batches that cannot be used, or numbers that are all equal.
-            FitError: Features that cannot be fitted; the message says why.
-            NetworkError: The network cannot be copied or cut.
+            UsageError: If ``train`` or ``val`` is not a loader or does not fit on the disk, or a setting is invalid.
+            DataError: If a batch cannot be used, or all numbers are equal.
+            FitError: If the features cannot be fitted; the message says why.
+            NetworkError: If the network cannot be copied or cut.
         """
-        from psc_core.fitting.in_memory import fit  # When first called: no service loads what fits.
+        from psc_core.fitting.in_memory import fit  # imported here, so that services load no fitting code
 
         of, predicted = Statistics(preprocess, mean, std), Target(name=target, unit=unit)
         model = fit(cls.task_type.name, net, (train, val), statistics=of, target=predicted, name=name, **settings)

@@ -1,7 +1,7 @@
 """Turn a verified bundle into the modules of a model, on the CPU.
 
-A module is made of the tensors that the files hold and compared with the manifest: nothing is allocated for a size that
-the manifest only claims.
+Each module is made from the tensors in the files and then compared with the manifest, so nothing is allocated for a
+size that the manifest only claims.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from psc_core.bundle.io import Bundle
 from psc_core.bundle.manifest import Manifest, MapSection, ThumbnailsSection
 from psc_core.calibration.conformal import check_rates
-from psc_core.density import Density, restore_density
+from psc_core.density.base import Density, restore_density
 from psc_core.errors import BundleError, PSCError, shortened
 from psc_core.fitted import restore
 from psc_core.gates.combined import Gates
@@ -32,14 +32,12 @@ logger = logging.getLogger("psc.model")
 
 
 class Modules(NamedTuple):
-    """The modules of a model."""
-
     backbone: Backbone
     projection: Projection
     density: Density
     head: Head
     calibration: BaseCalibration
-    texture: Density | None  # of the gate "texture"
+    texture: Density | None  # for the gate "texture"
     gates: Gates | None
     map: LayerMap | None
     thumbnails: Thumbnails | None
@@ -49,7 +47,7 @@ def restore_modules(bundle: Bundle, allow_factories: Collection[str]) -> Modules
     """Build the modules of a bundle.
 
     Raises:
-        BundleError: Tensors that do not fit the manifest or each other.
+        BundleError: If tensors do not match the manifest or each other.
     """
     manifest, tensors = bundle.manifest, bundle.parts
     try:
@@ -69,8 +67,8 @@ def restore_modules(bundle: Bundle, allow_factories: Collection[str]) -> Modules
         backbone = _restore_backbone(bundle, allow_factories)
     except PSCError as error:
         raise BundleError(f"{bundle.path}: {error}") from error
-    except Exception as error:  # A hostile file can make a network's constructor fail in any way.
-        logger.warning("%s: %s", bundle.path, shortened(repr(error)))  # Clients of the service get the message.
+    except Exception as error:  # a hostile file can make a constructor fail in any way
+        logger.warning("%s: %s", bundle.path, shortened(repr(error)))  # clients see only the error below
         raise BundleError(
             f"{bundle.path}: the manifest and the tensors do not fit together: {type(error).__name__}, see the log; "
             "fit the bundle again"

@@ -3,4 +3,7 @@
 from typing import Final
 
 LIBRARIES: Final = ("torchvision", "timm")
-"""Families of networks that any bundle may name; :data:`psc_core.network.builders.BUILDERS` builds those of each."""
+"""The network libraries that every bundle may name; :data:`psc_core.network.builders.BUILDERS` has their builders."""
+
+GRANULARITIES: Final = ("operations", "blocks", "all")
+"""Which modules of a network are its layers, see :mod:`psc_core.network.layers`."""

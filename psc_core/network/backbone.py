@@ -1,7 +1,7 @@
-"""The part of a network up to the candidate layers, as a module that can be rebuilt from a bundle.
+"""The part of a network up to the candidate layers, as a module that a bundle can rebuild.
 
 :func:`truncate` cuts the network.  A bundle stores :meth:`Backbone.spec` and the state dict, but no code and no weights
-after the cut; :func:`rebuild_backbone` builds the network again, cuts it at the same place and loads the state.
+beyond the cut; :func:`rebuild_backbone` builds the network again, cuts it at the same place and loads the state.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from psc_core.precision import Precision
 FeatureStep = Callable[[Tensor], list[Tensor]]
 
 FeaturesAndOutput = tuple[list[Float[Tensor, "batch _ _"]], Float[Tensor, "batch classes"] | None]
-"""Canonical features (batch, channels, spatial) of each layer; logits."""
+"""The canonical features (batch, channels, spatial) of each layer, and the logits if they are kept."""
 
 _CUT_ERROR = 1e-5
 """Maximum difference between the traced and the original network, relative to the largest value."""
 
 _REPEATABLE = 1e-3
-"""Maximum difference between two passes of one image, relative to the largest value; GPU kernels may differ."""
+"""Maximum difference between two passes of one image, relative to the largest value; GPU kernels may vary."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut through a network: many threads may run a graph, which also compiles, but one at a time hooks."""
+    """A cut through a network: by a graph that many threads may run, or by hooks that one thread may run at a time."""
 
     layers: tuple[str, ...]
-    layouts: tuple[Layout, ...] | None  # where each has its channels; None if the body gives canonical features
-    keep_output: bool  # whether the logits are kept too
+    layouts: tuple[Layout, ...] | None  # where each layer has its channels; None if the body gives canonical features
+    keep_output: bool  # whether the body also returns the logits
     hooks: HookPlan | None  # None for a graph
-    recipe: Recipe | None  # of the whole network; None for one that no name can build
+    recipe: Recipe | None  # how to build the whole network; None if no name builds it
 
 
 class Backbone(nn.Module):
-    """A cut network: canonical features of each layer, and the logits where they are kept.
+    """A cut network that returns the canonical features of each layer, and the logits if they are kept.
 
     Args:
-        body: It gives one tensor per layer, then the logits.
-        cut: Where it is cut.
-        memory_format: That images are converted to for it.
-        precision: Of the floats that it computes in, under :func:`psc_core.compute.device.autocast`.
+        body: The module that returns one tensor per layer, then the logits.
+        cut: The place of the cut.
+        memory_format: The format to which images are converted.
+        precision: The precision of the network, under :func:`psc_core.compute.device.autocast`.
     """
 
     def __init__(
@@ -75,37 +75,37 @@ class Backbone(nn.Module):
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of the layers it is cut behind."""
+        """Names of the layers after which the network is cut."""
         return self.cut.layers
 
     @property
     def keep_output(self) -> bool:
-        """True if it gives the logits too."""
+        """True if the backbone also returns the logits."""
         return self.cut.keep_output
 
     @property
     def is_traced(self) -> bool:
-        """True if it runs as a graph of PyTorch's, which several threads may call and which can be captured."""
+        """True if the body is a PyTorch graph, which several threads may run and CUDA graphs can capture."""
         return self.cut.hooks is None and self.onnx is None
 
     @property
     def onnx(self) -> bytes | None:
-        """The ONNX model that it runs; None for a network of PyTorch."""
+        """The ONNX model that the body runs; None for a PyTorch network."""
         return self.body.model if isinstance(self.body, OnnxBody) else None
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe by which the whole network is built.
+        """The recipe for building the whole network.
 
         Raises:
-            NetworkError: The network did not come from ``load_network``.
+            NetworkError: If the network did not come from ``load_network``.
         """
         if self.cut.recipe is None:
             raise NetworkError(BUILT_BY_HAND)
         return self.cut.recipe
 
     def forward(self, x: Inputs) -> FeaturesAndOutput:
-        """Features of each layer, and the logits if ``keep_output``."""
+        """Return the features of each layer, and the logits if ``keep_output``."""
         outputs = self.body(x.contiguous(memory_format=self.memory_format))
         kept = outputs[-1] if self.keep_output else None
         if self.cut.layouts is None:
@@ -121,20 +121,21 @@ class Backbone(nn.Module):
         return features, kept
 
     def fused(self, precision: Precision) -> Backbone:
-        """A faster copy (:func:`psc_core.network.fuse.fuse`) with the same features up to rounding; not for storing.
+        """Return a faster copy (:func:`psc_core.network.fuse.fuse`) with the same features up to rounding; not for
+        storing.
 
         Raises:
-            NetworkError: An ONNX graph in another precision than float32.
+            NetworkError: If an ONNX graph is asked for a precision other than float32.
         """
         if self.onnx is not None and precision != "fp32":
             raise NetworkError(f"an ONNX network computes in float32, got precision {precision}; leave it out")
         return Backbone(fuse(self.body, precision=precision), self.cut, images_format(self.body, precision), precision)
 
     def spec(self) -> dict[str, Any]:
-        """Return the specification that :func:`rebuild_backbone` needs besides the state dict, as JSON types.
+        """Return what :func:`rebuild_backbone` needs besides the state dict, as JSON types.
 
         Raises:
-            NetworkError: The network did not come from ``load_network``.
+            NetworkError: If the network did not come from ``load_network``.
         """
         hooks = self.cut.hooks
         return {
@@ -146,12 +147,12 @@ class Backbone(nn.Module):
 
 
 def example_input(preprocess: Preprocess) -> Inputs:
-    """A standardised image of noise, the same on every call, for use without real images."""
+    """Return a standardised image of noise, the same on every call, for uses without real images."""
     return preprocess.standardise(preprocess.noise())
 
 
 def cut_network(net: nn.Module, layers: Sequence[str], *, keep_output: bool, hooks: HookPlan | None = None) -> Backbone:
-    """``net`` cut by its graph, or by ``hooks``; raises :class:`NetworkError`."""
+    """Cut ``net`` by its graph, or by ``hooks`` if given; raise :class:`NetworkError` if that fails."""
     if hooks is None:
         body: nn.Module = cut_graph(net, layers, keep_output=keep_output)
     else:
@@ -161,22 +162,23 @@ def cut_network(net: nn.Module, layers: Sequence[str], *, keep_output: bool, hoo
 
 
 def onnx_backbone(body: OnnxBody, layers: Sequence[str], *, keep_output: bool) -> Backbone:
-    """An ONNX graph whose outputs are canonical features of ``layers``, then the logits if ``keep_output``."""
+    """Return the backbone of an ONNX graph that gives canonical features of ``layers``, then the logits if kept."""
     return Backbone(body, Cut(tuple(layers), None, keep_output, None, None))
 
 
 def truncate(net: nn.Module, layers: Sequence[str], *, keep_output: bool, example: Inputs | None = None) -> Backbone:
-    """Cut ``net`` after ``layers``; the result shares its weights.
+    """Cut ``net`` after ``layers``; the result shares the weights of ``net``.
 
     Args:
         net: A classifier.
         layers: Layer names, see :func:`psc_core.network.layers.list_layers`.
-        keep_output: Also return the logits, from the same forward pass.
+        keep_output: Whether to return the logits too, from the same forward pass.
         example: One input.  With it the traced network is checked against the original, and a network that cannot be
             traced is cut by hooks.
 
     Raises:
-        NetworkError: Unknown layer, a network that cannot be traced without an example, or one with random outputs.
+        NetworkError: If a layer is unknown, outputs are random, or the network cannot be traced and there is no
+            example.
     """
     if isinstance(net, OnnxNetwork):
         if example is None:
@@ -202,7 +204,7 @@ def truncate(net: nn.Module, layers: Sequence[str], *, keep_output: bool, exampl
         raise NetworkError(f"{reason}; pass an example input to cut the network by hooks")
     hooks = HookPlan() if keep_output else plan_stop(net, layers, example)
     if recipe_of(net) is None:
-        hooks = HookPlan(hooks.stop)  # An export runs the whole network, for it cannot follow a pass that stops.
+        hooks = HookPlan(hooks.stop)  # an export cannot follow a pass that an exception stops
     backbone = cut_network(net, layers, keep_output=keep_output, hooks=hooks)
     _check_repeatable(backbone, example)
     return backbone
@@ -210,7 +212,7 @@ def truncate(net: nn.Module, layers: Sequence[str], *, keep_output: bool, exampl
 
 @torch.inference_mode()
 def _agrees(backbone: Backbone, net: nn.Module, example: Tensor) -> bool:
-    """Return whether the traced and the original network give the same values on batches of one and of three images."""
+    """Return whether the traced and the original network agree on a batch of one image and a batch of three."""
     reference = HookedNetwork(net, backbone.layers, HookPlan(), keep_output=backbone.keep_output)
     for batch in (example, torch.cat([example, example.flip(-1), 0.5 * example])):
         try:
@@ -226,7 +228,7 @@ def _agrees(backbone: Backbone, net: nn.Module, example: Tensor) -> bool:
 
 @torch.inference_mode()
 def _check_repeatable(backbone: Backbone, example: Tensor) -> None:
-    """Reject a network with random outputs; one that agrees with its trace has passed this test already."""
+    """Reject a network with random outputs; a network that agrees with its trace needs no such check."""
     for first, second in zip(backbone.body(example), backbone.body(example), strict=True):
         _check_same(first, second)
 
@@ -243,10 +245,11 @@ def _check_same(first: Tensor, second: Tensor) -> None:
 
 @torch.inference_mode()
 def check_output(net: nn.Module, example: Inputs, outputs: int, *, name: str) -> None:
-    """Run ``net`` on one image, before any other is read: its outputs are (1, ``outputs``), finite and repeatable.
+    """Run ``net`` on one image before any data is read, and check that its outputs are (1, ``outputs``) and finite.
 
     Raises:
-        NetworkError: They are not, or the network cannot run; the message has its ``name``.
+        NetworkError: If they are not, differ between two passes, or the network cannot run; the message has its
+            ``name``.
     """
     try:
         first, second = net(example), net(example)
@@ -277,10 +280,10 @@ def check_output(net: nn.Module, example: Inputs, outputs: int, *, name: str) ->
 
 
 def check_own_output(backbone: Backbone, example: Inputs, outputs: int, *, name: str) -> None:
-    """Reject a backbone whose network has another number of outputs than is predicted for the data set ``name``.
+    """Check that a backbone keeps as many logits as are to be predicted for the data set ``name``.
 
     Raises:
-        UsageError: It has, or keeps none.
+        UsageError: If it keeps another number of logits, or none.
     """
     if (width := own_width(backbone, example)) != outputs:
         raise UsageError(
@@ -291,13 +294,13 @@ def check_own_output(backbone: Backbone, example: Inputs, outputs: int, *, name:
 
 @torch.inference_mode()
 def own_width(backbone: Backbone, example: Inputs) -> int | None:
-    """Return the number of the network's own outputs; None where the backbone does not keep them."""
+    """Return the number of the network's own logits; None if the backbone does not keep them."""
     output = backbone(example)[1]
     return None if output is None else output.shape[1]
 
 
 def _described(output: object) -> str:
-    """Say what a network returned instead of a tensor."""
+    """Describe what a network returned instead of a tensor."""
     if isinstance(output, Mapping):
         return f"a {type(output).__name__} of {', '.join(map(str, output))}"
     return f"a {type(output).__name__}" + (f" of {len(output)}" if isinstance(output, tuple | list) else "")
@@ -306,11 +309,11 @@ def _described(output: object) -> str:
 def rebuild_backbone(
     spec: Mapping[str, Any], state: Mapping[str, Tensor], allow_factories: Collection[str] = ()
 ) -> Backbone:
-    """Restore a backbone from :meth:`Backbone.spec` and its state dict; global random state is left alone.
+    """Restore a backbone from :meth:`Backbone.spec` and its state dict; global random state does not change.
 
     Raises:
-        BundleError: The state has other dtypes than the network.
-        NetworkError: The network comes from a factory that is not on the allow-list, cannot be built or cut, is too
+        BundleError: If the state has other dtypes than the network.
+        NetworkError: If the network's factory is not on the allow-list, the network cannot be built or cut or is too
             large, or the state does not fit it.
     """
     recipe = Recipe(**spec["network"])
@@ -331,9 +334,10 @@ def rebuild_backbone(
 
 
 def feature_step(backbone: Backbone, precision: Precision | None = None) -> FeatureStep:
-    """A function of images that returns the features of ``backbone`` without logits.
+    """Return a function from images to the features of ``backbone``, without logits.
 
-    With a ``precision`` the network is fused for it, as in serving; as it is, it is as fast if every layer is wanted.
+    With a ``precision`` the network is fused for it, as in serving; without one it runs as it was cut, which is as fast
+    if every layer is wanted.
     """
     running = backbone if precision is None else backbone.fused(precision)
     return lambda images: running(images)[0]

@@ -1,6 +1,6 @@
-"""Build untrained networks: those of torchvision and timm by name, others by a factory.
+"""Build untrained networks: torchvision's and timm's by name, all others by a factory.
 
-Each library is imported when one of its networks is built; torchvision alone takes as long to import as torch.
+Each library is imported only when one of its networks is built; torchvision alone takes as long to import as torch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _small_stem(net: nn.Module, name: str, num_classes: int) -> None:
 
 
 def _set_in_channels(net: nn.Module, in_channels: int) -> None:
-    """Replace the first convolution by one that reads ``in_channels`` channels."""
+    """Replace the first convolution by one with ``in_channels`` input channels."""
     convolutions = [(name, module) for name, module in net.named_modules() if isinstance(module, nn.Conv2d)]
     if not convolutions:
         raise NetworkError("in_channels needs a network with a convolution; drop the argument")
@@ -68,7 +68,7 @@ def _set_in_channels(net: nn.Module, in_channels: int) -> None:
 
 
 _TIMM_FILES: Final = {"checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}
-"""Arguments of timm that load files, and may unpickle or download them."""
+"""Arguments of timm that load files and may unpickle or download them."""
 
 
 def from_timm(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.Module:
@@ -76,8 +76,8 @@ def from_timm(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.
     args = dict(model_args)
     if forbidden := sorted(_TIMM_FILES & set(args)):
         raise NetworkError(
-            f"model arguments {', '.join(forbidden)} are not allowed, because they read files or download; give the "
-            "weights as a file of their own"
+            f"model arguments {', '.join(forbidden)} are not allowed, because they read or download files; give "
+            "the weights as a separate file"
         )
     if "in_channels" in args:
         args["in_chans"] = args.pop("in_channels")

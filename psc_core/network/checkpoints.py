@@ -1,15 +1,15 @@
-"""Read the file in which training left a network, whatever wrote it, without running anything that it names.
+"""Read a checkpoint file of any training framework, without running anything that it names.
 
 =====================  ===========================================================================================
-safetensors            its tensors, memory-mapped
-``torch.save``         ``torch.load(weights_only=True)``: memory-mapped; read where it is of the form before PyTorch 1.6
-``….index.json``       the tensors of the files beside it that its ``weight_map`` names
+safetensors            memory-mapped tensors
+``torch.save``         ``torch.load(weights_only=True)``, memory-mapped; read whole if written before PyTorch 1.6
+``….index.json``       the tensors in the neighbouring files that its ``weight_map`` names
 =====================  ===========================================================================================
 
-The content tells the format, for suffixes are used freely.  Beside its tensors a checkpoint may hold objects of any
-class, as settings, metrics and an optimizer; ``weights_only`` would refuse the whole file for one of them, so each
-becomes an empty stand-in.  ``weights_only`` fills nothing but plain dictionaries and lists, so those stand for the
-classes of which the pickle fills objects: subclasses of both, ``defaultdict``, ``deque``.
+The format is found from the content, because suffixes vary.  Besides tensors a checkpoint may hold objects of any
+class, such as settings, metrics and an optimizer; ``weights_only`` would refuse the whole file because of one of them,
+so each becomes an empty stand-in.  ``weights_only`` can fill only plain dictionaries and lists, so these replace the
+classes whose objects the pickle fills: subclasses of both, ``defaultdict``, ``deque``.
 """
 
 from __future__ import annotations
@@ -34,71 +34,71 @@ from torch import Tensor
 from psc_core.errors import NetworkError, shortened
 
 KNOWN_SUFFIXES: Final = ".safetensors, .pth, .pt, .bin, .ckpt, or the .index.json of several files"
-"""Usual names of checkpoints, for people."""
+"""The usual suffixes of checkpoints, for messages."""
 
 INDEX: Final = ".index.json"
-"""Suffix of a file that names others, in which the tensors are."""
+"""The suffix of a file that names other files, which hold the tensors."""
 
 MAX_TEXT: Final = 64 << 20
-"""Maximum size of what is parsed as a whole, an index or the pickle beside the tensors, bytes."""
+"""Maximum size of an index or of the pickle beside the tensors, which are parsed as a whole, in bytes."""
 
 MAX_CLASSES: Final = 1000
-"""Maximum number of classes that get a stand-in."""
+"""Maximum number of classes for which a stand-in is made."""
 
 _OLDER_FORM: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""First bytes of what ``torch.save`` wrote before it wrote zip archives."""
+"""The first bytes of files that ``torch.save`` wrote before it wrote zip archives."""
 
 _BEFORE: Final = 3
-"""Pickles before that of the object in that form: a number, a version, the machine."""
+"""The number of pickles before the object's in that older form: a magic number, a version, the machine."""
 
 _FILLS: Final = {"SETITEM": OrderedDict, "SETITEMS": OrderedDict, "APPEND": list, "APPENDS": list}
-"""Instructions of a pickle that fill an object, and what stands for it."""
+"""The pickle instructions that fill an object, and the plain class that replaces the object's class."""
 
 _KEEPS: Final = frozenset({*_FILLS, "BUILD", "REDUCE", "NEWOBJ"})
-"""Instructions whose result is of the class that their first operand is, or is of."""
+"""The pickle instructions whose result has the class that is their first operand, or the class of that operand."""
 
 
 def read_checkpoint(path: Path) -> Any:
-    """Return the content of a checkpoint, its tensors on the CPU.
+    """Return the content of a checkpoint, with its tensors on the CPU.
 
     Raises:
-        NetworkError: No such file, none of these formats, damage, or content that only code can load.
+        NetworkError: If the file is missing, damaged, of an unknown format, or only code can load it.
     """
     _check_regular(path)
     if path.name.endswith(INDEX):
         return _read_parts(path)
     with path.open("rb") as file:
         head = file.read(len(_OLDER_FORM))
-    if path.suffix == ".safetensors" or head[8:9] == b"{":  # The length of a header, and the header.
+    if path.suffix == ".safetensors" or head[8:9] == b"{":  # the header follows its length
         with _damage_named(path):
             return safetensors.torch.load_file(path)
     if head.startswith(b"PK"):
         return _read_archive(path)
     if head == _OLDER_FORM:
         return _load(path, _older_pickle(path), mmap=False)
-    raise NetworkError(f"{path} is no checkpoint of a kind that can be read; expected {KNOWN_SUFFIXES}")
+    raise NetworkError(f"{path} is not a checkpoint that can be read; expected {KNOWN_SUFFIXES}")
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files of a checkpoint: itself, and behind an index those that it names.
+    """Return the files of a checkpoint: the file itself, and if it is an index the files that it names.
 
     Raises:
-        NetworkError: An index that cannot be read.
+        NetworkError: If an index cannot be read.
     """
     return [path, *sorted(set(_read_index(path).values()))] if path.name.endswith(INDEX) else [path]
 
 
 def is_whole_network(checkpoint: object) -> bool:
-    """Return whether a network was saved itself, and not its state dict, alone or in a dictionary."""
+    """Return whether a whole network was saved, directly or in a dictionary, and not its state dict."""
     parts = [checkpoint, *(checkpoint.values() if isinstance(checkpoint, Mapping) else ())]
     return any(isinstance(part, _StandIn) and part.is_network for part in parts)
 
 
 def needs_code(path: Path, what: str) -> NetworkError:
-    """Return the error of a checkpoint that only code can load."""
+    """Return the error for a checkpoint that only code can load."""
     return NetworkError(
-        f"{path} holds {what}, and loading that runs code which the file names; only if you trust it, convert it, "
-        "of a dictionary the state dict in it: "
+        f"{path} holds {what}, and loading it would run code that the file names; only if you trust it, convert "
+        "it, or the state dict in it if it is a dictionary: "
         f'net = torch.load("{path.name}", weights_only=False); '
         'safetensors.torch.save_file(net.state_dict(), "net.safetensors")'
     )
@@ -108,15 +108,15 @@ def _check_regular(path: Path) -> None:
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
-        raise NetworkError(f"there is no file of weights {path}; give one: {KNOWN_SUFFIXES}") from error
+        raise NetworkError(f"there is not a file of weights {path}; give one: {KNOWN_SUFFIXES}") from error
     if not stat.S_ISREG(mode):
-        kind = "a folder" if stat.S_ISDIR(mode) else "no regular file"
-        raise NetworkError(f"{path} is {kind}; give a file of weights: {KNOWN_SUFFIXES}")
+        given = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
+        raise NetworkError(f"{path} is {given}; give a file of weights: {KNOWN_SUFFIXES}")
 
 
 @contextmanager
 def _damage_named(path: Path) -> Iterator[None]:
-    """A context whose errors say that the file is damaged; what readers raise at any bytes is no short list."""
+    """Turn any error of a block into one that says that the file is damaged; readers raise many types on bad bytes."""
     try:
         yield
     except NetworkError:
@@ -128,7 +128,7 @@ def _damage_named(path: Path) -> Iterator[None]:
 
 
 def _read_index(path: Path) -> dict[str, Path]:
-    """Return the file of each tensor, by the tensors' names."""
+    """Return the file of each tensor, by the name of the tensor."""
     _check_regular(path)
     if path.stat().st_size > MAX_TEXT:
         raise NetworkError(f"expected an index of at most {MAX_TEXT} bytes, {path} has more; copy it again")
@@ -160,7 +160,7 @@ def _read_parts(path: Path) -> dict[str, Tensor]:
 
 
 def _read_archive(path: Path) -> Any:
-    """Read what ``torch.save`` wrote; nothing in it is packed, so that it takes no more memory than its bytes."""
+    """Read a zip archive of ``torch.save``; refuse compressed entries, which may need any amount of memory."""
     with _damage_named(path), ZipFile(path) as archive:
         entries = archive.infolist()
     names = {entry.filename.rpartition("/")[2] for entry in entries if entry.filename.count("/") == 1}
@@ -197,7 +197,7 @@ def _older_pickle(path: Path) -> bytes:
 
 
 def _pass_over(file: IO[bytes]) -> None:
-    """Move to the end of the pickle that begins here."""
+    """Move to the end of the pickle at the current position."""
     for _ in pickletools.genops(file):
         pass
 
@@ -207,7 +207,7 @@ def _too_much(path: Path) -> NetworkError:
 
 
 def _unknown_in(pickled: bytes) -> list[str]:
-    """Return the classes and functions that a pickle names and ``weights_only`` does not know."""
+    """Return the classes and functions in a pickle that ``weights_only`` does not know."""
     archive = io.BytesIO()
     with ZipFile(archive, "w") as file:
         file.writestr("net/data.pkl", pickled)
@@ -217,9 +217,9 @@ def _unknown_in(pickled: bytes) -> list[str]:
 
 
 def _filled_in(pickled: bytes) -> dict[str, type]:
-    """Return stand-ins for the classes of which a pickle fills objects, found by following it without any object."""
+    """Return stand-ins for the classes whose objects a pickle fills, found without creating any."""
     filled: dict[str, type] = {}
-    stack: list[str] = []  # the class in the place of an object of it; empty for others
+    stack: list[str] = []  # the class of each object on the stack, empty if unknown
     marks: list[int] = []
     memo: dict[int, str] = {}
     argument: Any
@@ -247,7 +247,7 @@ def _filled_in(pickled: bytes) -> dict[str, type]:
 
 
 class _StandIn:
-    """Stands for an object of a class that is not loaded, without its content."""
+    """An empty stand-in for an object of a class that is not loaded."""
 
     is_network = False
 
@@ -262,7 +262,7 @@ class _StandIn:
 
 
 class _Filled:
-    """Stands for a class of which objects are filled: makes an empty plain dictionary or list."""
+    """A stand-in for a class whose objects are filled, which creates an empty plain dictionary or list."""
 
     makes: type
 
@@ -275,7 +275,7 @@ def _stand_in(makes: type | None) -> type:
 
 
 def _load(path: Path, pickled: bytes, *, mmap: bool) -> Any:
-    """Load what ``torch.save`` wrote, with stand-ins for what ``weights_only`` does not know."""
+    """Load a file of ``torch.save``, with stand-ins for the classes that ``weights_only`` does not know."""
     with _damage_named(path):
         unknown = _unknown_in(pickled)
         filled = _filled_in(pickled) if unknown else {}
@@ -283,12 +283,12 @@ def _load(path: Path, pickled: bytes, *, mmap: bool) -> Any:
         raise needs_code(path, f"objects of {len(unknown)} classes")
     stand_ins: list[Any] = [(_stand_in(filled.get(name)), name) for name in unknown]
     with warnings.catch_warnings(), _damage_named(path):
-        warnings.simplefilter("ignore")  # of unusual pickles
+        warnings.simplefilter("ignore")  # about unusual pickles
         try:
             with torch.serialization.safe_globals(stand_ins):
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         except pickle.UnpicklingError as error:
             if mmap and not unknown:
-                raise  # It names nothing that could be refused.
+                raise  # a damaged file, since it names no class that could be refused
             what = f" ({shortened(unknown[0])})" if unknown else ""
             raise needs_code(path, f"a whole network or other objects{what}") from error

@@ -1,8 +1,8 @@
 """Cut a network after some of its layers, in its traced graph or with hooks.
 
-:func:`cut_graph` traces the forward pass symbolically (torch.fx), ends it at the wanted layers and deletes what they do
-not need; the result runs and compiles like any network.  :class:`HookedNetwork` is for networks that cannot be traced
-(control flow on data): the network runs as it is, and an exception stops it after the last wanted layer.
+:func:`cut_graph` traces the forward pass symbolically (torch.fx), ends it at the wanted layers and deletes everything
+else; the result runs and compiles like any network.  :class:`HookedNetwork` is for networks that cannot be traced
+(control flow on data): the network runs unchanged, and an exception stops it after the last wanted layer.
 
 The output of a wanted layer is copied when its module returns, so that later modules cannot change it in place (as
 ``nn.ReLU(inplace=True)`` after a convolution would).  If a module is called several times, its last call counts.
@@ -30,20 +30,20 @@ from psc_core.network.layout import INPUT_SUFFIX, value_of
 
 
 def shared_copy(net: nn.Module) -> nn.Module:
-    """A copy of ``net`` in evaluation mode that shares its parameters and buffers.
+    """Copy ``net`` in evaluation mode; the copy shares its parameters and buffers.
 
     Raises:
-        NetworkError: The modules cannot be copied.
+        NetworkError: If the modules cannot be copied.
     """
-    # deepcopy takes what its memo holds as copied already.
+    # deepcopy takes every object in its memo for one that is already copied.
     return own_copy(net, {id(tensor): tensor for tensor in chain(net.parameters(), net.buffers())})
 
 
 def own_copy(net: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A copy of ``net`` in evaluation mode; what ``memo`` holds by its id is not copied.
+    """Copy ``net`` in evaluation mode, except for objects whose id is in ``memo``.
 
     Raises:
-        NetworkError: The modules cannot be copied.
+        NetworkError: If the modules cannot be copied.
     """
     try:
         twin = copy.deepcopy(net, memo)
@@ -56,14 +56,14 @@ def own_copy(net: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
 
 
 _one_trace = threading.Lock()
-"""Tracing replaces methods of ``nn.Module`` for all threads, so two traces must not run at once."""
+"""Tracing replaces methods of ``nn.Module`` for all threads, so only one trace may run at a time."""
 
 
 class _Recorder(fx.Tracer):
-    """A tracer that copies the value of every wanted layer; networks that other threads run meanwhile run as usual."""
+    """A tracer that copies the value of every wanted layer, and does not disturb networks that other threads run."""
 
     def __init__(self, wanted: Collection[str]) -> None:
-        # A network that calls torchvision's operations has imported them, so they are not imported here.
+        # A network that calls torchvision's operations has already imported them.
         ops = sys.modules.get("torchvision.ops")
         super().__init__(autowrap_modules=(math,) if ops is None else (math, ops))
         self.wanted = wanted
@@ -95,13 +95,14 @@ class _Recorder(fx.Tracer):
 
 
 def cut_graph(net: nn.Module, layers: Sequence[str], *, keep_output: bool) -> fx.GraphModule:
-    """Trace ``net`` and keep only what computes ``layers``, and the logits if ``keep_output``.
+    """Trace ``net`` and keep only the operations for ``layers``, and for the logits if ``keep_output``.
 
     Returns:
         A module whose forward returns a tuple: one tensor per layer in the order given, then the logits.
 
     Raises:
-        NetworkError: The forward pass cannot be traced, or a layer is inside a module that is traced as one operation.
+        NetworkError: If the forward pass cannot be traced, or a layer lies inside a module that is traced as one
+            operation.
     """
     root = shared_copy(net)
     tracer = _Recorder(set(layers))
@@ -120,14 +121,14 @@ def cut_graph(net: nn.Module, layers: Sequence[str], *, keep_output: bool) -> fx
         outputs.append(ending.args[0])
     order = list(graph.nodes)
     last = max(order.index(node) for node in outputs)
-    # fx may take an operation in place for dead when its result is unused, and what follows the last output is dead.
+    # fx would delete an in-place operation whose result is unused, which is right only after the last output.
     mutations = {node for node in order[:last] if not node.users and mutates(node, root)}
     ending.args = (tuple(outputs),)
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node in mutations)
     for node in tracer.values.values():
         source = node.args[0]
-        # A copy protects from later changes in place; nothing changes what the copy alone reads, so it goes.  The
-        # input's stays, for the input is the caller's.
+        # A copy protects from later changes in place, which cannot happen if only the copy reads its source, so it is
+        # removed.  A copy of the input stays, because the caller may change the input.
         if isinstance(source, fx.Node) and len(source.users) == 1 and source.op != "placeholder":
             node.replace_all_uses_with(source)
             graph.erase_node(node)
@@ -135,7 +136,7 @@ def cut_graph(net: nn.Module, layers: Sequence[str], *, keep_output: bool) -> fx
 
 
 def mutates(node: fx.Node, root: nn.Module) -> bool:
-    """Return whether a node whose result is unused changes one of its arguments."""
+    """Return whether a node whose result is unused changes one of its arguments in place."""
     if node.op == "call_module":
         return bool(getattr(root.get_submodule(str(node.target)), "inplace", False))
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -144,11 +145,11 @@ def mutates(node: fx.Node, root: nn.Module) -> bool:
 
 
 class _Stop(Exception):
-    """All wanted layers have been reached."""
+    """Raised to end a forward pass when all wanted layers have been reached."""
 
 
 class _Dropped(nn.Module):
-    """Placeholder for a module that the wanted layers do not need."""
+    """A placeholder for a module that the wanted layers do not need."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -163,14 +164,14 @@ class _Dropped(nn.Module):
 
 @dataclass(frozen=True)
 class HookPlan:
-    """The extent of a hooked forward pass, by default to the end of the whole network."""
+    """The extent of a hooked forward pass, which by default runs to the end of the network."""
 
-    stop: str | None = None  # layer that it ends after
+    stop: str | None = None  # the layer after which it ends
     dropped: tuple[str, ...] = ()  # outermost modules that it never enters
 
 
 class HookedNetwork(nn.Module):
-    """A copy of ``net`` that runs as far as ``plan``; hooks catch the wanted outputs, so it is one thread at a time."""
+    """A copy of ``net`` that runs as far as ``plan`` says; hooks catch the outputs, so it is not thread-safe."""
 
     def __init__(self, net: nn.Module, layers: Sequence[str], plan: HookPlan, *, keep_output: bool) -> None:
         super().__init__()
@@ -183,20 +184,20 @@ class HookedNetwork(nn.Module):
             setattr(self.net.get_submodule(parent), attribute, _Dropped(name))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """One tensor per layer, then the logits if ``keep_output``."""
+        """Return one tensor per layer, then the logits if ``keep_output``."""
         values: dict[str, Tensor] = {}
 
         def catch(name: str, _module: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
             value = args[0] if name.endswith(INPUT_SUFFIX) else value_of(output)
             if not isinstance(value, Tensor):
                 raise NetworkError(f"expected a tensor from layer {name}, got {type(value).__name__}")
-            # Later modules may change it in place.
+            # A later module may change the value in place.
             values[name] = value.clone()
             if name == self.stop:
                 raise _Stop
 
         logits = None
-        # The forward pass of a network that cannot be traced ends early by an exception only.
+        # Only an exception can end the forward pass of a network that cannot be traced.
         with ExitStack() as hooks, suppress(_Stop):
             for name in self.layers:
                 hooks.enter_context(_attach(self.net, name, partial(catch, name)))
@@ -220,9 +221,9 @@ def _attach(net: nn.Module, name: str, hook: Callable[..., None]) -> RemovableHa
 
 @torch.inference_mode()
 def plan_stop(net: nn.Module, layers: Sequence[str], example: Tensor) -> HookPlan:
-    """Stop after the wanted layer that comes last, and drop the modules called only after it.
+    """Plan to stop after the last wanted layer and to drop the modules that are called only after it.
 
-    The whole network runs if the example calls that layer more than once: another input may call it more often.
+    The whole network runs if the example calls that layer more than once, because another input may call it more often.
     """
     events: list[str] = []
     entered: list[tuple[int, str]] = []

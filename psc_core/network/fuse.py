@@ -1,12 +1,12 @@
-"""Rewrite a truncated network to run with fewer operations.
+"""Rewrite a truncated network so that it runs fewer operations.
 
 Two rewrites of the traced graph, applied only where they change nothing but rounding:
 
 * batch normalisation after a convolution is folded into its weights (in float64, then rounded once);
 * convolution weights are stored channels-last where that is faster, and for bfloat16 the weights of convolutions and
-  linear layers are rounded once, not by autocast in every step.
+  linear layers are rounded once instead of by autocast in every step.
 
-The original module does not change: it is what a bundle stores, and what is fitted.
+The original module does not change: it is the one that is fitted and that a bundle stores.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from psc_core.precision import Precision
 
 
 def fuse(body: nn.Module, *, precision: Precision) -> nn.Module:
-    """A copy of ``body`` with fewer and faster operations, for the device that its weights are on.
+    """Return a copy of ``body`` with fewer and faster operations, for the device of its weights.
 
-    Only a traced network, in evaluation mode, can be rewritten; any other is returned as it is.  ``precision`` is
+    Only a traced network in evaluation mode can be rewritten; any other is returned unchanged.  ``precision`` is
     ``"fp32"``, or ``"bf16"`` to run under bfloat16 autocast.
     """
     if not isinstance(body, fx.GraphModule):
@@ -41,7 +41,7 @@ def fuse(body: nn.Module, *, precision: Precision) -> nn.Module:
 
 
 def images_format(body: nn.Module, precision: Precision) -> torch.memory_format:
-    """The memory format of images for the network that :func:`fuse` makes of ``body``.
+    """Return the memory format that images need for the network that :func:`fuse` makes of ``body``.
 
     oneDNN's kernels and CUDA's tensor cores read channels-last; float32 on CUDA does not use tensor cores.
     """
@@ -68,7 +68,7 @@ def _fold_batch_norm(net: fx.GraphModule) -> None:
 
 
 def _copy_weights(net: fx.GraphModule, dtype: torch.dtype, memory_format: torch.memory_format) -> None:
-    """Give convolutions and linear layers their own weights, of this dtype and memory format."""
+    """Give convolutions and linear layers their own weights, in this dtype and memory format."""
     for node, convolution in list(_convolutions(net)):
         weight = convolution.weight.detach().to(dtype).contiguous(memory_format=memory_format)
         _replace_weights(net, node, weight, convolution.bias)
@@ -79,17 +79,17 @@ def _copy_weights(net: fx.GraphModule, dtype: torch.dtype, memory_format: torch.
 
 
 def _called_once(net: fx.GraphModule) -> list[fx.Node]:
-    """Calls of modules that are called only once, under any name."""
+    """Return the calls of modules that are called only once, under any name."""
     nodes = [node for node in net.graph.nodes if node.op == "call_module"]
     modules = [id(net.get_submodule(str(node.target))) for node in nodes]
     return [node for node, module in zip(nodes, modules, strict=True) if modules.count(module) == 1]
 
 
 def _convolutions(net: fx.GraphModule) -> Iterator[tuple[fx.Node, nn.Conv2d]]:
-    """Calls of plain 2-D convolutions with float32 weights and numeric zero padding, and these convolutions.
+    """Yield the calls of plain 2-D convolutions with float32 weights and numeric zero padding, and the convolutions.
 
-    Convolutions with hooks are left out: old-style spectral and weight normalisation and pruning compute the weight in
-    a hook on every call, and before the first one it is arbitrary.
+    Convolutions with hooks are skipped: old-style spectral and weight normalisation and pruning compute the weight in a
+    hook on every call, and before the first call it is arbitrary.
     """
     for node in _called_once(net):
         module = net.get_submodule(str(node.target))
@@ -101,7 +101,7 @@ def _convolutions(net: fx.GraphModule) -> Iterator[tuple[fx.Node, nn.Conv2d]]:
 
 
 def _hooked(module: nn.Module) -> bool:
-    # A module does not say whether it has hooks; the handle of one more refers to all of them.
+    # A module does not say whether it has hooks, but the handle of an added hook refers to all of them.
     handles = [module.register_forward_hook(_no_hook), module.register_forward_pre_hook(_no_hook)]
     for handle in handles:
         handle.remove()
@@ -112,7 +112,7 @@ def _no_hook(*_: Any) -> None: ...
 
 
 def _replace_weights(net: fx.GraphModule, node: fx.Node, weight: Tensor, bias: Tensor | None) -> None:
-    """Let ``node`` call a convolution or linear layer with other weights than its own, and the bias in their dtype."""
+    """Make ``node`` call a convolution or linear layer with other weights, and with the bias in the same dtype."""
     module = net.get_submodule(str(node.target))
     linear = isinstance(module, nn.Linear)
     sizes = (

@@ -1,11 +1,12 @@
 """The layers of a network in execution order.
 
-A *layer* is a module; its value is the output of the module's last call, of several tensors the first.  The one
+A *layer* is a module; its value is the output of the module's last call, or the first of several outputs.  The only
 exception is ``NAME:input``, the input of the output layer NAME.  It is listed if no module's output equals it (a class
 token, functional pooling), because it is the penultimate layer of the literature.
 
-The *trunk* is the hidden layer before the penultimate one, if all that reaches the penultimate one passes through it:
-the last convolution of an EfficientNet or a VGG, the last block of a transformer, but no convolution beside a shortcut.
+The *trunk* is the hidden layer before the penultimate layer, if everything that reaches the penultimate layer passes
+through it: the last convolution of an EfficientNet or a VGG, the last block of a transformer, but no convolution beside
+a shortcut.
 
 Granularity: ``operations`` lists every convolution, pooling and linear layer, as in the paper; a block with attention
 is listed as a whole.  ``blocks`` lists residual, ConvNeXt, transformer and Swin blocks.  ``all`` lists every module.
@@ -25,30 +26,27 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError, UsageError
+from psc_core.network import GRANULARITIES
 from psc_core.network.layout import CONVOLUTIONS, INPUT_SUFFIX, Kind, is_pooling, layout_of, value_of
-
-GRANULARITIES: Final = ("operations", "blocks", "all")
 
 _WEIGHTED: Final = (*CONVOLUTIONS, nn.Linear)
 
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """One layer of a network."""
-
-    name: str  # of the module, dots between levels
+    name: str  # of the module, with dots between levels
     index: int  # position in execution order among the layers of its granularity, from 0
-    kind: Kind  # of its output
+    kind: Kind  # of the output
     shape: tuple[int, int]  # canonical (channels, spatial)
     grid: tuple[int, ...]  # the spatial axis before flattening: (height, width), (tokens,) or (1,)
-    role: str  # "hidden"; "trunk", see the module; "penultimate", the input of the output layer; "output", the logits
+    role: str  # "hidden"; "trunk", see the module docstring; "penultimate", the input of "output"; "output", the logits
 
 
 class LayeredNetwork(nn.Module):
-    """A network that knows its layers itself, because they are no modules."""
+    """A network that lists its own layers, because they are not modules."""
 
     def list_layers(self, example: Tensor, granularity: str) -> list[LayerInfo]:
-        """See :func:`list_layers`."""
+        """List the layers; see :func:`list_layers`."""
         raise NotImplementedError
 
 
@@ -64,13 +62,13 @@ class _Run(NamedTuple):
 def list_layers(
     net: nn.Module, example: Float[Tensor, "1 channels height width"], *, granularity: str = "operations"
 ) -> list[LayerInfo]:
-    """The layers of ``net`` in execution order, found by a forward pass of ``example``.
+    """Return the layers of ``net`` in execution order, found by a forward pass of ``example``.
 
-    A module that is called several times is listed once, at its last call.  ``net`` is put in evaluation mode.
+    A module that is called several times is listed once, at its last call.  Puts ``net`` in evaluation mode.
 
     Raises:
-        UsageError: Unknown granularity.
-        NetworkError: The network cannot run the example, returns no logits, or has no layers of this granularity.
+        UsageError: If the granularity is unknown.
+        NetworkError: If the network cannot run the example, returns no logits, or has no layers of this granularity.
     """
     if granularity not in GRANULARITIES:
         raise UsageError(f"expected a granularity of {', '.join(GRANULARITIES)}, got {granularity!r}")
@@ -94,10 +92,10 @@ def list_layers(
 
 
 def select_layers(layers: Sequence[LayerInfo], pattern: str | None) -> list[LayerInfo]:
-    """The layers whose name matches the regular expression anywhere; all layers for ``None``.
+    """Return the layers whose name matches the regular expression anywhere; all layers for ``None``.
 
     Raises:
-        UsageError: Not a regular expression, or no layer matches.
+        UsageError: If ``pattern`` is not a regular expression or matches no layer.
     """
     try:
         matcher = re.compile(pattern or "")
@@ -112,7 +110,7 @@ def select_layers(layers: Sequence[LayerInfo], pattern: str | None) -> list[Laye
 
 @torch.inference_mode()
 def _run(net: nn.Module, example: Tensor) -> _Run:
-    """Run the network on two copies of the example, which shows the outputs without a batch axis."""
+    """Run the network on two copies of the example, because two tell outputs that lack the batch axis."""
     read_sizes = {module.in_features for module in net.modules() if isinstance(module, nn.Linear)}
     shapes: dict[str, tuple[int, ...]] = {}
     vectors: dict[str, Tensor] = {}
@@ -147,7 +145,7 @@ def _run(net: nn.Module, example: Tensor) -> _Run:
 
 
 def _with_roles(net: nn.Module, layers: list[LayerInfo], run: _Run) -> list[LayerInfo]:
-    """Mark the output layer (the last with weights, as wide as the logits) and the layer before it."""
+    """Mark the output layer (the last layer with weights, if as wide as the logits) and the layer before it."""
     weighted = [i for i, layer in enumerate(layers) if isinstance(net.get_submodule(layer.name), _WEIGHTED)]
     ends = bool(weighted) and layers[weighted[-1]].shape[0] == run.logits
     output = weighted[-1] if ends else len(layers)
@@ -162,7 +160,7 @@ def _with_roles(net: nn.Module, layers: list[LayerInfo], run: _Run) -> list[Laye
 
 @torch.inference_mode()
 def _carries_all(net: nn.Module, name: str, example: Tensor) -> bool:
-    """Return whether the logits stay as they are where the module's output is held fixed, whatever the image."""
+    """Return whether the logits are the same for another image if the output of the module ``name`` is held fixed."""
     held: list[Tensor] = []
 
     def hold(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -179,7 +177,7 @@ def _carries_all(net: nn.Module, name: str, example: Tensor) -> bool:
 
 
 def _names(net: nn.Module, granularity: str) -> set[str]:
-    """Names of the modules of this granularity."""
+    """Return the names of the modules of this granularity."""
     modules = {name: module for name, module in net.named_modules() if name}
     if granularity == "all":
         return set(modules)
@@ -192,10 +190,10 @@ def _names(net: nn.Module, granularity: str) -> set[str]:
 
 
 def _blocks(net: nn.Module) -> set[str]:
-    """The innermost members of containers whose members are mostly modules of several operations.
+    """Return the innermost members of containers whose members are mostly modules of several operations.
 
-    A stage is a container of blocks, and a list of stages is a container too, hence the innermost.  A convolution with
-    its normalisation is no block, though libraries make it a module.
+    Innermost, because a stage is a container of blocks and a list of stages is a container too.  A convolution with its
+    normalisation is not a block, although libraries make it a module.
     """
     members = set()
     containers = (nn.Sequential, nn.ModuleList)
@@ -209,5 +207,4 @@ def _blocks(net: nn.Module) -> set[str]:
 
 
 def _operations(net: nn.Module) -> int:
-    """Number of convolutions and linear layers."""
     return sum(isinstance(module, _WEIGHTED) for module in net.modules())

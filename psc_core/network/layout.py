@@ -1,4 +1,4 @@
-"""Find out which axis of a layer's output holds the channels, and the canonical shape of all outputs.
+"""Find the axis of a layer's output that holds the channels, and bring all outputs into one canonical shape.
 
     canonical features: (batch, channels, spatial)
 
@@ -30,11 +30,11 @@ CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.C
 BATCH_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 INPUT_SUFFIX: Final = ":input"
-"""After a module's name: its input, not its output."""
+"""Suffix after a module's name that means the module's input instead of its output."""
 
 
 def value_of(output: Any) -> Any:
-    """The value of a layer: what its module returns, or the first of several, as blocks with attention return."""
+    """Return a layer's value: the output of its module, or the first of several outputs, as of attention blocks."""
     return output[0] if isinstance(output, tuple) and output else output
 
 
@@ -47,18 +47,19 @@ def canonical(features: Float[Tensor, "batch ..."], kind: Kind) -> Float[Tensor,
 
 @dataclass(frozen=True)
 class Layout:
-    """The evidence in a module's weights for the channel axis of its output of three or four dimensions."""
+    """The evidence in a module's weights for the channel axis of its output, if that has three or four dimensions."""
 
     convolves: bool  # contains a convolution or batch normalisation (channels first)
     widths: frozenset[int]  # output widths of its linear layers and layer normalisations (channels last)
     channels: frozenset[int]  # output channels of its convolutions
-    one_dimensional: bool = False  # convolves, normalises or pools along one axis only
+    one_dimensional: bool = False  # convolves, normalises or pools along a single axis
 
     def kind(self, shape: Sequence[int | torch.SymInt]) -> Kind | None:
-        """Kind of an output of this shape; ``None`` if it is no batch of features.
+        """Return the kind of an output of this shape, or ``None`` if it is not a batch of features.
 
-        Convolutions keep channels first, linear layers last, unless only the other axis fits a width.  Three dimensions
-        are tokens, except after one-dimensional layers; a single channel there (a sum of tokens, a gate) is a token.
+        Convolutions keep channels first, linear layers last, unless only the other axis matches a width.  Three
+        dimensions are tokens, except after one-dimensional layers; a single channel there (a sum of tokens, a gate) is
+        a token.
         """
         if len(shape) not in (3, 4):
             return "vector" if len(shape) == 2 else None
@@ -74,7 +75,7 @@ class Layout:
 
 
 def layout_of(net: nn.Module, name: str) -> Layout:
-    """Layout of layer ``name``; a module without weights has the layout of the module that contains it."""
+    """Return the layout of layer ``name``; a module without weights has the layout of its parent module."""
     module = net.get_submodule(name.removesuffix(INPUT_SUFFIX))
     if name.endswith(INPUT_SUFFIX):
         return Layout(False, frozenset({int(getattr(module, "in_features", 0))}), frozenset())
@@ -94,10 +95,10 @@ def layout_of(net: nn.Module, name: str) -> Layout:
 
 
 def _normalised_width(module: nn.Module) -> int | None:
-    """Width of the last axis if the module normalises it (layer and RMS normalisation, also timm's), else ``None``.
+    """Return the width of the last axis if the module normalises it (layer and RMS normalisation), else ``None``.
 
-    A module that normalises the channels of a map permutes it first; it keeps the shape of a map of one position, on
-    which all others fail.
+    A module that normalises the channels of a map permutes it first, so it keeps the shape of a map with one position,
+    on which all other normalisations fail.
     """
     shape = getattr(module, "normalized_shape", ())
     if not isinstance(shape, Sequence) or len(shape) != 1:

@@ -1,10 +1,10 @@
 """Find a network's tensors in a checkpoint, and copy them into the network.
 
-A checkpoint holds more than a state dict, and its names say where the network lay in what was trained.  So every
-dictionary with tensors is looked at, at most two levels deep, and every prefix of its names that ends in a dot: the
-tensors are those of the place that has all of the network's names.  Of several such places, one that by its name is no
-moving average goes first, then the outermost, then the shortest prefix.  Tensors outside of the prefix are left, as
-those of another such place; each other name that the network does not have is an error, because then it is another
+A checkpoint holds more than a state dict, and its names say where the network was in the trained module.  So every
+dictionary with tensors, at most two levels deep, is searched with every prefix of its names that ends in a dot: the
+tensors are found in the place that has all of the network's names.  Of several such places, one whose name marks no
+moving average comes first, then the outermost, then the shortest prefix.  Tensors outside of the prefix are ignored,
+and so are those of another such place; any other name that the network lacks is an error, because it means another
 network.
 """
 
@@ -27,30 +27,30 @@ _LEVELS: Final = 2
 _PREFIX_PARTS: Final = 16
 _AVERAGE: Final = re.compile(r"(^|[._])(ema|averaged?|shadow)([._]|$)", re.IGNORECASE)
 _ONE_OF_SEVERAL: Final = re.compile(r"-\d+-of-\d+\.")
-_COUNTER: Final = "num_batches_tracked"  # of batch normalisation, which evaluation does not read
+_COUNTER: Final = "num_batches_tracked"  # counts batches of normalisation; evaluation does not read it
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors by a network's names, and what was done to find them, for people."""
+    """Tensors by a network's names, and notes for the user on how they were found."""
 
     tensors: Mapping[str, Tensor]
-    origin: str  # of messages
+    origin: str  # for messages
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class _Place:
-    """The tensors of one dictionary in a checkpoint whose names have one prefix."""
+    """The tensors of one dictionary in a checkpoint whose names share a prefix."""
 
-    path: str  # the keys that lead to the dictionary, with dots between; empty for the checkpoint itself
+    path: str  # the keys that lead to the dictionary, joined by dots; empty for the checkpoint itself
     held: Mapping[str, Tensor]  # all of the dictionary's tensors
     prefix: str
-    found: int  # how many of the network's names are here
+    found: int  # the number of the network's names in this place
 
     @property
     def is_average(self) -> bool:
-        """True for moving averages of trained weights, by the names that lead here."""
+        """True if the names that lead here say that these are moving averages of trained weights."""
         return bool(_AVERAGE.search(self.path) or _AVERAGE.search(self.prefix))
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class _Place:
         return f"{prefix} in {path}" if self.path and self.prefix else path if self.path else prefix
 
     def tensors(self, others: Sequence[_Place]) -> tuple[dict[str, Tensor], list[str]]:
-        """Return the tensors without the prefix, and the names of those that lie outside of it, or in ``others``."""
+        """Return the tensors without the prefix, and the names of tensors outside of the prefix or in ``others``."""
         copies = tuple(each.prefix for each in others if each.held is self.held and each.prefix.startswith(self.prefix))
         outside = [name for name in self.held if not name.startswith(self.prefix) or name.startswith(copies)]
         inside = self.held.keys() - set(outside)
@@ -66,10 +66,10 @@ class _Place:
 
 
 def read_weights(path: Path, wanted: Mapping[str, Tensor]) -> Weights:
-    """Read the tensors of a network, whose own state dict is ``wanted``, from a checkpoint.
+    """Read the tensors of a network from a checkpoint; ``wanted`` is the network's own state dict.
 
     Raises:
-        NetworkError: No such file, one that cannot be read without running its code, or one without tensors by name.
+        NetworkError: If the file is missing, cannot be read without running its code, or has no tensors by name.
     """
     checkpoint = read_checkpoint(path)
     places = [place for at, held in _dictionaries(checkpoint).items() for place in _places(at, held, wanted)]
@@ -89,13 +89,13 @@ def read_weights(path: Path, wanted: Mapping[str, Tensor]) -> Weights:
 
 
 def load_weights(net: nn.Module, state: Mapping[str, Tensor], *, num_classes: int, origin: str) -> None:
-    """Copy ``state`` into ``net``, in the network's types.
+    """Copy ``state`` into ``net``, converted to the network's dtypes.
 
-    Batch counters (``num_batches_tracked``) may be missing, because evaluation does not read them.
-    The number of classes of the data and the ``origin`` of the tensors are for messages.
+    Batch counters (``num_batches_tracked``) may be missing, because evaluation does not read them.  The number of
+    classes of the data and the ``origin`` of the tensors are for messages.
 
     Raises:
-        NetworkError: Missing, unexpected or non-finite tensors, or tensors of the wrong shape or kind.
+        NetworkError: If tensors are missing, unexpected, not finite, or of the wrong shape or dtype.
     """
     wanted = net.state_dict()
     missing = [key for key in wanted if key not in state and not key.endswith(_COUNTER)]
@@ -123,22 +123,22 @@ def load_weights(net: nn.Module, state: Mapping[str, Tensor], *, num_classes: in
 
 
 def _unfit(tensor: Tensor, like: Tensor, *, is_counter: bool) -> str:
-    """Return the reason why a tensor's values cannot become the network's; empty if they can."""
+    """Return the reason why a tensor's values cannot become the network's, or an empty string."""
     if tensor.is_quantized or tensor.layout != torch.strided:
         return "a quantised tensor" if tensor.is_quantized else "a sparse tensor"
     if tensor.is_meta:
         return "a tensor without values"
-    kind, wanted = _kind(tensor), _kind(like)
-    differs = kind > wanted or (kind, wanted) == (0, 1)
+    rank, wanted = _rank(tensor), _rank(like)
+    differs = rank > wanted or (rank, wanted) == (0, 1)
     return _type(tensor) if differs and not is_counter else ""
 
 
-def _kind(tensor: Tensor) -> int:
+def _rank(tensor: Tensor) -> int:
     return 2 if tensor.is_complex() else int(tensor.is_floating_point())
 
 
 def _dictionaries(checkpoint: object) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors of each dictionary that has any, outer ones first, by the path that leads there."""
+    """Return the tensors of each dictionary that has any, outer dictionaries first, by the path of keys to it."""
     found: dict[str, dict[str, Tensor]] = {}
     level, seen = [("", checkpoint)], set[int]()
     for _ in range(_LEVELS + 1):
@@ -157,7 +157,7 @@ def _dictionaries(checkpoint: object) -> dict[str, dict[str, Tensor]]:
 
 
 def _places(path: str, held: dict[str, Tensor], wanted: Mapping[str, Tensor]) -> list[_Place]:
-    """Return the places in one dictionary: the prefixes by which it has one of the network's names, and none."""
+    """Return the places in one dictionary: each prefix of one of the network's names, and the empty prefix."""
     found = Counter({"": 0})
     for name in held:
         parts = name.split(".", _PREFIX_PARTS)
@@ -180,7 +180,7 @@ def _notes(path: Path, place: _Place, others: Sequence[_Place], outside: Sequenc
 
 
 def _conversions(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Iterator[str]:
-    """Say which tensors the network holds in another type."""
+    """Yield a note for each conversion of tensors to the network's dtypes."""
     types = Counter(
         (_type(tensor), _type(wanted[name]))
         for name, tensor in tensors.items()

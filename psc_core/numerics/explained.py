@@ -1,9 +1,9 @@
-"""R², the fraction of a variance that predictions explain, from their squared errors.
+"""R², the fraction of the variance that predictions explain, from their squared errors.
 
     R² = 1 − Σ_i e_i / Σ_i (y_i − ȳ)²,   e_i = (y_i − ŷ_i)²          y, ŷ (n,) float64, in one unit
 
-Numbers that are all equal leave nothing to explain: there R² is 1 where nothing is wrong and 0 elsewhere, as
-scikit-learn's ``r2_score`` has it, so that it is always a finite number.
+If all numbers are equal, there is no variance to explain: then R² is 1 if all predictions are exact and 0 otherwise, as
+in scikit-learn's ``r2_score``, so that it is always finite.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from torch import Tensor
 
 
 def r_squared(squared_errors: Float[Tensor, " n"], y: Float[Tensor, " n"]) -> float:
-    """Return R² of n predictions."""
     total, left = total_squares(y), float(squared_errors.sum())
     return 1.0 - left / total if total > 0 else float(left == 0)
 
@@ -25,5 +24,5 @@ def r_squared_error(one: Float[Tensor, " n"], other: Float[Tensor, " n"], y: Flo
 
 
 def total_squares(y: Float[Tensor, " n"]) -> float:
-    """Return Σ (y − ȳ)²; 0 where all are equal, whatever ȳ is rounded to."""
+    """Return Σ (y − ȳ)²; exactly 0 if all numbers are equal, in spite of the rounding of ȳ."""
     return 0.0 if bool((y == y[0]).all()) else float((y - y.mean()).square().sum())

@@ -1,11 +1,11 @@
-"""Symmetric eigenproblems and covariances in float64, shared by everything that is fitted.
+"""Symmetric eigenproblems and covariances in float64, shared by all fits.
 
 Symbols: ``n`` rows, ``d`` columns of a feature matrix; ``C`` a ``d × d`` covariance; ``λ, U`` its
 eigenvalues and eigenvectors, ``C = U diag(λ) Uᵀ``.
 
 Covariances are sums of centred outer products over blocks of rows, in two passes with the mean first, so that nothing
-cancels and no feature matrix is copied to float64 as a whole.  Singular covariances are repaired by clamping small
-eigenvalues to a floor; how many and by how much is returned, so that callers can record it.
+cancels and no feature matrix is copied to float64 as a whole.  Singular covariances are repaired by raising small
+eigenvalues to a floor; the number raised and the largest increase are returned, so that callers can record them.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from torch import Tensor
 from psc_core.numerics.matrix import FeatureMatrix, blocks
 
 EIGENVALUE_FLOOR: Final = 1e-6
-"""Minimum eigenvalue where 1 is typical: float32 features do not resolve standard deviations 1,000 times smaller than
-typical ones."""
+"""Minimum eigenvalue where 1 is typical, because float32 features do not resolve standard deviations 1,000 times
+smaller than typical ones."""
 
 SAMPLES_PER_COLUMN: Final = 10
 """Minimum degrees of freedom per column for a covariance that is not shrunk."""
 
 
 class Eigen(NamedTuple):
-    """``C = vectors @ diag(values) @ vectors.T``, values descending."""
+    """The decomposition ``C = vectors @ diag(values) @ vectors.T``, values descending."""
 
     values: Float[Tensor, " d"]
     vectors: Float[Tensor, "d d"]
 
 
 class InverseRoot(NamedTuple):
-    """``C^(−1/2)`` with eigenvalues clamped to a floor."""
+    """The inverse square root ``C^(−1/2)``, with eigenvalues clamped to a floor."""
 
     root: Float[Tensor, "d d"]  # symmetric, root @ C @ root = I
     log_det: float  # log det C of the clamped matrix
@@ -51,7 +51,7 @@ def fix_signs(vectors: Float[Tensor, "d k"]) -> Float[Tensor, "d k"]:
 
 
 def eigh(matrix: Float[Tensor, "d d"]) -> Eigen:
-    """Eigendecomposition of a symmetric positive semi-definite matrix in float64.
+    """Decompose a symmetric positive semi-definite matrix into eigenvalues and eigenvectors, in float64.
 
     The matrix is symmetrised first, and negative round-off in the values is clamped to zero.  If the device's solver
     fails (CUDA's may, on low-rank input), the CPU's is used.  The result is on the input's device.
@@ -65,7 +65,7 @@ def eigh(matrix: Float[Tensor, "d d"]) -> Eigen:
 
 
 def inverse_root(matrix: Float[Tensor, "d d"]) -> InverseRoot:
-    """Symmetric inverse square root of a covariance whose eigenvalues are about 1, or are clamped to a floor."""
+    """Return the symmetric inverse square root of a covariance; eigenvalues are about 1, or clamped to a floor."""
     values, vectors = eigh(matrix)
     clamped = values.clamp(min=EIGENVALUE_FLOOR)
     root = (vectors * clamped.rsqrt()) @ vectors.T
@@ -74,7 +74,7 @@ def inverse_root(matrix: Float[Tensor, "d d"]) -> InverseRoot:
 
 
 def mean_of_rows(rows: Float[Tensor, "n d"] | FeatureMatrix) -> Float[Tensor, " d"]:
-    """Mean over rows in float64, block by block."""
+    """Return the mean over rows in float64, computed block by block."""
     total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
     for _, block in blocks(rows):
         total += block.double().sum(0)
@@ -82,7 +82,7 @@ def mean_of_rows(rows: Float[Tensor, "n d"] | FeatureMatrix) -> Float[Tensor, " 
 
 
 def scatter_about(rows: Float[Tensor, "n d"] | FeatureMatrix, mean: Float[Tensor, " d"]) -> Float[Tensor, "d d"]:
-    """``Σ_i (x_i − mean)(x_i − mean)ᵀ`` in float64, block by block."""
+    """Return ``Σ_i (x_i − mean)(x_i − mean)ᵀ`` in float64, computed block by block."""
     total = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64, device=rows.device)
     for _, block in blocks(rows):
         centred = block.double() - mean
@@ -91,7 +91,7 @@ def scatter_about(rows: Float[Tensor, "n d"] | FeatureMatrix, mean: Float[Tensor
 
 
 def covariance(scatter: Float[Tensor, "d d"], degrees_of_freedom: int) -> tuple[Float[Tensor, "d d"], float]:
-    """``scatter / degrees_of_freedom``, shrunk where these are few, and the intensity ρ in [0, 1] of that."""
+    """Return ``scatter / degrees_of_freedom``, shrunk if these are few, and the shrinkage intensity ρ in [0, 1]."""
     sample = scatter / degrees_of_freedom
     if degrees_of_freedom >= SAMPLES_PER_COLUMN * len(scatter):
         return sample, 0.0
@@ -99,7 +99,7 @@ def covariance(scatter: Float[Tensor, "d d"], degrees_of_freedom: int) -> tuple[
 
 
 def oas_shrinkage(covariance: Float[Tensor, "d d"], samples: int) -> tuple[Float[Tensor, "d d"], float]:
-    """Oracle-approximating shrinkage towards ``(tr C / d) I``.
+    """Shrink a covariance towards ``(tr C / d) I`` by oracle approximation.
 
     ``ρ = min(1, ((1 − 2/d) tr C² + tr² C) / ((m + 1 − 2/d)(tr C² − tr² C / d)))`` and
     ``C ← (1 − ρ) C + ρ (tr C / d) I``; Chen, Wiesel, Eldar & Hero 2010, equation 23.

@@ -16,7 +16,7 @@ from torch.nn import functional
 from psc_core.errors import FitError
 
 CHUNK_ELEMENTS: Final = 1 << 18
-"""Entries of one float64 block (2 MiB), which stays in a core's cache."""
+"""Number of entries of one float64 block (2 MiB), which stays in a core's cache."""
 
 
 @dataclass(eq=False)
@@ -26,8 +26,8 @@ class FeatureMatrix:
     read: Callable[[slice | Tensor], Tensor]
     shape: tuple[int, int]
     dtype: torch.dtype
-    device: torch.device  # of the tensors that are read
-    widest: int  # columns of the widest matrix that reading passes through, which bounds the rows of a block
+    device: torch.device  # of the tensors that are returned
+    widest: int  # columns of the widest intermediate matrix of a read, which bounds the rows of a block
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -36,16 +36,16 @@ class FeatureMatrix:
         return self.read(index)
 
     def map(self, function: Callable[[Tensor], Tensor], columns: int, dtype: torch.dtype) -> FeatureMatrix:
-        """The matrix ``function(block)``, computed when a block is read."""
+        """Return the matrix ``function(block)``, computed when a block is read."""
         shape, widest = (len(self), columns), max(self.widest, columns)
         return FeatureMatrix(lambda at: function(self[at]), shape, dtype, self.device, widest)
 
     def columns(self, first: int, count: int) -> FeatureMatrix:
-        """These columns, sliced when a block is read."""
+        """Return ``count`` columns from ``first`` on, sliced when a block is read."""
         return self.map(lambda part: part[:, first : first + count], count, self.dtype)
 
     def take(self, positions: Int[Tensor, " m"]) -> FeatureMatrix:
-        """The rows at ``positions``, in that order."""
+        """Return the rows at ``positions``, in that order."""
         shape = (len(positions), self.shape[1])
         return FeatureMatrix(lambda at: self[positions[at]], shape, self.dtype, self.device, self.widest)
 
@@ -56,7 +56,7 @@ class FeatureMatrix:
 
 
 def as_matrix(rows: Float[Tensor, "n d"] | FeatureMatrix) -> FeatureMatrix:
-    """A tensor as a feature matrix, without a copy."""
+    """Return a tensor as a feature matrix, without a copy."""
     if isinstance(rows, FeatureMatrix):
         return rows
     n, d = rows.shape
@@ -64,7 +64,7 @@ def as_matrix(rows: Float[Tensor, "n d"] | FeatureMatrix) -> FeatureMatrix:
 
 
 def chunk_rows(rows: int, columns: int) -> Iterator[slice]:
-    """Slices of at most :data:`CHUNK_ELEMENTS` ``// columns`` rows that cover ``rows``."""
+    """Return slices of at most :data:`CHUNK_ELEMENTS` ``// columns`` rows that cover ``rows``."""
     step = max(1, CHUNK_ELEMENTS // max(1, columns))
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
@@ -72,17 +72,17 @@ def chunk_rows(rows: int, columns: int) -> Iterator[slice]:
 def blocks(
     rows: Float[Tensor, "n d"] | FeatureMatrix, *, columns: int = 0
 ) -> Iterator[tuple[slice, Float[Tensor, "m d"]]]:
-    """``rows`` block by block, each with its slice; if more ``columns`` are computed from a block, they bound it."""
+    """Yield ``rows`` block by block with their slices; ``columns`` is the width of results computed from a block."""
     rows = as_matrix(rows)
     for chunk in chunk_rows(len(rows), max(columns, rows.widest)):
         yield chunk, rows[chunk]
 
 
 class FeatureFile(FeatureMatrix):
-    """A ``float32`` feature matrix in a file; only what is being read or written is in memory.
+    """A ``float32`` feature matrix in a file; only the rows being read or written are in memory.
 
-    Reads and writes are not mapped, so that a full disk raises ``OSError`` instead of killing the process.  The file is
-    created or overwritten.
+    The file is not memory-mapped, so a full disk raises ``OSError`` instead of killing the process.  It is created or
+    overwritten.
     """
 
     def __init__(self, file: Path, shape: tuple[int, int]) -> None:
@@ -115,7 +115,7 @@ class FeatureFile(FeatureMatrix):
         self._file.flush()
 
     def _runs(self, index: slice | Tensor) -> list[tuple[int, int]]:
-        """First row and length of each run of consecutive rows."""
+        """Return the first row and the length of each run of consecutive rows."""
         positions = torch.arange(*index.indices(len(self))) if isinstance(index, slice) else index
         if len(positions) == 0:
             return []
@@ -135,11 +135,12 @@ def check_features(
 ) -> Int[Tensor, " classes"]:
     """Check that a model can be fitted to these features, and count the labelled examples of each class.
 
-    ``z`` has one row per labelled example, of the image in ``images`` (by default of another one each), and every class
-    must have ``minimum`` images; messages call class k ``class_names[k]``, or k.
+    ``z`` has one row per labelled example, whose image is in ``images`` (by default a different one each), and every
+    class must have ``minimum`` images; messages call class k ``class_names[k]``, or k.
 
     Raises:
-        FitError: A wrong shape, a label out of range, NaN or ∞, or a class with fewer than ``minimum`` images.
+        FitError: If a shape is wrong, a label out of range, a value NaN or ∞, or a class has less than ``minimum``
+            images.
     """
     if len(z.shape) != 2 or labels.shape != z.shape[:1] or not z.dtype.is_floating_point or z.shape[1] == 0:
         raise FitError(
@@ -170,7 +171,7 @@ def check_features(
 def images_of_classes(
     images: Int[Tensor, " n"], labels: Int[Tensor, " n"], num_classes: int
 ) -> Int[Tensor, " classes"]:
-    """Count the different images of each label; an image with one label many times counts once."""
+    """Count the distinct images of each label; an image that has a label several times counts once."""
     span = int(images.max()) + 1
     pairs = (labels * span + images).sort().values
     first = functional.pad(pairs.diff() != 0, (1, 0), value=True)
@@ -180,9 +181,9 @@ def images_of_classes(
 def usable(
     examples: Shaped[Tensor, "n ..."], labels: Int[Tensor, " n"]
 ) -> tuple[Shaped[Tensor, "m ..."], Int[Tensor, " m"], int]:
-    """Return the examples of classes that have at least two, their labels renumbered, and how many classes these are.
+    """Return the examples of classes with at least two, their labels renumbered, and the number of these classes.
 
-    Fewer than two have no covariance.
+    A class with fewer examples has no covariance.
     """
     enough = labels.bincount() >= 2
     keep = enough[labels]

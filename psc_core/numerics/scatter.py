@@ -31,31 +31,31 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 MIN_COLUMNS = 1024
-"""Minimum number of columns worth a pass of their own, whatever the memory budget."""
+"""Minimum number of columns that are worth a separate pass, whatever the memory budget."""
 
 _BLOCK = {"cpu": 1 << 17, "cuda": 1 << 23}
-"""Entries converted to float64 at a time: 1 MiB on a CPU, which stays in a core's cache; 64 MiB on CUDA, for few kernel
-launches."""
+"""Number of entries converted to float64 at a time: 1 MiB on a CPU, which stays in a core's cache; 64 MiB on CUDA, for
+few kernel launches."""
 
 _ROUNDING = 1e-28
-"""Scatter below this fraction of Σ n_c‖μ_c‖² is float64 rounding of constant features."""
+"""Fraction of Σ n_c‖μ_c‖² below which scatter is only the float64 rounding of constant features."""
 
 
 class ClassPairs(NamedTuple):
     """The labelled examples of a batch as distinct (image, class) pairs, weighted by their number of examples."""
 
-    image_index: Int[Tensor, " pairs"] | None  # image of each pair; None when pair m is image m
+    image_index: Int[Tensor, " pairs"] | None  # the image of each pair; None if pair m is image m
     present: Int[Tensor, " present"]  # the classes in the batch, ascending
-    position: Int[Tensor, " pairs"]  # of each pair's class in present
-    counts: Float[Tensor, " present"]  # float64, number of examples of each class
-    indicator: Float[Tensor, "present pairs"]  # float64, weight of each pair in the row of its class, zero elsewhere
-    root_weights: Float[Tensor, " pairs"] | None  # square root of each weight; None when all are one
+    position: Int[Tensor, " pairs"]  # the index of each pair's class in present
+    counts: Float[Tensor, " present"]  # float64, the number of examples of each class
+    indicator: Float[Tensor, "present pairs"]  # float64, the weight of each pair in the row of its class, else zero
+    root_weights: Float[Tensor, " pairs"] | None  # the square root of each weight; None if all are one
 
 
 def class_pairs(
     labels: Int[Tensor, " examples"], image_index: Int[Tensor, " examples"], device: torch.device | str = "cpu"
 ) -> ClassPairs:
-    """Pairs on ``device`` of the examples ``(image_index[m], labels[m])`` of a batch, on the CPU, images ascending."""
+    """Return the pairs on ``device`` for the examples ``(image_index[m], labels[m])`` of a batch, images ascending."""
     alone = len(image_index) == 0 or (
         int(image_index[-1]) == len(image_index) - 1 and bool((image_index.diff() == 1).all())
     )
@@ -77,9 +77,9 @@ def class_pairs(
 
 
 class ClassScatter:
-    """``counts`` (classes,), class ``means`` (classes, dim) and the scatter ``within`` of the examples so far, float64.
+    """The ``counts`` (classes,), class ``means`` (classes, dim) and scatter ``within`` of the examples so far, float64.
 
-    ``within`` is Σ_i ‖h_i − μ_label‖², or with ``by_column`` its summand (dim,) of each column.
+    ``within`` is Σ_i ‖h_i − μ_label‖², or with ``by_column`` the contribution (dim,) of each column.
     """
 
     def __init__(self, classes: int, dim: int, device: torch.device | str = "cpu", *, by_column: bool = False) -> None:
@@ -125,12 +125,12 @@ class ClassScatter:
         self.counts, self.means = counts, means
 
     def total(self) -> Float[Tensor, " dim"]:
-        """Total scatter of each column, about μ_G (needs ``by_column``)."""
+        """Return the total scatter of each column about μ_G (needs ``by_column``)."""
         centre = self.means[self.counts > 0].mean(0)
         return self.within + self.counts @ (self.means - centre).square_()
 
     def mean_and_std(self) -> tuple[Float[Tensor, " dim"], Float[Tensor, " dim"]]:
-        """Mean and standard deviation of each column over all examples (needs ``by_column``); a constant one gets 1."""
+        """Return mean and standard deviation (1 if constant) of each column over all examples; needs ``by_column``."""
         n = self.counts.sum()
         mean = (self.counts @ self.means) / n
         std = ((self.within + self.counts @ (self.means - mean).square_()) / n).sqrt()
@@ -141,7 +141,7 @@ class ClassScatter:
 def between_scatter(
     means: Float[Tensor, "classes dim"], counts: Float[Tensor, " classes"]
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Between-class scatter Σ_c n_c ‖μ_c − μ_G‖², and its magnitude Σ_c n_c ‖μ_c‖², which bounds rounding errors."""
+    """Return the between-class scatter Σ_c n_c ‖μ_c − μ_G‖², and Σ_c n_c ‖μ_c‖², which bounds its rounding error."""
     between, magnitude = means.new_zeros(()), means.new_zeros(())
     for columns in _columns(means.shape[1], len(means), means.device):
         block = means[:, columns]
@@ -152,14 +152,14 @@ def between_scatter(
 
 @dataclass
 class ScatterSums:
-    """Scatter of all examples so far, of ranges of columns that add up."""
+    """The scatter of all examples so far, summed over ranges of columns."""
 
     within: float = 0.0
     between: float = 0.0
     magnitude: float = 0.0
 
     def add(self, scatter: ClassScatter) -> None:
-        """Add the scatter of another range, of all examples."""
+        """Add the scatter of all examples in another range of columns."""
         between, magnitude = between_scatter(scatter.means, scatter.counts)
         self.within += float(scatter.within)
         self.between += float(between)
@@ -173,10 +173,10 @@ class ScatterSums:
 
 
 class Centroids:
-    """Distances to class means: ‖h − μ_c‖² − ‖h − μ_G‖², float64, smallest for the nearest class mean.
+    """Computes distances to class means: ‖h − μ_c‖² − ‖h − μ_G‖², float64, smallest for the nearest class mean.
 
-    Both are centred on μ_G first, x = h − μ_G and m_c = μ_c − μ_G, so that ‖m_c‖² − 2 x·m_c has no large terms that
-    cancel.  Distances of column ranges add up.
+    Features and means are centred on μ_G first, x = h − μ_G and m_c = μ_c − μ_G, so that ‖m_c‖² − 2 x·m_c has no large
+    terms that cancel.  Distances over ranges of columns add up.
 
     Args:
         means: ``float64 (classes, dim)``; modified in place.
@@ -190,7 +190,7 @@ class Centroids:
             self.offsets += means[:, columns].square().sum(1)
 
     def distances(self, features: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch classes"]:
-        """Distance of every image to every class mean."""
+        """Return the distance of every image to every class mean."""
         distances = self.offsets.repeat(len(features), 1)
         for columns in _columns(features.shape[1], max(1, len(features)), features.device):
             distances.addmm_(features[:, columns] - self.centre[columns], self.directions[:, columns].T, alpha=-2.0)
@@ -198,7 +198,7 @@ class Centroids:
 
 
 def _sum_of_squares(x: Tensor, *, by_column: bool) -> Tensor:
-    """Sum of squares of all entries, or of each column; ``x`` may be overwritten."""
+    """Return the sum of squares of all entries, or of each column; ``x`` may be overwritten."""
     return x.square_().sum(0) if by_column else torch.dot(x.flatten(), x.flatten())
 
 

@@ -1,1 +1,1 @@
-"""Features of the candidate layer to the feature vector z."""
+"""Project the features of the candidate layer(s) to the feature vector z."""

@@ -26,11 +26,11 @@ from psc_core.fitted import Fitted, restore
 
 
 class Projection(Fitted):
-    """Reshape, scale, project, scale.
+    """The projection: reshape, scale, project, scale again.
 
     Args:
-        tensors: As in ``layout``: μ, 1/σ, A, B, μ_Z, 1/σ_Z; without the second scaling the last two are zeros and ones.
-        positions: Positions kept of each candidate layer (by adaptive average pooling where it has more).
+        tensors: μ, 1/σ, A, B, μ_Z and 1/σ_Z, as in ``layout``; without the second scaling the last two are 0 and 1.
+        positions: Number of positions that each candidate layer is reduced to, by average pooling where it has more.
     """
 
     kind = "tucker"
@@ -69,35 +69,35 @@ class Projection(Fitted):
         z_mean: Float[Tensor, " dim"],
         z_std: Float[Tensor, " dim"],
     ) -> Projection:
-        """Build it from μ, σ, A, B, μ_Z and σ_Z; both σ are positive."""
+        """Return the projection of μ, σ, A, B, μ_Z and σ_Z; both σ are positive."""
         scales = {"mean": mean, "inverse_std": 1.0 / std, "z_mean": z_mean, "z_inverse_std": 1.0 / z_std}
         factors = {"channel_factor": channel_factor, "spatial_factor": spatial_factor}
         return cls({**scales, **factors}, positions=positions)
 
     @property
     def c_proj(self) -> int:
-        """Channel components."""
+        """Number of channel components."""
         return self.channel_factor.shape[1]
 
     @property
     def d_proj(self) -> int:
-        """Spatial components."""
+        """Number of spatial components."""
         return self.spatial_factor.shape[1]
 
     def scaled(self, features: Sequence[Tensor]) -> Float[Tensor, "batch channels positions"]:
-        """X after the first scaling, from canonical features (B, C, d_l) of each layer."""
+        """Return X after the first scaling, from the canonical features (B, C, d_l) of each layer l."""
         return torch.addcmul(self.shift, reshape_features(features, self.positions).float(), self.inverse_std)
 
     def project(self, x: Float[Tensor, "batch channels positions"]) -> Float[Tensor, "batch c_proj d_proj"]:
-        """Z before the second scaling, from scaled X."""
+        """Return Z before the second scaling, from scaled X."""
         return (self.channel_factor.T @ x) @ self.spatial_factor
 
     def forward(self, features: Sequence[Tensor]) -> Float[Tensor, "batch dim"]:
-        """z (B, c_proj · d_proj), row-major over (channel, spatial) components."""
+        """Return z (B, c_proj · d_proj), row-major over (channel, spatial) components."""
         return torch.addcmul(self.z_shift, self.project(self.scaled(features)).flatten(1), self.z_inverse_std)
 
     def leading(self, c_proj: int, d_proj: int) -> Projection:
-        """Return this projection with only the leading components."""
+        """Return this projection with only its leading components."""
         means, scales = (
             part.view(self.c_proj, self.d_proj)[:c_proj, :d_proj].flatten()
             for part in (self.z_mean, self.z_inverse_std)
@@ -119,13 +119,13 @@ class Projection(Fitted):
         )
 
     def config(self) -> dict[str, Any]:
-        """Method and sizes as JSON types; the tensors are in ``state_dict()``."""
+        """Return method and sizes, JSON types; the tensors are in ``state_dict()``."""
         sizes = {name: self.sizes[name] for name in ("channels", "c_proj", "d_proj")}
         return {"method": self.kind, "positions": list(self.positions), **sizes}
 
     @classmethod
     def restore(cls, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Projection:
-        """Inverse of :meth:`config` and ``state_dict()``; raises :class:`BundleError`."""
+        """Return the projection with this :meth:`config` and ``state_dict()``; raises :class:`BundleError`."""
         positions = config["positions"]
         sizes = {name: config[name] for name in ("channels", "c_proj", "d_proj")}
         sizes |= {"positions": sum(positions), "dim": sizes["c_proj"] * sizes["d_proj"]}
@@ -133,7 +133,7 @@ class Projection(Fitted):
 
 
 def reshape_features(features: Sequence[Tensor], positions: Sequence[int]) -> Float[Tensor, "batch channels positions"]:
-    """Reduce each (B, C, d_l) to its number of positions, concatenate to (B, C, d); see :class:`Projection`.
+    """Return X (B, C, d): the features (B, C, d_l) of each layer reduced to its number of positions, and concatenated.
 
     Raises:
         FitError: The layers have different numbers of channels.
@@ -151,7 +151,7 @@ def reshape_features(features: Sequence[Tensor], positions: Sequence[int]) -> Fl
 def reduce_positions(
     features: Float[Tensor, "batch channels _"], positions: int
 ) -> Float[Tensor, "batch channels {positions}"]:
-    """Average to ``positions`` positions: in squares where both numbers are squares, else along the one axis."""
+    """Return features averaged to so many positions: in squares where both numbers are squares, else along one axis."""
     batch, channels, have = features.shape
     if have == positions:
         return features

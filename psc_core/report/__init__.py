@@ -1,13 +1,13 @@
-"""A fit or an evaluation as a page, a model card and a few lines for the terminal.
+"""Present a fit or an evaluation as a page, a model card and a few lines for the terminal.
 
-The modules here hold what all tasks share; what differs lies in the folder that bears a task's name.  Each has
+These modules hold the parts that all tasks share; the others lie in a folder named after the task, which has
 
 =============== ======================================================================================================
-``sets``        what is kept of a set of images, and how it is collected
+``sets``        the data kept of a set of images, and how it is collected
 ``facts``       the limits of decisions, the policy in words, warnings
-``figures``     the figures of the task alone
+``figures``     the figures of this task only
 ``words``       titles and explanations of all figures, columns, a glossary
-``*.jinja``     the page and the model card, from the templates of the same name here
+``*.jinja``     the page and the model card, which extend the templates of the same name here
 =============== ======================================================================================================
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Final
 
 PAGE: Final = "report.html"
-"""The file of the page."""
+"""The file name of the page."""
 
 FIGURES: Final = "report"
-"""The folder of the figures beside it."""
+"""The name of the folder with the figures, beside the page."""

@@ -1,7 +1,7 @@
-"""Collect the contents of a report, from passes of images through the path that serves.
+"""Collect the content of a report from passes of images through the path that a service uses.
 
-At most :data:`REPORTED_IMAGES` of a set are looked at after a fit, drawn at random, so that a report
-costs little beside it.
+After a fit at most :data:`REPORTED_IMAGES` random images of a set are used, so that the report costs little compared to
+the fit.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from psc_core.report.content import Content, Role, ScoredSet
 from psc_core.tasks import module_of
 
 REPORTED_IMAGES: Final = 2000
-"""Maximum number of images of a set, for a report of a fit."""
+"""Maximum number of images of a set in the report of a fit."""
 
 
 def collect_fit(
     model: FittedModel, net: nn.Module, data: FitData, projection: ProjectionReport, compute: Compute, version: str
 ) -> Content:
-    """Collect training images, images of the calibration split beside the network's own output, and made-up images.
+    """Collect training images, images of the calibration split with the network's own output, and made-up images.
 
     Args:
-        model: Just fitted.
+        model: The model that was just fitted.
         net: The whole network.
         data: The images of the fit.
-        projection: What fitting it measured.
-        compute: Device, precision, batch size.
-        version: Of the bundle that the model is saved as.
+        projection: The measurements of the projection's fit.
+        compute: The device, precision and batch size.
+        version: The version of the bundle to which the model is saved.
     """
     name, seed = model.task.name, data.seed
     evaluation, sets = (module_of(name, f"psc_core.{floor}") for floor in ("evaluation.{}", "report.{}.sets"))
@@ -57,7 +57,7 @@ def collect_fit(
 def collect_test(
     model: FittedModel, id_data: ImageDataset, ood: Mapping[str, ImageDataset], found: Evaluation
 ) -> Content:
-    """Collect what an evaluation found for the images of ``id_data`` and, by name, for out-of-distribution ones."""
+    """Collect the results of an evaluation for the images of ``id_data`` and for each out-of-distribution set."""
     sets = module_of(model.task.name, "psc_core.report.{}.sets")
     outside = (sets.scored_set(name, Role.OOD, ood[name], scored) for name, scored in found.outside.items())
     inside = sets.scored_set("test", Role.TEST, id_data, found.inside)
@@ -67,11 +67,11 @@ def collect_test(
 def made_up_sets(
     model: FittedModel, selection: ImageDataset, compute: Compute, *, mixed: bool, seed: int
 ) -> list[ScoredSet]:
-    """Score images made from those of the selection split, by kind; the last arguments are of ``made_up_batches``."""
+    """Score images made from the selection split, by transform; ``mixed`` and ``seed`` are for ``made_up_batches``."""
     sets = module_of(model.task.name, "psc_core.report.{}.sets")
     packed: dict[str, list[Tensor]] = {}
     with torch.inference_mode():
         for made in made_up_batches(selection, compute, "report: made-up images", mixed=mixed, seed=seed):
-            for kind in made.keys() - {REAL}:
-                packed.setdefault(kind, []).append(model.pipeline(made[kind]).cpu())
-    return [sets.made_up_set(kind, model, torch.cat(parts)) for kind, parts in sorted(packed.items())]
+            for transform in made.keys() - {REAL}:
+                packed.setdefault(transform, []).append(model.pipeline(made[transform]).cpu())
+    return [sets.made_up_set(transform, model, torch.cat(parts)) for transform, parts in sorted(packed.items())]

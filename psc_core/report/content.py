@@ -1,7 +1,7 @@
-"""The contents of a report beyond the bundle itself: scores of some images, a few pictures, the sizes compared.
+"""The content of a report beyond the bundle itself: scores of some images, a few pictures, the sizes compared.
 
-A fit keeps it beside the bundle, in one safetensors file, so that the page can be drawn again without the images.
-The file is shown, never computed with, and no reader of a bundle needs it.
+A fit stores it beside the bundle, in one safetensors file, so that the page can be drawn again without the images.
+Nothing computes with this file, and no reader of a bundle needs it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _METADATA: Final = "report"
 
 
 class Role(StrEnum):
-    """The part that a set of images plays in a report."""
+    """The role of a set of images in a report."""
 
     TRAINING = "training images"
     VALIDATION = "validation images"
@@ -38,7 +38,7 @@ class Role(StrEnum):
 
     @property
     def is_known(self) -> bool:
-        """True if the images are like those that the model was fitted on."""
+        """True if the images are in distribution."""
         return self in (Role.TRAINING, Role.VALIDATION, Role.TEST)
 
 
@@ -50,14 +50,14 @@ class ScoredSet:
     role: Role
     ood_score: Float[Tensor, " n"]  # nats
     quality: Mapping[str, Mapping[str, float]] = field(default_factory=dict, kw_only=True)  # by predictor and metric
-    groups: Mapping[str, Int[Tensor, " _"]] = field(default_factory=dict, kw_only=True)  # positions of parts, by name
+    groups: Mapping[str, Int[Tensor, " _"]] = field(default_factory=dict, kw_only=True)  # positions of subsets, by name
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One image to look at."""
+    """One image to show."""
 
-    why: str  # it is shown: "most unusual", "most ambiguous" or "most typical"
+    why: str  # "most unusual", "most ambiguous" or "most typical"
     label: int  # class index
     predicted: int
     ood_score: float
@@ -72,10 +72,10 @@ class Content:
     version: str  # of the bundle
     sets: tuple[ScoredSet, ...] = ()
     pictures: tuple[Picture, ...] = ()
-    sizes: Mapping[str, Float[Tensor, "c_max d_max"]] = field(default_factory=dict)  # "nc1" and "nc4" of every size
+    sizes: Mapping[str, Float[Tensor, "c_max d_max"]] = field(default_factory=dict)  # "nc1" and "nc4" for every size
 
     def extended_by(self, later: Content) -> Content:
-        """Return the sets of both, and the pictures of ``later`` where it has any."""
+        """Return the sets of both contents, and the pictures of ``later`` if it has any."""
         return replace(self, sets=(*self.sets, *later.sets), pictures=later.pictures or self.pictures)
 
     def save(self, folder: Path) -> None:
@@ -85,11 +85,11 @@ class Content:
         for number, images in enumerate(self.sets):
             about = {"name": images.name, "role": images.role.value, "quality": images.quality}
             own: dict[str, Tensor] = {}
-            for kind, value in vars(images).items():
+            for part, value in vars(images).items():
                 if isinstance(value, Tensor):
-                    own[kind] = value
-                elif kind not in about:
-                    own |= {f"{kind}.{name}": values for name, values in value.items()}
+                    own[part] = value
+                elif part not in about:
+                    own |= {f"{part}.{name}": values for name, values in value.items()}
             tensors |= {f"sets.{number}.{name}": values.contiguous() for name, values in own.items()}
             sets.append(about)
         pictures: list[dict[str, Any]] = []
@@ -101,15 +101,15 @@ class Content:
 
     @classmethod
     def load(cls, folder: Path, task: str) -> Content:
-        """Inverse of :meth:`save`, for the bundle of a model of a task.
+        """Read a saved content, for the bundle of a model of ``task``.
 
         Raises:
-            BundleError: The file is missing or damaged.
+            BundleError: If the file is missing or damaged.
         """
         file = folder / FILE
         if not file.is_file():
             raise BundleError(f"{folder} has no {FILE}; psc-fit writes one unless it is told --no-report")
-        kind: type[ScoredSet] = module_of(task, "psc_core.report.{}.sets").SET
+        set_type: type[ScoredSet] = module_of(task, "psc_core.report.{}.sets").SET
         try:
             with safe_open(file, "pt") as opened:
                 document = json.loads(opened.metadata()[_METADATA])
@@ -117,7 +117,8 @@ class Content:
             return cls(
                 document["version"],
                 tuple(
-                    _scored_set(kind, entry, _below(f"sets.{i}.", tensors)) for i, entry in enumerate(document["sets"])
+                    _scored_set(set_type, entry, _below(f"sets.{i}.", tensors))
+                    for i, entry in enumerate(document["sets"])
                 ),
                 tuple(
                     Picture(**entry, pixels=tensors[f"pictures.{i}"]) for i, entry in enumerate(document["pictures"])
@@ -128,19 +129,19 @@ class Content:
             raise BundleError(f"{file} is damaged ({error}); fit the bundle again") from error
 
 
-def _scored_set(kind: type[ScoredSet], entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ScoredSet:
-    parts: dict[str, Any] = {part.name: tensors[part.name] for part in fields(kind) if part.name in tensors}
-    for part in fields(kind):
+def _scored_set(set_type: type[ScoredSet], entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ScoredSet:
+    parts: dict[str, Any] = {part.name: tensors[part.name] for part in fields(set_type) if part.name in tensors}
+    for part in fields(set_type):
         if by_name := _below(f"{part.name}.", tensors):
             parts[part.name] = by_name
-    return kind(**{**entry, "role": Role(entry["role"])}, **parts)
+    return set_type(**{**entry, "role": Role(entry["role"])}, **parts)
 
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors whose name starts with ``prefix``, without it."""
+    """Return the tensors whose name starts with ``prefix``, by the rest of their name."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def parts_of(data: ImageDataset) -> Mapping[str, Tensor]:
-    """Return the groups of a data set; none where it is one part."""
+    """Return the groups of a data set; none if it has only one."""
     return data.groups if len(data.groups) > 1 else {}

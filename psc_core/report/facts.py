@@ -1,4 +1,4 @@
-"""The numbers that a person wants to know of a bundle, computed once for the terminal, the page and the model card."""
+"""The numbers that a person wants to know about a bundle, computed once for terminal, page and model card."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from psc_core.tasks.calibration import BaseCalibration
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of a bundle and of the images of its report."""
+    """The facts about a bundle and the images of its report."""
 
     folder: Path
     manifest: Manifest
@@ -32,12 +32,12 @@ class Facts:
 
     @cached_property
     def ood_threshold(self) -> float:
-        """The OOD score above which the alarm is raised, nats."""
+        """The OOD score above which the alarm is raised, in nats."""
         return self.calibration.ood_score_threshold(self.manifest.policy.alpha)
 
     @cached_property
     def calibrated_on(self) -> str:
-        """The images whose like the stated rates hold for."""
+        """The images for whose like the stated rates hold, in words."""
         history = self.manifest.provenance.get(HISTORY)
         if not history:
             return "validation images of the fit"
@@ -46,12 +46,12 @@ class Facts:
 
     @property
     def extension(self) -> str:
-        """How the last recalibration extended the density, a sentence; empty where it did not."""
+        """A sentence on how the last recalibration extended the density; empty if it did not."""
         found = self.manifest.provenance.get(HISTORY, [{}])[-1].get("extension")
         if not found or not found["times"]:
             return ""
         rows = zip(found["kinds"], found["auroc_before"], found["auroc_after"], strict=True)
-        compared = ", ".join(f"{kind} {before:.3f} to {after:.3f}" for kind, before, after in rows)
+        compared = ", ".join(f"{transform} {before:.3f} to {after:.3f}" for transform, before, after in rows)
         return (
             f"{found['images']} labelled images outside the slice extend the density, each as {found['times']} "
             f"training images; AUROC on made-up images: {compared}."
@@ -59,7 +59,7 @@ class Facts:
 
     @cached_property
     def limits(self) -> Mapping[str, float | None]:
-        """The limits of other decisions by the figure that shows them; None where nothing is beyond."""
+        """The limits of the other decisions, by the figure that shows them; None if no image is beyond."""
         limits: Mapping[str, float | None] = self._of_task("facts").limits_of(
             self.manifest.policy, self.calibration, self.manifest.metrics
         )
@@ -80,13 +80,13 @@ class Facts:
 
     @cached_property
     def measured(self) -> ScoredSet | None:
-        """The images that nothing was chosen on: test images where there are some, else validation images."""
+        """The images on which nothing was selected: test images if there are any, else validation images."""
         known = [images for images in self.content.sets if images.role in (Role.VALIDATION, Role.TEST)]
         return known[-1] if known else None
 
     @cached_property
     def quality(self) -> dict[str, Mapping[str, float]]:
-        """The metrics on :attr:`measured` by predictor, the network itself first; without images the recorded ones."""
+        """The metrics on :attr:`measured` by predictor, the network itself first; the recorded ones if it is None."""
         quality = self._recorded if self.measured is None else self.measured.quality
         ordered = sorted(quality, key=lambda name: name != "base")
         return {words.PREDICTORS.get(name, name): quality[name] for name in ordered}
@@ -99,19 +99,19 @@ class Facts:
 
     @property
     def quality_images(self) -> int:
-        """The number of images that :attr:`quality` is of."""
+        """The number of images behind :attr:`quality`."""
         if self.measured is None:
             return int(self.manifest.metrics.get("validation_images", 0))
         return len(self.measured.ood_score)
 
     def cells(self, quality: Mapping[str, float]) -> list[str]:
-        """Return the metrics of a predictor as text, in the order of :attr:`columns`; a dash for one that it lacks."""
+        """Format the metrics of a predictor in the order of :attr:`columns`, with a dash for a missing one."""
         digits = self._of_task("facts").DIGITS
         return [f"{quality[metric]:{digits}}" if metric in quality else "–" for metric in self.columns]
 
     @property
     def policy_lines(self) -> list[str]:
-        """The meaning of the policy for this bundle, a line each."""
+        """The meaning of the policy for this bundle, one line each."""
         policy = self.manifest.policy
         return [
             f"out of distribution: OOD score above {self.ood_threshold:.4g} nats (alpha {policy.alpha:g}: at most "
@@ -121,7 +121,7 @@ class Facts:
 
     @property
     def kept_images(self) -> str:
-        """The training images that the bundle shows to whoever has it, in words; empty where it keeps none."""
+        """A sentence on the training images that a bundle shows to anyone who has it; empty if it keeps none."""
         kept = self.manifest.thumbnails
         return (
             "" if kept is None else f"keeps thumbnails of {kept.count} training images, which are as private as these"
@@ -151,20 +151,20 @@ class Facts:
 
 
 def facts_of(bundle: Bundle, content: Content) -> Facts:
-    """Return the facts of a bundle.
+    """Return the facts about a bundle.
 
     Raises:
-        BundleError: The bundle is damaged, or the content belongs to another one.
+        BundleError: If the bundle is damaged, or the content belongs to another bundle.
     """
     calibration = bundle.manifest.task.calibration.from_tensors(bundle.parts["calibration"])
     return facts_about(bundle.path, bundle.manifest, calibration, content)
 
 
 def facts_about(folder: Path, manifest: Manifest, calibration: BaseCalibration, content: Content) -> Facts:
-    """Return the facts of a bundle whose parts are at hand; raises as :func:`facts_of`."""
+    """Return the facts about a bundle that is not on disk; raises the errors of :func:`facts_of`."""
     if content.version != manifest.version:
         raise BundleError(
-            f"{folder} is version {manifest.version}, its report is of {content.version}; fit again, or write a "
+            f"{folder} is version {manifest.version}, its report is for {content.version}; fit again, or write a "
             "report of test images with psc-eval --out"
         )
     collapse, candidate = _collapse_of(manifest)
@@ -187,7 +187,7 @@ def _collapse_of(manifest: Manifest) -> tuple[CollapseReport | None, Candidate |
     report = CollapseReport.from_json(data)
     by_rule = report.candidate()
     if by_rule.layers == manifest.layers:
-        return report, by_rule  # Its notes are in the words of today, those of the manifest in those of its fit.
+        return report, by_rule  # its notes have today's wording
     named = ", ".join(report.named(report.layer(layer)) for layer in manifest.layers)
     return report, Candidate(manifest.layers, f"{named}, named by the caller", notes, report)
 
@@ -195,7 +195,7 @@ def _collapse_of(manifest: Manifest) -> tuple[CollapseReport | None, Candidate |
 def _warnings(manifest: Manifest, candidate: Candidate | None, content: Content) -> list[str]:
     of_task, metrics = module_of(manifest.task.name, "psc_core.report.{}.facts"), manifest.metrics
     projection = metrics.get("projection", {})
-    found = manifest.task.notes(manifest.policy, manifest.classes, metrics)
+    found = manifest.policy.notes(manifest.classes, metrics)
     found += candidate.notes if candidate else ()
     found += [text for text in (projection.get("warning"), projection.get("pooled")) if text]
     found += of_task.warnings_of(metrics, manifest.head.record)
@@ -205,7 +205,7 @@ def _warnings(manifest: Manifest, candidate: Candidate | None, content: Content)
         if images.role is Role.VALIDATION and {"base", "psc"} <= images.quality.keys()
     ]
     return found + [
-        f"predictions with PSC are less accurate than the network's own by {lost}; --predictions base keeps those"
+        f"predictions with PSC are less accurate than the network's own by {lost}; --predictions base avoids this"
         for quality in both
         if (lost := of_task.accuracy_lost(quality["base"], quality["psc"]))
     ]

@@ -1,7 +1,7 @@
-"""The figures of a report that all tasks have, drawn with Matplotlib.
+"""Draw the figures of a report that all tasks share, with Matplotlib.
 
-Each function gives one figure or, where there is nothing to draw, None.  Colours mean the same in all of them: blue for
-images of known classes, orange for made-up and out-of-distribution ones, grey for limits.
+Each function returns one figure, or None if there is nothing to draw.  Colours have the same meaning everywhere: blue
+for images of known classes, orange for made-up and out-of-distribution images, grey for limits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from psc_core.report.facts import Facts
 from psc_core.tasks import module_of
 
 Figures = dict[str, Figure | None]
-"""Figures by name; None where there is nothing to draw."""
+"""Figures by name; None if there is nothing to draw."""
 
 KNOWN: Final = "#2b6cb0"
 UNKNOWN: Final = "#c05621"
@@ -33,13 +33,13 @@ _STYLE: Final[Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.frameon": False,
-    "text.parse_math": False,  # Names of classes, layers and sets are plain text, with any number of dollars.
+    "text.parse_math": False,  # names may contain dollars
 }
 
 
 @rc_context(_STYLE)
 def draw(facts: Facts) -> dict[str, Figure]:
-    """Draw every figure that there is something to draw for, by name."""
+    """Draw every figure for which there is data, by name."""
     manifest, content = facts.manifest, facts.content
     sized = content.sizes
     unknown = [images for images in content.sets if images.role is Role.OOD]
@@ -57,14 +57,14 @@ def draw(facts: Facts) -> dict[str, Figure]:
 
 @rc_context(_STYLE)
 def png(figure: Figure) -> bytes:
-    """Return a drawn figure as PNG."""
+    """Encode a drawn figure as PNG."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 
 def axes_of(width: float, height: float, columns: int = 1) -> tuple[Figure, Any]:
-    """Return a figure of this size, inches, and its axes: one, or an array of ``columns``."""
+    """Return a figure of this size in inches and its axes: one, or an array of ``columns``."""
     figure = Figure(figsize=(width, height), layout="constrained", dpi=110)
     return figure, figure.subplots(1, columns)
 
@@ -87,7 +87,7 @@ def collapse(report: CollapseReport, chosen: Sequence[str]) -> Figure:
 
 
 def sizes(nc1: Tensor, nc4: Tensor, chosen: tuple[int, int]) -> Figure:
-    """Draw NC1 and NC4 of every size of the projection, the chosen one marked; lines where one of the two is fixed."""
+    """Draw NC1 and NC4 for every size of the projection, with the chosen size marked; curves if one size is fixed."""
     if 1 in nc1.shape:
         return _sizes_curve(nc1.flatten(), nc4.flatten(), max(chosen))
     figure, axes = axes_of(7.5, 3.2, 2)
@@ -114,11 +114,12 @@ def _sizes_curve(nc1: Tensor, nc4: Tensor, chosen: int) -> Figure:
 
 
 def scores(sets: Sequence[ScoredSet], score: str, title: str, limit: float | None) -> Figure | None:
-    """Draw a histogram for each set of images over one axis, groups of a set apart, and the limit of the decision."""
+    """Draw a histogram for each set of images, or each group of a set, on one axis with the limit of the decision."""
     rows = [(name, values, images.role) for images in sets for name, values in _groups(images, score)]
     if not rows:
         return None
     known = torch.cat([values for _, values, role in rows if role.is_known] or [rows[0][1]])
+    # In-distribution images set the range, so that far outliers do not squeeze them into a few bins.
     low = min(*(float(values.quantile(0.005)) for _, values, _ in rows), math.inf if limit is None else limit)
     high = max(float(values.quantile(0.9)) for _, values, _ in rows)
     high = max(high, float(known.quantile(0.995)), low + 1e-6 if limit is None else limit + (limit - low) / 4)
@@ -157,7 +158,7 @@ def roc(inside: ScoredSet, outside: Sequence[ScoredSet]) -> Figure | None:
         both = torch.cat([inside.ood_score, images.ood_score])
         order = both.argsort(descending=True, stable=True)
         is_outside = order >= len(inside.ood_score)
-        ends = torch.cat([both[order].diff() != 0, torch.tensor([True])])  # Ties are one step.
+        ends = torch.cat([both[order].diff() != 0, torch.tensor([True])])  # ties are one step
         found = is_outside.cumsum(0)[ends] / len(images.ood_score)
         alarms = (~is_outside).cumsum(0)[ends] / len(inside.ood_score)
         axis.plot([0, *alarms.tolist()], [0, *found.tolist()], lw=1, label=images.name, color=f"C{number}")

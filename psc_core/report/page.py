@@ -1,4 +1,4 @@
-"""The report as files: one self-contained HTML page, its figures as PNG, and the model card of the bundle."""
+"""Write a report as files: one self-contained HTML page, its figures as PNG, and the model card of the bundle."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from psc_core.tasks import module_of
 CARD: Final = "README.md"
 
 _WIDE: Final = 5.0
-"""Width from which on a figure has a line of the page for itself, inches."""
+"""The width, in inches, from which a figure takes a whole line of the page."""
 
 _HERE: Final = Path()
-"""The bundle in commands of its files, which are the same wherever it lies."""
+"""The path of the bundle in commands, which are the same wherever the bundle lies."""
 
 _CONTROLS: Final = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029], " ")
 
 
 @pass_eval_context
 def _plain(template: EvalContext, value: object) -> object:
-    """Return a text without control characters, and on the card without tags; the page is escaped whole."""
+    """Return a text without control characters, and without tags on the card; the page is escaped as a whole."""
     if not isinstance(value, str):
         return value
     plain = value.translate(_CONTROLS)
@@ -49,10 +49,10 @@ TEMPLATES: Final = Environment(
 
 
 def write(facts: Facts, folder: Path) -> Path:
-    """Write :data:`PAGE` and :data:`FIGURES` into ``folder``, in place of those of another report, and return the page.
+    """Write :data:`PAGE` and :data:`FIGURES` into ``folder``, replacing another report, and return the page's path.
 
     Raises:
-        OSError: ``folder`` cannot be written to.
+        OSError: If ``folder`` cannot be written to.
     """
     drawn = figures.draw(facts)
     pngs = {name: figures.png(figure) for name, figure in drawn.items()}
@@ -85,11 +85,11 @@ def write_card(facts: Facts) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove page, figures, content and card from a bundle's folder: after a new fit they describe another one."""
+    """Remove page, figures, content and card from a bundle's folder, because after a new fit they are out of date."""
     for file in (folder / PAGE, folder / FILE, folder / CARD):
         file.unlink(missing_ok=True)
     _remove_figures(folder)
-    with suppress(OSError):  # There is none, or it holds files of others, such as an evaluation.
+    with suppress(OSError):  # missing, or it holds other files, such as an evaluation's
         (folder / FIGURES).rmdir()
 
 
@@ -99,12 +99,12 @@ def _remove_figures(folder: Path) -> None:
 
 
 def serve_command(folder: Path, manifest: Manifest) -> str:
-    """Return the command that starts the service with a bundle."""
+    """Return the command that serves a bundle."""
     return f"psc-serve --bundle {shlex.quote(str(folder))}{_permission(manifest)}"
 
 
 def _permission(manifest: Manifest) -> str:
-    """Return the flag without which a network of one's own is not imported."""
+    """Return the flag that permits importing the factory of a network, if the bundle needs it."""
     network = manifest.backbone.network
     if network is None or not Recipe(**dict(network)).is_factory:
         return ""

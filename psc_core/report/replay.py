@@ -1,4 +1,4 @@
-"""A replay as one page and as lines for the terminal."""
+"""Present a replay as one page, and as lines for the terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from psc_core.tables import aligned
 
 
 def to_text(replay: Replay) -> str:
-    """Return the tables as text."""
     first, last = replay.days
     lines = [f"{replay.name} from {first} to {last} under the bundle {replay.version}"]
     for title, header, rows in _tables(replay):
@@ -22,7 +21,7 @@ def to_text(replay: Replay) -> str:
 
 
 def write(replay: Replay, file: Path) -> None:
-    """Write the page; raises ``OSError`` and :class:`.DataError` as :func:`.replay` does."""
+    """Write the page; may raise ``OSError``, and :class:`.DataError` as :func:`.replay` does."""
     flips = [
         {
             "before": before,
@@ -53,7 +52,7 @@ def write(replay: Replay, file: Path) -> None:
 
 
 def _tables(replay: Replay) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Return the title, the header and the rows of each table: decisions before by decisions under the bundle."""
+    """Return the title, header and rows of each table, with logged decisions in rows and new ones in columns."""
     names = replay.decisions
     header = ["answered", *names]
     counts = [[before, *(str(replay.count(before, after)) for after in names)] for before in names]

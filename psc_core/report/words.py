@@ -1,4 +1,4 @@
-"""Words that the reports of all tasks share: predictors, explanations of figures, and a glossary."""
+"""The words that the reports of all tasks share: names of predictors, explanations of figures, a glossary."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Final
 
 Texts = Mapping[str, tuple[str, str]]
-"""A title and an explanation for each figure, in the order of the page."""
+"""The title and explanation of each figure, in the order of the page."""
 
 PREDICTORS: Final = {"base": "the network itself", "psc": "with PSC"}
-"""Titles of predictors; others, from ``psc-eval``, go by their own name."""
+"""The names of predictors; others, from ``psc-eval``, keep their own."""
 
 TEXTS: Final[Texts] = {
     "sizes": ("Size of the projection", "Squares mark the chosen number of components: the fewest that keep both."),
@@ -23,7 +23,7 @@ TEXTS: Final[Texts] = {
 
 GLOSSARY: Final[Mapping[str, str]] = {
     "NC1": "Variability within classes as a fraction of all variability: 1 without classes, 0 when a class is a point.",
-    "ε": "NC1 from which down a layer counts as collapsed.",
+    "ε": "The NC1 below which a layer counts as collapsed.",
     "OOD score": "How unlike the training images an image is; higher is more unusual. Nats.",
     "alpha": "The rate of false alarms that the OOD threshold keeps on images like the calibration images.",
     "made-up images": "Validation images turned, binarised, framed …, to see what happens without OOD images.",

@@ -1,7 +1,7 @@
-"""Images to score, in an order that is the same in every process and every run.
+"""List the images to score, in the same order in every process and every run.
 
-An input is a folder (every image file below it), a Parquet file with a column of paths or encoded images, or a text
-file with one path a line.  Images stream: memory holds the names of one folder, or one part, at a time.
+An input is a folder (with every image file below it), a Parquet file with a column of paths or encoded images, or a
+text file with one path a line.  Images are streamed: memory holds the names of one folder or one part at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from psc_core.images.files import files_below
 class NamedImage:
     """One image to score."""
 
-    name: str  # its path, or its row in a Parquet file
+    name: str  # the path, or the row in a Parquet file
     image: str | bytes  # a path, or an encoded image
 
 
@@ -33,10 +33,10 @@ def in_parts(images: Iterator[NamedImage], size: int) -> Iterator[list[NamedImag
 
 
 def named_images(source: Path, column: str) -> Iterator[NamedImage]:
-    """Return the images of a folder, a ``.parquet`` file (its ``column``) or a text file of paths.
+    """Return the images in a folder, a ``.parquet`` file (its ``column``) or a text file of paths.
 
     Raises:
-        UsageError: There is no such file or folder, no such column, or pyarrow is not installed.
+        UsageError: If there is no such file, folder or column, or pyarrow is not installed.
     """
     if source.is_dir():
         return _folder(source)
@@ -70,21 +70,21 @@ def _parquet(file: Path, column: str) -> Iterator[NamedImage]:
 
 
 def _printable(path: str) -> str:
-    """Return a path as valid Unicode: undecodable bytes of a file name become �."""
+    """Return a path as valid Unicode, with � for undecodable bytes of a file name."""
     return os.fsencode(path).decode("utf-8", "replace")
 
 
 def _encoded(value: Any, file: Path) -> str | bytes:
-    """Return the image of a cell: bytes, a path, or Hugging Face's ``{"bytes": …, "path": …}``."""
+    """Return the image in a cell: bytes, a path, or Hugging Face's ``{"bytes": …, "path": …}``."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if value is None:
-        return b""  # An empty cell fails to decode and is reported in its output.
+        return b""  # an empty cell fails to decode and is reported so
     if isinstance(value, str | bytes):
         return value
     raise UsageError(f"{file}: expected a column of bytes, paths or structs of both, got {type(value).__name__}")
 
 
 def pyarrow_parquet() -> Any:
-    """Return the module ``pyarrow.parquet``; raises :class:`UsageError` where it is not installed."""
+    """Return the module ``pyarrow.parquet``; raise :class:`UsageError` if it is not installed."""
     return needs("Parquet", "parquet", "pyarrow.parquet")

@@ -1,4 +1,4 @@
-"""Score on a Ray cluster: Ray Data runs shards of the parts on actors, each with the model."""
+"""Score on a Ray cluster: Ray Data runs shards of the parts on actors, each of which loads the model."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from psc_core.scoring.inputs import NamedImage
 from psc_core.scoring.parts import PartCount, PartWriter, write_parts
 
 SHARDS_PER_ACTOR = 4
-"""So that a fast actor takes work from a slow one, and a lost one loses little."""
+"""Several, so that a fast actor can take work from a slow one, and a lost actor loses little."""
 
 
 class ShardWriter:
     """Writes the parts of a shard; runs on an actor.
 
     Args:
-        make_writer: Loads the model.
-        make_parts: Opens the input.
-        shards: Number of shards.
+        make_writer: A function that loads the model.
+        make_parts: A function that opens the input.
+        shards: The number of shards.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class ShardWriter:
 def write_on_ray(
     make_writer: Callable[[], PartWriter], make_parts: Callable[[], Iterator[list[NamedImage]]], actors: int
 ) -> Iterator[PartCount]:
-    """Write all parts and count each, as :func:`psc_core.scoring.parts.write_parts` does.
+    """Write all parts and yield a count for each, like :func:`psc_core.scoring.parts.write_parts`.
 
     Raises:
-        UsageError: Ray Data is not installed.
+        UsageError: If Ray Data is not installed.
     """
     ray_data = needs("--ray", "ray", "ray.data")
     shards = SHARDS_PER_ACTOR * actors

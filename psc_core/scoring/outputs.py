@@ -1,7 +1,7 @@
-"""Outputs of scored images as columns: one file a part, in Parquet or JSON lines.
+"""Write the outputs of scored images as columns, one file a part, in Parquet or JSON lines.
 
-Columns: ``item`` (the image's name), those of the model's task (:meth:`psc_core.tasks.task.Task.columns`), and
-``error``: why an image has no answer, null for the others, whose other columns are null instead.
+The columns are ``item`` (the image's name), those of the model's task (:meth:`psc_core.tasks.task.Task.columns`), and
+``error``, the reason why an image has no answer.  Either ``error`` or the columns of the task are null.
 """
 
 from __future__ import annotations
@@ -21,29 +21,28 @@ from psc_core.tasks.prediction import BasePrediction
 from psc_core.tasks.task import Task
 
 Columns = dict[str, list[Any]]
-"""A cell for each image, by column."""
+"""The cells of all images, by column."""
 
 
 def columns_of(prediction: BasePrediction, task: Task) -> Columns:
-    """Return the columns of n predictions."""
     values = {name: prediction.column(name) for name in task.columns()}
     return {name: each.tolist() if isinstance(each, torch.Tensor) else list(each) for name, each in values.items()}
 
 
 def merge(names: Sequence[str], errors: Sequence[str | None], scored: Columns) -> Columns:
-    """Return the columns of a part; ``scored`` has the cells of the images without an error, in order."""
+    """Return the columns of a part; ``scored`` has the cells of the images without errors, in order."""
     cells = {name: iter(column) for name, column in scored.items()}
     merged = {name: [None if error else next(column) for error in errors] for name, column in cells.items()}
     return {"item": list(names), **merged, "error": list(errors)}
 
 
 def write(columns: Columns, types: Mapping[str, Any], file: Path) -> None:
-    """Write columns under a temporary name, then rename it: a part exists as a whole or not at all.
+    """Write columns under a temporary name, then rename the file, so that a part exists as a whole or not at all.
 
     Args:
-        columns: Of a part, from :func:`merge`.
-        types: Of the task's columns, from :meth:`psc_core.tasks.task.Task.columns`.
-        file: ``.parquet`` or ``.jsonl``.
+        columns: The columns of a part, from :func:`merge`.
+        types: The types of the task's columns, from :meth:`psc_core.tasks.task.Task.columns`.
+        file: The file to write, ``.parquet`` or ``.jsonl``.
     """
     partial = file.with_suffix(".partial")
     if file.suffix == ".parquet":
@@ -60,7 +59,7 @@ def errors_in(file: Path) -> list[tuple[str, str | None]]:
     """Return the columns ``item`` and ``error`` of a written part.
 
     Raises:
-        UsageError: The file is damaged.
+        UsageError: If the file is damaged.
     """
     try:
         if file.suffix == ".parquet":
@@ -87,7 +86,7 @@ def _arrow(columns: Columns, types: Mapping[str, Any]) -> Any:
 
 
 def _arrow_type(annotation: Any) -> Any:
-    """Return the Arrow type of a field by its annotation; every column may hold nulls."""
+    """Return the Arrow type for a field's annotation; every column may hold nulls."""
     import pyarrow as pa
 
     if get_origin(annotation) in (Union, UnionType):
@@ -102,4 +101,4 @@ def _arrow_type(annotation: Any) -> Any:
         return pa.list_(_arrow_type(inner[0]))
     if get_origin(annotation) is dict:
         return pa.map_(*map(_arrow_type, inner))
-    return pa.string()  # Literals.
+    return pa.string()  # literals

@@ -1,7 +1,7 @@
-"""Score images part by part, so that an interrupted run goes on and several processes share the work.
+"""Score images part by part, so that an interrupted run can continue and several processes can share the work.
 
 Part i holds the images [i·n, (i + 1)·n) and becomes one file, ``part-00000.parquet`` and so on.  A part is computed in
-the same batches whoever computes it, so its file is the same from one process, from several, and after a restart.
+the same batches by any process, so its file is the same from one process, from several, and after a restart.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from psc_core.scoring.outputs import Columns, columns_of, errors_in, merge, writ
 from psc_core.tasks.prediction import BasePrediction
 
 BATCHES_AHEAD = 2
-"""Batches that are decoded while the network computes one."""
+"""The number of batches that are decoded ahead while the network computes one."""
 
 NOT_FINITE = "the network's outputs are not finite"
-"""The error of an image that the network cannot answer."""
+"""The error of an image for which the network gives no usable output."""
 
 Decoded = npt.NDArray[np.uint8] | str
-"""Pixels, or why there are none."""
+"""Decoded pixels, or the reason why there are none."""
 
 
 @dataclass(frozen=True)
 class PartCount:
-    """The number of images of a part, and what was done with them."""
+    """The number of images in a part, and the outcome."""
 
     images: int
     errors: int  # images without an answer
-    written: bool  # False: its file was there already
+    written: bool  # False if the file existed already
 
 
 class PartWriter:
     """Computes the outputs of parts with one model and writes them.
 
     Args:
-        model: Of a bundle.
-        out: Folder of the parts' files.
+        model: A model loaded from a bundle.
+        out: The folder for the files of the parts.
         file_format: ``"parquet"`` or ``"jsonl"``.
-        threads: Decode images.
-        maps: Folder of a PNG for each image with an answer, ``00003-0017.png`` of row 17 of part 3, from 0.
+        threads: The number of threads that decode images.
+        maps: The folder for a PNG of each image with an answer: ``00003-0017.png`` for row 17 of part 3, both from 0.
 
     Raises:
-        UsageError: Maps of a model that has none.
+        UsageError: If ``maps`` is given and the model has no map.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class PartWriter:
         self.threads = threads or os.cpu_count() or 1
 
     def __call__(self, number: int, images: Sequence[NamedImage]) -> PartCount:
-        """Write the file of a part and its maps, unless they are there.
+        """Write the file of a part and its maps, unless they exist already.
 
         Raises:
-            UsageError: A file of other images is there.
+            UsageError: If the file exists but has other images.
         """
         file = self.out / f"part-{number:05d}.{self.file_format}"
         names = [each.name for each in images]
@@ -90,7 +90,7 @@ class PartWriter:
         return PartCount(len(names), sum(error is not None for error in columns["error"]), written=True)
 
     def columns(self, images: Sequence[NamedImage], number: int = 0) -> Columns:
-        """Return the columns of a part, whose maps are written."""
+        """Compute the columns of a part, and write its maps."""
         errors: list[str | None] = []
         scored: Columns = {name: [] for name in self.model.task.columns()}
         for decoded in self._decode(images):
@@ -114,7 +114,7 @@ class PartWriter:
                 _map_file(self.maps, number, row).write_bytes(png_of(grey))
 
     def _decode(self, images: Sequence[NamedImage]) -> Iterator[list[Decoded]]:
-        """Yield batches of decoded images; threads are :data:`BATCHES_AHEAD` ahead."""
+        """Yield batches of decoded images, with :data:`BATCHES_AHEAD` more being decoded by threads."""
         ahead: deque[list[Future[Decoded]]] = deque()
         with ThreadPoolExecutor(self.threads, "psc-decode") as pool:
             for start in range(0, len(images), MAX_BATCH):
@@ -138,7 +138,7 @@ def _map_file(maps: Path, number: int, row: int) -> Path:
 def write_parts(
     writer: PartWriter, parts: Iterable[list[NamedImage]], *, rank: int = 0, world: int = 1
 ) -> Iterator[PartCount]:
-    """Write the parts of process ``rank`` of ``world``, those with number ≡ rank modulo world, and count each."""
+    """Write the parts of process ``rank`` of ``world``, number ≡ rank modulo world, and yield a count for each."""
     for number, images in enumerate(parts):
         if number % world == rank:
             yield writer(number, images)

@@ -1,4 +1,4 @@
-"""Run a fitted model over a data set, through the path that serves."""
+"""Run a fitted model over a data set, through the path that a service uses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def served(
     """Yield each batch of ``data``, its images on the model's device, and the pipeline's packed outputs on the CPU.
 
     Raises:
-        UsageError: See :func:`check_read_by`.
+        UsageError: If :func:`check_read_by` raises it.
     """
     check_read_by(model, data)
     compute = Compute(model.device, batch_images=batch_images)
@@ -32,10 +32,10 @@ def served(
 
 
 def check_read_by(model: FittedModel, data: ImageDataset) -> None:
-    """Check that ``data`` are prepared as the model's images are.
+    """Check that ``data`` is read through the model's preprocessing.
 
     Raises:
-        UsageError: They are read through another preprocessing.
+        UsageError: If it is read through another one.
     """
     if data.preprocess != model.preprocess:
         raise UsageError(
@@ -46,5 +46,5 @@ def check_read_by(model: FittedModel, data: ImageDataset) -> None:
 
 @torch.inference_mode()
 def outputs_of(model: FittedModel, data: ImageDataset, description: str) -> Outputs[Tensor]:
-    """Return the outputs of every image, on the CPU; raises as :func:`served`."""
+    """Return the outputs for every image, on the CPU; raises the errors of :func:`served`."""
     return model.outputs(torch.cat([packed for _, _, packed in served(model, data, description=description)]))

@@ -5,10 +5,10 @@ Every folder has the same files, in the order in which an image meets them:
 =================== ===============================================================================================
 ``answer``          the fields of an answer, each declared once, with unit and meaning
 ``policy``          the thresholds that a user sets
-``calibration``     the scores of calibration images, and what a policy means among them
-``decide``          outputs to decisions under a policy
+``decide``          thresholds, and the decisions that they make of outputs
+``calibration``     the scores of calibration images, and the thresholds that a policy means among them
 ``prediction``      what ``predict`` returns in Python
-``task``            the :class:`.task.Task`: its names, and how it does what every task does
+``task``            the :class:`.task.Task`: its names, its types, and how it does what every task does
 ``heads``           the heads (the paper's g′) of its models
 ``fit``             how heads, calibration and thresholds are fitted; nothing above imports it
 =================== ===============================================================================================
@@ -31,7 +31,7 @@ last, because it also takes a manifest that names no task."""
 
 
 def module_of(task: str, module: str) -> Any:
-    """The module of one task, imported when it is asked for: clients need no torch, services no fitting code.
+    """Return the module of one task, imported when it is asked for: clients need no torch, services no fitting code.
 
     Args:
         task: One of :data:`TASKS`.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 from pydantic import BaseModel, ConfigDict, Field
 
 from psc_core.tasks import TASKS, module_of
+from psc_core.tasks.policy import BasePolicy
 
 _SCORE: Final = "score"
 
@@ -41,7 +42,7 @@ IsOod = Annotated[bool, Field(description="p-value ≤ alpha.")]
 
 
 class Document(BaseModel):
-    """Immutable, with the declared members only."""
+    """Base of the parts of an answer: immutable, with the declared members only."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -113,7 +114,7 @@ class Response(Document):
     model: ModelRef
 
     if TYPE_CHECKING:
-        policy: Any
+        policy: BasePolicy
         predictions: Sequence[BaseAnswer]
 
     @classmethod
@@ -124,7 +125,7 @@ class Response(Document):
 
 
 def response_type(document: Mapping[str, Any]) -> type[Response]:
-    """The answer that a document claims to be."""
+    """Return the answer that a document claims to be."""
     kinds: list[type[Response]] = [module_of(name, "psc_core.tasks.{}.answer").RESPONSE for name in TASKS]
     return next((kind for kind in kinds if kind.is_of(document)), kinds[-1])
 
@@ -134,5 +135,5 @@ ASKED_FOR: Final = ("top", "explanation")
 
 
 def scores_of(prediction: type[BaseAnswer]) -> tuple[str, ...]:
-    """Names of the fields that are scores, in their order."""
+    """Return the names of the fields that are scores, in their order."""
     return tuple(name for name, field in prediction.model_fields.items() if _SCORE in field.metadata)

@@ -1,20 +1,24 @@
-"""The base of every task's calibration: the OOD scores of n calibration images."""
+"""The base of every task's calibration: the OOD scores of n calibration images, and what a policy means among them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
 
-from psc_core.calibration.conformal import ood_score_threshold
+from psc_core.calibration.conformal import decision_p_value, ood_score_threshold
+from psc_core.tasks.decide import BaseThresholds
+from psc_core.tasks.policy import BasePolicy
 
 
 @dataclass(frozen=True)
 class BaseCalibration:
     """Scores of n calibration images, float32, each sorted for itself."""
+
+    thresholds_type: ClassVar[type[BaseThresholds]]
 
     ood_scores: Float[Tensor, " n"]  # OOD scores, ascending, nats
 
@@ -38,11 +42,20 @@ class BaseCalibration:
     def check_classes(self, count: int) -> None:
         """Reject, by :class:`BundleError`, scores that are of another number of classes."""
 
-    def thresholds(self, policy: Any) -> Any:
+    def thresholds(self, policy: BasePolicy) -> BaseThresholds:
         """Return the thresholds that a policy of the task means here.
 
         Raises:
             UsageError: n is too small for its alpha or its coverage.
+        """
+        p_value = decision_p_value(policy.alpha, len(self))
+        return self.thresholds_type(policy, p_value, self.quantile(policy.coverage))
+
+    def quantile(self, coverage: float) -> float:
+        """Return the conformal quantile that bounds prediction sets or intervals of this nominal coverage.
+
+        Raises:
+            UsageError: ``coverage`` is not in (0, 1), or n is too small for it.
         """
         raise NotImplementedError
 
@@ -52,7 +65,7 @@ class BaseCalibration:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> BaseCalibration:
-        """Inverse of :meth:`tensors`.
+        """Return the calibration whose :meth:`tensors` these are.
 
         Raises:
             BundleError: A tensor is missing, has another type or length, or its scores do not ascend or are not finite.

@@ -40,7 +40,7 @@ class Outputs(Generic[Matrix]):
         return len(self.packed)
 
     def __getitem__(self, score: str) -> Matrix:
-        """A view of the column of one score, (n,)."""
+        """Return a view of the column of one score, (n,)."""
         return self.packed[:, self.scores.index(score)]
 
     @property
@@ -60,5 +60,5 @@ def pack(
     probabilities: Float[Tensor, "batch classes"],
     gate_p_values: Sequence[Float[Tensor, "batch gates"]] = (),
 ) -> Float[Tensor, "batch columns"]:
-    """The packed matrix; ``scores`` has an entry for each of ``names``, ``gate_p_values`` at most one."""
+    """Return the packed matrix; ``scores`` has an entry for each of ``names``, ``gate_p_values`` at most one."""
     return torch.cat([*(scores[name][:, None] for name in names), probabilities, *gate_p_values], dim=1)

@@ -5,7 +5,8 @@ Bundles, settings, queries, answers and the client all use the one declaration o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -23,3 +24,12 @@ class BasePolicy(BaseModel):
     if TYPE_CHECKING:
         alpha: float
         coverage: float
+
+    def notes(self, classes: Sequence[str], metrics: Mapping[str, Any]) -> list[str]:
+        """Return the limits of decisions by this policy that their users should know, a sentence each.
+
+        Args:
+            classes: Names of the model's classes.
+            metrics: The measurements of a fit, as in the manifest.
+        """
+        return []

@@ -15,13 +15,14 @@ from torch import Tensor
 from psc_core.errors import needs
 from psc_core.tables import aligned
 from psc_core.tasks.answer import ASKED_FOR, BaseAnswer
+from psc_core.tasks.decide import BaseDecisions
 from psc_core.tasks.outputs import Outputs
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 SHOWN: Final = 10
-"""Images that the text of predictions shows."""
+"""Maximum number of images that the text of predictions shows."""
 
 Positions = int | np.integer[Any] | slice | Sequence[int] | npt.NDArray[Any] | Tensor
 """One image of several, or some of them: a slice, their positions, or a mask."""
@@ -37,9 +38,10 @@ class BasePrediction:
     decision_names: ClassVar[tuple[str, ...]]
 
     outputs: Outputs[Tensor]  # of the network step
-    decisions: Any  # under the bundle's policy
+    decisions: BaseDecisions  # under the bundle's policy
+    classes: tuple[str, ...]  # names; of a regression the bins of its target
     maps: Tensor | None = field(default=None, kw_only=True)
-    """``uint8 (n, rows, columns)`` how strange each part of the images is, 255 the strangest, where it was asked for.
+    """``uint8 (n, rows, columns)``: how strange each part of the images is, 255 the strangest; None unless asked for.
 
     One in ``10^(4g/255)`` positions of in-distribution images has the grey level g or more.
     """
@@ -52,8 +54,7 @@ class BasePrediction:
         at = images if isinstance(images, slice) else torch.as_tensor(images).cpu().reshape(-1)
         if not isinstance(at, slice) and not at.numel():
             at = at.long()  # Of [] torch makes floats.
-        of_decisions = at if isinstance(at, slice) else at.numpy()
-        decisions = type(self.decisions)(*(part[of_decisions] for part in self.decisions))
+        decisions = self.decisions.at(at if isinstance(at, slice) else at.numpy())
         maps = None if self.maps is None else self.maps[at]
         outputs = replace(self.outputs, packed=self.outputs.packed[at])
         return replace(self, outputs=outputs, decisions=decisions, maps=maps)
@@ -70,12 +71,12 @@ class BasePrediction:
 
     @property
     def gates(self) -> dict[str, Tensor]:
-        """``float32 (n,)`` p-value of each gate, by name; empty for a model without gates."""
+        """The p-value of each gate, ``float32 (n,)``, by name; empty for a model without gates."""
         return dict(zip(self.outputs.gates, self.outputs.gate_p_values.T, strict=True))
 
     @property
     def is_ood(self) -> Tensor:
-        """``bool (n,)`` p-value at most the bundle's α."""
+        """``bool (n,)``: whether the p-value is at most the bundle's α."""
         return torch.from_numpy(self.decisions.is_ood)
 
     @property
@@ -115,11 +116,11 @@ class BasePrediction:
 
     @classmethod
     def _fields(cls) -> list[str]:
-        """The fields of an answer but those that a request asks for."""
+        """Return the fields of an answer but those that a request asks for."""
         return [name for name in cls.answer.model_fields if name not in ASKED_FOR]
 
     def __repr__(self) -> str:
-        """A line for all images and a table of the first ones."""
+        """Return a line for all images and a table of the first ones."""
         counts = Counter(self.decision)
         counted = ", ".join(f"{counts[name]} {name}" for name in self.decision_names if counts[name])
         title = f"{type(self).__name__} for {len(self)} image{'s' * (len(self) != 1)}{': ' * bool(counted)}{counted}"
@@ -132,7 +133,7 @@ class BasePrediction:
 
 
 def _listed(column: Sequence[Any] | Tensor) -> list[Any]:
-    """The cells of a column as JSON types."""
+    """Return the cells of a column as JSON types."""
     if isinstance(column, Tensor):
         listed: list[Any] = column.tolist()
         return listed
@@ -140,7 +141,7 @@ def _listed(column: Sequence[Any] | Tensor) -> list[Any]:
 
 
 def _cells(column: Sequence[Any] | Tensor) -> Any:
-    """A column of a table: an array of numbers, or what each image has of several."""
+    """Return a column of a table: an array of numbers, or a list of the values of each image."""
     if isinstance(column, Tensor):
         return column.numpy() if column.ndim == 1 else column.tolist()
     return list(column)

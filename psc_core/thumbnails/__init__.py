@@ -1,1 +1,1 @@
-"""Thumbnails: training images that a model keeps, small, to show what an image is nearest to."""
+"""Thumbnails: small training images that a model keeps, to show which of them an image is nearest to."""

@@ -1,7 +1,7 @@
-"""Small pictures of training images that a bundle keeps, and the search for those nearest to an image.
+"""Small pictures of training images that a bundle keeps, and the search for the nearest ones.
 
 With the coordinates ``w`` (P,) that the density gives an image, in which the pooled within-class covariance is the
-identity (:meth:`psc_core.density.base.Density.coordinates`), and ``e_i`` those of kept image i,
+identity (:meth:`psc_core.density.base.Density.coordinates`), and the coordinates ``e_i`` of kept image i,
 
     ``distance_i = ‖ w − e_i ‖``        in standard deviations within a class
 
@@ -24,16 +24,16 @@ from psc_core.errors import BundleError, shortened
 from psc_core.images.png import as_base64, png_of
 
 SIDE: Final = 64
-"""Maximum height and width of a thumbnail, pixels: with three channels 12 KiB."""
+"""Maximum height and width of a thumbnail, in pixels; with three channels it takes 12 KiB."""
 
 MAX_COUNT: Final = 4096
-"""Maximum number of kept images, 48 MiB of pixels."""
+"""Maximum number of kept images; their pixels take 48 MiB."""
 
 NEAREST: Final = 3
-"""Number of kept images that an explanation names."""
+"""The number of kept images that an explanation names."""
 
 CANDIDATES: Final = 16
-"""Number of kept images whose distances are computed without rounding."""
+"""The number of kept images whose exact distances are computed."""
 
 _TYPES: Final = {"embedding": torch.float32, "pixels": torch.uint8, "images": torch.int64, "labels": torch.int64}
 _AXES: Final = {
@@ -46,21 +46,22 @@ _VALUES: Final = "values"
 
 
 class Nearest(NamedTuple):
-    """The kept images that a batch is nearest to, the nearest first."""
+    """The kept images that are nearest to each image of a batch, the nearest first."""
 
-    nearest_kept: Int[Tensor, "batch near"]  # positions among the kept images
-    nearest_distance: Float[Tensor, "batch near"]
+    nearest_kept: Int[Tensor, "batch near"]  # indices of kept images
+    nearest_distance: Float[Tensor, "batch near"]  # standard deviations within a class
 
 
 class Thumbnails(nn.Module):
-    """Kept training images.
+    """The kept training images of a model.
 
     Args:
         tensors: ``embedding`` float32 (N, P); ``pixels`` uint8 (N, C, height, width); ``images`` int64 (N), positions
-            in the training data; ``labels`` int64 (N); and of a regression ``values`` float64 (N), their numbers.
+            in the training data; ``labels`` int64 (N); for a regression also ``values`` float64 (N), the target's
+            values.
 
     Raises:
-        BundleError: Tensors that do not belong together, or are beyond a limit.
+        BundleError: If tensors do not belong together, or exceed a limit.
     """
 
     embedding: Tensor
@@ -69,7 +70,7 @@ class Thumbnails(nn.Module):
         super().__init__()
         self.sizes = _checked(tensors)
         self.register_buffer("embedding", tensors["embedding"], persistent=False)
-        # Plain attributes, which stay on the host wherever the module goes.
+        # Plain attributes, which stay on the host when the module moves to a device.
         self._on_host = {name: tensor.cpu() for name, tensor in tensors.items() if name != "embedding"}
         self._pngs: dict[int, str] = {}
 
@@ -77,15 +78,14 @@ class Thumbnails(nn.Module):
         return len(self.embedding)
 
     def config(self) -> dict[str, int]:
-        """Return the section of a manifest, the sizes; with :meth:`tensors` all that restoring needs."""
+        """Return the section of a manifest, the sizes; with :meth:`tensors` it restores the thumbnails."""
         return self.sizes
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that the constructor takes."""
         return {"embedding": self.embedding, **self._on_host}
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Thumbnails:
-        """Return the same images in other coordinates of the density, by a function of the embedding."""
+        """Return the same images in other coordinates of the density; ``move`` maps the embedding."""
         return Thumbnails({**self.tensors(), "embedding": move(self.embedding)})
 
     @classmethod
@@ -99,18 +99,18 @@ class Thumbnails(nn.Module):
         classes: int,
         has_values: bool,
     ) -> Thumbnails:
-        """Inverse of :meth:`config` and :meth:`tensors`.
+        """Rebuild thumbnails from :meth:`config` and :meth:`tensors`.
 
         Args:
-            sizes: As the manifest names them.
-            tensors: As a file holds them.
-            components: P of the density.
-            channels: Of the network's input.
-            classes: Number of classes, or of bins.
-            has_values: Whether each image has a number.
+            sizes: The sizes in the manifest.
+            tensors: The tensors in the file.
+            components: The number P of the density's components.
+            channels: The number of channels of the network's input.
+            classes: The number of classes, or of bins.
+            has_values: Whether each image has a target value.
 
         Raises:
-            BundleError: Tensors that fit neither the sizes nor the model, or are beyond a limit.
+            BundleError: If tensors match neither the sizes nor the model, or exceed a limit.
         """
         expected = {*_AXES, *([_VALUES] if has_values else [])}
         if set(tensors) != expected:
@@ -132,9 +132,9 @@ class Thumbnails(nn.Module):
         return found
 
     def forward(self, coordinates: Float[Tensor, "batch components"]) -> Nearest:
-        """Return the nearest kept images of a batch."""
+        """Return the kept images nearest to each image of a batch."""
         coordinates = coordinates.float()
-        # By a matrix product, which is quick and off by rounding where an image is all but one of the kept ones.
+        # cdist is a matrix product: fast, but inexact for an image that nearly equals a kept one.
         rough = torch.cdist(coordinates, self.embedding)
         candidates = rough.topk(min(CANDIDATES, len(self)), dim=1, largest=False).indices
         exact = torch.linalg.vector_norm(coordinates[:, None] - self.embedding[candidates], dim=2)
@@ -144,12 +144,12 @@ class Thumbnails(nn.Module):
     def documents(
         self, nearest: npt.NDArray[Any], distances: npt.NDArray[Any], classes: Sequence[str]
     ) -> list[dict[str, Any]]:
-        """Return the nearest kept images of one image as an answer has them, :class:`psc_core.tasks.answer.KeptImage`.
+        """Return the kept images nearest to one image as :class:`psc_core.tasks.answer.KeptImage` members of an answer.
 
         Args:
-            nearest: (k,) as of :meth:`forward`.
-            distances: (k,) likewise.
-            classes: Names of the model's classes or bins.
+            nearest: The indices of the kept images (k,), from :meth:`forward`.
+            distances: Their distances (k,), from :meth:`forward`.
+            classes: The names of the model's classes or bins.
         """
         host = self._on_host
         return [
@@ -164,21 +164,21 @@ class Thumbnails(nn.Module):
         ]
 
     def _png_of(self, kept: int) -> str:
-        """Return base64 of a thumbnail's PNG, made when it is first shown."""
+        """Return a thumbnail's PNG in base64, made when it is first shown."""
         if kept not in self._pngs:
             self._pngs[kept] = as_base64(png_of(self._on_host["pixels"][kept].numpy()))
         return self._pngs[kept]
 
 
 def _checked(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the sizes of the axes.
+    """Check the tensors and return the sizes of their axes.
 
     Raises:
-        BundleError: Tensors of other types, ranks or sizes, or beyond a limit.
+        BundleError: If a tensor has the wrong dtype, rank or size, or exceeds a limit.
     """
     sizes: dict[str, int] = {}
     types, axes = {**_TYPES, _VALUES: torch.float64}, {**_AXES, _VALUES: ("count",)}
-    for name in filter(tensors.__contains__, axes):  # Not in the order of a file, so that one fault has one message.
+    for name in filter(tensors.__contains__, axes):  # fixed order, so that a fault has one message
         tensor, shape = tensors[name], tuple(tensors[name].shape)
         expected = tuple(sizes.setdefault(axis, size) for axis, size in zip(axes[name], shape, strict=False))
         if tensor.dtype != types[name] or len(shape) != len(axes[name]) or shape != expected or not tensor.numel():

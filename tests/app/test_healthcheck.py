@@ -1,4 +1,4 @@
-"""What Docker asks, as Docker asks it."""
+"""The health check, run as Docker runs it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+from app.healthcheck import is_ready
+from app.settings import load_settings
 from tests.served import GUARD_SECONDS, serve_fake
 
 
 def healthcheck(**variables: str) -> int:
-    """The exit code of Docker's command."""
+    """Return the exit code of Docker's command."""
     command = [sys.executable, "-m", "app.healthcheck"]
     done = subprocess.run(command, env={**os.environ, **variables}, timeout=GUARD_SECONDS, check=False)
     return done.returncode
@@ -21,3 +25,18 @@ def test_follows_readiness() -> None:
         assert healthcheck(PSC_PORT=str(server.port)) == 0
         assert server.terminate() == 0
     assert healthcheck(PSC_PORT=str(server.port)) == 1
+
+
+@pytest.mark.parametrize("value", ["tcp://10.0.0.1:8001", "", "8001"])
+def test_asks_at_the_port_that_the_service_takes(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def refuse(url: str, **_: object) -> None:
+        asked.append(url)
+        raise ConnectionRefusedError
+
+    monkeypatch.setenv("PSC_PORT", value)
+    monkeypatch.delenv("PSC_TLS_CERTIFICATE", raising=False)
+    monkeypatch.setattr("urllib.request.urlopen", refuse)
+    assert not is_ready()
+    assert asked == [f"http://127.0.0.1:{load_settings().port}/readyz"]

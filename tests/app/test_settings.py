@@ -80,7 +80,7 @@ def test_settings_are_frozen() -> None:
         ({"PSC_ALLOWED_HOSTS": "*a.org"}, r"got '\*a.org'"),
         ({"PSC_MAX_PIXELS": "178956971"}, "setting max_pixels"),
         ({"PSC_DRIFT_WINDOW": "1000001"}, "setting drift_window"),
-        ({"PSC_BUNDLE": "a=x,a=y"}, "each bundle name once"),
+        ({"PSC_BUNDLE": "a=x,a=y"}, "expected different bundle names"),
         ({"PSC_BUNDLE": "a b=x"}, "bundle name"),
     ],
 )

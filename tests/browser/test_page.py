@@ -25,8 +25,7 @@ from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.outputs import Outputs
 from psc_core.tasks.regression.answer import DECISIONS
 from psc_core.tasks.regression.answer import SCORES as VALUE_SCORES
-from psc_core.tasks.regression.calibration import Thresholds
-from psc_core.tasks.regression.decide import decide
+from psc_core.tasks.regression.decide import Thresholds
 from psc_core.tasks.regression.policy import ValuePolicy
 from tests.app.fakes import (
     FakeModel,
@@ -360,13 +359,13 @@ def test_measures_an_interval_as_the_service_does(page: Driver) -> None:
     columns[:, VALUE_SCORES.index("aleatoric")] = rng.uniform(0.05, 0.2, 200)
     columns[:, VALUE_SCORES.index("ood_p_value")] = 1
     policy = ValuePolicy(alpha=0.1, max_width=0.25, coverage=0.9)
-    lower, upper, _, codes = decide(Outputs(columns, VALUE_SCORES, ()), Thresholds(policy, 0.1, 1.0))
+    decided_here = Thresholds(policy, 0.1, 1.0).decide(Outputs(columns, VALUE_SCORES, ()))
     predictions = [
         {"ood_p_value": 1, "lower": low, "upper": high}
-        for low, high in zip(shortest(lower), shortest(upper), strict=True)
+        for low, high in zip(shortest(decided_here.lower), shortest(decided_here.upper), strict=True)
     ]
     found = decided(page, predictions, [policy.model_dump()] * 200, {"task": "regression"})
-    assert found == [DECISIONS[code] for code in codes] and len(set(found)) == 2
+    assert found == [DECISIONS[code] for code in decided_here.decision] and len(set(found)) == 2
 
 
 def test_knows_every_task(page: Driver) -> None:

@@ -24,8 +24,10 @@ class RelativeDensity(TiedDensity):''',
         )
     ],
     "psc_core/density/__init__.py": [
-        ("    RelativeDensity,\n    TiedDensity,", "    RelativeDensity,\n    SphericalDensity,\n    TiedDensity,"),
-        ("        RelativeDensity,\n    )", "        RelativeDensity,\n        SphericalDensity,\n    )"),
+        (
+            ':RelativeDensity",\n',
+            ':RelativeDensity",\n        "spherical": "psc_core.density.gaussian:SphericalDensity",\n',
+        )
     ],
     "psc_core/density/fit/density.py": [
         (
@@ -42,7 +44,14 @@ class RelativeDensity(TiedDensity):''',
 
 FITS: Final''',
         ),
-        ('    "rmd": fit_relative,\n', '    "rmd": fit_relative,\n    "spherical": fit_spherical,\n'),
+        (
+            "import ClasswiseDensity, RelativeDensity, TiedDensity\n",
+            "import ClasswiseDensity, RelativeDensity, SphericalDensity, TiedDensity\n",
+        ),
+        (
+            "    RelativeDensity: fit_relative,\n",
+            "    RelativeDensity: fit_relative,\n    SphericalDensity: fit_spherical,\n",
+        ),
     ],
     "tests/reference/density.py": [
         (
@@ -94,12 +103,12 @@ assert pytest.main(["-q", "--noconftest", "-p", "no:cacheprovider", *tests]) == 
 from psc_core import load_model
 from psc_core.cli.fit import main
 from psc_core.data.spec import open_dataset
-from psc_core.density.fit.density import fit_density
+from psc_core.density.fit.density import Examples, fit_density
 from tests.psc_core.density.fit.test_density import assert_close_to_twin
 from tests.psc_core.density.support import images
 
 z, labels = images(240, 4, 3)
-assert_close_to_twin(fit_density(z, labels, num_classes=3, kind="spherical"), z, labels, z, None)
+assert_close_to_twin(fit_density(Examples(z, labels, 3), kind="spherical"), z, labels, z, None)
 
 from pathlib import Path
 import numpy as np

@@ -43,11 +43,9 @@ class CentroidHead(ClassifierHead):
     ],
     "psc_core/tasks/classification/heads/__init__.py": [
         (
-            "from psc_core.tasks.classification.heads.duq import DuqHead\n",
-            "from psc_core.tasks.classification.heads.centroid import CentroidHead\n"
-            "from psc_core.tasks.classification.heads.duq import DuqHead\n",
+            '.duq:DuqHead",\n',
+            '.duq:DuqHead",\n        "centroid": "psc_core.tasks.classification.heads.centroid:CentroidHead",\n',
         ),
-        ("(LaplaceHead, SngpHead, DuqHead)", "(LaplaceHead, SngpHead, DuqHead, CentroidHead)"),
     ],
     "psc_core/tasks/classification/fit/centroid.py": [
         (
@@ -58,7 +56,7 @@ from __future__ import annotations
 
 import torch
 
-from psc_core.tasks.classification.fit.data import HeadData
+from psc_core.tasks.classification.fit.data import ClassifierData
 from psc_core.tasks.classification.fit.posterior import nll
 from psc_core.tasks.classification.heads.centroid import CentroidHead
 from psc_core.tasks.fit.standardisation import in_memory
@@ -66,7 +64,7 @@ from psc_core.tasks.fit.standardisation import in_memory
 TEMPERATURES = tuple(10.0 ** (k / 8) for k in range(-8, 25))
 
 
-def fit_centroid(data: HeadData) -> CentroidHead:
+def fit_centroid(data: ClassifierData) -> CentroidHead:
     """Class means, and the temperature with the smallest validation NLL."""
     train = in_memory(data.train)
     centroids = torch.stack([train[data.train_labels == k].mean(0) for k in range(data.num_classes)])
@@ -191,10 +189,9 @@ class RidgeHead(RegressionHead):
     ],
     "psc_core/tasks/regression/heads/__init__.py": [
         (
-            "\n__all__",
-            "from psc_core.tasks.regression.heads.ridge import RidgeHead\n\n__all__",
+            '.dve:DeepVecchiaHead",\n',
+            '.dve:DeepVecchiaHead",\n        "ridge": "psc_core.tasks.regression.heads.ridge:RidgeHead",\n',
         ),
-        ("(BayesianLinearHead, DeepVecchiaHead)", "(BayesianLinearHead, DeepVecchiaHead, RidgeHead)"),
     ],
     "psc_core/tasks/regression/fit/ridge.py": [
         (
@@ -206,11 +203,11 @@ from __future__ import annotations
 import torch
 
 from psc_core.tasks.regression.fit.blr import gaussian_nll
-from psc_core.tasks.regression.fit.data import HeadData
+from psc_core.tasks.regression.fit.data import RegressionData
 from psc_core.tasks.regression.heads.ridge import RidgeHead
 
 
-def fit_ridge(data: HeadData) -> RidgeHead:
+def fit_ridge(data: RegressionData) -> RidgeHead:
     """Weights by the normal equations; the noise is the deviation of what is left of the selection split."""
     phi = data.train[:]
     gram = phi.T @ phi + torch.eye(phi.shape[1], dtype=phi.dtype, device=phi.device)

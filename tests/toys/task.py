@@ -10,7 +10,8 @@ EDITS = {
     "psc_core/tasks/__init__.py": [('    "classification",\n', '    "multilabel",\n    "classification",\n')],
     **{
         file.relative_to(_FILES).as_posix(): [("", file.read_text())]
-        for file in (_FILES / "psc_core").rglob("*")
+        for floor in ("psc_core", "app")
+        for file in (_FILES / floor).rglob("*")
         if file.suffix in (".py", ".jinja")
     },
     "app/http/page/tasks.js": [
@@ -89,10 +90,10 @@ A bundle with `task` = `multilabel` gives each label a probability of its own; K
 """,
         )
     ],
-    "tests/psc_core/tasks/test_task.py": [
+    "tests/tasks.py": [
         (
-            "ONE_OF_EACH: dict[str, tuple[Task, Any]] = {\n",
-            """ONE_OF_EACH: dict[str, tuple[Task, Any]] = {
+            "ONE_OF_EACH: dict[str, tuple[Task, BaseThresholds]] = {\n",
+            """ONE_OF_EACH: dict[str, tuple[Task, BaseThresholds]] = {
     "multilabel": (
         MultiLabel(),
         multilabel.Thresholds(LabelPolicy(alpha=0.05, max_undecided=0, coverage=0.9), 0.05, 0.3),
@@ -101,7 +102,7 @@ A bundle with `task` = `multilabel` gives each label a probability of its own; K
         ),
         (
             "from psc_core.tasks.outputs import FloatArray, Outputs\n",
-            """from psc_core.tasks.multilabel import calibration as multilabel
+            """from psc_core.tasks.multilabel import decide as multilabel
 from psc_core.tasks.multilabel.policy import LabelPolicy
 from psc_core.tasks.multilabel.task import MultiLabel
 from psc_core.tasks.outputs import FloatArray, Outputs

@@ -1,1 +1,1 @@
-"""Pure ASGI middleware, one concern a module (no ``BaseHTTPMiddleware``: it hides disconnects)."""
+"""Pure ASGI middleware, one concern per module (not ``BaseHTTPMiddleware``, which hides disconnects)."""

@@ -1,4 +1,4 @@
-"""Starlette's allow-lists of hosts and of origins, as this service needs them."""
+"""Adapt Starlette's allow-lists of hosts and origins to this service."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from app.http.schemas import ProblemDocument
 
 
 class HostAllowList(TrustedHostMiddleware):
-    """The allow-list of hosts, but for probes, which name an address, and gRPC, which no page in a browser speaks."""
+    """The allow-list of hosts, which lets pass probes, as they name an address, and gRPC, as no web page speaks it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (scope.get("scheme") == "grpc" or is_probe(scope["path"])):
@@ -26,7 +26,7 @@ class HostAllowList(TrustedHostMiddleware):
 
 
 class ProblemCORS(CORSMiddleware):
-    """A preflight request for an origin, a method or a header that is not allowed is answered with a problem."""
+    """Starlette's CORS, except that a refused preflight request is answered with a problem document."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
         response = super().preflight_response(request_headers)

@@ -1,4 +1,4 @@
-"""Asks clients of a service that is about to end to connect elsewhere next time."""
+"""Ask the clients of a service that is about to end to connect elsewhere next time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Draining:
 
     Args:
         app: The wrapped ASGI application.
-        service: Which knows whether it drains.
+        service: The service, which knows whether it is draining.
     """
 
     def __init__(self, app: ASGIApp, *, service: Service) -> None:

@@ -1,4 +1,4 @@
-"""Counts and limits: how many requests at once, the body of each, the bodies of all."""
+"""Limit the number of concurrent requests, the body of each, and the memory of all bodies."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _PROBE_OF_MODEL: Final = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/ready")
 
 
 def is_probe(path: str) -> bool:
-    """Return whether orchestrators or Prometheus ask for this path, by address, however busy the service is."""
+    """Return whether orchestrators or Prometheus probe this path; they ask by address, even of a busy service."""
     return path in _PROBES or (path.endswith("/ready") and _PROBE_OF_MODEL.fullmatch(path) is not None)
 
 
 class RequestLimits:
-    """Limits requests at once and the bytes of their bodies.
+    """Limits the number of concurrent requests and the bytes of their bodies.
 
     Args:
         app: The wrapped ASGI application.
-        service: Whose settings hold, and whose count of requests is kept.
+        service: The service whose settings apply, and whose ``inflight`` is kept up to date.
     """
 
     def __init__(self, app: ASGIApp, *, service: Service) -> None:
@@ -55,7 +55,7 @@ class RequestLimits:
         if announced > self._max_bytes:
             raise self._too_large(f"{announced} bytes" if announced != sys.maxsize else "more")
         memory, received, taken = self._service.memory, 0, 0
-        if announced > _LARGE_BYTES:  # Refused before it is read, so that those that have begun find room.
+        if announced > _LARGE_BYTES:  # Refused before it is read, so that bodies that are arriving find room.
             memory.check(COPIES * announced)
 
         async def receive_counted() -> Message:
@@ -85,6 +85,6 @@ def _announced_bytes(headers: Sequence[tuple[bytes, bytes]]) -> int:
         if name == b"content-length":
             if not value.isdigit():
                 return 0
-            digits = value.lstrip(b"0") or b"0"  # Of more than 4,300, int() raises.
+            digits = value.lstrip(b"0") or b"0"  # int() raises ValueError for more than 4,300 digits.
             return int(digits) if len(digits) < 20 else sys.maxsize
     return 0

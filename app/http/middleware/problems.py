@@ -1,4 +1,4 @@
-"""The answer to every error: a problem document, unless an answer has begun."""
+"""Answer every error with a problem document, unless the answer has begun."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ProblemResponses:
 
     Args:
         app: The wrapped ASGI application.
-        metrics: Where errors are counted.
+        metrics: The metrics in which errors are counted.
     """
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:

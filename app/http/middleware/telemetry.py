@@ -1,4 +1,4 @@
-"""Around every request: its trace, its count and time, and the access log."""
+"""Trace, count, time and, if asked for, log every request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Telemetry:
 
     Args:
         app: The wrapped ASGI application.
-        service: Whose metrics are kept.
+        service: The service whose metrics are updated.
     """
 
     def __init__(self, app: ASGIApp, *, service: Service) -> None:

@@ -1,4 +1,4 @@
-// Requests to the service. Paths are relative, so the page also works below a path prefix.
+// Requests to the service. Paths are relative, so that the page also works below a path prefix.
 
 const ATTEMPTS = 4;
 const KEY = "psc-api-key";
@@ -36,7 +36,7 @@ async function request(path, options = {}, role = KEY) {
     const problem = await response.json();
     detail = problem.detail ?? problem.title ?? detail;
   } catch {
-    // Not a problem document: the status has to do.
+    // Not a problem document: only the status is known.
   }
   throw new Problem(response.status, detail, Number.isFinite(retryAfter) ? retryAfter : null);
 }
@@ -60,7 +60,7 @@ export async function getExample(name, file) {
   return new File([await response.blob()], file, { type: response.headers.get("Content-Type") ?? "" });
 }
 
-// What the interface of this service lists, asked once.
+// The service's OpenAPI document, which is fetched once.
 let paths = null;
 async function listed() {
   paths ??= request("openapi.json")
@@ -89,7 +89,7 @@ export async function giveVerdict(verdict) {
   await request("feedback", { method: "POST", headers, body: JSON.stringify(verdict) }, FEEDBACK_KEY);
 }
 
-// Explained at once where a second request would count twice among the images that the service watches for drift.
+// The explanation is requested at once: without `monitor`, a second request would count twice in the service's drift.
 export async function predict(name, file, { map = false } = {}) {
   const query = new URLSearchParams({ explain: true, ...(map && { map: true }) });
   if (await takes("monitor")) query.set("monitor", false);

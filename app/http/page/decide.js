@@ -1,9 +1,9 @@
-// The decision on a prediction under the thresholds of this page, by the rules of `psc_core.tasks.TASK.decide`.
-// A slider that moves decides hundreds of images at once, so the service is not asked again.
+// Decide on a prediction under the thresholds of this page, by the rules of `psc_core.tasks.TASK.decide`.
+// A moving slider decides hundreds of images at once, for which the service would be too slow.
 
 import { TASKS, taskOf } from "./tasks.js";
 
-// Of one word and a sign each, never told by the colour alone; in the order in which they want a person.
+// Each decision is a word and a sign, never a colour alone; the order is that in which they need a person.
 export const DECISIONS = {
   abstain_ood: "! Out of distribution",
   ...Object.fromEntries(Object.values(TASKS).map(({ abstention, unsure }) => [abstention, `? ${unsure[0].toUpperCase()}${unsure.slice(1)}`])),
@@ -23,7 +23,7 @@ export function decide(prediction, policy, model) {
   return Math.fround(task.uncertainty(prediction)) <= Math.fround(task.limit(policy)) ? "accept" : task.abstention;
 }
 
-// The names of the gates with the smallest p-value.
+// Return the names of the gates with the smallest p-value.
 export function alarming(prediction) {
   const gates = Object.entries(prediction.gates ?? {});
   const smallest = Math.min(...gates.map(([, p]) => p));

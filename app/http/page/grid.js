@@ -1,4 +1,4 @@
-// The pictures, each with its verdict: in which order, which of them, and which one the keyboard is at.
+// The pictures, each with its verdict: their order, which of them are shown, and which one has the keyboard.
 
 import { DECISIONS } from "./decide.js";
 import { pictureOf } from "./pictures.js";
@@ -18,7 +18,7 @@ export function newTile(id, file) {
   picture.addEventListener("error", () => picture.parentElement.classList.add("none"));
   pictureOf(file).then((url) => {
     if (item.isConnected) picture.src = url;
-    else URL.revokeObjectURL(url); // It was cleared meanwhile.
+    else URL.revokeObjectURL(url); // The page was cleared before the picture was ready.
   });
   return item;
 }
@@ -55,7 +55,7 @@ const ORDERS = {
   decision: (a, b) => ranks.indexOf(a.decision) - ranks.indexOf(b.decision) || strangest(a, b),
 };
 
-// Images without an answer stay ahead, where they were added.
+// Images without an answer stay in front, where they were added.
 export function sorted(images, order, model) {
   const done = images.filter(({ prediction }) => prediction);
   done.sort((a, b) => ORDERS[order](a, b, taskOf(model)));
@@ -70,7 +70,7 @@ export function arrange(images) {
   if (grid.contains(focused)) focused.focus({ preventScroll: true });
 }
 
-// Hides the images that do not belong, and says of each filter how many do.
+// Hide the images that do not match the filter, and show for each filter how many do.
 export function showFilters(images, filter) {
   const buttons = Object.entries(FILTERS).flatMap(([name, text]) => {
     const count = images.filter((image) => belongs(image, name)).length;
@@ -93,7 +93,7 @@ export function showFilters(images, filter) {
 
 export const visible = (images) => images.filter(({ tile }) => !tile.hidden);
 
-// One image is in the order of the Tab key; the arrows lead to the others.
+// The Tab key reaches one image; the arrow keys lead to the others.
 export function reach(id, isOpen = false) {
   const tile = (name) => document.getElementById(name);
   if (current && tile(current)) tile(current).tabIndex = -1;

@@ -1,4 +1,4 @@
-// The page at "/": sends each image to the service, shows what it says, and decides again when thresholds change.
+// The page at "/": sends each image to the service, shows the answers, and decides again when thresholds change.
 
 import { canMap, getExample, getExamples, getLive, getModel, predict, Problem, useKey } from "./api.js";
 import { decide } from "./decide.js";
@@ -22,12 +22,12 @@ const view = { model: null, rival: null, policy: null }; // the thresholds of th
 let images = []; // {id, file, tile, state: "waiting", "asked", "locked", "failed" or "done", prediction, decision, other, drawn, problem}
 let modelLoading = null;
 let filter = "all";
-let opened = null; // the image in the panel
+let opened = null; // the image that the panel shows
 let running = 0;
-let added = 0; // ever, for the ids
+let added = 0; // the number of images ever added, for their ids
 let drawing = false;
 
-// A service that still loads, or restarts, is asked again; images wait meanwhile.
+// A service that is loading or restarting is asked again; the images wait until then.
 async function loadModel(name = null) {
   try {
     view.model = await getModel(name);
@@ -64,7 +64,7 @@ function expects({ mode, height, width, resize }) {
   return `The network sees ${colour} images of ${width} × ${height} pixels${cut}; others are converted.`;
 }
 
-// At most once a frame, however many answers or moves of a slider there are.
+// At most once per frame, however many answers or slider moves there are.
 function redraw() {
   if (drawing) return;
   drawing = true;
@@ -95,7 +95,7 @@ function draw() {
   reach(opened.id, true);
 }
 
-// The images that have an answer, each with its decision under the thresholds of this page.
+// Return the images that have an answer, each with its decision under the thresholds of this page.
 function decided() {
   const done = images.filter(({ state }) => state === "done");
   for (const image of done) image.decision = decide(image.prediction, view.policy, view.model);
@@ -172,10 +172,10 @@ async function ask(image) {
     if (model === null) throw new Problem(401, element("model").textContent);
     const [answer, second] = await Promise.all([model, rival].map((each) => each && predict(each.name, image.file)));
     if (model.name !== view.model.name || rival !== view.rival) {
-      image.state = "waiting"; // Another model was chosen meanwhile.
+      image.state = "waiting"; // Another model was chosen before the answer came.
       return;
     }
-    if (answer.model.version !== model.version) await (modelLoading = loadModel(model.name)); // It was reloaded.
+    if (answer.model.version !== model.version) await (modelLoading = loadModel(model.name)); // The model was reloaded.
     [image.prediction] = answer.predictions;
     image.other = second ? { prediction: second.predictions[0], decision: second.predictions[0].decision } : null;
     image.state = "done";
@@ -220,7 +220,7 @@ function open(image) {
   explain();
 }
 
-// The map is asked for when "Why?" is open, once an image; the service lists it and does not watch these requests.
+// The map is requested when "Why?" is opened, once per image, if the service offers maps; it does not monitor these.
 async function explain() {
   const [image, { model }] = [opened, view];
   const wanted = element("why").open && image?.prediction && image.mapped !== image.prediction && !model.isWithoutMap;
@@ -230,8 +230,8 @@ async function explain() {
     const answer = await predict(model.name, image.file, { map: true });
     if (image.mapped === image.prediction) image.prediction.explanation = answer.predictions[0].explanation;
   } catch ({ status }) {
-    image.mapped = null; // Told in words, and asked again the next time.
-    model.isWithoutMap = status === 422; // It was fitted without one.
+    image.mapped = null; // The error is shown, and the map is requested again the next time.
+    model.isWithoutMap = status === 422; // The model was fitted without a map.
   }
   redraw();
 }
@@ -296,7 +296,7 @@ on("filters", "click", ({ target }) => {
   filter = target.closest("button")?.dataset.filter ?? filter;
   redraw();
 });
-element("grid").addEventListener("load", redraw, true); // Of a picture, which may be the one in the panel.
+element("grid").addEventListener("load", redraw, true); // The picture that has loaded may be the one in the panel.
 for (const id of ["grid", "chart"]) {
   on(id, "click", ({ target }) => {
     const chosenId = target.closest(".tile")?.id ?? target.closest(".mark")?.dataset.id;

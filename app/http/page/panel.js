@@ -1,4 +1,4 @@
-// The panel beside the pictures: one of them, its verdict, why, and the numbers behind it.
+// The panel beside the pictures: one image with its verdict, the reasons, and the numbers behind them.
 
 import { DECISIONS } from "./decide.js";
 import { nats, number, percent } from "./format.js";
@@ -12,7 +12,7 @@ const element = (id) => document.getElementById(id);
 const panel = element("panel");
 const beside = matchMedia("(min-width: 68rem)");
 
-// Beside the pictures where there is room, else over them, with the rest of the page out of reach.
+// Beside the pictures if there is room, else over them, with the rest of the page out of reach.
 export function openPanel() {
   if (panel.open) return;
   if (beside.matches) panel.show();
@@ -31,9 +31,9 @@ export function showPanel(image, { model, policy, rival }, place) {
   const source = tile.querySelector("img").src;
   element("panel-name").textContent = file.name;
   element("panel-place").textContent = place;
-  if (!source) picture.removeAttribute("src"); // It is being made smaller.
+  if (!source) picture.removeAttribute("src"); // The smaller picture is not ready yet.
   else if (picture.src !== source) Object.assign(picture, { src: source, alt: file.name });
-  const { naturalWidth: width, naturalHeight: height } = picture; // 0 until it is loaded, which draws again.
+  const { naturalWidth: width, naturalHeight: height } = picture; // Both are 0 until the picture has loaded, which draws again.
   element("frame").style.setProperty("--ratio", width / height || 1);
   element("frame").classList.toggle("pixels", width > 0 && width < SMALL_PIXELS);
   element("frame").classList.toggle("none", source !== "" && picture.complete && width === 0);
@@ -62,7 +62,7 @@ function classBars(classes) {
   });
 }
 
-// Rows of [name, value, what it is held against].
+// Return rows of [name, value, what the value is compared with].
 function rows(prediction, policy, model) {
   return [
     ...taskOf(model).rows(prediction, policy, model),
@@ -72,7 +72,7 @@ function rows(prediction, policy, model) {
   ];
 }
 
-// With a second model its numbers stand beside.
+// The numbers of a second model stand beside those of the first.
 function showNumbers({ prediction, other }, model, policy, rival) {
   const both = rival && other;
   const theirs = new Map(both ? rows(other.prediction, rival.policy, rival).map(([name, value]) => [name, value]) : []);

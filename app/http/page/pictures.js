@@ -6,7 +6,7 @@ const AT_ONCE = 2;
 const waiting = [];
 let running = 0;
 
-// Where to find the picture of a file; of the file itself where that is small, or is none that the browser can read.
+// Return the URL of a small picture of a file; of the file itself if it is small or the browser cannot read it.
 export function pictureOf(file) {
   return new Promise((done) => {
     waiting.push({ file, done });
@@ -39,7 +39,7 @@ async function smaller(file) {
   return canvas.convertToBlob({ type: "image/webp", quality: 0.85 });
 }
 
-// Upright, from the header: a browser decodes an image when it paints it, and this one is never painted.
+// Return the upright size from the header: a browser decodes an image only to paint it, and never paints this one.
 function sizeOf(file) {
   return new Promise((done, fail) => {
     const probe = new Image();

@@ -1,4 +1,4 @@
-// The two drawings: every image by how strange and how ambiguous it is, and one image among the calibration images.
+// The two drawings: all images by how unusual and how ambiguous they are, and one image among the calibration images.
 
 import { isOod } from "./decide.js";
 import { number } from "./format.js";
@@ -21,7 +21,7 @@ function shape(kind, name, attributes, text = null) {
 
 const line = (name, x1, y1, x2, y2) => shape("line", name, { x1, y1, x2, y2 });
 
-// To the right the p-value falls (logarithmic), upwards the doubt grows; a mark has the id of its image.
+// To the right the p-value falls (logarithmically), upwards the uncertainty grows; a mark has the id of its image.
 export function drawChart(svg, images, policy, model, current) {
   const { width, height, left, right, top, bottom, pad } = CHART;
   const floor = height - bottom;
@@ -65,12 +65,12 @@ export function drawChart(svg, images, policy, model, current) {
     if (id === current) mark.classList.add("current");
     parts.push(mark);
   }
-  parts.push(...parts.filter((part) => part.classList.contains("current"))); // Last, so that none covers it.
+  parts.push(...parts.filter((part) => part.classList.contains("current"))); // Drawn last, so that no other mark covers it.
   svg.setAttribute("aria-label", `Chart of ${images.length} images, stranger to the right, more unsure upwards; the list has the same.`);
   svg.replaceChildren(...parts);
 }
 
-// The OOD score from which on p ≤ alpha: exact for the model's own alpha, else within a bar of the histogram.
+// Return the OOD score from which p ≤ alpha: exact for the model's own alpha, else within a bar of the histogram.
 function scoreThreshold(model, alpha) {
   const { calibration, policy } = model;
   if (alpha === policy.alpha) return calibration.ood_score_threshold;

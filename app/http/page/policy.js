@@ -1,4 +1,4 @@
-// The two sliders: the thresholds that they stand for, and what these cost on in-distribution images.
+// The two sliders: their thresholds, and the cost of these on in-distribution images.
 
 import { number, percent } from "./format.js";
 import { taskOf } from "./tasks.js";
@@ -11,7 +11,7 @@ const rounded = (value) => Number(value.toPrecision(2));
 
 const axisOf = (model, images) => taskOf(model).axis(model, images.map(({ prediction }) => prediction));
 
-// Alpha runs logarithmically from the smallest that the calibration images can keep.
+// Alpha runs logarithmically from the smallest that the calibration images allow.
 export function chosen(policy, model, images, slider) {
   const position = slider.valueAsNumber / STEPS;
   if (slider === sliders.alpha) {
@@ -42,7 +42,7 @@ function showSlider(name, position, text) {
   element(`${name}-text`).textContent = text;
 }
 
-// Of each kind at most so many: of an image that is both, only the first is said.
+// Upper bounds: an image that is both strange and ambiguous is reported as strange alone.
 function handed(policy, model) {
   const of = 10 ** Math.max(2, Math.ceil(-Math.log10(policy.alpha) - 1e-9));
   const strange = Math.round(of * policy.alpha);

@@ -1,4 +1,4 @@
-// The last images of the prediction log that were not accepted: a person with a key for feedback says what they show.
+// The latest images of the prediction log that were not accepted: a person with a key for feedback labels them.
 
 import { canReview, getStoredImage, getUnreviewed, giveVerdict, useFeedbackKey } from "./api.js";
 import { DECISIONS } from "./decide.js";
@@ -76,7 +76,7 @@ async function showPicture(picture, file) {
   try {
     picture.src = URL.createObjectURL(await getStoredImage(file));
   } catch {
-    picture.parentElement.classList.add("none"); // It was erased meanwhile.
+    picture.parentElement.classList.add("none"); // The image was erased before it was shown.
   }
 }
 
@@ -99,7 +99,7 @@ async function save(item, { request_id, image_index, image_sha256 }, verdict, wo
   }
 }
 
-// What the keyboard goes on with: the next image without a verdict, from here on and then from the first.
+// Return where the keyboard goes next: the next image without a verdict, from here on and then from the first.
 function next(item) {
   const open = [...cases.children].filter((each) => !each.dataset.reviewed);
   const after = open.find((each) => item.compareDocumentPosition(each) & Node.DOCUMENT_POSITION_FOLLOWING);

@@ -1,4 +1,4 @@
-// What is on the page as a file: one row an image, decided as the page decides.
+// Save the page's answers as a file: one row per image, decided as on the page.
 
 import { taskOf } from "./tasks.js";
 
@@ -17,7 +17,7 @@ function row({ file, prediction, decision, other, problem }, rival) {
   };
 }
 
-// A text that a spreadsheet would take for a formula gets a quote in front.
+// A spreadsheet would take such a text for a formula, unless a quote comes first.
 function cell(value) {
   const text = Array.isArray(value) ? value.join(" ") : String(value ?? "");
   const safe = typeof value === "number" ? text : text.replace(/^[=+\-@\t\r]/, "'$&");

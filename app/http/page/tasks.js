@@ -1,4 +1,4 @@
-// What differs between the tasks of models: their words, their second threshold, and how unsure an image is.
+// The differences between the tasks of models: their words, their second threshold, and the uncertainty of an image.
 
 import { nats, number, percent } from "./format.js";
 
@@ -21,7 +21,7 @@ const classification = {
   summary: ({ classes }) => `${classes.length} classes`,
   axis: ({ classes }) => ({ highest: Math.log(classes.length), title: "↑ more ambiguous (nats)" }),
 
-  // The answer as a person may rely on it: one, several that fit, or a guess.
+  // The answer as far as a person may rely on it: one class, several that fit, or a guess.
   answer({ label, prediction_set: set }, decision) {
     if (decision === "abstain_ood") return `guess: ${label}`;
     if (decision === "accept") return label;
@@ -44,7 +44,7 @@ const classification = {
 
   handed: (policy, entropies) => ({ fraction: entropies.filter((each) => each > policy.ambiguity_threshold).length / entropies.length, rest: "" }),
 
-  // A person chooses a class; the model's own comes first, but none is chosen: one would tend to leave it.
+  // The model's own class comes first, but none is preselected, because people tend to keep what is selected.
   field: "select",
   guess: ({ label }) => label,
   choices: ({ label }, { classes }) => [label, ...classes.filter((name) => name !== label)],
@@ -59,7 +59,7 @@ const regression = {
   uncertainty: ({ lower, upper }) => Math.fround(upper) - Math.fround(lower), // in the target's unit
   limit: (policy) => policy.max_width ?? Infinity,
   isOff: (limit) => limit === Infinity,
-  lowest: 1, // step of the slider: a width of 0 is none
+  lowest: 1, // the step of the slider; a width of 0 means no threshold
   off: () => null,
   limitText: measured,
   value: ({ mean }) => mean,

@@ -1,4 +1,4 @@
-// Why an image was decided so: in one sentence, on the picture, and by the training images that are nearest.
+// Why an image was decided so: in one sentence, on the picture, and by the nearest training images.
 
 import { alarming } from "./decide.js";
 import { number } from "./format.js";
@@ -6,7 +6,7 @@ import { SMALL_PIXELS } from "./grid.js";
 import { taskOf } from "./tasks.js";
 
 const NEAREST = 3;
-const WIDE = 0.6; // of the image's area: no place then
+const WIDE = 0.6; // of the image's area; a larger region is called no place
 const STRANGE = {
   texture: "texture that no training image has",
   kind: "a kind of image that is not among the training images",
@@ -28,7 +28,7 @@ export function reason(prediction, decision, policy, model) {
 
 const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
 
-// "mostly upper left", of a box in fractions of the image: [left, top, right, bottom].
+// Return "mostly upper left" and the like for a box in fractions of the image: [left, top, right, bottom].
 function place(box) {
   if (!box) return "";
   const [left, top, right, bottom] = box;
@@ -43,7 +43,7 @@ function closest(explanation, model) {
   return distances.map((distance, index) => ({ distance, name: model.classes[index] })).sort((a, b) => a.distance - b.distance);
 }
 
-// What the network sees of an image: all of it, or its centre after the shorter side was resized.
+// Return the part of an image that the network sees: all of it, or the centre after its shorter side was resized.
 function seenOf({ naturalWidth, naturalHeight }, { width, height, resize }) {
   const scale = resize ? resize / Math.min(naturalWidth, naturalHeight) : 0;
   return scale ? [width / (scale * naturalWidth), height / (scale * naturalHeight)] : [1, 1];

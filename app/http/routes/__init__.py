@@ -1,1 +1,1 @@
-"""One module for each resource; :mod:`app.main` includes their routers."""
+"""The routes, one module per resource; :mod:`app.main` includes their routers."""

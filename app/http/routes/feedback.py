@@ -1,4 +1,4 @@
-"""``POST /feedback``: what a person says of an answer, into the labels of the prediction log."""
+"""``POST /feedback``: write a person's verdict on an image to the labels of the prediction log."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ class Feedback(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     request_id: str = Field(
-        min_length=1, max_length=100, description="The header `traceresponse` of the answer, or `TRACE-SPAN` of it."
+        min_length=1, max_length=100, description="The answer's header `traceresponse`, or its part `TRACE-SPAN`."
     )
     image_index: int = Field(default=0, ge=0, lt=1 << 31, description="Position of the image in the request, from 0.")
     image_sha256: str | None = Field(
-        default=None, pattern=r"^[0-9a-f]{64}$", description="Of the file that was sent; checked where it is given."
+        default=None, pattern=r"^[0-9a-f]{64}$", description="The SHA-256 of the file that was sent; checked if given."
     )
     verdict: Literal["label", "none_of_the_classes", "cannot_tell"] = Field(default="label")
     label: str | int | float | None = Field(
-        default=None, description="The true class, or number; with the verdict `label`."
+        default=None, description="The true class or number; required with the verdict `label`."
     )
-    source: str = Field(default="feedback", min_length=1, max_length=200, description="Who says so.")
+    source: str = Field(default="feedback", min_length=1, max_length=200, description="The origin of the verdict.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.label is None) == (self.verdict == LABEL):
-            raise ValueError("expected a label with the verdict label, and none with another")
+            raise ValueError("expected a label with the verdict label, and no label with other verdicts")
         return self
 
     def to_label(self) -> Label:
-        """Return it as the log has labels, unchecked."""
+        """Return the verdict as a label of the log, without checking it against a row."""
         parts = self.request_id.split("-")
         name = "-".join(parts[1:3]) if len(parts) == 4 else self.request_id
         text = None if self.label is None else str(self.label)
@@ -59,7 +59,7 @@ class Feedback(BaseModel):
 
 
 class FeedbackDocument(Document):
-    """A verdict as it was written."""
+    """A verdict as it was written to the log."""
 
     request_id: str
     image_index: int
@@ -79,11 +79,11 @@ router = APIRouter(tags=["feedback"])
 @router.post(
     "/feedback",
     summary="Say what an image shows",
-    responses=responses(400, 401, 403, 404, 408, 409, 413, 422, 503, 504),
+    responses=responses(400, 401, 403, 404, 408, 409, 413, 422, 429, 503, 504),
     openapi_extra={"requestBody": _BODY},
 )
 async def feedback(request: Request) -> FeedbackDocument:
-    """Add a person's verdict to the prediction log; the last one on an image counts.  Only with `--log`."""
+    """Add a person's verdict on an image to the prediction log (with `--log`); the last verdict counts."""
     service = service_of(request)
     service.keys.check_feedback(request.headers)
     try:
@@ -98,14 +98,14 @@ async def feedback(request: Request) -> FeedbackDocument:
 async def searched(
     service: Service, work: Callable[Concatenate[LogWriter, P], R], *args: P.args, **kwargs: P.kwargs
 ) -> R:
-    """Search the prediction log beside the event loop.
+    """Run ``work`` on the prediction log in the thread that searches it.
 
     Raises:
-        DeadlineExceeded: It took more than ``deadline_seconds``.
+        DeadlineExceeded: It took longer than ``deadline_seconds``.
         LogUnavailable: There is no log.
     """
     log, seconds = service.log, service.settings.deadline_seconds
-    if log is None:  # The routes are there with a log only.
+    if log is None:  # Unreachable: without a log, the application has none of these routes.
         raise LogUnavailable("there is no prediction log; serve with --log")
     try:
         async with asyncio.timeout(seconds):

@@ -1,4 +1,4 @@
-"""``/models/{name}/live`` and ``/models/{name}/examples``: what a page shows beside a model."""
+"""``/models/{name}/live`` and ``/models/{name}/examples``: a model's latest answers, and images to try."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from psc_core.images import SUFFIXES
 
 MAX_EXAMPLES: Final = 12
 MAX_EXAMPLE_BYTES: Final = 1 << 20
-"""Maximum size of an example; larger files are not shown."""
+"""The maximum size of an example, bytes; larger files are not shown."""
 
 router = APIRouter(tags=["model"], responses=responses(401, 404, 503))
 
 
 @router.get("/models/{name}/live", summary="The last images of a model")
 async def live(request: Request, name: str) -> RecentDocument:
-    """Summarise what this process answered lately: out-of-distribution images among the last ones, drift, queue."""
+    """Summarise this process's latest answers: the fraction of out-of-distribution images, drift, and the queue."""
     served = service_to_predict(request).registry.get(name)
     drift = served.recorder.drift
     return RecentDocument(
@@ -40,7 +40,7 @@ async def live(request: Request, name: str) -> RecentDocument:
 
 @router.get("/models/{name}/examples", summary="Images to try")
 async def examples(request: Request, name: str) -> ExamplesDocument:
-    """Names of the image files in the folder `examples` of the bundle, at most 12."""
+    """List the image files in the folder `examples` of the bundle, at most 12."""
     service = service_to_predict(request)
     service.registry.get(name)
     return ExamplesDocument(files=sorted(example_files(service, name)))
@@ -48,7 +48,7 @@ async def examples(request: Request, name: str) -> ExamplesDocument:
 
 @router.get("/models/{name}/examples/{file}", summary="An image to try", response_class=FileResponse)
 async def example(request: Request, name: str, file: str) -> FileResponse:
-    """One of these files."""
+    """Return one of these image files."""
     service = service_to_predict(request)
     service.registry.get(name)
     found = example_files(service, name).get(file)
@@ -58,7 +58,7 @@ async def example(request: Request, name: str, file: str) -> FileResponse:
 
 
 def example_files(service: Service, name: str) -> dict[str, Path]:
-    """The examples of a model by name; regular files inside the bundle only."""
+    """Return a model's examples by file name; only regular files inside the bundle."""
     bundle = dict(service.settings.named_bundles).get(name)
     if bundle is None or not (bundle / EXAMPLES).is_dir():
         return {}

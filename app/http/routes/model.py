@@ -1,4 +1,4 @@
-"""``/model`` and ``/models/{name}``: what is served and how it was calibrated."""
+"""``/model`` and ``/models/{name}``: describe a served model and its calibration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ router = APIRouter(tags=["model"], responses=responses(401, 503))
 
 @router.get("/model", summary="The default model")
 async def default_model(request: Request) -> ModelDocument:
-    """Manifest summary, thresholds and calibration histogram of the default model."""
+    """Summarise the default model's manifest, thresholds and calibration."""
     registry = service_to_predict(request).registry
     return model_document(registry.get(), registry.names)
 
@@ -32,7 +32,7 @@ async def named_model(request: Request, name: str) -> ModelDocument:
 
 
 def model_document(served: ServedModel, names: tuple[str, ...]) -> ModelDocument:
-    """The document of one served model."""
+    """Return the document that describes a served model."""
     model = served.model
     scores = model.calibration.ood_scores.cpu().numpy().astype(np.float64)
     counts, edges = np.histogram(scores, bins=_BINS)
@@ -50,7 +50,7 @@ def model_document(served: ServedModel, names: tuple[str, ...]) -> ModelDocument
         classes=list(model.classes),
         input=model.preprocess.to_json(),
         policy=served.thresholds.policy,
-        notes=model.task.notes(served.thresholds.policy, model.classes, model.report.get("metrics", {})),
+        notes=served.thresholds.policy.notes(model.classes, model.report.get("metrics", {})),
         calibration=CalibrationDocument(
             images=len(scores),
             ood_score_threshold=model.calibration.ood_score_threshold(served.thresholds.policy.alpha),

@@ -1,4 +1,4 @@
-"""The routes of operators and their machines: health, readiness, metrics, and other bundles."""
+"""The routes for operators and their machines: liveness, readiness, metrics and reload."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ router = APIRouter()
 
 @router.get("/healthz", summary="Liveness", tags=["health"])
 async def healthz() -> HealthDocument:
-    """Always 200 while the process answers at all."""
+    """Answer 200 while the process is alive."""
     return HealthDocument(status="ok")
 
 
@@ -26,7 +26,7 @@ async def healthz() -> HealthDocument:
     responses={503: {"model": ReadyDocument, "description": "Loading, warming up, draining or failed."}},
 )
 async def readyz(request: Request, response: Response) -> ReadyDocument:
-    """200 when every model is loaded, its device checked and every batch shape warm; else 503 with reasons."""
+    """Answer 200 if every model is loaded, checked on its device and warmed up; else 503 with the reasons."""
     reasons = service_of(request).reasons()
     if reasons:
         response.status_code = 503
@@ -41,7 +41,7 @@ async def readyz(request: Request, response: Response) -> ReadyDocument:
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
 async def metrics(request: Request) -> Response:
-    """Prometheus text format."""
+    """Return the metrics in the Prometheus text format."""
     service = service_of(request)
     service.refresh_metrics()
     service.refresh_gpu_metrics()
@@ -54,11 +54,11 @@ async def metrics(request: Request) -> Response:
 )
 async def reload(
     request: Request,
-    model: Annotated[str | None, Query(description="Only this model; without it all of them.")] = None,
+    model: Annotated[str | None, Query(description="The model to reload; by default all.")] = None,
 ) -> ReloadDocument:
-    """Read, verify, build and warm up beside the old model, then swap.  A bad bundle changes nothing.
+    """Load and warm up the new model beside the old one, then swap them; a bad bundle changes nothing.
 
-    Of several workers the one that answers has done so; then all are replaced, one after the other.
+    With several workers, the one that answers has reloaded by then; after that, all are replaced one by one.
     """
     service = service_of(request)
     service.keys.check_admin(request.headers)

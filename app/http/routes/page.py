@@ -1,6 +1,6 @@
-"""The pages at ``/`` and ``/docs``: static files, and headers that let the browser run nothing else.
+"""Serve the pages at ``/`` and ``/docs``, with headers that let the browser run nothing but their own files.
 
-Swagger UI, which shows the interface, comes from the package fastapi-offline, so that no other host is asked.
+Swagger UI comes from the package fastapi-offline, so that the browser asks no other host.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SECURITY_HEADERS: Final = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-"""Sent with every file: nothing inline, nothing from elsewhere, no framing, revalidate always."""
+"""The headers of every file: nothing inline, nothing from elsewhere, no framing, always revalidate."""
 
 _FOLDER: Final = Path(str(files("app.http") / "page"))
 _SWAGGER: Final = Path(str(files("fastapi_offline") / "static"))
 
 
 class PageFiles(StaticFiles):
-    """The page's files with :data:`SECURITY_HEADERS`."""
+    """Static files that are sent with :data:`SECURITY_HEADERS`."""
 
     def file_response(self, *arguments: Any, **options: Any) -> Response:
         response = super().file_response(*arguments, **options)
@@ -40,9 +40,9 @@ class PageFiles(StaticFiles):
 
 
 def add_to(app: FastAPI, *, index: bool) -> None:
-    """Serve the interface at ``/docs`` and, with ``index``, the page at ``/``.
+    """Serve Swagger UI at ``/docs`` and, with ``index``, the page at ``/``.
 
-    Files have routes, for a mount does not find them behind a proxy that strips a prefix.
+    The files have routes of their own, because a mount does not find them behind a proxy that strips a prefix.
     """
     own, swagger = PageFiles(directory=_FOLDER), PageFiles(directory=_SWAGGER)
 
@@ -60,7 +60,7 @@ def add_to(app: FastAPI, *, index: bool) -> None:
 
     @app.get("/redoc", include_in_schema=False)
     async def redoc() -> Response:
-        return RedirectResponse("docs")  # ReDoc needs styles that the policy forbids.
+        return RedirectResponse("docs")  # ReDoc needs inline styles, which the headers forbid.
 
     if index:
 

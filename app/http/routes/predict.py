@@ -1,4 +1,4 @@
-"""``POST /predict`` and ``POST /models/{name}/predict``: images in, predictions with uncertainty out."""
+"""``POST /predict`` and ``POST /models/{name}/predict``: answer images with predictions and their uncertainty."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from psc_core.tasks.task import task_types
 
 
 class PredictQuery(BaseModel):
-    """Query parameters of a prediction."""
+    """The query parameters of a prediction."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -34,34 +34,34 @@ class PredictQuery(BaseModel):
         default=None,
         ge=1,
         le=999_999_999,
-        description="Give the `top_k` most probable classes as `top` instead of all `probabilities`.",
+        description="Return the `top_k` most probable classes as `top` instead of all `probabilities`.",
     )
     explain: bool = Field(default=False, description="Add an `explanation` to each prediction.")
     map: bool = Field(
         default=False,
-        description="Add a `map` to each `explanation`: where the image is strange. Only with `explain=true`.",
+        description="Add a `map` to each `explanation`, which shows where the image is unusual; needs `explain=true`.",
     )
     monitor: bool = Field(
         default=True,
-        description="`false`, for images that are no part of the stream (a demonstration, a test): they stay out of "
-        "drift and of the metrics of scores, and are counted as `psc_unmonitored_images_total`.",
+        description="`false` for images that are not part of the usual stream, such as tests: they are left out of "
+        "drift and of the metrics of scores, and counted in `psc_unmonitored_images_total`.",
     )
     alpha: Alpha | None = Field(
         default=None,
-        description="`is_ood` when p ≤ alpha, for this request; at least 1/(n + 1) for n calibration images.",
+        description="`is_ood` if p ≤ alpha, in this request; at least 1/(n + 1) for n calibration images.",
     )
     ambiguity_threshold: AmbiguityThreshold | None = Field(
         default=None,
-        description="`abstain_ambiguous` above this predictive entropy (nats), for this request; of classifiers.",
+        description="For classifiers: `abstain_ambiguous` above this predictive entropy (nats), in this request.",
     )
     max_width: MaxWidth | None = Field(
         default=None,
-        description="`abstain_uncertain` where the interval is wider, for this request; of regressions.",
+        description="For regressions: `abstain_uncertain` if the interval is wider, in this request.",
     )
 
     @property
     def kind(self) -> RequestKind:
-        """The kind of request in the queue."""
+        """The kind of request that the queue sees."""
         if self.explain:
             return RequestKind.EXPLAIN_WITH_MAP if self.map else RequestKind.EXPLAIN
         return RequestKind.PREDICT
@@ -78,9 +78,9 @@ router = APIRouter(tags=["predict"])
 
 @router.post("/predict", summary="Predict with the default model", **_ROUTE)
 async def predict(request: Request) -> Response:
-    """Label, probabilities, entropy, log density, OOD p-value, decision and prediction set of each image.
+    """Return each image's label, probabilities, entropy, log density, OOD p-value, decision and prediction set.
 
-    Of a regression the number, its deviations and interval in place of label, probabilities, entropy and set.
+    A regression returns a number, its deviations and an interval in place of label, probabilities, entropy and set.
     """
     return await _predict(request, None)
 
@@ -96,14 +96,14 @@ async def _predict(request: Request, name: str | None) -> Response:
     registry, settings = service.registry, service.settings
     query = parse_query(PredictQuery, request)
     if query.map and not query.explain:
-        raise UnavailableMap("a map is part of an explanation; ask for both, explain=true&map=true")
+        raise UnavailableMap("a map is part of an explanation; ask for both with explain=true&map=true")
     registry.get(name).engine.check_room()
     limits = UploadLimits(settings.max_images_per_request, settings.max_fields, settings.upload_seconds)
     images = await read_images(request, limits, service.parser)
-    served = registry.get(name)  # After the body: a reload may have swapped it meanwhile.
+    served = registry.get(name)  # Again: a reload may have swapped the model while the body arrived.
     task, options = served.model.task, query.model_dump(exclude_none=True, exclude={"explain", "map", "monitor"})
     changes = {name: options.pop(name) for name in options.keys() & task.policy.model_fields}
-    if unknown := sorted(options.keys() - task.request_options):
+    if unknown := sorted(options.keys() - served.task.request_options):
         raise MalformedRequest(f"model {served.name!r} is a {task.noun}, which has no {unknown[0]}; leave it out")
     thresholds = served.thresholds_with(**changes)
     disconnected = partial(has_disconnected, request.receive)
@@ -113,21 +113,22 @@ async def _predict(request: Request, name: str | None) -> Response:
     return Response(predict_response(served, thresholds.policy, predicted, **options), media_type="application/json")
 
 
-def predict_response(served: ServedModel, policy: BasePolicy, predicted: Predicted, **options: Any) -> bytes:
-    """Return the JSON of the ``response`` of the model's task.
+def predict_response(served: ServedModel, policy: BasePolicy, predicted: Predicted, **options: int) -> bytes:
+    """Return the answer as JSON; its schema is the ``response`` of the model's task.
 
-    numpy values go to orjson as they are: a float32 number is printed in as few digits as tell it from its neighbours.
+    orjson gets numpy's float32 values, which it prints with the fewest digits that tell them from their neighbours; as
+    Python floats they would have seventeen.
 
     Args:
         served: The model that answered.
-        policy: Policy of the decisions.
-        predicted: Finite outputs, decisions and, where they are asked for, an explanation and a map.
-        options: The task's ``request_options`` for which the request asks.
+        policy: The policy behind the decisions.
+        predicted: Finite outputs, decisions and, if the request asks for them, an explanation and a map.
+        options: Those of the task's ``request_options`` that the request has.
     """
     model, (outputs, decisions, explanation) = served.model, predicted
-    predictions = model.task.documents(outputs, decisions, model.classes, **options)
+    predictions = served.task.documents(outputs, decisions, model.classes, **options)
     if explanation:
-        explained = model.task.explanations(explanation, model.classes, model.head_layers)
+        explained = served.task.explanations(explanation, model.classes, model.head_layers)
         for prediction, more in zip(predictions, explained, strict=True):
             prediction["explanation"] = more
     thumbnails = model.pipeline.thumbnails

@@ -1,4 +1,4 @@
-"""``GET /feedback/images``: the last images that a model abstained from and nobody reviewed."""
+"""``GET /feedback/images``: list the latest images that a model abstained from and that nobody has reviewed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; sandbox",
     "Cache-Control": "no-store",
 }
-"""Of a stored image: anybody may have sent it, and it may be erased."""
+"""The headers of a stored image: anyone may have sent it, so it must not run; and it may be erased, so it must not be
+cached."""
 
 
 class ImageToReview(Document):
@@ -41,19 +42,19 @@ class ImageToReview(Document):
     request_id: str
     image_index: int
     image_sha256: str
-    file: str = Field(description="Its name at `/feedback/images/{file}`.")
-    time: datetime = Field(description="When it was answered.")
+    file: str = Field(description="The image's name at `/feedback/images/{file}`.")
+    time: datetime = Field(description="The time of the answer.")
     model: str
     bundle_version: str
     decision: str
     label: str | None = Field(description="The most probable class; null for a regression.")
-    policy: dict[str, Any] = Field(description="The thresholds that were used.")
-    scores: dict[str, float] = Field(description="The scores of the answer, by their names.")
-    gates: dict[str, float] = Field(description="p-value of each gate.")
+    policy: dict[str, Any] = Field(description="The thresholds behind the decision.")
+    scores: dict[str, float] = Field(description="The scores of the answer, by name.")
+    gates: dict[str, float] = Field(description="The p-value of each gate.")
 
 
 class ReviewedModel(Document):
-    """The verdicts that there may be on a bundle's images."""
+    """A model of the listed images, and the labels that they may get."""
 
     task: TaskName
     classes: ClassNames
@@ -63,8 +64,8 @@ class ReviewedModel(Document):
 class ReviewDocument(Document):
     """Images for people to review."""
 
-    images: list[ImageToReview] = Field(description="The newest first.")
-    models: dict[str, ReviewedModel] = Field(description="By `bundle_version`.")
+    images: list[ImageToReview] = Field(description="The images, the newest first.")
+    models: dict[str, ReviewedModel] = Field(description="Their models, by `bundle_version`.")
 
 
 router = APIRouter(tags=["feedback"])
@@ -73,11 +74,11 @@ router = APIRouter(tags=["feedback"])
 @router.get("/feedback/images", summary="Images to review", responses=responses(400, 401, 403, 429, 503, 504))
 async def images(
     request: Request,
-    limit: Annotated[int, Query(ge=1, le=MAX_IMAGES, description="Largest number of images.")] = 12,
+    limit: Annotated[int, Query(ge=1, le=MAX_IMAGES, description="Maximum number of images.")] = 12,
 ) -> ReviewDocument:
-    """List the newest stored images of the prediction log that were not accepted and not reviewed.  Only with `--log`.
+    """List the newest stored images of the prediction log (with `--log`) that were neither accepted nor reviewed.
 
-    A verdict on them is given to `POST /feedback`.
+    `POST /feedback` takes a verdict on them.
     """
     service = service_of(request)
     service.keys.check_feedback(request.headers)
@@ -98,7 +99,7 @@ async def images(
     },
 )
 async def image(request: Request, file: str) -> StreamingResponse:
-    """One of these images, its bytes as received."""
+    """Return one of these images, with its bytes as received."""
     service = service_of(request)
     service.keys.check_feedback(request.headers)
     opened, size = await searched(service, stored_image, file)

@@ -1,4 +1,4 @@
-"""A request of the protocol → output tensors, whatever carried it: the same checks, queue and thresholds for each."""
+"""Answer an inference request with output tensors; REST and gRPC share its checks, queue and thresholds."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from app.inference.decoder import EncodedImage
 from app.inference.request import RequestKind
 from app.models.served import ServedModel
 from app.service import Service
-from psc_core.model.base import FittedModel
+from app.tasks.base import GATES_OUTPUT
 from psc_core.model.pipeline import MAP
-from psc_core.tasks.task import GATES_OUTPUT
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,8 @@ class Received:
 
     Attributes:
         wanted: The request without its binary data.
-        binary: The binary data of its input, if it has some.
-        body: All that was received; a large one is parsed on a thread.
+        binary: The binary data of its input, if it has any.
+        body: The whole body, whose size decides whether it is parsed on a thread.
     """
 
     wanted: InferRequest
@@ -46,7 +45,7 @@ class InferAnswer:
         served: The model that answered.
         alpha: The false-alarm rate behind ``is_ood``.
         tensors: The wanted outputs, in order.
-        as_binary: Name of each to whether it was asked for as binary data.
+        as_binary: Maps the name of each output to whether the request asks for binary data.
     """
 
     served: ServedModel
@@ -56,11 +55,11 @@ class InferAnswer:
 
 
 def find_model(service: Service, name: str, version: str | None) -> ServedModel:
-    """The model of this name and, where one is given, this version.
+    """Return the model of this name and, if one is given, this version.
 
     Raises:
-        UnknownModel: There is none.
-        NotReady: It is not in service.
+        UnknownModel: There is no such model.
+        NotReady: The model is not in service.
     """
     served = service.registry.get(name)
     if version is not None and version != served.model.version:
@@ -72,11 +71,11 @@ async def infer(service: Service, name: str, version: str | None, received: Rece
     """Answer a request.
 
     Args:
-        service: Whose model answers.
-        name: Name of the model.
-        version: Version of the model; ``None`` takes the one in service.
+        service: The service whose model answers.
+        name: The name of the model.
+        version: The version of the model; ``None`` takes the one in service.
         received: The request.
-        receive: Tells when the client has left.
+        receive: The ASGI callable that tells when the client has left.
 
     Raises:
         PSCError: See :meth:`.ServedModel.predict` and :func:`.images_of`.
@@ -86,10 +85,10 @@ async def infer(service: Service, name: str, version: str | None, received: Rece
         read = partial(images_of, wanted.inputs[0], received.binary, served.model.preprocess.shape, max_images=limit)
         images = await parse(service.parser, received.body, read)
         before, served = served, find_model(service, name, version)
-        if served is before:  # Else a reload swapped it meanwhile.
+        if served is before:  # Or a reload has swapped the model, whose input may have another size now.
             break
-    task, classes, gates = served.model.task, served.model.classes, served.model.gates
-    as_binary = wanted.binary_outputs(outputs_of(served.model))
+    task, classes, gates = served.task, served.model.classes, served.model.gates
+    as_binary = wanted.binary_outputs(outputs_of(served))
     unknown = [output for output in as_binary if output not in task.tensors and output != MAP]
     if unknown:
         known = (*task.tensors, *([] if served.model.pipeline.map is None else [MAP]))
@@ -117,9 +116,9 @@ async def infer(service: Service, name: str, version: str | None, received: Rece
     return InferAnswer(served, thresholds.policy.alpha, tensors, as_binary)
 
 
-def outputs_of(model: FittedModel) -> tuple[str, ...]:
-    """Return the names of the outputs that a model gives unasked.
+def outputs_of(served: ServedModel) -> tuple[str, ...]:
+    """Return the names of the outputs that a model returns unless the request names some.
 
-    Without gates, theirs is none of them, though a request may name it.
+    A model without gates leaves out theirs, though a request may name it.
     """
-    return tuple(name for name in model.task.tensors if name != GATES_OUTPUT or model.gates)
+    return tuple(name for name in served.task.tensors if name != GATES_OUTPUT or served.model.gates)

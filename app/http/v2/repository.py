@@ -1,4 +1,4 @@
-"""The protocol's model repository: which models there are, and taking them in and out of service.
+"""The protocol's model repository: list the models, and take them in and out of service.
 
 Loading a model that is in service reads its bundle again, as ``POST /admin/reload`` does.
 """
@@ -22,7 +22,7 @@ router = APIRouter(prefix="/v2/repository", tags=["open inference protocol v2"])
 
 @router.post("/index", summary="Models of the repository", responses={401: {"model": ErrorDocument}})
 async def index(request: Request) -> list[RepositoryModel]:
-    """Every model, its version and whether it answers."""
+    """List every model, its version and whether it answers."""
     registry = service_to_predict(request).registry
     reasons = registry.reasons() | dict.fromkeys(registry.unloaded, "unloaded")
     versions = {served.name: served.model.version for served in registry.served}
@@ -39,7 +39,7 @@ async def index(request: Request) -> list[RepositoryModel]:
 
 @router.post("/models/{name}/load", summary="Load a model", responses=_ERRORS)
 async def load(request: Request, name: str) -> dict[str, str]:
-    """Read its bundle, verify, build and warm up, then swap; a bad bundle changes nothing."""
+    """Load and warm up the model's bundle, then swap it in; a bad bundle changes nothing."""
     service = service_of(request)
     service.keys.check_admin(request.headers)
     await service.reload(name)
@@ -48,10 +48,10 @@ async def load(request: Request, name: str) -> dict[str, str]:
 
 @router.post("/models/{name}/unload", summary="Unload a model", responses=_ERRORS)
 async def unload(request: Request, name: str) -> dict[str, str]:
-    """Take it out of service; what it admitted is answered."""
+    """Take the model out of service; the requests that it has admitted are answered."""
     service = service_of(request)
     service.keys.check_admin(request.headers)
     if service.settings.workers > 1:
-        raise MalformedRequest("one of several workers cannot unload a model for all; run with workers = 1")
+        raise MalformedRequest("a worker cannot unload a model for the others; serve with workers = 1")
     service.registry.unload(name)
     return {}

@@ -1,8 +1,8 @@
-"""Open Inference Protocol v2 over REST, with the binary tensor data extension.
+"""The Open Inference Protocol v2 over REST, with the binary tensor data extension.
 
-The same engine, limits, keys and thresholds as ``/predict``; errors are the protocol's ``{"error": "…"}``
-with the statuses of :mod:`app.http.problems`.  A request may set the parameter ``alpha`` for ``is_ood``; the
-answer's parameters say which was used.
+Engine, limits, keys and thresholds are those of ``/predict``; errors are the protocol's ``{"error": "…"}`` with the
+statuses of :mod:`app.http.problems`.  A request may set the parameter ``alpha`` for ``is_ood``; the answer's
+parameters give the alpha that was used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from psc_core.version import __version__
 
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """``responses=`` of a route that can answer with these error statuses."""
+    """Return the ``responses=`` of a route that can answer with errors of these statuses."""
     return {status: {"model": ErrorDocument} for status in statuses}
 
 
@@ -58,19 +58,19 @@ router = APIRouter(prefix="/v2", tags=["open inference protocol v2"])
 
 @router.get("", summary="Server metadata")
 async def server_metadata() -> ServerMetadata:
-    """Name, version and extensions."""
+    """Return the server's name, version and extensions."""
     return ServerMetadata(name="psc", version=__version__, extensions=["binary_tensor_data", "model_repository"])
 
 
 @router.get("/health/live", summary="Server liveness")
 async def live() -> ServerLiveDocument:
-    """Always 200 while the process answers at all."""
+    """Answer 200 while the process is alive."""
     return ServerLiveDocument(live=True)
 
 
 @router.get("/health/ready", summary="Server readiness", responses={503: {"model": ServerReadyDocument}})
 async def ready(request: Request, response: Response) -> ServerReadyDocument:
-    """200 when every model answers; else 503."""
+    """Answer 200 if every model is ready; else 503."""
     is_ready = not service_of(request).reasons()
     response.status_code = 200 if is_ready else 503
     return ServerReadyDocument(live=True, ready=is_ready)
@@ -78,7 +78,7 @@ async def ready(request: Request, response: Response) -> ServerReadyDocument:
 
 @router.get("/models/{name}", response_model=ModelMetadata, responses=_METADATA_ERRORS, summary="Model metadata")
 async def model_metadata(request: Request, name: str) -> ModelMetadata:
-    """Inputs and outputs of a model; the two inputs are alternatives."""
+    """Describe a model's inputs and outputs; a request has one of the two inputs."""
     return metadata_of(find_model(service_to_predict(request), name, None))
 
 
@@ -89,7 +89,7 @@ async def model_metadata(request: Request, name: str) -> ModelMetadata:
     summary="Metadata of a model's version",
 )
 async def version_metadata(request: Request, name: str, version: str) -> ModelMetadata:
-    """Return the same metadata as without a version; the version is the digest of the bundle in service."""
+    """Describe a model as without a version, if this is the version in service, the digest of the bundle."""
     return metadata_of(find_model(service_to_predict(request), name, version))
 
 
@@ -100,7 +100,7 @@ async def version_metadata(request: Request, name: str, version: str) -> ModelMe
     summary="Model readiness",
 )
 async def model_ready(request: Request, response: Response, name: str) -> ModelReadyDocument:
-    """200 when the model answers; else 503."""
+    """Answer 200 if the model is ready; else 503."""
     return _readiness(request, response, name, None)
 
 
@@ -111,24 +111,24 @@ async def model_ready(request: Request, response: Response, name: str) -> ModelR
     summary="Readiness of a model's version",
 )
 async def version_ready(request: Request, response: Response, name: str, version: str) -> ModelReadyDocument:
-    """Return the same readiness as without a version."""
+    """Answer 200 if the model is ready, in this version; else 503."""
     return _readiness(request, response, name, version)
 
 
 @router.post("/models/{name}/infer", summary="Inference", **_INFER)
 async def infer(request: Request, name: str) -> Response:
-    """Images in, the wanted outputs out, as JSON or binary data."""
+    """Run inference on images and return the wanted outputs, as JSON or binary data."""
     return await _infer(request, name, None)
 
 
 @router.post("/models/{name}/versions/{version}/infer", summary="Inference with a version", **_INFER)
 async def version_infer(request: Request, name: str, version: str) -> Response:
-    """Run the same inference as without a version."""
+    """Run inference with this version of the model."""
     return await _infer(request, name, version)
 
 
 def metadata_of(served: ServedModel) -> ModelMetadata:
-    """Inputs and outputs of a model; the two inputs are alternatives."""
+    """Return the description of a model's inputs and outputs."""
     model, preprocess = served.model, served.model.preprocess
     pixels = [-1, preprocess.height, preprocess.width, preprocess.channels]
     return ModelMetadata(
@@ -142,27 +142,27 @@ def metadata_of(served: ServedModel) -> ModelMetadata:
         outputs=[
             TensorMetadata(
                 name=name,
-                datatype=model.task.tensors[name],
-                shape=[-1, *model.task.tensor_shape(name, model.classes, model.gates)],
+                datatype=served.task.tensors[name],
+                shape=[-1, *served.task.tensor_shape(name, model.classes, model.gates)],
             )
-            for name in outputs_of(model)
+            for name in outputs_of(served)
         ]
         + _map_outputs(model.pipeline.map),
     )
 
 
 def _map_outputs(layer_map: LayerMap | None) -> list[TensorMetadata]:
-    """The map, which is given only where it is asked for."""
+    """Describe the map, which the answer has only if the request names it."""
     if layer_map is None:
         return []
     return [TensorMetadata(name=MAP, datatype="UINT8", shape=[-1, layer_map.grid.rows, layer_map.grid.columns])]
 
 
 def is_model_ready(service: Service, name: str, version: str | None) -> bool:
-    """Return whether a model answers.
+    """Return whether a model is ready.
 
     Raises:
-        UnknownModel: There is none of this name and version.
+        UnknownModel: There is no model of this name and version.
     """
     if name in {*service.registry.unloaded, *service.registry.reasons()}:
         return False
@@ -180,7 +180,7 @@ async def _infer(request: Request, name: str, version: str | None) -> Response:
     service = service_to_predict(request)
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
-        raise UnsupportedMedia(f"expected a body that is not compressed, got {encoding!r}; send it as it is")
+        raise UnsupportedMedia(f"expected an uncompressed body, got {encoding!r}; send it without Content-Encoding")
     find_model(service, name, version).engine.check_room()
     of_head = request.headers.get(HEADER)
     read = read_json_body if of_head is None else read_body

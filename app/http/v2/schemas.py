@@ -1,4 +1,4 @@
-"""Documents of the Open Inference Protocol v2, as the OpenAPI document describes them."""
+"""The documents of the Open Inference Protocol v2."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
+from app.tasks.base import Datatype, tensor_names
 from psc_core.model.pipeline import MAP
 from psc_core.tasks.answer import Document
 from psc_core.tasks.policy import Alpha
-from psc_core.tasks.task import Datatype, task_types
 
 MAX_DIMENSIONS: Final = 8
-"""Largest number of dimensions of an input; the first fault ends the check, as an error for each would be slow."""
+"""The maximum number of dimensions of an input.
 
-_NAMES: Final = (*dict.fromkeys(name for task in task_types() for name in task.tensors), MAP)
+Validation stops at the first fault, because building an error for each of many elements would be slow."""
+
+_NAMES: Final = (*tensor_names(), MAP)
 
 
 class ErrorDocument(Document):
@@ -33,20 +35,20 @@ class ServerMetadata(Document):
 
 
 class ServerLiveDocument(Document):
-    """The process answers."""
+    """The answer of a process that is alive."""
 
     live: bool
 
 
 class ServerReadyDocument(Document):
-    """The readiness of all models together."""
+    """Whether all models are ready."""
 
     live: bool
     ready: bool
 
 
 class ModelReadyDocument(Document):
-    """The readiness of one model."""
+    """Whether one model is ready."""
 
     name: str
     ready: bool
@@ -56,9 +58,9 @@ class RepositoryModel(Document):
     """A model of the repository."""
 
     name: str
-    version: str = Field(description="Empty while it is not in service.")
+    version: str = Field(description="The digest of the bundle; empty while the model is not in service.")
     state: Literal["READY", "UNAVAILABLE"]
-    reason: str = Field(description="Why it is not available.")
+    reason: str = Field(description="The reason why the model is not available.")
 
 
 class TensorMetadata(Document):
@@ -70,17 +72,17 @@ class TensorMetadata(Document):
 
 
 class ModelMetadata(Document):
-    """The inputs that a model takes and the outputs that it gives."""
+    """The inputs and outputs of a model."""
 
     name: str
     versions: list[str]
     platform: str
-    inputs: list[TensorMetadata] = Field(description="Alternatives: a request has exactly one of them.")
+    inputs: list[TensorMetadata] = Field(description="The inputs, of which a request has exactly one.")
     outputs: list[TensorMetadata]
 
 
 class InferOutput(Document):
-    """An output; ``data`` is left out where binary data follows the document."""
+    """An output; ``data`` is left out if binary data follows the document."""
 
     name: str
     datatype: Datatype
@@ -90,7 +92,7 @@ class InferOutput(Document):
 
 
 class InferResponse(Document):
-    """Answer to an inference request."""
+    """The answer to an inference request."""
 
     model_name: str
     model_version: str
@@ -103,31 +105,33 @@ _OutputName = Literal[_NAMES]  # type: ignore[valid-type]
 
 
 class RequestModel(BaseModel):
-    """Base of a request's parts: members and parameters that are not declared are ignored, as the protocol asks."""
+    """The base of a request's parts; undeclared members and parameters are ignored, as the protocol demands."""
 
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
 
 def _reject(value: Any) -> None:
     if value is not None:
-        raise ValueError("not supported by this server; leave it out")
+        raise ValueError("this server does not support it; leave it out")
 
 
 _Unsupported = Annotated[None, BeforeValidator(_reject), Field(description="Not supported.")]
 
 
 class _TensorParameters(RequestModel):
-    """Parameters of a tensor; those that this server does not offer are refused rather than ignored."""
+    """The parameters of a tensor; those that would change the answer if they were supported are refused."""
 
     shared_memory_region: _Unsupported = None
     classification: _Unsupported = None
 
 
 class InputParameters(_TensorParameters):
-    """Parameters of an input."""
+    """The parameters of an input."""
 
-    binary_data_size: int | None = Field(default=None, ge=0, description="Bytes of its binary data.")
-    layout: Literal["NHWC", "NCHW"] | None = Field(default=None, description="Unset: the one that the shape fits.")
+    binary_data_size: int | None = Field(default=None, ge=0, description="The size of its binary data, bytes.")
+    layout: Literal["NHWC", "NCHW"] | None = Field(
+        default=None, description="The order of the axes; unset: the order that fits the shape."
+    )
 
 
 class InputTensor(RequestModel):
@@ -150,9 +154,11 @@ class InputTensor(RequestModel):
 
 
 class OutputParameters(_TensorParameters):
-    """Parameters of a wanted output."""
+    """The parameters of a wanted output."""
 
-    binary_data: bool | None = Field(default=None, description="Unset: as `binary_data_output` of the request.")
+    binary_data: bool | None = Field(
+        default=None, description="Return binary data; unset: the request's `binary_data_output`."
+    )
 
 
 class WantedOutput(RequestModel):
@@ -163,17 +169,17 @@ class WantedOutput(RequestModel):
 
 
 class RequestParameters(RequestModel):
-    """Parameters of a request."""
+    """The parameters of a request."""
 
-    alpha: Alpha | None = Field(default=None, description="`is_ood` when p ≤ alpha, for this request.")
-    monitor: bool = Field(default=True, description="`false` keeps the images out of drift and metrics of scores.")
+    alpha: Alpha | None = Field(default=None, description="`is_ood` if p ≤ alpha, in this request.")
+    monitor: bool = Field(default=True, description="`false` leaves the images out of drift and metrics of scores.")
     binary_data_output: bool = Field(
-        default=False, description="Give outputs as binary data unless they say otherwise."
+        default=False, description="Return outputs as binary data unless their own parameters say otherwise."
     )
 
 
 class InferRequest(RequestModel):
-    """An inference request; without ``outputs`` all are given but ``map``."""
+    """An inference request; without ``outputs``, the answer has all of them but ``map``."""
 
     id: str | None = None
     parameters: RequestParameters = RequestParameters()
@@ -187,7 +193,7 @@ class InferRequest(RequestModel):
         return self
 
     def binary_outputs(self, available: Sequence[str]) -> dict[str, bool]:
-        """The wanted outputs, or all available ones, in order, to whether each goes as binary data."""
+        """Map each wanted output, or each available one, to whether it is returned as binary data."""
         default = self.parameters.binary_data_output
         if not self.outputs:
             return dict.fromkeys(available, default)
@@ -196,7 +202,7 @@ class InferRequest(RequestModel):
 
 
 def _inline(model: type[BaseModel]) -> dict[str, Any]:
-    """The JSON schema of a model with its parts in place of references."""
+    """Return the JSON schema of a model with its references resolved."""
     schema = model.model_json_schema()
     parts = schema.pop("$defs", {})
 
@@ -213,23 +219,23 @@ def _inline(model: type[BaseModel]) -> dict[str, Any]:
 
 INFER_BODY: Final = {
     "required": True,
-    "description": "`images`: UINT8 of the network's own size, NHWC or NCHW. `encoded_images`: BYTES, image "
-    "files (base64 in JSON).",
+    "description": "Either `images`: UINT8 pixels of the network's input size, NHWC or NCHW; or `encoded_images`: "
+    "BYTES, image files (base64 in JSON).",
     "content": {
         "application/json": {"schema": _inline(InferRequest)},
         "application/octet-stream": {
             "schema": {
                 "type": "string",
                 "format": "binary",
-                "description": "The JSON object, then binary data of its tensors.",
+                "description": "The JSON object, then the binary data of its tensors.",
             }
         },
     },
 }
-"""Request body of an inference request."""
+"""The body of an inference request, for OpenAPI."""
 
 HEADER: Final = "Inference-Header-Content-Length"
-"""Length of the JSON object where binary data follows it, bytes."""
+"""The header with the length of the JSON object, bytes, if binary data follows it."""
 
 INFER_PARAMETERS: Final = [
     {
@@ -237,7 +243,7 @@ INFER_PARAMETERS: Final = [
         "in": "header",
         "required": False,
         "schema": {"type": "integer", "minimum": 1},
-        "description": "Length of the JSON object where binary data follows it, bytes.",
+        "description": "The length of the JSON object, bytes, if binary data follows it.",
     }
 ]
-"""Header of the binary tensor data extension."""
+"""The header of the binary tensor data extension, for OpenAPI."""

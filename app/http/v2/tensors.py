@@ -1,17 +1,17 @@
-"""Open Inference Protocol v2: request and response bodies ↔ tensors, JSON or with the binary extension.
+"""Convert between tensors and the bodies of the Open Inference Protocol v2, JSON or with the binary extension.
 
 ::
 
     body ─ parse_request ─▶ InferRequest ─ images_of ─▶ uint8 array or encoded files
     arrays ─ build_response ─▶ body, length of its JSON header
 
-A body is one JSON object; with the binary tensor extension the header ``Inference-Header-Content-Length``
-gives the object's length, and the tensors that name a ``binary_data_size`` follow it, in order:
-little-endian, row-major, ``BYTES`` elements each behind a 4-byte length.  In JSON, data may be flat or
-nested; elements of ``BYTES`` are base64 text, for a JSON string cannot hold the bytes of an image.
+A body is one JSON object.  With the binary tensor extension, the header ``Inference-Header-Content-Length`` gives the
+object's length, and the data of the tensors that have a ``binary_data_size`` follow it in order: little-endian,
+row-major, each ``BYTES`` element after its 4-byte length.  In JSON, data may be flat or nested; elements of ``BYTES``
+are base64 text, because a JSON string cannot hold the bytes of an image.
 
-Inputs, exactly one in a request: ``images`` (``UINT8`` NHWC or NCHW, of the network's own size) or
-``encoded_images`` (``BYTES``, image files).  No HTTP in here.
+A request has exactly one input: ``images`` (``UINT8``, NHWC or NCHW, of the network's input size) or
+``encoded_images`` (``BYTES``, image files).  This module knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from app.errors import MalformedRequest, TooManyImages
 from app.http.json_body import load_json
 from app.http.uploads import decode_base64
 from app.http.v2.schemas import HEADER, InferRequest, InputTensor
+from app.tasks.base import Datatype
 from psc_core.errors import fault
-from psc_core.tasks.task import Datatype
 
 _LENGTH: Final = 4
 _DTYPES: Final = {"FP32": "<f4", "INT64": "<i8", "UINT8": "|u1", "BOOL": "|b1"}
@@ -53,13 +53,13 @@ def parse_request(body: bytes, header_length: str | None) -> tuple[InferRequest,
 
     Args:
         body: The whole body.
-        header_length: Value of ``Inference-Header-Content-Length``, if sent.
+        header_length: The value of ``Inference-Header-Content-Length``, if sent.
 
     Returns:
-        The request, and the binary data of its input where it has some.
+        The request, and the binary data of its input if it has any.
 
     Raises:
-        MalformedRequest: It does not follow the protocol.
+        MalformedRequest: The body does not follow the protocol.
     """
     length = _header_length(header_length, len(body))
     text, binary = body if length == len(body) else body[:length], memoryview(body)[length:]
@@ -73,10 +73,10 @@ def parse_request(body: bytes, header_length: str | None) -> tuple[InferRequest,
 
 
 def request_of(document: Any) -> InferRequest:
-    """Check the members of a request.
+    """Return the request in a JSON document.
 
     Raises:
-        MalformedRequest: They do not follow the protocol.
+        MalformedRequest: The document does not follow the protocol.
     """
     try:
         return InferRequest.model_validate(document)
@@ -87,20 +87,20 @@ def request_of(document: Any) -> InferRequest:
 def images_of(
     tensor: InputTensor, binary: memoryview | None, shape: tuple[int, int, int], *, max_images: int
 ) -> npt.NDArray[np.uint8] | list[bytes]:
-    """The images of an input.
+    """Return the images of an input.
 
     Args:
-        tensor: ``images`` or ``encoded_images``.
-        binary: Its binary data, if it came so.
+        tensor: The input, ``images`` or ``encoded_images``.
+        binary: The input's binary data; None if its data are in the JSON.
         shape: (channels, height, width) of the network's input.
-        max_images: Maximum number of images in a request.
+        max_images: The maximum number of images in a request.
 
     Returns:
         ``uint8`` of shape (n, channels, height, width), or n encoded files; n ≥ 1.
 
     Raises:
-        MalformedRequest: Shape or data are not what the metadata says.
-        TooManyImages: More than ``max_images``.
+        MalformedRequest: The data do not fit the shape, or the shape does not fit the network.
+        TooManyImages: There are more than ``max_images``.
     """
     if tensor.name == "images":
         layout = _layout(tensor, shape)
@@ -120,12 +120,12 @@ def images_of(
 def build_response(
     head: Mapping[str, Any], tensors: Sequence[OutputTensor], wanted_binary: Mapping[str, bool]
 ) -> tuple[bytes, int | None]:
-    """The body of a response, and the length of its JSON part if binary data follows it.
+    """Return the body of a response, and the length of its JSON part if binary data follows it.
 
     Args:
-        head: Members of the response other than ``outputs``.
-        tensors: Outputs, in the order in which they are given.
-        wanted_binary: Name to whether it goes as binary data.
+        head: The members of the response other than ``outputs``.
+        tensors: The outputs, in the order of the response.
+        wanted_binary: Maps the name of an output to whether it is returned as binary data.
     """
     outputs: list[dict[str, Any]] = []
     buffers: list[bytes] = []
@@ -143,7 +143,7 @@ def build_response(
 
 
 def to_binary(tensor: OutputTensor) -> bytes:
-    """The values, as the binary tensor extension and gRPC's raw contents carry them."""
+    """Return the values as bytes, in the form of the binary tensor extension and of gRPC's raw contents."""
     if isinstance(tensor.values, np.ndarray):
         return np.ascontiguousarray(tensor.values, dtype=_DTYPES[tensor.datatype]).tobytes()
     encoded = [value.encode() for value in tensor.values]
@@ -156,13 +156,13 @@ def _header_length(value: str | None, body_length: int) -> int:
     if not (value.isascii() and value.isdigit() and len(value) < 16 and 0 < int(value) <= body_length):
         raise MalformedRequest(
             f"expected {HEADER} from 1 to the body's {body_length} bytes, got "
-            f"{value[:32]!r}; give the length of the JSON object"
+            f"{value[:32]!r}; send the length of the JSON object"
         )
     return int(value)
 
 
 def _layout(tensor: InputTensor, shape: tuple[int, int, int]) -> str:
-    """The layout the parameter names, else the one the shape fits; NHWC where both fit."""
+    """Return the layout that the parameter names, else the one that the shape fits; NHWC if both fit."""
     channels, height, width = shape
     sizes = {"NHWC": [height, width, channels], "NCHW": [channels, height, width]}
     named = tensor.parameters.layout
@@ -182,7 +182,8 @@ def _pixels(tensor: InputTensor, binary: memoryview | None) -> npt.NDArray[np.ui
             raise _bad_size(tensor, size, len(binary), "bytes")
         return np.frombuffer(binary, np.uint8)
     try:
-        values = np.asarray(tensor.data, dtype=object)  # Of one type, a long text would make all of them as long.
+        # As objects: in an array of strings, every element would take as much memory as the longest.
+        values = np.asarray(tensor.data, dtype=object)
     except ValueError as error:
         raise MalformedRequest(f"input {tensor.name!r}: expected rows of equal length; pad or cut them") from error
     types = set(map(type, values.ravel().tolist()))

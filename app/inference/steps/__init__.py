@@ -1,4 +1,4 @@
-"""Compute batches: eagerly, or on CUDA by replaying captured graphs; one interface for both."""
+"""Compute batches, eagerly or on CUDA by replaying captured graphs, behind one interface."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ def make_step(
     compiled: bool = False,
     threads: TorchThreads | None = None,
 ) -> Step:
-    """The fastest step for ``device``.
+    """Return the fastest step for ``device``.
 
     Args:
-        network: On ``device`` already.
-        shape: (channels, height, width).
-        max_batch: Maximum number of images in a step.
-        device: Where the network is.
-        compiled: Run it through ``torch.compile``.
-        threads: Used on a CPU; by default as many as PyTorch uses now, and one for a quick step.
+        network: The pipeline, already on ``device``.
+        shape: (channels, height, width) of an image.
+        max_batch: The maximum number of images in a step.
+        device: The device of the network.
+        compiled: Whether to run the network through ``torch.compile``.
+        threads: The numbers of threads on a CPU; by default PyTorch's present number, and one for a quick step.
     """
     run = CompiledNetwork(network) if compiled else network
-    if device.type == "cuda" and network.is_traced:  # A network cut by hooks may ask the host what to do next.
+    # A network that is not traced may let the host decide how to go on, which a captured graph cannot.
+    if device.type == "cuda" and network.is_traced:
         return GraphStep(run, shape, max_batch=max_batch, device=device)
     return EagerStep(run, shape, max_batch=max_batch, device=device, fixed_shapes=compiled, threads=threads)

@@ -1,7 +1,7 @@
-"""The interface of a step: ``uint8 (n, C, H, W)`` host images in, packed ``float32 (n, S + K + G)`` host outputs out.
+"""The interface of a step, from ``uint8 (n, C, H, W)`` host images to packed ``float32 (n, S + K + G)`` host outputs.
 
-Everything runs under ``torch.inference_mode``; one thread at a time uses a step.  Outputs of padding images are never
-returned.
+All of it runs under ``torch.inference_mode``, and one thread at a time uses a step.  The outputs of padding images are
+never returned.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ class TorchThreads(NamedTuple):
     """The numbers of threads that PyTorch uses on a CPU."""
 
     full: int
-    """Threads of a network that runs on the device thread."""
+    """The number of threads of a network that runs on the device thread."""
     quick: int
-    """Threads of one that is quick enough for the event loop."""
+    """The number of threads of a network that is quick enough for the event loop."""
 
 
 class Step(Protocol):
     """A way to compute batches."""
 
     slots: int
-    """Batches that may be launched and not yet fetched."""
+    """The number of batches that may be launched and not yet fetched."""
 
     def input(self, slot: int) -> Images:
-        """The host buffer (max, C, H, W) that :meth:`launch` sends."""
+        """Return the slot's host buffer (max_batch, C, H, W), which :meth:`launch` sends to the device."""
 
     def warm_up(self) -> bool:
         """Run every shape once, so that no request pays for compilation or capture.
@@ -44,25 +44,25 @@ class Step(Protocol):
         """
 
     def launch(self, slot: int, count: int) -> None:
-        """Start on the first ``count`` images of the slot's buffer."""
+        """Start to compute the first ``count`` images of the slot's buffer."""
 
     def done(self, slot: int) -> bool:
         """Return whether :meth:`fetch` would return without waiting."""
 
     def fetch(self, slot: int, count: int) -> FloatArray:
-        """Outputs of what was launched; the caller owns the array.  Device errors surface here."""
+        """Wait for a launched batch and return its outputs, which the caller owns; device errors surface here."""
 
     def explain(self, images: Images, kind: RequestKind) -> Result:
-        """Outputs, and maps, explanations or both as the kind of request asks, computed at once."""
+        """Compute outputs with maps, explanations or both, as the kind asks, without a slot."""
 
     def release_memory(self) -> None:
-        """Give cached device memory back after an allocation failed."""
+        """Return cached device memory to the device after an allocation has failed."""
 
 
 class CompiledNetwork:
-    """A network whose forward pass is compiled, one graph per shape; explanations stay as they are.
+    """A network whose forward pass is compiled, with one graph per shape; explanations are not compiled.
 
-    PyTorch compiles only few shapes unless the process allows more (:func:`app.runtime.allow_compiled_shapes`).
+    PyTorch compiles only a few shapes unless the process allows more (:func:`app.runtime.allow_compiled_shapes`).
     """
 
     def __init__(self, network: Pipeline) -> None:
@@ -77,7 +77,7 @@ class CompiledNetwork:
 
 
 def buckets_to(max_batch: int) -> tuple[int, ...]:
-    """Batch sizes that are warmed up: 1, 2, 4, … below ``max_batch``, then ``max_batch``."""
+    """Return the batch sizes to warm up: 1, 2, 4, … below ``max_batch``, then ``max_batch``."""
     sizes = [1]
     while sizes[-1] * 2 < max_batch:
         sizes.append(sizes[-1] * 2)
@@ -85,12 +85,12 @@ def buckets_to(max_batch: int) -> tuple[int, ...]:
 
 
 def bucket_of(buckets: tuple[int, ...], count: int) -> int:
-    """The smallest bucket that holds ``count`` images."""
+    """Return the smallest bucket that holds ``count`` images."""
     return next(size for size in buckets if size >= count)
 
 
 def explain(network: Pipeline | CompiledNetwork, images: Tensor, kind: RequestKind) -> Result:
-    """Outputs of a batch on the network's device, and what else the kind of request asks."""
+    """Compute the outputs of a batch on the network's device, with maps, explanations or both, as the kind asks."""
     if kind is RequestKind.MAP:
         packed, grey = network.forward_with_map(images)
         explanation = {MAP: grey}
@@ -101,7 +101,7 @@ def explain(network: Pipeline | CompiledNetwork, images: Tensor, kind: RequestKi
 
 
 def run_batch(step: Step, batch: DeviceBatch) -> Result:
-    """The result of a batch, computed at once, in slot 0 or in none."""
+    """Compute a batch and return its result, using slot 0."""
     if batch.kind is not RequestKind.PREDICT:
         images = np.empty((batch.size, *step.input(0).shape[1:]), np.uint8)
         batch.copy_images(images)
@@ -114,7 +114,7 @@ def run_batch(step: Step, batch: DeviceBatch) -> Result:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether a step failed for lack of memory, on the device or the host.
 
-    PyTorch's CPU allocator has no exception of its own: it raises a plain RuntimeError, known by its text alone.
+    PyTorch's CPU allocator has no exception of its own; it raises a RuntimeError that only its text tells apart.
     """
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)

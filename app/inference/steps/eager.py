@@ -13,23 +13,23 @@ from psc_core.model.pipeline import Pipeline
 from psc_core.tasks.outputs import FloatArray
 
 QUICK_SECONDS: Final = 2e-3
-"""A full batch below this takes less time than handing it to another thread.
+"""A full batch that takes less time than this is computed sooner here than on another thread.
 
-PyTorch releases the interpreter's lock around every operation and gets it back when the event loop is willing: the
-dozens of operations of a small network then take several times as long as they do alone.
+On another thread, PyTorch gives up the interpreter's lock around every operation and then waits for the event loop to
+release it, so the dozens of operations of a small network take several times as long as they do alone.
 """
 
 
 class EagerStep:
-    """Runs the network when fetched.
+    """A step that runs the network when its outputs are fetched.
 
     Args:
-        network: uint8 batch to packed outputs.
-        shape: (channels, height, width).
-        max_batch: Maximum number of images in a step.
-        device: Where the network is.
-        fixed_shapes: Pad to buckets (for a compiled network); else any count runs as it is.
-        threads: Used on a CPU; see :func:`app.inference.steps.make_step`.
+        network: Computes packed outputs from a uint8 batch.
+        shape: (channels, height, width) of an image.
+        max_batch: The maximum number of images in a step.
+        device: The device of the network.
+        fixed_shapes: Whether to pad batches to buckets, for a compiled network; otherwise any size runs unpadded.
+        threads: The numbers of threads on a CPU; see :func:`app.inference.steps.make_step`.
     """
 
     slots = 1
@@ -82,7 +82,8 @@ class EagerStep:
     @torch.inference_mode()
     def fetch(self, slot: int, count: int) -> FloatArray:
         size = bucket_of(self._buckets, count) if self._fixed_shapes else count
-        if torch.get_num_threads() != self._threads:  # PyTorch counts them for each calling thread.
+        # PyTorch keeps this number for each calling thread, and warm-up may have run on another one.
+        if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
         packed = self._network(self._host[:size].to(self._device))
         return cast(FloatArray, packed[:count].float().cpu().numpy())

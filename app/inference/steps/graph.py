@@ -1,7 +1,7 @@
-"""A step that replays captured CUDA graphs: one per bucket of images, padded, nothing allocated.
+"""A step that replays captured CUDA graphs, one per bucket; batches are padded, and nothing is allocated.
 
-A pinned host buffer per slot, one copy to the device, one replay, one copy back.  The host may fill and launch the
-next slot while the device works on this one.
+A batch is one copy from the slot's pinned host buffer to the device, one replay and one copy back.  The host may fill
+and launch the next slot while the device works on this one.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from psc_core.model.pipeline import Pipeline
 from psc_core.tasks.outputs import FloatArray
 
 _IDLE_STREAMS: Final[dict[torch.device, list[torch.cuda.Stream]]] = defaultdict(list)
-"""Streams of steps that are gone.  CUDA hands out 32, and then again those that other models are using."""
+"""The streams of steps that are gone, for reuse.
+
+PyTorch has a pool of 32 streams and then hands out the same ones again, which other models may be using."""
 
 
 class GraphStep:
-    """Replays captured CUDA graphs.
+    """A step that replays captured CUDA graphs.
 
     Args:
-        network: uint8 batch to packed outputs, on ``device``.
-        shape: (channels, height, width).
-        max_batch: Maximum number of images in a step.
+        network: Computes packed outputs from a uint8 batch on ``device``.
+        shape: (channels, height, width) of an image.
+        max_batch: The maximum number of images in a step.
         device: A CUDA device.
     """
 
@@ -42,7 +44,7 @@ class GraphStep:
         self._host_images = [torch.zeros((max_batch, *shape), dtype=torch.uint8).pin_memory() for _ in range(2)]
         self._buffers: list[Images] = [images.numpy() for images in self._host_images]
         self._images = torch.zeros((max_batch, *shape), dtype=torch.uint8, device=device)
-        self._device = self._images.device  # With its index.
+        self._device = self._images.device  # With its index, which set_device needs.
         idle = _IDLE_STREAMS[self._device]
         self._stream = idle.pop() if idle else torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         weakref.finalize(self, idle.append, self._stream)
@@ -57,13 +59,16 @@ class GraphStep:
     def warm_up(self) -> bool:
         torch.cuda.set_device(self._device)
         pool = torch.cuda.graph_pool_handle()
+        # The largest first: all graphs share a pool, and the smaller ones fit into the memory of the largest.
         for count in reversed(self._buckets):
             images = self._images[:count]
+            # Libraries choose algorithms and allocate workspaces in the first runs, which a capture must not contain.
             with torch.cuda.stream(self._stream):
                 for _ in range(3):
                     self._network(images)
             self._stream.synchronize()
             graph = torch.cuda.CUDAGraph()
+            # By default, an allocation on any thread, such as a running model's, would break the capture.
             with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                 packed = self._network(images).float()
             self._graphs[count] = (graph, packed)

@@ -1,7 +1,7 @@
 """The model behind every peer: decode an image, run the pipeline on a batch, return predictions.
 
-The environment names the bundle (``BENCH_BUNDLE``), a directory for the counts of steps and images
-(``BENCH_COUNTS``), the threads of torch (``BENCH_THREADS``) and the device (``BENCH_DEVICE``).
+Environment variables name the bundle (``BENCH_BUNDLE``), a directory for the counts of steps and images
+(``BENCH_COUNTS``), the number of torch's threads (``BENCH_THREADS``) and the device (``BENCH_DEVICE``).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Model:
             self.packed([torch.zeros(self._shape, dtype=torch.uint8)] * count)
 
     def decode(self, data: bytes) -> Tensor:
-        """``uint8 (channels, height, width)``: a JPEG decoded and resized by Pillow, or as the service does it.
+        """Return ``uint8 (channels, height, width)``: a JPEG decoded and resized by Pillow, or as the service does it.
 
         Raises:
             ValueError: A PNG of another size.
@@ -63,7 +63,7 @@ class Model:
 
     @torch.inference_mode()
     def packed(self, images: Sequence[Tensor]) -> list[list[float]]:
-        """Packed outputs of the pipeline, one row for each image."""
+        """Return the packed outputs of the pipeline, one row for each image."""
         self._steps += 1
         self._images += len(images)
         COUNTS.pack_into(self._counts, 0, self._steps, self._images)
@@ -71,7 +71,7 @@ class Model:
         return packed
 
     def predict(self, images: Sequence[Tensor]) -> list[dict[str, Any]]:
-        """One answer for each image."""
+        """Return one answer for each image."""
         return [
             {"probabilities": row[self._of_classes], **{name: row[SCORES.index(name)] for name in ANSWERED}}
             for row in self.packed(images)
@@ -79,7 +79,7 @@ class Model:
 
     @staticmethod
     def dump(answer: Any) -> bytes:
-        """JSON bytes."""
+        """Return an answer as JSON."""
         return orjson.dumps(answer)
 
 

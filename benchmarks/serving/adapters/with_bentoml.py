@@ -19,7 +19,7 @@ from benchmarks.serving.adapters.settings import MAX_BATCH, option
     logging={"access": {"enabled": False}},
 )
 class Classify:
-    """Base64 in, answers out."""
+    """The service: base64 in, answers out."""
 
     def __init__(self) -> None:
         self._model = Model()

@@ -17,13 +17,13 @@ model = Model()
 
 @app.post("/predict")
 async def predict(request: Request) -> Any:
-    """One image, raw."""
+    """Answer one image in the raw body."""
     return model.predict([model.decode(await request.body())])[0]
 
 
 @app.post("/predict/many")
 async def predict_many(request: Request) -> Any:
-    """Images as base64 in JSON, one batch."""
+    """Answer images as base64 in JSON, as one batch."""
     images = (await request.json())["images"]
     return model.predict([model.decode(binascii.a2b_base64(image)) for image in images])
 

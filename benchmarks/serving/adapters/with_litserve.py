@@ -11,7 +11,7 @@ from benchmarks.serving.adapters.settings import MAX_BATCH, option, port
 
 
 class Classify(ls.LitAPI):
-    """Bytes in, answer out."""
+    """The API: bytes in, answer out."""
 
     def setup(self, device: str) -> None:
         self._model = Model()
@@ -33,7 +33,6 @@ class Classify(ls.LitAPI):
 
 
 def main() -> None:
-    """Serve."""
     api = Classify(max_batch_size=MAX_BATCH, batch_timeout=option("WAIT_MS", 2) / 1000, api_path="/predict")
     server = ls.LitServer(api, accelerator="cpu", workers_per_device=option("COPIES", 1), fast_queue=True, timeout=30)
     server.run(

@@ -12,7 +12,7 @@ from benchmarks.serving.adapters.settings import MAX_BATCH, option, port
 
 
 class Classify(Worker):
-    """Bytes in, answer out; batched."""
+    """The stage: bytes in, answer out, in batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,6 @@ class Classify(Worker):
 
 
 def main() -> None:
-    """Serve."""
     sys.argv[1:] = ["--address", "127.0.0.1", "--port", str(port()), "--timeout", "30000", "--log-level", "warning"]
     server = Server()
     server.append_worker(

@@ -16,7 +16,7 @@ from benchmarks.serving.adapters.settings import MAX_BATCH, option, port
 
 @serve.deployment(num_replicas=option("COPIES", 1), max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0.5})
 class Classify:
-    """Bytes in, answer out."""
+    """The deployment: bytes in, answer out."""
 
     def __init__(self) -> None:
         self._model = Model()

@@ -1,4 +1,6 @@
-"""Fit a density to z: PCA, class moments, shrinkage where images are few; all in float64.
+"""Fit a density to features: principal components, class moments, and shrinkage where images are few; all in float64.
+
+The input is n labelled examples of K classes with features z (n, D), the output a :class:`.Density` of P components.
 
 Three coordinate systems, each one matrix product away from the one before; the third is served:
 
@@ -35,8 +37,9 @@ from torch.nn import functional
 from psc_core.density import DENSITIES
 from psc_core.density.base import Density
 from psc_core.density.fit.extend import EXAMPLES
-from psc_core.density.fit.pca import fit_pca
+from psc_core.density.fit.pca import PCA, fit_pca
 from psc_core.density.fit.tied_weight import ClassMoments, between, choose_tied_weight
+from psc_core.density.gaussian import ClasswiseDensity, RelativeDensity, TiedDensity
 from psc_core.fitted import Record
 from psc_core.numerics import linalg
 from psc_core.numerics.matrix import FeatureMatrix, as_matrix, check_features, images_of_classes
@@ -45,115 +48,131 @@ WHITENER_ELEMENTS: Final = 1 << 26
 """Maximum K × P × P for the automatic choice of P (256 MiB of float32)."""
 
 
-class HeldOut(NamedTuple):
-    """Features of m labelled examples that nothing was fitted to."""
+class Examples(NamedTuple):
+    """n labelled examples of K classes."""
 
-    z: Float[Tensor, "m dim"] | FeatureMatrix
-    labels: Int[Tensor, " m"]
+    features: Float[Tensor, "n dim"] | FeatureMatrix  # what the density reads, any float type, read in blocks
+    labels: Int[Tensor, " n"]  # class index of each
+    num_classes: int  # K
+    images: Int[Tensor, " n"] | None = None  # which image each one shows; None where no two show the same
+    class_names: Sequence[str] | None = None  # for messages
+
+    @property
+    def n_images(self) -> int:
+        """Number of different images that the examples show."""
+        return len(self.features) if self.images is None else int(self.images.bincount().count_nonzero())
 
 
 def fit_density(
-    z: Float[Tensor, "n dim"] | FeatureMatrix,
-    labels: Int[Tensor, " n"],
-    *,
-    num_classes: int,
-    kind: str = "gda",
-    pca: int | None = None,
-    class_names: Sequence[str] | None = None,
-    images: Int[Tensor, " n"] | None = None,
-    held_out: HeldOut | None = None,
+    train: Examples, *, kind: str = "gda", pca: int | None = None, held_out: Examples | None = None
 ) -> Density:
     """Fit a feature density.
 
     Args:
-        z: Features of every labelled example, of the density's :attr:`Density.input_kind`, any float type, read in
-            blocks.
-        labels: Class index of each labelled example.
-        num_classes: K.
+        train: The training examples, with features of the density's :attr:`.Density.input_kind`.
         kind: One of :data:`psc_core.density.DENSITIES`.
         pca: Principal components to keep.  ``None`` chooses (see :mod:`.pca`), at most images − K and, with a
             covariance for each class, so many that K · P² stays under :data:`WHITENER_ELEMENTS`.
-        class_names: Names for messages.
-        images: Which image each labelled example shows; by default another one each.
-        held_out: Features that nothing was fitted to; read where :attr:`.Density.tied_by_held_out`.
+        held_out: Examples that nothing was fitted to; a density that is :attr:`.Density.tied_by_held_out` reads them.
 
     Returns:
-        A module on the device of ``z``.
+        A module on the device of the features.
 
     Raises:
         FitError: Features that are not finite or all equal, a class with fewer than two images,
             or a ``pca`` beyond the rank.
     """
     family = DENSITIES[kind]
-    counts = check_features(z, labels, num_classes=num_classes, class_names=class_names, minimum=2, images=images)
-    observed = counts if images is None else images_of_classes(images, labels, num_classes)
-    n_images = len(z) if images is None else int(images.bincount().count_nonzero())
-    z, feature_dtype = as_matrix(z), z.dtype
-    z = _lengths(family, z)  # ``feature_dtype`` still tells how exact the features are.
-    limit = n_images - num_classes
-    if family.has_class_covariances:
-        limit = min(limit, math.isqrt(WHITENER_ELEMENTS // num_classes))
-    limit = min(limit, family.maximum_components or limit)
+    features, labels, num_classes, images, names = train
+    counts = check_features(features, labels, num_classes=num_classes, class_names=names, minimum=2, images=images)
+    z = _lengths(family, as_matrix(features))
     projection = fit_pca(
-        z, kept=pca, limit=max(1, limit), minimum_variance=family.minimum_variance, feature_dtype=feature_dtype
+        z,
+        kept=pca,
+        limit=_most_components(family, train),
+        minimum_variance=family.minimum_variance,
+        feature_dtype=features.dtype,  # z may be float64 already; this says how exact the features are.
     )
+    pooled = pool(projection, z, train, counts)
+    apart = None
+    if family.tied_by_held_out and held_out is not None and len(held_out.labels):
+        w = projection.whiten(_lengths(family, as_matrix(held_out.features)))[:] @ pooled.inverse.root
+        apart = HeldOut(w, held_out.labels.to(w.device))
+    fit = next(FITS[base] for base in family.__mro__ if base in FITS)
+    own = fit(pooled, apart)
+    tensors = {"mean": projection.mean, "basis": projection.whitening @ pooled.inverse.root, **own.tensors}
+    record: Record = {
+        EXAMPLES: len(z),
+        "components": len(projection.variances),
+        "explained_variance": projection.explained,
+        "pooled_shrinkage": pooled.shrinkage,
+        "clamped_eigenvalues": pooled.inverse.n_clamped,
+        "largest_increase": pooled.inverse.largest_increase,
+    }
+    return family(tensors, record=record | own.record).to(z.device)
 
+
+def _most_components(family: type[Density], train: Examples) -> int:
+    """Return the largest P that the automatic choice may take."""
+    limit = train.n_images - train.num_classes
+    if family.has_class_covariances:
+        limit = min(limit, math.isqrt(WHITENER_ELEMENTS // train.num_classes))
+    return max(1, min(limit, family.maximum_components or limit))
+
+
+class Pooled(NamedTuple):
+    """The training examples in x and their pooled covariance, float64, to which every density is fitted."""
+
+    x: FeatureMatrix  # (n, P)
+    means: Float[Tensor, "K P"]  # of each class, in x
+    inverse: linalg.InverseRoot  # of the pooled covariance: its root is V
+    shrinkage: float  # of the pooled covariance
+    volume: float  # −2 × the log-density at the centre of one Gaussian for all images
+    constants: Float[Tensor, " K"]  # of one covariance for all classes
+    classes: Sequence[tuple[Int[Tensor, " members"], int]]  # labelled examples of each class, and its number of images
+
+
+def pool(projection: PCA, z: FeatureMatrix, train: Examples, counts: Int[Tensor, " K"]) -> Pooled:
+    """Return class means and pooled covariance of ``counts`` labelled examples of each class, in x."""
+    observed = counts if train.images is None else images_of_classes(train.images, train.labels, train.num_classes)
     # A stable sort, so that each fit adds the images of a class in the same order.
-    members = torch.split(labels.argsort(stable=True), counts.tolist())
+    members = torch.split(train.labels.argsort(stable=True), counts.tolist())
     x = projection.whiten(z)
     means = torch.stack([linalg.mean_of_rows(x.take(own)) for own in members])
     scatter = means.new_zeros(x.shape[1], x.shape[1])
     for own, mean in zip(members, means, strict=True):
         scatter += linalg.scatter_about(x.take(own), mean)
     # Labelled examples of one image are one observation; the K means take one degree of freedom each.
-    covariance, shrinkage = linalg.covariance(scatter * (n_images / len(z)), n_images - num_classes)
+    n_images = train.n_images
+    covariance, shrinkage = linalg.covariance(scatter * (n_images / len(z)), n_images - train.num_classes)
     inverse = linalg.inverse_root(covariance)
-    # −2 × the log-density at the centre of one Gaussian for all images
     volume = len(projection.variances) * math.log(2 * math.pi) + projection.variances.log().sum().item()
     constants = (counts / len(z)).double().log() - 0.5 * volume - 0.5 * inverse.log_det
-    pooled = Pooled(x, means, inverse, volume, constants, list(zip(members, observed.tolist(), strict=True)))
-    apart = None
-    if family.tied_by_held_out and held_out is not None and len(held_out.labels):
-        w = projection.whiten(_lengths(family, as_matrix(held_out.z)))[:] @ inverse.root
-        apart = HeldOut(w, held_out.labels.to(w.device))
-    record: Record = {
-        EXAMPLES: len(z),
-        "components": len(projection.variances),
-        "explained_variance": projection.explained,
-        "pooled_shrinkage": shrinkage,
-        "clamped_eigenvalues": inverse.n_clamped,
-        "largest_increase": inverse.largest_increase,
-    }
-    found = FITS[kind](pooled, apart)
-    tensors = {"mean": projection.mean, "basis": projection.whitening @ inverse.root, **found.tensors}
-    return family(tensors, record=record | found.record).to(z.device)
+    classes = list(zip(members, observed.tolist(), strict=True))
+    return Pooled(x, means, inverse, shrinkage, volume, constants, classes)
 
 
-class Pooled(NamedTuple):
-    """The training features in x and their pooled covariance, float64, which every density is fitted to."""
+class HeldOut(NamedTuple):
+    """Held-out examples as the density sees them."""
 
-    x: FeatureMatrix  # (n, P)
-    means: Float[Tensor, "K P"]  # of each class, in x
-    inverse: linalg.InverseRoot  # of the pooled covariance: its root is V
-    volume: float
-    constants: Float[Tensor, " K"]  # of one covariance for all classes
-    classes: Sequence[tuple[Int[Tensor, " members"], int]]  # labelled examples of each class, and its number of images
+    w: Float[Tensor, "m P"]
+    labels: Int[Tensor, " m"]
 
 
 class OwnPart(NamedTuple):
-    """Tensors of a density beside mean and basis, and what its record has beside that of the pooled covariance."""
+    """The tensors of a density beside ``mean`` and ``basis``, and the entries of its record that are its own."""
 
     tensors: dict[str, Tensor]
     record: Record
 
 
 def fit_tied(pooled: Pooled, held_out: HeldOut | None) -> OwnPart:
-    """Return class means in w; held-out images choose nothing."""
+    """Return the class means in w; held-out examples choose nothing."""
     return OwnPart({"constants": pooled.constants, "centres": pooled.means @ pooled.inverse.root}, {})
 
 
 def fit_relative(pooled: Pooled, held_out: HeldOut | None) -> OwnPart:
-    """Return class means in w, and one Gaussian for all images, of which x has zero mean and identity covariance."""
+    """Return the class means in w and one Gaussian for all images, which in x has mean 0 and covariance I."""
     background = {
         "background": torch.linalg.inv(pooled.inverse.root),  # x = w V⁻¹
         "background_constant": torch.tensor(-0.5 * pooled.volume, device=pooled.means.device),
@@ -162,7 +181,7 @@ def fit_relative(pooled: Pooled, held_out: HeldOut | None) -> OwnPart:
 
 
 def fit_classwise(pooled: Pooled, held_out: HeldOut | None) -> OwnPart:
-    """Return mean and whitener of each class in w; held-out images, in w too, choose how alike the whiteners are."""
+    """Return mean and whitener of each class in w; held-out examples choose how alike the whiteners are."""
     x, root, device = pooled.x, pooled.inverse.root, pooled.means.device
     w = x.map(lambda part: part @ root, x.shape[1], torch.float64)
     num_classes = len(pooled.classes)
@@ -173,7 +192,7 @@ def fit_classwise(pooled: Pooled, held_out: HeldOut | None) -> OwnPart:
     tied_weight = None
     if held_out is not None:
         tied_weight = record["tied_weight"] = choose_tied_weight(
-            (_moments(w.take(own), n_own), held_out.z[held_out.labels == k])
+            (_moments(w.take(own), n_own), held_out.w[held_out.labels == k])
             for k, (own, n_own) in enumerate(pooled.classes)
         )
     shrinkages = []
@@ -198,25 +217,22 @@ def fit_classwise(pooled: Pooled, held_out: HeldOut | None) -> OwnPart:
     return OwnPart({"constants": constants, "centres": centres, "whiteners": whiteners}, record)
 
 
-FITS: Final[Mapping[str, Callable[[Pooled, HeldOut | None], OwnPart]]] = {
-    "gda": fit_classwise,
-    "gda++": fit_classwise,
-    "pooled++": fit_classwise,
-    "tied": fit_tied,
-    "mahalanobis++": fit_tied,
-    "rmd": fit_relative,
+FITS: Final[Mapping[type, Callable[[Pooled, HeldOut | None], OwnPart]]] = {
+    ClasswiseDensity: fit_classwise,
+    TiedDensity: fit_tied,
+    RelativeDensity: fit_relative,
 }
-"""How each kind of :data:`psc_core.density.DENSITIES` is fitted."""
+"""How a density is fitted, and those derived from it that have no fit of their own."""
 
 
 def _lengths(family: type[Density], z: FeatureMatrix) -> FeatureMatrix:
-    """Return the features as the density reads them: of unit length, in float64 as :meth:`Density.coordinates`."""
+    """Return the features as the density reads them: in float64 and of unit length, or as they are."""
     if not family.unit_length:
         return z
     return z.map(lambda part: functional.normalize(part.double()), z.shape[1], torch.float64)
 
 
 def _moments(w: FeatureMatrix, images: int) -> ClassMoments:
-    """Return mean and covariance of the labelled examples of a class, which show so many images."""
+    """Return mean and covariance of the labelled examples of a class, which show this many ``images``."""
     mean = linalg.mean_of_rows(w)
     return ClassMoments(mean, linalg.scatter_about(w, mean) * (images / len(w)) / (images - 1))

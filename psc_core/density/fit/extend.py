@@ -1,8 +1,9 @@
 """Extend a fitted density by more images of its classes, as if it had been fitted to them too.
 
-A density keeps, in its coordinates w (:mod:`psc_core.density.gaussian`), the mean μ_k and the covariance Σ_k of each
-class, and in its constants the class proportions; with the number n of its labelled examples these give n_k.  That is
-all that moments need (Chan, Golub & LeVeque 1983): m_k more images of class k, with the mean a_k, make
+The input is a density that was fitted to n labelled examples, and m more images; the output is a density of the same
+kind.  In its coordinates w (:mod:`psc_core.density.gaussian`) a density keeps the mean μ_k and the covariance Σ_k of
+each class, and in its constants the class proportions, which with n give n_k.  Moments need no more than that (Chan,
+Golub & LeVeque 1983): m_k more images of class k, with the mean a_k, make
 
     ``B_k  = Σ_i (w_i − a_k)(w_i − a_k)ᵀ + n_k m_k / (n_k + m_k) (a_k − μ_k)(a_k − μ_k)ᵀ``
     ``μ'_k = μ_k + m_k / (n_k + m_k) (a_k − μ_k)``
@@ -14,9 +15,9 @@ and in the same way the covariance of all images that ``rmd`` subtracts.  The ne
 
 An image that stands for t equal ones counts t times in all of them.
 
-It is the fit to all images, but for three things.  The principal components stay, and what they leave out is not seen.
-A covariance that was shrunk, because its images were few, is extended as it is: more images outweigh that in time.
-Where training images have several labels, n_k counts labelled examples in the degrees of freedom too.
+The result is the fit to all images, except for three things.  The principal components stay, and what they leave out is
+not seen.  A covariance that was shrunk, because its images were few, is extended as it is; more images outweigh that in
+time.  Where training images have several labels, n_k counts labelled examples in the degrees of freedom too.
 
 Shapes: m images, K classes, D = dim of z, P = kept components.
 """
@@ -31,39 +32,41 @@ from torch import Tensor
 from torch.nn import functional
 
 from psc_core.density.base import Density
-from psc_core.density.gaussian import ClasswiseDensity, RelativeDensity
+from psc_core.density.gaussian import ClasswiseDensity, RelativeDensity, TiedDensity
 from psc_core.errors import FitError
 from psc_core.numerics import linalg
 
 EXAMPLES: Final = "examples"
 """The entry of a density's record that holds n."""
 
-EXTENDED: Final = ("gda", "gda++", "pooled++", "tied", "mahalanobis++", "rmd")
-"""Kinds of density that are extended: their constants hold the class proportions and their tensors all moments."""
-
 
 class Extended(NamedTuple):
-    """A density that was extended, and how its coordinates changed."""
+    """An extended density, and how its coordinates changed."""
 
     density: Density
     offset: Float[Tensor, " P"]  # δ, float64
     turn: Float[Tensor, "P P"]  # W'^(−1/2), float64
 
     def moved(self, w: Float[Tensor, "images P"]) -> Float[Tensor, "images P"]:
-        """``w'`` of coordinates before, in their type."""
+        """Return ``w'`` for coordinates ``w`` of the density before, in their type."""
         return ((w.double() - self.offset) @ self.turn).to(w.dtype)
 
 
 class _Class(NamedTuple):
-    """A class with its more images, float64."""
+    """A class after more images of it, float64."""
 
     examples: Float[Tensor, ""]  # n_k + m_k
     mean: Float[Tensor, " P"]  # μ'_k
     added: Float[Tensor, "P P"]  # B_k
 
 
+def can_extend(family: type[Density]) -> bool:
+    """Return whether more images can extend a density: it has the tensors of one of these three, and so all moments."""
+    return family.layout in (ClasswiseDensity.layout, TiedDensity.layout, RelativeDensity.layout)
+
+
 def class_counts(density: Density, examples: int) -> Float[Tensor, " K"]:
-    """n_k, whole numbers as float64: n times the class proportions that the density's constants hold."""
+    """Return n_k, whole numbers as float64: n times the class proportions that the density's constants hold."""
     return (examples * _log_proportions(density).softmax(0)).round().clamp(min=2)
 
 
@@ -73,18 +76,18 @@ def extend_density(
     """Return the density of the labelled examples that it was fitted to and of m ≥ 1 more images.
 
     Args:
-        density: As it was fitted, or extended before.
-        features: What the density reads of the images.
-        labels: Class index of each.
-        examples: n, the labelled examples before.
+        density: The density as it was fitted, or extended before.
+        features: The features of the images that the density reads.
+        labels: Class index of each image.
+        examples: n, the number of labelled examples that it was fitted to.
         times: t, the number of equal images that each one stands for.
 
     Raises:
-        FitError: A kind that is not in :data:`EXTENDED`, features that are not finite, or fewer than two examples of
-            each class.
+        FitError: A density that :func:`can_extend` refuses, features that are not finite, or fewer than two examples
+            of each class.
     """
-    if density.kind not in EXTENDED:
-        raise FitError(f"expected a density of {', '.join(EXTENDED)} to extend, got {density.kind!r}; fit it again")
+    if not can_extend(type(density)):
+        raise FitError(f"a density {density.kind!r} has tensors that more images cannot extend; fit it again")
     classes, m, device = len(density.constants), times * len(labels), density.basis.device
     if not features.isfinite().all():
         raise FitError("expected finite features of the images that extend the density; check the precision")
@@ -131,7 +134,7 @@ def extend_density(
 def _merge(
     examples: Float[Tensor, ""], mean: Float[Tensor, " P"], more: Float[Tensor, "images P"], times: int
 ) -> _Class:
-    """Merge a class with more images, of which there may be none, each as often as ``times``."""
+    """Merge a class with more images of it, each counted ``times`` times; there may be none."""
     if not len(more):
         return _Class(examples, mean, mean.new_zeros(len(mean), len(mean)))
     own, count = more.mean(0), times * len(more)
@@ -141,13 +144,13 @@ def _merge(
 
 
 def _covariances(density: ClasswiseDensity) -> Float[Tensor, "K P P"]:
-    """Σ_k, from its inverse square root."""
+    """Return Σ_k, from its inverse square root."""
     inverse: Tensor = torch.linalg.inv(density.whiteners.double())
     return inverse @ inverse.mT
 
 
 def _log_proportions(density: Density) -> Float[Tensor, " K"]:
-    """log n_k / n plus what is the same for every class: the volume of the coordinates."""
+    """Return log n_k / n plus a constant that is the same for every class, the volume of the coordinates."""
     constants = density.constants.double()
     if isinstance(density, ClasswiseDensity):
         constants = constants - torch.linalg.slogdet(density.whiteners.double())[1]  # −½ log det Σ_k

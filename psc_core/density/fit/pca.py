@@ -29,7 +29,7 @@ EXPLAINED_VARIANCE: Final = 0.99
 """Fraction of the variance that the automatic choice keeps."""
 
 RANK_TOLERANCE: Final = 1e-10
-"""Smallest variance of a component, relative to the largest."""
+"""Smallest variance of a component that counts for the rank, relative to the largest."""
 
 
 class PCA(NamedTuple):
@@ -46,7 +46,7 @@ class PCA(NamedTuple):
         return self.components * self.variances.rsqrt()
 
     def whiten(self, z: FeatureMatrix) -> FeatureMatrix:
-        """``(z − mean) @ whitening`` in float64, (n, kept), computed when it is read."""
+        """Return ``(z − mean) @ whitening``, float64 (n, kept), which is computed as it is read."""
         whitening = self.whitening
         return z.map(lambda part: (part.double() - self.mean) @ whitening, whitening.shape[1], torch.float64)
 
@@ -59,13 +59,14 @@ def fit_pca(
     minimum_variance: float | None = None,
     feature_dtype: torch.dtype | None = None,
 ) -> PCA:
-    """Fit the projection.
+    """Fit the projection to features.
 
     Args:
-        z: Features.
-        kept: Number of components; ``None`` chooses by the rule of this module.
-        limit: Maximum for the automatic choice.
-        minimum_variance: Relative to the largest; the automatic choice keeps what is above it instead of 99 %.
+        z: The features.
+        kept: Number of components P; ``None`` chooses it by the rule of this module.
+        limit: Largest number that the automatic choice may take.
+        minimum_variance: Fraction of the largest variance above which the automatic choice keeps a component; ``None``
+            keeps those that explain 99 %.
         feature_dtype: Type that the features were computed in; by default that of ``z``.
 
     Raises:

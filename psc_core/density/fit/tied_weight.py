@@ -5,9 +5,9 @@ In w (:mod:`.density`) the pooled covariance is the identity, and class k has
     ``Σ_k = (1 − t) S_k + t I``
 
 with its own S_k: t = 0 is one covariance for each class, t = 1 the same one for all, and in between lies Friedman's
-regularised discriminant (1989).  t is that of :data:`TIED_WEIGHTS` under which images that nothing was fitted to are
-most likely, each as one of its own class.  Training images would choose too small a t: the network was fitted to them,
-and they lie closer to their means than any later image will.
+regularised discriminant (1989).  Of :data:`TIED_WEIGHTS` the t is chosen under which images that nothing was fitted to
+are most likely, each under its own class.  Training images would choose too small a t: the network was fitted to them,
+so they lie closer to their means than any later image will.
 
 Shapes: P = kept components.
 """
@@ -35,12 +35,12 @@ class ClassMoments(NamedTuple):
 
 
 def between(own: Float[Tensor, "P P"], tied_weight: float) -> Float[Tensor, "P P"]:
-    """``(1 − t) S_k + t I``."""
+    """Return ``(1 − t) S_k + t I``."""
     return (1 - tied_weight) * own + tied_weight * torch.eye(len(own), dtype=own.dtype, device=own.device)
 
 
 def log_likelihoods(own: ClassMoments, images: Float[Tensor, "m P"]) -> Float[Tensor, " weights"]:
-    """``Σ_i log N(w_i; m_k, Σ_k)`` over held-out images of the class for every t, up to a constant."""
+    """Return ``Σ_i log N(w_i; m_k, Σ_k)`` over held-out images of the class for every t, up to a constant, nats."""
     values, vectors = linalg.eigh(own.covariance)
     squares = ((images.double() - own.mean) @ vectors).square().sum(0)
     weights = torch.tensor(TIED_WEIGHTS, dtype=torch.float64, device=values.device)[:, None]
@@ -49,6 +49,6 @@ def log_likelihoods(own: ClassMoments, images: Float[Tensor, "m P"]) -> Float[Te
 
 
 def choose_tied_weight(classes: Iterable[tuple[ClassMoments, Float[Tensor, "_ P"]]]) -> float:
-    """The t under which the held-out images of all classes are most likely, of equals the largest."""
+    """Return the t under which the held-out images of all classes are most likely, of equals the largest."""
     total = sum(log_likelihoods(own, images).cpu() for own, images in classes)
     return max(zip(total.tolist(), TIED_WEIGHTS, strict=True))[1]  # type: ignore[union-attr]

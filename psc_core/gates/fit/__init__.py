@@ -1,1 +1,1 @@
-"""Fit gates: their p-values, the made-up images that they are chosen on, the choice."""
+"""Fit gates: their p-values, the made-up images on which they are compared, and the choice."""

@@ -1,8 +1,8 @@
-"""Choose gates by least regret over kinds of made-up images.
+"""Choose gates by least regret over the transforms that make out-of-distribution images.
 
-Detectors that are good at near images are poor at far ones and the reverse, so a mean over kinds would be decided by
-how many of each were made.  The regret of an option on a kind is the best option's AUROC less its own; the option with
-the smallest largest regret is chosen, of equals the one with the highest mean AUROC.
+Detectors that are good at near images are poor at far images and vice versa, so a mean over transforms would depend on
+how many of each there are.  The regret of an option on a transform is the best option's AUROC minus its own; the option
+whose largest regret is smallest is chosen, and of equal options the one with the highest mean AUROC.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from typing import Any
 from psc_core.tables import aligned
 
 Auroc = Mapping[str, float]
-"""AUROC by kind of made-up image."""
+"""The AUROC for each transform of made-up images."""
 
 
 def best_of(aurocs: Mapping[str, Auroc]) -> dict[str, float]:
-    """Return the highest AUROC of each kind; ``aurocs`` of each option are of the same kinds."""
-    kinds = next(iter(aurocs.values()))
-    return {kind: max(auroc[kind] for auroc in aurocs.values()) for kind in kinds}
+    """Return the highest AUROC for each transform; all options have the same transforms."""
+    transforms = next(iter(aurocs.values()))
+    return {transform: max(auroc[transform] for auroc in aurocs.values()) for transform in transforms}
 
 
 def regret(aurocs: Mapping[str, Auroc], option: str) -> float:
-    """Return the largest distance of an option from the best one over the kinds."""
-    return max(best - aurocs[option][kind] for kind, best in best_of(aurocs).items())
+    """Return the largest difference between the best option and this option over the transforms."""
+    return max(best - aurocs[option][transform] for transform, best in best_of(aurocs).items())
 
 
 @dataclass(frozen=True)
 class GateChoice:
-    """The options that were compared and the chosen one; names of gates, an early layer in brackets."""
+    """The options that were compared and the chosen one, each named by its gates with the early layer in brackets."""
 
-    aurocs: Mapping[str, Auroc]  # by option, each with the same kinds
-    selectable: tuple[str, ...]  # options that may be chosen; the others are there to compare with
-    reason: str  # what was left out of the choice and why, a sentence
+    aurocs: Mapping[str, Auroc]  # by option, each with the same transforms
+    selectable: tuple[str, ...]  # options that may be chosen; the others are shown for comparison
+    reason: str  # a sentence on the options that may not be chosen
 
     @property
     def chosen(self) -> str:
@@ -46,7 +46,7 @@ class GateChoice:
         )
 
     def table(self) -> str:
-        """A line for each option, least regret first, with the AUROC of each kind."""
+        """Return one line for each option, least regret first, with its AUROC for each transform."""
         rows = [["gates", "regret", *best_of(self.aurocs)]]
         for name in sorted(self.aurocs, key=partial(regret, self.aurocs)):
             numbers = (f"{value:.4f}" for value in (regret(self.aurocs, name), *self.aurocs[name].values()))
@@ -55,7 +55,7 @@ class GateChoice:
         return "\n".join([*aligned(rows), conclusion])
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON types of the report in a manifest."""
+        """Return the choice as a manifest records it, in JSON types."""
         return {
             "chosen": self.chosen,
             "regret": regret(self.aurocs, self.chosen),

@@ -13,27 +13,27 @@ from psc_core.errors import FitError
 from psc_core.gates.combined import TEXTURE, Gates
 
 TAIL_FRACTION: Final = 0.05
-"""Fraction of the readings that give the scale of the tail."""
+"""Fraction of the readings from which the scale of the tail is fitted."""
 
 TEXTURE_COUNTS_BELOW: Final = 0.2
-"""The p-value from which on a strange texture counts beside other gates."""
+"""The p-value below which a strange texture counts beside other gates."""
 
 MINIMUM_TAIL: Final = 5
-"""Fewest readings that give the scale, where there are so many."""
+"""Minimum number of readings for the scale of the tail, if there are as many."""
 
 
 def fit_gates(
     names: Sequence[str], selection: Float[Tensor, "m gates"], calibration: Float[Tensor, "n gates"]
 ) -> Gates:
-    """Gates from the readings of both halves of the validation images.
+    """Fit gates to the readings of both halves of the validation images.
 
     Args:
-        names: Of the gates, in the order of the columns.
-        selection: Readings that give ``p_g``.
-        calibration: Readings that give the p-value of each gate.
+        names: The names of the gates, in the order of the columns.
+        selection: The readings to which ``p_g`` is fitted.
+        calibration: The readings for the p-value of each gate.
 
     Raises:
-        FitError: A reading is not finite, or all readings of a gate are equal.
+        FitError: If a reading is not finite, or all readings of a gate are equal.
     """
     for part in (selection, calibration):
         if not part.isfinite().all():
@@ -48,9 +48,9 @@ def fit_gates(
 
 
 def tail_scales(ascending: Float[Tensor, "m gates"]) -> Float[Tensor, " gates"]:
-    """Mean excess of the k largest readings over the one below them, at least a thousandth of the range.
+    """Return the mean excess of the k largest readings over the next smaller one, at least 1/1000 of the range.
 
-    k is :data:`TAIL_FRACTION` of the readings, at least :data:`MINIMUM_TAIL`, and fewer than there are.
+    k is :data:`TAIL_FRACTION` of the readings, at least :data:`MINIMUM_TAIL`, and less than their number.
     """
     count = len(ascending)
     k = max(1, min(count - 1, max(MINIMUM_TAIL, round(TAIL_FRACTION * count))))

@@ -1,4 +1,4 @@
-"""Out-of-distribution images made from in-distribution ones, so that gates can be chosen without any other data.
+"""Make out-of-distribution images from in-distribution ones, so that choosing gates needs no other data.
 
 =========== =====================================================================  ====================================
 transform   what it makes                                                          stands for
@@ -11,9 +11,9 @@ contrast    deviations from the image's mean × 4                               
 framed      black around the middle half of height and width
 =========== =====================================================================  ====================================
 
-Where images are ambiguous by nature, a mix of two is in distribution and not used.
+If images are ambiguous by nature, a mix of two is in distribution and is left out.
 
-All are ``uint8 (n, C, H, W)``, computed on the device of the images.
+All images are ``uint8 (n, C, H, W)``, computed on the device of the input.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.images.preprocess import Pixels
 
 IMAGES: Final = 1000
-"""Maximum number of images that others are made from."""
+"""Maximum number of images from which others are made."""
 
 REAL: Final = "real"
 MIXED: Final = "mixed"
 
 CONTRAST: Final = 4.0
-"""Factor of the deviations from an image's mean."""
+"""Factor on the deviations from an image's mean."""
 
 
 def mix(images: Pixels, labels: Int[Tensor, " batch"], generator: torch.Generator) -> UInt8[Tensor, "mixed _ _ _"]:
-    """The mean of each image and a random one, without the pairs of one class."""
+    """Average each image with a random partner, and leave out the pairs of one class."""
     partner = torch.randperm(len(images), generator=generator)
     other = labels != labels[partner]
     mean = (images[other].float() + images[partner[other]].float()) / 2
@@ -49,7 +49,7 @@ def mix(images: Pixels, labels: Int[Tensor, " batch"], generator: torch.Generato
 
 
 def turn(images: Pixels) -> Pixels:
-    """Turned by 90°, resized where they are not square."""
+    """Rotate by 90°, and resize if the images are not square."""
     turned = torch.rot90(images, 1, (2, 3))
     if turned.shape == images.shape:
         return turned
@@ -58,24 +58,24 @@ def turn(images: Pixels) -> Pixels:
 
 
 def turn_upside_down(images: Pixels) -> Pixels:
-    """Turned by 180°."""
+    """Rotate by 180°."""
     return torch.rot90(images, 2, (2, 3))
 
 
 def binarise(images: Pixels) -> Pixels:
-    """White where a channel is above its median, else black."""
+    """Set each channel to white above its median, and to black elsewhere."""
     median = images.flatten(2).float().median(dim=2).values[:, :, None, None]
     return (images > median).to(torch.uint8) * 255
 
 
 def raise_contrast(images: Pixels) -> Pixels:
-    """Deviations from the image's mean times :data:`CONTRAST`, cut off at black and white."""
+    """Multiply the deviations from an image's mean by :data:`CONTRAST`, clamped to black and white."""
     grey: Float[Tensor, "batch 1 1 1"] = images.float().mean(dim=(1, 2, 3), keepdim=True)
     return torch.addcmul(grey, images - grey, torch.tensor(CONTRAST)).clamp(0, 255).round().to(torch.uint8)
 
 
 def frame(images: Pixels) -> Pixels:
-    """The middle half of height and width, black around it."""
+    """Keep the middle half of height and width, with black around it."""
     height, width = images.shape[2:]
     top, left = height // 4, width // 4
     framed = torch.zeros_like(images)
@@ -91,44 +91,47 @@ TRANSFORMS: Final[Mapping[str, Callable[[Pixels], Pixels]]] = {
     "contrast": raise_contrast,
     "framed": frame,
 }
-"""Alterations that need one image each."""
+"""The transforms that need only one image."""
 
 
 def made_up_batches(
     dataset: ImageDataset, compute: Compute, description: str, *, mixed: bool, seed: int
 ) -> Iterator[Mapping[str, Pixels]]:
-    """Yield at most :data:`IMAGES` images, batch by batch on the device: their pixels, and each kind made from them.
+    """Yield at most :data:`IMAGES` images in batches on the device: the originals, and the output of each transform.
 
     Args:
         dataset: Images of known classes.
-        compute: Device and batch size.
-        description: Of the progress.
-        mixed: Whether mixes of two classes are made, which are in distribution where images are ambiguous.
-        seed: Draws the images and the pairs to mix.
+        compute: The device and batch size.
+        description: The label of the progress bar.
+        mixed: Whether to mix images of two classes; such mixes are in distribution if images are ambiguous.
+        seed: Seed for drawing the images and the pairs to mix.
     """
     generator = torch.Generator().manual_seed(seed)
     drawn = dataset.subset(torch.randperm(len(dataset), generator=generator)[:IMAGES])
     for batch in track_images(drawn, compute, description):
         pixels = dataset.preprocess.to_pixels(batch.images)
-        made = {REAL: pixels, **{kind: make(pixels) for kind, make in TRANSFORMS.items()}}
+        made = {REAL: pixels, **{transform: make(pixels) for transform, make in TRANSFORMS.items()}}
         if mixed:
             made[MIXED] = mix(pixels, batch.first_labels(), generator)
-        yield {kind: images.to(compute.device) for kind, images in made.items()}
+        yield {transform: images.to(compute.device) for transform, images in made.items()}
 
 
 @torch.inference_mode()
 def by_kind(
     batches: Iterable[Mapping[str, Tensor]], step: Callable[[Tensor], Mapping[Any, Tensor]]
 ) -> dict[str, dict[Any, Tensor]]:
-    """Return what ``step`` gives for all images of each kind, (n, …) by its names, on the CPU.
+    """Concatenate the results of ``step`` over the batches, (n, …) by transform and name, on the CPU.
 
     Args:
-        batches: From :func:`made_up_batches`.
-        step: A function of the pixels of a batch, the same names for each.
+        batches: The output of :func:`made_up_batches`.
+        step: A function from a batch of pixels to named results, the same names for each batch.
     """
     parts: dict[str, dict[Any, list[Tensor]]] = {}
     for made in batches:
-        for kind, images in made.items():
+        for transform, images in made.items():
             for name, values in step(images).items():
-                parts.setdefault(kind, {}).setdefault(name, []).append(values.cpu())
-    return {kind: {name: torch.cat(each) for name, each in of_kind.items()} for kind, of_kind in parts.items()}
+                parts.setdefault(transform, {}).setdefault(name, []).append(values.cpu())
+    return {
+        transform: {name: torch.cat(each) for name, each in of_transform.items()}
+        for transform, of_transform in parts.items()
+    }

@@ -1,1 +1,1 @@
-"""Fit maps: moments over positions, the Gaussian and its grey levels, images with something pasted into them."""
+"""Fit maps: moments over positions, the Gaussian and its grey levels, and test images with a pasted patch."""

@@ -1,20 +1,20 @@
-"""The Gaussian of a position, and the distances of its grey levels.
+"""Fit the Gaussian of a position, and the distances of its grey levels.
 
-Channels are scaled to unit variance, those below :data:`DEAD_UNIT` of the layer's root mean square as if they had that
-much.  Of the components of their correlation, C = U diag(λ) Uᵀ, the half of least variance is kept, and at most
+Channels are scaled to unit variance; a channel below :data:`DEAD_UNIT` of the layer's root mean square is scaled as if
+it had that much.  Of the components of the correlation, C = U diag(λ) Uᵀ, the half of least variance is kept, at most
 :data:`MAX_COMPONENTS`:
 
     A = diag(1/σ) U_kept diag(λ_kept^(−1/2))
 
-Directions in which in-distribution images hardly vary tell strange ones best (Rippel, Mertens & Merhof 2021); the
-leading ones are what images differ in anyway.  Components whose variance is rounding, below :data:`.EIGENVALUE_FLOOR`
-or the squared resolution of the features, are none.
+Directions in which in-distribution images hardly vary detect strange images best (Rippel, Mertens & Merhof 2021),
+because all images differ in the leading directions.  Components whose variance is only rounding, below
+:data:`.EIGENVALUE_FLOOR` or the squared resolution of the features, are dropped.
 
 A level's threshold is the distance that a fraction t of in-distribution positions reaches.  Of m sorted readings
 ``r_1 ≤ … ≤ r_m`` the i-th has ``t_i = (m + 1 − i) / (m + 1)``, and ``log t`` is linear in between; beyond ``r_m`` it
-falls with the mean excess of the largest twentieth, as the tails of the gates do.  A threshold lies
-:data:`DISTANCE_ROUNDING` above its reading: distances that are all the same, as of a black background, then
-have one level, however rounded.
+falls with the mean excess of the largest twentieth, like the tails of the gates.  A threshold lies
+:data:`DISTANCE_ROUNDING` above its reading, so that equal distances, such as those of a black background, have the same
+level in spite of rounding.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from psc_core.maps.layer_map import DECADES, LEVELS, PositionDensity
 from psc_core.numerics.linalg import EIGENVALUE_FLOOR, eigh
 
 DEAD_UNIT: Final = 1e-2
-"""Minimum standard deviation, relative to the root mean square over the channels."""
+"""Minimum standard deviation of a channel, relative to the root mean square over the channels."""
 
 MAX_COMPONENTS: Final = 128
 """Maximum number of components, so that a map costs a few hundredths of the network."""
 
 DISTANCE_ROUNDING: Final = 1e-4
-"""Fraction of a distance that two ways to compute it may differ by."""
+"""Maximum relative difference between two ways to compute a distance."""
 
 TAIL_FRACTION: Final = 0.05
 """Fraction of the readings whose mean excess is the scale of the tail."""
 
 
 def fit_positions(moments: Moments) -> PositionDensity:
-    """Return the density of a position, with thresholds of 0 until :func:`with_levels` sets them.
+    """Fit the density of a position; its thresholds are 0 until :func:`with_levels` sets them.
 
     Raises:
-        FitError: Features that are not finite, or the same at all positions.
+        FitError: If features are not finite, or the same at all positions.
     """
     variance = moments.covariance.diagonal()
     if not (bool(moments.mean.isfinite().all()) and bool(variance.isfinite().all())):
@@ -70,13 +70,13 @@ def fit_positions(moments: Moments) -> PositionDensity:
 
 
 def with_levels(density: PositionDensity, distances: Float[Tensor, " m"]) -> PositionDensity:
-    """Return the density with grey levels for the squared distances of m in-distribution positions."""
+    """Return the density with grey levels fitted to the squared distances of m in-distribution positions."""
     tensors = {**density.state_dict(), "thresholds": thresholds(distances).to(density.mean.device)}
     return PositionDensity(tensors, record={**density.record, "readings": len(distances)}).to(density.mean.device)
 
 
 def thresholds(readings: Float[Tensor, " m"]) -> Float[Tensor, " levels"]:
-    """The distance of each grey level above black, ascending, float64."""
+    """Return the distance of each grey level above black, ascending, float64."""
     ordered = readings.double().sort().values.cpu().numpy()
     m = len(ordered)
     log_fractions = -DECADES * math.log(10) / LEVELS * np.arange(1, LEVELS + 1)

@@ -1,14 +1,14 @@
-"""Mean and covariance of the channels over images and positions, batch by batch in float64.
+"""Compute the mean and covariance of the channels over images and positions, batch by batch in float64.
 
-For the vectors x of C channels at the positions that are read,
+For the vectors x of C channels at the positions read,
 
     μ = (1/N) Σ x          (C,)
     Σ = (1/N) Σ (x − μ)ᵀ(x − μ)      (C, C)
 
-in one pass: a batch is centred on its own mean and merged with those before it by the outer product of the difference
-of the two means (Chan, Golub & LeVeque 1983), so that nothing cancels.  Of each image the same :data:`POSITIONS`
-positions are read, drawn once: neighbours are alike, and what a pass costs stays a few hundredths of the network's
-share.  Memory is C² numbers, whatever the images.
+in one pass: each batch is centred on its own mean and merged with the batches before it by the outer product of the
+difference between the two means (Chan, Golub & LeVeque 1983), so that nothing cancels.  The same :data:`POSITIONS`
+positions are read in each image, drawn once: neighbours are alike, and a pass costs only a few hundredths of the
+network's time.  Memory is C² numbers, whatever the number of images.
 """
 
 from __future__ import annotations
@@ -23,28 +23,26 @@ from torch import Tensor
 from psc_core.maps.grid import Grid
 
 POSITIONS: Final = 256
-"""Maximum number of positions of an image that are read."""
+"""Maximum number of positions that are read in an image."""
 
 MAX_CHANNELS: Final = 2048
-"""Maximum number of channels, whose covariance takes 32 MiB."""
+"""Maximum number of channels; their covariance takes 32 MiB."""
 
 
 class Moments(NamedTuple):
-    """Moments of the channels, float64."""
-
-    vectors: int  # how many
+    vectors: int  # number of vectors
     mean: Float[Tensor, " channels"]
     covariance: Float[Tensor, "channels channels"]
-    resolution: float  # spacing of the features' float type at 1
+    resolution: float  # spacing of the features' dtype at 1
 
 
 class PositionMoments:
-    """Sums over the images so far.
+    """The sums over the images so far.
 
     Args:
-        channels: C.
-        grid: Of the layer; its leading positions are never read.
-        device: Of the features.
+        channels: The number of channels, C.
+        grid: The grid of the layer; its leading positions are never read.
+        device: The device of the features.
     """
 
     def __init__(self, channels: int, grid: Grid, device: torch.device | str = "cpu") -> None:
@@ -57,7 +55,6 @@ class PositionMoments:
         self._resolution = 0.0
 
     def add(self, features: Float[Tensor, "batch channels positions"]) -> None:
-        """Merge a batch."""
         self._resolution = max(self._resolution, torch.finfo(features.dtype).eps)
         x = features.index_select(2, self._read).double().transpose(1, 2).flatten(0, 1)
         mean = x.mean(dim=0)
@@ -69,7 +66,7 @@ class PositionMoments:
         self._count = total
 
     def moments(self, sum_: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Moments:
-        """Return the moments; ``sum_`` adds a tensor over processes, each of which has seen an image."""
+        """Return the moments; ``sum_`` adds a tensor over all processes, each of which has added an image."""
         count = sum_(self._count.clone())
         mean = sum_(self._mean * (self._count / count))
         gap = self._mean - mean

@@ -1,4 +1,4 @@
-"""Images with something strange at a known place, made from in-distribution ones, so that a layer can be chosen.
+"""Make images with something strange at a known place from in-distribution ones, so that a layer can be chosen.
 
 ======== ========================================================================  ===========================
 kind     what is pasted over a rectangle of a quarter to a half of either side     stands for
@@ -25,12 +25,13 @@ KINDS: Final = (CROP, TEXTURE)
 
 
 def paste(images: Pixels, kind: str, generator: torch.Generator) -> tuple[Pixels, Bool[Tensor, "batch height width"]]:
-    """Return the images with something of a kind pasted into each, and where.
+    """Paste a patch of some kind into each image, and return the images and masks of the patches.
 
     Args:
-        images: On the CPU.  A crop is of another of them; of a single one, of itself.
+        images: Images on the CPU.  A crop comes from another of these images, or from the image itself if it is the
+            only one.
         kind: One of :data:`KINDS`.
-        generator: Draws places, pairs and textures.
+        generator: Draws the places, pairs and textures.
     """
     pasted = images.clone()
     mask = torch.zeros(len(images), *images.shape[2:], dtype=torch.bool)
@@ -49,7 +50,7 @@ def paste(images: Pixels, kind: str, generator: torch.Generator) -> tuple[Pixels
 
 
 def _texture(channels: int, height: int, width: int, generator: torch.Generator) -> UInt8[Tensor, "channels _ _"]:
-    """Stripes, checks or noise of two colours and a random period."""
+    """Return stripes, checks or noise of two colours and a random period."""
     colours = torch.randint(0, 256, (2, channels), generator=generator, dtype=torch.uint8)
     period = 1 + _below(max(1, min(height, width) // 4), generator)
     down, across = (torch.arange(side) // period for side in (height, width))
@@ -64,7 +65,7 @@ def _texture(channels: int, height: int, width: int, generator: torch.Generator)
 
 
 def _span(side: int, generator: torch.Generator) -> slice:
-    """A quarter to a half of a side, at least a pixel."""
+    """Draw a span of a quarter to a half of a side, at least one pixel."""
     length = max(1, side // 4 + _below(max(1, side // 4 + 1), generator))
     start = _below(side - length + 1, generator)
     return slice(start, start + length)

@@ -1,1 +1,1 @@
-"""Networks that say themselves which classes they tell apart, how images are prepared and where the weights are."""
+"""Networks whose files describe their classes, the preparation of images and the location of the weights."""

@@ -1,4 +1,4 @@
-"""The description that a network gives of itself."""
+"""The description that a network's files give of it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, Literal
 from psc_core.images.preprocess import Preprocess
 
 Aspect = Literal["whole", "size", "interpolation", "statistics"]
-"""The parts of a preprocessing that flags replace: all of it; size and crop; the filter; mean and deviation."""
+"""The parts of a preprocessing that flags can replace: all of it; size and crop; the filter; mean and deviation."""
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """The preprocessing that a network was trained with, as far as PSC can do it.
+    """The preprocessing with which a network was trained, as far as PSC supports it.
 
-    ``unlike`` has a sentence for each part in which ``preprocess`` is not what is written down, only near it.
+    ``unlike`` has a sentence for each part in which ``preprocess`` only approximates the description.
     """
 
     preprocess: Preprocess
@@ -26,13 +26,13 @@ class Preparation:
 
 @dataclass(frozen=True)
 class Described:
-    """A network described by its own files; every field is empty unless they say it."""
+    """A network described by its own files; a field is empty if they do not say it."""
 
-    spec: str = ""  # builds the network by name, without its weights and its folder; empty where no name does
-    model_args: Mapping[str, Any] = field(default_factory=dict)  # of the builder, JSON types
-    folder: Path | None = None  # where all of it lies
-    configuration: Path | None = None  # the file in it that says how the network is built
+    spec: str = ""  # builds the network by name, without its weights and its folder; empty if no name does
+    model_args: Mapping[str, Any] = field(default_factory=dict)  # arguments of the builder, JSON types
+    folder: Path | None = None  # the folder of all its files
+    configuration: Path | None = None  # the file in the folder that says how the network is built
     outputs: int | None = None  # number of logits
-    classes: tuple[str, ...] | None = None  # in the order of the logits
+    classes: tuple[str, ...] | None = None  # class names in the order of the logits
     preparation: Preparation | None = None
-    weights: tuple[Path, ...] = ()  # all files that hold some
+    weights: tuple[Path, ...] = ()  # all files with weights

@@ -1,4 +1,4 @@
-"""The specs of networks that describe themselves, and who reads each.
+"""The specs of networks that describe themselves, and the reader of each.
 
 ======================  ============================================================
 ``hf:DIR``              a folder of transformers, or of timm
@@ -23,17 +23,17 @@ from psc_core.network.onnx.model import files_of_model
 
 
 def describe(spec: str, *, allow_download: bool = False) -> Described:
-    """Read what a network says of itself, which is quick and needs no data.
+    """Read a network's description of itself, which is quick and needs no data.
 
     Args:
-        spec: As of :func:`psc_core.load_network`.
-        allow_download: Get from the hub what its cache lacks.
+        spec: A spec for :func:`psc_core.load_network`.
+        allow_download: Whether to download from the hub what its cache lacks.
 
     Returns:
-        The description; an empty one for specs that say nothing.
+        The description, which is empty if the spec's family has none.
 
     Raises:
-        NetworkError: There is no such folder, or a file in it is missing or malformed.
+        NetworkError: If the folder is missing, or a file in it is missing or malformed.
     """
     for prefix, describer in DESCRIBERS.items():
         if spec.startswith(prefix):
@@ -62,4 +62,4 @@ DESCRIBERS: Final[Mapping[str, Callable[[str, bool], Described]]] = {
     "timm:hf-hub:": _in_folder(timm.describe),
     "onnx:": lambda name, _: _describe_file(Path(name).expanduser()),
 }
-"""Prefix of the spec → function of the rest of it and of whether to download."""
+"""The function that describes each family, by the prefix of the spec; it takes the rest and allow_download."""

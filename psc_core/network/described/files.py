@@ -1,4 +1,4 @@
-"""The folder of a network: on disk, or in the cache of the Hugging Face hub; and the JSON files in it."""
+"""Find a network's folder, on disk or in the Hugging Face cache, and read the JSON files in it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from psc_core.errors import NetworkError, needs
 from psc_core.network.checkpoints import files_of
 
 MAX_JSON: Final = 16 << 20
-"""Maximum size of a JSON file, bytes; 21,000 class names take 2 MB."""
+"""Maximum size of a JSON file, in bytes; 21,000 class names take 2 MB."""
 
 _ON_THE_HUB: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SAFE: Final = ("*.json", "*.safetensors")
@@ -21,14 +21,14 @@ _PICKLED: Final = ("pytorch_model*.bin",)
 
 
 def folder_of(name: str, *, allow_download: bool = False) -> Path:
-    """Return the folder ``name``, or, if there is none, that of the model ORG/NAME in the Hugging Face cache.
+    """Return the folder ``name``, or the model ORG/NAME in the Hugging Face cache if there is no such folder.
 
     Args:
-        name: Path, or ORG/NAME.
-        allow_download: Ask the hub for what the cache lacks.
+        name: A path, or ORG/NAME.
+        allow_download: Whether to download from the hub what its cache lacks.
 
     Raises:
-        NetworkError: There is neither.
+        NetworkError: If neither exists.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -56,10 +56,10 @@ def folder_of(name: str, *, allow_download: bool = False) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, which may be a link: the hub's cache keeps files so.
+    """Return the object in a JSON file, which may be a link, because the hub's cache keeps its files as links.
 
     Raises:
-        NetworkError: There is no such file, or none that holds a JSON object of a bounded size.
+        NetworkError: If the file is missing, too large, or does not hold a JSON object.
     """
     try:
         status = path.stat()
@@ -77,10 +77,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weights_in(folder: Path, names: Sequence[str]) -> tuple[Path, ...]:
-    """Return the weights of a folder: the first of these files that is there, or those that it is the index of.
+    """Return the weights in a folder: the first of the files ``names``, or the files that it lists as an index.
 
     Raises:
-        NetworkError: There are none, or an index names a file that is not there or not in the folder.
+        NetworkError: If there are no weights, or an index lists a file that is not in the folder.
     """
     for name in names:
         path = folder / name

@@ -1,6 +1,6 @@
-"""Folders of transformers (``save_pretrained``): ``config.json``, ``preprocessor_config.json`` and weights.
+"""Read folders of transformers (``save_pretrained``): ``config.json``, ``preprocessor_config.json`` and weights.
 
-The network is transformers' own, built from the folder; no code in the folder is run, and nothing is downloaded.
+transformers itself builds the network from the folder; no code in the folder is run, and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ WEIGHT_FILES: Final = (
 )  # fmt: skip
 
 _OUTPUTS: Final = 2
-"""Number of outputs that transformers does not write down."""
+"""The number of outputs that transformers does not write down."""
 
 _KERNELS: Final = re.compile(r"_?(attn|experts)_implementation(_internal)?")
-"""Settings that choose the code of an operation, also from the hub."""
+"""The settings that choose the code of an operation, possibly code from the hub."""
 
 _OWN_KERNELS: Final = ("eager", "sdpa")
-"""Their values that need nothing but PyTorch."""
+"""The values of these settings that need nothing but PyTorch."""
 
 _NO_NAME: Final = re.compile(r"LABEL_\d+")
-"""Names that transformers gives to classes without one."""
+"""The names that transformers gives to classes without names."""
 
 
 class Logits(nn.Module):
-    """A classifier of transformers that gives its logits as a tensor."""
+    """A classifier of transformers that returns its logits as a tensor."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -55,10 +55,10 @@ class Logits(nn.Module):
 
 
 def describe(folder: Path) -> Described:
-    """Read the description of a network in a folder, also one of timm; JSON only.
+    """Read the description of a network in a folder of transformers or timm, from its JSON files only.
 
     Raises:
-        NetworkError: A file is missing or malformed, or the network needs more than transformers.
+        NetworkError: If a file is missing or malformed, or the network needs more than transformers.
     """
     if (folder / ADAPTER).exists():
         raise NetworkError(
@@ -70,14 +70,14 @@ def describe(folder: Path) -> Described:
         return timm.describe(folder)
     if config.get("auto_map"):
         raise NetworkError(
-            f"{file} names code of its own (auto_map), which is not run; build the network in a function and give that "
-            "as package.module:function"
+            f"{file} names code of its own (auto_map), which PSC does not run; build the network in a function and "
+            "give that as package.module:function"
         )
     _check_kernels(config, file)
     if config.get("quantization_config"):
-        raise NetworkError(f"{file} is of a quantised network; save it in float32")
+        raise NetworkError(f"{file} belongs to a quantised network; save it in float32")
     if not isinstance(config.get("model_type"), str):
-        raise NetworkError(f"{file} has no model_type, so it is not of transformers; is it the folder of a network?")
+        raise NetworkError(f"{file} has no model_type, so transformers did not write it; check the folder")
     outputs, classes = _labels(config, file)
     return Described(
         folder=folder,
@@ -90,7 +90,7 @@ def describe(folder: Path) -> Described:
 
 
 def _check_kernels(config: Mapping[str, Any], file: Path) -> None:
-    """Refuse settings, also of a part of the network, by which transformers would load code from elsewhere."""
+    """Refuse settings, at any depth, that would make transformers load code from elsewhere."""
     waiting: list[tuple[str, Any]] = [("", config)]
     while waiting:
         name, value = waiting.pop()
@@ -106,18 +106,18 @@ def _check_kernels(config: Mapping[str, Any], file: Path) -> None:
 
 
 def _labels(config: Mapping[str, Any], file: Path) -> tuple[int, tuple[str, ...] | None]:
-    """Number of the outputs, and their names where they have some."""
+    """Return the number of outputs, and their names if they have some."""
     labels = config.get("id2label")
     if labels is None:
         outputs = config.get("num_labels") or _OUTPUTS
         if type(outputs) is not int or outputs < 1:
-            raise NetworkError(f"expected num_labels of {file} to be a positive number, got {outputs!r:.100}; mend it")
+            raise NetworkError(f"expected num_labels of {file} to be a positive number, got {outputs!r:.100}; fix it")
         return outputs, None
     if not isinstance(labels, dict) or not labels or {str(i) for i in range(len(labels))} != {*labels}:
-        raise NetworkError(f"expected id2label of {file} to name the outputs 0, 1, …; mend it")
+        raise NetworkError(f"expected id2label of {file} to name the outputs 0, 1, …; fix it")
     names = [labels[str(i)] for i in range(len(labels))]
     if not all(isinstance(name, str) for name in names):
-        raise NetworkError(f"expected id2label of {file} to hold names; mend it")
+        raise NetworkError(f"expected id2label of {file} to hold names; fix it")
     named = len(names) > 1 and not all(map(_NO_NAME.fullmatch, names))
     return len(names), tuple(names) if named else None
 
@@ -130,10 +130,10 @@ def _preparation(folder: Path, config: Mapping[str, Any]) -> Preparation:
 
 
 def load(folder: Path) -> Logits:
-    """Build the network of a folder, in float32 and evaluation mode; its module ``model`` is transformers' own.
+    """Build the network in a folder, in float32 and evaluation mode; its module ``model`` is the one of transformers.
 
     Raises:
-        NetworkError: transformers is missing or cannot build it, or the folder lacks some of its weights.
+        NetworkError: If transformers is missing or cannot build it, or the folder lacks some of its weights.
     """
     transformers = needs(f"hf:{folder}", "hf", "transformers", error=NetworkError)
     safe = weights_in(folder, WEIGHT_FILES)[0].suffix == ".safetensors"
@@ -145,10 +145,10 @@ def load(folder: Path) -> Logits:
                 trust_remote_code=False,
                 use_safetensors=safe,
                 dtype=torch.float32,
-                ignore_mismatched_sizes=True,  # They are told of below, with the others.
+                ignore_mismatched_sizes=True,  # reported below, with the missing ones
                 output_loading_info=True,
             )
-    except Exception as error:  # Each architecture rejects a configuration in its own way.
+    except Exception as error:  # each architecture raises its own error
         reason = next(iter(str(error).strip().splitlines()), "no reason given")
         raise NetworkError(f"transformers cannot load {folder}: {type(error).__name__}: {reason}") from error
     if absent := sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}):
@@ -160,7 +160,7 @@ def load(folder: Path) -> Logits:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise NetworkError(f"{folder}: expected finite weights, {name} has NaN or infinity; train it again")
     for module in model.modules():
-        if hasattr(module, "config"):  # Each part looks here too, whatever it is called with.
+        if hasattr(module, "config"):  # parts read it even if the caller passes return_dict
             module.config.return_dict = True
     classifier: Logits = Logits(model).eval()
     return classifier
@@ -168,7 +168,7 @@ def load(folder: Path) -> Logits:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """A context in which transformers reports neither progress nor what :func:`load` reports itself."""
+    """Silence the progress bars of transformers in this context, and the warnings that :func:`load` reports itself."""
     logging: Any = importlib.import_module("transformers.utils.logging")
     verbosity, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

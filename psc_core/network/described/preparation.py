@@ -1,14 +1,14 @@
-"""Preprocessing as it is written down by transformers, ``preprocessor_config.json``, and timm, ``pretrained_cfg``.
+"""Read the preprocessing of transformers, ``preprocessor_config.json``, and timm, ``pretrained_cfg``.
 
-A :class:`psc_core.images.preprocess.Preprocess` resizes to the input, or resizes the shorter side and keeps the middle;
-bilinearly or bicubically, antialiased; then it standardises.  What is written down otherwise is told of, part by part,
-so that a flag can replace that part alone.
+A :class:`psc_core.images.preprocess.Preprocess` resizes to the input, or resizes the shorter side and crops the centre,
+bilinearly or bicubically, antialiased; then it standardises.  Deviations from this are reported part by part, so that
+a flag can replace only the part concerned.
 
-In transformers the class of a processor decides what its numbers mean:
+In transformers the class of the image processor decides what its numbers mean:
 
 ================================  ==================================================================================
-``size`` of a number              the shorter side for :data:`SHORTER_SIDE`, both sides for :data:`BOTH_SIDES`
-ConvNext                          below 384: shorter side to ⌊size / crop_pct⌋, then the middle; else both sides
+``size`` as a single number       the shorter side for :data:`SHORTER_SIDE`, both sides for :data:`BOTH_SIDES`
+ConvNext                          below 384: shorter side to ⌊size / crop_pct⌋, then a centre crop; else both sides
 Levit, PoolFormer                 shorter side to ⌊size · 256/224⌋, to ⌊size / crop_pct⌋, before the crop
 EfficientNet                      ``rescale_offset``: pixel · factor − 1; ``include_top``: twice by ``image_std``
 ================================  ==================================================================================
@@ -25,15 +25,16 @@ from typing import Any, Final, NamedTuple
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from psc_core.errors import NetworkError, UsageError, fault
-from psc_core.images.preprocess import INTERPOLATIONS, PRESETS, Preprocess
+from psc_core.images import INTERPOLATIONS
+from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.network.described.base import Aspect, Preparation
 
 BOTH_SIDES: Final = ("ViT", "DeiT", "Beit", "Blip", "DINOv3ViT", "EfficientNet", "Pvt", "Segformer", "Siglip")
 SHORTER_SIDE: Final = ("Bit", "CLIP", "ConvNext", "Levit", "MobileNetV1", "MobileNetV2", "PoolFormer")
-"""Image processors of transformers that are known here, without the suffix of their names."""
+"""The known image processors of transformers, without the suffix of their names."""
 
 _OLDEST: Final = {"beit": "Beit", "convnext": "ConvNext", "deit": "DeiT", "swin": "ViT", "vit": "ViT"}
-"""Kinds of networks whose oldest files do not name the processor."""
+"""The processors of network types whose oldest files do not name one."""
 
 _RESAMPLE: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 """Pillow's filters by number."""
@@ -45,12 +46,12 @@ Geometry = tuple[int, int, int | None]
 
 
 class _Processor(BaseModel):
-    """The fields of ``preprocessor_config.json`` that say how an image becomes an input."""
+    """The fields of ``preprocessor_config.json`` that describe how an image becomes an input."""
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
     image_processor_type: str | None = None
-    feature_extractor_type: str | None = None  # its name in older files
+    feature_extractor_type: str | None = None  # the name of the field in older files
     do_resize: bool | None = None
     size: int | tuple[int, int] | dict[str, int | None] | None = None
     resample: int | None = None
@@ -67,7 +68,7 @@ class _Processor(BaseModel):
 
 
 class _Pretrained(BaseModel):
-    """The fields of timm's ``pretrained_cfg`` that say how an image becomes an input."""
+    """The fields of timm's ``pretrained_cfg`` that describe how an image becomes an input."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
@@ -80,7 +81,7 @@ class _Pretrained(BaseModel):
 
 
 class _Unlike(Exception):
-    """The reason why a part cannot be as it is written down, and the nearest geometry."""
+    """The reason why a part of a preprocessing cannot be followed exactly, and the nearest supported geometry."""
 
     def __init__(self, reason: str, nearest: Geometry | None = None) -> None:
         super().__init__(reason)
@@ -88,9 +89,9 @@ class _Unlike(Exception):
 
 
 class _Network(NamedTuple):
-    """The images of a network, as its own configuration describes them."""
+    """The images that a network takes, according to its own configuration."""
 
-    kind: str  # its model_type
+    model_type: str
     channels: int
     image_size: int | None
 
@@ -101,10 +102,10 @@ def read_processor(written: Mapping[str, Any], config: Mapping[str, Any], origin
     Args:
         written: The content of ``preprocessor_config.json``.
         config: The network's own configuration.
-        origin: Where the first is written, for messages.
+        origin: The file of ``written``, for messages.
 
     Raises:
-        NetworkError: A field has another type, or means no valid input.
+        NetworkError: If a field has the wrong type, or the fields give no valid input.
     """
     try:
         processor = _Processor.model_validate(dict(written))
@@ -114,21 +115,21 @@ def read_processor(written: Mapping[str, Any], config: Mapping[str, Any], origin
     side = side[0] if isinstance(side, list) and side else side
     net = _Network(str(config.get("model_type")), _mode_of(channels, origin), side if isinstance(side, int) else None)
     unlike: dict[Aspect, str] = {}
-    kind = _kind_of(processor, net)
-    if reason := _unknown(processor, kind):
+    model = _model_of(processor, net)
+    if reason := _unknown(processor, model):
         unlike["whole"] = f"{origin} {reason}"
     try:
         with _usual("size, crop_size and crop_pct", origin):
-            geometry = _geometry(processor, kind, net)
+            geometry = _geometry(processor, model, net)
     except _Unlike as reason:
         unlike["size"], geometry = f"{origin} {reason}", reason.nearest or (_side(net), _side(net), None)
     try:
-        interpolation = _interpolation(processor, kind)
+        interpolation = _interpolation(processor, model)
     except _Unlike as reason:
         unlike["interpolation"], interpolation = f"{origin} {reason}", "bicubic"
     try:
         with _usual("image_mean, image_std and rescale_factor", origin):
-            mean, std = _statistics(processor, kind, net.channels)
+            mean, std = _statistics(processor, model, net.channels)
     except _Unlike as reason:
         unlike["statistics"] = f"{origin} {reason}"
         mean, std = ((0.5,) * net.channels,) * 2
@@ -136,10 +137,10 @@ def read_processor(written: Mapping[str, Any], config: Mapping[str, Any], origin
 
 
 def read_timm(written: Mapping[str, Any], origin: str) -> Preparation:
-    """Read the preprocessing for evaluation in timm's ``pretrained_cfg``; what is missing is timm's default.
+    """Read the evaluation preprocessing in timm's ``pretrained_cfg``; missing fields have timm's defaults.
 
     Raises:
-        NetworkError: A field has another type, or means no valid input.
+        NetworkError: If a field has the wrong type, or the fields give no valid input.
     """
     imagenet, unlike = PRESETS["imagenet"], dict[Aspect, str]()
     try:
@@ -155,7 +156,7 @@ def read_timm(written: Mapping[str, Any], origin: str) -> Preparation:
     if mode not in ("center", "squash"):
         unlike["size"] = f"{origin} crops by {mode!r}"
     elif mode == "center" and height != width:
-        unlike["size"] = f"{origin} crops to {height} × {width} pixels, which are no square"
+        unlike["size"] = f"{origin} crops to {height} × {width} pixels, which is not a square"
     elif mode == "squash" and resized != [height, width]:
         unlike["size"] = f"{origin} resizes to {resized[0]} × {resized[1]} and then crops to {height} × {width}"
     if interpolation not in INTERPOLATIONS:
@@ -169,11 +170,11 @@ def read_timm(written: Mapping[str, Any], origin: str) -> Preparation:
 
 @contextmanager
 def _usual(fields: str, origin: str) -> Iterator[None]:
-    """A context in which numbers are too large or too small to compute with only if a file is malformed."""
+    """Turn arithmetic errors of a block into :class:`NetworkError`: only malformed files hold such numbers."""
     try:
         yield
     except ArithmeticError as error:
-        raise NetworkError(f"{origin}: expected {fields} of usual sizes, got others ({error}); mend it") from error
+        raise NetworkError(f"{origin}: expected {fields} of usual magnitudes ({error}); fix it") from error
 
 
 def _preprocess(
@@ -187,9 +188,7 @@ def _preprocess(
 
 def _mode_of(channels: object, origin: str) -> int:
     if type(channels) is not int or channels not in (1, 3):
-        raise NetworkError(
-            f"{origin}: expected a network for images of 1 or 3 channels, got {channels!r:.100}; mend it"
-        )
+        raise NetworkError(f"{origin}: expected a network for images of 1 or 3 channels, got {channels!r:.100}; fix it")
     return channels
 
 
@@ -197,38 +196,40 @@ def _side(net: _Network) -> int:
     return net.image_size or 224
 
 
-def _kind_of(processor: _Processor, net: _Network) -> str:
-    """The class of a processor without suffix, ``"ViT"`` of ``ViTImageProcessorFast``."""
+def _model_of(processor: _Processor, net: _Network) -> str:
+    """Return the class of a processor without suffix: ``"ViT"`` for ``ViTImageProcessorFast``."""
     name = processor.image_processor_type or processor.feature_extractor_type
-    return re.sub("(ImageProcessor|FeatureExtractor)(Fast|Pil)?$", "", name) if name else _OLDEST.get(net.kind, "")
+    return (
+        re.sub("(ImageProcessor|FeatureExtractor)(Fast|Pil)?$", "", name) if name else _OLDEST.get(net.model_type, "")
+    )
 
 
-def _unknown(processor: _Processor, kind: str) -> str:
-    """The reason why nothing can be said of the preprocessing as a whole; empty if it can."""
-    if kind not in (*BOTH_SIDES, *SHORTER_SIDE):
-        return f"is of an image processor that PSC does not know, {kind or 'without a name'}"
+def _unknown(processor: _Processor, model: str) -> str:
+    """Return the reason why the preprocessing as a whole is not understood, or an empty string."""
+    if model not in (*BOTH_SIDES, *SHORTER_SIDE):
+        return f"is of an image processor that PSC does not know, {model or 'without a name'}"
     steps = [step for step in _UNKNOWN_STEPS if (processor.model_extra or {}).get(step)]
-    return f"changes images as PSC does not: {', '.join(steps)}" if steps else ""
+    return f"changes images in ways that PSC does not support: {', '.join(steps)}" if steps else ""
 
 
-def _geometry(processor: _Processor, kind: str, net: _Network) -> Geometry:
+def _geometry(processor: _Processor, model: str, net: _Network) -> Geometry:
     if processor.do_resize is False:
         raise _Unlike("does not resize images")
-    size = _sides(processor.size, square=kind in BOTH_SIDES)
+    size = _sides(processor.size, square=model in BOTH_SIDES)
     wants_crop = processor.crop_size is not None if processor.do_center_crop is None else processor.do_center_crop
     crop = _sides(processor.crop_size, square=True) if wants_crop else {}
     if size.keys() == {"shortest_edge"}:
         shorter = size["shortest_edge"]
-        if kind == "ConvNext":
+        if model == "ConvNext":
             if shorter >= 384:
                 return shorter, shorter, None
             crop = {"height": shorter, "width": shorter}
-        if kind == "ConvNext" or (kind == "PoolFormer" and processor.crop_pct):
+        if model == "ConvNext" or (model == "PoolFormer" and processor.crop_pct):
             shorter = int(shorter / (processor.crop_pct or 224 / 256))
-        elif kind == "Levit":
+        elif model == "Levit":
             shorter = int(256 / 224 * shorter)
         if crop.keys() != {"height", "width"}:
-            raise _Unlike("keeps proportions and crops nothing", (shorter, shorter, shorter))
+            raise _Unlike("keeps proportions and does not crop", (shorter, shorter, shorter))
         if max(crop.values()) > shorter:
             raise _Unlike(f"crops to more than the shorter side of {shorter} pixels", (shorter, shorter, shorter))
         return crop["height"], crop["width"], shorter
@@ -254,8 +255,8 @@ def _sides(size: int | tuple[int, int] | dict[str, int | None] | None, *, square
     return {name: side for name, side in (size or {}).items() if side is not None}
 
 
-def _interpolation(processor: _Processor, kind: str) -> str:
-    number = 2 if processor.resample is None and kind == "ViT" else processor.resample
+def _interpolation(processor: _Processor, model: str) -> str:
+    number = 2 if processor.resample is None and model == "ViT" else processor.resample
     if number is None:
         raise _Unlike("does not say by which filter images are resized")
     name = _RESAMPLE[number] if 0 <= number < len(_RESAMPLE) else str(number)
@@ -264,13 +265,13 @@ def _interpolation(processor: _Processor, kind: str) -> str:
     return name
 
 
-def _statistics(processor: _Processor, kind: str, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and deviation on [0, 1] of pixels that are scaled, shifted and standardised."""
+def _statistics(processor: _Processor, model: str, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the mean and deviation, on the [0, 1] scale, that equal the written scaling, shift and standardisation."""
     factor, offset = processor.rescale_factor or 1 / 255, 1.0 if processor.rescale_offset else 0.0
     if processor.do_rescale is False:
         factor, offset = 1.0, 0.0
     wanted = processor.do_normalize is not False
-    again = kind == "EfficientNet" and processor.include_top is not False
+    again = model == "EfficientNet" and processor.include_top is not False
     mean, std = (0.0,) * channels, (1.0,) * channels
     if wanted or again:
         if processor.image_mean is None or processor.image_std is None:

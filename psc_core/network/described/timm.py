@@ -1,8 +1,8 @@
-"""Folders of timm (``timm.models.save_for_hf``): ``config.json`` and ``model.safetensors``.
+"""Read folders of timm (``timm.models.save_for_hf``): ``config.json`` and ``model.safetensors``.
 
-The network is built by the name of its architecture, so a bundle needs no folder.  What timm would take from the
-folder's ``pretrained_cfg`` and not from its own of that name is among the arguments: channels, pooling, and the size of
-the input where that is fixed.
+The network is built by the name of its architecture, so a bundle does not need the folder.  Settings that timm takes
+from the folder's ``pretrained_cfg`` instead of its own become arguments: channels, pooling, and the size of the input
+if it is fixed.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ WEIGHT_FILES: Final = ("model.safetensors", "pytorch_model.bin", "pytorch_model.
 
 
 def is_of_timm(config: Mapping[str, Any]) -> bool:
-    """Return whether a ``config.json`` is timm's, or that of a timm network in transformers."""
+    """Return whether a ``config.json`` was written by timm, or by transformers for a timm network."""
     return "architecture" in config and config.get("model_type", "timm_wrapper") == "timm_wrapper"
 
 
 def describe(folder: Path) -> Described:
-    """Read the description of a timm network in a folder; JSON only.
+    """Read the description of a timm network in a folder, from its JSON files only.
 
     Raises:
-        NetworkError: A file is missing or malformed.
+        NetworkError: If a file is missing or malformed.
     """
     file = folder / CONFIG
     config = read_json(file)
     if not is_of_timm(config) or not isinstance(config["architecture"], str):
         raise NetworkError(f"{file} names no architecture of timm; is it a folder for hf:{folder}?")
-    # Older files have no level of their own for what is of the weights.
+    # Older files keep the settings of the weights at the top level.
     pretrained = config.get("pretrained_cfg", config)
     model_args = config.get("model_args") or {}
     if not isinstance(pretrained, dict) or not isinstance(model_args, dict):
         raise NetworkError(f"expected pretrained_cfg and model_args of {file} to be JSON objects; save it again")
     outputs = model_args.get("num_classes", config.get("num_classes", pretrained.get("num_classes")))
     if type(outputs) is not int or outputs < 1:
-        raise NetworkError(f"expected {file} to have a positive num_classes, got {outputs!r:.100}; it is no classifier")
+        raise NetworkError(f"expected {file} to have a positive num_classes, got {outputs!r:.100}; use a classifier")
     names = config.get("label_names") or pretrained.get("label_names") or pretrained.get("labels")
     return Described(
         spec=f"timm:{config['architecture']}",
@@ -57,7 +57,7 @@ def describe(folder: Path) -> Described:
 
 
 def _arguments(pretrained: Mapping[str, Any], model_args: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that give the network of the folder by name; ``num_classes`` is none, it is given apart."""
+    """Return the arguments that build the folder's network by name, without ``num_classes``, which is passed apart."""
     implied: dict[str, Any] = {}
     size = pretrained.get("input_size")
     if isinstance(size, list) and len(size) == 3:
@@ -71,7 +71,7 @@ def _arguments(pretrained: Mapping[str, Any], model_args: Mapping[str, Any]) -> 
 
 
 def _with_size(pretrained: Mapping[str, Any], model_args: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """``pretrained`` with the channels, and with the fixed size, that the arguments give."""
+    """Return ``pretrained`` with the channels, and the fixed size, that the model arguments set."""
     size = pretrained.get("input_size") or [3, 224, 224]
     if not isinstance(size, list):
         return dict(pretrained)
@@ -82,19 +82,19 @@ def _with_size(pretrained: Mapping[str, Any], model_args: Mapping[str, Any], fil
         sides = [fixed, fixed] if type(fixed) is int else fixed
         if not isinstance(sides, list) or [type(side) for side in sides] != [int, int]:
             raise NetworkError(
-                f"expected img_size among the model_args of {file} to be a number or two, got {fixed!r:.100}; mend it"
+                f"expected img_size among the model_args of {file} to be one or two numbers, got {fixed!r:.100}; fix it"
             )
         size = [*size[:1], *sides]
     return {**pretrained, "input_size": size}
 
 
 def _names(written: Any, outputs: int, file: Path) -> tuple[str, ...] | None:
-    """Class names in the order of the outputs; None without names, or with gaps between their numbers."""
+    """Return the class names in the order of the outputs; None if there are no names, or gaps in their numbers."""
     if isinstance(written, dict):
         numbered = [written.get(str(i)) for i in range(outputs)] if len(written) >= outputs else [None]
         written = None if None in numbered else numbered
     if written is None or outputs < 2:
         return None
     if not isinstance(written, list) or len(written) != outputs or not all(isinstance(name, str) for name in written):
-        raise NetworkError(f"expected {outputs} label_names in {file}, one for each output; mend it")
+        raise NetworkError(f"expected {outputs} label_names in {file}, one for each output; fix it")
     return tuple(written)

@@ -1,4 +1,4 @@
-"""An ONNX graph that runs like the body of a cut network: images to one tensor per layer, and the logits."""
+"""Run an ONNX graph as the body of a cut network: from images to one tensor per layer, and the logits."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from psc_core.network.onnx.cost import Cost
 from psc_core.network.onnx.rewrite import INPUT_NAME
 
 MAX_SESSIONS: Final = 2
-"""Sessions at once, each with the weights in its own order: a service computes small batches with fewer threads."""
+"""Maximum number of sessions, each with its own copy of the weights: a service runs small batches on fewer threads."""
 
 _PROVIDERS: Final = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
 class OnnxBody(nn.Module):
-    """A graph in ONNX Runtime, on the device that the module is moved to; many threads may call it.
+    """A graph in ONNX Runtime, on the device of this module; thread-safe.
 
-    A session keeps its number of threads, so on a CPU there is one for each number that PyTorch uses.
+    A session has a fixed number of threads, so on a CPU there is one for each number that PyTorch has been set to.
 
     Args:
-        model: From :mod:`.export` or :func:`.rewrite.cut`: float32 ``images`` (batch, channels, height, width) to
-            float32 outputs (batch, …).  A graph for one image is run once for each.
-        cost: Of one image, where it has been counted.
+        model: The output of :mod:`.export` or :func:`.rewrite.cut`: a graph from float32 ``images`` (batch, channels,
+            height, width) to float32 outputs (batch, …).  A graph for a single image is run once for each image.
+        cost: The cost of one image, if it has been counted.
     """
 
     place: Tensor
@@ -45,20 +45,20 @@ class OnnxBody(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._sessions, self._starting = {}, threading.Lock()  # Neither can be copied.
+        self._sessions, self._starting = {}, threading.Lock()  # neither can be copied
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Outputs of a batch, on the device of ``x``.
+        """Return the outputs for a batch, on the device of ``x``.
 
         Raises:
-            NetworkError: ONNX Runtime cannot compute it, or is not installed for this device.
+            NetworkError: If ONNX Runtime cannot compute them, or is not installed for this device.
         """
         session = self._session()
         if not len(x):
             return tuple(x.new_empty((0, *output.shape[1:]), dtype=torch.float32) for output in session.get_outputs())
         if session.get_inputs()[0].shape[0] == 1 and len(x) != 1:
             return tuple(map(torch.cat, zip(*(self(x[at : at + 1]) for at in range(len(x))), strict=True)))
-        x = x.float().contiguous()  # ONNX Runtime reads the memory as it is told to.
+        x = x.float().contiguous()  # ONNX Runtime reads raw memory
         where = x.device.type, x.device.index or 0, np.float32
         binding = session.io_binding()
         binding.bind_input(INPUT_NAME, *where, tuple(x.shape), x.data_ptr())
@@ -68,10 +68,10 @@ class OnnxBody(nn.Module):
             binding.bind_output(output.name, *where, tuple(values.shape), values.data_ptr())
             outputs.append(values)
         if x.is_cuda:
-            torch.cuda.current_stream(x.device).synchronize()  # ONNX Runtime has a stream of its own.
+            torch.cuda.current_stream(x.device).synchronize()  # ONNX Runtime has its own stream
         try:
             session.run_with_iobinding(binding)
-        except Exception as error:  # Its errors have no common class that is public.
+        except Exception as error:  # its errors have no public base class
             raise NetworkError(f"ONNX Runtime cannot compute the network: {str(error)[:300]}") from error
         return tuple(outputs)
 
@@ -80,6 +80,7 @@ class OnnxBody(nn.Module):
         threads = torch.get_num_threads() if device.type == "cpu" else 0
         with self._starting:
             if (device, threads) not in self._sessions:
+                # The oldest session goes first; a thread that is running it keeps it alive until it is done.
                 while len(self._sessions) >= MAX_SESSIONS:
                     del self._sessions[next(iter(self._sessions))]
                 self._sessions[device, threads] = _start(self.model, device, threads)
@@ -87,9 +88,9 @@ class OnnxBody(nn.Module):
 
 
 def keep_from_compiler(network: nn.Module) -> None:
-    """Have ``torch.compile`` call each graph in ``network`` as it is: nothing of it is PyTorch's.
+    """Exclude each graph in ``network`` from ``torch.compile``, because PyTorch computes nothing of it.
 
-    A decorator of ``forward`` would say the same, and load the compiler wherever this module is imported.
+    A decorator on ``forward`` would do the same, but load the compiler wherever this module is imported.
     """
     for part in network.modules():
         if isinstance(part, OnnxBody):
@@ -105,17 +106,17 @@ def _start(model: bytes, device: torch.device, threads: int) -> Any:
             "onnxruntime-gpu in place of onnxruntime, or choose --device cpu"
         )
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # Errors; what it warns of is how it rewrites the graph.
+    options.log_severity_level = 3  # errors only; its warnings are about its own rewrites
     options.intra_op_num_threads = threads
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # Decoders need the cores.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # decoders need the cores
     try:
         session = onnxruntime.InferenceSession(
             model, options, providers=[(provider, {"device_id": device.index or 0} if device.type == "cuda" else {})]
         )
         shapes = [value.shape for value in (*session.get_inputs(), *session.get_outputs())]
-    except Exception as error:  # Its errors have no common class that is public.
+    except Exception as error:  # its errors have no public base class
         raise NetworkError(f"ONNX Runtime cannot load the network: {str(error)[:300]}") from error
-    if provider not in session.get_providers():  # It falls back to the CPU where a library of CUDA is missing.
+    if provider not in session.get_providers():  # it falls back to the CPU if a CUDA library is missing
         raise NetworkError(f"ONNX Runtime cannot start its {provider}; install the CUDA that it was built for")
     for shape in shapes:
         if not all(isinstance(side, int) for side in shape[1:]):

@@ -1,4 +1,4 @@
-"""Estimate the cost of an ONNX graph for one image: memory of the tensors alive at once, and operations."""
+"""Estimate the cost of an ONNX graph for one image: the peak memory of its tensors, and its operations."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _PRODUCTS: Final = frozenset({"Gemm", "MatMul", "MatMulInteger", "QLinearMatMul"
 class Cost(NamedTuple):
     """The cost of one image."""
 
-    alive: int  # maximum bytes of tensors that are needed at once
-    operations: int  # additions and multiplications of convolutions and products; of others, numbers read or given
+    alive: int  # peak size of the tensors that exist at the same time, bytes
+    operations: int  # additions and multiplications of convolutions and products; of other nodes, the largest tensor
 
 
 def cost_of(model: ModelProto, sizes: Mapping[str, tuple[int, Shape]], batch: int) -> Cost:
-    """Count what a graph takes, whose ``sizes`` are for ``batch`` images."""
+    """Count the cost of a graph, divided by ``batch``, the number of images for which ``sizes`` were found."""
     from onnx import helper
 
     def nbytes(name: str) -> int:
-        kind, shape = sizes.get(name, (0, ()))
-        return math.prod(shape) * helper.tensor_dtype_to_np_dtype(kind).itemsize if kind else 0
+        dtype, shape = sizes.get(name, (0, ()))
+        return math.prod(shape) * helper.tensor_dtype_to_np_dtype(dtype).itemsize if dtype else 0
 
     nodes, kept = model.graph.node, {value.name for value in model.graph.output}
     last = {name: index for index, node in enumerate(nodes) for name in node.input}

@@ -1,12 +1,12 @@
-"""Export a truncated network of PyTorch to ONNX, whose runtime takes less time on a CPU, and needs no code.
+"""Export a truncated PyTorch network to ONNX, whose runtime is faster on a CPU and needs no code of the network.
 
-While serving, a process of its own exports the network, because exporting changes PyTorch's state for all threads.  It
-builds the network as a bundle's is built: ``python -m psc_core.network.onnx.export FOLDER`` reads :data:`SPEC` and
-:data:`WEIGHTS_FILE` from a folder and writes :data:`MODEL` beside them.  A network that no name can build is exported
-where it is.
+While serving, a separate process exports the network, because exporting changes PyTorch's state for all threads.  It
+builds the network as a bundle's: ``python -m psc_core.network.onnx.export FOLDER`` reads :data:`SPEC` and
+:data:`WEIGHTS_FILE` from a folder and writes :data:`MODEL` into it.  A network that no name can build is exported in
+this process.
 
-Exporting takes seconds, so its result is kept in the user's cache folder (``$XDG_CACHE_HOME/psc``, else
-``~/.cache/psc``), by the digest of spec, weights and versions; the folder may be deleted at any time, and need not be
+Exporting takes seconds, so the result is kept in the user's cache folder (``$XDG_CACHE_HOME/psc``, else
+``~/.cache/psc``) under the digest of spec, weights and versions; the folder may be deleted at any time and need not be
 writable.
 """
 
@@ -50,14 +50,14 @@ MODEL: Final = "model.onnx"
 
 
 def to_onnx(backbone: Backbone, size: Size) -> Backbone:
-    """Return a truncated network in ONNX Runtime, exported once.
+    """Return a truncated network that runs in ONNX Runtime, exported once and then read from the cache.
 
     Args:
-        backbone: As it was fitted, traced, float32; it does not change.
-        size: (channels, height, width) of its input; any number of images of this size can be computed.
+        backbone: The network as it was fitted: traced and in float32.  It does not change.
+        size: (channels, height, width) of its input; the exported network takes any number of images of this size.
 
     Raises:
-        NetworkError: The network cannot be exported.
+        NetworkError: If the network cannot be exported.
     """
     spec = json.dumps({**backbone.spec(), "size": size}, sort_keys=True).encode()
     weights = save({key: value.contiguous() for key, value in backbone.state_dict().items()})
@@ -69,18 +69,18 @@ def to_onnx(backbone: Backbone, size: Size) -> Backbone:
     return onnx_backbone(OnnxBody(model), backbone.layers, keep_output=backbone.keep_output)
 
 
-def cache_file(kind: str, *given: bytes) -> Path:
-    """Return the path at which what follows from ``given`` and the versions of the packages is kept."""
+def cache_file(suffix: str, *given: bytes) -> Path:
+    """Return the path in the cache for a result that depends on ``given`` and the versions of the packages."""
     versions = [importlib.metadata.version(name) for name in ("torch", *PACKAGES)]
     key = hashlib.sha256(b"\0".join([json.dumps([__version__, *versions]).encode(), *given])).hexdigest()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    return folder / "psc" / f"{key}.{kind}"
+    return folder / "psc" / f"{key}.{suffix}"
 
 
 def read_checked(file: Path) -> bytes | None:
-    """Return the bytes that :func:`write_checked` wrote; None where there is no such file or it has changed.
+    """Return the bytes that :func:`write_checked` wrote, or None if the file is missing or has changed.
 
-    The digest in the file finds damage, not forgery, so a file that another user could have written is not read.
+    The digest in the file detects damage, not forgery, so a file that another user could have written is not read.
     """
     try:
         with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)) as kept:
@@ -96,12 +96,12 @@ def read_checked(file: Path) -> bytes | None:
 
 
 def is_private(status: os.stat_result) -> bool:
-    """Return whether a file or folder is this user's, and nobody else may write to it."""
+    """Return whether a file or folder belongs to this user and nobody else may write to it."""
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def write_checked(file: Path, model: bytes) -> None:
-    """Write bytes behind their digest, whole or not at all; without a writable cache folder, not at all."""
+    """Write bytes after their digest, atomically; do nothing if the cache folder is not writable."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=file.parent, delete=False) as part:
@@ -114,16 +114,17 @@ def write_checked(file: Path, model: bytes) -> None:
 
 
 def export_apart(spec: bytes, weights: bytes, layers: str) -> bytes:
-    """The ONNX model of a network, exported by a process of its own.
+    """Export a network in a separate process and return the ONNX model.
 
     Raises:
-        NetworkError: The network after ``layers`` cannot be exported.
+        NetworkError: If the network after ``layers`` cannot be exported.
     """
     with TemporaryDirectory(prefix="psc-onnx-") as name:
         folder = Path(name)
         (folder / SPEC).write_bytes(spec)
         (folder / WEIGHTS_FILE).write_bytes(weights)
         command = [sys.executable, "-m", __name__, name]
+        # The process must find the same modules, a factory's among them.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         try:
             result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -136,25 +137,25 @@ def export_apart(spec: bytes, weights: bytes, layers: str) -> bytes:
 
 
 def export(folder: Path) -> None:
-    """Write the ONNX model, for any number of images, of the network whose spec and weights lie in ``folder``."""
+    """Write the ONNX model, for any number of images, of the network with the spec and the weights in ``folder``."""
     spec = json.loads((folder / SPEC).read_text())
     backbone = rebuild_backbone(spec, load_file(folder / WEIGHTS_FILE), allow_factories=[spec["network"]["spec"]])
     (folder / MODEL).write_bytes(_exported(backbone, spec["size"]))
 
 
 def export_here(backbone: Backbone, size: Size) -> bytes:
-    """The ONNX model of a network, for any number of images, exported in this process.
+    """Export a network in this process and return the ONNX model, for any number of images.
 
     Raises:
-        NetworkError: It cannot be exported, or what exports is not installed.
+        NetworkError: If it cannot be exported, or the exporter is not installed.
     """
     needs("a network that no name builds is stored as an ONNX graph, which", "onnx", *PACKAGES, error=NetworkError)
     try:
         with warnings.catch_warnings(action="ignore"), torch.inference_mode(False):
             return _exported(_without_stop(copy.deepcopy(backbone).cpu()), size)
-    except Exception as error:  # Whatever the network's own code raises, or PyTorch of it.
+    except Exception as error:  # the network's own code may raise any error
         cause: BaseException = error
-        while cause.__cause__ is not None:  # What is on top says which step of the export failed.
+        while cause.__cause__ is not None:  # the outermost error only names the step
             cause = cause.__cause__
         reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         raise NetworkError(
@@ -163,10 +164,10 @@ def export_here(backbone: Backbone, size: Size) -> bytes:
 
 
 def check_exportable(net: nn.Module, example: Tensor, precision: str) -> None:
-    """Try to export a whole network that a bundle will hold as a graph, before hours are spent on it.
+    """Try to export a whole network that a bundle will hold as a graph, before hours are spent on fitting.
 
     Raises:
-        NetworkError: It cannot be exported, what exports is not installed, or the precision is not float32.
+        NetworkError: If it cannot be exported, the exporter is not installed, or the precision is not float32.
     """
     if precision != "fp32":
         raise NetworkError(f"an ONNX graph computes in float32, got precision {precision}; leave it out")
@@ -176,7 +177,7 @@ def check_exportable(net: nn.Module, example: Tensor, precision: str) -> None:
 
 
 def _without_stop(backbone: Backbone) -> Backbone:
-    """Return a network that runs to its end, where hooks stop it."""
+    """Return the network without the hook that stops it early, if it has one."""
     if not isinstance(backbone.body, HookedNetwork):
         return backbone
     whole = HookedNetwork(backbone.body.net, backbone.layers, HookPlan(), keep_output=backbone.keep_output)
@@ -203,7 +204,7 @@ def _exported(backbone: Backbone, size: Sequence[int]) -> bytes:
 
 
 class _SideBySide(nn.Module):
-    """A backbone whose features and logits are one tuple of tensors."""
+    """A backbone whose features and logits are returned as one tuple of tensors."""
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()

@@ -1,12 +1,13 @@
-"""The layers and the logits of an ONNX graph.
+"""Find the layers and the logits of an ONNX graph.
 
 A layer is a tensor that the graph computes, named as in the file.  ``operations`` lists the outputs of convolutions,
-poolings and products with weights, as in the paper; of a graph with attention, whose products lie inside blocks, the
-sums that end its blocks in place of products of tokens.  ``blocks`` lists these sums, and of convolutional networks the
-sums of residual connections, after their activation.  ``all`` lists every tensor of features.
+poolings and products with weights, as in the paper; in a graph with attention, whose products lie inside blocks, it
+lists the sums at the end of the blocks instead of products of tokens.  ``blocks`` lists these sums, and for
+convolutional networks the sums of residual connections, after their activation.  ``all`` lists every tensor of
+features.
 
-Operations come behind those that they read, as the format demands, so what is asked of each tensor is found out in one
-pass from the first to the last: anybody may have written the graph, and it may have 65,536 of them.
+Operations follow those whose outputs they read, as the format demands, so every property of the tensors is found in one
+pass from first to last: the graph may be hostile, and may have 65,536 operations.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ _PRODUCTS: Final = frozenset({"Gemm", "MatMul", "MatMulInteger", "QLinearMatMul"
 _POOLINGS: Final = frozenset({"AveragePool", "GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool", "LpPool", "MaxPool"})
 _SAME: Final = frozenset({"Cast", "DequantizeLinear", "Dropout", "Flatten", "Identity", "QuantizeLinear", "Reshape",
                           "Squeeze", "Unsqueeze"})  # fmt: skip
-"""Operators that keep the values of a tensor, up to their shape and rounding."""
+"""The operators that keep the values of a tensor, up to shape and rounding."""
 
 _FLOATS: Final = (1, 10, 11, 16)  # FLOAT, FLOAT16, DOUBLE, BFLOAT16
 
 
 class Graph:
-    """The operations of a model, and the tensors that they read and give.
+    """The operations of a model, and the tensors that they read and write.
 
     Args:
-        model: One input and one output, see :mod:`.rewrite`.
-        sizes: From :func:`psc_core.network.onnx.model.sizes_of`.
-        batch: Images that these sizes are for.
+        model: A model with one input and one output; see :mod:`.rewrite`.
+        sizes: The sizes of its tensors, from :func:`psc_core.network.onnx.sizes.sizes_of`.
+        batch: The number of images for which these sizes hold.
     """
 
     def __init__(self, model: ModelProto, sizes: Mapping[str, tuple[int, Shape]], batch: int = BATCH) -> None:
@@ -53,14 +54,14 @@ class Graph:
         self.output: str = model.graph.output[0].name
         self.producers: dict[str, NodeProto] = {name: node for node in self.nodes for name in node.output if name}
         self.constants = {tensor.name for tensor in model.graph.initializer}
-        """Tensors that do not depend on the image, as quantised weights do not."""
+        """The names of tensors that do not depend on the image, such as weights and quantised weights."""
         for node in self.nodes:
             if self.constants.issuperset(filter(None, node.input)):
                 self.constants.update(filter(None, node.output))
 
     @cached_property
     def logits(self) -> str:
-        """The tensor of the logits: the output, or what a softmax at the end reads."""
+        """The name of the logits: the input of a softmax at the end if there is one, otherwise the output."""
         for name in self._same_values(self.output):
             node = self.producers.get(name)
             if node is not None and node.op_type == "Softmax":
@@ -69,7 +70,7 @@ class Graph:
 
     @cached_property
     def head(self) -> NodeProto | None:
-        """The operation with weights that makes the logits."""
+        """The operation with weights that computes the logits, if there is one."""
         name = self.logits
         while True:
             *_, first = self._same_values(name)
@@ -77,15 +78,15 @@ class Graph:
             if node is None or node.op_type in _CONVOLUTIONS | _PRODUCTS:
                 return node
             computed = [str(each) for each in node.input if each not in self.constants]
-            if node.op_type != "Add" or len(computed) != 1:  # With a constant it is a bias.
+            if node.op_type != "Add" or len(computed) != 1:  # adding a constant is a bias
                 return None
             (name,) = computed
 
     def layers(self, granularity: str) -> list[LayerInfo]:
-        """List the layers in the order of the graph, see the module docstring.
+        """List the layers in the order of the graph; see the module docstring.
 
         Raises:
-            NetworkError: There are none.
+            NetworkError: If there are none.
         """
         layers = [layer for name in self._names(granularity) if (layer := self.layer(name)) is not None]
         if not layers:
@@ -107,11 +108,11 @@ class Graph:
 
     @property
     def classes(self) -> int:
-        """Number of logits."""
+        """The number of logits."""
         return self.sizes[self.logits][1][-1]
 
     def kind(self, name: str) -> Kind | None:
-        """Return the axis of a tensor that holds the channels; None where it is no batch of float features."""
+        """Return how a tensor holds its channels, or None if it is not a batch of float features."""
         known = self.sizes.get(name)
         if known is None or known[0] not in _FLOATS or known[1][:1] != (self.batch,) or name in self.constants:
             return None
@@ -121,7 +122,7 @@ class Graph:
         return {2: "vector", 3: "tokens"}.get(rank)  # type: ignore[return-value]
 
     def layer(self, name: str) -> LayerInfo | None:
-        """Describe a tensor as a hidden layer; None for what is no batch of float features."""
+        """Describe a tensor as a hidden layer, or return None if it is not a batch of float features."""
         kind = self.kind(name)
         if kind is None:
             return None
@@ -130,7 +131,7 @@ class Graph:
         return LayerInfo(name, 0, kind, (channels, math.prod(grid)), grid, "hidden")
 
     def _carries_all(self, name: str) -> bool:
-        """Return whether the logits depend on the image through one tensor alone."""
+        """Return whether the logits depend on the image through this tensor alone."""
         seen, waiting = {name}, [self.logits]
         while waiting:
             found = waiting.pop()
@@ -162,7 +163,7 @@ class Graph:
         return node.op_type == "ReduceMean" and self._pools(node)
 
     def _pools(self, node: NodeProto) -> bool:
-        """Return whether a mean is over all positions of a map, or all tokens."""
+        """Return whether a mean is taken over all positions of a map, or over all tokens."""
         before, after = self.sizes.get(str(node.input[0])), self.sizes.get(str(node.output[0]))
         if before is None or after is None or len(before[1]) < 3:
             return False
@@ -175,7 +176,7 @@ class Graph:
         return known is not None and (len(known[1]) == 3 or self.kind(name) == "map_last")
 
     def _ends_of_blocks(self) -> set[str]:
-        """The sums that end a residual block, after their activation; a sum behind attention alone is inside of one."""
+        """Return the sums that end residual blocks, after their activation; a sum after attention ends no block."""
         sums, attends = dict(self._sums()), set[str]()
         ends = set()
         for node in self.nodes:
@@ -187,7 +188,7 @@ class Graph:
         return ends or set(sums.values())
 
     def _sums(self) -> Iterator[tuple[str, str]]:
-        """Sums of two tensors of features of one shape, each with the tensor after its activation."""
+        """Yield each sum of two feature tensors of the same shape, with the tensor after its activation."""
         readers: dict[str, list[NodeProto]] = {}
         for node in self.nodes:
             for name in node.input:
@@ -202,7 +203,7 @@ class Graph:
             yield total, str(after[0].output[0]) if is_activated else total
 
     def _same_values(self, name: str) -> Iterator[str]:
-        """The tensor and those before it that have its values."""
+        """Yield the tensor and the tensors before it that have the same values."""
         while True:
             yield name
             node = self.producers.get(name)
@@ -212,8 +213,8 @@ class Graph:
 
     @cached_property
     def _channels_last(self) -> set[str]:
-        """The tensors with their channels on the last axis, by the nearest operation before them that has a rule."""
-        nearest: dict[str, tuple[int, bool]] = {}  # how many operations lie between, and the rule's answer
+        """The tensors whose last axis holds the channels, decided by the nearest operation before them with a rule."""
+        nearest: dict[str, tuple[int, bool]] = {}  # number of operations since the rule, and its answer
         for node in self.nodes:
             rule = _gives_channels_last(node)
             before = [nearest[name] for name in node.input if name in nearest and name not in self.constants]
@@ -226,7 +227,7 @@ class Graph:
 
 
 def _gives_channels_last(node: NodeProto) -> bool | None:
-    """Return where an operation has the channels of its output; None where it has them as in its input."""
+    """Return whether an operation puts the channels last; None if it keeps the layout of its input."""
     if node.op_type in _CONVOLUTIONS | _POOLINGS | {"BatchNormalization", "InstanceNormalization"}:
         return False
     if node.op_type in ("MatMul", "LayerNormalization"):

@@ -1,8 +1,8 @@
-"""Read an ONNX model that anybody may have written, and refuse what could do more than compute a network.
+"""Read an untrusted ONNX model, and refuse it if it could do more than compute a network.
 
 A model passes if its operators are ONNX's own, without random numbers, subgraphs, functions, sequences, texts or sizes
-that depend on values; if all its constants are in the file, or in a file beside it; and if every tensor has a size
-that is known before and not too large, see :mod:`.sizes`.
+that depend on values; if all its constants are in the file or in a file beside it; and if every tensor has a bounded
+size that is known beforehand (:mod:`.sizes`).
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from onnx import ModelProto, TensorProto
 
 MAX_FILE_BYTES: Final = (1 << 31) - 1
-"""Maximum size of a model, the limit of its format."""
+"""Maximum size of a model in bytes, the limit of the format."""
 
 MAX_NODES: Final = 1 << 16
 """Maximum number of operations."""
 
 MAX_FIELDS: Final = 1 << 20
-"""Maximum number of fields in the file, those inside others included; a parsed one takes a hundred bytes and more."""
+"""Maximum number of fields in the file at all levels; a parsed field takes a hundred bytes and more."""
 
 MAX_DEPTH: Final = 32
-"""Maximum number of messages around a field; of a model without graphs inside operations there are seven."""
+"""Maximum nesting of messages; a model without graphs inside operations has seven levels."""
 
 MIN_OPSET: Final = 7
-"""Oldest version of the operators."""
+"""The oldest supported version of the operators."""
 
 MAX_AXES: Final = 32
-"""Maximum number of axes of a tensor; one of many makes others of as many, and two together one of twice as many."""
+"""Maximum number of axes of a tensor; without a limit a graph could double the number again and again."""
 
 _NOT_REPEATABLE: Final = "Bernoulli Multinomial RandomNormal RandomNormalLike RandomUniform RandomUniformLike"
 _SIZED_BY_VALUES: Final = "Compress NonMaxSuppression NonZero Unique"
@@ -49,10 +49,10 @@ _REFUSED: Final = frozenset(f"{_NOT_REPEATABLE} {_SIZED_BY_VALUES} {_NOT_OF_TENS
 
 
 def read_model(path: Path) -> ModelProto:
-    """Read an ONNX file of the user's, with the constants that lie beside it.
+    """Read an ONNX file that the user names, with the constants in the files beside it.
 
     Raises:
-        NetworkError: The file cannot be read, or :func:`check_model` refuses it.
+        NetworkError: If the file cannot be read, or :func:`check_model` refuses it.
     """
     model = parse_model(_read(path), str(path))
     folder = path.parent.resolve()
@@ -64,10 +64,10 @@ def read_model(path: Path) -> ModelProto:
 
 
 def files_of_model(path: Path) -> tuple[Path, ...]:
-    """Return the files of a model: the ONNX file, and those beside it that hold its constants.
+    """Return the files of a model: the ONNX file and the files beside it that hold constants.
 
     Raises:
-        NetworkError: The file is no ONNX file, or a constant lies in a file that is not beside it.
+        NetworkError: If the file is not an ONNX file, or a constant lies in a file elsewhere.
     """
     model, folder = parse_model(_read(path), str(path)), path.parent.resolve()
     outside = [tensor for tensor in _tensors(model) if tensor.data_location == tensor.EXTERNAL]
@@ -75,10 +75,10 @@ def files_of_model(path: Path) -> tuple[Path, ...]:
 
 
 def parse_model(data: bytes, origin: str) -> ModelProto:
-    """Parse a serialized model; ``origin`` is for messages.
+    """Parse a serialized model; ``origin`` names it in messages.
 
     Raises:
-        NetworkError: It is none, has too many fields, or the package that parses it is not installed.
+        NetworkError: If it is not a model, has too many fields, or onnx is not installed.
     """
     model: ModelProto = needs(origin, "onnx", "onnx", error=NetworkError).ModelProto()
     if sum(1 for _ in islice(_fields(memoryview(data), model.DESCRIPTOR, origin), MAX_FIELDS + 1)) > MAX_FIELDS:
@@ -93,7 +93,7 @@ def parse_model(data: bytes, origin: str) -> ModelProto:
 
 
 def _fields(body: memoryview, message: Any, origin: str, depth: int = 0) -> Iterator[None]:
-    """Every field of a serialized message, and of those inside it, before any of it becomes an object."""
+    """Yield once for every field of a serialized message, at all levels, before any field becomes an object."""
     if depth > MAX_DEPTH:
         raise NetworkError(f"{origin}: expected at most {MAX_DEPTH} messages inside each other; export it again")
     for number, wire_type, content in fields(body):
@@ -104,16 +104,16 @@ def _fields(body: memoryview, message: Any, origin: str, depth: int = 0) -> Iter
 
 
 def check_model(model: ModelProto, origin: str) -> None:
-    """Refuse a model with anything but ONNX's own operators on tensors, all of its constants inside.
+    """Refuse a model with anything but ONNX's own operators on tensors and constants inside the file.
 
     Raises:
-        NetworkError: The message names the operation or the tensor.
+        NetworkError: If it is refused; the message names the operation or the tensor.
     """
     import onnx
 
     foreign = {node.domain for node in model.graph.node} - {"", "ai.onnx"} or {each.name for each in model.functions}
     if foreign:
-        names = ", ".join(shortened(name) for name in sorted(map(str, foreign))[:3])  # bytes where they are no UTF-8
+        names = ", ".join(shortened(name) for name in sorted(map(str, foreign))[:3])  # bytes if not UTF-8
         raise NetworkError(f"{origin} uses operators of {names}, expected ONNX's own; export it without them")
     if max((imported.version for imported in model.opset_import), default=0) < MIN_OPSET:
         raise NetworkError(f"{origin}: expected version {MIN_OPSET} of ONNX's operators or newer; export it again")
@@ -123,7 +123,7 @@ def check_model(model: ModelProto, origin: str) -> None:
     for node in model.graph.node:
         if any(isinstance(name, bytes) for name in (*node.input, *node.output)):
             raise NetworkError(f"{origin} has a tensor whose name is not in UTF-8; export it again")
-        is_known = isinstance(node.op_type, str) and onnx.defs.has(node.op_type)  # bytes if it is no UTF-8
+        is_known = isinstance(node.op_type, str) and onnx.defs.has(node.op_type)  # bytes if not UTF-8
         if node.op_type in _REFUSED or not is_known:
             raise NetworkError(
                 f"{origin}: the operator {quoted(node.op_type)} is not supported; export the network without it"
@@ -148,7 +148,7 @@ def check_model(model: ModelProto, origin: str) -> None:
 
 
 def _tensors(model: ModelProto) -> Iterator[TensorProto]:
-    """All constants of a model."""
+    """Yield all constants of a model."""
     yield from model.graph.initializer
     for node in model.graph.node:
         for attribute in node.attribute:
@@ -158,7 +158,7 @@ def _tensors(model: ModelProto) -> Iterator[TensorProto]:
 
 
 def _check_tensor(tensor: TensorProto, origin: str) -> None:
-    """Refuse a constant that is not whole inside the model, before its size is allocated."""
+    """Refuse a constant whose data is not complete inside the model, before its size is allocated."""
     from onnx import helper
 
     if tensor.data_location == tensor.EXTERNAL or tensor.external_data:
@@ -170,7 +170,7 @@ def _check_tensor(tensor: TensorProto, origin: str) -> None:
     is_numeric = tensor.data_type in helper.get_all_tensor_dtypes() and tensor.data_type != tensor.STRING
     if not is_numeric or min(tensor.dims, default=0) < 0:
         raise NetworkError(
-            f"{origin}: the constant {quoted(tensor.name)} is no array of numbers; export the model again"
+            f"{origin}: the constant {quoted(tensor.name)} is not an array of numbers; export the model again"
         )
     if len(tensor.dims) > MAX_AXES:
         raise NetworkError(
@@ -184,7 +184,7 @@ def _check_tensor(tensor: TensorProto, origin: str) -> None:
         field = helper.tensor_dtype_to_field(tensor.data_type)
         per_number = 2 if tensor.data_type in (tensor.COMPLEX64, tensor.COMPLEX128) else 1
         expected, got = size * per_number, len(getattr(tensor, field))
-        if _bits(tensor.data_type) < 8:  # Several are packed in one number.
+        if _bits(tensor.data_type) < 8:  # several are packed into one number
             expected = (size * _bits(tensor.data_type) + 7) // 8
     if expected != got:
         raise NetworkError(
@@ -194,7 +194,7 @@ def _check_tensor(tensor: TensorProto, origin: str) -> None:
 
 
 def _bits(data_type: int) -> int:
-    """Bits of a number of this type."""
+    """Return the number of bits of a number of this type."""
     from onnx import TensorProto, helper
 
     if data_type in (TensorProto.INT4, TensorProto.UINT4, TensorProto.FLOAT4E2M1):
@@ -203,7 +203,7 @@ def _bits(data_type: int) -> int:
 
 
 def _place(tensor: TensorProto, folder: Path, origin: str) -> Path:
-    """Return the file in the model's folder in which a constant lies."""
+    """Return the file in the model's folder that holds a constant."""
     location = _where(tensor).get("location", "")
     file = folder / location
     try:
@@ -216,7 +216,7 @@ def _place(tensor: TensorProto, folder: Path, origin: str) -> Path:
 
 
 def _fill(tensor: TensorProto, folder: Path, origin: str) -> None:
-    """Read a constant that lies in a file of its own, in the model's folder."""
+    """Read a constant from its own file in the model's folder."""
     where, file = _where(tensor), _place(tensor, folder, origin)
     try:
         offset, length = int(where.get("offset", 0)), int(where.get("length", -1))
@@ -253,15 +253,15 @@ def _read(path: Path) -> bytes:
         raise NetworkError(f"{path}: {error}") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise NetworkError(f"there is no ONNX file {path} ({reason}); give what the network was exported to") from error
+        raise NetworkError(f"there is no ONNX file {path} ({reason}); give the exported file") from error
 
 
 def quoted(name: str | bytes) -> str:
-    """Return a name of the file's for messages; bytes where it is no UTF-8."""
+    """Return a name in the file, quoted for messages; names that are not UTF-8 are bytes."""
     return shortened(repr(name))
 
 
 def first_line(error: Exception) -> str:
-    """Return the beginning of a library's error, for messages."""
+    """Return the first line of a library's error, for messages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:300] if lines else type(error).__name__

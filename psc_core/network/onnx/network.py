@@ -1,4 +1,4 @@
-"""A classifier from an ONNX file, which a fit uses as it uses a network of PyTorch."""
+"""A classifier from an ONNX file, which a fit can use like a PyTorch network."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 Size = tuple[int, int, int]
 
 _APART = 1e-4
-"""Maximum difference between images computed together and alone, relative to the largest value."""
+"""Maximum difference between images computed in a batch and alone, relative to the largest value."""
 
 
 @dataclass(frozen=True)
 class _Sized:
-    """The network for images of one size."""
+    """The network prepared for images of one size."""
 
     model: ModelProto
     graph: Graph
@@ -38,7 +38,7 @@ class _Sized:
 
 
 class OnnxNetwork(LayeredNetwork):
-    """A whole network: images (batch, channels, height, width), standardised, to logits (batch, classes)."""
+    """A whole network from standardised images (batch, channels, height, width) to logits (batch, classes)."""
 
     place: Tensor
 
@@ -51,23 +51,23 @@ class OnnxNetwork(LayeredNetwork):
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits, of a network that ends in a softmax too.
+        """Return the logits, even if the network ends in a softmax.
 
         Raises:
-            NetworkError: The images have another size than the network is for.
+            NetworkError: If the network is for images of another size.
         """
         logits: Tensor = self._of_size(_size(x)).logits.to(x.device)(x)[0]
         return logits
 
     def list_layers(self, example: Tensor, granularity: str) -> list[LayerInfo]:
-        """List the layers, see :mod:`.graph`."""
+        """List the layers; see :mod:`.graph`."""
         return self._of_size(_size(example)).graph.layers(granularity)
 
     def cut(self, layers: Sequence[str], example: Tensor, *, keep_output: bool) -> OnnxBody:
-        """Return the network up to some layers, whose outputs are canonical features of each, then the logits.
+        """Cut the network after ``layers``: the result returns canonical features of each layer, then the logits.
 
         Raises:
-            NetworkError: A layer that is not in the graph, or has no features.
+            NetworkError: If a layer is not in the graph or has no features.
         """
         sized = self._of_size(_size(example))
         found = []
@@ -82,11 +82,11 @@ class OnnxNetwork(LayeredNetwork):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The differences from a network of PyTorch, as far as images have shown."""
+        """The differences from a PyTorch network that have been found so far."""
         graphs = [sized.graph for sized in self._sized.values()]
         found = []
         if any(graph.logits != graph.output for graph in graphs):
-            found.append("ends in a softmax, whose input are the logits")
+            found.append("ends in a softmax, whose input is taken as the logits")
         if any(graph.batch == 1 for graph in graphs):
             found.append("takes one image at a time")
         return tuple(found)
@@ -110,7 +110,7 @@ class OnnxNetwork(LayeredNetwork):
             several = _sized(with_any_batch(model), self.origin, BATCH)
             return several if _agree(one.logits, several.logits, size) else one
         except NetworkError:
-            return one  # The graph keeps a length of one somewhere.
+            return one  # the graph fixes the batch size of one somewhere
 
 
 def _sized(model: ModelProto, origin: str, batch: int) -> _Sized:
@@ -139,6 +139,6 @@ def open_onnx(path: Path) -> OnnxNetwork:
     """Read a classifier from an ONNX file.
 
     Raises:
-        NetworkError: The file is refused, see :mod:`.model`, or is no network of one image.
+        NetworkError: If :mod:`.model` refuses the file, or it is not a network of one image input.
     """
     return OnnxNetwork(read_model(path), path.name)

@@ -1,4 +1,4 @@
-"""The network of a bundle from its ONNX file, which anybody may have written."""
+"""Restore a bundle's network from its ONNX file, which is untrusted."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _FLOAT: Final = 1
 
 
 def restore_body(data: bytes, size: Size, *, outputs: int) -> OnnxBody:
-    """Check a stored graph and prepare to run it; nothing is computed.
+    """Check a stored graph and prepare to run it, without computing anything.
 
     Args:
-        data: The file.
+        data: The content of the file.
         size: (channels, height, width) of the images.
-        outputs: Number of layers, and one more for logits.
+        outputs: The number of layers, plus one if the logits are kept.
 
     Raises:
-        NetworkError: A graph that :mod:`.model` refuses, or of other inputs or outputs than a bundle's.
+        NetworkError: If :mod:`.model` refuses the graph, or its inputs or outputs are not those of a bundle.
     """
     model = parse_model(data, _ORIGIN)
     check_model(model, _ORIGIN)
     if [value.name for value in model.graph.input] != [INPUT_NAME]:
         raise NetworkError(f"{_ORIGIN}: expected one input named {INPUT_NAME}; fit the bundle again")
     sizes = sizes_of(model, _ORIGIN)
-    kind, (batch, *got) = sizes[INPUT_NAME]
-    if kind != _FLOAT or tuple(got) != size:
+    dtype, (batch, *got) = sizes[INPUT_NAME]
+    if dtype != _FLOAT or tuple(got) != size:
         raise NetworkError(f"{_ORIGIN}: expected images of the shape {size}, got {tuple(got)}; fit the bundle again")
     found = [sizes.get(value.name) for value in model.graph.output]
     if len(found) != outputs or any(each is None or each[0] != _FLOAT or each[1][:1] != (batch,) for each in found):

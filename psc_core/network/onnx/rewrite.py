@@ -1,7 +1,8 @@
-"""Give an ONNX graph the one form that PSC runs, and cut it behind its layers.
+"""Rewrite an ONNX graph into the form that PSC runs, and cut it after its layers.
 
-The input is float32 (batch, channels, height, width), with any number of images where the graph allows that.  A cut
-graph has an output for each layer, in the canonical shape (batch, channels, positions), and then the logits, if kept.
+The input is float32 (batch, channels, height, width), with any number of images if the graph allows it.  A cut graph
+has one output for each layer, of the canonical shape (batch, channels, positions), followed by the logits if they are
+kept.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
 INPUT_NAME: Final = "images"
-"""Name of the input of a rewritten graph."""
+"""The name of the input of a rewritten graph."""
 
 ANY: Final = "batch"
-"""Name of the axis of the batch, where it may have any length."""
+"""The name of the batch axis if it may have any length."""
 
 _CHANNELS: Final = (1, 3)
 _OWN: Final = "psc:"
-"""Prefix of the tensors that are added."""
+"""The prefix of the names of added tensors."""
 
 
 def with_one_input(model: ModelProto, origin: str) -> ModelProto:
-    """Return a model whose one input is ``images``, float32 (batch, channels, height, width).
+    """Return a model whose only input is ``images``, float32 (batch, channels, height, width).
 
-    An input of another type is converted, one with its channels last is transposed.
+    An input of another dtype is converted, an input with its channels last is transposed.
 
     Raises:
-        NetworkError: Several inputs, or one that is no batch of images.
+        NetworkError: If there are several inputs, or the input is not a batch of images.
     """
     import onnx
     from onnx import helper
@@ -59,9 +60,9 @@ def with_one_input(model: ModelProto, origin: str) -> ModelProto:
     name, before = old.name, []
     if INPUT_NAME in constants.union(*(node.output for node in graph.node)):
         raise NetworkError(f"{origin}: expected no tensor named {INPUT_NAME!r} but the input; rename it")
-    source, kind = INPUT_NAME, old.type.tensor_type.elem_type
-    if kind != onnx.TensorProto.FLOAT:
-        before.append(helper.make_node("Cast", [source], [source := f"{_OWN}cast"], to=kind))
+    source, dtype = INPUT_NAME, old.type.tensor_type.elem_type
+    if dtype != onnx.TensorProto.FLOAT:
+        before.append(helper.make_node("Cast", [source], [source := f"{_OWN}cast"], to=dtype))
     if is_last:
         before.append(helper.make_node("Transpose", [source], [source := f"{_OWN}last"], perm=[0, 2, 3, 1]))
     for node in graph.node:
@@ -74,10 +75,10 @@ def with_one_input(model: ModelProto, origin: str) -> ModelProto:
 
 
 def with_size(model: ModelProto, size: tuple[int, int, int], origin: str) -> ModelProto:
-    """Return a model for images of one size, (channels, height, width).
+    """Return a model for images of one size (channels, height, width).
 
     Raises:
-        NetworkError: It is for another size.
+        NetworkError: If the model is for another size.
     """
     model = _copy(model)
     axes = model.graph.input[0].type.tensor_type.shape.dim
@@ -95,7 +96,7 @@ def with_size(model: ModelProto, size: tuple[int, int, int], origin: str) -> Mod
 
 
 def with_any_batch(model: ModelProto) -> ModelProto:
-    """Return a model whose batch may have any length; where the graph keeps a length of one, it will not run."""
+    """Return a model whose batch may have any length; it fails at run time if the graph relies on a length of one."""
     from onnx import numpy_helper
 
     model = _copy(model)
@@ -119,9 +120,9 @@ def with_any_batch(model: ModelProto) -> ModelProto:
 
 
 def cut(model: ModelProto, layers: Sequence[LayerInfo], logits: tuple[str, int] | None = None) -> ModelProto:
-    """Return a model that computes the canonical features of ``layers`` and nothing else.
+    """Return a model that computes only the canonical features of ``layers``, and the logits if given.
 
-    ``logits`` are the name and the width of a tensor that it gives behind them.
+    ``logits`` are the name and the width of the logits tensor, which becomes the last output.
     """
     import onnx
     from onnx import helper, numpy_helper
@@ -158,7 +159,7 @@ def cut(model: ModelProto, layers: Sequence[LayerInfo], logits: tuple[str, int] 
 
 
 def remove_notes(model: ModelProto) -> None:
-    """Delete what exporters note for people: traces of their code, with the paths of a machine."""
+    """Delete the notes of exporters, which hold stack traces with paths of the exporting machine."""
     graph = model.graph
     for part in (model, graph, *graph.node, *graph.initializer, *graph.input, *graph.output, *graph.value_info):
         part.ClearField("doc_string")
@@ -166,7 +167,7 @@ def remove_notes(model: ModelProto) -> None:
 
 
 def _prune(model: ModelProto, wanted: Sequence[str]) -> None:
-    """Delete what the wanted tensors do not need."""
+    """Delete everything that the wanted tensors do not need."""
     graph, needed = model.graph, set(wanted)
     kept = []
     for node in reversed(list(graph.node)):
@@ -184,12 +185,11 @@ def _prune(model: ModelProto, wanted: Sequence[str]) -> None:
 
 
 def _copy(message: Any) -> Any:
-    """A copy of a part of a model."""
     copied = type(message)()
     copied.CopyFrom(message)
     return copied
 
 
 def _side(axis: Any) -> int | str:
-    """Length of an axis, or its name."""
+    """Return the length of an axis, or its name."""
     return int(axis.dim_value) if axis.HasField("dim_value") else str(axis.dim_param or "?")

@@ -1,9 +1,8 @@
-"""Find out the size of each tensor of an ONNX graph, that anybody may have written, before anything is computed.
+"""Find the size of each tensor of an untrusted ONNX graph before anything is computed.
 
-Operations are looked at one by one, in their order: each shape is inferred by ``onnx`` from those before it, so tensors
-that grow out of each other end at the first that is too large, and no operation costs more than itself.  Nothing is
-computed but the few integers that sizes are made of; inference could propagate them too, but without a limit on how
-many there are.
+Operations are visited one by one, in order: ``onnx`` infers each shape from those before it, so tensors that grow out
+of each other stop at the first that is too large, and no operation costs more than itself.  Only the few integers that
+determine sizes are computed; ``onnx`` could propagate them too, but without a limit on their number.
 """
 
 from __future__ import annotations
@@ -24,34 +23,34 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 BATCH: Final = 2
-"""Images for which sizes are found out; two tell the axis of the batch from an axis of length one."""
+"""The number of images for which sizes are found; two tell the batch axis from an axis of length one."""
 
 MAX_ELEMENTS: Final = 1 << 28
 """Maximum number of elements of a tensor for a batch of two images."""
 
 MAX_FOLDED: Final = 1 << 10
-"""Maximum number of integers of a tensor that sizes may be made of."""
+"""Maximum number of integers in a tensor that determines sizes."""
 
 _ON_SIZES: Final = (
     "Add Cast Concat Constant ConstantOfShape Div Gather Mul Range Reshape Slice Squeeze Sub Transpose Unsqueeze"
 )
 _FOLDED: Final = frozenset(_ON_SIZES.split())
-"""Operators on sizes that are computed to know what follows from them."""
+"""The operators on sizes that are computed, to know the shapes that depend on them."""
 
 _MAX_BOUND: Final = 1 << 61
-"""Maximum of the numbers of a range, whose length neither ``onnx`` nor NumPy counts right where they overflow."""
+"""Maximum of the numbers of a range, because ``onnx`` and NumPy miscount its length when they overflow."""
 
 _FLOAT, _INT32, _INT64 = 1, 6, 7
 _INTEGERS: Final = (_INT32, _INT64)
 
 
 def sizes_of(model: ModelProto, origin: str) -> dict[str, tuple[int, Shape]]:
-    """Return element type and shape of each tensor that is computed from a batch of two images, and of the input.
+    """Return the element type and shape of the input and of each computed tensor, for a batch of two images.
 
-    The model has one input, (batch, …) with known sizes but for the batch.
+    The model has one input (batch, …), of which every size but the batch is known.
 
     Raises:
-        NetworkError: A size is not known before computing, above :data:`MAX_ELEMENTS`, or of more than
+        NetworkError: If a size is unknown before computing or above :data:`MAX_ELEMENTS`, or there are more than
             :data:`.MAX_AXES` axes.
     """
     given = model.graph.input[0]
@@ -63,13 +62,13 @@ def sizes_of(model: ModelProto, origin: str) -> dict[str, tuple[int, Shape]]:
     walk = _Walk(model, origin, {}, constants)
     walk.add(given.name, given.type.tensor_type.elem_type, tuple(sides))
     for node in model.graph.node:
-        for name, (kind, shape) in walk.infer(node).items():
+        for name, (dtype, shape) in walk.infer(node).items():
             if shape is None:
                 raise NetworkError(
                     f"{origin}: the size of {quoted(name)} ({node.op_type}) is not known before it is computed; export "
                     "the network with fixed image sizes"
                 )
-            walk.add(name, kind, shape)
+            walk.add(name, dtype, shape)
         result = walk.compute(node)
         if result is not None:
             constants[result.name] = result
@@ -78,13 +77,13 @@ def sizes_of(model: ModelProto, origin: str) -> dict[str, tuple[int, Shape]]:
 
 @dataclass(frozen=True)
 class _Walk:
-    """The sizes and small constants of the tensors up to an operation.
+    """The sizes and the small constants of all tensors before the current operation.
 
     Attributes:
-        model: In which the operation is.
-        origin: For messages.
-        sizes: Type and shape of what is computed; grows.
-        constants: By name, with those computed from them; grows.
+        model: The model that is walked.
+        origin: The name of the model in messages.
+        sizes: The type and shape of each computed tensor; grows.
+        constants: The constants by name, and those computed from them; grows.
     """
 
     model: ModelProto
@@ -92,19 +91,19 @@ class _Walk:
     sizes: dict[str, tuple[int, Shape]]
     constants: dict[str, TensorProto]
 
-    def add(self, name: str, kind: int, shape: Shape) -> None:
-        """Note a tensor; raises where it is too large."""
+    def add(self, name: str, dtype: int, shape: Shape) -> None:
+        """Record a tensor, or raise :class:`NetworkError` if it is too large."""
         if len(shape) > MAX_AXES or math.prod(shape) > MAX_ELEMENTS:
             raise NetworkError(
                 f"{self.origin}: tensor {quoted(name)} has the shape {shortened(str(shape))}, expected at most "
                 f"{MAX_ELEMENTS} elements for {BATCH} images and {MAX_AXES} axes; use smaller images or another network"
             )
-        self.sizes[name] = kind, shape
+        self.sizes[name] = dtype, shape
 
     def infer(self, node: NodeProto) -> dict[str, tuple[int, Shape | None]]:
-        """Return type and shape of what an operation gives; None for a shape that is not known.
+        """Return the type and shape of each output of an operation; None for an unknown shape.
 
-        The numbers of a constant are shown only where they are few, for there may be an axis for each.
+        Inference sees the numbers of a constant only if they are few, because each could become an axis.
         """
         from onnx import helper, shape_inference
 
@@ -123,22 +122,22 @@ class _Walk:
         alone = helper.make_model(graph, opset_imports=self.model.opset_import)
         try:
             inferred = shape_inference.infer_shapes(alone, check_type=True, strict_mode=True)
-        except Exception as error:  # The library raises its own types, and RuntimeError for shapes that do not fit.
+        except Exception as error:  # onnx raises its own types, and RuntimeError
             raise NetworkError(f"{self.origin}: its shapes do not fit together: {first_line(error)}") from error
         return {value.name: _size(value.type.tensor_type) for value in inferred.graph.output}
 
     def compute(self, node: NodeProto) -> TensorProto | None:
-        """Return the result of an operation that sizes may be made of: few integers, computed from few."""
+        """Return the result of an operation that may determine sizes, if it has few integers computed from few."""
         from onnx import numpy_helper
         from onnx.reference import ReferenceEvaluator
 
         name = node.output[0] if node.output else ""
-        kind, shape = self.sizes.get(name, (0, ()))
+        dtype, shape = self.sizes.get(name, (0, ()))
         if node.op_type == "Shape" and node.input[0] in self.sizes:
             bounds = {attribute.name: attribute.i for attribute in node.attribute}
             lengths = self.sizes[node.input[0]][1][bounds.get("start", 0) : bounds.get("end")]
             return numpy_helper.from_array(np.array(lengths, np.int64), name)
-        if node.op_type not in _FOLDED or not _is_few(shape) or not _is_of_sizes(kind, node.op_type):
+        if node.op_type not in _FOLDED or not _is_few(shape) or not _is_of_sizes(dtype, node.op_type):
             return None
         given = {each: self.constants.get(each) for each in node.input if each}
         known = {
@@ -154,7 +153,7 @@ class _Walk:
                 raise ValueError("its bounds are too large")
             result: Any = ReferenceEvaluator(node, opsets=opsets).run(None, known)
             return numpy_helper.from_array(np.asarray(result[0]).reshape(shape), name)
-        except Exception as error:  # Of NumPy, or of the library, for what does not fit together.
+        except Exception as error:  # NumPy and onnx raise many types
             raise NetworkError(
                 f"{self.origin}: {node.op_type} of sizes cannot be computed: {first_line(error)}"
             ) from error
@@ -164,12 +163,12 @@ def _is_few(shape: Sequence[int]) -> bool:
     return math.prod(shape) <= MAX_FOLDED
 
 
-def _is_of_sizes(kind: int, operator: str) -> bool:
-    """Return whether sizes may be made of a tensor; factors of images are constants of floats."""
-    return kind in _INTEGERS or (kind == _FLOAT and operator == "Constant")
+def _is_of_sizes(dtype: int, operator: str) -> bool:
+    """Return whether a tensor may determine sizes; the scale factors of images are constant floats."""
+    return dtype in _INTEGERS or (dtype == _FLOAT and operator == "Constant")
 
 
-def _size(kind: Any) -> tuple[int, Shape | None]:
-    """Element type and shape of an inferred type; None for a shape that is not known whole."""
-    sides = tuple(axis.dim_value if axis.HasField("dim_value") else -1 for axis in kind.shape.dim)
-    return kind.elem_type, sides if kind.HasField("shape") and min(sides, default=0) >= 0 else None
+def _size(tensor_type: Any) -> tuple[int, Shape | None]:
+    """Return the element type and shape of an inferred type; None if the shape is not fully known."""
+    sides = tuple(axis.dim_value if axis.HasField("dim_value") else -1 for axis in tensor_type.shape.dim)
+    return tensor_type.elem_type, sides if tensor_type.HasField("shape") and min(sides, default=0) >= 0 else None

@@ -1,4 +1,4 @@
-"""Channelwise mean and covariance of a layer's features (paper, Algorithm 2).
+"""Measure channelwise mean and covariance of a layer's features (paper, Algorithm 2).
 
 Axes: B batch, C channels, d spatial positions (of all candidate layers, concatenated channel by channel).
 For every channel c,
@@ -32,14 +32,14 @@ DEAD_UNIT = 1e-2
 
 @dataclass(frozen=True)
 class ChannelMoments:
-    """Moments of X, float64."""
+    """Mean and covariance of X, float64."""
 
     count: int  # number of labelled examples
     mean: Float[Tensor, "channels positions"]
     covariance: Float[Tensor, "channels positions positions"]
 
     def std(self) -> Float[Tensor, "channels positions"]:
-        """Standard deviations, clamped by :data:`DEAD_UNIT`.
+        """Return the standard deviations, at least :data:`DEAD_UNIT` of their root mean square.
 
         Raises:
             FitError: Every unit is constant.
@@ -54,7 +54,7 @@ class ChannelMoments:
         return std.clamp_min(DEAD_UNIT * scale)
 
     def correlation(self) -> Float[Tensor, "channels positions positions"]:
-        """D⁻¹ Σ_c D⁻¹ with D = diag(std), the tensor that is decomposed; as large as the covariance."""
+        """Return D⁻¹ Σ_c D⁻¹ with D = diag(std), the tensor that is decomposed; it is as large as the covariance."""
         std = self.std()
         return (self.covariance / std[:, :, None]).div_(std[:, None, :])
 
@@ -64,9 +64,11 @@ def channel_moments(
     *,
     all_reduce: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> ChannelMoments:
-    """Mean and covariance of every channel in one pass over features of any float type.
+    """Return mean and covariance of every channel, from one pass over features of any float type.
 
-    ``all_reduce`` sums a tensor over processes.
+    Args:
+        batches: The features, batch after batch.
+        all_reduce: A function that sums a tensor over all processes.
 
     Raises:
         FitError: No features, or a value that is not finite.

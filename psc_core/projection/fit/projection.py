@@ -1,7 +1,9 @@
-"""Fit the largest projection of the candidate layer(s) that is considered, and measure every size of it.
+"""Fit the largest projection of the candidate layer(s) that is considered, and measure every smaller size of it.
 
-One pass over the training images for channel means and covariances (:mod:`.moments`), whose correlation is decomposed
-(:mod:`.tucker`), then the passes that measure every size (:mod:`.sizes`); :mod:`.ranks` chooses one.
+The input is the network, cut behind the candidate, and the images; the output is a :class:`SizedProjection` with A
+(C, c_max), B (d, d_max), and NC1 and NC4 (c_max, d_max) of every leading block.  One pass over the training images
+gives channel means and covariances (:mod:`.moments`), whose correlation is decomposed (:mod:`.tucker`); further passes
+measure every size (:mod:`.sizes`), and :mod:`.ranks` chooses one.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ MAX_COMPONENTS = 2048
 
 @dataclass(frozen=True)
 class SizedProjection:
-    """The largest projection, on the device, and what measuring its sizes found."""
+    """The largest projection, on the device, and the measurements of its sizes."""
 
     largest: Projection
     scaled_nc1: float  # of the scaled, unprojected layer
@@ -52,12 +54,12 @@ def fit_tucker(
     """Fit the largest projection and measure its sizes.
 
     Args:
-        backbone: Network cut behind the candidate layer(s).
+        backbone: The network, cut behind the candidate layer(s).
         train: Training images.
         selection: Validation images that NC4 is measured on.
-        settings: Sizes that are given, and whether z is standardised.
-        compute: The memory is for the covariance tensor, whose correlation takes as much again, and for the class
-            means of the scaled layer.
+        settings: The sizes, where they are given, and whether z is standardised.
+        compute: Device, batch size, processes, and the memory for the covariance tensor, whose correlation takes as
+            much again, and for the class means of the scaled layer.
 
     Raises:
         FitError: ``c_proj`` or ``d_proj`` is larger than the layer, or the part of it that is measured, allows.
@@ -105,7 +107,7 @@ def fit_tucker(
 
 
 def reduced_positions(channels: int, positions: int, budget_bytes: int) -> int:
-    """Number of positions d′ kept of a layer, so that its C·d′² float64 covariance fits ``budget_bytes``.
+    """Return the number of positions d′ to keep of a layer, so that its covariance, C·d′² float64, fits the budget.
 
     The sides of a square map are halved as often as needed, else the number of positions.
     """
@@ -118,7 +120,7 @@ def reduced_positions(channels: int, positions: int, budget_bytes: int) -> int:
 
 
 def largest_sizes(channels: int, d: int, c_proj: int | None, d_proj: int | None) -> tuple[int, int]:
-    """(c_max, d_max) of the largest projection that is measured: the given sizes, else those the limits above allow."""
+    """Return (c_max, d_max) of the largest projection to measure: the given sizes, else what the limits above allow."""
     c_max = min(channels, max(c_proj or 0, MAX_CHANNEL_COMPONENTS))
     d_max = min(d, max(d_proj or 0, MAX_COMPONENTS // c_max, 1))
     here, ever = (min(channels, n * (n + 1) // 2) for n in (d_max, d))  # see tucker_factors

@@ -1,4 +1,4 @@
-"""NC1 and NC4 of every (c_proj, d_proj) from one pass over the largest projection.
+"""Compute NC1 and NC4 of every (c_proj, d_proj) from one pass over the largest projection, and choose a size.
 
 With Z (B, c_max, d_max) the largest projection, a smaller one keeps its leading block, so
 
@@ -23,23 +23,23 @@ from psc_core.projection.fit.moments import DEAD_UNIT
 from psc_core.settings import FitSettings
 
 NC4_LOSS: Final = 0.01
-"""Maximum loss of NC4."""
+"""Largest loss of NC4 that a smaller size may cost."""
 
 MUCH_NC4: Final = 0.05
-"""A loss of NC4 that is no noise: several of its standard errors."""
+"""A loss of NC4 that is more than noise: several of its standard errors."""
 
 
 def nc1_prefixes(
     within: Float[Tensor, "c_max d_max"], total: Float[Tensor, "c_max d_max"]
 ) -> Float[Tensor, "c_max d_max"]:
-    """NC1 of every leading block; entry [c − 1, d − 1] is that of (c, d)."""
+    """Return NC1 of every leading block; entry [c − 1, d − 1] is that of (c, d)."""
     return within.cumsum(0).cumsum(1) / total.cumsum(0).cumsum(1).clamp_min(torch.finfo(torch.float64).tiny)
 
 
 def nearest_mean_hits(
     z: Float[Tensor, "n c_max d_max"], means: Float[Tensor, "classes c_max d_max"], labels: Int[Tensor, " n"]
 ) -> Int[Tensor, "c_max d_max"]:
-    """Count the labelled examples that each leading block classifies correctly by the nearest class mean."""
+    """Return the number of labelled examples whose nearest class mean is right, for every leading block."""
     z, means = z.double(), means.double()
     hits = torch.zeros(z.shape[1:], dtype=torch.int64, device=z.device)
     for chunk in chunk_rows(len(z), means.numel()):
@@ -50,13 +50,13 @@ def nearest_mean_hits(
 
 @dataclass(frozen=True)
 class RankChoice:
-    """The chosen projection sizes, and NC1 and NC4 of the features so projected."""
+    """The chosen sizes of a projection, and NC1 and NC4 of z with these sizes."""
 
     c_proj: int
     d_proj: int
     nc1: float
     nc4: float
-    warning: str  # what is wrong with the choice; empty when nothing is
+    warning: str  # what a user should know of the choice; empty where nothing is wrong
 
     def with_more_positions(
         self,
@@ -66,7 +66,7 @@ class RankChoice:
         *,
         epsilon: float,
     ) -> list[RankChoice]:
-        """This choice, and those with twice its spatial components, four times, … that keep NC1 > ε and its NC4.
+        """Return this choice, and those with two, four, … times its spatial components that keep NC1 > ε and its NC4.
 
         None of their components deviates by less than :data:`DEAD_UNIT` of the root mean square: the second scaling
         would raise its rounding errors.
@@ -93,7 +93,7 @@ def choose_ranks(
     reference_nc4: float,
     settings: FitSettings,
 ) -> RankChoice:
-    """Smallest c·d with NC1 > ε and NC4 ≥ ``reference_nc4`` − :data:`NC4_LOSS` (ties: the highest NC4).
+    """Choose the smallest c·d with NC1 > ε and NC4 ≥ ``reference_nc4`` − :data:`NC4_LOSS`, of equals the highest NC4.
 
     Where no size satisfies both, the one with the best NC4 among those with NC1 > ε (or among all) is taken; but where
     that gives up :data:`MUCH_NC4` of what collapsed sizes keep, the smallest that keeps it.  The warning says so.
@@ -144,7 +144,7 @@ def choose_ranks(
 
 
 def _remedy(nc1: Tensor, nc4: Tensor, reference_nc4: float, lost: float) -> str:
-    """The flags with which more of NC4 is kept than a choice does that loses ``lost``."""
+    """Return the flags that keep more of NC4 than a choice that loses ``lost`` of it."""
     size = torch.arange(1, nc1.shape[0] + 1)[:, None] * torch.arange(1, nc1.shape[1] + 1)
     enough = nc4 >= min(reference_nc4, float(nc4.max())) - NC4_LOSS
     row, column = divmod(int(torch.where(enough, size, torch.inf).argmin()), nc1.shape[1])

@@ -1,4 +1,4 @@
-"""The measurements of fitting a projection."""
+"""A fitted projection, and the measurements that chose its sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from psc_core.projection.module import Projection
 
 @dataclass(frozen=True)
 class ProjectionReport:
-    """The chosen sizes, and what they were chosen from."""
+    """The chosen sizes, and the measurements that they were chosen from."""
 
     choice: RankChoice
     scaled_nc1: float  # of the scaled, unprojected layer
@@ -27,13 +27,13 @@ class ProjectionReport:
 
     @classmethod
     def of(cls, choice: RankChoice, sized: SizedProjection, positions: Mapping[int, float]) -> ProjectionReport:
-        """Return the report of a choice among the sizes of a projection."""
+        """Return the report of a choice among the sizes of ``sized``."""
         return cls(
             choice, sized.scaled_nc1, sized.scaled_nc4, sized.nc1, sized.nc4, sized.note, tuple(positions.items())
         )
 
     def summary(self, raw_nc4: float | None) -> str:
-        """The choice beside the scaled layer and, where its NC4 is known, the raw one, for the terminal."""
+        """Return lines for the terminal: the choice, the scaled layer, and the raw one where its NC4 is known."""
         choice, raw = self.choice, "" if raw_nc4 is None else f", raw {raw_nc4:.4f}"
         lines = [
             f"projection {choice.c_proj} × {choice.d_proj}: NC1 {choice.nc1:.3f} (scaled layer "
@@ -48,7 +48,7 @@ class ProjectionReport:
 
 @dataclass(frozen=True)
 class FittedProjection:
-    """A projection, what choosing it measured, and the layers that it reads."""
+    """A projection, its report, and the layers that it reads."""
 
     projection: Projection
     report: ProjectionReport

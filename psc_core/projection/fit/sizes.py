@@ -1,9 +1,10 @@
-"""NC1 and NC4 of the scaled layer and of every projection size, in one pass over each data set.
+"""Measure NC1 and NC4 of the scaled layer and of every projection size, in one pass over each data set.
 
-Images come class by class in the first, over the training images, which accumulates the class statistics of both the
-scaled layer and its largest projection (:mod:`.ranks` for the smaller ones).  The second, over the selection split,
-counts nearest-class-mean hits.  Where the class means of the scaled layer do not fit the memory budget, both are
-repeated for ranges of its columns, over which scatter and distances add up.
+The first pass goes over the training images, class by class, and accumulates the class statistics of the scaled layer X
+(B, C · d) and of its largest projection Z (B, c_max · d_max); :mod:`.ranks` derives those of smaller ones.  The second
+pass goes over the selection split and counts the examples whose nearest class mean is right.  Where the class means of
+the scaled layer do not fit the memory budget, both passes are repeated for ranges of its columns, over which scatter
+and distances add up.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from psc_core.projection.module import Projection
 
 @dataclass(frozen=True)
 class Sizes:
-    """NC1 and NC4 of the scaled layer and of every projection size, and the statistics of the largest."""
+    """NC1 and NC4 of the scaled layer and of every projection size, and the class statistics of the largest."""
 
     scaled_nc1: float
     scaled_nc4: float
@@ -37,14 +38,14 @@ class Sizes:
 def measure_sizes(
     largest: Projection, train: ImageDataset, selection: ImageDataset, compute: Compute, step: FeatureStep
 ) -> Sizes:
-    """Run both passes, once for each range of columns of the scaled layer whose class means fit ``compute.max_memory``.
+    """Measure all sizes, by both passes for each range of columns whose class means fit ``compute.max_memory``.
 
     Args:
         largest: The largest projection, without second scaling, on the device.
         train: This process's shard of the training images.
         selection: Images that NC4 is measured on.
         compute: Device, batch size, memory and processes.
-        step: Features of a batch of images.
+        step: A function from a batch of images to the features of the candidate.
     """
     classes, device = len(train.classes), compute.device
     c_max, d_max = largest.c_proj, largest.d_proj
@@ -80,6 +81,6 @@ def measure_sizes(
 
 
 def _columns(features: list[Tensor], largest: Projection, columns: slice, *, is_first: bool) -> list[Tensor]:
-    """Return columns (batch, columns) of the scaled layer, and with the first ones the projection (batch, dim)."""
+    """Return a range of columns (B, columns) of the scaled layer, and with the first range Z (B, c_max · d_max)."""
     x = largest.scaled(features)
     return [x.flatten(1)[:, columns], *([largest.project(x).flatten(1)] if is_first else [])]

@@ -1,4 +1,4 @@
-"""Tucker factors of the correlation tensor (paper, "Processing intermediates").
+"""Decompose the correlation tensor into Tucker factors (paper, "Processing intermediates").
 
     R ≈ G ×₁ A ×₂ B ×₃ B        R (C, d, d), A (C, c_max), B (d, d_max)
 
@@ -22,13 +22,13 @@ ITERATIONS = 10
 
 
 NO_RANK = 1e-12
-"""Eigenvalues of a Gram matrix, relative to the largest, that are rounding: amplitudes of a millionth."""
+"""Eigenvalue of a Gram matrix, relative to the largest, below which it is rounding: an amplitude of a millionth."""
 
 
 def tucker_factors(
     correlation: Float[Tensor, "channels positions positions"], c_max: int, d_max: int
 ) -> tuple[Float[Tensor, "channels c_max"], Float[Tensor, "positions d_max"]]:
-    """Leading factors of the channel and the spatial mode, by tensorly's HOOI in float64.
+    """Return the leading factors A and B of the channel and the spatial mode, by tensorly's HOOI in float64.
 
     The sign of every column is fixed (largest entry positive), so that equal inputs give equal factors.
 
@@ -63,7 +63,8 @@ def tucker_factors(
 def truncated_hosvd(
     tensor: Float[Tensor, "channels positions positions"], c_max: int, d_max: int
 ) -> tuple[Tensor, list[Tensor]]:
-    """Start of the iterations: leading eigenvectors of each unfolding's Gram matrix, which is smaller than its SVD."""
+    """Return the start of the iterations: leading eigenvectors of each unfolding's Gram matrix."""
+    # A Gram matrix is smaller than the unfolding, whose SVD would give the same vectors.
     channel = tensor.flatten(1) @ tensor.flatten(1).T
     spatial = torch.zeros_like(tensor[0])
     for part in tensor:

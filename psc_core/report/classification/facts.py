@@ -1,4 +1,4 @@
-"""Facts that a person wants to know of a classifier's bundle, beyond what is said of every model."""
+"""The facts that a person wants to know about a classifier's bundle, beyond those about every model."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.classification.task import Classification
 
 LOSS: Final = 0.01
-"""Accuracy lost beside the network's own, from which on a person is warned."""
+"""The loss of accuracy, compared to the network's own, above which a warning is given."""
 
 DIGITS: Final = ".4f"
-"""Format of a metric."""
+"""The format of a metric."""
 
 RECORDED: Final[Mapping[str, str]] = {}
-"""Metrics that are shown without images, and their names in the manifest: none."""
+"""The metrics that are shown without images, with their names in the manifest: none."""
 
 
 def limits_of(policy: Policy, calibration: Calibration, metrics: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return the limits of decisions by the figure that shows them; None where nothing is beyond."""
+    """Return the limits of decisions by the figure that shows them; None if no image is beyond."""
     risk = metrics.get("risk", {"threshold": 0})
     return {"entropies": None if risk["threshold"] is None else policy.ambiguity_threshold}
 
 
 def policy_lines(task: Classification, policy: Policy, limits: Mapping[str, float | None]) -> list[str]:
-    """Return the meaning of the policy for this bundle beside the alarm, a line each."""
+    """Return the meaning of the policy besides the alarm, one line each."""
     threshold = limits["entropies"]
     return [f"ambiguous: {'none' if threshold is None else f'predictive entropy above {threshold:.4g} nats'}"]
 
 
 def warnings_of(metrics: Mapping[str, Any], head: Mapping[str, float]) -> list[str]:
-    """Return the warnings that follow from the metrics and the record of the head in the manifest."""
+    """Return the warnings that follow from the metrics and the head's record in the manifest."""
     above, error = head.get("nll_above_own", 0.0), head.get("nll_above_own_error", 0.0)
     found = []
     if above > error:
         found.append(
             "the network's own probabilities are served, divided by a temperature: the NLL of the head's is "
-            f"{above:.3f} ± {error:.3f} nats higher on validation images; --predictions psc serves those"
+            f"{above:.3f} ± {error:.3f} nats higher on validation images; --predictions psc serves the head's"
         )
     return found
 
 
 def accuracy_lost(base: Mapping[str, float], psc: Mapping[str, float]) -> str:
-    """Return by how much predictions with PSC are less accurate than the network's own, if a person should know."""
+    """Return how much less accurate predictions with PSC are than the network's own; empty if it does not matter."""
     lost = base.get("accuracy", 0) - psc.get("accuracy", 0)
     return f"{lost:.3f}" if lost > LOSS else ""

@@ -1,4 +1,4 @@
-"""The figures of a classifier's report alone; the others are :mod:`psc_core.report.figures`."""
+"""Draw the figures that only a classifier's report has; see :mod:`psc_core.report.figures` for the others."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from psc_core.report.facts import Facts
 from psc_core.report.figures import KNOWN, LIMIT, Figures, axes_of, scores
 
 MAX_CONFUSED: Final = 20
-"""Classes in the confusion matrix, those with the most errors."""
+"""Maximum number of classes in the confusion matrix, those with the most errors."""
 
 
 def draw(facts: Facts) -> Figures:
-    """Draw the figures of this task."""
     sets, limit, last = facts.content.sets, facts.limits["entropies"], facts.measured
     found: Figures = {"entropies": scores(sets, "entropy", "predictive entropy, nats", limit)}
     if isinstance(last, ImageSet):
@@ -51,7 +50,7 @@ def reliability(images: ImageSet) -> Figure | None:
 
 
 def risk_coverage(images: ImageSet) -> Figure | None:
-    """Draw the error rate of what is accepted against how much is accepted, most confident first."""
+    """Draw the error rate of the accepted images against their fraction, the most confident first."""
     if not images.confidence:
         return None
     figure, axis = axes_of(3.8, 3.4)
@@ -72,7 +71,7 @@ def risk_coverage(images: ImageSet) -> Figure | None:
 
 
 def confusion(images: ImageSet, classes: Sequence[str]) -> Figure | None:
-    """Draw true against predicted classes; of many classes, the :data:`MAX_CONFUSED` with the most errors."""
+    """Draw true against predicted classes, at most the :data:`MAX_CONFUSED` classes with the most errors."""
     if not len(images.labels):
         return None
     kept, shown = most_confused(images.labels, images.predicted, len(classes))

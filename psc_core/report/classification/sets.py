@@ -1,4 +1,4 @@
-"""The part of a set of images that a classifier's report keeps."""
+"""The data that a classifier's report keeps of a set of images."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ CLASSES: Final = 20
 """Maximum number of classes whose images are shown."""
 
 EACH: Final = 3
-"""Pictures of a class that are shown for each reason."""
+"""Number of pictures of a class for each reason."""
 
 SIDE: Final = 96
-"""Maximum height and width of a picture, pixels."""
+"""Maximum height and width of a picture, in pixels."""
 
 
 @dataclass(frozen=True)
 class ImageSet(ScoredSet):
-    """Scores of a classifier for n images."""
+    """The scores of a classifier for n images."""
 
     entropy: Float[Tensor, " n"]  # predictive entropy, nats
     predicted: Int[Tensor, " n"]  # class index
@@ -39,11 +39,11 @@ class ImageSet(ScoredSet):
 
 
 SET: Final = ImageSet
-"""The type of the sets that a report keeps."""
+"""The type of the sets in a report."""
 
 
 def scored_set(name: str, role: Role, data: ImageDataset, scored: ScoredImages) -> ImageSet:
-    """Return the part of the scores of ``data`` that reports show."""
+    """Return the data that reports keep of the scores of ``data``."""
     return ImageSet(
         name,
         role,
@@ -59,14 +59,14 @@ def scored_set(name: str, role: Role, data: ImageDataset, scored: ScoredImages) 
 
 
 def made_up_set(name: str, model: PSC, packed: Float[Tensor, "n columns"]) -> ImageSet:
-    """Return the part of the packed outputs for made-up images that reports show."""
+    """Return the data that reports keep of the packed outputs for made-up images."""
     outputs, none = model.outputs(packed), torch.empty(0, dtype=torch.int64)
     entropies, predicted = outputs["predictive_entropy"].float(), outputs.probabilities.argmax(1)
     return ImageSet(name, Role.MADE_UP, outputs["ood_score"].float(), entropies, predicted, none)
 
 
 def pictures_of(data: ImageDataset, scored: ScoredImages) -> tuple[Picture, ...]:
-    """Return the most unusual, the most ambiguous and the most typical images of the first :data:`CLASSES` classes."""
+    """Return the most unusual, most ambiguous and most typical images of the first :data:`CLASSES` classes."""
     labels, score, entropy = data.first_labels(), scored.ood[PRIMARY], scored.entropy[PRIMARY]
     ranked: Mapping[str, Tensor] = {"most unusual": -score, "most ambiguous": -entropy, "most typical": score}
     return tuple(
@@ -80,7 +80,7 @@ def pictures_of(data: ImageDataset, scored: ScoredImages) -> tuple[Picture, ...]
 
 
 def thumbnail(data: ImageDataset, index: int) -> UInt8[Tensor, "channels height width"]:
-    """Return an image as the network sees it, at most :data:`SIDE` high and wide."""
+    """Shrink an image, as the network sees it, to at most :data:`SIDE` pixels in each direction."""
     image = torch.from_numpy(data.image(index))
     longest = max(image.shape[1:])
     if longest <= SIDE:

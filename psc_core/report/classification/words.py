@@ -30,13 +30,13 @@ TEXTS: Final[words.Texts] = {
     ),
     "confusion": ("What is taken for what", "A row is a class, a column what was predicted for it."),
 }
-"""Titles and explanations of all figures, in the order of the page."""
+"""The title and explanation of each figure, in the order of the page."""
 
 NO_LIMIT: Final = {"entropies": "No threshold keeps the error rate, so no image is ambiguous."}
-"""Explanations of figures whose limit does not exist."""
+"""The explanations of figures whose limit does not exist."""
 
 COLUMNS: Final = {"accuracy": "accuracy", "nll": "NLL, nats", "ece": "ECE"}
-"""Metrics that are shown and their titles."""
+"""The metrics that are shown, with their titles."""
 
 GLOSSARY: Final[Mapping[str, str]] = {
     "NC1": words.GLOSSARY["NC1"],
@@ -53,4 +53,4 @@ GLOSSARY: Final[Mapping[str, str]] = {
 }
 
 TEST_IMAGES: Final = "images/test"
-"""The test images that a command names as an example."""
+"""The test images in example commands."""

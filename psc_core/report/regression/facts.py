@@ -1,4 +1,4 @@
-"""Facts that a person wants to know of a regression's bundle, beyond what is said of every model."""
+"""The facts that a person wants to know about a regression's bundle, beyond those about every model."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from psc_core.tasks.regression.policy import ValuePolicy
 from psc_core.tasks.regression.task import Regression
 
 LOSS: Final = 0.05
-"""Rise of the RMSE over the network's own, relative to it, from which on a person is warned."""
+"""The relative rise of the RMSE, compared to the network's own, above which a warning is given."""
 
 DIGITS: Final = ".4g"
-"""Format of a metric."""
+"""The format of a metric."""
 
 RECORDED: Final[Mapping[str, str]] = {"rmse": "rmse", "r2": "r2", "nll": "nll_nats", "crps": "crps"}
-"""Metrics that are shown without images, and their names in the manifest."""
+"""The metrics that are shown without images, with their names in the manifest."""
 
 
 def limits_of(policy: ValuePolicy, calibration: Calibration, metrics: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return the limits of decisions by the figure that shows them; None where nothing is beyond."""
+    """Return the limits of decisions by the figure that shows them; None if no image is beyond."""
     width = policy.max_width
-    return {"deviations": None if width is None else width / 2 / calibration.deviations(policy.coverage)}
+    return {"deviations": None if width is None else width / 2 / calibration.quantile(policy.coverage)}
 
 
 def policy_lines(task: Regression, policy: ValuePolicy, limits: Mapping[str, float | None]) -> list[str]:
-    """Return the meaning of the policy for this bundle beside the alarm, a line each."""
+    """Return the meaning of the policy besides the alarm, one line each."""
     widest = "" if policy.max_width is None else f"{policy.max_width:g} {task.target.unit}".rstrip()
     return [
         f"intervals hold the true number of at least {policy.coverage:.1%} of images like the calibration images",
@@ -35,11 +35,11 @@ def policy_lines(task: Regression, policy: ValuePolicy, limits: Mapping[str, flo
 
 
 def warnings_of(metrics: Mapping[str, Any], head: Mapping[str, float]) -> list[str]:
-    """Return the warnings that follow from the metrics in the manifest."""
+    """Return the warnings that follow from the metrics in the manifest: none."""
     return []
 
 
 def accuracy_lost(base: Mapping[str, float], psc: Mapping[str, float]) -> str:
-    """Return by how much predictions with PSC are less accurate than the network's own, if a person should know."""
+    """Return how much less accurate predictions with PSC are than the network's own; empty if it does not matter."""
     grown = psc["rmse"] / base["rmse"] - 1 if base.get("rmse") else 0
     return f"{grown:.0%} of its RMSE" if grown > LOSS else ""

@@ -1,6 +1,6 @@
-"""The figures of a regression's report alone; the others are :mod:`psc_core.report.figures`.
+"""Draw the figures that only a regression's report has; see :mod:`psc_core.report.figures` for the others.
 
-y is the true number of an image, μ and σ the predicted number and its deviation, all in the target's unit.
+y is the true number of an image; μ and σ are the predicted number and its deviation, all in the target's unit.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from psc_core.tasks.regression.calibration import Calibration
 from psc_core.tasks.regression.task import Regression
 
 COVERAGES: Final = 19
-"""Number of nominal coverages, equally far apart between 0 and 1, at which intervals are looked at."""
+"""The number of nominal coverages, evenly spaced between 0 and 1, at which intervals are checked."""
 
 
 def draw(facts: Facts) -> Figures:
-    """Draw the figures of this task."""
     sets, target = facts.content.sets, cast(Regression, facts.manifest.task).target
     last, unit = facts.measured, f", {target.unit}" if target.unit else ""
     found: Figures = {"deviations": scores(sets, "deviation", f"predicted deviation{unit}", facts.limits["deviations"])}
@@ -47,14 +46,14 @@ def predictions(images: ValueSet, target: Target) -> Figure:
 
 
 def coverage(images: ValueSet, calibration: Calibration) -> Figure:
-    """Draw the fraction of true numbers in intervals of each coverage: the stated ones, and those of N(μ, σ²)."""
+    """Draw the fraction of true numbers inside the stated intervals, and those of N(μ, σ²), for each coverage."""
     figure, axis = axes_of(3.8, 3.4)
     axis.plot([0, 1], [0, 1], "--", lw=0.8, color=LIMIT)
     residuals = (images.values - images.mean.double()).abs() / images.deviation.double()
     nominal = torch.arange(1, COVERAGES + 1, dtype=torch.float64) / (COVERAGES + 1)
-    stated = nominal[nominal <= len(calibration) / (len(calibration) + 1)]  # More cannot be stated.
+    stated = nominal[nominal <= len(calibration) / (len(calibration) + 1)]  # no higher coverage can be stated
     for name, at, half_widths, colour in (
-        ("stated intervals", stated, torch.tensor([calibration.deviations(c) for c in stated.tolist()]), KNOWN),
+        ("stated intervals", stated, torch.tensor([calibration.quantile(c) for c in stated.tolist()]), KNOWN),
         ("normal distribution", nominal, math.sqrt(2) * torch.erfinv(nominal), LIMIT),
     ):
         held = (residuals[:, None] <= half_widths).double().mean(0)
@@ -65,7 +64,7 @@ def coverage(images: ValueSet, calibration: Calibration) -> Figure:
 
 
 def error_coverage(images: ValueSet, target: Target) -> Figure:
-    """Draw the RMSE of what is accepted against how much is accepted: smallest σ first, and smallest error first."""
+    """Draw the RMSE of the accepted images against their fraction, by smallest σ first and by smallest error first."""
     figure, axis = axes_of(3.8, 3.4)
     squares = (images.values - images.mean.double()).square()
     accepted = torch.arange(1, len(squares) + 1)

@@ -1,4 +1,4 @@
-"""The part of a set of images that a regression's report keeps; it shows none of the images."""
+"""The data that a regression's report keeps of a set of images; it shows none of the images."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from psc_core.report.content import Picture, Role, ScoredSet, parts_of
 
 @dataclass(frozen=True)
 class ValueSet(ScoredSet):
-    """Numbers that a regression predicts for n images, in the target's unit."""
+    """The numbers that a regression predicts for n images, in the target's unit."""
 
     mean: Float[Tensor, " n"]
     deviation: Float[Tensor, " n"]  # predicted standard deviation
-    values: Float[Tensor, " m"]  # the true numbers; empty for images without
+    values: Float[Tensor, " m"]  # the true numbers; empty for images without them
 
 
 SET: Final = ValueSet
-"""The type of the sets that a report keeps."""
+"""The type of the sets in a report."""
 
 
 def scored_set(name: str, role: Role, data: ImageDataset, scored: ScoredNumbers) -> ValueSet:
-    """Return the part of the scores of ``data`` that reports show; numbers of images of another kind are no truth."""
+    """Return the data that reports keep of the scores of ``data``; true numbers of OOD images are dropped."""
     values = data.values if role.is_known else None
     return ValueSet(
         name,
@@ -44,11 +44,11 @@ def scored_set(name: str, role: Role, data: ImageDataset, scored: ScoredNumbers)
 
 
 def made_up_set(name: str, model: PSCRegressor, packed: Float[Tensor, "n columns"]) -> ValueSet:
-    """Return the part of the packed outputs for made-up images that reports show."""
+    """Return the data that reports keep of the packed outputs for made-up images."""
     scored, none = numbers_of(model, packed), torch.empty(0, dtype=torch.float64)
     return ValueSet(name, Role.MADE_UP, scored.ood_score, scored.mean, scored.deviation, none)
 
 
 def pictures_of(data: ImageDataset, scored: ScoredNumbers) -> tuple[Picture, ...]:
-    """Return no pictures."""
+    """Return no pictures, because a regression's report shows none."""
     return ()

@@ -31,13 +31,13 @@ TEXTS: Final[words.Texts] = {
         "RMSE when the numbers with the largest predicted deviation are left to a person; it should rise to the right.",
     ),
 }
-"""Titles and explanations of all figures, in the order of the page."""
+"""The title and explanation of each figure, in the order of the page."""
 
 NO_LIMIT: Final = {"deviations": "No width is too wide for an interval, so no number is uncertain."}
-"""Explanations of figures whose limit does not exist."""
+"""The explanations of figures whose limit does not exist."""
 
 COLUMNS: Final = {"rmse": "RMSE", "r2": "R²", "nll": "NLL, nats", "crps": "CRPS"}
-"""Metrics that are shown and their titles; RMSE and CRPS are in the target's unit."""
+"""The metrics that are shown, with their titles; RMSE and CRPS are in the target's unit."""
 
 GLOSSARY: Final[Mapping[str, str]] = {
     "bin": "Numbers between two quantiles of the training images; bins take the place of classes.",
@@ -53,4 +53,4 @@ GLOSSARY: Final[Mapping[str, str]] = {
 }
 
 TEST_IMAGES: Final = "images/test.csv"
-"""The test images that a command names as an example."""
+"""The test images in example commands."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from jaxtyping import Float, Int
@@ -23,29 +22,19 @@ from psc_core.calibration.conformal import (
     check_names,
     check_range,
     check_rates,
-    decision_p_value,
 )
 from psc_core.errors import BundleError
 from psc_core.rates import tolerant_ceil
 from psc_core.tasks.calibration import BaseCalibration
-from psc_core.tasks.classification.policy import Policy
-
-ROUNDING: Final = 1e-4
-"""Tolerance for the rounding of float32, by which entropies and probabilities may leave their range."""
-
-
-@dataclass(frozen=True)
-class Thresholds:
-    """A policy in terms of the outputs, for one set of calibration images."""
-
-    policy: Policy
-    ood_p_value: float  # an image is out of distribution when its p-value is at most this
-    label_probability: float  # the smallest with which a class is in a prediction set
+from psc_core.tasks.classification.decide import Thresholds
+from psc_core.tasks.classification.policy import ROUNDING
 
 
 @dataclass(frozen=True)
 class Calibration(BaseCalibration):
     """Scores of n calibration images, float32, each sorted for itself."""
+
+    thresholds_type = Thresholds
 
     entropies: Float[Tensor, " n"]  # predictive entropies, ascending, nats
     label_probabilities: Float[Tensor, " n"]  # of the true label, ascending
@@ -61,16 +50,8 @@ class Calibration(BaseCalibration):
     def entropy_quantiles(self) -> list[float]:
         return [float(value) for value in torch.quantile(self.entropies.cpu(), torch.linspace(0.0, 1.0, 101))]
 
-    def thresholds(self, policy: Policy) -> Thresholds:
-        """Translate a policy into thresholds.
-
-        Raises:
-            UsageError: n is too small for its alpha or its coverage.
-        """
-        return Thresholds(policy, decision_p_value(policy.alpha, len(self)), self.set_threshold(policy.coverage))
-
-    def set_threshold(self, coverage: float) -> float:
-        """The smallest probability with which a class is in a prediction set (:mod:`.decide`).
+    def quantile(self, coverage: float) -> float:
+        """Return the smallest probability with which a class is in a prediction set (:mod:`.decide`).
 
         Raises:
             UsageError: ``coverage`` is not in (0, 1), or n is too small for it.
@@ -80,7 +61,7 @@ class Calibration(BaseCalibration):
         return self.label_probabilities[len(self) - rank].item()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The scores by name, for a safetensors file; OOD scores negated: of a density, log densities."""
+        """Return the scores by name, for a safetensors file; OOD scores are negated: of a density, log densities."""
         return {
             "scores": -self.ood_scores.flip(0),
             "entropies": self.entropies,
@@ -91,7 +72,7 @@ class Calibration(BaseCalibration):
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Calibration:
-        """Inverse of :meth:`tensors`.
+        """Return the calibration whose :meth:`tensors` these are.
 
         Raises:
             BundleError: A tensor is missing, has another type or length, or its scores do not ascend or are not finite.

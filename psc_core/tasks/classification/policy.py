@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final
 
 from pydantic import Field
 
 from psc_core.tasks.policy import Alpha, BasePolicy, Coverage
+
+ROUNDING: Final = 1e-4
+"""Tolerance for the rounding of float32, by which entropies and probabilities may leave their range."""
 
 AmbiguityThreshold = Annotated[float, Field(ge=0, description="Ambiguous above this predictive entropy, nats.")]
 
@@ -17,3 +22,17 @@ class Policy(BasePolicy):
     alpha: Alpha
     ambiguity_threshold: AmbiguityThreshold
     coverage: Coverage
+
+    def notes(self, classes: Sequence[str], metrics: Mapping[str, Any]) -> list[str]:
+        """Return why no image is called ambiguous, where none can be."""
+        if self.ambiguity_threshold <= math.log(len(classes)) + ROUNDING:
+            return []
+        risk = metrics.get("risk", {"threshold": self.ambiguity_threshold})
+        if risk["threshold"] is not None:
+            return [f"no image is called ambiguous: no entropy is above {self.ambiguity_threshold:.4g} nats"]
+        nearest = risk.get("nearest")
+        way_out = f"{nearest:g} is the nearest that one keeps: --risk {nearest:g}" if nearest else "raise --risk"
+        return [
+            f"no image is called ambiguous: no entropy threshold keeps the error rate at {risk['promised']:g} with "
+            f"{risk['confidence']:.0%} confidence; {way_out}, or validate on more images"
+        ]

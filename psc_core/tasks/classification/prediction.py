@@ -36,26 +36,25 @@ class Prediction(BasePrediction):
     decision_names = DECISIONS
 
     decisions: Decisions
-    classes: tuple[str, ...]
 
     @property
     def class_index(self) -> Tensor:
-        """``int64 (n,)`` most probable class."""
+        """``int64 (n,)`` the most probable class."""
         return torch.from_numpy(self.decisions.class_index)
 
     @property
     def labels(self) -> tuple[str, ...]:
         """The name of the most probable class, for each image."""
-        return tuple(self.classes[k] for k in self.decisions.class_index.tolist())
+        return tuple(self.decisions.labels(self.classes))
 
     @property
     def confidence(self) -> Tensor:
-        """``float32 (n,)`` its probability."""
+        """``float32 (n,)`` probability of the most probable class."""
         return torch.from_numpy(self.decisions.confidence)
 
     @property
     def probabilities(self) -> Tensor:
-        """``float32 (n, K)``."""
+        """``float32 (n, K)`` probabilities of all classes."""
         return self.outputs.probabilities
 
     @property

@@ -7,6 +7,7 @@ signal; it is divided by the largest deviation of any column, so that a later ch
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ class Standardisation(NamedTuple):
     inverse_scale: Float[Tensor, " dim"]
 
     def __call__(self, z: Float[Tensor, "n dim"] | FeatureMatrix) -> FeatureMatrix:
-        """φ as float64, computed when it is read: memory does not grow with the images."""
+        """Return φ as float64, computed when it is read: memory does not grow with the images."""
         return as_matrix(z).map(
             lambda part: part.to(torch.float64, copy=True).sub_(self.center).mul_(self.inverse_scale),
             z.shape[1],
@@ -36,8 +37,18 @@ class Standardisation(NamedTuple):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadData:
+    """Base of the data that a head is fitted to: standardised features of the training and the selection split."""
+
+    train: FeatureMatrix  # float64, to fit to
+    val: Float[Tensor, "m dim"]  # to choose hyperparameters by
+    seed: int
+    standardisation: Standardisation
+
+
 def in_memory(features: FeatureMatrix) -> Float[Tensor, "n dim"]:
-    """The whole matrix as one float32 tensor."""
+    """Return the whole matrix as one float32 tensor."""
     whole = torch.empty(features.shape, device=features.device)
     for chunk, block in blocks(features):
         whole[chunk] = block
@@ -45,7 +56,7 @@ def in_memory(features: FeatureMatrix) -> Float[Tensor, "n dim"]:
 
 
 def fit_standardisation(z: Float[Tensor, "n dim"] | FeatureMatrix) -> Standardisation:
-    """Column means and standard deviations.
+    """Return the means and reciprocal standard deviations of the columns.
 
     Raises:
         FitError: No column varies.

@@ -36,16 +36,16 @@ class Features(NamedTuple):
     images: Int[Tensor, " n"]  # which image of the data set each one shows
     widths: tuple[int, ...]  # columns of z, and of each other layer in head_input
     values: Float[Tensor, " n"] | None = None  # number of each, of a regression, target's unit
+    own: FeatureMatrix | None = None  # the network's own outputs, if these may be served
 
 
 class HeadJob(NamedTuple):
-    """The features that a head is fitted to, and the settings of that."""
+    """The features that a head is fitted to, and the settings of that fit."""
 
     kind: str
     train: Features
     selection: Features  # which free numbers are chosen on
     classes: tuple[str, ...]  # names
-    own: Float[Tensor, "images outputs"] | None = None  # the network's, of the selection split, if they may be served
     predictions: str = "psc"  # one of :data:`psc_core.settings.PREDICTIONS`
     seed: int = 0  # of random features, and of what draws and orders training images
     device: torch.device = torch.device("cpu")  # where to fit, and where the head is returned
@@ -65,7 +65,7 @@ class TaskFit:
     task_type: ClassVar[type[Task]]
 
     layer_quality: ClassVar[type[LayerQuality]] = NearestMean
-    """What is measured after every layer beside NC1."""
+    """The quality that is measured after every layer beside NC1."""
 
     averages_candidate: ClassVar[bool] = False
     """Whether a head reads the candidate's features averaged over positions beside z, where settings do not forbid."""
@@ -157,9 +157,9 @@ class TaskFit:
         """Return the head with its temperature chosen again, or the head itself.
 
         Args:
-            head: Of a fitted model.
-            scored: What it gives for the images, on the CPU.
-            images: None of those that calibrate.
+            head: Head of a fitted model.
+            scored: Its scores of the images, on the CPU.
+            images: Images that do not calibrate.
         """
         return head
 
@@ -174,9 +174,9 @@ class TaskFit:
         """Return the calibration by n images of the calibration split, as the served pipeline scored them.
 
         Args:
-            scored: Of the images.
-            ood_score: Of the images, nats.
-            images: Labelled.
+            scored: Scores of the images.
+            ood_score: OOD scores of the images, nats.
+            images: Labelled images.
             settings: The rates.
             weights: Images that each one stands for; None where all are equal.
 

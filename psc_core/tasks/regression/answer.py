@@ -31,7 +31,7 @@ DECISIONS: Final[tuple[str, ...]] = get_args(ValueDecision)
 
 
 class NearExample(Document):
-    """A training image that the head went by."""
+    """A training image that the prediction rests on."""
 
     image: int = Field(ge=0, description="Its position in the training data, from 0.")
     value: float = Field(description="Its number.")

@@ -23,38 +23,22 @@ from psc_core.calibration.conformal import (
     check_names,
     check_range,
     check_rates,
-    decision_p_value,
 )
 from psc_core.rates import tolerant_ceil
 from psc_core.tasks.calibration import BaseCalibration
-from psc_core.tasks.regression.policy import ValuePolicy
-
-
-@dataclass(frozen=True)
-class Thresholds:
-    """A policy in terms of the outputs, for one set of calibration images."""
-
-    policy: ValuePolicy
-    ood_p_value: float  # an image is out of distribution when its p-value is at most this
-    deviations: float  # q, half the width of an interval in standard deviations
+from psc_core.tasks.regression.decide import Thresholds
 
 
 @dataclass(frozen=True)
 class Calibration(BaseCalibration):
     """Scores of n calibration images, float32, each sorted for itself."""
 
+    thresholds_type = Thresholds
+
     residuals: Float[Tensor, " n"]  # |y − μ| / σ, ascending
 
-    def thresholds(self, policy: ValuePolicy) -> Thresholds:
-        """Translate a policy into thresholds.
-
-        Raises:
-            UsageError: n is too small for its alpha or its coverage.
-        """
-        return Thresholds(policy, decision_p_value(policy.alpha, len(self)), self.deviations(policy.coverage))
-
-    def deviations(self, coverage: float) -> float:
-        """q of the module's text.
+    def quantile(self, coverage: float) -> float:
+        """Return q, half the width of an interval in standard deviations.
 
         Raises:
             UsageError: ``coverage`` is not in (0, 1), or n is too small for it.
@@ -63,12 +47,12 @@ class Calibration(BaseCalibration):
         return float(self.residuals[tolerant_ceil((len(self) + 1) * coverage) - 1])
 
     def tensors(self) -> dict[str, Tensor]:
-        """The scores by name, for a safetensors file."""
+        """Return the scores by name, for a safetensors file."""
         return {"ood_scores": self.ood_scores, "residuals": self.residuals}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Calibration:
-        """Inverse of :meth:`tensors`.
+        """Return the calibration whose :meth:`tensors` these are.
 
         Raises:
             BundleError: A tensor is missing, has another type or length, or is not ascending, finite and in range.

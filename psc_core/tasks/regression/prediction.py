@@ -30,17 +30,17 @@ class Prediction(BasePrediction):
 
     @property
     def lower(self) -> Tensor:
-        """``float32 (n,)`` lower end of what holds the true number with the bundle's coverage."""
+        """``float32 (n,)`` lower end of the interval that holds the true number with the bundle's coverage."""
         return torch.from_numpy(self.decisions.lower)
 
     @property
     def upper(self) -> Tensor:
-        """``float32 (n,)`` upper end."""
+        """``float32 (n,)`` upper end of the interval."""
         return torch.from_numpy(self.decisions.upper)
 
     @property
     def interval(self) -> Tensor:
-        """``float32 (n, 2)``, both ends."""
+        """``float32 (n, 2)`` both ends of the interval."""
         return torch.stack([self.lower, self.upper], dim=1)
 
     def column(self, field: str) -> Sequence[Any] | Tensor:

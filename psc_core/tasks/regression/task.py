@@ -6,40 +6,34 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from psc_core.errors import DataError
 from psc_core.target import Target
 from psc_core.tasks.head import Head
-from psc_core.tasks.outputs import FloatArray, Outputs
-from psc_core.tasks.regression import heads
-from psc_core.tasks.regression.answer import DECISIONS, RESPONSE, SCORES, ValuePrediction
-from psc_core.tasks.regression.calibration import Calibration, Thresholds
-from psc_core.tasks.regression.decide import ABSTAIN_OOD, ABSTAIN_UNCERTAIN, Decisions, decide
+from psc_core.tasks.outputs import Outputs
+from psc_core.tasks.regression import NOUN, heads
+from psc_core.tasks.regression.answer import RESPONSE, ValuePrediction
+from psc_core.tasks.regression.calibration import Calibration
+from psc_core.tasks.regression.decide import ABSTAIN_OOD, ABSTAIN_UNCERTAIN
 from psc_core.tasks.regression.policy import ValuePolicy
 from psc_core.tasks.regression.prediction import Prediction
-from psc_core.tasks.task import GATES_OUTPUT, Datatype, Task, gate_members, score_members, unusual_components
+from psc_core.tasks.task import Task
 
 
 class Regression(Task):
     """The task of a network that predicts a number."""
 
     name = "regression"
-    noun = "regression"
+    noun = NOUN
     response = RESPONSE
     answer = ValuePrediction
     policy = ValuePolicy
     calibration = Calibration
+    predictions = Prediction
     heads = heads.HEADS
     abstentions: ClassVar = {"ood": ABSTAIN_OOD, "uncertain": ABSTAIN_UNCERTAIN}
-    tensors: ClassVar[Mapping[str, Datatype]] = {
-        **dict.fromkeys((*SCORES, "lower", "upper", GATES_OUTPUT), "FP32"),
-        "is_ood": "BOOL",
-    }
-
     has_numbers = True
 
     target: Target
@@ -73,46 +67,6 @@ class Regression(Task):
             raise DataError(f"expected a number for {self.target}, got {text!r}; correct the label")
         return repr(value)
 
-    def decide(self, outputs: Outputs[FloatArray], thresholds: Thresholds) -> Decisions:
-        return decide(outputs, thresholds)
-
-    def prediction(self, outputs: Outputs[Tensor], decisions: Decisions, classes: tuple[str, ...]) -> Prediction:
-        return Prediction(outputs, decisions, self.target)
-
-    def documents(
-        self, outputs: Outputs[FloatArray], decisions: Decisions, classes: Sequence[str], **options: Any
-    ) -> list[dict[str, Any]]:
-        """Return one :class:`.answer.ValuePrediction` for each image."""
-        return [
-            {
-                **scores,
-                "lower": decisions.lower[image],
-                "upper": decisions.upper[image],
-                **gates,
-                "is_ood": bool(decisions.is_ood[image]),
-                "decision": DECISIONS[decisions.decision[image]],
-            }
-            for image, (scores, gates) in enumerate(zip(score_members(outputs), gate_members(outputs), strict=True))
-        ]
-
-    def explanations(
-        self, explanation: Mapping[str, npt.NDArray[Any]], classes: Sequence[str], layers: Sequence[str]
-    ) -> list[dict[str, Any]]:
-        """Return one :class:`.answer.ValueExplanation` for each image."""
-        return [
-            {
-                "nearest_bin": classes[nearest],
-                "bin_distances": np.ascontiguousarray(explanation["class_distances"][image]),
-                "unusual_components": unusual_components(explanation["component_deviation"][image]),
-                **(
-                    {"nearest_examples": _nearest_examples(explanation, image, layers)}
-                    if "neighbour_image" in explanation
-                    else {}
-                ),
-            }
-            for image, nearest in enumerate(explanation["nearest_class"].tolist())
-        ]
-
     def difference(self, outputs: Outputs[Tensor], other: Outputs[Tensor]) -> tuple[str, Tensor]:
         deviation = torch.hypot(outputs["aleatoric"], outputs["epistemic"])
         return "means", (outputs["mean"] - other["mean"]) / deviation
@@ -120,30 +74,5 @@ class Regression(Task):
     def columns(self) -> dict[str, Any]:
         return {"target": Target, **super().columns()}
 
-    def metric_labels(self, classes: tuple[str, ...]) -> tuple[str, ...]:
-        return (self.target.name,)
-
-    def label_index(self, decisions: Decisions) -> npt.NDArray[np.int64]:
-        return np.zeros(len(decisions.decision), np.int64)
-
 
 TASK: Final = Regression
-
-
-def _nearest_examples(
-    explanation: Mapping[str, npt.NDArray[Any]], image: int, layers: Sequence[str]
-) -> list[dict[str, Any]]:
-    """Return one :class:`.answer.LayerNeighbours` for each layer that the head reads."""
-    names = ("neighbour_image", "neighbour_value", "neighbour_distance")
-    found = zip(layers, explanation["layer_weight"][image], *(explanation[name][image] for name in names), strict=True)
-    return [
-        {
-            "layer": layer,
-            "weight": float(weight),
-            "examples": [
-                {"image": int(position), "value": float(value), "distance": float(distance)}
-                for position, value, distance in zip(positions, values, distances, strict=True)
-            ],
-        }
-        for layer, weight, positions, values, distances in found
-    ]

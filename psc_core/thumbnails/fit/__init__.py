@@ -1,1 +1,1 @@
-"""Choose the training images that a model keeps thumbnails of."""
+"""Choose the training images of which a model keeps thumbnails."""

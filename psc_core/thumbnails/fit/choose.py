@@ -1,8 +1,8 @@
-"""Choose the training images that a model keeps, and make thumbnails of them.
+"""Choose the training images that a model keeps, and make their thumbnails.
 
-As many of each class as there are, at random and the same for one seed: what is kept has to be like what was learnt.
-The images farthest from each other (a k-centre) would be the odd ones, mislabelled ones among them, and those nearest
-to a class mean (herding) all the same one.
+The images are drawn at random with a fixed seed, equally many of each class, because they have to be typical of the
+training data.  The images farthest from each other (a k-centre) would be outliers, mislabelled ones among them, and the
+images nearest to a class mean (herding) would all look alike.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from psc_core.thumbnails.thumbnails import MAX_COUNT, SIDE
 
 
 def check_count(count: int, classes: int) -> None:
-    """Reject a number of kept images that does not cover the classes.
+    """Check that the number of kept images covers the classes.
 
     Raises:
-        UsageError: It is smaller than their number, or larger than :data:`.thumbnails.MAX_COUNT`.
+        UsageError: If it is smaller than their number, or larger than :data:`.thumbnails.MAX_COUNT`.
     """
     if not classes <= count <= MAX_COUNT:
         raise UsageError(
@@ -31,7 +31,7 @@ def check_count(count: int, classes: int) -> None:
 
 
 def kept_images(train: ImageDataset, count: int, seed: int) -> Int[Tensor, " kept"]:
-    """Return positions of at most ``count`` images, balanced over classes; of several labels only where need be."""
+    """Draw at most ``count`` images, balanced over classes, and return their positions; avoid ambiguous images."""
     firsts = train.first_labels()
     others = train.labels != firsts.repeat_interleave(train.offsets.diff())
     ambiguous = torch.zeros(len(train), dtype=torch.bool)
@@ -43,7 +43,7 @@ def kept_images(train: ImageDataset, count: int, seed: int) -> Int[Tensor, " kep
 
 
 def thumbnails_of(images: Pixels) -> UInt8[Tensor, "batch channels rows columns"]:
-    """Return images of at most :data:`.thumbnails.SIDE` pixels in each direction, their sides in proportion."""
+    """Shrink images to at most :data:`.thumbnails.SIDE` pixels in each direction, keeping their proportions."""
     height, width = images.shape[2:]
     scale = SIDE / max(height, width)
     if scale >= 1:

@@ -160,7 +160,7 @@ async def test_who_only_waits_is_told_so(monkeypatch: pytest.MonkeyPatch) -> Non
         held.places._grace = 3600.0
         (first,) = held.start("a")
         (late,) = held.start("b")
-        with pytest.raises(TooManyRequests, match="no place for the message became free"):
+        with pytest.raises(TooManyRequests, match="too many other messages were arriving"):
             await late
         assert not first.done()
 

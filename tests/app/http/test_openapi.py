@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,14 @@ async def test_openapi_declares_the_three_bodies_and_every_problem() -> None:
         _check_references(document, document)
         assert "HTTPValidationError" not in json.dumps(document["paths"])
         assert (await app.client.get("/docs")).status_code == 200
+
+
+async def test_routes_with_a_body_may_answer_that_there_are_too_many_requests(tmp_path: Path) -> None:
+    async with running(log=str(tmp_path)) as app:
+        document = (await app.client.get("/openapi.json")).json()
+    with_body = [path["post"] for path in document["paths"].values() if "requestBody" in path.get("post", {})]
+    assert len(with_body) >= 5
+    assert all("429" in operation["responses"] for operation in with_body)
 
 
 def _check_references(node: Any, document: dict[str, Any]) -> None:

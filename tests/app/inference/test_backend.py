@@ -156,7 +156,7 @@ def test_a_graph_runs_in_onnx_runtime_whatever_is_asked_for(
     assert choose_backend(graph, wanted, max_batch=4, threads=1) == ("onnx", graph.pipeline)
     reasons = [record.reason for record in caplog.records if record.message == "backend not used"]  # type: ignore[attr-defined]
     assert len(reasons) == (wanted in ("folded", "plain"))
-    assert all("runs in ONNX Runtime alone" in reason for reason in reasons)
+    assert all("runs only in ONNX Runtime" in reason for reason in reasons)
 
 
 def test_onnx_runtime_gives_the_outputs_of_the_shipped_bundle(psc: PSC) -> None:

@@ -80,4 +80,4 @@ async def test_error_is_told_and_ends_nothing(
     await until(lambda: times > 1)
     pruner.end()
     await until(lambda: not pruner.is_alive())
-    assert "cannot remove what is too old: gone" in caplog.text
+    assert "cannot be removed: gone" in caplog.text

@@ -31,7 +31,7 @@ def request(sampling: Sampling, model: FakeModel | None = None, *, is_monitored:
     model = model or FakeModel()
     images = torch.stack([torch.from_numpy(pixels(value))[None] for value in VALUES])
     outputs = model.outputs(model.pipeline(images).numpy())
-    decisions = model.task.decide(outputs, model.calibration.thresholds(model.policy))
+    decisions = model.calibration.thresholds(model.policy).decide(outputs)
     source = Source("m", LoggedModel(model.version, model.task, model.classes), sampling)
     files = [EncodedImage(png(value)) for value in VALUES]
     return Waiting(source, NOON, "r", files, outputs, decisions, model.policy, is_monitored, 100)

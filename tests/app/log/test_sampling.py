@@ -36,5 +36,5 @@ def test_numbers_are_fixed_and_uniform() -> None:
 
 @pytest.mark.parametrize("text", ["reject", "accept:2", "accept:x", "accept:-1", "accept:nan", "accept:"])
 def test_what_is_no_decision_or_fraction_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match=r"expected log_images of abstained, accept, .* got"):
+    with pytest.raises(UsageError, match=r"expected log_images to name some of abstained, accept, .* got"):
         load_settings({"log_images": text})

@@ -23,6 +23,10 @@ ROWS = 'psc_log_rows_total{model="m",result="%s"}'
 IMAGES = 'psc_log_images_total{model="m",result="%s"}'
 
 
+def log_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "psc-log"}
+
+
 async def counts(app: Running) -> tuple[float, ...]:
     """Rows written and dropped, images written and dropped."""
     return tuple([await app.metric(name % result) for name in (ROWS, IMAGES) for result in ("written", "dropped")])
@@ -99,10 +103,7 @@ async def test_full_disk_drops_and_counts(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 async def test_bucket_that_hangs_delays_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ours() -> set[threading.Thread]:
-        return {thread for thread in threading.enumerate() if thread.name == "psc-log"}
-
-    gate, hangs, before = threading.Event(), threading.Event(), ours()
+    gate, hangs, before = threading.Event(), threading.Event(), log_threads()
 
     def hang(*_: Any, **__: Any) -> None:
         hangs.set()
@@ -121,7 +122,28 @@ async def test_bucket_that_hangs_delays_no_answer(tmp_path: Path, monkeypatch: p
     # At the end the rest is lost, within drain_seconds.
     assert f"{ROWS % 'dropped'} 201.0" in app.service.metrics.exposition()[0].decode()
     gate.set()
-    await until(lambda: not ours() - before)
+    await until(lambda: not log_threads() - before)
+
+
+async def test_rows_that_were_given_up_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, hangs, before = threading.Event(), threading.Event(), log_threads()
+
+    def hang(*_: Any, **__: Any) -> None:
+        hangs.set()
+        gate.wait(60)
+
+    async with running(log=str(tmp_path), log_flush_seconds=3600, log_audit=0, drain_seconds=0.2) as app:
+        await send(app, 0, 255)
+        log = app.service.log
+        assert log is not None
+        monkeypatch.setattr(Log, "put", hang)
+        assert not log.flush(0)
+        await until(hangs.is_set)  # Both rows are open, and are being written.
+    dropped = f"{ROWS % 'dropped'} 2.0"
+    assert dropped in app.service.metrics.exposition()[0].decode()
+    gate.set()
+    await until(lambda: not log_threads() - before)
+    assert dropped in app.service.metrics.exposition()[0].decode()
 
 
 async def test_flush_is_not_done_when_the_one_before_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import pytest
 from app.errors import UnattainableAlpha
 from app.models.served import ModelStarter
 from psc_core.tasks.classification.answer import SCORES
-from psc_core.tasks.classification.decide import decide
 from psc_core.tasks.outputs import Outputs
 from tests.app.support import running
 
@@ -33,10 +32,10 @@ async def test_thresholds_are_those_of_the_policy() -> None:
     outputs = Outputs(np.array([[0.0, -1.0, 1.0, 0.1, 0.0, 0.7, 0.2, 0.1]], np.float32), SCORES, ())
     async with running(coverage=0.8) as app:
         served = app.service.registry.get()
-        assert served.thresholds.label_probability == app.model.calibration.set_threshold(0.8)
+        assert served.thresholds.quantile == app.model.calibration.quantile(0.8)
         assert served.thresholds.policy.coverage == 0.8
-        assert decide(outputs, served.thresholds).is_ood.tolist() == [True]
-        assert decide(outputs, served.thresholds_with(alpha=0.05)).is_ood.tolist() == [False]
+        assert served.thresholds.decide(outputs).is_ood.tolist() == [True]
+        assert served.thresholds_with(alpha=0.05).decide(outputs).is_ood.tolist() == [False]
 
 
 async def test_monitors_share_the_bound_on_false_alarms() -> None:
@@ -44,7 +43,7 @@ async def test_monitors_share_the_bound_on_false_alarms() -> None:
     for monitors, alarms in ((1, 1.0), (1_000_000, 0.0)):
         async with running(drift_false_alarm=0.2, drift_monitors=monitors) as app:
             served = app.service.registry.get()
-            served.recorder.predicted(outputs, decide(outputs, served.thresholds), range(5))
+            served.recorder.predicted(outputs, served.thresholds.decide(outputs), range(5))
             assert await app.metric('psc_drift_alarms_total{model="m"}') == alarms
 
 

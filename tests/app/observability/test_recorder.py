@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import count, islice
 from typing import Any
@@ -16,11 +17,9 @@ from app.observability.drift import DriftMonitor
 from app.observability.metrics import Metrics
 from app.observability.recorder import MAX_LABELS, OTHER, ModelRecorder
 from psc_core.tasks.classification.answer import SCORES
-from psc_core.tasks.classification.calibration import Thresholds
-from psc_core.tasks.classification.decide import decide
+from psc_core.tasks.classification.decide import Thresholds
 from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.outputs import FloatArray, Outputs
-from psc_core.tasks.regression.decide import decide as decide_values
 from tests.app.fakes import FakeModel, FakeValueModel
 
 POLICY = Policy(alpha=0.2, ambiguity_threshold=0.5, coverage=0.9)
@@ -44,10 +43,16 @@ def outputs_of(*images: tuple[float, float, float, int]) -> Outputs[FloatArray]:
 NUMBERS = count()
 
 
-def record(target: ModelRecorder, outputs: Outputs[FloatArray], *, images: Sequence[int] | None = ()) -> None:
+def record(
+    target: ModelRecorder,
+    outputs: Outputs[FloatArray],
+    *,
+    images: Sequence[int] | None = (),
+    thresholds: Thresholds = THRESHOLDS,
+) -> None:
     """Have images recorded, which are new unless they are numbered; ``None``: not to be monitored."""
     fingerprints = images if images or images is None else list(islice(NUMBERS, len(outputs)))
-    target.predicted(outputs, decide(outputs, THRESHOLDS), fingerprints)
+    target.predicted(outputs, thresholds.decide(outputs), fingerprints)
 
 
 def exposed(metrics: Metrics) -> dict[str, float]:
@@ -99,6 +104,18 @@ def test_counts() -> None:
     assert values['psc_log_density_nats_bucket{le="0.0",model="m"}'] == 3
 
 
+@pytest.mark.parametrize("alpha", [0.001, 0.9])
+def test_ood_images_are_counted_by_the_policy_s_alpha(alpha: float) -> None:
+    metrics = Metrics()
+    target = recorder(metrics)
+    n = len(FakeModel().calibration.ood_scores)
+    boundary = [k / (n + 1) for k in range(1, n + 2)]
+    asked = Thresholds(POLICY.model_copy(update={"alpha": alpha}), alpha, 1.0)
+    record(target, outputs_of(*[(0.0, -3.0, p_value, 0) for p_value in boundary]), thresholds=asked)
+    target.flush()
+    assert exposed(metrics)['psc_ood_total{model="m"}'] == math.floor(POLICY.alpha * (n + 1) + 1e-9)
+
+
 def test_a_regression_is_counted_by_its_target() -> None:
     metrics, model = Metrics(), FakeValueModel()
     of_values: Any = model
@@ -107,7 +124,7 @@ def test_a_regression_is_counted_by_its_target() -> None:
     target.show()
     packed = model.pipeline(torch.tensor([0, 64, 255], dtype=torch.uint8)[:, None, None, None].expand(3, 1, 8, 8))
     outputs = model.outputs(packed.numpy())
-    target.predicted(outputs, decide_values(outputs, model.calibration.thresholds(model.policy)), [1, 2, 3])
+    target.predicted(outputs, model.calibration.thresholds(model.policy).decide(outputs), [1, 2, 3])
     target.flush()
     values = exposed(metrics)
     assert values['psc_predictions_total{label="brightness",model="m"}'] == 3
@@ -212,7 +229,7 @@ def test_many_predictions_are_recorded_without_a_flush() -> None:
     metrics = Metrics()
     target = recorder(metrics)
     outputs = outputs_of((0.0, -9.0, 0.9, 0))
-    decisions = decide(outputs, THRESHOLDS)
+    decisions = THRESHOLDS.decide(outputs)
     for _ in range(5000):
         target.predicted(outputs, decisions, [next(NUMBERS)])
     assert exposed(metrics)['psc_predictions_total{label="a",model="m"}'] >= 4096

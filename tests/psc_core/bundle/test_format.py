@@ -27,7 +27,8 @@ from psc_core.network.load import MAX_MODULES, MAX_WEIGHTS
 from psc_core.tasks import TASKS
 from psc_core.tasks.classification.answer import DECISIONS
 from psc_core.tasks.classification.fit import sngp
-from psc_core.tasks.classification.heads import HEADS, OwnHead
+from psc_core.tasks.classification.heads import HEADS
+from psc_core.tasks.classification.heads.own import OwnHead
 from psc_core.tasks.regression.fit import dve
 from psc_core.tasks.regression.heads import HEADS as VALUE_HEADS
 from psc_core.tasks.task import task_type

@@ -235,7 +235,7 @@ def test_where_the_old_files_are_is_said(bundle: Path, tmp_path: Path, monkeypat
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", refused)
-    with pytest.raises(BundleError, match=r"Permission denied.*what it held lies in .*\.old"):
+    with pytest.raises(BundleError, match=r"Permission denied.*its former content is in .*\.old"):
         write_bundle(bundle, before.manifest.model_dump(exclude={"version", "files"}), before.parts)
     (old,) = tmp_path.glob(".*.old")
     assert (old / "mine.txt").read_text() == "mine" and set(read_bundle(bundle).parts) == set(before.parts)

@@ -214,7 +214,7 @@ def folder_args(tiny_job, tmp_path: Path, data_root: Path) -> list[str]:  # type
 
 @pytest.fixture
 def without_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "load_network", lambda *_, **__: pytest.fail("the network was loaded"))
+    monkeypatch.setattr("psc_core.cli.job.load_described", lambda *_, **__: pytest.fail("the network was loaded"))
 
 
 @pytest.mark.usefixtures("without_network")

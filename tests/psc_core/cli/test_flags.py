@@ -30,7 +30,7 @@ def test_help_is_complete(capsys: pytest.CaptureFixture[str], main, words: list[
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], [], ["--unknown"]])
-@pytest.mark.parametrize("command", ["evaluate", "score", "report"])
+@pytest.mark.parametrize("command", ["evaluate", "fit", "log", "recalibrate", "replay", "report", "score"])
 def test_help_the_version_and_usage_errors_import_no_torch(command: str, arguments: list[str]) -> None:
     program = f"""
 import sys

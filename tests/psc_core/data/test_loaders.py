@@ -169,7 +169,7 @@ def test_numbers_of_a_regression() -> None:
     assert torch.equal(opened.values, values[:, 0].double())
     whole = open_loader([(INPUTS, LABELS)], target="age")
     assert whole.values is not None and torch.equal(whole.values, LABELS.double())
-    with pytest.raises(DataError, match=r"expected one number of each image, got labels of shape \(n, 2\)"):
+    with pytest.raises(DataError, match=r"expected one number for each image, got labels of shape \(n, 2\)"):
         open_loader([(INPUTS, torch.rand(10, 2))], target="age")
     with pytest.raises(DataError, match=r"float32; class indices are whole numbers, .* PSCRegressor"):
         open_loader([(INPUTS, values)])
@@ -183,7 +183,7 @@ def test_several_labels_of_an_image_and_one_hot_ones() -> None:
     for odd in (torch.nn.functional.one_hot(LABELS, 3), torch.nn.functional.one_hot(LABELS, 5), flags):
         with pytest.raises(DataError, match=r"looks like one-hot labels .* give labels\.argmax\(1\)"):
             open_loader([(INPUTS, odd)], classes="abc")
-    with pytest.raises(DataError, match="one label of each image"):
+    with pytest.raises(DataError, match="one label for each image"):
         open_loader([(INPUTS, torch.zeros(10, 2, 2, dtype=torch.int64))])
 
 
@@ -199,7 +199,10 @@ def test_several_labels_of_an_image_and_one_hot_ones() -> None:
         ([(INPUTS[:, 0], LABELS)], r"grey images needs an axis for the channel, images\[:, None\]"),
         ([(INPUTS * torch.inf, LABELS)], "expected finite inputs"),
         ([(INPUTS, LABELS), (INPUTS[..., :2], LABELS)], r"batch 1 has float32 \(3, 4, 2\), those before"),
-        ([(INPUTS, LABELS), (INPUTS, torch.stack([LABELS] * 2, 1))], "expected as many labels of each image"),
+        (
+            [(INPUTS, LABELS), (INPUTS, torch.stack([LABELS] * 2, 1))],
+            "expected the same number of labels for each image",
+        ),
         ([([*INPUTS[:9], INPUTS[9, :, :2]], LABELS)], "expected inputs of one shape"),
         ([(INPUTS, LABELS - 1)], r"expected labels in 0…1, got -1…1"),
         ([(INPUTS, LABELS + 10**12)], r"expected class indices, got 1000000000002; number the classes from 0"),
@@ -249,5 +252,5 @@ def test_errors_of_a_data_set_are_its_own(tmp_path: Path) -> None:
 
 
 def test_inputs_that_no_pixel_gives_are_warned_about() -> None:
-    with pytest.warns(LoaderWarning, match="are mean and std those of the loader's transform"):
+    with pytest.warns(LoaderWarning, match="give the mean and std of the loader's transform"):
         open_loader([(INPUTS * 255, LABELS)], mean=(0.5,) * 3, std=(0.5,) * 3)

@@ -58,5 +58,5 @@ def test_a_full_disk_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with scratch_file("train") as kept:
         kept.file = Full()  # type: ignore[assignment]
-        with pytest.raises(UsageError, match=r"cannot keep train in .*: No space left on device; set TMPDIR"):
+        with pytest.raises(UsageError, match=r"cannot store train in .*: No space left on device; set TMPDIR"):
             kept.append(batch(1))

@@ -69,7 +69,7 @@ def test_reads_a_column_of_a_parquet_table(tmp_path: Path) -> None:
         ("image,age\na.png,3\n", None, DataError, "no column 'file'"),
         ("file,age\na.png,old\n", None, DataError, "row 1 has age 'old'"),
         ("file,age\na.png,3\nb.png\n", None, DataError, "row 2 has 1 values"),
-        ("file,age,dose\na.png,3,1\n", None, UsageError, "choose by --target"),
+        ("file,age,dose\na.png,3,1\n", None, UsageError, "choose one with --target"),
         ("file,age\na.png,3\n", "dose", UsageError, "no column 'dose'"),
         ("file,age\na.png,nan\n", None, DataError, "finite numbers"),
         ("file,age,age\na.png,3,4\n", None, DataError, "has the column 'age' twice; name each column once"),

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from psc_core.density import restore_density
-from psc_core.density.fit.density import fit_density
+from psc_core.density.base import restore_density
+from psc_core.density.fit.density import Examples, fit_density
 from psc_core.errors import BundleError
 from tests.psc_core.density.support import KINDS, images
 
@@ -17,7 +17,7 @@ from tests.psc_core.density.support import KINDS, images
 @pytest.mark.parametrize("kind", KINDS)
 def test_round_trip(kind: str) -> None:
     z, labels = images(300, 4, 3)
-    model = fit_density(z, labels, num_classes=3, kind=kind)
+    model = fit_density(Examples(z, labels, 3), kind=kind)
     again = restore_density(json.loads(json.dumps(model.config())), model.state_dict())
     assert type(again) is type(model)
     assert again.config() == model.config()
@@ -25,13 +25,13 @@ def test_round_trip(kind: str) -> None:
         assert torch.equal(one, other)
     for name, tensor in model.state_dict().items():
         assert tensor.dtype == (torch.float64 if name in ("mean", "basis", "centres") else torch.float32)
-    twice = fit_density(z, labels, num_classes=3, kind=kind).state_dict()
+    twice = fit_density(Examples(z, labels, 3), kind=kind).state_dict()
     assert all(torch.equal(twice[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_rejects_unusable_config_and_tensors() -> None:
     z, labels = images(300, 4, 3)
-    model = fit_density(z, labels, num_classes=3, kind="tied", pca=2)
+    model = fit_density(Examples(z, labels, 3), kind="tied", pca=2)
     config, state = model.config(), dict(model.state_dict())
     with pytest.raises(BundleError, match="kind one of"):
         restore_density({**config, "kind": "pickle"}, state)

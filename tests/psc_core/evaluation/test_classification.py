@@ -26,7 +26,8 @@ from psc_core.model.classifier import PSC
 from psc_core.model.pipeline import Pipeline, Scorer
 from psc_core.network.backbone import truncate
 from psc_core.tasks.classification.fit.calibrate import fit_calibration
-from psc_core.tasks.classification.heads import OwnHead, entropy
+from psc_core.tasks.classification.heads.base import entropy
+from psc_core.tasks.classification.heads.own import OwnHead
 from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.head import Scored
 from tests.reference import metrics as naive
@@ -133,7 +134,7 @@ def test_equals_loops(psc: PSC) -> None:
 
     assert report.false_alarms.count == int((served["ood_p_value"] <= 0.05).sum())
     assert report.flagged["outside"] == pytest.approx(float((strange["ood_p_value"] <= 0.05).double().mean()))
-    sets = naive_sets(psc.calibration.set_threshold(0.9), served.probabilities)
+    sets = naive_sets(psc.calibration.quantile(0.9), served.probabilities)
     assert report.misses.count == sum(not sets[m, y[m]] for m in range(120))
     assert report.mean_set_size == pytest.approx(float(sets.sum()) / 120)
     assert (report.images, report.examples, report.ood_images) == (120, 120, {"outside": 60})
@@ -166,7 +167,7 @@ def test_several_labels_per_image(psc: PSC) -> None:
     assert report.classification["psc"]["nll"] == pytest.approx(
         naive.nll(repeated, labels.flatten().tolist(), classification.LOG_FLOOR)
     )
-    sets = naive_sets(psc.calibration.set_threshold(0.9), p.float())
+    sets = naive_sets(psc.calibration.quantile(0.9), p.float())
     assert report.misses.count == sum(not sets[m, m % 3] for m in range(30))
 
 

@@ -43,13 +43,14 @@ def test_features_are_ordered_by_class_and_each_is_of_its_image(
 ) -> None:
     compute, layers = SETTINGS.compute(), Layers(("4",), ("2",), ("0", "2"))
     assert layers.names == ("4", "2", "0")
-    backbone = cut(net, layers.names, val, compute, keep_output=False)
+    backbone = cut(net, layers.names, val, compute, keep_output=True)
+    layers = layers._replace(output=True)
     found = read(backbone, layers, projection.projection, val, compute, tmp_path, pooled=True)
     order = val.labels.argsort(stable=True)
     assert torch.equal(found.features.labels, val.labels[order])
     assert torch.equal(found.features.images, order)
     with torch.inference_mode():
-        candidate, second, first = backbone(val.preprocess.standardise(next(val.batches(len(val))).images))[0]
+        (candidate, second, first), own = backbone(val.preprocess.standardise(next(val.batches(len(val))).images))
         z = projection.projection([candidate])
     read_by_head = torch.cat([z, second.mean(2)], dim=1)[order]
     assert found.features.widths == (z.shape[1], second.shape[1])
@@ -58,6 +59,7 @@ def test_features_are_ordered_by_class_and_each_is_of_its_image(
         (found.density_input, candidate.mean(2)[order]),
         (found.texture["0"], first.mean(2)[order]),
         (found.texture["2"], second.mean(2)[order]),
+        (found.features.own, own[order]),
     ):
         torch.testing.assert_close(got[:], expected, rtol=1e-4, atol=1e-4)
 
@@ -69,4 +71,4 @@ def test_a_density_may_read_z(
     backbone = cut(net, layers.names, val, compute, keep_output=False)
     found = read(backbone, layers, projection.projection, val, compute, tmp_path, pooled=False)
     assert torch.equal(found.density_input[:], found.features.head_input[:])
-    assert found.texture == {}
+    assert found.texture == {} and found.features.own is None

@@ -19,7 +19,7 @@ from psc_core.images.preprocess import PRESETS
 from psc_core.log.store import Log
 from psc_core.model.base import FittedModel
 from psc_core.model.load import load_model
-from psc_core.tasks.classification.heads import OwnHead
+from psc_core.tasks.classification.heads.own import OwnHead
 from tests.conftest import TinyJob
 from tests.logged import Logged, dimmed, png, write_log
 from tests.reference import calibration as naive

@@ -68,5 +68,5 @@ def test_labels_from_before_the_column_model_are_read(tmp_path: Path) -> None:
 def test_damaged_file_is_named(tmp_path: Path) -> None:
     log = make_log(tmp_path)
     log.put("labels/part-z.parquet", b"torn")
-    with pytest.raises(DataError, match=r"part-z\.parquet is no file of labels"):
+    with pytest.raises(DataError, match=r"part-z\.parquet is not a file of labels"):
         read_labels(log)

@@ -37,5 +37,5 @@ def test_find_row(tmp_path: Path) -> None:
 def test_damaged_file_is_named(tmp_path: Path) -> None:
     log = make_log(tmp_path)
     log.put("model=m/day=2026-03-01/part-z.parquet", b"PAR1 torn")
-    with pytest.raises(DataError, match=r"part-z\.parquet is no file of rows"):
+    with pytest.raises(DataError, match=r"part-z\.parquet is not a file of rows"):
         list(read_rows(log, "m"))

@@ -97,5 +97,5 @@ def test_damaged_files_are_errors(tmp_path: Path) -> None:
         names(log)
     log.delete("labels/part-1.parquet")
     log.put("model=m/day=2026-03-01/part-z.parquet", b"PAR1 torn")
-    with pytest.raises(DataError, match=r"part-z\.parquet is no file of rows"):
+    with pytest.raises(DataError, match=r"part-z\.parquet is not a file of rows"):
         names(log)

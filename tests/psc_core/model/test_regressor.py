@@ -32,7 +32,7 @@ def test_predicts_numbers_with_intervals(model: PSCRegressor, test_images: Image
     got = model.predict(batch.images)
     assert batch.values is not None and len(got) == 400
     assert float((got.mean - batch.values).square().mean().sqrt()) < 0.8 * float(batch.values.std())
-    q = model.calibration.deviations(model.policy.coverage)
+    q = model.calibration.quantile(model.policy.coverage)
     half = q * torch.hypot(got.aleatoric, got.epistemic)
     torch.testing.assert_close(got.interval, torch.stack([got.mean - half, got.mean + half], dim=1))
     inside = (batch.values >= got.interval[:, 0]) & (batch.values <= got.interval[:, 1])

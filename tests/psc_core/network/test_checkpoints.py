@@ -307,8 +307,8 @@ def test_rejects_what_is_no_regular_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     kinds = {
         "folder": "is a folder",
-        "zero": "no regular file",
-        "pipe": "no regular file",
+        "zero": "not a regular file",
+        "pipe": "not a regular file",
         "loop": "no file",
         "no": "no file",
     }
@@ -465,7 +465,7 @@ def test_claims_take_no_memory(tmp_path: Path) -> None:
 def test_reads_no_descriptor(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     try:
-        with pytest.raises(NetworkError, match="no regular file"):
+        with pytest.raises(NetworkError, match="not a regular file"):
             read_checkpoint(Path(f"/dev/fd/{reading}"))
     finally:
         os.close(reading)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from psc_core.density import DENSITIES
-from psc_core.density.fit.density import fit_density
+from psc_core.density.fit.density import Examples, fit_density
 from psc_core.numerics import matrix
 from psc_core.numerics.matrix import FeatureFile, as_matrix, blocks, usable
 from psc_core.tasks.classification.fit import sngp
@@ -113,9 +113,9 @@ def test_blocks_are_bounded_by_widest_source(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("kind", sorted(DENSITIES))
 def test_density_fitted_from_file_equals_memory(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values, labels = sample()
-    expected = fit_density(values, labels, num_classes=3, kind=kind)
+    expected = fit_density(Examples(values, labels, 3), kind=kind)
     monkeypatch.setattr(matrix, "CHUNK_ELEMENTS", 100)
-    got = fit_density(in_file(values, tmp_path), labels, num_classes=3, kind=kind)
+    got = fit_density(Examples(in_file(values, tmp_path), labels, 3), kind=kind)
     torch.testing.assert_close(got(values).log_density, expected(values).log_density, rtol=1e-5, atol=1e-5)
 
 

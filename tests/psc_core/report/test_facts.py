@@ -52,5 +52,5 @@ def test_a_bundle_without_images_has_its_thresholds(shipped_bundle: Path) -> Non
 
 
 def test_content_of_another_bundle_is_refused(shipped_bundle: Path) -> None:
-    with pytest.raises(BundleError, match="its report is of 0123456789ab"):
+    with pytest.raises(BundleError, match="its report is for 0123456789ab"):
         facts_of(read_bundle(shipped_bundle), content())

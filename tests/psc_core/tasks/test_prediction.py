@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from app.tasks.base import served_task
 from psc_core import PRESETS, load_model, open_dataset
 from psc_core.errors import UsageError
 from psc_core.model.base import FittedModel
@@ -39,7 +40,7 @@ def prediction(model: FittedModel, images: torch.Tensor) -> BasePrediction:
 
 def test_dictionaries_are_the_answers_of_the_service(model: FittedModel, prediction: BasePrediction) -> None:
     outputs = model.outputs(prediction.outputs.packed.numpy())
-    documents = model.task.documents(outputs, prediction.decisions, model.classes)
+    documents = served_task(model.task).documents(outputs, prediction.decisions, model.classes)
     told = prediction.to_dict()
     assert len(told) == len(documents) == 30
     assert json.loads(json.dumps(told)) == told

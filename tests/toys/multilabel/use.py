@@ -15,6 +15,7 @@ from importlinter.cli import lint_imports
 from PIL import Image
 
 from app.client import Client
+from app.tasks.base import served_task
 from psc_core import PRESETS, load_model, open_dataset
 from psc_core.cli import evaluate, fit, score
 from psc_core.tasks.task import task_type
@@ -77,7 +78,7 @@ def serve_and_ask(files: list[bytes]) -> None:
         call = {"inputs": [{**images, "data": [base64.b64encode(file).decode() for file in files]}]}
         outputs = httpx.post(f"{server.url}/v2/models/{model.name}/infer", json=call).json()["outputs"]
         tensors = {each["name"]: np.array(each["data"]).reshape(each["shape"]) for each in outputs}
-        assert [*tensors] == [*model.task.tensors]
+        assert [*tensors] == [*served_task(model.task).tensors]
         np.testing.assert_array_equal(tensors["holds"], expected.decisions.holds)
         np.testing.assert_allclose(tensors["probabilities"], expected.probabilities.numpy(), atol=1e-4)
 
@@ -101,7 +102,7 @@ def score_a_folder(folder: Path, files: list[bytes]) -> None:
 
 
 def main(folder: Path, digits: str, bundles: dict[str, str]) -> None:
-    tests = ["tests/psc_core/tasks/test_task.py", "tests/psc_core/tasks/across"]
+    tests = ["tests/psc_core/tasks/test_task.py", "tests/psc_core/tasks/across", "tests/app/tasks/test_base.py"]
     subprocess.run([sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", *tests], check=True)
     assert lint_imports(no_cache=True) == 0
     fit_and_evaluate(folder, digits)

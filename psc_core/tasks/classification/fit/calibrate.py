@@ -55,7 +55,7 @@ def fit_calibration(
 
 
 def ambiguity_threshold(entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"], *, risk: float) -> float | None:
-    """The predictive entropy (nats) above which an image counts as ambiguous.
+    """Return the predictive entropy (nats) above which an image counts as ambiguous.
 
     With :data:`CONFIDENCE` over calibration sets, images of at most this entropy are wrong at a rate of at most
     ``risk``.  The entropies are tested as thresholds in ascending order, each by the Clopper–Pearson bound on the error
@@ -89,7 +89,7 @@ def ambiguity_threshold(entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"
 
 
 def nearest_risk(entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"], *, risk: float) -> float | None:
-    """The smallest error rate above ``risk``, in hundredths, that a threshold keeps.
+    """Return the smallest error rate above ``risk``, in hundredths, that a threshold keeps.
 
     It is chosen on these images, so it is advice for another fit and no promise of this one.
 
@@ -102,12 +102,12 @@ def nearest_risk(entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"], *, r
 
 
 def unreachable_entropy(num_classes: int) -> float:
-    """A threshold (nats) that no image exceeds: twice the largest entropy, log K, which float32 may round up."""
+    """Return a threshold (nats) that no image exceeds: twice the largest entropy, log K, which float32 may round up."""
     return 2.0 * math.log(num_classes)
 
 
 def first_test(count: int, risk: float) -> int:
-    """Number of images that the smallest threshold accepts.
+    """Return the number of images that the smallest threshold accepts.
 
     It is four times as many as pass without an error, so that a single one does not end the tests, but at most half of
     the images where half of them are enough.
@@ -117,5 +117,5 @@ def first_test(count: int, risk: float) -> int:
 
 
 def fewest(risk: float) -> int:
-    """Number of images that pass without an error."""
+    """Return the number of images that pass without an error."""
     return math.ceil(math.log(1 - CONFIDENCE) / math.log(1 - risk)) + 1

@@ -10,19 +10,19 @@ from torch import Tensor
 
 from psc_core.numerics import linalg
 from psc_core.numerics.matrix import FeatureMatrix, blocks
-from psc_core.tasks.classification.fit.data import HeadData
+from psc_core.tasks.classification.fit.data import ClassifierData
 from psc_core.tasks.classification.fit.posterior import nll
 from psc_core.tasks.classification.heads.duq import DuqHead, squared_distances
 
 LENGTH_SCALES: Final = tuple(10.0 ** (k / 8) for k in range(-16, 17))
-"""σ tried: 10⁻² … 10², eight to a decade; a training image is about √D from its centroid."""
+"""Values of σ to try: 10⁻² … 10², eight to a decade; a training image is about √D from its centroid."""
 
 EXPONENTS: Final = tuple(10.0 ** (k / 8) for k in range(-16, 33))
-"""γ tried: 10⁻² … 10⁴, eight to a decade."""
+"""Values of γ to try: 10⁻² … 10⁴, eight to a decade."""
 
 
-def fit_duq(data: HeadData) -> DuqHead:
-    """Embedding, centroids, length-scale and exponent."""
+def fit_duq(data: ClassifierData) -> DuqHead:
+    """Fit embedding, centroids, length-scale and exponent."""
     means, embedding, shrinkage = whitening(data.train, data.train_labels, data.num_classes)
     centroids = means @ embedding
     halves = squared_distances(data.val.double() @ embedding, centroids) / (2 * data.val.shape[1])
@@ -48,7 +48,7 @@ def fit_duq(data: HeadData) -> DuqHead:
 
 
 def kernel_loss(log_kernels: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> float:
-    """DUQ's loss: the mean of ``−log k_y − Σ_{c ≠ y} log(1 − k_c)``, nats."""
+    """Return DUQ's loss: the mean of ``−log k_y − Σ_{c ≠ y} log(1 − k_c)``, nats."""
     others = -torch.log(-torch.expm1(log_kernels.clamp(max=-1e-12)))
     others = others.scatter(1, labels[:, None], 0.0)
     return (others.sum(dim=1) - log_kernels.gather(1, labels[:, None])[:, 0]).mean().item()
@@ -57,7 +57,7 @@ def kernel_loss(log_kernels: Float[Tensor, "n classes"], labels: Int[Tensor, " n
 def whitening(
     phi: Float[Tensor, "n dim"] | FeatureMatrix, labels: Int[Tensor, " n"], num_classes: int
 ) -> tuple[Float[Tensor, "classes dim"], Float[Tensor, "dim dim"], float]:
-    """Class means, the inverse root of the pooled within-class covariance, and its OAS intensity."""
+    """Return class means, the inverse root of the pooled within-class covariance, and its OAS intensity."""
     n, dim = phi.shape
     means = torch.zeros(num_classes, dim, dtype=torch.float64, device=phi.device)
     for chunk, block in blocks(phi):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from psc_core.numerics.matrix import check_features
-from psc_core.tasks.classification.fit.data import HeadData
+from psc_core.tasks.classification.fit.data import ClassifierData
 from psc_core.tasks.classification.fit.duq import fit_duq
 from psc_core.tasks.classification.fit.laplace import fit_laplace
 from psc_core.tasks.classification.fit.sngp import fit_sngp
@@ -14,7 +14,7 @@ from psc_core.tasks.classification.heads.base import ClassifierHead
 from psc_core.tasks.fit.standardisation import fit_standardisation, in_memory
 from psc_core.tasks.fit.task import HeadJob
 
-FITS: Final[Mapping[str, Callable[[HeadData], ClassifierHead]]] = {
+FITS: Final[Mapping[str, Callable[[ClassifierData], ClassifierHead]]] = {
     "laplace": fit_laplace,
     "sngp": fit_sngp,
     "duq": fit_duq,
@@ -34,7 +34,7 @@ def fit_head(job: HeadJob) -> ClassifierHead:
     check_features(train, train_labels, num_classes=num_classes, class_names=job.classes, minimum=1)
     check_features(val, val_labels, num_classes=num_classes, class_names=job.classes, minimum=0)
     standardisation = fit_standardisation(train)
-    data = HeadData(
+    data = ClassifierData(
         train=standardisation(train),
         train_labels=train_labels,
         weights=shown.bincount()[shown].double().reciprocal().to(job.device),

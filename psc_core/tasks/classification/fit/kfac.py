@@ -23,7 +23,7 @@ class Kfac(NamedTuple):
     output_vectors: Float[Tensor, "classes classes"]
 
     def spectra(self, prior_precision: float) -> tuple[Float[Tensor, "dim classes"], Float[Tensor, " classes"]]:
-        """``1 / (λ_Ai λ_Bj + τ)`` and ``1 / (λ_Bj + τ)``."""
+        """Return ``1 / (λ_Ai λ_Bj + τ)`` and ``1 / (λ_Bj + τ)``."""
         weights = torch.outer(self.input_values, self.output_values) + prior_precision
         return weights.reciprocal(), (self.output_values + prior_precision).reciprocal()
 
@@ -34,7 +34,7 @@ def fit_kfac(
     phi: Float[Tensor, "n dim"] | FeatureMatrix,
     weights: Float[Tensor, " n"],
 ) -> Kfac:
-    """KFAC posterior of a linear layer by laplace-torch, in float64; labelled example i counts ``weights[i]`` times.
+    """Fit the KFAC posterior of a linear layer by laplace-torch, in float64; example i counts ``weights[i]`` times.
 
     The curvature of the softmax likelihood does not depend on labels, so none are given.
     laplace-torch's own curvature back ends compute B with one backward pass per class.  The one given to it here sums
@@ -49,7 +49,7 @@ def fit_kfac(
     class LinearSoftmax(GGNInterface):  # type: ignore[misc, unused-ignore]
         @torch.no_grad()
         def kron(self, x: Any, y: Tensor, N: int, **_: Any) -> tuple[Tensor, Any]:
-            """The terms of A and B from this batch with the weights ``y``."""
+            """Return the terms of A and B from this batch with the weights ``y``."""
             p = self.model(x).softmax(dim=1)
             weighted = p * y[:, None]
             outputs = weighted.sum(0).diag() - weighted.T @ p

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from jaxtyping import Float
 from torch import Tensor
 
-from psc_core.tasks.classification.fit.data import HeadData
+from psc_core.tasks.classification.fit.data import ClassifierData
 from psc_core.tasks.classification.fit.kfac import Kfac, fit_kfac
 from psc_core.tasks.classification.fit.posterior import choose_posterior
 from psc_core.tasks.classification.fit.softmax import choose_softmax
 from psc_core.tasks.classification.heads.laplace import LaplaceHead
 
 
-def fit_laplace(data: HeadData) -> LaplaceHead:
-    """Weights, their posterior and its temperature; what is stored is the posterior of the logits divided by T."""
+def fit_laplace(data: ClassifierData) -> LaplaceHead:
+    """Fit weights, their posterior and its temperature; the posterior of the logits divided by T is stored."""
     softmax = choose_softmax(data.train, data.train_labels, data.val, data.val_labels, num_classes=data.num_classes)
     kfac = fit_kfac(softmax.weight, softmax.bias, data.train, data.weights)
     choice = choose_posterior(
@@ -46,7 +46,7 @@ def fit_laplace(data: HeadData) -> LaplaceHead:
 
 
 def logit_variance(kfac: Kfac, val: Float[Tensor, "m dim"]) -> Callable[[float], Tensor]:
-    """``s_c²`` of the validation examples, (m, classes), as a function of τ."""
+    """Return ``s_c²`` of the validation examples, (m, classes), as a function of τ."""
     inputs = (val @ kfac.input_vectors.to(val.dtype)).square()
     outputs = kfac.output_vectors.to(val.dtype).square().T
 

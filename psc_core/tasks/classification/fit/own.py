@@ -9,7 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from psc_core.tasks.classification.fit.posterior import choose_temperature, nll
-from psc_core.tasks.classification.heads import ClassifierHead, OwnHead
+from psc_core.tasks.classification.heads.base import ClassifierHead
+from psc_core.tasks.classification.heads.own import OwnHead
 
 
 def fit_own(logits: Float[Tensor, "m classes"], labels: Int[Tensor, " m"]) -> OwnHead:

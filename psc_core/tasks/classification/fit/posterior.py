@@ -31,7 +31,7 @@ PRIOR_IMAGES: Final = 1.0
 """Strength of the prior that T is 1: a of a Gamma prior on 1 / T with its mode at 1."""
 
 STRONGER: Final = tuple(10.0 ** (k / 4) for k in range(29))
-"""τ tried, times that of the weights: up to 10⁷, four to a decade."""
+"""Values of τ to try, times that of the weights: up to 10⁷, four to a decade."""
 
 COST: Final = (2e-3, 1e-4)
 """Maximum rise of the mean validation NLL for a wider posterior: a fraction of the least, or so many nats if more."""
@@ -46,14 +46,14 @@ class Choice(NamedTuple):
 
 
 def nll(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Negative log-likelihood of each label under ``softmax(logits)``, nats."""
+    """Return the negative log-likelihood of each label under ``softmax(logits)``, nats."""
     return functional.cross_entropy(logits, labels, reduction="none").double()
 
 
 def tempered(
     mean: Float[Tensor, "n classes"], variance: Float[Tensor, " n #classes"], temperature: float
 ) -> Float[Tensor, "n classes"]:
-    """Probit logits ``μ / √(T² + π s² / 8)``."""
+    """Return the probit logits ``μ / √(T² + π s² / 8)``."""
     return mean * (temperature**2 + (math.pi / 8.0) * variance).rsqrt()
 
 
@@ -64,7 +64,7 @@ def choose_posterior(
     *,
     prior_precision: float,
 ) -> Choice:
-    """The smallest of ``prior_precision`` × :data:`STRONGER`, each with its own temperature, that costs little NLL.
+    """Return the smallest of ``prior_precision`` × :data:`STRONGER`, each with its own T, that costs little NLL.
 
     Args:
         mean: μ of each validation example.
@@ -86,7 +86,7 @@ def choose_posterior(
 def choose_temperature(
     mean: Float[Tensor, "m classes"], variance: Float[Tensor, " m #classes"], labels: Int[Tensor, " m"]
 ) -> float:
-    """T of the least NLL plus prior within :data:`TEMPERATURES`, or 1.
+    """Return T of the least NLL plus prior within :data:`TEMPERATURES`, or 1.
 
     One that is not 1 has to gain log(m) / 2 nats over the m examples (Schwarz 1978): a smaller gain is within the error
     of the estimate.

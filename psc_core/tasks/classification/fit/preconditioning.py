@@ -30,7 +30,7 @@ from psc_core.numerics import linalg
 from psc_core.numerics.matrix import FeatureMatrix, as_matrix, blocks
 
 CURVATURE_EXAMPLES: Final = 8192
-"""Labelled examples that the curvature is measured on, unless the columns ask for more."""
+"""Number of labelled examples that the curvature is measured on, unless the columns ask for more."""
 
 CURVATURE_EXAMPLES_PER_COLUMN: Final = 4
 
@@ -80,7 +80,7 @@ Variables = KroneckerVariables | ExactVariables
 def variables_at(
     theta: Float[Tensor, "classes columns"], features: Float[Tensor, "n dim"] | FeatureMatrix, *, prior_precision: float
 ) -> Variables:
-    """V for a fit that starts at ``theta``, float64: of the exact curvature where it is worth its cost."""
+    """Return V for a fit that starts at ``theta``, float64: of the exact curvature where it is worth its cost."""
     n = len(features)
     count = min(n, max(CURVATURE_EXAMPLES, CURVATURE_EXAMPLES_PER_COLUMN * theta.shape[1]))
     # One from each of `count` equal parts, at random: examples may come in order, or repeat periodically.
@@ -94,7 +94,7 @@ def variables_at(
 def augmented_blocks(
     theta: Float[Tensor, "classes columns"], sample: FeatureMatrix, columns: int
 ) -> Iterator[tuple[Float[Tensor, "m columns"], Float[Tensor, "m classes"]]]:
-    """φ̃ and p, a block at a time."""
+    """Yield φ̃ and p, a block at a time."""
     for _, block in blocks(sample, columns=columns):
         augmented = functional.pad(block.to(theta.dtype), (0, 1), value=1.0)
         yield augmented, (augmented @ theta.T).softmax(dim=1)
@@ -115,7 +115,7 @@ def kronecker_variables(
 def curvature_root(
     theta: Float[Tensor, "classes columns"], sample: FeatureMatrix, ridge: float
 ) -> Float[Tensor, "weights weights"]:
-    """Cholesky factor of the curvature with ``ridge`` on its diagonal."""
+    """Return the Cholesky factor of the curvature with ``ridge`` on its diagonal."""
     classes, columns = theta.shape
     total = theta.new_zeros(classes, columns, classes * columns)
     for phi, p in augmented_blocks(theta, sample, 4 * columns):

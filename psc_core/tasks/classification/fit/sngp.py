@@ -12,30 +12,30 @@ from torch import Tensor
 
 from psc_core.numerics import linalg
 from psc_core.numerics.matrix import FeatureMatrix, blocks
-from psc_core.tasks.classification.fit.data import HeadData
+from psc_core.tasks.classification.fit.data import ClassifierData
 from psc_core.tasks.classification.fit.posterior import choose_posterior
 from psc_core.tasks.classification.fit.softmax import SoftmaxFit, choose_softmax
 from psc_core.tasks.classification.heads.sngp import SngpHead, random_features
 from psc_core.tasks.fit.standardisation import in_memory
 
 FEATURES: Final = 1024
-"""M."""
+"""Number of random features, M."""
 
 LENGTH_SCALE_FACTORS: Final = (0.5, 1.0, 2.0)
-"""Length-scales tried, times the median distance."""
+"""Length-scales to try, times the median distance."""
 
 LENGTH_SCALE_EXAMPLES: Final = 10_000
-"""Training examples that the length-scale is chosen on."""
+"""Maximum number of training examples that the length-scale is chosen on."""
 
 IN_MEMORY_BYTES: Final = 1 << 28
 """Maximum size of ψ that is kept in memory; a larger one is computed again in each iteration."""
 
 MEDIAN_ROWS: Final = 1_000
-"""Training examples that the median distance is measured on."""
+"""Maximum number of training examples that the median distance is measured on."""
 
 
-def fit_sngp(data: HeadData) -> SngpHead:
-    """Length-scale, weights, covariance and its precision."""
+def fit_sngp(data: ClassifierData) -> SngpHead:
+    """Fit length-scale, weights, covariance and its precision."""
     generator = torch.Generator().manual_seed(data.seed)
     omega = torch.randn(data.train.shape[1], FEATURES, generator=generator).to(data.train.device)
     phases = (2 * math.pi * torch.rand(FEATURES, generator=generator)).to(data.train.device)
@@ -74,8 +74,8 @@ def fit_sngp(data: HeadData) -> SngpHead:
     )
 
 
-def choose_length_scale(data: HeadData, omega: Tensor, phases: Tensor) -> float:
-    """The multiple of the median distance with the smallest validation NLL."""
+def choose_length_scale(data: ClassifierData, omega: Tensor, phases: Tensor) -> float:
+    """Return the multiple of the median distance with the smallest validation NLL."""
     sample = data.train[:: math.ceil(len(data.train) / MEDIAN_ROWS)].float()
     distances = torch.pdist(sample)
     apart = distances[distances > 0]
@@ -94,7 +94,7 @@ def choose_length_scale(data: HeadData, omega: Tensor, phases: Tensor) -> float:
 def information_matrix(
     psi: Float[Tensor, "n features"] | FeatureMatrix, softmax: SoftmaxFit, weights: Float[Tensor, " n"]
 ) -> Float[Tensor, "features features"]:
-    """``Σ_i weights_i p_i (1 − p_i) ψ_i ψ_iᵀ`` with p_i the largest class probability, float64."""
+    """Return ``Σ_i weights_i p_i (1 − p_i) ψ_i ψ_iᵀ`` with p_i the largest class probability, float64."""
     total = torch.zeros(psi.shape[1], psi.shape[1], dtype=torch.float64, device=psi.device)
     for chunk, block in blocks(psi):
         wide = block.double()
@@ -104,7 +104,7 @@ def information_matrix(
 
 
 def logit_variance(psi: Float[Tensor, "m features"], covariance: linalg.Eigen) -> Callable[[float], Tensor]:
-    """s² of the validation examples, (m, 1), as a function of τ."""
+    """Return s² of the validation examples, (m, 1), as a function of τ."""
     squares = (psi @ covariance.vectors.to(psi.dtype)).square()
 
     def variance_with(prior_precision: float) -> Tensor:

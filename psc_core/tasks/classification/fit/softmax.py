@@ -28,7 +28,7 @@ from psc_core.tasks.classification.fit.posterior import nll
 from psc_core.tasks.classification.fit.preconditioning import variables_at
 
 PRIOR_PRECISIONS: Final = (1e4, 1e3, 1e2, 1e1, 1e0, 1e-1, 1e-2)
-"""Prior precisions tried, strong to weak, for features of unit variance."""
+"""Prior precisions to try, strong to weak, for features of unit variance."""
 
 ITERATIONS: Final = 200
 """Maximum number of L-BFGS iterations for one precision."""
@@ -40,7 +40,7 @@ TOLERANCE: Final = 3e-7
 """Largest gradient entry at the chosen τ: its probabilities are accurate to about 10⁻⁵."""
 
 PAIRS: Final = 20
-"""Steps and gradients that L-BFGS remembers."""
+"""Number of steps and gradients that L-BFGS remembers."""
 
 
 class SoftmaxFit(NamedTuple):
@@ -52,7 +52,7 @@ class SoftmaxFit(NamedTuple):
     val_nll: float  # mean validation NLL, nats
 
     def logits(self, features: Float[Tensor, "m dim"]) -> Float[Tensor, "m classes"]:
-        """``W φ + b``, in the type of the features."""
+        """Return ``W φ + b``, in the type of the features."""
         return functional.linear(features, self.weight.to(features.dtype), self.bias.to(features.dtype))
 
     def theta(self) -> Float[Tensor, "classes columns"]:
@@ -69,7 +69,7 @@ def choose_softmax(
     num_classes: int,
     finish: bool = True,
 ) -> SoftmaxFit:
-    """The best fit along :data:`PRIOR_PRECISIONS`, until the validation NLL gets worse; finished if ``finish``."""
+    """Return the best fit along :data:`PRIOR_PRECISIONS`, until the validation NLL rises; finished if ``finish``."""
 
     def fit(prior_precision: float, start: Tensor, tolerance: float) -> SoftmaxFit:
         weight, bias = fit_softmax(
@@ -96,7 +96,7 @@ def fit_softmax(
     start: Float[Tensor, "classes columns"],
     tolerance: float = TOLERANCE,
 ) -> tuple[Float[Tensor, "classes dim"], Float[Tensor, " classes"]]:
-    """Weights and bias for one prior precision, float64.
+    """Fit weights and bias for one prior precision, float64.
 
     Args:
         features: φ.
@@ -133,7 +133,7 @@ def objective(
     *,
     prior_precision: float,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "classes columns"]]:
-    """The module's objective divided by n, and its gradient ``[Σ (p − e_y) φᵀ, Σ (p − e_y)] + τ θ``."""
+    """Return the module's objective divided by n, and its gradient ``[Σ (p − e_y) φᵀ, Σ (p − e_y)] + τ θ``."""
     weight, bias = theta[:, :-1], theta[:, -1]
     loss = 0.5 * prior_precision * theta.square().sum()
     gradient = prior_precision * theta

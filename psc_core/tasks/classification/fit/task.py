@@ -24,7 +24,8 @@ from psc_core.tasks.classification.fit.calibrate import (
 )
 from psc_core.tasks.classification.fit.head import fit_head
 from psc_core.tasks.classification.fit.own import better_of, fit_own, retempered
-from psc_core.tasks.classification.heads import ClassifierHead, OwnHead
+from psc_core.tasks.classification.heads.base import ClassifierHead
+from psc_core.tasks.classification.heads.own import OwnHead
 from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.classification.task import Classification
 from psc_core.tasks.fit.task import OWN_IMAGES, Calibrated, HeadJob, TaskFit, own_outputs
@@ -53,8 +54,8 @@ class ClassificationFit(TaskFit):
         """Return the head, the network's own logits with a temperature, or the better of both."""
         selection = job.selection
         own = logits = None
-        if job.own is not None:
-            logits = job.own[selection.images]
+        if selection.own is not None:
+            logits = selection.own[:]
             own = fit_own(logits, selection.labels).to(job.device)
             if job.predictions == "base":
                 return own

@@ -43,7 +43,7 @@ class DuqHead(ClassifierHead):
     exponent: Tensor
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> HeadOutput:
-        """Normalised powers of the kernels; one minus the largest kernel; minus the log of their sum."""
+        """Return normalised powers of the kernels, one minus the largest kernel, and minus the log of their sum."""
         # Whitening multiplies by up to 1,000 where an eigenvalue is clamped, and the roundings of float32 with it.
         embedded = (self.standardise(z).double() @ self.embedding.double()).to(z.dtype)
         squared = squared_distances(embedded, self.centroids)
@@ -55,5 +55,5 @@ class DuqHead(ClassifierHead):
 def squared_distances(
     embedded: Float[Tensor, "n dim"], centroids: Float[Tensor, "classes dim"]
 ) -> Float[Tensor, "n classes"]:
-    """``‖e − e_c‖²`` from differences, which do not cancel where classes are tight."""
+    """Return ``‖e − e_c‖²`` from differences, which do not cancel where classes are tight."""
     return torch.cdist(embedded, centroids, compute_mode="donot_use_mm_for_euclid_dist").square()

@@ -128,7 +128,7 @@ class LaplaceHead(ClassifierHead):
         return Posterior(mean, probabilities, total, fraction)
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> HeadOutput:
-        """Probit probabilities, mutual information, and energy of the mean logits; nats."""
+        """Return probit probabilities, mutual information, and energy of the mean logits; nats."""
         mean, probabilities, total, fraction = self.posterior(z)
         epistemic = torch.addcmul(total, total, fraction, value=-1.0)
         return HeadOutput(probabilities, epistemic, -mean.logsumexp(dim=1))

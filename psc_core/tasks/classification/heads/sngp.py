@@ -49,18 +49,18 @@ class SngpHead(ClassifierHead):
     covariance_root: Tensor
 
     def logits(self, z: Float[Tensor, "batch dim"]) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, " batch"]]:
-        """Mean μ and variance s² of the logits."""
+        """Return mean μ and variance s² of the logits."""
         psi = random_features(self.standardise(z), self.frequencies, self.phases)
         variance = (psi @ self.covariance_root).square().sum(dim=1)
         return functional.linear(psi, self.weight, self.bias), variance
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> HeadOutput:
-        """Mean-field probabilities, logit variance, energy of the mean logits."""
+        """Return mean-field probabilities, logit variance and energy of the mean logits."""
         mean, variance = self.logits(z)
         return HeadOutput(mean_field(mean, variance).softmax(dim=1), variance, -mean.logsumexp(dim=1))
 
     def decompose(self, z: Float[Tensor, "batch dim"]) -> UncertaintyDecomposition:
-        """Entropy at the mean weights (nats) and logit variance."""
+        """Return the entropy at the mean weights (nats) and the logit variance."""
         mean, variance = self.logits(z)
         return UncertaintyDecomposition(entropy(mean.softmax(dim=1)), variance)
 
@@ -70,10 +70,10 @@ def random_features(
     frequencies: Float[Tensor, "dim features"],
     phases: Float[Tensor, " features"],
 ) -> Float[Tensor, "n features"]:
-    """``√2 cos(φ Ω / ℓ + β)``; ``frequencies`` are Ω / ℓ."""
+    """Return ``√2 cos(φ Ω / ℓ + β)``; ``frequencies`` are Ω / ℓ."""
     return torch.cos(torch.addmm(phases, phi, frequencies)) * math.sqrt(2.0)
 
 
 def mean_field(mean: Float[Tensor, "n classes"], variance: Float[Tensor, " n"]) -> Float[Tensor, "n classes"]:
-    """``μ / √(1 + π s² / 8)``."""
+    """Return ``μ / √(1 + π s² / 8)``."""
     return mean * (1.0 + (math.pi / 8.0) * variance[:, None]).rsqrt()

@@ -26,7 +26,7 @@ IMAGES_PER_BIN: Final = 20
 
 
 def quantile_edges(values: Float[Tensor, " n"]) -> Float[Tensor, " edges"]:
-    """The numbers that part the bins, ascending: quantiles of ``values`` without repetition.
+    """Return the numbers that part the bins, ascending: quantiles of ``values`` without repetition.
 
     Raises:
         DataError: All values are equal.
@@ -42,7 +42,7 @@ def quantile_edges(values: Float[Tensor, " n"]) -> Float[Tensor, " edges"]:
 
 
 def in_bins(dataset: ImageDataset, edges: Float[Tensor, " edges"]) -> ImageDataset:
-    """``dataset`` with the bin of each number as its label; a number equal to an edge belongs to the bin above it."""
+    """Return ``dataset`` labelled with the bin of each number; one that equals an edge belongs to the bin above."""
     ends = ["", *(f"{edge:.4g}" for edge in edges.tolist()), ""]
     names = [_bin_name(low, high) for low, high in pairwise(ends)]
     if len(set(names)) < len(names):  # Numbers that four digits do not tell apart.

@@ -25,14 +25,14 @@ from torch import Tensor
 from psc_core.numerics.linalg import Eigen, eigh
 from psc_core.numerics.matrix import FeatureMatrix, blocks
 from psc_core.tasks.fit.standardisation import in_memory
-from psc_core.tasks.regression.fit.data import HeadData
+from psc_core.tasks.regression.fit.data import RegressionData
 from psc_core.tasks.regression.heads.blr import BayesianLinearHead
 
 LARGEST_PRECISION: Final = 1e8
 """Bound of α and β where the numbers have deviation 1: an exact fit would make β infinite, useless features α."""
 
 PENALTIES: Final = (0.001, 0.01, 0.1, 1.0)
-"""λ that are tried, relative to the number of images."""
+"""Values of λ to try, relative to the number of images."""
 
 NOISE_IMAGES: Final = 20_000
 """Maximum number of training images that the noise is fitted on."""
@@ -63,12 +63,12 @@ class Noise(NamedTuple):
     penalty: float
 
     def variance(self, phi: Float[Tensor, "n dim"]) -> Float[Tensor, " n"]:
-        """σ²."""
+        """Return σ²."""
         return (phi @ self.weight + self.bias).clamp(self.range[0], self.range[1]).exp()
 
 
-def fit_blr(data: HeadData) -> BayesianLinearHead:
-    """Posterior, noise, and the factor of both standard deviations."""
+def fit_blr(data: RegressionData) -> BayesianLinearHead:
+    """Fit posterior, noise, and the factor of both standard deviations."""
     posterior = fit_posterior(data.train, data.train_values)
     noise = fit_noise(data, posterior)
     bias_deviation = 1 / math.sqrt(posterior.noise_precision * posterior.images)
@@ -99,7 +99,7 @@ def fit_blr(data: HeadData) -> BayesianLinearHead:
 
 
 def fit_posterior(phi: Float[Tensor, "n dim"] | FeatureMatrix, t: Float[Tensor, " n"]) -> LinearPosterior:
-    """Weights, α and β by evidence; φ and t have mean 0."""
+    """Fit weights, α and β by evidence; φ and t have mean 0."""
     gram = torch.zeros(phi.shape[1], phi.shape[1], dtype=torch.float64, device=t.device)
     moment = gram.new_zeros(len(gram))
     for chunk, block in blocks(phi):
@@ -123,13 +123,13 @@ def fit_posterior(phi: Float[Tensor, "n dim"] | FeatureMatrix, t: Float[Tensor, 
 
 
 def _precision(count: float, squares: float) -> float:
-    """``count / squares``, from 1/:data:`LARGEST_PRECISION` to that."""
+    """Return ``count / squares``, from 1/:data:`LARGEST_PRECISION` to that."""
     largest = LARGEST_PRECISION
     return min(max(count / squares, 1 / largest), largest) if squares * largest > count else largest
 
 
-def fit_noise(data: HeadData, posterior: LinearPosterior) -> Noise:
-    """The noise of the smallest validation NLL."""
+def fit_noise(data: RegressionData, posterior: LinearPosterior) -> Noise:
+    """Return the noise of the smallest validation NLL."""
     generator = torch.Generator().manual_seed(data.seed)
     chosen = torch.randperm(len(data.train), generator=generator)[:NOISE_IMAGES].sort().values
     chosen = chosen.to(data.train_values.device)
@@ -145,7 +145,7 @@ def fit_noise(data: HeadData, posterior: LinearPosterior) -> Noise:
 
 
 def fit_log_variance(phi: Float[Tensor, "n dim"], squares: Float[Tensor, " n"], penalty: float) -> Noise:
-    """The gamma regression of the module's text, ``penalty`` being λ / n; steps that do not help are halved."""
+    """Fit the gamma regression of the module's text; ``penalty`` is λ / n, and steps that do not help are halved."""
     n, dim = phi.shape
     design = torch.cat([phi, torch.ones_like(squares)[:, None]], dim=1)
     ridge = torch.full((dim + 1,), n * penalty, dtype=torch.float64, device=phi.device)
@@ -176,9 +176,9 @@ def fit_log_variance(phi: Float[Tensor, "n dim"], squares: Float[Tensor, " n"], 
 
 
 def predict(
-    data: HeadData, posterior: LinearPosterior, noise: Noise
+    data: RegressionData, posterior: LinearPosterior, noise: Noise
 ) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"]]:
-    """Mean and whole variance of the validation images; numbers have deviation 1."""
+    """Return mean and whole variance of the validation images; numbers have deviation 1."""
     epistemic = (data.val @ posterior.root).square().sum(1) + 1 / (posterior.noise_precision * posterior.images)
     return data.val @ posterior.mean, noise.variance(data.val) + epistemic
 
@@ -191,7 +191,7 @@ class Scaled(NamedTuple):
     nll: float  # with the factor, nats
 
 
-def scaled(data: HeadData, mean: Float[Tensor, " m"], variance: Float[Tensor, " m"]) -> Scaled:
+def scaled(data: RegressionData, mean: Float[Tensor, " m"], variance: Float[Tensor, " m"]) -> Scaled:
     """Return the mean that is served, the factor that makes its errors as large as stated, and the NLL with it."""
     served = mean if data.val_mean is None else data.val_mean
     factor = ((data.val_values - served).square() / variance).mean().clamp(min=1 / LARGEST_PRECISION)
@@ -199,5 +199,5 @@ def scaled(data: HeadData, mean: Float[Tensor, " m"], variance: Float[Tensor, " 
 
 
 def gaussian_nll(y: Float[Tensor, " n"], mean: Float[Tensor, " n"], variance: Float[Tensor, " n"]) -> float:
-    """Mean NLL of numbers under normal distributions, nats."""
+    """Return the mean NLL of numbers under normal distributions, nats."""
     return float(0.5 * (((y - mean).square() / variance) + variance.log() + math.log(2 * math.pi)).mean())

@@ -22,8 +22,8 @@ def fit_calibration(
     Args:
         ood_score: Nats, higher is more out-of-distribution.
         mean: μ, in the target's unit.
-        deviation: σ, likewise.
-        values: y, likewise.
+        deviation: σ, in the target's unit.
+        values: y, in the target's unit.
         weights: Images that each one stands for, see :mod:`psc_core.calibration.weighted`; None where all are equal.
 
     Raises:

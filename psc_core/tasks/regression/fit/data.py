@@ -7,22 +7,17 @@ from dataclasses import dataclass
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from psc_core.numerics.matrix import FeatureMatrix
-from psc_core.tasks.fit.standardisation import Standardisation
+from psc_core.tasks.fit.standardisation import HeadData
 
 
-@dataclass(frozen=True)
-class HeadData:
-    """Standardised features and numbers of a regression, all float64: (y − center) / scale has mean 0, deviation 1."""
+@dataclass(frozen=True, kw_only=True)
+class RegressionData(HeadData):
+    """Standardised features and numbers, all float64: (y − center) / scale has mean 0, deviation 1."""
 
-    train: FeatureMatrix
     train_values: Float[Tensor, " n"]
     train_images: Int[Tensor, " n"]  # which image of the training data each one is
-    val: Float[Tensor, "m dim"]
     val_values: Float[Tensor, " m"]
     val_mean: Float[Tensor, " m"] | None  # what is served in place of the head's mean
     center: Float[Tensor, ""]  # target's unit
     scale: Float[Tensor, ""]
     widths: tuple[int, ...]  # columns of z, then of each earlier layer
-    seed: int
-    standardisation: Standardisation

@@ -30,7 +30,7 @@ from torch.nn import functional
 from psc_core.numerics.linalg import eigh, fix_signs
 from psc_core.numerics.matrix import FeatureMatrix, blocks
 from psc_core.tasks.regression.fit.blr import fit_posterior, gaussian_nll, scaled
-from psc_core.tasks.regression.fit.data import HeadData
+from psc_core.tasks.regression.fit.data import RegressionData
 from psc_core.tasks.regression.heads.dve import IMAGES, DeepVecchiaHead, combine, condition, nearest_points
 
 MAX_REDUCED: Final = 64
@@ -48,7 +48,7 @@ STEPS: Final = 300
 CHECK: Final = 20
 PATIENCE: Final = 3
 BATCH: Final = 128
-"""Images of a step."""
+"""Number of images of a step."""
 
 RATE: Final = 0.05
 """Learning rate of Adam; parameters are logarithms."""
@@ -76,8 +76,8 @@ class Process(NamedTuple):
         return self.signal.exp(), self.noise.exp() + LEAST_NOISE
 
 
-def fit_dve(data: HeadData) -> DeepVecchiaHead:
-    """Reduction and process of each layer, and the factor of all deviations."""
+def fit_dve(data: RegressionData) -> DeepVecchiaHead:
+    """Fit reduction and process of each layer, and the factor of all deviations."""
     generator = torch.Generator().manual_seed(data.seed)
     device = data.train_values.device
     kept = torch.randperm(len(data.train), generator=generator)[:MAX_POINTS].to(device)
@@ -121,8 +121,8 @@ def fit_dve(data: HeadData) -> DeepVecchiaHead:
     )
 
 
-def predict(head: DeepVecchiaHead, data: HeadData) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"]]:
-    """Mean and whole variance of the validation images; numbers have deviation 1."""
+def predict(head: DeepVecchiaHead, data: RegressionData) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"]]:
+    """Return mean and whole variance of the validation images; numbers have deviation 1."""
     center, inverse_scale = data.standardisation
     parts = []
     for phi in torch.split(data.val, IMAGES):
@@ -134,14 +134,14 @@ def predict(head: DeepVecchiaHead, data: HeadData) -> tuple[Float[Tensor, " m"],
 def columns_of(
     features: Float[Tensor, "n width"] | FeatureMatrix, axes: Float[Tensor, "width reduced"]
 ) -> Float[Tensor, "n reduced"]:
-    """Coordinates of every image, computed in blocks."""
+    """Return the coordinates of every image, computed in blocks."""
     return torch.cat([block @ axes for _, block in blocks(features)])
 
 
 def reduction(
     phi: Float[Tensor, "n width"] | FeatureMatrix, t: Float[Tensor, " n"], reduced: int
 ) -> Float[Tensor, "width axes"]:
-    """Orthonormal axes, at most ``reduced``: the direction of the regression, then principal components of the rest."""
+    """Return up to ``reduced`` orthonormal axes: the regression's direction, then principal components of the rest."""
     width = phi.shape[1]
     weight = fit_posterior(phi, t).mean
     first = weight / weight.norm().clamp(min=1e-12)
@@ -161,7 +161,7 @@ def fit_process(
     m: int,
     generator: torch.Generator,
 ) -> Process:
-    """The parameters of the least validation NLL that Adam comes by; ``x`` is in random order."""
+    """Return the parameters of the least validation NLL that Adam comes by; ``x`` is in random order."""
     scale = x.var(0, correction=0).sum().sqrt().clamp(min=1e-6)
     x, x_val = x / scale, x_val / scale
     best = Process(x.new_zeros(x.shape[1]), x.new_zeros(()), x.new_tensor(0.1).log())
@@ -192,7 +192,7 @@ def vecchia_nll(
     m: int,
     process: Process,
 ) -> Float[Tensor, ""]:
-    """Mean NLL of the numbers of the ``chosen`` images, each given its m nearest earlier ones."""
+    """Return the mean NLL of the numbers of the ``chosen`` images, each given its m nearest earlier ones."""
     scale, (signal, noise) = (-process.length).exp(), process.variances
     with torch.no_grad():
         scaled = (x * scale).float()
@@ -212,7 +212,7 @@ def validation_nll(
     m: int,
     process: Process,
 ) -> float:
-    """Mean NLL of validation images given their m nearest training images."""
+    """Return the mean NLL of validation images given their m nearest training images."""
     scale, (signal, noise) = (-process.length).exp(), process.variances
     scaled, total = (x * scale).float(), 0.0
     for at, t_at in zip(torch.split(x_val, IMAGES), torch.split(t_val, IMAGES), strict=True):

@@ -14,18 +14,18 @@ from psc_core.numerics.matrix import check_features
 from psc_core.tasks.fit.standardisation import fit_standardisation
 from psc_core.tasks.fit.task import HeadJob
 from psc_core.tasks.regression.fit.blr import fit_blr
-from psc_core.tasks.regression.fit.data import HeadData
+from psc_core.tasks.regression.fit.data import RegressionData
 from psc_core.tasks.regression.fit.dve import fit_dve
 from psc_core.tasks.regression.heads.base import RegressionHead
 
-FITS: Final[Mapping[str, Callable[[HeadData], RegressionHead]]] = {"blr": fit_blr, "dve": fit_dve}
+FITS: Final[Mapping[str, Callable[[RegressionData], RegressionHead]]] = {"blr": fit_blr, "dve": fit_dve}
 """The fit of each kind in :data:`psc_core.tasks.regression.heads.HEADS`."""
 
 
 def fit_head(job: HeadJob) -> RegressionHead:
     """Fit a head to the features and numbers of training images.
 
-    The network's own predictions, where the job has them, are served in place of the head's.
+    The network's own predictions, where the selection split has them, are served in place of the head's.
 
     Raises:
         FitError: Features that are not finite or all equal, or numbers that are all equal.
@@ -43,13 +43,13 @@ def fit_head(job: HeadJob) -> RegressionHead:
         return (numbers.double().to(job.device) - center) / scale
 
     standardisation = fit_standardisation(train)
-    data = HeadData(
+    data = RegressionData(
         train=standardisation(train),
         train_values=standard(values),
         train_images=job.train.images.to(job.device),
         val=standardisation(val)[:],
         val_values=standard(known_values(job.selection.values)),
-        val_mean=None if job.own is None else standard(job.own[job.selection.images, 0]),
+        val_mean=None if job.selection.own is None else standard(job.selection.own[:][:, 0]),
         center=center,
         scale=scale,
         widths=job.train.widths,

@@ -23,7 +23,7 @@ from psc_core.tasks.head import Scored
 from psc_core.tasks.regression.fit.bins import binned
 from psc_core.tasks.regression.fit.calibrate import fit_calibration
 from psc_core.tasks.regression.fit.head import fit_head
-from psc_core.tasks.regression.heads import RegressionHead
+from psc_core.tasks.regression.heads.base import RegressionHead
 from psc_core.tasks.regression.policy import ValuePolicy
 from psc_core.tasks.regression.task import Regression
 from psc_core.tasks.task import Task

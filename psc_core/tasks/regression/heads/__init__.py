@@ -1,19 +1,23 @@
 """The heads of a regression: a number, its noise and its epistemic uncertainty from z.
 
-To add a kind: a :class:`RegressionHead` subclass with its ``layout``, listed in ``HEADS``, and a fit function, listed
-in :data:`psc_core.tasks.regression.fit.head.FITS`.
+To add a kind: a :class:`.base.RegressionHead` subclass with its ``layout``, listed in ``HEADS``, and a fit function,
+listed in :data:`psc_core.tasks.regression.fit.head.FITS`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from psc_core.tasks.regression.heads.base import RegressionHead, ValueOutput
-from psc_core.tasks.regression.heads.blr import BayesianLinearHead
-from psc_core.tasks.regression.heads.dve import DeepVecchiaHead
+from psc_core.registry import Registry
 
-__all__ = ["HEADS", "RegressionHead", "ValueOutput"]
+if TYPE_CHECKING:
+    from psc_core.tasks.regression.heads.base import RegressionHead
 
-HEADS: Final[Mapping[str, type[RegressionHead]]] = {head.kind: head for head in (BayesianLinearHead, DeepVecchiaHead)}
+HEADS: Final[Mapping[str, type[RegressionHead]]] = Registry(
+    {
+        "blr": "psc_core.tasks.regression.heads.blr:BayesianLinearHead",
+        "dve": "psc_core.tasks.regression.heads.dve:DeepVecchiaHead",
+    }
+)
 """Heads by kind; the first is the default."""

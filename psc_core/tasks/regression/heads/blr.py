@@ -48,7 +48,7 @@ class BayesianLinearHead(RegressionHead):
     log_noise_range: Tensor
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> ValueOutput:
-        """Mean, and the standard deviations of noise and of the weights."""
+        """Return the mean, and the standard deviations of noise and of the weights."""
         phi = self.standardise(z)
         linear = functional.linear(phi, torch.stack([self.weight, self.noise_weight]))
         log_noise = (linear[:, 1] + self.noise_bias).clamp(self.log_noise_range[0], self.log_noise_range[1])

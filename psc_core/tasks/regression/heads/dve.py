@@ -36,16 +36,16 @@ from psc_core.errors import FitError
 from psc_core.tasks.regression.heads.base import RegressionHead, ValueOutput
 
 BLOCK: Final = 1 << 13
-"""Stored images that distances are computed to at once."""
+"""Number of stored images that distances are computed to at once."""
 
 IMAGES: Final = 256
-"""Images that are answered at once."""
+"""Number of images that are answered at once."""
 
 LEAST_WEIGHT: Final = 1e-6
 """ε, nats."""
 
 SHOWN: Final = 3
-"""Neighbours of each layer that an explanation names."""
+"""Number of neighbours of each layer that an explanation names."""
 
 
 class Neighbours(NamedTuple):
@@ -115,7 +115,7 @@ class DeepVecchiaHead(RegressionHead):
             raise FitError("expected positive variances in dve.signal and dve.noise; fit it again")
 
     def experts(self, z: Float[Tensor, "batch dim"]) -> Experts:
-        """Mean and variance of each layer's process, and its nearest stored images."""
+        """Return mean and variance of each layer's process, and its nearest stored images."""
         phi = self.standardise(z)
         means, variances, nearest = [], [], []
         for basis, points, signal, noise in zip(self.basis, self.points, self.signal, self.noise, strict=True):
@@ -128,7 +128,7 @@ class DeepVecchiaHead(RegressionHead):
         return Experts(torch.stack(means), torch.stack(variances), nearest)
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> ValueOutput:
-        """Mean, and the standard deviations of noise and of what the neighbours leave unknown."""
+        """Return the mean, and the standard deviations of noise and of what the neighbours leave unknown."""
         return join([self._output(part) for part in torch.split(z, IMAGES)])
 
     def _output(self, z: Float[Tensor, "batch dim"]) -> ValueOutput:
@@ -143,7 +143,7 @@ class DeepVecchiaHead(RegressionHead):
         )
 
     def explain(self, z: Float[Tensor, "batch dim"]) -> dict[str, Tensor]:
-        """The nearest stored images of each layer, (B, L, k), and what each layer counts for, (B, L)."""
+        """Return the nearest stored images of each layer, (B, L, k), and the weight of each layer, (B, L)."""
         parts = []
         for part in torch.split(z, IMAGES):
             experts = self.experts(part)
@@ -157,7 +157,7 @@ class DeepVecchiaHead(RegressionHead):
 
 
 def join(parts: list[ValueOutput]) -> ValueOutput:
-    """The outputs of consecutive batches as one."""
+    """Return the outputs of consecutive batches as one."""
     return parts[0] if len(parts) == 1 else ValueOutput(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
 
@@ -167,7 +167,7 @@ def nearest_points(
     m: int,
     before: Int[Tensor, " batch"] | None = None,
 ) -> Neighbours:
-    """The m nearest of ``points`` of each row of ``x``, in blocks of :data:`BLOCK`.
+    """Return the m nearest of ``points`` of each row of ``x``, in blocks of :data:`BLOCK`.
 
     With ``before``, only the first ``before[i]`` points count for row i; where there are fewer than m, the rest of its
     neighbours are at distance ∞.
@@ -193,7 +193,7 @@ def nearest_points(
 def matern(
     one: Float[Tensor, "*batch n reduced"], other: Float[Tensor, "*batch m reduced"]
 ) -> Float[Tensor, "*batch n m"]:
-    """Correlations of all pairs; their distances are of differences, which do not cancel."""
+    """Return the correlations of all pairs; their distances are of differences, which do not cancel."""
     r = math.sqrt(5) * torch.cdist(one, other, compute_mode="donot_use_mm_for_euclid_dist")
     return (1 + r + r.square() / 3) * (-r).exp()
 
@@ -206,7 +206,7 @@ def condition(
     noise: Float[Tensor, ""],
     known: Float[Tensor, "batch m"] | None = None,
 ) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
-    """Mean and variance of the process at ``x`` given its neighbours, float64; ``known`` is 0 for those to ignore."""
+    """Return the process at ``x`` given its neighbours, float64; ``known`` is 0 for those to ignore."""
     x, neighbours, values = x.double(), neighbours.double(), values.double()
     signal, noise = signal.double(), noise.double()
     across, inside = signal * matern(neighbours, x[:, None])[..., 0], signal * matern(neighbours, neighbours)
@@ -226,7 +226,7 @@ def combine(
     signal: Float[Tensor, " layers"],
     noise: Float[Tensor, " layers"],
 ) -> Combined:
-    """The generalised product of experts; ``variance`` includes the noise."""
+    """Return the generalised product of experts; ``variance`` includes the noise."""
     signal, noise = signal.double()[:, None], noise.double()[:, None]
     learned = 0.5 * ((signal + noise) / variance).log()
     weight = learned.clamp(min=0) + LEAST_WEIGHT

@@ -34,7 +34,7 @@ def serve(headers: list[tuple[bytes, bytes]]) -> tuple[dict[str, Any], list[dict
 
     scope = {"type": "http", "method": "POST", "path": "/predict", "headers": headers}
     unused = None
-    service = Service(load_settings(), ApiKeys(), (), unused, Host())  # type: ignore[arg-type]
+    service = Service(load_settings(), ApiKeys(), (), unused, None, Host())  # type: ignore[arg-type]
     asyncio.run(Telemetry(app, service=service)(scope, unused, send))  # type: ignore[arg-type]
     return seen, sent
 

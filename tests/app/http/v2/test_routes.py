@@ -14,12 +14,12 @@ import torch
 
 from app.http.json_body import MAX_CONTAINERS
 from app.http.v2.schemas import HEADER, ErrorDocument, InferResponse, ModelMetadata
+from app.tasks.base import GATES_OUTPUT
+from app.tasks.classification import ServedClassification
+from app.tasks.regression import ServedRegression
 from psc_core.images.preprocess import Preprocess
 from psc_core.tasks.classification.answer import SCORES
-from psc_core.tasks.classification.task import Classification
 from psc_core.tasks.outputs import Outputs
-from psc_core.tasks.regression.task import Regression
-from psc_core.tasks.task import GATES_OUTPUT
 from tests.app.fakes import (
     CLASSES,
     POISON,
@@ -36,7 +36,8 @@ from tests.app.support import Running, running
 
 pytestmark = pytest.mark.anyio
 
-OUTPUTS = tuple(Classification.tensors)
+OUTPUTS = tuple(ServedClassification.tensors)
+NUMBERS = tuple(ServedRegression.tensors)
 WITHOUT_GATES = tuple(name for name in OUTPUTS if name != GATES_OUTPUT)
 COLOUR = Preprocess("RGB", 4, 6, None, (0.5,) * 3, (0.5,) * 3)
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -178,7 +179,10 @@ async def test_a_map_is_given_where_it_is_asked_for() -> None:
 async def test_an_output_of_another_task_is_refused_before_anything_is_computed() -> None:
     models = {"classes": FakeModel(), "numbers": FakeValueModel()}
     async with running(models) as app:
-        for name, strange, known in (("classes", "mean", OUTPUTS), ("numbers", "label", tuple(Regression.tensors))):
+        for name, strange, known in (
+            ("classes", "mean", OUTPUTS),
+            ("numbers", "label", NUMBERS),
+        ):
             computed = list(models[name].pipeline.sizes)
             document = {"inputs": [raw_input(grey(1))], "outputs": [{"name": "is_ood"}, {"name": strange}]}
             response = await app.client.post(f"/v2/models/{name}/infer", json=document)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from psc_core.density import DENSITIES, Density
-from psc_core.density.fit.density import fit_density
-from psc_core.density.fit.extend import EXAMPLES, EXTENDED, class_counts, extend_density
-from psc_core.density.gaussian import ClasswiseDensity
+from psc_core.density import DENSITIES
+from psc_core.density.base import Density
+from psc_core.density.fit.density import Examples, fit_density
+from psc_core.density.fit.extend import EXAMPLES, can_extend, class_counts, extend_density
+from psc_core.density.gaussian import ClasswiseDensity, TiedDensity
 from psc_core.errors import FitError
 from tests.psc_core.density.support import SEEDS, images
 from tests.reference import density as naive
 
 CLASSES, DIM = 3, 4
+
+EXTENDED = [kind for kind, density in DENSITIES.items() if can_extend(density)]
 
 
 @pytest.mark.parametrize("kind", EXTENDED)
@@ -23,10 +28,10 @@ def test_is_the_fit_to_all_images_where_components_stay_and_nothing_is_shrunk(ki
     z, labels = images(1200, DIM, CLASSES, seed=1, offset=3.0)
     labels[torch.arange(1200) % 6 == 0] = 2  # Classes of different sizes.
     old, more = torch.arange(1200) < 700, torch.arange(1200) >= 700
-    fitted = fit_density(z[old], labels[old], num_classes=CLASSES, kind=kind, pca=DIM)
+    fitted = fit_density(Examples(z[old], labels[old], CLASSES), kind=kind, pca=DIM)
     assert class_counts(fitted, 700).tolist() == labels[old].bincount().tolist()
     found = extend_density(fitted, z[more], labels[more], examples=700)
-    whole = fit_density(z, labels, num_classes=CLASSES, kind=kind, pca=DIM)
+    whole = fit_density(Examples(z, labels, CLASSES), kind=kind, pca=DIM)
     assert whole.record[EXAMPLES] == found.density.record[EXAMPLES] == 1200
     far = torch.cat([z[:20], 3 * z[:5], -z[5:10]])
     torch.testing.assert_close(found.density(far).class_log_joint, whole(far).class_log_joint, rtol=1e-4, atol=2e-3)
@@ -45,7 +50,7 @@ def test_adds_images_one_at_a_time(kind: str, sizes: list[int], seed: int, are_e
     more, _ = images(sum(sizes), DIM, CLASSES, seed=seed + 1, offset=1.0)
     more = more[:1].expand(len(more), -1) if are_equal else more
     own = torch.tensor(sizes).new_tensor([k for k, size in enumerate(sizes) for _ in range(size)])
-    fitted = fit_density(z, labels, num_classes=CLASSES, kind=kind)
+    fitted = fit_density(Examples(z, labels, CLASSES), kind=kind)
     found = extend_density(fitted, more, own, examples=60, times=times)
     assert found.density.record[EXAMPLES] == 60 + times * len(own)
     assert_is_the_twin(fitted, found.density, more, own, z[:10], times)
@@ -80,7 +85,7 @@ def assert_is_the_twin(
 def test_more_images_of_another_camera_become_likely() -> None:
     z, labels = images(2000, DIM, CLASSES)
     shifted = z + 4.0
-    fitted = fit_density(z, labels, num_classes=CLASSES)
+    fitted = fit_density(Examples(z, labels, CLASSES))
     once, often = (
         extend_density(fitted, shifted[:100], labels[:100], examples=2000, times=times).density for times in (1, 20)
     )
@@ -90,12 +95,23 @@ def test_more_images_of_another_camera_become_likely() -> None:
 
 def test_refuses_what_cannot_be_features_or_counts() -> None:
     z, labels = images(60, DIM, CLASSES)
-    fitted = fit_density(z, labels, num_classes=CLASSES)
+    fitted = fit_density(Examples(z, labels, CLASSES))
     with pytest.raises(FitError, match="expected finite features of the images that extend the density"):
         extend_density(fitted, z[:2] * torch.inf, labels[:2], examples=60)
     with pytest.raises(FitError, match="two labelled examples of each of 3 classes, got 5; fit it again"):
         extend_density(fitted, z[:2], labels[:2], examples=5)
-    fitted.kind = "another"  # type: ignore[misc]  # As one that somebody added.
-    with pytest.raises(FitError, match=r"expected a density of gda, .* to extend, got 'another'; fit it again"):
-        extend_density(fitted, z[:2], labels[:2], examples=60)
-    assert {*EXTENDED} <= {*DENSITIES}
+
+
+class SpreadDensity(TiedDensity):
+    """A density that somebody added, with a tensor that no moments give."""
+
+    kind = "spread"
+    layout: ClassVar = {**TiedDensity.layout, "spreads": ("classes",)}
+
+
+def test_refuses_a_density_with_tensors_of_its_own() -> None:
+    z, labels = images(60, DIM, CLASSES)
+    tied = fit_density(Examples(z, labels, CLASSES), kind="tied")
+    density = SpreadDensity({**tied.state_dict(), "spreads": torch.ones(CLASSES)}, record={})
+    with pytest.raises(FitError, match="a density 'spread' has tensors that more images cannot extend; fit it again"):
+        extend_density(density, z[:2], labels[:2], examples=60)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from psc_core.density.fit.density import fit_density
+from psc_core.density.fit.density import Examples, fit_density
 from psc_core.density.fit.pca import fit_pca
 from psc_core.errors import FitError
 
@@ -27,6 +27,6 @@ def test_number_of_components() -> None:
 def test_rounding_is_no_component() -> None:
     z = torch.randn(500, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(500) % 2
-    fit_density(z * torch.tensor([1.0, 3e-5]), labels, num_classes=2, kind="tied", pca=2)
+    fit_density(Examples(z * torch.tensor([1.0, 3e-5]), labels, 2), kind="tied", pca=2)
     with pytest.raises(FitError, match="≤ 1"):
-        fit_density(z * torch.tensor([1.0, 3e-6]), labels, num_classes=2, kind="tied", pca=2)
+        fit_density(Examples(z * torch.tensor([1.0, 3e-6]), labels, 2), kind="tied", pca=2)

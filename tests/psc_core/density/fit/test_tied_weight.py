@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from psc_core.density.fit.density import HeldOut, fit_density
+from psc_core.density.fit.density import Examples, fit_density
 from psc_core.density.fit.tied_weight import TIED_WEIGHTS, ClassMoments, between, choose_tied_weight, log_likelihoods
 from tests.psc_core.density.support import SEEDS, images
 
@@ -52,12 +52,11 @@ def test_few_images_a_class_share_a_covariance() -> None:
     apart, apart_labels = images(3 * 214, 12, 3, seed=1)
     held_out, test = slice(42, 342), slice(342, None)
     # ``images`` draws the same classes for one seed; the first images differ with their number, so none is shared.
-    shrunk = fit_density(z, labels, num_classes=3, kind="gda++")
-    tied = fit_density(
-        z, labels, num_classes=3, kind="gda++", held_out=HeldOut(apart[held_out], apart_labels[held_out])
-    )
+    shrunk = fit_density(Examples(z, labels, 3), kind="gda++")
+    unseen = Examples(apart[held_out], apart_labels[held_out], 3)
+    tied = fit_density(Examples(z, labels, 3), kind="gda++", held_out=unseen)
     assert 0 < tied.record["tied_weight"] <= 1 and "tied_weight" not in shrunk.record
     joint = tied(apart[test]).log_density.mean() - shrunk(apart[test]).log_density.mean()
     assert joint > 0
-    paper = fit_density(z, labels, num_classes=3, kind="gda", held_out=HeldOut(apart, apart_labels))
+    paper = fit_density(Examples(z, labels, 3), kind="gda", held_out=Examples(apart, apart_labels, 3))
     assert "tied_weight" not in paper.record

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from psc_core.density import DENSITIES
-from psc_core.density.fit.density import fit_density
+from psc_core.density.fit.density import Examples, fit_density
 from psc_core.model.classifier import PSC
 from psc_core.network.backbone import truncate
 from psc_core.network.load import load_network
@@ -91,7 +91,7 @@ def test_networks(spec: str, precision: Precision) -> None:
 def test_densities(kind: str) -> None:
     z, labels = images(300, 4, 3)
     fake = FakeTensorMode()
-    density = moved(fit_density(z, labels, num_classes=3, kind=kind), fake)
+    density = moved(fit_density(Examples(z, labels, 3), kind=kind), fake)
     with gpu(fake) as watch:
         there = torch.zeros(5, 4, device=GPU)
         outputs = (*density(there), *density.explain(there))

@@ -55,7 +55,7 @@ def test_a_folder_without_preprocessing_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"auto_map": {"AutoModel": "mine.Net"}}, "names code of its own .auto_map., which is not run"),
+        ({"auto_map": {"AutoModel": "mine.Net"}}, "names code of its own .auto_map., which PSC does not run"),
         (
             {"attn_implementation": "acme/kernel"},
             "elsewhere .attn_implementation 'acme/kernel'., which is not",
@@ -125,7 +125,7 @@ def test_other_weights(hf_job: folders.Job, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "w.safetensors")
     net = load_network(f"hf:{hf_job.model}", weights=tmp_path / "w.safetensors")
     assert torch.equal(net.model.classifier.bias, tensors["classifier.bias"])
-    with pytest.raises(NetworkError, match="says its arguments itself; leave out depth"):
+    with pytest.raises(NetworkError, match="has its own arguments; leave out depth"):
         load_network(f"hf:{hf_job.model}", model_args={"depth": 1})
 
 

@@ -106,7 +106,7 @@ def test_gives_what_the_transform_of_timm_gives(crop: dict[str, Any], photograph
         (vit(size={"shortest_edge": 224, "longest_edge": 300}), "size", "not of one input"),
         (of_kind("DeiT", size={"height": 256, "width": 256}, crop_size=224), "size", "256 × 256 pixels, whatever"),
         (of_kind("DeiT", size=SQUARE, crop_size=256), "size", "then crops to 256"),
-        (of_kind("CLIP", size=224), "size", "keeps proportions and crops nothing"),
+        (of_kind("CLIP", size=224), "size", "keeps proportions and does not crop"),
         (of_kind("CLIP", size=224, crop_size=256), "size", "more than the shorter side of 224"),
         (vit(resample=0), "interpolation", "by the filter 'nearest'"),
         (vit(resample=9), "interpolation", "by the filter '9'"),
@@ -131,7 +131,7 @@ def test_keeps_what_is_near() -> None:
     [
         ({"crop_mode": "border"}, "size", "crops by 'border'"),
         ({"crop_mode": "squash", "crop_pct": 0.9}, "size", "resizes to 248 × 248 and then crops to 224 × 224"),
-        ({"input_size": [3, 224, 320]}, "size", "224 × 320 pixels, which are no square"),
+        ({"input_size": [3, 224, 320]}, "size", "224 × 320 pixels, which is not a square"),
         ({"interpolation": "random"}, "interpolation", "by the filter 'random'"),
         ({"input_size": [1, 28, 28]}, "statistics", "has 3 means and 3 deviations for 1 channels"),
     ],

@@ -83,7 +83,7 @@ def test_class_names(names: Any, expected: tuple[str, ...] | None, tmp_path: Pat
     ("changes", "message"),
     [
         ({"architecture": None}, "names no architecture of timm"),
-        ({"num_classes": 0}, "a positive num_classes, got 0; it is no classifier"),
+        ({"num_classes": 0}, "a positive num_classes, got 0; use a classifier"),
         ({"num_classes": "3"}, "a positive num_classes"),
         ({"label_names": ["a"]}, "expected 3 label_names"),
         ({"label_names": "abc"}, "expected 3 label_names"),

@@ -152,7 +152,7 @@ def as_float64(model: onnx.ModelProto) -> None:
         (dropout, "a dropout that may be active"),
         (many_axes, "'wide' has 60 axes"),
         (old, "expected version 7 of ONNX's operators"),
-        (text, "'text' is no array of numbers"),
+        (text, "'text' is not an array of numbers"),
         (misfit, "ONNX Runtime cannot"),
         (circular, "not a valid ONNX model"),
         (renamed, "expected one input named images|not a valid"),

@@ -121,7 +121,7 @@ def test_a_softmax_at_the_end_is_left_out(tmp_path: Path) -> None:
     net = convolutional()
     other = open_onnx(written(nn.Sequential(net, nn.Softmax(1)).eval(), tmp_path / "net.onnx"))
     torch.testing.assert_close(other(X), net(X), rtol=1e-4, atol=1e-5)
-    assert other.notes == ("ends in a softmax, whose input are the logits",)
+    assert other.notes == ("ends in a softmax, whose input is taken as the logits",)
 
 
 def test_channels_last_and_integer_inputs(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_predictions_are_a_point_an_image() -> None:
 def test_deviations_have_the_limit_of_the_policy(angle_bundle: Path) -> None:
     bundle = read_bundle(angle_bundle)
     images = value_set("test", Role.TEST, [0.0] * 5)  # Deviations 1, 1.5, …, 3.
-    deviations = Calibration.from_tensors(bundle.parts["calibration"]).deviations(0.9)
+    deviations = Calibration.from_tensors(bundle.parts["calibration"]).quantile(0.9)
     policy = ValuePolicy(alpha=0.05, coverage=0.9, max_width=2 * 1.75 * deviations)
     limited = Bundle(bundle.path, bundle.manifest.model_copy(update={"policy": policy}), bundle.parts)
     drawn = figures.draw(facts_of(limited, Content(bundle.manifest.version, (images,))))

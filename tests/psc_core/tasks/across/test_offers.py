@@ -12,14 +12,16 @@ from psc_core.tasks import TASKS, module_of
 from tests.conftest import ROOT
 
 OFFERS: dict[str, tuple[str, ...]] = {
+    "psc_core.tasks.{}": ("NOUN",),
     "psc_core.tasks.{}.answer": ("DECISIONS", "RESPONSE", "SCORES"),
-    "psc_core.tasks.{}.calibration": ("Thresholds", "Calibration"),
-    "psc_core.tasks.{}.decide": ("Decisions", "decide"),
+    "psc_core.tasks.{}.decide": ("Decisions", "Thresholds"),
+    "psc_core.tasks.{}.calibration": ("Calibration",),
     "psc_core.tasks.{}.heads": ("HEADS",),
     "psc_core.tasks.{}.prediction": ("Prediction",),
     "psc_core.tasks.{}.task": ("TASK",),
     "psc_core.tasks.{}.fit.head": ("FITS",),
     "psc_core.tasks.{}.fit.task": ("FIT",),
+    "app.tasks.{}": ("SERVED",),
     "psc_core.evaluation.{}": (
         "open_images", "open_baselines", "own_network", "score_images", "quality_of", "compare",
     ),
@@ -49,5 +51,5 @@ def test_offers_the_same_names_in_the_same_order(task: str, module: str) -> None
 
 def test_knows_every_module_that_is_found_by_name() -> None:
     text = "\n".join(file.read_text() for package in ("psc_core", "app") for file in (ROOT / package).rglob("*.py"))
-    named = set(re.findall(r'"(psc_core\.[\w.]*\{\}[\w.]*)"', text))
-    assert len(named) >= 6 and named <= {*OFFERS}
+    named = set(re.findall(r'"((?:psc_core|app)\.[\w.]*\{\}[\w.]*)"', text))
+    assert len(named) >= 7 and named <= {*OFFERS}

@@ -25,7 +25,7 @@ def test_thresholds_of_a_policy() -> None:
     fitted = calibrate(99)
     thresholds = fitted.thresholds(Policy(alpha=0.05, ambiguity_threshold=1.0, coverage=0.9))
     assert thresholds.ood_p_value == pytest.approx(5.5 / 100)
-    assert thresholds.label_probability == fitted.set_threshold(0.9)
+    assert thresholds.quantile == fitted.quantile(0.9)
     assert fitted.ood_score_threshold(0.05) == sorted(fitted.ood_scores.tolist())[-5]
     with pytest.raises(UsageError, match="expected alpha"):
         fitted.thresholds(Policy(alpha=0.001, ambiguity_threshold=1.0, coverage=0.9))
@@ -39,7 +39,7 @@ def test_prediction_sets_match_the_definition(seed: int, n: int, percent: int) -
     labels = torch.randint(0, 3, (n,), generator=random)
     fitted = fit_calibration(torch.zeros(n), torch.zeros(n), probabilities, labels)
     true = probabilities.gather(1, labels[:, None])[:, 0].tolist()
-    got = prediction_sets(fitted.set_threshold(percent / 100), probabilities)
+    got = prediction_sets(fitted.quantile(percent / 100), probabilities)
     for row, members in zip(probabilities.tolist(), got, strict=True):
         assert set(members.nonzero()[:, 0].tolist()) == naive.prediction_set(true, row, Fraction(percent, 100))
 
@@ -54,7 +54,7 @@ def test_prediction_sets_cover() -> None:
         labels = torch.multinomial(skewed, 1, generator=random)[:, 0]
         part = slice(0, 300)
         fitted = fit_calibration(torch.zeros(300), torch.zeros(300), probabilities[part], labels[part])
-        sets = prediction_sets(fitted.set_threshold(0.9), probabilities[300:])
+        sets = prediction_sets(fitted.quantile(0.9), probabilities[300:])
         hit = sets.gather(1, labels[300:, None])[:, 0]
         covered.append(float(hit.float().mean()))
         assert sets.any(1).all()
@@ -69,9 +69,9 @@ def test_quantiles_of_the_entropies() -> None:
 
 def test_rejects_unattainable_coverage() -> None:
     with pytest.raises(UsageError, match=r"coverage ≤ n/\(n \+ 1\)"):
-        calibrate(200).set_threshold(0.999)
+        calibrate(200).quantile(0.999)
     with pytest.raises(UsageError, match="between 0 and 1"):
-        calibrate(200).set_threshold(1.5)
+        calibrate(200).quantile(1.5)
 
 
 def test_tensors_round_trip() -> None:
@@ -141,5 +141,5 @@ def test_prediction_sets_are_those_of_mapie() -> None:
     split.conformalize(probabilities[:n].numpy(), labels[:n].numpy())
     expected = split.predict_set(probabilities[n:].numpy())[1][:, :, 0]
     fitted = fit_calibration(torch.zeros(n), torch.zeros(n), probabilities[:n].float(), labels[:n])
-    found = probabilities[n:].float().numpy() >= fitted.set_threshold(0.9)
+    found = probabilities[n:].float().numpy() >= fitted.quantile(0.9)
     assert (found == expected).mean() > 0.998 and found.mean() < 0.7  # Float32 may round a tie.

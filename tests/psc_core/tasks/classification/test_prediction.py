@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from psc_core import PSC
-from psc_core.tasks.classification.heads import entropy
+from psc_core.tasks.classification.heads.base import entropy
 
 
 def test_fields_of_a_prediction_agree(psc: PSC, digits: torch.Tensor) -> None:
@@ -17,7 +17,7 @@ def test_fields_of_a_prediction_agree(psc: PSC, digits: torch.Tensor) -> None:
     assert prediction.labels == tuple(psc.classes[i] for i in prediction.class_index.tolist())
     best = prediction.probabilities.max(1)
     assert torch.equal(prediction.confidence, best.values)
-    threshold = psc.calibration.set_threshold(psc.policy.coverage)
+    threshold = psc.calibration.quantile(psc.policy.coverage)
     assert prediction.prediction_set == tuple(
         tuple(name for k, name in enumerate(psc.classes) if p[k] >= threshold or k == top)
         for p, top in zip(prediction.probabilities.tolist(), best.indices.tolist(), strict=True)

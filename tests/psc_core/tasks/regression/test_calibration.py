@@ -30,9 +30,9 @@ def test_deviations_equal_their_definition(n: int, coverage: float) -> None:
     rank = math.ceil((n + 1) * coverage - 1e-9)
     if rank > n:
         with pytest.raises(UsageError, match="expected coverage"):
-            fitted.deviations(coverage)
+            fitted.quantile(coverage)
     else:
-        assert fitted.deviations(coverage) == sorted(fitted.residuals.tolist())[rank - 1]
+        assert fitted.quantile(coverage) == sorted(fitted.residuals.tolist())[rank - 1]
 
 
 def test_residuals_are_in_standard_deviations() -> None:
@@ -50,7 +50,7 @@ def test_intervals_hold_new_numbers_at_the_nominal_rate() -> None:
     held = 0
     for row in noise:
         scores = torch.from_numpy(np.sort(row[:n]))
-        held += bool(row[n] <= Calibration(scores, scores).deviations(coverage))
+        held += bool(row[n] <= Calibration(scores, scores).quantile(coverage))
     low, high = binomial_acceptance(draws, coverage, level=0.999)
     assert low <= held <= high
 
@@ -59,7 +59,7 @@ def test_thresholds_of_a_policy() -> None:
     fitted = calibration(99)
     thresholds = fitted.thresholds(ValuePolicy(alpha=0.05, max_width=3.0, coverage=0.9))
     assert thresholds.ood_p_value == pytest.approx(5.5 / 100)
-    assert thresholds.deviations == fitted.deviations(0.9)
+    assert thresholds.quantile == fitted.quantile(0.9)
     with pytest.raises(UsageError, match="expected alpha"):
         fitted.thresholds(ValuePolicy(alpha=0.001, max_width=None, coverage=0.9))
 

@@ -7,8 +7,7 @@ import pytest
 
 from psc_core.tasks.outputs import Outputs
 from psc_core.tasks.regression.answer import DECISIONS, SCORES
-from psc_core.tasks.regression.calibration import Thresholds
-from psc_core.tasks.regression.decide import decide
+from psc_core.tasks.regression.decide import Thresholds
 from psc_core.tasks.regression.policy import ValuePolicy
 
 
@@ -29,7 +28,7 @@ def test_the_policy_decides(limit: float | None, names: list[str]) -> None:
     }  # fmt: skip
     outputs = Outputs(np.array([columns[name] for name in SCORES], np.float32).T, SCORES, ())
     policy = ValuePolicy(alpha=0.05, max_width=limit, coverage=0.9)
-    decisions = decide(outputs, Thresholds(policy, float(np.float32(0.05)), 2.0))
+    decisions = Thresholds(policy, float(np.float32(0.05)), 2.0).decide(outputs)
     assert [DECISIONS[code] for code in decisions.decision] == names
     assert decisions.lower.tolist() == [0.0, -24.0, -9.0, -199.0]
     assert decisions.upper.tolist() == [20.0, 16.0, 11.0, 201.0]
@@ -45,6 +44,6 @@ def test_an_interval_is_as_wide_as_its_ends_are_apart(mean: float, deviation: fl
     columns[:, SCORES.index("aleatoric")] = deviation * rng.uniform(0.9, 1.1, 500)
     columns[:, SCORES.index("ood_p_value")] = 1
     policy = ValuePolicy(alpha=0.05, max_width=float(np.float32(2 * deviation)), coverage=0.9)
-    lower, upper, _, decision = decide(Outputs(columns, SCORES, ()), Thresholds(policy, 0.05, 1.0))
-    assert (decision == (upper - lower > np.float32(2 * deviation))).all()
-    assert set(decision.tolist()) == {0, 1}
+    decided = Thresholds(policy, 0.05, 1.0).decide(Outputs(columns, SCORES, ()))
+    assert (decided.decision == (decided.upper - decided.lower > np.float32(2 * deviation))).all()
+    assert set(decided.decision.tolist()) == {0, 1}

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from psc_core.errors import FitError
 from psc_core.tasks.classification.answer import SCORES
-from psc_core.tasks.classification.calibration import Thresholds
-from psc_core.tasks.classification.decide import ACCEPT, decide
+from psc_core.tasks.classification.decide import ACCEPT, Thresholds
 from psc_core.tasks.classification.fit.calibrate import (
     CONFIDENCE,
     ambiguity_threshold,
@@ -21,7 +20,7 @@ from psc_core.tasks.classification.fit.calibrate import (
     nearest_risk,
     unreachable_entropy,
 )
-from psc_core.tasks.classification.heads import entropy as predictive_entropy
+from psc_core.tasks.classification.heads.base import entropy as predictive_entropy
 from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.outputs import Outputs, pack
 from tests.reference import calibration as naive
@@ -89,4 +88,4 @@ def test_equal_probabilities_do_not_reach_the_unreachable_entropy(classes: int) 
     scores = dict.fromkeys(SCORES, torch.ones(1)) | {"predictive_entropy": predictive_entropy(probabilities)}
     policy = Policy(alpha=0.05, ambiguity_threshold=unreachable_entropy(classes), coverage=0.9)
     outputs = Outputs(pack(SCORES, scores, probabilities).numpy(), SCORES, ())
-    assert decide(outputs, Thresholds(policy, 0.05, 1.0)).decision == [ACCEPT]
+    assert Thresholds(policy, 0.05, 1.0).decide(outputs).decision == [ACCEPT]

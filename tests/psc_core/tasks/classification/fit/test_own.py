@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from psc_core.tasks.classification.fit.own import better_of, fit_own, retempered
-from psc_core.tasks.classification.heads import OwnHead
+from psc_core.tasks.classification.heads.own import OwnHead
 from tests.psc_core.tasks.classification.heads.support import fit, images
 
 

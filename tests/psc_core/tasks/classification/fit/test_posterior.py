@@ -11,7 +11,7 @@ from torch import Tensor
 from psc_core.evaluation.temperature import fit_temperature
 from psc_core.tasks.classification.fit import posterior, softmax
 from psc_core.tasks.classification.fit.posterior import COST, choose_posterior, choose_temperature
-from psc_core.tasks.classification.heads import entropy
+from psc_core.tasks.classification.heads.base import entropy
 from psc_core.tasks.classification.heads.laplace import LaplaceHead
 from tests.psc_core.tasks.classification.heads.support import SEEDS, fit, fit_head, images
 from tests.reference import heads as naive

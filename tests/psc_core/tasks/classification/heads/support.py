@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from psc_core.tasks.classification.fit import head as fit_of_heads
-from psc_core.tasks.classification.heads import HEADS, ClassifierHead
+from psc_core.tasks.classification.heads import HEADS
+from psc_core.tasks.classification.heads.base import ClassifierHead
 from psc_core.tasks.classification.heads.laplace import LaplaceHead
 from psc_core.tasks.fit.task import Features, HeadJob
 

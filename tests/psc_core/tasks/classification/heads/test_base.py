@@ -12,7 +12,8 @@ import torch
 from psc_core.errors import FitError
 from psc_core.metrics import ranking
 from psc_core.tasks.classification.answer import SCORES
-from psc_core.tasks.classification.heads import HEADS, entropy
+from psc_core.tasks.classification.heads import HEADS
+from psc_core.tasks.classification.heads.base import entropy
 from tests.psc_core.tasks.classification.heads.support import KINDS, fit, fit_head, images
 from tests.psc_core.tasks.support import check_round_trip
 

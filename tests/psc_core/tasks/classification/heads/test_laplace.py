@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from psc_core.tasks.classification.fit import posterior, softmax
 from psc_core.tasks.classification.fit.kfac import fit_kfac
-from psc_core.tasks.classification.heads import entropy
+from psc_core.tasks.classification.heads.base import entropy
 from psc_core.tasks.classification.heads.laplace import LaplaceHead
 from tests.psc_core.tasks.classification.heads.support import SEEDS, fit, fit_head, images, torch_laplace
 from tests.reference import heads as naive

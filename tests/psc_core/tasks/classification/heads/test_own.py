@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from psc_core.errors import NetworkError
-from psc_core.tasks.classification.heads import OwnHead
+from psc_core.tasks.classification.heads.own import OwnHead
 from tests.psc_core.tasks.support import check_round_trip
 
 

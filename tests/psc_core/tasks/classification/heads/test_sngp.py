@@ -9,7 +9,7 @@ import torch
 
 from psc_core.tasks.classification.fit import sngp as sngp_fit
 from psc_core.tasks.classification.fit import softmax
-from psc_core.tasks.classification.fit.data import HeadData
+from psc_core.tasks.classification.fit.data import ClassifierData
 from psc_core.tasks.classification.heads import sngp
 from psc_core.tasks.fit.standardisation import fit_standardisation
 from tests.psc_core.tasks.classification.heads.support import fit, fit_head, images, maximum
@@ -54,7 +54,16 @@ def test_length_scale_matches_search(stripes: int, seed: int, monkeypatch: pytes
     omega, phases = torch.randn(2, 20, generator=random), 2 * math.pi * torch.rand(20, generator=random)
     val, val_labels = torch.rand(40, 2, generator=random), torch.arange(40) % 2
     val[:, 0] = (val[:, 0] + torch.arange(40) % stripes) / stripes
-    data = HeadData(phi(z), labels, torch.ones(len(z)).double(), phi(val)[:].float(), val_labels, 2, seed, phi)
+    data = ClassifierData(
+        train=phi(z),
+        train_labels=labels,
+        weights=torch.ones(len(z)).double(),
+        val=phi(val)[:].float(),
+        val_labels=val_labels,
+        num_classes=2,
+        seed=seed,
+        standardisation=phi,
+    )
     expected = naive.length_scale(
         phi(z)[:], labels, phi(val)[:], val_labels, omega.double(), phases.double(), precision=0.1
     )

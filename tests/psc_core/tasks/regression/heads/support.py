@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from psc_core.numerics.matrix import as_matrix
 from psc_core.tasks.fit.task import Features, HeadJob
 from psc_core.tasks.regression.fit import dve
 from psc_core.tasks.regression.fit import head as fit_of_heads
-from psc_core.tasks.regression.heads import HEADS, RegressionHead
+from psc_core.tasks.regression.heads import HEADS
+from psc_core.tasks.regression.heads.base import RegressionHead
 
 KINDS = sorted(HEADS)
 
@@ -37,9 +39,9 @@ def fit_head(
     shown = torch.arange(len(z)) if images is None else images
     train = Features(z, torch.zeros(len(z), dtype=torch.int64), shown, widths or (z.shape[1],), y)
     val_labels = torch.zeros(len(z_val), dtype=torch.int64)
-    selection = Features(z_val, val_labels, torch.arange(len(z_val)), train.widths, y_val)
-    own = None if val_mean is None else val_mean[:, None]
-    return fit_of_heads.fit_head(HeadJob(kind, train, selection, (), own))
+    own = None if val_mean is None else as_matrix(val_mean[:, None])
+    selection = Features(z_val, val_labels, torch.arange(len(z_val)), train.widths, y_val, own)
+    return fit_of_heads.fit_head(HeadJob(kind, train, selection, ()))
 
 
 def fit(kind: str, *, n: int = 300, dim: int = 6, scale: float = 1.0) -> RegressionHead:

@@ -85,7 +85,7 @@ def score_images(
 def labels_of(model: FittedModel, packed: Float[Tensor, "n columns"]) -> ScoredLabels:
     """Return what is kept of the pipeline's packed outputs for n images."""
     outputs, decisions = model.outputs(packed), model.decide(model.outputs(packed.numpy()))
-    possible = model.calibration.thresholds(model.policy).possible
+    possible = model.calibration.quantile(model.policy.coverage)
     scores = outputs["entropy"], outputs["ood_score"], torch.from_numpy(decisions.is_ood)
     return ScoredLabels(outputs.probabilities, *scores, possible)
 

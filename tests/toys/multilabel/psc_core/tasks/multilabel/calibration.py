@@ -16,32 +16,22 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from psc_core.calibration.conformal import check_ascending, check_names, check_range, check_rates, decision_p_value
+from psc_core.calibration.conformal import check_ascending, check_names, check_range, check_rates
 from psc_core.rates import tolerant_ceil
 from psc_core.tasks.calibration import BaseCalibration
-from psc_core.tasks.multilabel.policy import LabelPolicy
-
-
-@dataclass(frozen=True)
-class Thresholds:
-    """A policy in terms of the outputs, for one set of calibration images."""
-
-    policy: LabelPolicy
-    ood_p_value: float  # an image is out of distribution when its p-value is at most this
-    possible: float  # the smallest probability of a value of a label that is possible
+from psc_core.tasks.multilabel.decide import Thresholds
 
 
 @dataclass(frozen=True)
 class Calibration(BaseCalibration):
     """Scores of n calibration images, float32, each sorted for itself."""
 
+    thresholds_type = Thresholds
+
     misses: Float[Tensor, " n"]  # of the label that is told worst, 1 minus the probability of its true value; ascending
 
-    def thresholds(self, policy: LabelPolicy) -> Thresholds:
-        return Thresholds(policy, decision_p_value(policy.alpha, len(self)), self.possible(policy.coverage))
-
-    def possible(self, coverage: float) -> float:
-        """Return the smallest probability of a possible value.
+    def quantile(self, coverage: float) -> float:
+        """Return the smallest probability of a possible value of a label.
 
         Raises:
             UsageError: ``coverage`` is not in (0, 1), or n is too small for it.

@@ -2,34 +2,46 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from psc_core.tasks.decide import BaseDecisions, BaseThresholds
 from psc_core.tasks.multilabel.answer import DECISIONS
-from psc_core.tasks.multilabel.calibration import Thresholds
+from psc_core.tasks.multilabel.policy import LabelPolicy
 from psc_core.tasks.outputs import FloatArray, Outputs
 
 ACCEPT, ABSTAIN_UNDECIDED, ABSTAIN_OOD = range(len(DECISIONS))
 
 
-class Decisions(NamedTuple):
-    """What is decided for n images."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Decisions(BaseDecisions):
+    """The decisions of a model of several labels on n images."""
 
     holds: npt.NDArray[np.bool_]  # (n, K) labels of at least even odds
     undecided: npt.NDArray[np.bool_]  # (n, K) labels of which both values are possible
-    is_ood: npt.NDArray[np.bool_]  # (n,) p-value ≤ alpha
-    decision: npt.NDArray[np.int8]  # (n,) positions in :data:`.answer.DECISIONS`
     most_probable: npt.NDArray[np.int64]  # (n,) label
 
 
-def decide(outputs: Outputs[FloatArray], thresholds: Thresholds) -> Decisions:
-    """Apply thresholds to the outputs of n images."""
-    probabilities = outputs.probabilities
-    undecided = np.minimum(probabilities, 1 - probabilities) >= thresholds.possible
-    is_ood = outputs["ood_p_value"] <= thresholds.ood_p_value
-    decision = np.full(len(outputs), ACCEPT, np.int8)
-    decision[undecided.sum(axis=1) > thresholds.policy.max_undecided] = ABSTAIN_UNDECIDED
-    decision[is_ood] = ABSTAIN_OOD
-    return Decisions(probabilities >= 0.5, undecided, is_ood, decision, probabilities.argmax(axis=1))
+@dataclass(frozen=True)
+class Thresholds(BaseThresholds):
+    """The thresholds of several labels; ``quantile`` is the smallest probability of a possible value of a label."""
+
+    policy: LabelPolicy
+
+    def decide(self, outputs: Outputs[FloatArray]) -> Decisions:
+        """Return the decisions on n images."""
+        probabilities = outputs.probabilities
+        undecided = np.minimum(probabilities, 1 - probabilities) >= self.quantile
+        is_ood = outputs["ood_p_value"] <= self.ood_p_value
+        decision = np.full(len(outputs), ACCEPT, np.int8)
+        decision[undecided.sum(axis=1) > self.policy.max_undecided] = ABSTAIN_UNDECIDED
+        decision[is_ood] = ABSTAIN_OOD
+        return Decisions(
+            is_ood=is_ood,
+            decision=decision,
+            holds=probabilities >= 0.5,
+            undecided=undecided,
+            most_probable=probabilities.argmax(axis=1),
+        )

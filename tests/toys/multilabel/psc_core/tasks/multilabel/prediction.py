@@ -23,7 +23,6 @@ class Prediction(BasePrediction):
     decision_names = DECISIONS
 
     decisions: Decisions
-    classes: tuple[str, ...]
 
     @property
     def labels(self) -> tuple[tuple[str, ...], ...]:

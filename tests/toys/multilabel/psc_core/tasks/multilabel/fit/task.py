@@ -16,7 +16,7 @@ from psc_core.tasks.fit.task import Calibrated, Features, HeadJob, TaskFit, own_
 from psc_core.tasks.head import Scored
 from psc_core.tasks.multilabel.calibration import Calibration
 from psc_core.tasks.multilabel.fit.head import FITS
-from psc_core.tasks.multilabel.heads import LabelHead
+from psc_core.tasks.multilabel.heads.base import LabelHead
 from psc_core.tasks.multilabel.policy import LabelPolicy
 from psc_core.tasks.multilabel.task import MultiLabel
 

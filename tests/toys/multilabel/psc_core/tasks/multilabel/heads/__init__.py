@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from psc_core.tasks.multilabel.heads.base import LabelHead
-from psc_core.tasks.multilabel.heads.logistic import LogisticHead
+from psc_core.registry import Registry
 
-__all__ = ["HEADS", "LabelHead"]
+if TYPE_CHECKING:
+    from psc_core.tasks.multilabel.heads.base import LabelHead
 
-HEADS: Final[Mapping[str, type[LabelHead]]] = {head.kind: head for head in (LogisticHead,)}
+HEADS: Final[Mapping[str, type[LabelHead]]] = Registry(
+    {"logistic": "psc_core.tasks.multilabel.heads.logistic:LogisticHead"}
+)
 """Heads by kind; the first is the default."""

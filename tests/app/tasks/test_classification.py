@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from app.tasks.classification import ServedClassification
 from psc_core.tasks.classification.answer import DECISIONS, SCORES, Explanation, ImagePrediction
-from psc_core.tasks.classification.calibration import Thresholds
+from psc_core.tasks.classification.decide import Thresholds
 from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.classification.task import Classification
 from psc_core.tasks.outputs import FloatArray, Outputs
 
-TASK = Classification()
+SERVED = ServedClassification(Classification())
 CLASSES = ('a "quoted" label', "ä", "2")
 numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
 fractions = st.floats(0, 1, width=32)
@@ -41,8 +42,8 @@ policies = st.builds(
 
 def documents(outputs: Outputs[FloatArray], probability: float, policy: Policy, top_k: int | None = None) -> list[Any]:
     """The documents as a client reads them."""
-    decisions = TASK.decide(outputs, Thresholds(policy, policy.alpha, probability))
-    built = TASK.documents(outputs, decisions, CLASSES[: outputs.probabilities.shape[1]], top_k=top_k)
+    decisions = Thresholds(policy, policy.alpha, probability).decide(outputs)
+    built = SERVED.documents(outputs, decisions, CLASSES[: outputs.probabilities.shape[1]], top_k=top_k)
     parsed: list[Any] = orjson.loads(orjson.dumps(built, option=orjson.OPT_SERIALIZE_NUMPY))
     return parsed
 
@@ -104,8 +105,8 @@ def test_has_the_declared_fields(packed: FloatArray, policy: Policy, top_k: int 
 def test_numbers_are_printed_in_few_digits() -> None:
     outputs = Outputs(np.array([[0.1, -0.3, 0.4, 0.7, 0.2, 0.25, 0.05, 0.7]], np.float32), SCORES, ())
     policy = Policy(alpha=0.05, ambiguity_threshold=0.5, coverage=0.9)
-    decisions = TASK.decide(outputs, Thresholds(policy, policy.alpha, 1.0))
-    text = orjson.dumps(TASK.documents(outputs, decisions, CLASSES), option=orjson.OPT_SERIALIZE_NUMPY)
+    decisions = Thresholds(policy, policy.alpha, 1.0).decide(outputs)
+    text = orjson.dumps(SERVED.documents(outputs, decisions, CLASSES), option=orjson.OPT_SERIALIZE_NUMPY)
     assert b'"predictive_entropy":0.1,"log_density":-0.3,"ood_score":0.4,"ood_p_value":0.7' in text
 
 
@@ -135,7 +136,7 @@ def explanation(**more: npt.NDArray[np.float32]) -> dict[str, npt.NDArray[Any]]:
 
 def test_explanation_names_the_most_unusual_components() -> None:
     split = {"aleatoric": np.array([0.5], np.float32), "epistemic": np.array([0.25], np.float32)}
-    (document,) = TASK.explanations(explanation(**split), CLASSES, ("layer3",))
+    (document,) = SERVED.explanations(explanation(**split), CLASSES, ("layer3",))
     document["class_distances"] = document["class_distances"].tolist()
     assert Explanation.model_validate(document).model_dump() == {**document, "map": None, "nearest": None}
     assert document["nearest_class"] == "ä"
@@ -145,5 +146,5 @@ def test_explanation_names_the_most_unusual_components() -> None:
 
 
 def test_explanation_of_base_predictions_does_not_split_the_uncertainty() -> None:
-    (document,) = TASK.explanations(explanation(), CLASSES, ("layer3",))
+    (document,) = SERVED.explanations(explanation(), CLASSES, ("layer3",))
     assert (document["aleatoric"], document["epistemic"]) == (None, None)

@@ -7,14 +7,15 @@ from typing import Any
 import numpy as np
 import orjson
 
+from app.tasks.regression import ServedRegression
 from psc_core.target import Target
 from psc_core.tasks.outputs import Outputs
 from psc_core.tasks.regression.answer import SCORES, ValueExplanation, ValuePrediction
-from psc_core.tasks.regression.calibration import Thresholds
+from psc_core.tasks.regression.decide import Thresholds
 from psc_core.tasks.regression.policy import ValuePolicy
 from psc_core.tasks.regression.task import Regression
 
-TASK = Regression(target=Target(name="angle", unit="degrees"))
+SERVED = ServedRegression(Regression(target=Target(name="angle", unit="degrees")))
 ROWS = [[10.0, 3.0, 4.0, -1.0, 1.0, 0.5, 0.125], [-2.0, 0.5, 0.0, -9.0, 9.0, 0.01, 0.25], [1.0, 6.0, 8.0, 0, 0, 1, 1]]
 
 
@@ -26,7 +27,8 @@ def read(documents: list[dict[str, Any]]) -> Any:
 def test_equals_the_naive_document() -> None:
     outputs = Outputs(np.array(ROWS, np.float32), SCORES, ("texture",))
     policy = ValuePolicy(alpha=0.05, max_width=25.0, coverage=0.9)
-    documents = read(TASK.documents(outputs, TASK.decide(outputs, Thresholds(policy, 0.05, 2.0)), ("a", "b")))
+    decided = Thresholds(policy, 0.05, 2.0).decide(outputs)
+    documents = read(SERVED.documents(outputs, decided, ("a", "b")))
     decisions = ("accept", "abstain_ood", "abstain_uncertain")
     for document, values, decision in zip(documents, ROWS, decisions, strict=True):
         mean, half = values[0], 2 * np.hypot(values[1], values[2])
@@ -54,9 +56,9 @@ def test_explanation_names_the_nearest_examples_of_each_layer() -> None:
         "neighbour_value": np.array([[[1.0, 2.0], [3.0, 4.0]]], np.float32),
         "neighbour_distance": np.array([[[0.5, 1.5], [0.25, 2.0]]], np.float32),
     }
-    (plain,) = read(TASK.explanations(explanation, ("a", "b"), ("z",)))
+    (plain,) = read(SERVED.explanations(explanation, ("a", "b"), ("z",)))
     assert plain["nearest_bin"] == "b" and "nearest_examples" not in plain
-    (told,) = read(TASK.explanations({**explanation, **near}, ("a", "b"), ("z", "layer1")))
+    (told,) = read(SERVED.explanations({**explanation, **near}, ("a", "b"), ("z", "layer1")))
     layers = ValueExplanation.model_validate(told).nearest_examples
     assert layers is not None
     assert [(each.layer, each.weight) for each in layers] == [("z", 0.75), ("layer1", 0.25)]

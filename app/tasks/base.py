@@ -1,0 +1,116 @@
+"""The interface of a task's answers: JSON documents, tensors of the v2 protocol, labels of metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Generic, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from psc_core.tasks import TASKS, module_of
+from psc_core.tasks.decide import AnyDecisions
+from psc_core.tasks.outputs import FloatArray, Outputs
+from psc_core.tasks.task import Task
+
+Datatype = Literal["FP32", "INT64", "UINT8", "BOOL", "BYTES"]
+"""Types of a tensor of the Open Inference Protocol."""
+
+GATES_OUTPUT: Final = "gates"
+"""The tensor of the gates' p-values, in the order of a model's gates."""
+
+UNUSUAL_COMPONENTS: Final = 5
+"""Number of components that an explanation names."""
+
+
+@dataclass(frozen=True)
+class ServedTask(Generic[AnyDecisions]):
+    """Base of the tasks in service; ``SERVED`` in the module of a task is the class of its own."""
+
+    task: Task
+
+    tensors: ClassVar[Mapping[str, Datatype]]
+    """The outputs of the v2 protocol, in order."""
+    request_options: ClassVar[frozenset[str]] = frozenset()
+    """Options that a request may give beside thresholds."""
+
+    def documents(
+        self, outputs: Outputs[FloatArray], decisions: AnyDecisions, classes: Sequence[str], **options: int
+    ) -> list[dict[str, Any]]:
+        """Return one answer for each image, as orjson takes it.
+
+        Args:
+            outputs: Finite outputs.
+            decisions: Decisions on the same images.
+            classes: Classes of the model.
+            options: Some of :attr:`request_options`.
+        """
+        raise NotImplementedError
+
+    def explanations(
+        self, explanation: Mapping[str, npt.NDArray[Any]], classes: Sequence[str], layers: Sequence[str]
+    ) -> list[dict[str, Any]]:
+        """Return one explanation for each image, from the arrays of ``Pipeline.explain``.
+
+        Args:
+            explanation: Arrays by name, images first.
+            classes: Classes of the model.
+            layers: Layers that its head tells apart: z, by the candidate layer(s), and the other layers that it reads.
+        """
+        raise NotImplementedError
+
+    def tensor_shape(self, name: str, classes: Sequence[str], gates: Sequence[str]) -> list[int]:
+        """Return the sizes of one of the :attr:`tensors` behind the number of images."""
+        return [len(gates)] if name == GATES_OUTPUT else []
+
+    def tensor(
+        self, name: str, outputs: Outputs[FloatArray], decisions: AnyDecisions, classes: Sequence[str]
+    ) -> npt.NDArray[Any] | list[str]:
+        """Return one of the :attr:`tensors`; texts for one of ``BYTES``."""
+        if name == GATES_OUTPUT:
+            return outputs.gate_p_values
+        values: npt.NDArray[Any] | None = getattr(decisions, name, None)
+        return outputs[name] if values is None else values
+
+    def metric_labels(self, classes: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the labels that images are counted by."""
+        return classes
+
+    def label_index(self, decisions: AnyDecisions) -> npt.NDArray[np.int64]:
+        """Return the position of each image's label among :meth:`metric_labels`."""
+        raise NotImplementedError
+
+
+def served_type(name: str) -> type[ServedTask[Any]]:
+    """Return the class of a task in service, by one of the names in :data:`psc_core.tasks.TASKS`."""
+    found: type[ServedTask[Any]] = module_of(name, "app.tasks.{}").SERVED
+    return found
+
+
+def served_task(task: Task) -> ServedTask[Any]:
+    """Return a model's task in service; the decisions that it is given have to be of that task."""
+    return served_type(task.name)(task)
+
+
+def tensor_names() -> tuple[str, ...]:
+    """Return the names of the v2 tensors of all tasks."""
+    return tuple(dict.fromkeys(name for task in reversed(TASKS) for name in served_type(task).tensors))
+
+
+def unusual_components(deviation: FloatArray) -> list[dict[str, Any]]:
+    """Return the components of one image that deviate most, as an explanation names them."""
+    unusual = np.argsort(-np.abs(deviation), kind="stable")[:UNUSUAL_COMPONENTS].tolist()
+    return [{"component": component, "deviation": float(deviation[component])} for component in unusual]
+
+
+def score_members(outputs: Outputs[FloatArray]) -> list[dict[str, Any]]:
+    """Return the scores of each image's answer."""
+    return [dict(zip(outputs.scores, row, strict=False)) for row in outputs.packed]
+
+
+def gate_members(outputs: Outputs[FloatArray]) -> list[dict[str, Any]]:
+    """Return the member ``gates`` of each image's answer; nothing for a model without gates."""
+    if not outputs.gates:
+        return [{}] * len(outputs)
+    return [{GATES_OUTPUT: dict(zip(outputs.gates, p_values, strict=True))} for p_values in outputs.gate_p_values]

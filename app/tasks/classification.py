@@ -1,0 +1,102 @@
+"""The answers of a classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from app.tasks.base import GATES_OUTPUT, Datatype, ServedTask, gate_members, score_members, unusual_components
+from psc_core.tasks.classification.answer import DECISIONS, SCORES
+from psc_core.tasks.classification.decide import Decisions
+from psc_core.tasks.outputs import FloatArray, Outputs
+
+
+class ServedClassification(ServedTask[Decisions]):
+    """The answers of a classifier."""
+
+    tensors: ClassVar[Mapping[str, Datatype]] = {
+        "probabilities": "FP32",
+        **dict.fromkeys((*SCORES, GATES_OUTPUT), "FP32"),
+        "is_ood": "BOOL",
+        "label": "BYTES",
+        "class_index": "INT64",
+    }
+    request_options = frozenset({"top_k"})
+
+    def documents(
+        self,
+        outputs: Outputs[FloatArray],
+        decisions: Decisions,
+        classes: Sequence[str],
+        *,
+        top_k: int | None = None,
+        **options: int,
+    ) -> list[dict[str, Any]]:
+        """Return one ``ImagePrediction`` for each image, with ``top_k`` classes where that is given."""
+        probabilities = np.ascontiguousarray(outputs.probabilities)
+        scores, gates, documents = score_members(outputs), gate_members(outputs), []
+        for image, class_index in enumerate(decisions.class_index.tolist()):
+            documents.append(
+                {
+                    "label": classes[class_index],
+                    "class_index": class_index,
+                    "confidence": decisions.confidence[image],
+                    **(
+                        {"probabilities": probabilities[image]}
+                        if top_k is None
+                        else {"top": _most_probable(probabilities[image], classes, top_k)}
+                    ),
+                    **scores[image],
+                    **gates[image],
+                    "is_ood": bool(decisions.is_ood[image]),
+                    "decision": DECISIONS[decisions.decision[image]],
+                    "prediction_set": [classes[k] for k in decisions.prediction_set[image].nonzero()[0].tolist()],
+                }
+            )
+        return documents
+
+    def explanations(
+        self, explanation: Mapping[str, npt.NDArray[Any]], classes: Sequence[str], layers: Sequence[str]
+    ) -> list[dict[str, Any]]:
+        """Return one ``Explanation`` for each image.
+
+        ``aleatoric`` and ``epistemic`` are ``None`` where the head does not split its uncertainty.
+        """
+        documents = []
+        for image, nearest in enumerate(explanation["nearest_class"].tolist()):
+            split = {name: explanation[name][image] for name in ("aleatoric", "epistemic") if name in explanation}
+            documents.append(
+                {
+                    "nearest_class": classes[nearest],
+                    "class_distances": np.ascontiguousarray(explanation["class_distances"][image]),
+                    "unusual_components": unusual_components(explanation["component_deviation"][image]),
+                    "aleatoric": None,
+                    "epistemic": None,
+                    **{name: float(value) for name, value in split.items()},
+                }
+            )
+        return documents
+
+    def tensor_shape(self, name: str, classes: Sequence[str], gates: Sequence[str]) -> list[int]:
+        return [len(classes)] if name == "probabilities" else super().tensor_shape(name, classes, gates)
+
+    def tensor(
+        self, name: str, outputs: Outputs[FloatArray], decisions: Decisions, classes: Sequence[str]
+    ) -> npt.NDArray[Any] | list[str]:
+        if name == "label":
+            return decisions.labels(classes)
+        return outputs.probabilities if name == "probabilities" else super().tensor(name, outputs, decisions, classes)
+
+    def label_index(self, decisions: Decisions) -> npt.NDArray[np.int64]:
+        return decisions.class_index
+
+
+SERVED: Final = ServedClassification
+
+
+def _most_probable(probabilities: FloatArray, classes: Sequence[str], count: int) -> list[dict[str, Any]]:
+    best = np.argsort(-probabilities, kind="stable")[:count].tolist()
+    return [{"label": classes[k], "probability": probabilities[k]} for k in best]

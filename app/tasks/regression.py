@@ -1,0 +1,90 @@
+"""The answers of a regression."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from app.tasks.base import GATES_OUTPUT, Datatype, ServedTask, gate_members, score_members, unusual_components
+from psc_core.tasks.outputs import FloatArray, Outputs
+from psc_core.tasks.regression.answer import DECISIONS, SCORES
+from psc_core.tasks.regression.decide import Decisions
+from psc_core.tasks.regression.task import Regression
+
+
+@dataclass(frozen=True)
+class ServedRegression(ServedTask[Decisions]):
+    """The answers of a regression; all its images are counted by the name of its target."""
+
+    task: Regression
+
+    tensors: ClassVar[Mapping[str, Datatype]] = {
+        **dict.fromkeys((*SCORES, "lower", "upper", GATES_OUTPUT), "FP32"),
+        "is_ood": "BOOL",
+    }
+
+    def documents(
+        self, outputs: Outputs[FloatArray], decisions: Decisions, classes: Sequence[str], **options: int
+    ) -> list[dict[str, Any]]:
+        """Return one ``ValuePrediction`` for each image."""
+        return [
+            {
+                **scores,
+                "lower": decisions.lower[image],
+                "upper": decisions.upper[image],
+                **gates,
+                "is_ood": bool(decisions.is_ood[image]),
+                "decision": DECISIONS[decisions.decision[image]],
+            }
+            for image, (scores, gates) in enumerate(zip(score_members(outputs), gate_members(outputs), strict=True))
+        ]
+
+    def explanations(
+        self, explanation: Mapping[str, npt.NDArray[Any]], classes: Sequence[str], layers: Sequence[str]
+    ) -> list[dict[str, Any]]:
+        """Return one ``ValueExplanation`` for each image."""
+        return [
+            {
+                "nearest_bin": classes[nearest],
+                "bin_distances": np.ascontiguousarray(explanation["class_distances"][image]),
+                "unusual_components": unusual_components(explanation["component_deviation"][image]),
+                **(
+                    {"nearest_examples": _nearest_examples(explanation, image, layers)}
+                    if "neighbour_image" in explanation
+                    else {}
+                ),
+            }
+            for image, nearest in enumerate(explanation["nearest_class"].tolist())
+        ]
+
+    def metric_labels(self, classes: tuple[str, ...]) -> tuple[str, ...]:
+        return (self.task.target.name,)
+
+    def label_index(self, decisions: Decisions) -> npt.NDArray[np.int64]:
+        return np.zeros(len(decisions), np.int64)
+
+
+SERVED: Final = ServedRegression
+
+
+def _nearest_examples(
+    explanation: Mapping[str, npt.NDArray[Any]], image: int, layers: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return one ``LayerNeighbours`` for each layer that the head reads."""
+    names = ("neighbour_image", "neighbour_value", "neighbour_distance")
+    found = zip(layers, explanation["layer_weight"][image], *(explanation[name][image] for name in names), strict=True)
+    return [
+        {
+            "layer": layer,
+            "weight": float(weight),
+            "examples": [
+                {"image": int(position), "value": float(value), "distance": float(distance)}
+                for position, value, distance in zip(positions, values, distances, strict=True)
+            ],
+        }
+        for layer, weight, positions, values, distances in found
+    ]

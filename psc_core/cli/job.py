@@ -1,0 +1,227 @@
+"""A fit that ``psc-fit`` was asked for, and its steps; :func:`psc_core.cli.fit.fit` takes them in order.
+
+Everything that can be refused is refused in :func:`open_job`, before the first pass over the images, or while they are
+decoded; nothing is written to the bundle's folder before the model is fitted.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from psc_core.arguments import key_values
+from psc_core.bundle.io import check_target
+from psc_core.bundle.manifest import MAX_NAME, check_network, check_text
+from psc_core.cli import flags, preprocessing
+from psc_core.cli.provenance import check_disjoint, job_of, provenance_of
+from psc_core.collapse.report import CollapseReport, to_csv
+from psc_core.compute.distributed import Reducer
+from psc_core.compute.passes import Compute
+from psc_core.compute.readable import only_readable
+from psc_core.data.classes import in_network_order
+from psc_core.data.dataset import drawn
+from psc_core.data.spec import open_dataset
+from psc_core.errors import UsageError
+from psc_core.fitting.checkpoint import Checkpoint
+from psc_core.fitting.data import FitData
+from psc_core.fitting.stages import checked
+from psc_core.model.base import FittedModel
+from psc_core.network.backbone import check_output, example_input
+from psc_core.network.described.base import Described
+from psc_core.network.described.families import describe
+from psc_core.network.load import Recipe, forget_recipe, load_described, notes_of, recipe_for, recipe_of
+from psc_core.network.onnx.export import check_exportable
+from psc_core.projection.fit.report import FittedProjection
+from psc_core.report import page
+from psc_core.report.collect import collect_fit
+from psc_core.report.content import Content
+from psc_core.report.facts import facts_about
+from psc_core.settings import FitSettings
+from psc_core.tasks.fit.task import OWN_IMAGES
+
+
+@dataclass(frozen=True)
+class LoadedNetwork:
+    """The network of a fit, and where it came from."""
+
+    net: nn.Module
+    recipe: Recipe
+    weights: Sequence[Path]  # its checkpoints
+    configuration: Path | None  # the file in its own folder that says how it is built
+
+
+@dataclass(frozen=True)
+class Job:
+    """A fit with its images, network and settings, opened and checked."""
+
+    out: Path  # the bundle to write
+    name: str  # of the model
+    network: LoadedNetwork
+    data: FitData
+    settings: FitSettings
+    compute: Compute
+    order_note: str  # how the classes were ordered, for people; empty where nothing is to be said
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process, of those that fit together, prints and writes."""
+        return self.compute.reducer.rank == 0
+
+    @property
+    def stages_folder(self) -> Path:
+        """The folder of the checkpoint, beside the bundle."""
+        return self.out.with_name(f".{self.out.name}.stages")
+
+    def opening(self) -> list[str]:
+        """Return the lines that say what is fitted to what."""
+        train, val, notes = self.data.train, self.data.val, notes_of(self.network.net)
+        lines = [
+            f"train: {train.name}, {len(train)} images, {self.data.task_fit.describe_labels(train)}; "
+            f"val: {val.name}, {len(val)} images",
+            self.order_note,
+            f"network: {'; '.join(notes)}" if notes else "",
+            f"preprocessing: {train.preprocess}",
+        ]
+        return list(filter(None, lines))
+
+
+def open_job(args: argparse.Namespace) -> Job:
+    """Open what the flags name, and refuse what no bundle can be fitted to or written from.
+
+    Raises:
+        UsageError: Flags that contradict each other or the images, or a place that no bundle can be written to.
+        DataError: Images that cannot be fitted.
+        NetworkError: The network cannot be loaded, run or exported.
+    """
+    described = describe(args.model, allow_download=args.allow_download)
+    if args.weights is None and not described.weights:
+        raise UsageError(f"expected --weights FILE, the trained weights of {args.model}, which has none with it")
+    data, order_note = open_images(args, described)
+    given = {field.name: getattr(args, field.name) for field in fields(FitSettings) if hasattr(args, field.name)}
+    settings = checked(FitSettings(**given), data)
+    out = args.out.resolve()
+    name = args.name or out.name
+    check_target(out)
+    if len(name) > MAX_NAME:
+        raise UsageError(f"expected a --name of at most {MAX_NAME} characters, got {len(name)}")
+    network = load(args, described, data.task.network_outputs(data.train.classes))
+    compute = settings.compute(Reducer.start() if args.distributed else None)
+    check_runs(network, data, compute)
+    return Job(out, name, network, data, settings, compute, order_note)
+
+
+def open_images(args: argparse.Namespace, described: Described) -> tuple[FitData, str]:
+    """Open training and validation images, with the classes in the network's order, and how that was found."""
+    preprocess = preprocessing.preprocess_from(args, described.preparation)
+    opened = partial(open_dataset, preprocess=preprocess, target=args.target, unit=args.unit)
+    train, note = in_network_order(opened(args.train, split="train"), described.classes)
+    val, _ = in_network_order(opened(args.val, split="val"), described.classes)
+    return FitData.of(train, val, seed=args.seed, task=args.task, max_images=args.max_images), note
+
+
+def load(args: argparse.Namespace, described: Described, outputs: int) -> LoadedNetwork:
+    """Load the network with so many outputs; with ``--graph`` as one that no name builds again."""
+    recipe = recipe_for(args.model, described, outputs, key_values(args.model_arg))
+    check_network(asdict(recipe))
+    net = load_described(described, recipe, args.weights)
+    if args.graph:
+        forget_recipe(net)
+    return LoadedNetwork(net, recipe, [args.weights] if args.weights else described.weights, described.configuration)
+
+
+def check_runs(network: LoadedNetwork, data: FitData, compute: Compute) -> None:
+    """Run the network on one trial input, on the device, and export it where a bundle will hold its graph."""
+    net, recipe = network.net.to(compute.device), network.recipe
+    example = example_input(data.train.preprocess).to(compute.device)
+    check_output(net, example, recipe.num_classes, name=recipe.spec)
+    if recipe_of(net) is None:
+        check_exportable(net, example, compute.precision)
+
+
+def look(job: Job, max_bad_images: int) -> str:
+    """Return the result of the network itself on a few random images, so that it is seen before all are decoded."""
+    data = job.data
+    train, val = (
+        only_readable(drawn(images, OWN_IMAGES, data.seed), max_bad_images) for images in (data.train, data.val)
+    )
+    return data.task_fit.first_look(job.network.net, train, val, job.compute)
+
+
+def checked_provenance(job: Job) -> dict[str, Any]:
+    """Return what the bundle will record of its origin.
+
+    Raises:
+        UsageError: Validation images that are the training images, or names that UTF-8 cannot hold.
+    """
+    network = job.network
+    provenance = provenance_of(network.recipe, network.weights, job.settings, job.data)
+    check_disjoint(job.data, provenance)
+    try:
+        check_text({"name": job.name, **provenance})
+    except ValueError as error:
+        raise UsageError(f"expected names and flags in UTF-8, got {error}; change it") from error
+    return provenance
+
+
+def decoded(job: Job, args: argparse.Namespace) -> Job:
+    """Return the job with its images decoded once, without those that cannot be, and print how good the network is.
+
+    Raises:
+        DataError: More images than ``--max-bad-images`` cannot be decoded.
+        UsageError: Rates that the images that are left cannot keep.
+    """
+    reducer = job.compute.reducer
+    if args.cache != "off":
+        folder = Path(args.cache) if args.cache else None
+        job = replace(job, data=job.data.cached(folder, processes=reducer.world))
+    if job.is_first:
+        print(look(job, args.max_bad_images), flush=True)
+    data, left_out = job.data.readable(args.max_bad_images, reducer)
+    if left_out:
+        data.check_rates(alpha=job.settings.alpha, coverage=job.settings.coverage)
+        if job.is_first:
+            print(*left_out, sep="\n", flush=True)
+    return replace(job, data=data)
+
+
+def open_checkpoint(job: Job, provenance: dict[str, Any], args: argparse.Namespace) -> Checkpoint:
+    """Return the checkpoint of an interrupted run of this job, or an empty one.
+
+    Raises:
+        UsageError: Nothing was interrupted, and a bundle would be replaced without ``--overwrite``.
+    """
+    compute = job.compute
+    inputs = job_of(provenance, job.settings, job.data, compute, job.network.configuration)
+    checkpoint = Checkpoint.of(job.stages_folder, inputs, compute.reducer)
+    is_resumed = checkpoint.is_resumed and not args.fresh
+    flags.check_no_bundle(job.out, args.overwrite or is_resumed)
+    if not is_resumed:
+        checkpoint.clear()
+    return checkpoint
+
+
+def write(
+    job: Job, report: CollapseReport, projection: FittedProjection, model: FittedModel, *, pictures: bool
+) -> None:
+    """Write bundle, collapse table, model card and, with ``pictures``, the report, and print what they say."""
+    out = job.out
+    manifest = model.save(out)
+    page.remove(out)
+    (out / "collapse.csv").write_text(to_csv(report))
+    print(f"wrote {out} (version {manifest.version})", flush=True)
+    content = Content(manifest.version)
+    if pictures:
+        content = collect_fit(model, job.network.net, job.data, projection.report, job.compute, manifest.version)
+        content.save(out)
+    facts = facts_about(out, manifest, model.calibration, content)
+    page.write_card(facts)
+    print(facts.to_text())
+    if pictures:
+        print(f"report: {page.write(facts, out)}")
+    print(f"next: {page.serve_command(out, manifest)}")

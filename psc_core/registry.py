@@ -1,0 +1,34 @@
+"""Classes by name, each imported when it is asked for: a command line lists the names without importing torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import TypeVar
+
+Kind = TypeVar("Kind")
+
+
+class Registry(Mapping[str, type[Kind]]):
+    """A mapping from names to classes, in the order in which they are listed.
+
+    Args:
+        places: ``"package.module:Class"`` of each class, by its name.
+    """
+
+    def __init__(self, places: Mapping[str, str]) -> None:
+        self._places = dict(places)
+
+    def __getitem__(self, name: str) -> type[Kind]:
+        module, _, class_name = self._places[name].partition(":")
+        found: type[Kind] = getattr(import_module(module), class_name)
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places  # A mapping's own asks for the class, and so imports it.
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)

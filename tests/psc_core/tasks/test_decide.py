@@ -1,0 +1,25 @@
+"""Decisions of every task on some of the images."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from psc_core.tasks import TASKS
+from tests.tasks import CLASSES, ONE_OF_EACH, drawn
+
+
+@pytest.mark.parametrize("at", [slice(2, 5), [4, 2, 2], np.array([7]), np.arange(40) % 3 == 0, []], ids=str)
+@pytest.mark.parametrize("task", TASKS)
+def test_decides_images_one_by_one(task: str, at: Any) -> None:
+    of, thresholds = ONE_OF_EACH[task]
+    outputs = drawn(of, ())
+    decisions, positions = thresholds.decide(outputs), np.arange(40)[at].tolist()
+    some = decisions.at(at)
+    assert type(some) is type(decisions) and len(some) == len(positions)
+    for each in fields(decisions):
+        assert getattr(some, each.name).tolist() == [getattr(decisions, each.name)[k].tolist() for k in positions]
+    assert list(some.labels(CLASSES)) == [decisions.labels(CLASSES)[k] for k in positions]

@@ -1,0 +1,70 @@
+"""The answers of a model of several labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from app.tasks.base import GATES_OUTPUT, Datatype, ServedTask, gate_members, score_members, unusual_components
+from psc_core.tasks.multilabel.answer import DECISIONS, SCORES
+from psc_core.tasks.multilabel.decide import Decisions
+from psc_core.tasks.outputs import FloatArray, Outputs
+
+PER_LABEL: Final[Mapping[str, Datatype]] = {"probabilities": "FP32", "holds": "BOOL", "undecided": "BOOL"}
+"""Tensors with a number for each label."""
+
+
+class ServedMultiLabel(ServedTask[Decisions]):
+    """The answers of a model of several labels."""
+
+    tensors: ClassVar[Mapping[str, Datatype]] = {
+        **PER_LABEL,
+        **dict.fromkeys((*SCORES, GATES_OUTPUT), "FP32"),
+        "is_ood": "BOOL",
+    }
+
+    def documents(
+        self, outputs: Outputs[FloatArray], decisions: Decisions, classes: Sequence[str], **options: int
+    ) -> list[dict[str, Any]]:
+        """Return one ``LabelPrediction`` for each image."""
+        probabilities = np.ascontiguousarray(outputs.probabilities)
+        return [
+            {
+                "labels": [classes[k] for k in decisions.holds[image].nonzero()[0].tolist()],
+                "undecided": [classes[k] for k in decisions.undecided[image].nonzero()[0].tolist()],
+                "probabilities": probabilities[image],
+                **scores,
+                **gates,
+                "is_ood": bool(decisions.is_ood[image]),
+                "decision": DECISIONS[decisions.decision[image]],
+            }
+            for image, (scores, gates) in enumerate(zip(score_members(outputs), gate_members(outputs), strict=True))
+        ]
+
+    def explanations(
+        self, explanation: Mapping[str, npt.NDArray[Any]], classes: Sequence[str], layers: Sequence[str]
+    ) -> list[dict[str, Any]]:
+        """Return one ``LabelExplanation`` for each image."""
+        return [
+            {"nearest_label": classes[nearest], "unusual_components": unusual_components(deviation)}
+            for nearest, deviation in zip(
+                explanation["nearest_class"].tolist(), explanation["component_deviation"], strict=True
+            )
+        ]
+
+    def tensor_shape(self, name: str, classes: Sequence[str], gates: Sequence[str]) -> list[int]:
+        return [len(classes)] if name in PER_LABEL else super().tensor_shape(name, classes, gates)
+
+    def tensor(
+        self, name: str, outputs: Outputs[FloatArray], decisions: Decisions, classes: Sequence[str]
+    ) -> npt.NDArray[Any] | list[str]:
+        return outputs.probabilities if name == "probabilities" else super().tensor(name, outputs, decisions, classes)
+
+    def label_index(self, decisions: Decisions) -> npt.NDArray[np.int64]:
+        return decisions.most_probable
+
+
+SERVED: Final = ServedMultiLabel
