@@ -7,6 +7,7 @@ the service, SIGHUP reloads the bundles.  The exit code is one of :class:`psc_co
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging.config
 import os
@@ -120,7 +121,11 @@ def run(arguments: Sequence[str]) -> int:
 
     # Idle OpenMP threads would spin on the cores that decode images.  OpenMP reads this when torch loads it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    gc.disable()  # Each collection would walk all that was imported so far, and none of it is garbage.
     from app.server import serve  # Importing torch takes seconds: a mistake in the settings should show before.
+
+    gc.freeze()
+    gc.enable()
 
     code, message = serve(settings, listener)
     if message:
