@@ -64,7 +64,7 @@ def test_a_folder_without_preprocessing_says_so(tmp_path: Path) -> None:
         ({"_experts_implementation_internal": 1}, "code from elsewhere"),
         ({"id2label": None, "num_labels": "many"}, "num_labels of .* positive number, got 'many'"),
         ({"id2label": None, "num_labels": -1}, "num_labels of .* positive number, got -1"),
-        ({"quantization_config": {"bits": 4}}, "is of a quantised network"),
+        ({"quantization_config": {"bits": 4}}, "belongs to a quantised network"),
         ({"model_type": None}, "has no model_type"),
         ({"id2label": {"0": "a", "2": "b"}}, "to name the outputs 0, 1"),
         ({"id2label": ["a", "b"]}, "to name the outputs 0, 1"),
