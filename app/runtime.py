@@ -151,7 +151,7 @@ def settle_heap() -> None:
 
 def linger_seconds(settings: Settings) -> float:
     """Return how many seconds after SIGTERM requests are still accepted."""
-    return min(LINGER_SECONDS, settings.drain_seconds / 2)
+    return min(LINGER_SECONDS, settings.answer_seconds / 2)
 
 
 def network_threads(settings: Settings, default: int) -> int:

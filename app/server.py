@@ -118,7 +118,7 @@ def uvicorn_config(settings: Settings, application: Callable[[], FastAPI]) -> uv
         proxy_headers=False,
         backlog=BACKLOG,
         timeout_keep_alive=settings.keep_alive_seconds,
-        timeout_graceful_shutdown=max(1, int(settings.drain_seconds - linger_seconds(settings))),
+        timeout_graceful_shutdown=cast(int, settings.answer_seconds - linger_seconds(settings)),  # It only waits.
         timeout_worker_healthcheck=_WORKER_TIMEOUT_S,
         ssl_certfile=settings.tls_certificate,
         ssl_keyfile=settings.tls_key,

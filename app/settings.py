@@ -34,6 +34,9 @@ _DECISIONS: Final = (
 )
 """The decisions that ``log_images`` may name."""
 
+_LOG_FRACTION: Final = 0.2
+"""The fraction of ``drain_seconds`` that is kept for the prediction log."""
+
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -107,7 +110,10 @@ class Settings(BaseSettings):
         default=10.0, gt=0, description="Time in which an admitted request is answered, seconds; after it: 504."
     )
     drain_seconds: float = Field(
-        default=30.0, ge=0, description="Longest time between SIGTERM and the end of the process, seconds."
+        default=30.0,
+        ge=0,
+        description="Longest time between SIGTERM and the end of the process, seconds; the last fifth is for the "
+        "prediction log, if there is one.",
     )
     decode_threads: int | None = Field(
         default=None, ge=1, le=1024, description="Threads that decode images; unset: one per CPU, at most 16."
@@ -300,6 +306,11 @@ class Settings(BaseSettings):
         if len(set(names)) < len(names):
             raise ValueError(f"expected different bundle names, got {', '.join(names)}; use NAME=DIR")
         return self
+
+    @property
+    def answer_seconds(self) -> float:
+        """The part of ``drain_seconds`` in which accepted requests are answered; the log is written in the rest."""
+        return self.drain_seconds if self.log is None else (1 - _LOG_FRACTION) * self.drain_seconds
 
     @property
     def named_bundles(self) -> tuple[tuple[str, Path], ...]:

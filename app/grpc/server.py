@@ -68,7 +68,7 @@ async def serving(app: ASGIApp, service: Service) -> AsyncIterator[None]:
         yield
     finally:
         service.begin_drain()
-        await server.stop(service.drain_seconds_left())
+        await server.stop(service.answer_seconds_left())
 
 
 class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]

@@ -118,7 +118,7 @@ class Engine:
         self._worker.start()
         await self._started
 
-    def check_room(self) -> None:
+    def check_room(self, kind: RequestKind = RequestKind.PREDICT) -> None:
         """Refuse a request, before its body is read, if not even one image would be admitted now.
 
         Raises:
@@ -128,7 +128,7 @@ class Engine:
         self._check_warm()
         now = time.monotonic()
         with self._queue as batcher:
-            batcher.check(1, now=now, deadline=now + self._deadline_s)
+            batcher.check(1, now=now, deadline=now + self._deadline_s, kind=kind)
 
     async def predict(
         self,

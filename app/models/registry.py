@@ -53,7 +53,7 @@ class Registry:
         self._reloading = asyncio.Lock()
         self._reload_waits = False
         self._unloaded: set[str] = set()
-        self._retiring: set[asyncio.Task[None]] = set()
+        self._retiring: dict[asyncio.Task[None], ServedModel] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -203,8 +203,12 @@ class Registry:
 
     async def close(self, *, within_s: float) -> None:
         """Finish the admitted requests within ``within_s`` seconds, and end all threads."""
-        engines = [served.engine.close(within_s=within_s) for served in self._served.values()]
-        await asyncio.gather(*engines, *self._retiring)
+        retiring = dict(self._retiring)
+        models = (*self._served.values(), *retiring.values())
+        await asyncio.gather(*(served.engine.close(within_s=within_s) for served in models))
+        for task in retiring:  # They may have been given more time than is left now.
+            task.cancel()
+        await asyncio.gather(*retiring, return_exceptions=True)
         self._starter.close()
         self.refresh_metrics()
 
@@ -221,16 +225,18 @@ class Registry:
 
     def _begin_to_retire(self, old: ServedModel) -> None:
         task = asyncio.get_running_loop().create_task(self._retire(old))
-        self._retiring.add(task)
+        self._retiring[task] = old
         task.add_done_callback(self._retired)
         old.recorder.hide()
 
     async def _retire(self, old: ServedModel) -> None:
-        await old.engine.close(within_s=self._retire_within_s)
-        old.recorder.flush()
+        try:
+            await old.engine.close(within_s=self._retire_within_s)
+        finally:
+            old.recorder.flush()
 
     def _retired(self, task: asyncio.Task[None]) -> None:
         """Call ``on_models_changed`` once no task holds a replaced model any more."""
-        self._retiring.discard(task)
+        del self._retiring[task]
         if not self._retiring:
             self._on_models_changed()

@@ -113,8 +113,8 @@ class DriftMonitor:
         calibration_count: int,
         alpha: float,
         *,
-        false_alarm_probability: float = 0.01,
-        window: int = 1000,
+        false_alarm_probability: float,
+        window: int,
     ) -> None:
         self.calibration_count = calibration_count
         self.alpha = alpha
