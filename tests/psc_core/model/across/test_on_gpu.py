@@ -62,6 +62,7 @@ NETWORKS = {
     "torchvision:shufflenet_v2_x0_5": "stage3",
     "torchvision:regnet_x_400mf": "trunk_output.block2",
     "tests.tiny:network": "4",
+    "tests.tiny:LeNet": "conv2",
 }
 
 
