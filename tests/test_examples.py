@@ -150,8 +150,8 @@ def test_own_images(here: Here) -> None:
 
 def test_regression(here: Here) -> None:
     said = here("regression.py")
-    held, promised, clothes = map(int, re.findall(r"(\d+)% ", said))
-    assert abs(held - promised) < 8 and clothes > 60
+    held, guaranteed, clothes = map(int, re.findall(r"(\d+)% ", said))
+    assert abs(held - guaranteed) < 8 and clothes > 60
     check_shown("regression.py", said)
 
 

@@ -33,6 +33,7 @@ from psc_core.maps.layer_map import LayerMap
 from psc_core.model.base import TRIAL_IMAGES, FittedModel
 from psc_core.model.pipeline import Pipeline, Scorer, ood_score_of
 from psc_core.settings import FitSettings
+from psc_core.tasks.classification.policy import GUARANTEED_RISK
 from psc_core.tasks.fit.task import Calibrated, TaskFit, task_fit
 from psc_core.tasks.head import Scored
 from psc_core.tasks.policy import BasePolicy
@@ -172,7 +173,7 @@ def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:
         )
     own = {each.name for each in fields(FitSettings)}
     rates = {name: value for name, value in model.policy.model_dump().items() if name in own}
-    risk = model.report.get("metrics", {}).get("risk", {}).get("promised", FitSettings.risk)
+    risk = model.report.get("metrics", {}).get("risk", {}).get(GUARANTEED_RISK, FitSettings.risk)
     return replace(FitSettings(risk=risk, device=model.device, **rates), **changes)
 
 

@@ -13,6 +13,9 @@ from psc_core.tasks.policy import Alpha, BasePolicy, Coverage
 ROUNDING: Final = 1e-4
 """Tolerance for the rounding of float32, by which entropies and probabilities may leave their range."""
 
+GUARANTEED_RISK: Final = "promised"
+"""The guaranteed error rate in ``metrics.risk`` of a bundle; the format keeps its first name for it."""
+
 AmbiguityThreshold = Annotated[float, Field(ge=0, description="Ambiguous above this predictive entropy, nats.")]
 
 
@@ -33,6 +36,6 @@ class Policy(BasePolicy):
         nearest = risk.get("nearest")
         way_out = f"{nearest:g} is the nearest that one keeps: --risk {nearest:g}" if nearest else "raise --risk"
         return [
-            f"no image is called ambiguous: no entropy threshold keeps the error rate at {risk['promised']:g} with "
-            f"{risk['confidence']:.0%} confidence; {way_out}, or validate on more images"
+            f"no image is called ambiguous: no entropy threshold keeps the error rate at {risk[GUARANTEED_RISK]:g} "
+            f"with {risk['confidence']:.0%} confidence; {way_out}, or validate on more images"
         ]

@@ -91,7 +91,7 @@ def ambiguity_threshold(entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"
 def nearest_risk(entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"], *, risk: float) -> float | None:
     """Return the smallest error rate above ``risk``, in hundredths, that a threshold keeps.
 
-    It is chosen on these images, so it is advice for another fit and no promise of this one.
+    It is chosen on these images, so it is advice for another fit and guarantees nothing for this one.
 
     Returns:
         ``None`` if there is none up to a half.
