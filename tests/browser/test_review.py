@@ -71,7 +71,7 @@ def labels(log: Log) -> list[tuple[str, str | None, str]]:
     ]
 
 
-def test_a_person_judges_the_last_abstentions(driver: Driver, url: str, log: Log) -> None:
+def test_a_person_reviews_the_last_abstentions(driver: Driver, url: str, log: Log) -> None:
     look(driver, url, "wrong", cases=0)
     until(lambda: says(driver, "#review-status", "is not accepted"))
     find(driver, "#review-key")[0].send_keys("reviewer" + ENTER)

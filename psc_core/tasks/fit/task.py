@@ -122,7 +122,7 @@ class TaskFit:
         position = {label: index for index, label in enumerate(data.classes)}
         if odd := sorted({*labels} - {*position}):
             raise DataError(
-                f"labels of {data.name} are no classes of the model: {listed(odd, 10)}; judge these images again, or "
+                f"labels of {data.name} are no classes of the model: {listed(odd, 10)}; review these images again, or "
                 "calibrate a bundle that has these classes"
             )
         return replace(data, labels=torch.tensor([position[label] for label in labels]))
