@@ -59,7 +59,7 @@ def give(writer: LogWriter, label: Label, *, seconds: float) -> Label:
 
 
 def to_review(writer: LogWriter, limit: int, *, seconds: float) -> tuple[list[Unreviewed], dict[str, LoggedModel]]:
-    """Return the newest stored images that were not accepted and have no verdict, and their models by version.
+    """Return the newest logged images that were not accepted and have no verdict, and their models by version.
 
     It may take seconds, so call it on a thread.
 
@@ -80,8 +80,8 @@ def to_review(writer: LogWriter, limit: int, *, seconds: float) -> tuple[list[Un
         raise LogUnavailable("the prediction log cannot be read now; psc-log review names a damaged file") from error
 
 
-def stored_image(writer: LogWriter, name: str) -> tuple[Any, int]:
-    """Open a stored image and return it with its size in bytes; call it on a thread.
+def logged_image(writer: LogWriter, name: str) -> tuple[Any, int]:
+    """Open a logged image and return it with its size in bytes; call it on a thread.
 
     Raises:
         UnknownImage: The log has no such image.

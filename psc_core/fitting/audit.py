@@ -4,8 +4,8 @@ The input is the rows and labels of a log; the output is an :class:`Audit` of n 
 each, the inverse of the probability that it was drawn with.
 
 The slice is random, but people may have reviewed only a part of it, and a part that was chosen for what it looks like
-is no random sample.  So the images of each day are taken in the order of their digests, which is as good as random and is
-the order in which ``psc-log review`` gives them, up to where fewer than :data:`REVIEWED` of them have a verdict.  An
+is no random sample.  So the images of each day are taken in the order of their digests, which is as good as random and
+is the order in which ``psc-log review`` gives them, up to where fewer than :data:`REVIEWED` of them have a verdict.  An
 image counts once, however often it was sent: copies would pretend to be more images than there are.
 
 The verdict decides what an image is used for:
@@ -50,7 +50,7 @@ _COLUMNS: Final = ("time", REQUEST_ID, IMAGE_INDEX, SHA256, IMAGE_PATH, "audit_p
 
 @dataclass(frozen=True)
 class LoggedVerdict:
-    """A stored image of a log, with the last verdict on it."""
+    """A logged image, with the last verdict on it."""
 
     day: date  # of its first row
     sha256: str
@@ -70,14 +70,14 @@ class Audit:
         weights: How many images each of these stands for.
         others: The images with another verdict, by verdict; their labels mean nothing.
         days: First and last day of the slice, ``YYYY-MM-DD``.
-        stored: Number of images of the slice that are stored, reviewed or not.
+        logged: Number of logged images of the slice, reviewed or not.
     """
 
     of_class: ImageDataset
     weights: Float[Tensor, " n"]
     others: Mapping[str, ImageDataset]
     days: tuple[str, str]
-    stored: int
+    logged: int
 
     def summary(self) -> str:
         """Return a sentence that counts the images by verdict."""
@@ -86,7 +86,7 @@ class Audit:
         equal = worth(self.weights)
         counts = f", which count as {equal} drawn equally" if equal < len(self.of_class) else ""
         return (
-            f"audit slice from {self.days[0]} to {self.days[1]}: {self.stored} stored images, {reviewed} reviewed: "
+            f"audit slice from {self.days[0]} to {self.days[1]}: {self.logged} logged images, {reviewed} reviewed: "
             f"{len(self.of_class)} of a class{counts}{others}"
         )
 
@@ -114,26 +114,24 @@ def read_audit(
     name = logged_model(log, name)
     days = days_of(log, name, since=since, until=until)
     rows = read_rows(log, name, audit=True, days=days, columns=list(_COLUMNS))
-    stored = images_of(joined(rows, read_labels(log), name))
-    if not stored:
+    logged = images_of(joined(rows, read_labels(log), name))
+    if not logged:
         span = f" from {days[0]} to {days[-1]}" if days else ""
-        raise UsageError(
-            f"{log.where} has no stored audit images of {name}{span}; serve with an audit fraction and stored images"
-        )
-    reviewed = reviewed_of(stored)
+        raise UsageError(f"{log.where} has no logged audit images of {name}{span}; serve with --log-audit")
+    reviewed = reviewed_of(logged)
     if not any(image.verdict == LABEL for image in reviewed):
         raise UsageError(
-            f"of the {len(stored)} audit images of {name} in {log.where}, each day's in the order of their digests, "
+            f"of the {len(logged)} audit images of {name} in {log.where}, each day's in the order of their digests, "
             f"{len(reviewed)} are reviewed and none of them has a label; label those of psc-log review --audit: others "
             "were chosen for what they look like, and no rate comes from them"
         )
-    return _audit(log, model, reviewed, days, len(stored))
+    return _audit(log, model, reviewed, days, len(logged))
 
 
 def read_outside(
     log: Log, model: FittedModel, name: str | None = None, *, since: str | None = None, until: str | None = None
 ) -> ImageDataset:
-    """Return the stored images outside the audit slice whose verdict is a label, each once, labelled.
+    """Return the logged images outside the audit slice whose verdict is a label, each once, labelled.
 
     An image whose bytes are also in the slice belongs to the slice.
 
@@ -155,11 +153,11 @@ def read_outside(
         is_audit = batch["audit"].to_pylist()
         audit |= {sha256 for sha256, of_slice in zip(batch[SHA256].to_pylist(), is_audit, strict=True) if of_slice}
         others.append(batch.filter(arrow().array([not of_slice for of_slice in is_audit])))
-    stored = [image for image in images_of(others) if image.sha256 not in audit]
-    if not (of_class := [image for image in stored if image.verdict == LABEL]):
-        reviewed = sum(image.verdict is not None for image in stored)
+    logged = [image for image in images_of(others) if image.sha256 not in audit]
+    if not (of_class := [image for image in logged if image.verdict == LABEL]):
+        reviewed = sum(image.verdict is not None for image in logged)
         raise UsageError(
-            f"of the {len(stored)} stored images of {name} in {log.where} outside the audit slice {reviewed} are "
+            f"of the {len(logged)} logged images of {name} in {log.where} outside the audit slice {reviewed} are "
             "reviewed and none of them has a label; label some (psc-log review without --audit), or leave out "
             "--extend-density: images of the slice calibrate, so they extend nothing"
         )
@@ -167,7 +165,7 @@ def read_outside(
 
 
 def images_of(rows: Iterable[Any]) -> list[LoggedVerdict]:
-    """Return each stored image of the rows once, with the latest verdict on any of its rows."""
+    """Return each logged image of the rows once, with the latest verdict on any of its rows."""
     found: dict[str, LoggedVerdict] = {}
     for batch in rows:
         for row in batch.to_pylist():
@@ -197,7 +195,7 @@ def reviewed_of(images: Iterable[LoggedVerdict]) -> list[LoggedVerdict]:
     return found
 
 
-def _audit(log: Log, model: FittedModel, reviewed: Sequence[LoggedVerdict], days: Sequence[str], stored: int) -> Audit:
+def _audit(log: Log, model: FittedModel, reviewed: Sequence[LoggedVerdict], days: Sequence[str], logged: int) -> Audit:
     by_verdict = {
         verdict: [i for i in reviewed if i.verdict == verdict] for verdict in (NONE_OF_THE_CLASSES, CANNOT_TELL)
     }
@@ -208,7 +206,7 @@ def _audit(log: Log, model: FittedModel, reviewed: Sequence[LoggedVerdict], days
         torch.tensor([1 / image.probability for image in of_class], dtype=torch.float64),
         {verdict: _data(log, model, images) for verdict, images in by_verdict.items() if images},
         (days[0], days[-1]),
-        stored,
+        logged,
     )
 
 

@@ -1,4 +1,4 @@
-"""Find the newest stored images that a model abstained on and nobody has reviewed, for a page that shows them.
+"""Find the newest logged images that a model abstained on and nobody has reviewed, for a page that shows them.
 
 These images were chosen for their content.  A verdict on one of them is a label like any other: it counts for a rate
 only if its row belongs to the audit slice anyway (:mod:`psc_core.fitting.audit`).
@@ -27,7 +27,7 @@ _FILES: Final = 200
 
 @dataclass(frozen=True)
 class Unreviewed:
-    """A stored image that the model abstained on and nobody has reviewed yet."""
+    """A logged image that the model abstained on and nobody has reviewed yet."""
 
     model: str
     row: Mapping[str, Any]  # its columns without scores and probabilities
@@ -83,7 +83,7 @@ class UnreviewedImages:
 
 
 def _abstained(log: Log, ends: float) -> Iterator[Unreviewed]:
-    """Yield stored images that were not accepted, file by file, the files that were written last first."""
+    """Yield logged images that were not accepted, file by file, the files that were written last first."""
     pa: Any = arrow()
     ds = pa.dataset
     wanted = (ds.field("decision") != "accept") & ds.field(IMAGE_PATH).is_valid() & ds.field(SHA256).is_valid()

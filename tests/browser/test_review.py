@@ -122,7 +122,7 @@ def test_the_keyboard_is_enough(driver: Driver, url: str, log: Log) -> None:
     until(lambda: driver.switch_to.active_element.get_attribute("id") == "review-again")
     assert [each[:2] for each in labels(log)] == [("label", "90.0"), ("label", "bright"), ("none_of_the_classes", None)]
     press(ENTER)
-    until(lambda: text(driver, "#review-status") == "No stored image waits for a verdict.")
+    until(lambda: text(driver, "#review-status") == "No logged image waits for a verdict.")
 
 
 def test_what_cannot_be_reviewed_says_why(driver: Driver, url: str, log: Log) -> None:

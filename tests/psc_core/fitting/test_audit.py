@@ -35,7 +35,7 @@ def test_images_of_a_class_calibrate_and_the_others_are_told_apart(model: Fitted
     images += [images[0]] * 5  # An image counts once.
     audit = read_audit(write_log(tmp_path, images), model)
     assert {name: len(data) for name, data in audit.others.items()} == {"none_of_the_classes": 1, "cannot_tell": 1}
-    assert (len(audit.of_class), audit.stored, audit.days) == (20, 22, ("2026-11-20", "2026-11-20"))
+    assert (len(audit.of_class), audit.logged, audit.days) == (20, 22, ("2026-11-20", "2026-11-20"))
     shown = [int(audit.of_class.image(i)[0, 0, 0]) for i in range(20)]
     assert sorted(shown) == list(range(20)) != shown  # in the order of their digests
     assert audit.of_class.first_labels().tolist() == [i % 10 for i in shown]
@@ -64,7 +64,7 @@ def test_days_are_chosen(model: FittedModel, tmp_path: Path) -> None:
     log = write_log(tmp_path, images)
     audit = read_audit(log, model, "digits", since="2026-11-11", until="2026-11-12")
     assert (len(audit.of_class), audit.days) == (2, ("2026-11-11", "2026-11-12"))
-    with pytest.raises(UsageError, match="no stored audit images of digits; serve with an audit"):
+    with pytest.raises(UsageError, match="no logged audit images of digits; serve with --log-audit"):
         read_audit(log, model, since="2026-12-01")
 
 
@@ -134,6 +134,6 @@ def test_reviewed_images_outside_the_slice(model: FittedModel, tmp_path: Path) -
     assert sorted(data.labels.tolist()) == [1, 2, 3, 4] == sorted(int(data.image(i).max()) for i in range(4))
     log = write_log(tmp_path / "none", others[:5])
     with pytest.raises(
-        UsageError, match=r"of the 2 stored images of digits in .* outside the audit slice 1 are reviewed"
+        UsageError, match=r"of the 2 logged images of digits in .* outside the audit slice 1 are reviewed"
     ):
         read_outside(log, model)
