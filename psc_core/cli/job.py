@@ -32,7 +32,7 @@ from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.fitting.data import FitData
 from psc_core.fitting.stages import checked
 from psc_core.model.base import FittedModel
-from psc_core.network.backbone import check_output, example_input
+from psc_core.network.backbone import check_output, trial_input
 from psc_core.network.described.base import Described
 from psc_core.network.described.families import describe
 from psc_core.network.load import Recipe, forget_recipe, load_described, notes_of, recipe_for, recipe_of
@@ -138,10 +138,10 @@ def load(args: argparse.Namespace, described: Described, outputs: int) -> Loaded
 def check_runs(network: LoadedNetwork, data: FitData, compute: Compute) -> None:
     """Run the network on one trial input, on the device, and export it where a bundle will hold its graph."""
     net, recipe = network.net.to(compute.device), network.recipe
-    example = example_input(data.train.preprocess).to(compute.device)
-    check_output(net, example, recipe.num_classes, name=recipe.spec)
+    trial = trial_input(data.train.preprocess).to(compute.device)
+    check_output(net, trial, recipe.num_classes, name=recipe.spec)
     if recipe_of(net) is None:
-        check_exportable(net, example, compute.precision)
+        check_exportable(net, trial, compute.precision)
 
 
 def look(job: Job, max_bad_images: int) -> str:

@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
 
 def recalibrate(args: argparse.Namespace) -> None:
     """Read the log, calibrate the bundle again, and write the new version."""
-    from psc_core.bundle.io import EXAMPLES, check_target
+    from psc_core.bundle.io import TRY_FOLDER, check_target
     from psc_core.fitting.audit import read_audit, read_outside
     from psc_core.fitting.extend import seen_examples
     from psc_core.fitting.recalibrate import recalibrate_from_audit
@@ -78,8 +78,8 @@ def recalibrate(args: argparse.Namespace) -> None:
     found = recalibrate_from_audit(model, audit, changes, more)
     print(*found.lines, *(f"warning: {text}" for text in found.warnings), sep="\n")
     manifest = found.model.save(out)
-    if (bundle / EXAMPLES).is_dir():
-        shutil.copytree(bundle / EXAMPLES, out / EXAMPLES, symlinks=True, dirs_exist_ok=True)
+    if (bundle / TRY_FOLDER).is_dir():
+        shutil.copytree(bundle / TRY_FOLDER, out / TRY_FOLDER, symlinks=True, dirs_exist_ok=True)
     page.remove(out)
     page.write_card(facts_about(out, manifest, found.model.calibration, Content(manifest.version)))
     print(f"wrote {out} (version {manifest.version}, from {model.version})")

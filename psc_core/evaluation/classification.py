@@ -31,7 +31,7 @@ from psc_core.evaluation.selective import acceptance
 from psc_core.evaluation.separation import ENTROPY, EPISTEMIC, separation
 from psc_core.metrics import ranking
 from psc_core.model.classifier import PSC
-from psc_core.network.backbone import example_input
+from psc_core.network.backbone import trial_input
 from psc_core.network.layers import list_layers
 from psc_core.network.load import bounded_size, load_network
 from psc_core.scoring.served import served
@@ -103,7 +103,7 @@ def open_baselines(model: PSC, weights: Path, train: str, val: str, *, batch_ima
     ]
     for data in images:
         check_same(data, model.classes, "model's")
-    layers = list_layers(net, example_input(model.preprocess))
+    layers = list_layers(net, trial_input(model.preprocess))
     penultimate = [layer.name for layer in layers if layer.role == "penultimate"]
     if not penultimate:
         raise UsageError(f"expected a network with a layer before its output for the baselines, {weights} has none")

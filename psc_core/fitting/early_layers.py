@@ -84,16 +84,16 @@ def choose_gates(
     return ChosenGates((TEXTURE, *names), Texture(layer, textures[layer]), choice)
 
 
-def early_layers(net: nn.Module, layers: Sequence[str], example: Tensor) -> list[str]:
+def early_layers(net: nn.Module, layers: Sequence[str], trial: Tensor) -> list[str]:
     """Return a few layers before the first of ``layers``, at :data:`DEPTHS` of the way to it.
 
     They are blocks, or operations of a network that has no blocks before it.
     """
-    order = {layer.name: layer.index for layer in list_layers(net, example, granularity="all")}
+    order = {layer.name: layer.index for layer in list_layers(net, trial, granularity="all")}
     end = min(order.get(name, len(order)) for name in layers)
     for granularity in ("blocks", "operations"):
         try:
-            listed: list[LayerInfo] = list_layers(net, example, granularity=granularity)
+            listed: list[LayerInfo] = list_layers(net, trial, granularity=granularity)
         except NetworkError:  # It has none of them.
             continue
         before = [layer.name for layer in listed if order.get(layer.name, end) < end]

@@ -24,7 +24,7 @@ from psc_core.fitting.calibrate import calibrate_pipeline, settings_of, with_cal
 from psc_core.fitting.data import FitData
 from psc_core.images.statistics import Statistics
 from psc_core.model.base import FittedModel
-from psc_core.network.backbone import check_output, example_input
+from psc_core.network.backbone import check_output, trial_input
 from psc_core.network.cut import own_copy
 from psc_core.network.load import recipe_of
 from psc_core.network.onnx.export import check_exportable
@@ -72,14 +72,14 @@ def fit(
     if of_task.takes(train):  # Before hours are spent on reading the others; if not, it is told below.
         device, outputs = compute.device, of_task.task(train).network_outputs(train.classes)
         try:
-            check_output(net.to(device), example_input(train.preprocess).to(device), outputs, name=type(net).__name__)
+            check_output(net.to(device), trial_input(train.preprocess).to(device), outputs, name=type(net).__name__)
         except NetworkError as error:
             if classes is None:
                 raise
             if chosen.predictions == "auto":
                 warnings.warn(f"the head will predict, the network itself cannot: {error}", stacklevel=3)
         if train.preprocess.is_known and recipe_of(net) is None:
-            _warn_of_no_export(net, example_input(train.preprocess).to(device), chosen.precision)
+            _warn_of_no_export(net, trial_input(train.preprocess).to(device), chosen.precision)
     statistics = replace(statistics, preprocess=train.preprocess, mean=None, std=None)
     val = opened(loaders[1], "the validation data", statistics, train.classes, target)
     warn_of_overlap(*loaders, train, val)
@@ -105,10 +105,10 @@ def calibrate_on(model: FittedModel, loader: Any, **changes: Any) -> FittedModel
     return with_calibration(model, pipeline, found, data)
 
 
-def _warn_of_no_export(net: nn.Module, example: Tensor, precision: str) -> None:
+def _warn_of_no_export(net: nn.Module, trial: Tensor, precision: str) -> None:
     """Warn where the model could not be saved; it predicts all the same."""
     try:
-        check_exportable(net, example, precision)
+        check_exportable(net, trial, precision)
     except NetworkError as error:
         warnings.warn(
             f"the fitted model predicts, but cannot be saved: {error}; a network that a function builds can, as "

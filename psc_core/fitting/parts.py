@@ -33,7 +33,7 @@ from psc_core.fitting.features import Layers, Read, cut, read
 from psc_core.fitting.maps import ChosenMap, choose_map
 from psc_core.images.preprocess import Pixels
 from psc_core.model.pipeline import Scorer
-from psc_core.network.backbone import Backbone, check_own_output, example_input, own_width
+from psc_core.network.backbone import Backbone, check_own_output, own_width, trial_input
 from psc_core.projection.fit.report import FittedProjection
 from psc_core.settings import FitSettings
 from psc_core.tasks.fit.task import HeadJob
@@ -89,10 +89,10 @@ def fit_parts(
     layers = _layers(net, candidate, data, compute, settings)
     backbone = cut(net, layers.names, data.train, compute, keep_output=is_asked)
     outputs = data.task.network_outputs(data.train.classes)
-    example = example_input(data.train.preprocess).to(compute.device)
+    trial = trial_input(data.train.preprocess).to(compute.device)
     if is_base:
-        check_own_output(backbone, example, outputs, name=data.train.name)
-    of_selection = layers._replace(texture=(), output=is_asked and own_width(backbone, example) == outputs)
+        check_own_output(backbone, trial, outputs, name=data.train.name)
+    of_selection = layers._replace(texture=(), output=is_asked and own_width(backbone, trial) == outputs)
     device_projection = projection.projection.to(compute.device)
     pooled = DENSITIES[settings.density].input_kind == "pooled"
     with tempfile.TemporaryDirectory(prefix="psc-fit-") as scratch:
@@ -154,8 +154,8 @@ def _layers(net: nn.Module, candidate: Candidate, data: FitData, compute: Comput
     early: tuple[str, ...] = ()
     with_gates = settings.ood_score == "gates"
     if with_gates or reads_layers:
-        example = example_input(data.train.preprocess).to(compute.device)
-        early = tuple(early_layers(net.to(compute.device), candidate.layers, example))
+        trial = trial_input(data.train.preprocess).to(compute.device)
+        early = tuple(early_layers(net.to(compute.device), candidate.layers, trial))
     own = candidate.layers if data.task_fit.averages_candidate and settings.head_input == "both" else ()
     return Layers(candidate.layers, early if reads_layers else own, early if with_gates else ())
 

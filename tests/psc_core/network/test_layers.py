@@ -120,8 +120,8 @@ class Sequences(nn.Module):
 
 
 def test_one_dimensional_layers_are_channels_first() -> None:
-    net, example = Sequences(), torch.randn(1, 1, 16, 16)
-    found = by_name(list_layers(net, example, granularity="all"))
+    net, trial = Sequences(), torch.randn(1, 1, 16, 16)
+    found = by_name(list_layers(net, trial, granularity="all"))
     assert (found["norm"].kind, found["norm"].shape) == ("tokens", (6, 16))
     for name in ("line.0", "line.1", "line.2"):
         assert (found[name].kind, found[name].shape, found[name].grid) == ("map", (5, 16), (16,))
@@ -129,7 +129,7 @@ def test_one_dimensional_layers_are_channels_first() -> None:
         assert (found[name].kind, found[name].shape) == ("map", (5, 8))
     assert (found["avgpool"].kind, found["avgpool"].shape) == ("map", (5, 1))
     assert found["avgpool"].role == "penultimate"
-    (features,), _ = truncate(net, ["avgpool"], keep_output=False, example=example)(example)
+    (features,), _ = truncate(net, ["avgpool"], keep_output=False, trial=trial)(trial)
     assert features.shape == (1, 5, 1)
 
 
@@ -199,14 +199,14 @@ def test_linear_classifier_reads_its_input() -> None:
 
 def test_rejects_unknown_pattern_and_granularity() -> None:
     net = FunctionalPool()
-    example = torch.randn(1, 1, 8, 8)
-    assert [layer.index for layer in select_layers(list_layers(net, example), "^shared$")] == [1]
+    trial = torch.randn(1, 1, 8, 8)
+    assert [layer.index for layer in select_layers(list_layers(net, trial), "^shared$")] == [1]
     with pytest.raises(UsageError, match="no layer name matches"):
-        select_layers(list_layers(net, example), "layer9")
+        select_layers(list_layers(net, trial), "layer9")
     with pytest.raises(UsageError, match="regular expression"):
-        select_layers(list_layers(net, example), "(")
+        select_layers(list_layers(net, trial), "(")
     with pytest.raises(UsageError, match="operations, blocks, all"):
-        list_layers(net, example, granularity="fine")
+        list_layers(net, trial, granularity="fine")
 
 
 def test_reports_any_exception_of_network() -> None:
