@@ -27,7 +27,7 @@ from psc_core.errors import BundleError
 from psc_core.rates import tolerant_ceil
 from psc_core.tasks.calibration import BaseCalibration
 from psc_core.tasks.classification.decide import Thresholds
-from psc_core.tasks.classification.policy import ROUNDING
+from psc_core.tasks.classification.policy import FLOAT32_ROUNDING
 
 
 @dataclass(frozen=True)
@@ -95,5 +95,5 @@ class Calibration(BaseCalibration):
             )
         limits = ((-MAX_SCORE, MAX_SCORE), (0.0, math.log(max(int(classes), 1))), (0.0, 1.0))
         for name, part, (low, high) in zip(("scores", "entropies", "label_probabilities"), scores, limits, strict=True):
-            check_range(name, part, low, high, rounding=ROUNDING)
+            check_range(name, part, low, high, rounding=FLOAT32_ROUNDING)
         return cls(-scores[0].flip(0), scores[1], scores[2], labels, int(classes))

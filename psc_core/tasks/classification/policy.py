@@ -10,7 +10,7 @@ from pydantic import Field
 
 from psc_core.tasks.policy import Alpha, BasePolicy, Coverage
 
-ROUNDING: Final = 1e-4
+FLOAT32_ROUNDING: Final = 1e-4
 """Tolerance for the rounding of float32, by which entropies and probabilities may leave their range."""
 
 GUARANTEED_RISK: Final = "promised"
@@ -28,7 +28,7 @@ class Policy(BasePolicy):
 
     def notes(self, classes: Sequence[str], metrics: Mapping[str, Any]) -> list[str]:
         """Return why no image is called ambiguous, where none can be."""
-        if self.ambiguity_threshold <= math.log(len(classes)) + ROUNDING:
+        if self.ambiguity_threshold <= math.log(len(classes)) + FLOAT32_ROUNDING:
             return []
         risk = metrics.get("risk", {"threshold": self.ambiguity_threshold})
         if risk["threshold"] is not None:
