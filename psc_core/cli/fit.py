@@ -93,11 +93,11 @@ def _add_answer_flags(group: _Group) -> None:
     _add_choice(group, "--task", TASKS[::-1], "what the network predicts: a class, or one number")
     text = "auto: the better on validation images; psc: the head's; base: the network's own, divided by a temperature"
     _add_choice(group, "--predictions", PREDICTIONS, text)
-    kinds = {task: tuple(module_of(task, "psc_core.tasks.{}.heads").HEADS) for task in TASKS[::-1]}
-    nouns = {task: module_of(task, "psc_core.tasks.{}").NOUN for task in kinds}
-    listed = "; ".join(f"of a {nouns[task]}: {', '.join(heads)}" for task, heads in kinds.items())
+    heads_of = {task: tuple(module_of(task, "psc_core.tasks.{}.heads").HEADS) for task in TASKS[::-1]}
+    nouns = {task: module_of(task, "psc_core.tasks.{}").NOUN for task in heads_of}
+    listed = "; ".join(f"of a {nouns[task]}: {', '.join(heads)}" for task, heads in heads_of.items())
     text = f"what predicts from the features, {listed}; laplace is the paper's (default: the first)"
-    group.add_argument("--head", choices=sum(kinds.values(), ()), help=text)
+    group.add_argument("--head", choices=sum(heads_of.values(), ()), help=text)
     _add_rate(group, "--alpha", "false-alarm rate of the OOD decision")
     _add_rate(group, "--coverage", "coverage of the prediction sets, or of a regression's intervals")
     _add_rate(group, "--risk", "error rate that images below the ambiguity threshold keep, with 95 %% confidence")
@@ -153,9 +153,9 @@ def _add_run_flags(group: _Group) -> None:
 
 def _add_number(group: _Group, flag: str, text: str) -> None:
     default = _default_of(flag)
-    kind, shown = (arguments.positive_or_auto, "auto") if default is None else (arguments.positive, default)
+    parse, shown = (arguments.positive_or_auto, "auto") if default is None else (arguments.positive, default)
     metavar = "N|auto" if default is None else "N"
-    group.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{text} (default: {shown})")
+    group.add_argument(flag, type=parse, default=default, metavar=metavar, help=f"{text} (default: {shown})")
 
 
 def _add_choice(group: _Group, flag: str, choices: Sequence[str], text: str) -> None:

@@ -201,7 +201,7 @@ def fit_regressor(
 
 
 def _fit(
-    kind: type[FittedModel],
+    model_class: type[FittedModel],
     net: nn.Module,
     candidate: Candidate,
     projection: FittedProjection,
@@ -209,8 +209,8 @@ def _fit(
     settings: FitSettings,
     **recorded: Any,
 ) -> FittedModel:
-    """Return a model of type ``kind``, which knows its task."""
-    data = _data(*images, settings, kind.task_type.name)
+    """Return a model of type ``model_class``, which knows its task."""
+    data = _data(*images, settings, model_class.task_type.name)
     settings = stages.checked(settings, data)
     return stages.fit_model(net, candidate, projection, data, settings, settings.compute(), **recorded).model
 

@@ -112,12 +112,12 @@ class Backbone(nn.Module):
             return list(outputs[: len(self.layers)]), kept
         features = []
         for name, layout, output in zip(self.layers, self.cut.layouts, outputs, strict=False):
-            kind = layout.kind(output.shape)
-            if kind is None:
+            form = layout.form(output.shape)
+            if form is None:
                 raise NetworkError(
                     f"expected a map, tokens or a vector after {name}, got the shape {tuple(output.shape)}"
                 )
-            features.append(canonical(output, kind))
+            features.append(canonical(output, form))
         return features, kept
 
     def fused(self, precision: Precision) -> Backbone:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from psc_core.errors import NetworkError, UsageError
 from psc_core.network import GRANULARITIES
-from psc_core.network.layout import CONVOLUTIONS, INPUT_SUFFIX, Kind, is_pooling, layout_of, value_of
+from psc_core.network.layout import CONVOLUTIONS, INPUT_SUFFIX, Form, is_pooling, layout_of, value_of
 
 _WEIGHTED: Final = (*CONVOLUTIONS, nn.Linear)
 
@@ -36,7 +36,7 @@ _WEIGHTED: Final = (*CONVOLUTIONS, nn.Linear)
 class LayerInfo:
     name: str  # of the module, with dots between levels
     index: int  # position in execution order among the layers of its granularity, from 0
-    kind: Kind  # of the output
+    form: Form  # of the output
     shape: tuple[int, int]  # canonical (channels, spatial)
     grid: tuple[int, ...]  # the spatial axis before flattening: (height, width), (tokens,) or (1,)
     role: str  # "hidden"; "trunk", see the module docstring; "penultimate", the input of "output"; "output", the logits
@@ -78,10 +78,10 @@ def list_layers(
     chosen = _names(net, granularity)
     layers = []
     for name, shape in run.shapes.items():
-        kind = layout_of(net, name).kind(shape) if name in chosen else None
-        if kind is not None:
-            channels, grid = (shape[1], shape[2:]) if kind == "map" else (shape[-1], shape[1:-1] or (1,))
-            layers.append(LayerInfo(name, 0, kind, (channels, math.prod(grid)), grid, "hidden"))
+        form = layout_of(net, name).form(shape) if name in chosen else None
+        if form is not None:
+            channels, grid = (shape[1], shape[2:]) if form == "map" else (shape[-1], shape[1:-1] or (1,))
+            layers.append(LayerInfo(name, 0, form, (channels, math.prod(grid)), grid, "hidden"))
     if not layers:
         raise NetworkError(f"{type(net).__name__} has no layers of granularity {granularity!r}; use another one")
     layers = _with_roles(net, layers, run)

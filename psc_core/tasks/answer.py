@@ -126,8 +126,8 @@ class Response(Document):
 
 def response_type(document: Mapping[str, Any]) -> type[Response]:
     """Return the answer that a document claims to be."""
-    kinds: list[type[Response]] = [module_of(name, "psc_core.tasks.{}.answer").RESPONSE for name in TASKS]
-    return next((kind for kind in kinds if kind.is_of(document)), kinds[-1])
+    responses: list[type[Response]] = [module_of(name, "psc_core.tasks.{}.answer").RESPONSE for name in TASKS]
+    return next((each for each in responses if each.is_of(document)), responses[-1])
 
 
 ASKED_FOR: Final = ("top", "explanation")

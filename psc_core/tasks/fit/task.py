@@ -130,7 +130,7 @@ class TaskFit:
     def confidence_gate(self, *, ambiguous: bool) -> tuple[bool, str]:
         """Return whether a gate reads the entropy, and why, a sentence; ``ambiguous`` where images have many labels."""
         if ambiguous:
-            reason = "some images have several labels, so confidence is no gate and mixed images are none of the kinds"
+            reason = "some images have several labels, so confidence is no gate and no images are mixed"
             return False, reason
         return True, "no image has several labels, so confidence is a gate"
 

@@ -156,7 +156,7 @@ def test_all_layers_and_logits_equal_hooks(name: str) -> None:
     assert out is not None and torch.equal(out, logits)
     for info, feature in zip(infos, features, strict=True):
         assert feature.shape == (3, *info.shape)
-        assert torch.equal(feature, canonical(values[info.name], info.kind)), info.name
+        assert torch.equal(feature, canonical(values[info.name], info.form)), info.name
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -165,7 +165,7 @@ def test_single_layer_equals_hooks_and_survives_bundle(name: str) -> None:
     net, x = build(name)
     infos = list_layers(net, x[:1])
     info = infos[(len(infos) - 1) // 2]
-    expected = canonical(hooked(net, [info.name], x)[0][info.name], info.kind)
+    expected = canonical(hooked(net, [info.name], x)[0][info.name], info.form)
     backbone = truncate(net, [info.name], keep_output=False, trial=x[:1])
     (feature,), logits = backbone(x)
     assert logits is None and torch.equal(feature, expected)

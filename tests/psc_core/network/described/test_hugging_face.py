@@ -212,7 +212,7 @@ def test_layers_are_found_and_cut(kind: str, tmp_path: Path) -> None:
     blocks = list_layers(net, trial, granularity="blocks")
     name, of_kind, shape, count = BLOCKS[kind]
     found = {layer.name: layer for layer in blocks}
-    assert (found[name].kind, found[name].shape) == (of_kind, shape)
+    assert (found[name].form, found[name].shape) == (of_kind, shape)
     assert len([layer for layer in blocks if layer.role in ("hidden", "trunk")]) == count
     operations = list_layers(net, trial)
     assert [layer.role for layer in operations[-2:]] == ["penultimate", "output"]

@@ -64,8 +64,8 @@ def test_logits_and_features_equal_those_of_pytorch(tmp_path: Path, images: int 
     found = list_layers(other, X[:1])
     assert [layer.role for layer in found] == ["hidden"] * 2 + ["trunk", "penultimate", "output"]
     assert len(found) == len(expected)
-    assert [(layer.kind, layer.shape) for layer in found] == [
-        (layer.kind, layer.shape) for layer in list_layers(net, X[:1])
+    assert [(layer.form, layer.shape) for layer in found] == [
+        (layer.form, layer.shape) for layer in list_layers(net, X[:1])
     ]
     names = [layer.name for layer in found]
     in_onnx, logits = truncate(other, names[1:], keep_output=True, trial=X[:1])(X)
@@ -108,7 +108,7 @@ def test_transformers_have_blocks_and_run_one_by_one_where_they_must(tmp_path: P
     for granularity, count in (("operations", 5), ("blocks", 3)):
         layers = list_layers(other, X[:1], granularity=granularity)
         assert len(layers) == count
-        assert [(layer.kind, layer.shape) for layer in layers if layer.role in ("hidden", "trunk")][-2:] == [
+        assert [(layer.form, layer.shape) for layer in layers if layer.role in ("hidden", "trunk")][-2:] == [
             ("tokens", (12, 17))
         ] * 2
         assert next(layer.shape for layer in layers if layer.role == "penultimate") == (12, 1)
