@@ -24,7 +24,7 @@ from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.errors import UsageError
 from psc_core.log.rows import days_of, logged_model, read_rows
 from psc_core.log.schema import IMAGE_PATH, SHA256
-from psc_core.log.source import LoggedImages
+from psc_core.log.source import LoggedImages, is_stored
 from psc_core.log.store import Log
 from psc_core.metrics.intervals import RateInterval, weighted_interval
 from psc_core.model.base import FittedModel
