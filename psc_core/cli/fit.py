@@ -184,7 +184,7 @@ def fit(args: argparse.Namespace) -> None:
         print(*job.opening(), sep="\n", flush=True)
     if args.dry_run:
         print(look(job, args.max_bad_images), flush=True)
-        print(estimate(job.network.net, job.data, job.settings, job.compute, args.max_bad_images))
+        print(estimate(job.network.net, job, args.max_bad_images))
         return
     provenance = checked_provenance(job)
     # Before the images are decoded, for hours perhaps; whether the checkpoint is of this job is only known after that.
@@ -193,8 +193,7 @@ def fit(args: argparse.Namespace) -> None:
     if any(job.data.left_out):
         provenance |= origins_of(job.data)
     checkpoint = open_checkpoint(job, provenance, args)
-    net, data, settings, compute = job.network.net, job.data, job.settings, job.compute
-    report, projection, model = run_stages(net, data, settings, compute, job.name, provenance, checkpoint)
+    report, projection, model = run_stages(job.network.net, job, job.name, provenance, checkpoint)
     if job.is_first:
         write(job, report, projection, model, pictures=not args.no_report)
         checkpoint.clear()

@@ -30,6 +30,7 @@ from psc_core.data.spec import open_dataset
 from psc_core.errors import UsageError
 from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.fitting.data import FitData
+from psc_core.fitting.job import FitJob
 from psc_core.fitting.stages import checked
 from psc_core.model.base import FittedModel
 from psc_core.network.backbone import check_output, trial_input
@@ -57,15 +58,12 @@ class LoadedNetwork:
 
 
 @dataclass(frozen=True)
-class Job:
-    """A fit with its images, network and settings, opened and checked."""
+class Job(FitJob):
+    """A fit with its network and the bundle to write, opened and checked."""
 
     out: Path  # the bundle to write
     name: str  # of the model
     network: LoadedNetwork
-    data: FitData
-    settings: FitSettings
-    compute: Compute
     order_note: str  # how the classes were ordered, for people; empty where nothing is to be said
 
     @property
@@ -113,7 +111,7 @@ def open_job(args: argparse.Namespace) -> Job:
     network = load(args, described, data.task.network_outputs(data.train.classes))
     compute = settings.compute(Reducer.start() if args.distributed else None)
     check_runs(network, data, compute)
-    return Job(out, name, network, data, settings, compute, order_note)
+    return Job(data, settings, compute, out, name, network, order_note)
 
 
 def open_images(args: argparse.Namespace, described: Described) -> tuple[FitData, str]:

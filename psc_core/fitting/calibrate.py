@@ -25,7 +25,7 @@ from psc_core.calibration.weighted import equal_scores, worth
 from psc_core.compute.passes import Compute, track_images
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
-from psc_core.fitting.data import FitData
+from psc_core.fitting.job import FitJob
 from psc_core.fitting.record import rounded
 from psc_core.gates.combined import Gates, readings_of
 from psc_core.gates.fit.combined import fit_gates
@@ -45,9 +45,7 @@ COMMON: Final = ("alpha", "coverage", "batch_images")
 
 def calibrate_scorer(
     scorer: Scorer,
-    data: FitData,
-    settings: FitSettings,
-    compute: Compute,
+    job: FitJob,
     gates: Sequence[str] = (),
     layer_map: LayerMap | None = None,
     thumbnails: Thumbnails | None = None,
@@ -56,9 +54,7 @@ def calibrate_scorer(
 
     Args:
         scorer: The fitted parts of the model.
-        data: The images.
-        settings: The rates.
-        compute: Device and batch size.
+        job: The images, the rates and the device.
         gates: Names of the gates that make the OOD score; without any, the density makes it.
         layer_map: The map that the pipeline will have, which needs no calibration.
         thumbnails: The thumbnails that it will have, which need none either.
@@ -66,13 +62,13 @@ def calibrate_scorer(
     Raises:
         FitError: Scores that are not finite.
     """
-    fitted_gates = None
+    data, compute, fitted_gates = job.data, job.compute, None
     scored = score_dataset(scorer, data.calibration, compute, "calibration")
     if gates:
         selected = score_dataset(scorer, data.selection, compute, "selection").scores
         fitted_gates = fit_gates(gates, readings_of(gates, selected), readings_of(gates, scored.scores))
     ood_score, _ = ood_score_of(scored.scores, fitted_gates)
-    calibrated = data.task_fit.calibrate(scored, ood_score, data.calibration, settings)
+    calibrated = data.task_fit.calibrate(scored, ood_score, data.calibration, job.settings)
     pipeline = Pipeline(scorer, calibrated.calibration.ood_scores, fitted_gates, layer_map, thumbnails)
     return pipeline, calibrated
 

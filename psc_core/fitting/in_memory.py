@@ -22,6 +22,7 @@ from psc_core.errors import NetworkError
 from psc_core.fitting import stages
 from psc_core.fitting.calibrate import calibrate_pipeline, settings_of, with_calibration
 from psc_core.fitting.data import FitData
+from psc_core.fitting.job import FitJob
 from psc_core.images.statistics import Statistics
 from psc_core.model.base import FittedModel
 from psc_core.network.backbone import check_output, trial_input
@@ -85,12 +86,12 @@ def fit(
     warn_of_overlap(*loaders, train, val)
     warn_of_repeated(val)
     data = FitData.of(train, val, seed=chosen.seed, task=task, max_images=chosen.max_images)
-    chosen = stages.checked(chosen, data)
-    report = stages.collapse(net, data, chosen, compute)
+    job = FitJob(data, stages.checked(chosen, data), compute)
+    report = stages.collapse(net, job)
     candidate = report.candidate(None if chosen.layer == "auto" else chosen.layer)
-    projection = stages.project(net, candidate, data, chosen, compute)
-    provenance = {"psc_version": __version__, "settings": chosen.recorded()}
-    fitted = stages.fit_model(net, candidate, projection, data, chosen, compute, name=name, provenance=provenance)
+    projection = stages.project(net, candidate, job)
+    provenance = {"psc_version": __version__, "settings": job.settings.recorded()}
+    fitted = stages.fit_model(net, candidate, projection, job, name=name, provenance=provenance)
     return fitted.model
 
 

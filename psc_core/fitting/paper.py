@@ -24,6 +24,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
 from psc_core.fitting import stages
 from psc_core.fitting.data import FitData
+from psc_core.fitting.job import FitJob
 from psc_core.model.base import FittedModel
 from psc_core.model.classifier import PSC
 from psc_core.model.regressor import PSCRegressor
@@ -59,7 +60,7 @@ def measure_collapse(
         NetworkError: The network cannot be run or cut.
     """
     settings = replace(settings or FitSettings(), **changes)
-    return stages.collapse(net, _data(train, val, settings), settings, settings.compute())
+    return stages.collapse(net, FitJob.of(_data(train, val, settings), settings))
 
 
 def fit_projection(
@@ -103,7 +104,7 @@ def fit_projection(
         data = FitData.without_validation(train, seed=settings.seed, max_images=settings.max_images)
     else:
         data = _data(train, val, settings)
-    return stages.project(net, candidate, data, settings, settings.compute())
+    return stages.project(net, candidate, FitJob.of(data, settings))
 
 
 def fit_psc(
@@ -211,8 +212,8 @@ def _fit(
 ) -> FittedModel:
     """Return a model of type ``model_class``, which knows its task."""
     data = _data(*images, settings, model_class.task_type.name)
-    settings = stages.checked(settings, data)
-    return stages.fit_model(net, candidate, projection, data, settings, settings.compute(), **recorded).model
+    job = FitJob.of(data, stages.checked(settings, data))
+    return stages.fit_model(net, candidate, projection, job, **recorded).model
 
 
 def _data(train: ImageDataset, val: ImageDataset, settings: FitSettings, task: str | None = None) -> FitData:

@@ -24,6 +24,7 @@ from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import drawn
 from psc_core.density.fit.density import Examples, fit_density
 from psc_core.fitting.data import FitData
+from psc_core.fitting.job import FitJob
 from psc_core.gates.fit.made_up import REAL, by_transform, made_up_batches
 from psc_core.images.preprocess import Pixels
 from psc_core.metrics.ranking import auroc
@@ -43,9 +44,7 @@ def compare_positions(
     backbone: Backbone,
     sized: SizedProjection,
     sizes: Sequence[tuple[int, int]],
-    data: FitData,
-    density: str,
-    compute: Compute,
+    job: FitJob,
 ) -> dict[int, float]:
     """Return the mean AUROC of made-up against real images for each number of spatial components.
 
@@ -53,10 +52,9 @@ def compare_positions(
         backbone: The network, cut behind the candidate layer(s).
         sized: The largest projection.
         sizes: The pairs (c_proj, d_proj) to compare, within it.
-        data: The images.
-        density: Its name in :data:`.DENSITIES`; it reads z.
-        compute: Device, precision, batch size.
+        job: The images, settings with a density that reads z, and the device.
     """
+    data, compute = job.data, job.compute
     step = feature_step(backbone, compute.precision)
     few = drawn(data.train, TRAINING_IMAGES, data.seed)
     kept, of_batches = [], []
@@ -68,7 +66,7 @@ def compare_positions(
     found = {}
     for c_proj, d_proj in sizes:
         columns = _columns(sized.largest, c_proj, d_proj)
-        fitted = fit_density(Examples(z[:, columns], labels, classes), kind=density)
+        fitted = fit_density(Examples(z[:, columns], labels, classes), kind=job.settings.density)
         scores = {name: -fitted(values[:, columns]).log_density for name, values in made.items()}
         real = scores.pop(REAL)
         found[d_proj] = statistics.mean(auroc(real, made_up) for made_up in scores.values())
