@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from psc_core.compute import BATCH_IMAGES
 from psc_core.compute.passes import Compute
 from psc_core.data.classes import check_same
 from psc_core.data.dataset import ImageDataset
@@ -82,7 +83,7 @@ def open_images(model: PSC, spec: str) -> ImageDataset:
     return open_dataset(spec, split="test", preprocess=model.preprocess).in_order(model.classes)
 
 
-def open_baselines(model: PSC, weights: Path, train: str, val: str, *, batch_images: int = 256) -> Baselines:
+def open_baselines(model: PSC, weights: Path, train: str, val: str, *, batch_images: int = BATCH_IMAGES) -> Baselines:
     """Fit the other detectors on the network that the model was cut from.
 
     Args:
@@ -135,7 +136,11 @@ def own_network(net: nn.Module, data: ImageDataset, compute: Compute) -> OwnClas
 
 @torch.inference_mode()
 def score_images(
-    model: PSC, data: ImageDataset, baselines: Baselines | OwnClassifier | None = None, *, batch_images: int = 256
+    model: PSC,
+    data: ImageDataset,
+    baselines: Baselines | OwnClassifier | None = None,
+    *,
+    batch_images: int = BATCH_IMAGES,
 ) -> ScoredImages:
     """Send ``data`` through the served path and the baselines once.
 

@@ -29,6 +29,7 @@ from psc_core.log.store import Log
 from psc_core.metrics.intervals import RateInterval, weighted_interval
 from psc_core.model.base import FittedModel
 from psc_core.scoring.served import outputs_of
+from psc_core.tasks.answer import ACCEPT
 
 _COLUMNS: Final = [SHA256, IMAGE_PATH, "label", "decision", "audit", "audit_probability"]
 
@@ -115,13 +116,12 @@ class Replay:
 
         For images that are now rejected the most typical come first, for images that are now accepted the most unusual.
         """
-        accepted = self.decisions[0]
         for before in self.decisions:
             for after in self.decisions:
                 found = [row for row in self.rows if (row.before.decision, row.after.decision) == (before, after)]
                 if before == after or not found:
                     continue
-                found.sort(key=lambda row: row.ood_score, reverse=after == accepted)
+                found.sort(key=lambda row: row.ood_score, reverse=after == ACCEPT)
                 yield before, after, list({row.position: row for row in found}.values())[:SHOWN_IMAGES]
 
     def to_json(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from psc_core.log.rows import days_of, models_in, rows_of_file
 from psc_core.log.schema import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256, arrow, label_schema, scores_in
 from psc_core.log.source import is_stored
 from psc_core.log.store import Log
+from psc_core.tasks.answer import ACCEPT
 
 _CHUNK: Final = 500
 """Maximum number of rows that are converted to Python objects at a time."""
@@ -86,7 +87,7 @@ def _abstained(log: Log, ends: float) -> Iterator[Unreviewed]:
     """Yield logged images that were not accepted, file by file, the files that were written last first."""
     pa: Any = arrow()
     ds = pa.dataset
-    wanted = (ds.field("decision") != "accept") & ds.field(IMAGE_PATH).is_valid() & ds.field(SHA256).is_valid()
+    wanted = (ds.field("decision") != ACCEPT) & ds.field(IMAGE_PATH).is_valid() & ds.field(SHA256).is_valid()
     for name, model in _files(log):
         if time.monotonic() > ends:
             return

@@ -14,6 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from psc_core.tasks import TASKS, module_of
 from psc_core.tasks.policy import BasePolicy
 
+ACCEPT: Final = "accept"
+"""The decision of every task on an image that can be relied on, the first of its decisions."""
+
 _SCORE: Final = "score"
 
 Score = Annotated[float, _SCORE]

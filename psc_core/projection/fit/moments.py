@@ -10,7 +10,7 @@ in one pass: each batch is centred on its own mean, and merged with the batches 
 difference of the two means (Chan, Golub & LeVeque 1983), one more row of the same matrix product.  Only centred
 products are added, so nothing cancels.  All sums are float64; covariance between channels is never formed.
 
-Standard deviations are clamped to at least :data:`DEAD_UNIT` of their root mean square over the layer, so that a unit
+Standard deviations are clamped to at least :data:`.DEAD_UNIT` of their root mean square over the layer, so that a unit
 silent on the training data cannot dominate after scaling.
 """
 
@@ -25,9 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from psc_core.errors import FitError
-
-DEAD_UNIT = 1e-2
-"""Minimum standard deviation, relative to the root mean square over the layer."""
+from psc_core.numerics.linalg import DEAD_UNIT
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class ChannelMoments:
     covariance: Float[Tensor, "channels positions positions"]
 
     def std(self) -> Float[Tensor, "channels positions"]:
-        """Return the standard deviations, at least :data:`DEAD_UNIT` of their root mean square.
+        """Return the standard deviations, at least :data:`.DEAD_UNIT` of their root mean square.
 
         Raises:
             FitError: Every unit is constant.
