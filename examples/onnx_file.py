@@ -29,7 +29,7 @@ def exported(images: Path) -> Path:
     transform = Compose([Grayscale(), ToTensor(), Normalize(PREPROCESS.mean, PREPROCESS.std)])
     net = train(SmallNet(10), ImageFolder(images / "train", transform))
     file = scratch() / "net.onnx"
-    torch.onnx.export(net, (torch.zeros(1, 1, 28, 28),), str(file), dynamo=True, external_data=False)
+    torch.onnx.export(net, (torch.zeros(1, 1, 28, 28),), str(file), dynamo=True, external_data=False, verbose=False)
     return file
 
 

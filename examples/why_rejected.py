@@ -3,7 +3,7 @@
     python examples/why_rejected.py                       (the shipped bundle on its four examples)
     python examples/why_rejected.py bundle a.jpg b.jpg    (any bundle of psc-fit)
 
-Prints for each image the decision, the gate with the smallest p-value, and for a rejected one its strangest region.
+Prints for each image the decision and the p-value of each gate, and of a rejected one its strangest region.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MEANING = {"texture": "strange texture", "kind": "unknown kind", "confidence": "
 prediction = PSC.load(bundle).predict(images, maps=True)
 for index, (image, decision) in enumerate(zip(images, prediction.decision, strict=True)):
     gates = {name: float(p_values[index]) for name, p_values in prediction.gates.items()}
-    smallest = min(gates, key=gates.__getitem__)
-    print(f"{image.name}: {decision}, smallest gate {smallest} with p={gates[smallest]:.3f}")
+    print(f"{image.name}: {decision},", ", ".join(f"{name} p={p:.3f}" for name, p in gates.items()))
     if decision == "abstain_ood":
+        smallest = min(gates, key=gates.__getitem__)
         left, top, right, bottom = box_of(prediction.maps[index].numpy())  # Fractions of width and height.
         print(f"    {MEANING[smallest]}, strangest {left:.0%} to {right:.0%} across, {top:.0%} to {bottom:.0%} down")

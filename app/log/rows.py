@@ -81,7 +81,7 @@ class OpenRows:
     size: int = 0  # An estimate of their size in memory, bytes.
     _cells: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in _FILLED})
     _outputs: list[Outputs[FloatArray]] = field(default_factory=list)
-    _codes: list[npt.NDArray[np.int8]] = field(default_factory=list)  # of decisions
+    _codes: list[npt.NDArray[np.int8]] = field(default_factory=list)  # The codes of the decisions.
 
     def __len__(self) -> int:
         return len(self._cells[REQUEST_ID])

@@ -69,7 +69,7 @@ class ServedModel:
 
     @cached_property
     def task(self) -> ServedTask[Any]:
-        """Its task in service."""
+        """The model's task in service."""
         return served_task(self.model.task)
 
     @cached_property

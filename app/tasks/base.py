@@ -15,35 +15,35 @@ from psc_core.tasks.outputs import FloatArray, Outputs
 from psc_core.tasks.task import Task
 
 Datatype = Literal["FP32", "INT64", "UINT8", "BOOL", "BYTES"]
-"""Types of a tensor of the Open Inference Protocol."""
+"""The data type of a tensor of the Open Inference Protocol."""
 
 GATES_OUTPUT: Final = "gates"
 """The tensor of the gates' p-values, in the order of a model's gates."""
 
 UNUSUAL_COMPONENTS: Final = 5
-"""Number of components that an explanation names."""
+"""The number of components that an explanation names."""
 
 
 @dataclass(frozen=True)
 class ServedTask(Generic[AnyDecisions]):
-    """Base of the tasks in service; ``SERVED`` in the module of a task is the class of its own."""
+    """The base of the tasks in service; each task's module names its own class ``SERVED``."""
 
     task: Task
 
     tensors: ClassVar[Mapping[str, Datatype]]
-    """The outputs of the v2 protocol, in order."""
+    """The data types of the v2 protocol's output tensors by name, in order."""
     request_options: ClassVar[frozenset[str]] = frozenset()
-    """Options that a request may give beside thresholds."""
+    """The options that a request may have beside thresholds."""
 
     def documents(
         self, outputs: Outputs[FloatArray], decisions: AnyDecisions, classes: Sequence[str], **options: int
     ) -> list[dict[str, Any]]:
-        """Return one answer for each image, as orjson takes it.
+        """Return one answer for each image, in a form that orjson can write.
 
         Args:
-            outputs: Finite outputs.
-            decisions: Decisions on the same images.
-            classes: Classes of the model.
+            outputs: The finite outputs for the images.
+            decisions: The decisions on the same images.
+            classes: The classes of the model.
             options: Some of :attr:`request_options`.
         """
         raise NotImplementedError
@@ -54,42 +54,43 @@ class ServedTask(Generic[AnyDecisions]):
         """Return one explanation for each image, from the arrays of ``Pipeline.explain``.
 
         Args:
-            explanation: Arrays by name, images first.
-            classes: Classes of the model.
-            layers: Layers that its head tells apart: z, by the candidate layer(s), and the other layers that it reads.
+            explanation: The arrays by name, whose first axis is the images.
+            classes: The classes of the model.
+            layers: The layers that the head tells apart: z, named by the candidate layer(s), and the other layers that
+                it reads.
         """
         raise NotImplementedError
 
     def tensor_shape(self, name: str, classes: Sequence[str], gates: Sequence[str]) -> list[int]:
-        """Return the sizes of one of the :attr:`tensors` behind the number of images."""
+        """Return the shape of one of the :attr:`tensors` without its first axis, the images."""
         return [len(gates)] if name == GATES_OUTPUT else []
 
     def tensor(
         self, name: str, outputs: Outputs[FloatArray], decisions: AnyDecisions, classes: Sequence[str]
     ) -> npt.NDArray[Any] | list[str]:
-        """Return one of the :attr:`tensors`; texts for one of ``BYTES``."""
+        """Return the values of one of the :attr:`tensors`, which for ``BYTES`` are texts."""
         if name == GATES_OUTPUT:
             return outputs.gate_p_values
         values: npt.NDArray[Any] | None = getattr(decisions, name, None)
         return outputs[name] if values is None else values
 
     def metric_labels(self, classes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the labels that images are counted by."""
+        """Return the labels by which metrics count images."""
         return classes
 
     def label_index(self, decisions: AnyDecisions) -> npt.NDArray[np.int64]:
-        """Return the position of each image's label among :meth:`metric_labels`."""
+        """Return the index of each image's label among :meth:`metric_labels`."""
         raise NotImplementedError
 
 
 def served_type(name: str) -> type[ServedTask[Any]]:
-    """Return the class of a task in service, by one of the names in :data:`psc_core.tasks.TASKS`."""
+    """Return the class of a task in service by the task's name in :data:`psc_core.tasks.TASKS`."""
     found: type[ServedTask[Any]] = module_of(name, "app.tasks.{}").SERVED
     return found
 
 
 def served_task(task: Task) -> ServedTask[Any]:
-    """Return a model's task in service; the decisions that it is given have to be of that task."""
+    """Return a model's task in service, which takes only decisions of that task."""
     return served_type(task.name)(task)
 
 
@@ -99,7 +100,7 @@ def tensor_names() -> tuple[str, ...]:
 
 
 def unusual_components(deviation: FloatArray) -> list[dict[str, Any]]:
-    """Return the components of one image that deviate most, as an explanation names them."""
+    """Return the most deviating components of one image, for an explanation."""
     unusual = np.argsort(-np.abs(deviation), kind="stable")[:UNUSUAL_COMPONENTS].tolist()
     return [{"component": component, "deviation": float(deviation[component])} for component in unusual]
 
@@ -110,7 +111,7 @@ def score_members(outputs: Outputs[FloatArray]) -> list[dict[str, Any]]:
 
 
 def gate_members(outputs: Outputs[FloatArray]) -> list[dict[str, Any]]:
-    """Return the member ``gates`` of each image's answer; nothing for a model without gates."""
+    """Return the member ``gates`` of each image's answer; no member for a model without gates."""
     if not outputs.gates:
         return [{}] * len(outputs)
     return [{GATES_OUTPUT: dict(zip(outputs.gates, p_values, strict=True))} for p_values in outputs.gate_p_values]

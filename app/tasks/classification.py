@@ -35,7 +35,7 @@ class ServedClassification(ServedTask[Decisions]):
         top_k: int | None = None,
         **options: int,
     ) -> list[dict[str, Any]]:
-        """Return one ``ImagePrediction`` for each image, with ``top_k`` classes where that is given."""
+        """Return one ``ImagePrediction`` for each image, with its ``top_k`` classes if that is given."""
         probabilities = np.ascontiguousarray(outputs.probabilities)
         scores, gates, documents = score_members(outputs), gate_members(outputs), []
         for image, class_index in enumerate(decisions.class_index.tolist()):
@@ -63,7 +63,7 @@ class ServedClassification(ServedTask[Decisions]):
     ) -> list[dict[str, Any]]:
         """Return one ``Explanation`` for each image.
 
-        ``aleatoric`` and ``epistemic`` are ``None`` where the head does not split its uncertainty.
+        ``aleatoric`` and ``epistemic`` are None if the head does not split its uncertainty.
         """
         documents = []
         for image, nearest in enumerate(explanation["nearest_class"].tolist()):

@@ -18,7 +18,7 @@ from psc_core.tasks.regression.task import Regression
 
 @dataclass(frozen=True)
 class ServedRegression(ServedTask[Decisions]):
-    """The answers of a regression; all its images are counted by the name of its target."""
+    """The answers of a regression, whose images metrics count by the name of the target."""
 
     task: Regression
 

@@ -26,7 +26,7 @@ def test_what_does_not_fit_is_refused_and_decoding_has_room_of_its_own() -> None
     held = budget()
     assert held.largest_body == (1000 - 25 * PIXEL_BYTES) // COPIES
     held.take(800)
-    with pytest.raises(TooManyRequests, match=r"800 of 1000 bytes \(max_buffered_bytes.*room for 1 more"):
+    with pytest.raises(TooManyRequests, match=r"800 of 1000 bytes \(max_buffered_bytes.*1 more do not fit"):
         held.take(1)
     with held.decoding(25):
         pass
@@ -138,7 +138,7 @@ def test_a_process_that_is_nearly_full_takes_nothing_more(monkeypatch: pytest.Mo
     held.take(10)
     held.process_bytes = 1 << 20
     held.should_release()
-    with pytest.raises(NotReady, match="may have 1; try again, or raise the container's limit"):
+    with pytest.raises(NotReady, match="of its 1 MiB of memory; try again, or raise the container's limit"):
         held.take(1)
     held.process_bytes = 1 << 50
     held.should_release()

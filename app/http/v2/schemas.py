@@ -112,7 +112,7 @@ class RequestModel(BaseModel):
 
 def _reject(value: Any) -> None:
     if value is not None:
-        raise ValueError("this server does not support it; leave it out")
+        raise ValueError("not supported by this server; leave it out")
 
 
 _Unsupported = Annotated[None, BeforeValidator(_reject), Field(description="Not supported.")]

@@ -194,7 +194,7 @@ async def test_a_map_that_cannot_be_had_is_422() -> None:
         response = await app.client.post("/predict?map=true", content=png(1), headers=PNG)
         assert "explain=true&map=true" in check_problem(response, 422, "no-map")["detail"]
         response = await app.client.post("/predict?explain=true&map=true", content=png(1), headers=PNG)
-        assert "has no map" in check_problem(response, 422, "no-map")["detail"]
+        assert "was fitted without a map" in check_problem(response, 422, "no-map")["detail"]
 
 
 async def test_models_are_served_by_name() -> None:

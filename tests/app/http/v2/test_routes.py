@@ -173,7 +173,7 @@ async def test_a_map_is_given_where_it_is_asked_for() -> None:
         everything = await infer(app, {"inputs": [raw_input(images)]})
         assert "map" not in [tensor["name"] for tensor in everything["outputs"]]
         response = await app.client.post("/v2/models/plain/infer", json=wanted)
-        assert response.status_code == 422 and "has no map" in response.json()["error"]
+        assert response.status_code == 422 and "was fitted without a map" in response.json()["error"]
 
 
 async def test_an_output_of_another_task_is_refused_before_anything_is_computed() -> None:
