@@ -33,10 +33,9 @@ from psc_core.maps.layer_map import LayerMap
 from psc_core.model.base import TRIAL_IMAGES, FittedModel
 from psc_core.model.pipeline import Pipeline, Scorer, ood_score_of
 from psc_core.settings import FitSettings
-from psc_core.tasks.classification.policy import GUARANTEED_RISK
 from psc_core.tasks.fit.task import Calibrated, TaskFit, task_fit
 from psc_core.tasks.head import Scored
-from psc_core.tasks.policy import BasePolicy
+from psc_core.tasks.policy import GUARANTEED_RISK, BasePolicy
 from psc_core.thumbnails.thumbnails import Thumbnails
 
 COMMON: Final = ("alpha", "coverage", "batch_images")

@@ -8,13 +8,10 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field
 
-from psc_core.tasks.policy import Alpha, BasePolicy, Coverage
+from psc_core.tasks.policy import GUARANTEED_RISK, Alpha, BasePolicy, Coverage
 
 FLOAT32_ROUNDING: Final = 1e-4
 """Tolerance for the rounding of float32, by which entropies and probabilities may leave their range."""
-
-GUARANTEED_RISK: Final = "promised"
-"""The guaranteed error rate in ``metrics.risk`` of a bundle; the format keeps its first name for it."""
 
 AmbiguityThreshold = Annotated[float, Field(ge=0, description="Ambiguous above this predictive entropy, nats.")]
 

@@ -26,11 +26,11 @@ from psc_core.tasks.classification.fit.head import fit_head
 from psc_core.tasks.classification.fit.own import better_of, fit_own, retempered
 from psc_core.tasks.classification.heads.base import ClassifierHead
 from psc_core.tasks.classification.heads.own import OwnHead
-from psc_core.tasks.classification.policy import GUARANTEED_RISK, Policy
+from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.classification.task import Classification
 from psc_core.tasks.fit.task import OWN_IMAGES, Calibrated, HeadJob, TaskFit, own_outputs
 from psc_core.tasks.head import Head, Scored
-from psc_core.tasks.policy import BasePolicy
+from psc_core.tasks.policy import GUARANTEED_RISK, BasePolicy
 
 ACCURACY_GAP: Final = 0.1
 """Loss of accuracy from training to validation images up to which the network is not warned about."""
