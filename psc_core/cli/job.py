@@ -93,9 +93,9 @@ def open_job(args: argparse.Namespace) -> Job:
     """Open what the flags name, and refuse what no bundle can be fitted to or written from.
 
     Raises:
-        UsageError: Flags that contradict each other or the images, or a place that no bundle can be written to.
-        DataError: Images that cannot be fitted.
-        NetworkError: The network cannot be loaded, run or exported.
+        UsageError: If flags contradict each other or the images, or no bundle can be written to a place.
+        DataError: If the images cannot be fitted.
+        NetworkError: If the network cannot be loaded, run or exported.
     """
     described = describe(args.model, allow_download=args.allow_download)
     if args.weights is None and not described.weights:
@@ -155,7 +155,7 @@ def checked_provenance(job: Job) -> dict[str, Any]:
     """Return what the bundle will record of its origin.
 
     Raises:
-        UsageError: Validation images that are the training images, or names that UTF-8 cannot hold.
+        UsageError: If the validation images are the training images, or UTF-8 cannot hold a name.
     """
     network = job.network
     provenance = provenance_of(network.recipe, network.weights, job.settings, job.data)
@@ -171,8 +171,8 @@ def decoded(job: Job, args: argparse.Namespace) -> Job:
     """Return the job with its images decoded once, without those that cannot be, and print how good the network is.
 
     Raises:
-        DataError: More images than ``--max-bad-images`` cannot be decoded.
-        UsageError: Rates that the images that are left cannot keep.
+        DataError: If more images than ``--max-bad-images`` cannot be decoded.
+        UsageError: If the images that are left cannot keep the rates.
     """
     reducer = job.compute.reducer
     if args.cache != "off":
@@ -192,7 +192,7 @@ def open_checkpoint(job: Job, provenance: dict[str, Any], args: argparse.Namespa
     """Return the checkpoint of an interrupted run of this job, or an empty one.
 
     Raises:
-        UsageError: Nothing was interrupted, and a bundle would be replaced without ``--overwrite``.
+        UsageError: If nothing was interrupted, and a bundle would be replaced without ``--overwrite``.
     """
     compute = job.compute
     inputs = job_of(provenance, job.settings, job.data, compute, job.network.configuration)

@@ -115,7 +115,7 @@ def check_version(file: Path, version: str) -> None:
     """Write the bundle's version beside its outputs, or compare it with the one that is there.
 
     Raises:
-        UsageError: The folder has outputs of another bundle, or something else under the file's name.
+        UsageError: If the folder has outputs of another bundle, or something else under the file's name.
     """
     if file.is_symlink() or (file.exists() and not file.is_file()):
         raise UsageError(f"{file} is a link or no regular file; remove it, or give another --out")

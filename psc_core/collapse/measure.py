@@ -61,9 +61,9 @@ def measure_layers(
         quality_type: The quality beside NC1, from :mod:`.nearest_mean` or :mod:`.linear`.
 
     Raises:
-        FitError: Non-finite features.
-        UsageError: ε outside (0, 1), or a pattern that matches no layer.
-        NetworkError: The network cannot be run or cut.
+        FitError: If features are not finite.
+        UsageError: If ε is outside (0, 1), or a pattern matches no layer.
+        NetworkError: If the network cannot be run or cut.
     """
     epsilon, pattern = settings.epsilon, settings.layers
     check_fraction(epsilon, "epsilon")

@@ -108,7 +108,7 @@ class CollapseReport:
         """Return the measurement of one layer.
 
         Raises:
-            UsageError: The layer was not measured.
+            UsageError: If the layer was not measured.
         """
         for layer in self.layers:
             if layer.name == name:
@@ -135,7 +135,7 @@ class CollapseReport:
         """Return the candidate by this module's rule among the layers of the pattern, or the one that the caller names.
 
         Raises:
-            UsageError: ``layer`` was not measured, or no layer matches the pattern.
+            UsageError: If ``layer`` was not measured, or no layer matches the pattern.
         """
         if layer is not None:
             return self._noted([self.layer(layer)], f"{self.named(self.layer(layer))}, named by the caller")

@@ -108,8 +108,8 @@ def read_audit(
         until: Last day, ``YYYY-MM-DD``; None for the last in the log.
 
     Raises:
-        UsageError: The log has no audit images, or too few of them are reviewed.
-        DataError: A file is damaged, or a label is no class of the model.
+        UsageError: If the log has no audit images, or too few of them are reviewed.
+        DataError: If a file is damaged, or a label is no class of the model.
     """
     name = logged_model(log, name)
     days = days_of(log, name, since=since, until=until)
@@ -143,8 +143,8 @@ def read_outside(
         until: Last day.
 
     Raises:
-        UsageError: There are no such images.
-        DataError: A file is damaged, or a label is no class of the model.
+        UsageError: If there are no such images.
+        DataError: If a file is damaged, or a label is no class of the model.
     """
     name = logged_model(log, name)
     days = days_of(log, name, since=since, until=until)

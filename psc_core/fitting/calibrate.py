@@ -59,7 +59,7 @@ def calibrate_scorer(
         thumbnails: The thumbnails that it will have, which need none either.
 
     Raises:
-        FitError: Scores that are not finite.
+        FitError: If scores are not finite.
     """
     data, compute, fitted_gates = job.data, job.compute, None
     scored = score_dataset(scorer, data.calibration, compute, "calibration")
@@ -87,8 +87,8 @@ def calibrate_pipeline(
         weights: How many images each one stands for; None where each stands for itself.
 
     Raises:
-        UsageError: Rates that so few images cannot keep.
-        FitError: Scores that are not finite.
+        UsageError: If so few images cannot keep the rates.
+        FitError: If scores are not finite.
     """
     fit.check(settings)
     images = len(data) if weights is None else worth(weights)
@@ -159,7 +159,7 @@ def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:
     """Return the settings that a fitted model was calibrated with, after ``changes``.
 
     Raises:
-        UsageError: Calibration does not read one of the changed settings.
+        UsageError: If calibration does not read one of the changed settings.
     """
     known = (*COMMON, *task_fit(model.task.name).thresholds)
     if unread := changes.keys() - {*known}:

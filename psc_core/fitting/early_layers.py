@@ -69,7 +69,7 @@ def choose_gates(
         compute: Device, precision, batch size.
 
     Raises:
-        FitError: Gates cannot be fitted to the readings.
+        FitError: If gates cannot be fitted to the readings.
     """
     reads_confidence, reason = data.task_fit.confidence_gate(ambiguous=data.is_ambiguous)
     names: tuple[str, ...] = (KIND, CONFIDENCE) if reads_confidence else (KIND,)

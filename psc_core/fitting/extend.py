@@ -96,7 +96,7 @@ def seen_examples(model: FittedModel) -> int:
     """Return the number of labelled examples that the densities of a model were fitted to.
 
     Raises:
-        UsageError: The densities cannot be extended.
+        UsageError: If the densities cannot be extended.
     """
     instead = "fit the bundle again with these images among the training images, or leave out --extend-density"
     if why_not := task_fit(model.task.name).why_not_extended:
@@ -121,9 +121,9 @@ def extend(model: FittedModel, more: ImageDataset, real: ImageDataset, compute: 
         compute: Device and batch size.
 
     Raises:
-        UsageError: The densities cannot be extended.
-        DataError: An image cannot be read.
-        FitError: Features that are not finite, or readings that gates cannot be fitted to.
+        UsageError: If the densities cannot be extended.
+        DataError: If an image cannot be read.
+        FitError: If features are not finite, or gates cannot be fitted to the readings.
     """
     examples = seen_examples(model)
     read = _read(model.pipeline.scorer, more, compute)

@@ -60,10 +60,10 @@ def fit(
         settings: Settings of :class:`.FitSettings`, by name; without a device it is the network's.
 
     Raises:
-        UsageError: Loaders or settings that cannot be used.
-        DataError: Batches that cannot be used, or classes that have too few images.
-        NetworkError: The network cannot be copied, run or cut.
-        FitError: Features that cannot be fitted.
+        UsageError: If a loader or a setting cannot be used.
+        DataError: If a batch cannot be used, or a class has too few images.
+        NetworkError: If the network cannot be copied, run or cut.
+        FitError: If features cannot be fitted.
     """
     net = own_copy(net)
     chosen = FitSettings(**{"device": device_of(net), **settings})

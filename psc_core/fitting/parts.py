@@ -76,9 +76,10 @@ def fit_parts(
         job: The images, settings and device.
 
     Raises:
-        UsageError: Base predictions are asked for, and the network has another number of outputs than the task needs.
-        FitError: Features that cannot be fitted; the message says why.
-        NetworkError: The network cannot be cut.
+        UsageError: If base predictions are asked for, and the network has another number of outputs than the task
+            needs.
+        FitError: If features cannot be fitted; the message says why.
+        NetworkError: If the network cannot be cut.
     """
     data, settings, compute = job.data, job.settings, job.compute
     is_base = settings.predictions == "base"

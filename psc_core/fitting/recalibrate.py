@@ -59,10 +59,10 @@ def recalibrate_from_audit(
         more: Images outside the slice that extend the density; None to leave it as it is.
 
     Raises:
-        UsageError: So few images cannot keep the rates, calibration does not read a setting, or the density cannot be
-            extended.
-        DataError: An image cannot be read.
-        FitError: Scores that are not finite.
+        UsageError: If so few images cannot keep the rates, calibration does not read a setting, or the density cannot
+            be extended.
+        DataError: If an image cannot be read.
+        FitError: If scores are not finite.
     """
     fit, settings = task_fit(model.task.name), settings_of(model, changes)
     lines, pipeline, calibrates, extension = [], model.pipeline, audit, None

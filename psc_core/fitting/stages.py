@@ -49,9 +49,9 @@ def collapse(net: nn.Module, job: FitJob) -> CollapseReport:
     """Measure NC1 on the training images and NC4 (for a regression R²) on the selection split, after every layer.
 
     Raises:
-        UsageError: An unknown setting, ε outside (0, 1), or a pattern that matches no layer.
-        FitError: Features that are not finite.
-        NetworkError: The network cannot be run or cut.
+        UsageError: If a setting is unknown, ε is outside (0, 1), or a pattern matches no layer.
+        FitError: If features are not finite.
+        NetworkError: If the network cannot be run or cut.
     """
     data, compute = job.data, job.compute
     compute.reducer.require(data.train)
@@ -65,9 +65,9 @@ def project(net: nn.Module, candidate: Candidate, job: FitJob) -> FittedProjecti
     that needs (:mod:`psc_core.fitting.positions`).
 
     Raises:
-        UsageError: An unknown density.
-        FitError: Constant features, or sizes larger than the layer allows.
-        NetworkError: The network cannot be cut.
+        UsageError: If the density is unknown.
+        FitError: If features are constant, or sizes are larger than the layer allows.
+        NetworkError: If the network cannot be cut.
     """
     data, settings, compute = job.data, job.settings, job.compute
     one_of("density", settings.density, tuple(DENSITIES), data.task_fit.task_type.noun)
@@ -95,7 +95,7 @@ def checked(settings: FitSettings, data: FitData) -> FitSettings:
     """Return the settings with the task of the images and, where no head is named, the task's first.
 
     Raises:
-        UsageError: An unknown option, or a rate that is outside (0, 1) or that so few validation images cannot keep.
+        UsageError: If an option is unknown, or a rate is outside (0, 1) or cannot be kept by so few validation images.
     """
     fit = data.task_fit
     settings = settings.of_task(fit.task_type.name, fit.task_type.heads)
@@ -131,9 +131,9 @@ def fit_model(
         provenance: The origin that a bundle of the model records.
 
     Raises:
-        UsageError: The projection is of other layers than the candidate's.
-        FitError: Features or outputs that cannot be fitted; the message says why.
-        NetworkError: The network cannot be cut.
+        UsageError: If the projection is of other layers than the candidate's.
+        FitError: If features or outputs cannot be fitted; the message says why.
+        NetworkError: If the network cannot be cut.
     """
     check_same_layers(candidate, projection)
     data = job.data

@@ -95,7 +95,7 @@ class Task(BaseModel):
         """Return what a person says of an image as a log keeps it: one of the classes, unless a task says otherwise.
 
         Raises:
-            DataError: The model could not have said it.
+            DataError: If the model could not have said it.
         """
         if text not in classes:
             known = listed(classes, 10)

@@ -40,7 +40,7 @@ class ChannelMoments:
         """Return the standard deviations, at least :data:`.DEAD_UNIT` of their root mean square.
 
         Raises:
-            FitError: Every unit is constant.
+            FitError: If every unit is constant.
         """
         std = self.covariance.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
         scale = float(std.square().mean().sqrt())
@@ -69,7 +69,7 @@ def channel_moments(
         all_reduce: A function that sums a tensor over all processes.
 
     Raises:
-        FitError: No features, or a value that is not finite.
+        FitError: If there are no features, or a value is not finite.
     """
     count = 0
     mean: Tensor | None = None

@@ -62,7 +62,7 @@ def fit_tucker(
             much again, and for the class means of the scaled layer.
 
     Raises:
-        FitError: ``c_proj`` or ``d_proj`` is larger than the layer, or the part of it that is measured, allows.
+        FitError: If ``c_proj`` or ``d_proj`` is larger than the layer, or the part of it that is measured, allows.
     """
     c_proj = settings.c_proj
     step = feature_step(backbone, compute.precision)

@@ -54,7 +54,7 @@ class Calibration(BaseCalibration):
         """Return the smallest probability with which a class is in a prediction set (:mod:`.decide`).
 
         Raises:
-            UsageError: ``coverage`` is not in (0, 1), or n is too small for it.
+            UsageError: If ``coverage`` is not in (0, 1), or n is too small for it.
         """
         check_rates(len(self), coverage=coverage)
         rank = tolerant_ceil((len(self) + 1) * coverage)
@@ -75,7 +75,8 @@ class Calibration(BaseCalibration):
         """Return the calibration whose :meth:`tensors` these are.
 
         Raises:
-            BundleError: A tensor is missing, has another type or length, or its scores do not ascend or are not finite.
+            BundleError: If a tensor is missing, has another type or length, or its scores do not ascend or are not
+                finite.
         """
         check_names(tensors, {"scores", "entropies", "label_probabilities", "labels", "num_classes"})
         scores = [tensors[name] for name in ("scores", "entropies", "label_probabilities")]
