@@ -69,8 +69,8 @@ def settings_from(arguments: Sequence[str]) -> Settings:
     """Read the settings from a command line.
 
     Raises:
-        UsageError: The settings cannot be used, or the demonstration bundle is missing.
-        SystemExit: argparse refused the flags (2), or printed ``--help`` (0).
+        UsageError: If the settings cannot be used, or the demonstration bundle is missing.
+        SystemExit: If argparse refused the flags (2), or printed ``--help`` (0).
     """
     flags = vars(parser().parse_args(arguments))
     lists = {name: ",".join(value) for name, value in flags.items() if isinstance(value, list)}
@@ -83,7 +83,7 @@ def demo_bundle() -> Path:
     """Return the folder of the shipped bundle, in a checkout or where an installed wheel put it.
 
     Raises:
-        UsageError: The bundle is in neither place.
+        UsageError: If the bundle is in neither place.
     """
     places = (Path(__file__).parents[1] / "artifacts", Path(sys.prefix) / "share" / "psc")
     for place in places:
@@ -96,7 +96,7 @@ def run(arguments: Sequence[str]) -> int:
     """Serve until told to stop, and return the exit code.
 
     Raises:
-        UsageError: The settings, a bundle or the address cannot be used.
+        UsageError: If the settings, a bundle or the address cannot be used.
     """
     # By default SIGHUP ends a process, and an operator may send it before there is anything to reload.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -159,7 +159,7 @@ def check_factory(name: str, manifest: Path, allowed: Collection[str]) -> None:
     A broken manifest passes: whoever reads the whole bundle has the better error message.
 
     Raises:
-        UsageError: The network comes from a factory that is not allowed.
+        UsageError: If the network comes from a factory that is not allowed.
     """
     try:
         spec = json.loads(manifest.read_bytes())["backbone"]["network"]["spec"]

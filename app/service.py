@@ -111,7 +111,7 @@ class Service:
                 processes, of which others answer meanwhile.
 
         Raises:
-            PSCError: A bundle cannot be used, or its network failed at warm-up.
+            PSCError: If a bundle cannot be used, or its network failed at warm-up.
         """
         if not self.keys.predict:
             logger.warning("API keys are off: anyone who reaches this port may predict (PSC_API_KEYS)")
@@ -251,7 +251,7 @@ def service_to_predict(request: Request) -> Service:
     """Return the service if the caller may predict.
 
     Raises:
-        Unauthorized: The request has no key, or an unknown one.
+        Unauthorized: If the request has no key, or an unknown one.
     """
     service = service_of(request)
     service.keys.check_predict(request.headers)

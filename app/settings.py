@@ -351,7 +351,7 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
         flags: The values given on the command line, by field name.
 
     Raises:
-        UsageError: A setting is unknown, a value is out of range, or the file cannot be read.
+        UsageError: If a setting is unknown, a value is out of range, or the file cannot be read.
     """
     try:
         return Settings(**(flags or {}))

@@ -113,8 +113,8 @@ class Batcher:
         """Refuse, before its body is read, a request that :meth:`reserve` would refuse.
 
         Raises:
-            QueueFull: There is no room, or too little time until ``deadline`` at the present rate.
-            NotReady: The batcher is closed.
+            QueueFull: If there is no room, or too little time until ``deadline`` at the present rate.
+            NotReady: If the batcher is closed.
         """
         if self._closed:
             raise NotReady(self._closed)
@@ -140,8 +140,8 @@ class Batcher:
         """Admit a request before its images are decoded.
 
         Raises:
-            QueueFull: There is no room, or too little time until ``deadline`` at the present rate.
-            NotReady: The batcher is closed.
+            QueueFull: If there is no room, or too little time until ``deadline`` at the present rate.
+            NotReady: If the batcher is closed.
         """
         self.check(count, now=now, deadline=deadline, kind=kind)
         request = QueuedRequest(count, now, deadline, now + _WAIT_FRACTION * (deadline - now), kind, waiter)

@@ -58,7 +58,7 @@ class LogWriter:
 
     Attributes:
         log: The log.
-        unreviewed: The stored images that nobody has reviewed.
+        unreviewed: The logged images that nobody has reviewed.
     """
 
     def __init__(self, log: Log, settings: Settings, metrics: Metrics) -> None:

@@ -38,7 +38,7 @@ def check_affordable(model: FittedModel, *, max_batch: int, seconds: float) -> N
     """Refuse a model whose full batch does not fit in memory, or that takes longer than ``seconds`` to warm up.
 
     Raises:
-        BundleError: The model needs more memory or time; the message says how much, and which settings to change.
+        BundleError: If the model needs more memory or time; the message says how much, and which settings to change.
     """
     try:
         alive, operations = cost_of_an_image(model)

@@ -74,8 +74,8 @@ class Registry:
         """Return the model of this name, or the default model.
 
         Raises:
-            UnknownModel: There is no model of this name.
-            NotReady: The model is still loading, or was unloaded.
+            UnknownModel: If there is no model of this name.
+            NotReady: If the model is still loading, or was unloaded.
         """
         if name is None and self._names:
             name = self._names[0]
@@ -100,7 +100,7 @@ class Registry:
         """Load and warm up every model.
 
         Raises:
-            PSCError: A bundle cannot be used, or its network failed at warm-up.
+            PSCError: If a bundle cannot be used, or its network failed at warm-up.
         """
         for name in self._names:
             began = time.perf_counter()
@@ -118,11 +118,11 @@ class Registry:
             (name, previous version, new version) of each model; the previous version of an unloaded model is empty.
 
         Raises:
-            UnknownModel: There is no model of this name.
-            NotReady: The model is still loading for the first time.
-            ReloadRunning: Another reload is running.
-            BundleError: A bundle cannot be used; no model was changed.
-            DeviceError: The new network failed at warm-up; no model was changed.
+            UnknownModel: If there is no model of this name.
+            NotReady: If the model is still loading for the first time.
+            ReloadRunning: If another reload is running.
+            BundleError: If a bundle cannot be used; no model was changed.
+            DeviceError: If the new network failed at warm-up; no model was changed.
         """
         names = [each for each in self._names if each not in self._unloaded] if name is None else [name]
         for each in names:
@@ -157,9 +157,9 @@ class Registry:
         """Take a model out of service until it is loaded by its name; the requests it has admitted are finished.
 
         Raises:
-            UnknownModel: There is no model of this name.
-            NotReady: The model is still loading for the first time, or was unloaded already.
-            ReloadRunning: A reload is running.
+            UnknownModel: If there is no model of this name.
+            NotReady: If the model is still loading for the first time, or was unloaded already.
+            ReloadRunning: If a reload is running.
         """
         old = self.get(name)
         if self._reloading.locked():
