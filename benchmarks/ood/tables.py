@@ -39,7 +39,7 @@ def fragment(record: Json) -> str:
 
 def aurocs(parts: Sequence[Json], metric: str = "auroc") -> dict[Column, dict[str, list[float]]]:
     """Map column and detector to the values of the seeds; only detectors of every part are kept."""
-    common = set.intersection(*(set(part["families"]) for part in parts))
+    common = sorted(set.intersection(*(set(part["families"]) for part in parts)))
     found: dict[Column, dict[str, list[float]]] = {}
     for name in SETTINGS:
         for part in (part for part in parts if part["setting"] == name):
