@@ -48,7 +48,7 @@ MAX_MANIFEST_BYTES: Final = 16 << 20
 MAX_DEPTH: Final = 32
 """Maximum nesting of lists and objects in a manifest."""
 
-EXAMPLES: Final = "examples"
+TRY_FOLDER: Final = "examples"
 """The folder in a bundle with images to try; no digest covers it."""
 
 MAX_AXES: Final = 8
@@ -107,8 +107,8 @@ def write_bundle(
         graph: The ONNX model of the network, instead of its tensors.
 
     Raises:
-        BundleError: If ``path`` exists and is not a bundle, or cannot be replaced.
-        ValueError: If a manifest cannot hold a number or text.
+        BundleError: If ``path`` exists and is not a bundle, or cannot be replaced, or if a manifest cannot hold a
+            number or text.
     """
     check_target(path)
     blobs = {f"{part}.safetensors": _serialise(tensors) for part, tensors in parts.items()}
@@ -116,7 +116,10 @@ def write_bundle(
         blobs[GRAPH] = graph
     files = {name: {"bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()} for name, blob in blobs.items()}
     body = json.loads(json.dumps({**fields, "files": files}))
-    check_text(body)
+    try:
+        check_text(body)
+    except ValueError as error:
+        raise BundleError(f"a manifest cannot hold this model's description: {error}") from error
     body["version"] = manifest_digest(body)
     manifest = manifest_of(body)
     ordered = {name: body[name] for name in sorted(body, key=_place)}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import uuid
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -114,14 +115,19 @@ def load_writer(
 def check_version(file: Path, version: str) -> None:
     """Write the bundle's version beside its outputs, or compare it with the one that is there.
 
+    Several processes may do so at once: the file appears with its content, and is written only where there is none.
+
     Raises:
-        UsageError: The folder has outputs of another bundle, or something else under the file's name.
+        UsageError: If the folder has outputs of another bundle, or something else under the file's name.
     """
     if file.is_symlink() or (file.exists() and not file.is_file()):
         raise UsageError(f"{file} is a link or no regular file; remove it, or give another --out")
-    if file.exists() and (found := file.read_text().strip()) != version:
+    if not file.exists():
+        whole = file.with_name(f"{file.name}.{uuid.uuid4()}.partial")
+        whole.write_text(version + "\n")
+        whole.replace(file)
+    if (found := file.read_text().strip()) != version:
         raise UsageError(f"{file.parent} has outputs of the bundle {found}, this one is {version}; give another --out")
-    file.write_text(version + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -71,7 +71,7 @@ def open_dataset(
         return BUILT_IN[family](Path(rest), split, preprocess)
     if separator and "/" not in family and not Path(body).exists():
         return _from_factory(family, rest, split, preprocess)
-    if Path(body).suffix in TABLE_SUFFIXES and not Path(body).is_dir():
+    if Path(body).suffix.lower() in TABLE_SUFFIXES and not Path(body).is_dir():
         return open_table(Path(body), preprocess, target=target, unit=unit)
     return image_folder(Path(body), preprocess, labelled_images=labelled_images, empty_classes=split != "train")
 

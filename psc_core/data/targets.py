@@ -90,7 +90,7 @@ def open_table(path: Path, preprocess: Preprocess, *, target: str | None = None,
 
 def _read_table(path: Path) -> dict[str, list[Any]]:
     """Read the columns of a table by name."""
-    if path.suffix == ".parquet":
+    if path.suffix.lower() == ".parquet":
         try:
             from pyarrow import parquet
             from pyarrow.lib import ArrowException

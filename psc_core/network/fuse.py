@@ -1,7 +1,8 @@
 """Rewrite a truncated network so that it runs fewer operations.
 
-Two rewrites of the traced graph, applied only where they change nothing but rounding:
+Three rewrites of the traced graph, applied only where they change nothing but rounding:
 
+* each ``view`` becomes a ``reshape`` (:mod:`psc_core.network.strides`);
 * batch normalisation after a convolution is folded into its weights (in float64, then rounded once);
 * convolution weights are stored channels-last where that is faster, and for bfloat16 the weights of convolutions and
   linear layers are rounded once instead of by autocast in every step.
@@ -19,6 +20,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from psc_core.network.cut import shared_copy
+from psc_core.network.strides import reads_strides, reshape_views
 from psc_core.precision import Precision
 
 
@@ -33,6 +35,7 @@ def fuse(body: nn.Module, *, precision: Precision) -> nn.Module:
     twin = cast(fx.GraphModule, shared_copy(body))
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     with torch.inference_mode(False), torch.no_grad():
+        reshape_views(twin)
         _fold_batch_norm(twin)
         _copy_weights(twin, dtype, images_format(body, precision))
     twin.graph.lint()
@@ -45,9 +48,10 @@ def images_format(body: nn.Module, precision: Precision) -> torch.memory_format:
 
     oneDNN's kernels and CUDA's tensor cores read channels-last; float32 on CUDA does not use tensor cores.
     """
+    if not isinstance(body, fx.GraphModule) or reads_strides(body):
+        return torch.contiguous_format
     on_cpu = all(parameter.device.type == "cpu" for parameter in body.parameters())
-    traced = isinstance(body, fx.GraphModule)
-    return torch.channels_last if traced and (on_cpu or precision == "bf16") else torch.contiguous_format
+    return torch.channels_last if on_cpu or precision == "bf16" else torch.contiguous_format
 
 
 def _fold_batch_norm(net: fx.GraphModule) -> None:

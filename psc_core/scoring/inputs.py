@@ -42,7 +42,7 @@ def named_images(source: Path, column: str) -> Iterator[NamedImage]:
         return _folder(source)
     if not source.is_file():
         raise UsageError(f"{source} does not exist; give a folder, a .parquet file or a text file of paths")
-    return _parquet(source, column) if source.suffix == ".parquet" else _paths(source)
+    return _parquet(source, column) if source.suffix.lower() == ".parquet" else _paths(source)
 
 
 def _folder(root: Path) -> Iterator[NamedImage]:

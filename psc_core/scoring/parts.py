@@ -76,7 +76,7 @@ class PartWriter:
         Raises:
             UsageError: If the file exists but has other images.
         """
-        file = self.out / f"part-{number:05d}.{self.file_format}"
+        file = self._file(number)
         names = [each.name for each in images]
         if file.exists():
             there = errors_in(file)
@@ -88,6 +88,19 @@ class PartWriter:
         columns = self.columns(images, number)
         write(columns, self.model.task.columns(), file)
         return PartCount(len(names), sum(error is not None for error in columns["error"]), written=True)
+
+    def check_no_more(self, parts: int) -> None:
+        """Raise :class:`UsageError` if the folder has more parts than the input, as after an input has shrunk."""
+        first = self._file(parts).name
+        there = (file.name for file in self.out.glob(f"part-*.{self.file_format}"))
+        more = [name for name in there if (len(name), name) >= (len(first), first)]
+        if more:
+            raise UsageError(
+                f"{self.out} has {min(more)}, beyond the {parts} parts of this input; give another --out, or remove it"
+            )
+
+    def _file(self, number: int) -> Path:
+        return self.out / f"part-{number:05d}.{self.file_format}"
 
     def columns(self, images: Sequence[NamedImage], number: int = 0) -> Columns:
         """Compute the columns of a part, and write its maps."""
@@ -138,7 +151,15 @@ def _map_file(maps: Path, number: int, row: int) -> Path:
 def write_parts(
     writer: PartWriter, parts: Iterable[list[NamedImage]], *, rank: int = 0, world: int = 1
 ) -> Iterator[PartCount]:
-    """Write the parts of process ``rank`` of ``world``, number ≡ rank modulo world, and yield a count for each."""
+    """Write the parts of process ``rank`` of ``world``, number ≡ rank modulo world, and yield a count for each.
+
+    Raises:
+        UsageError: If the folder has other images in a part, or (in process 0, at the end) more parts.
+    """
+    count = 0
     for number, images in enumerate(parts):
+        count = number + 1
         if number % world == rank:
             yield writer(number, images)
+    if rank == 0:
+        writer.check_no_more(count)

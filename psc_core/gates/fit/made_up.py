@@ -99,6 +99,8 @@ def made_up_batches(
 ) -> Iterator[Mapping[str, Pixels]]:
     """Yield at most :data:`IMAGES` images in batches on the device: the originals, and the output of each transform.
 
+    A batch in which no pair has two classes, as that of a single image, has no mixes.
+
     Args:
         dataset: Images of known classes.
         compute: The device and batch size.
@@ -111,13 +113,13 @@ def made_up_batches(
     for batch in track_images(drawn, compute, description):
         pixels = dataset.preprocess.to_pixels(batch.images)
         made = {REAL: pixels, **{transform: make(pixels) for transform, make in TRANSFORMS.items()}}
-        if mixed:
-            made[MIXED] = mix(pixels, batch.first_labels(), generator)
+        if mixed and len(mixes := mix(pixels, batch.first_labels(), generator)):
+            made[MIXED] = mixes
         yield {transform: images.to(compute.device) for transform, images in made.items()}
 
 
 @torch.inference_mode()
-def by_kind(
+def by_transform(
     batches: Iterable[Mapping[str, Tensor]], step: Callable[[Tensor], Mapping[Any, Tensor]]
 ) -> dict[str, dict[Any, Tensor]]:
     """Concatenate the results of ``step`` over the batches, (n, …) by transform and name, on the CPU.

@@ -60,6 +60,13 @@ def test_saving_again_gives_the_same_bytes(tiny_bundle: Path, tmp_path: Path) ->
         assert (tmp_path / "again" / name).read_bytes() == (tiny_bundle / name).read_bytes()
 
 
+def test_a_number_that_no_manifest_holds_is_named(tiny_bundle: Path, tmp_path: Path) -> None:
+    psc = PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
+    psc.report["metrics"] = {"accuracy": float("nan")}
+    with pytest.raises(BundleError, match="a manifest cannot hold this model's description: Out of range"):
+        psc.save(tmp_path / "again")
+
+
 def test_missing_bundle(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="no manifest"):
         read_bundle(tmp_path)

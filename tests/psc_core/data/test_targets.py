@@ -52,6 +52,12 @@ def test_reads_a_csv_beside_its_images(tmp_path: Path) -> None:
     assert [int(data.image(i)[0, 0, 0]) for i in range(2)] == [7, 9]
 
 
+def test_the_suffix_of_a_table_may_be_of_any_case(tmp_path: Path) -> None:
+    text = "file,age\na.png,3\nb.png,4.5\n"
+    path = Path(table(tmp_path, text)).rename(tmp_path / "AGES.CSV")
+    assert len(open_dataset(str(path), split="train", preprocess=TINY)) == 2
+
+
 def test_reads_a_column_of_a_parquet_table(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

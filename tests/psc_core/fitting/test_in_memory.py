@@ -121,6 +121,25 @@ def test_the_network_stays_as_it_is(splits: tuple[TensorDataset, TensorDataset],
     psc.probe()
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_network_that_flattens_by_view(
+    splits: tuple[TensorDataset, TensorDataset], test: TensorDataset, tmp_path: Path, channels: int
+) -> None:
+    torch.manual_seed(0)
+    data = [
+        TensorDataset(inputs.expand(-1, channels, -1, -1), labels)
+        for inputs, labels in (split.tensors for split in splits)
+    ]
+    statistics = {name: value * channels for name, value in STATISTICS.items()}
+    psc = PSC.fit(tiny.LeNet(10, channels), *data, layer="conv2", head="duq", **statistics)
+    assert psc.pipeline.scorer.backbone.memory_format == torch.channels_last
+    inputs = test.tensors[0][:50].expand(-1, channels, -1, -1)
+    expected, got = psc(inputs), PSC.load(psc.save(tmp_path / "view") and tmp_path / "view", device="cpu")(inputs)
+    assert got.decision == expected.decision
+    for name in ("probabilities", "log_density"):
+        torch.testing.assert_close(getattr(got, name), getattr(expected, name), rtol=1e-4, atol=1e-4, msg=name)
+
+
 def test_a_model_keeps_calibration_inputs_for_a_trial(fitted: PSC, splits: tuple[TensorDataset, TensorDataset]) -> None:
     assert fitted.trial is not None and fitted.trial.shape == (TRIAL_IMAGES, 1, 28, 28)
     inside = {row.numpy().tobytes() for row in splits[1].tensors[0]}
@@ -310,7 +329,7 @@ class Noisy(Dataset):  # type: ignore[type-arg]
         return inputs + 0.01 * torch.randn(1), label
 
 
-def test_warnings_are_of_what_costs_promises(net: nn.Module, splits: tuple[TensorDataset, TensorDataset]) -> None:
+def test_warnings_are_of_what_costs_guarantees(net: nn.Module, splits: tuple[TensorDataset, TensorDataset]) -> None:
     train, val = splits
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

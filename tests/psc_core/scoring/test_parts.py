@@ -206,6 +206,42 @@ def test_two_processes_write_what_one_writes(
     assert bytes_of(tmp_path / "out") == bytes_of(scored)
 
 
+def test_processes_that_start_together_do_not_refuse_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one writes the bundle's version, another looks."""
+    file, write_text = tmp_path / cli.VERSION_FILE, Path.write_text
+
+    def interrupted(path: Path, text: str) -> None:
+        write_text(path, "")
+        monkeypatch.setattr(Path, "write_text", write_text)
+        cli.check_version(file, "abc")
+        write_text(path, text)
+
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    cli.check_version(file, "abc")
+    assert [each.name for each in tmp_path.iterdir()] == [file.name]
+    before = file.stat().st_ino, file.stat().st_mtime_ns
+    cli.check_version(file, "abc")
+    assert (file.stat().st_ino, file.stat().st_mtime_ns) == before
+    with pytest.raises(UsageError, match="outputs of the bundle abc, this one is abd"):
+        cli.check_version(file, "abd")
+
+
+def test_parts_beyond_the_input_are_refused(
+    folder: Path, scored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, fewer = shutil.copytree(scored, tmp_path / "out"), shutil.copytree(folder, tmp_path / "fewer")
+    for row in rows_of(scored)[2 * PART :]:
+        (fewer / row["item"]).unlink()
+    command = [str(fewer), "--bundle", str(SHIPPED_BUNDLE), "--out", str(out), "--format", "jsonl", "--device", "cpu"]
+    assert cli.main([*command, "--part-images", str(PART)]) == 2
+    assert "has part-00002.jsonl, beyond the 2 parts of this input" in capsys.readouterr().err
+    for surplus in ("part-00002.jsonl", "part-00003.jsonl"):
+        (out / surplus).unlink()
+    run(fewer, out)
+
+
 def test_a_killed_run_goes_on(folder: Path, scored: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-m", "psc_core.cli.score", str(folder), "--bundle", str(SHIPPED_BUNDLE)]

@@ -62,6 +62,7 @@ NETWORKS = {
     "torchvision:shufflenet_v2_x0_5": "stage3",
     "torchvision:regnet_x_400mf": "trunk_output.block2",
     "tests.tiny:network": "4",
+    "tests.tiny:LeNet": "conv2",
 }
 
 
@@ -70,10 +71,10 @@ NETWORKS = {
 def test_networks(spec: str, precision: Precision) -> None:
     net = load_network(spec, num_classes=10)
     channels = next(module for module in net.modules() if isinstance(module, nn.Conv2d)).in_channels
-    example = torch.rand(1, channels, 64, 64)
-    backbone = truncate(net.eval(), [NETWORKS[spec]], keep_output=True, example=example)
+    trial = torch.rand(1, channels, 64, 64)
+    backbone = truncate(net.eval(), [NETWORKS[spec]], keep_output=True, trial=trial)
     assert backbone.is_traced
-    expected, logits = backbone(example)
+    expected, logits = backbone(trial)
     fake = FakeTensorMode()
     there = moved(backbone, fake)
     with fake:

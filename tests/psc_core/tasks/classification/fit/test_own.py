@@ -1,8 +1,16 @@
 from __future__ import annotations
 
-import torch
+import json
+import math
 
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from psc_core.metrics.classification import LOG_FLOOR
 from psc_core.tasks.classification.fit.own import better_of, fit_own, retempered
+from psc_core.tasks.classification.heads.base import ClassifierHead, HeadOutput
 from psc_core.tasks.classification.heads.own import OwnHead
 from tests.psc_core.tasks.classification.heads.support import fit, images
 
@@ -35,3 +43,29 @@ def test_the_better_one_is_taken() -> None:
         assert isinstance(chosen, OwnHead) == is_own and "nll_above_own" not in own.record | head.record
         expected = -head(z).probabilities[torch.arange(400), labels].double().log().mean() - own.record["val_nll"]
         assert abs(chosen.record["nll_above_own"] - float(expected)) < 1e-5
+
+
+class Certain(ClassifierHead):
+    """Class z[0] with certainty, but what a test gives for the first image."""
+
+    kind, layout, epistemic_unit = "certain", {"classes": ("classes",)}, "nats"
+    first = 0.0
+
+    def forward(self, z: Tensor) -> HeadOutput:
+        probabilities = functional.one_hot(z[:, 0].long(), 3).float()
+        probabilities[0] = self.first
+        return HeadOutput(probabilities, z.new_zeros(len(z)), z.new_zeros(len(z)))
+
+
+@pytest.mark.parametrize("first", [0.0, torch.nan])
+def test_a_head_with_an_unusable_probability_loses(first: float) -> None:
+    labels = torch.arange(200) % 3
+    logits = 30 * functional.one_hot(labels, 3).float()
+    own = fit_own(logits, labels)
+    head = Certain({"classes": torch.zeros(3)}, record={})
+    head.first = first
+    chosen = better_of(head, own, labels[:, None].float(), logits, labels)
+    assert isinstance(chosen, OwnHead)
+    if first == 0:
+        assert chosen.record["nll_above_own"] == pytest.approx(-math.log(LOG_FLOOR) / 200, rel=1e-3)
+    json.dumps(chosen.record, allow_nan=False)
