@@ -27,7 +27,7 @@ class ApiKeys:
         feedback: The digests of the keys that may give feedback, admin keys included; empty if feedback is off.
 
     Raises:
-        UsageError: A header cannot carry one of the keys.
+        UsageError: If a header cannot carry one of the keys.
     """
 
     def __init__(self, predict: Iterable[str] = (), admin: Iterable[str] = (), feedback: Iterable[str] = ()) -> None:
@@ -46,7 +46,7 @@ class ApiKeys:
         """Gather the keys from the settings and the files that they name.
 
         Raises:
-            UsageError: A file cannot be read or holds no key, or a header cannot carry one of the keys.
+            UsageError: If a file cannot be read or holds no key, or a header cannot carry one of the keys.
         """
         return cls(
             (*_plain(settings.api_keys), *_from_file(settings.api_keys_file)),
@@ -58,7 +58,7 @@ class ApiKeys:
         """Check that a request may predict; without configured keys every request may.
 
         Raises:
-            Unauthorized: The request has no key, or an unknown one.
+            Unauthorized: If the request has no key, or an unknown one.
         """
         if self.predict:
             _check(self.predict, headers)
@@ -67,8 +67,8 @@ class ApiKeys:
         """Check that a request may give feedback.
 
         Raises:
-            Forbidden: No key for feedback is configured.
-            Unauthorized: The request has no key, or one that may not give feedback.
+            Forbidden: If no key for feedback is configured.
+            Unauthorized: If the request has no key, or one that may not give feedback.
         """
         _check_role("feedback", self.feedback, headers)
 
@@ -76,8 +76,8 @@ class ApiKeys:
         """Check that a request has an admin key.
 
         Raises:
-            Forbidden: No admin key is configured.
-            Unauthorized: The request has no key, or one that is not an admin key.
+            Forbidden: If no admin key is configured.
+            Unauthorized: If the request has no key, or one that is not an admin key.
         """
         _check_role("admin", self.admin, headers)
 

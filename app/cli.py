@@ -7,6 +7,7 @@ the service, SIGHUP reloads the bundles.  The exit code is one of :class:`psc_co
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging.config
 import os
@@ -68,8 +69,8 @@ def settings_from(arguments: Sequence[str]) -> Settings:
     """Read the settings from a command line.
 
     Raises:
-        UsageError: The settings cannot be used, or the demonstration bundle is missing.
-        SystemExit: argparse refused the flags (2), or printed ``--help`` (0).
+        UsageError: If the settings cannot be used, or the demonstration bundle is missing.
+        SystemExit: If argparse refused the flags (2), or printed ``--help`` (0).
     """
     flags = vars(parser().parse_args(arguments))
     lists = {name: ",".join(value) for name, value in flags.items() if isinstance(value, list)}
@@ -82,7 +83,7 @@ def demo_bundle() -> Path:
     """Return the folder of the shipped bundle, in a checkout or where an installed wheel put it.
 
     Raises:
-        UsageError: The bundle is in neither place.
+        UsageError: If the bundle is in neither place.
     """
     places = (Path(__file__).parents[1] / "artifacts", Path(sys.prefix) / "share" / "psc")
     for place in places:
@@ -95,7 +96,7 @@ def run(arguments: Sequence[str]) -> int:
     """Serve until told to stop, and return the exit code.
 
     Raises:
-        UsageError: The settings, a bundle or the address cannot be used.
+        UsageError: If the settings, a bundle or the address cannot be used.
     """
     # By default SIGHUP ends a process, and an operator may send it before there is anything to reload.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -120,7 +121,11 @@ def run(arguments: Sequence[str]) -> int:
 
     # Idle OpenMP threads would spin on the cores that decode images.  OpenMP reads this when torch loads it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    gc.disable()  # Each collection would walk all that was imported so far, and none of it is garbage.
     from app.server import serve  # Importing torch takes seconds: a mistake in the settings should show before.
+
+    gc.freeze()
+    gc.enable()
 
     code, message = serve(settings, listener)
     if message:
@@ -154,7 +159,7 @@ def check_factory(name: str, manifest: Path, allowed: Collection[str]) -> None:
     A broken manifest passes: whoever reads the whole bundle has the better error message.
 
     Raises:
-        UsageError: The network comes from a factory that is not allowed.
+        UsageError: If the network comes from a factory that is not allowed.
     """
     try:
         spec = json.loads(manifest.read_bytes())["backbone"]["network"]["spec"]

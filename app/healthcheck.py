@@ -1,7 +1,7 @@
 """``python -m app.healthcheck``: exit with 0 if this container's service is ready, for Docker's ``HEALTHCHECK``.
 
-It asks at the port in the environment variable ``PSC_PORT``, by HTTPS if ``PSC_TLS_CERTIFICATE`` is set.  It imports
-only the standard library, because it runs every few seconds.
+It asks at the address and port in the environment variables ``PSC_HOST`` and ``PSC_PORT``, by HTTPS if
+``PSC_TLS_CERTIFICATE`` is set.  It imports only the standard library, because it runs every few seconds.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import urllib.request
 from typing import Final
 
+DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = "8000"
 TIMEOUT_SECONDS: Final = 2.0
 
@@ -22,9 +23,12 @@ def is_ready() -> bool:
     context = ssl.create_default_context()
     # The certificate is of the service's public name, and this is the same container under another one.
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    # Linux connects to 0.0.0.0 and ::, on which a service listens at all addresses, by the loopback interface.
+    host = os.environ.get("PSC_HOST") or DEFAULT_HOST
     port = os.environ.get("PSC_PORT", "")
     # Kubernetes sets PSC_PORT=tcp://… for a service named psc, and the service then takes its default.
-    url = f"{scheme}://127.0.0.1:{port if port.isdigit() else DEFAULT_PORT}/readyz"
+    port = port if port.isdigit() else DEFAULT_PORT
+    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/readyz"
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS, context=context) as answer:
             return bool(answer.status == 200)

@@ -47,7 +47,7 @@ def create_app(
         An application whose lifespan loads the models; ``app.state.service`` is its :class:`Service`.
 
     Raises:
-        UsageError: The API keys or the prediction log cannot be used, or an extra is not installed.
+        UsageError: If the API keys or the prediction log cannot be used, or an extra is not installed.
     """
     runtime = runtime or Runtime()
     names = [name for name, _ in settings.named_bundles] if models is None else models
@@ -94,7 +94,7 @@ def check(settings: Settings) -> None:
     """Raise the errors that :func:`create_app` would raise, without building anything.
 
     Raises:
-        UsageError: The API keys or the prediction log cannot be used, or an extra is not installed.
+        UsageError: If the API keys or the prediction log cannot be used, or an extra is not installed.
     """
     ApiKeys.from_settings(settings)
     if settings.log is not None:

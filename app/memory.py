@@ -114,8 +114,8 @@ class MemoryBudget:
         """Check that ``size`` more bytes could be held now.
 
         Raises:
-            TooManyRequests: The budget has no room for them.
-            NotReady: The process has too little memory left.
+            TooManyRequests: If the budget has no room for them.
+            NotReady: If the process has too little memory left.
         """
         if self.shortage:
             raise NotReady(self.shortage)

@@ -80,7 +80,7 @@ class Replica:
         """Raise once the device has failed, so that Ray replaces the replica.
 
         Raises:
-            RuntimeError: The device has failed; the message says why.
+            RuntimeError: If the device has failed; the message says why.
         """
         if self._service.exit_code:
             raise RuntimeError(self._service.exit_message)

@@ -33,10 +33,10 @@ def settings_table() -> str:
 def metrics_table() -> str:
     """Return the table of all metrics."""
     rows = [
-        (f"`{row.name}`", row.kind.__name__.lower(), ", ".join(f"`{label}`" for label in row.labels), row.help)
+        (f"`{row.name}`", row.type.__name__.lower(), ", ".join(f"`{label}`" for label in row.labels), row.help)
         for row in METRICS
     ]
-    return _table(("metric", "kind", "labels", "meaning"), rows)
+    return _table(("metric", "type", "labels", "meaning"), rows)
 
 
 def problems_table() -> str:

@@ -85,6 +85,7 @@ class UvicornRuntime(Runtime):
 
     def models_changed(self) -> None:
         settle_heap()
+        gc.enable()
 
     def failed(self) -> None:
         signal.raise_signal(signal.SIGTERM)
@@ -121,6 +122,7 @@ class UvicornRuntime(Runtime):
         loop.add_signal_handler(signal.SIGHUP, reload)
         if parent is not None:
             loop.add_reader(parent.sentinel, drain)
+        gc.disable()  # Until the models are loaded: collections would walk what libraries make, which is no garbage.
         try:
             yield
         finally:
@@ -129,6 +131,7 @@ class UvicornRuntime(Runtime):
                 signal.signal(number, handler)
             if PROCESS_FILES in os.environ:
                 mark_process_dead(os.getpid())  # type: ignore[no-untyped-call]
+            gc.enable()
             gc.unfreeze()  # Or libraries would report at exit that their objects have leaked.
 
 
@@ -148,7 +151,7 @@ def settle_heap() -> None:
 
 def linger_seconds(settings: Settings) -> float:
     """Return how many seconds after SIGTERM requests are still accepted."""
-    return min(LINGER_SECONDS, settings.drain_seconds / 2)
+    return min(LINGER_SECONDS, settings.answer_seconds / 2)
 
 
 def network_threads(settings: Settings, default: int) -> int:

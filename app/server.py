@@ -118,7 +118,7 @@ def uvicorn_config(settings: Settings, application: Callable[[], FastAPI]) -> uv
         proxy_headers=False,
         backlog=BACKLOG,
         timeout_keep_alive=settings.keep_alive_seconds,
-        timeout_graceful_shutdown=max(1, int(settings.drain_seconds - linger_seconds(settings))),
+        timeout_graceful_shutdown=cast(int, settings.answer_seconds - linger_seconds(settings)),  # It only waits.
         timeout_worker_healthcheck=_WORKER_TIMEOUT_S,
         ssl_certfile=settings.tls_certificate,
         ssl_keyfile=settings.tls_key,
@@ -132,7 +132,7 @@ def serve(settings: Settings, listener: socket.socket) -> tuple[int, str]:
         The exit code, and the reason in one line if it is not 0.
 
     Raises:
-        UsageError: The settings cannot be used.
+        UsageError: If the settings cannot be used.
     """
     if settings.workers == 1:
         return _serve_alone(settings, listener)
@@ -152,7 +152,7 @@ def metrics_parent(places: Sequence[Path] | None = None) -> Path:
     The workers map these files, and a process that writes to a mapped file on a full disk is killed (SIGBUS).
 
     Raises:
-        UsageError: None of the places has room.
+        UsageError: If none of the places has room.
     """
     places = places or (Path("/dev/shm"), Path(tempfile.gettempdir()))
     for place in places:

@@ -99,7 +99,7 @@ class Service:
         self.inflight = 0
         self.draining = False
         self._host = host
-        self._drained_by = 0.0
+        self._draining_since = 0.0
         self._tasks: list[asyncio.Task[None]] = []
         self._descriptors = DescriptorWatch()
 
@@ -111,7 +111,7 @@ class Service:
                 processes, of which others answer meanwhile.
 
         Raises:
-            PSCError: A bundle cannot be used, or its network failed at warm-up.
+            PSCError: If a bundle cannot be used, or its network failed at warm-up.
         """
         if not self.keys.predict:
             logger.warning("API keys are off: anyone who reaches this port may predict (PSC_API_KEYS)")
@@ -123,6 +123,12 @@ class Service:
                 "PSC_MAX_BUFFERED_BYTES and give the process four times as much memory",
                 self.memory.total >> 20,
                 self.memory.largest_body >> 20,
+            )
+        if self.settings.deadline_seconds > self.settings.answer_seconds:
+            logger.warning(
+                "requests may take %g s, but have only %g s when the service is told to end; raise PSC_DRAIN_SECONDS",
+                self.settings.deadline_seconds,
+                self.settings.answer_seconds,
             )
         if self.log is not None:
             self.log.start()
@@ -150,12 +156,12 @@ class Service:
         """Report not ready from now on, and start counting ``drain_seconds``."""
         if not self.draining:
             self.draining = True
-            self._drained_by = asyncio.get_running_loop().time() + self.settings.drain_seconds
+            self._draining_since = asyncio.get_running_loop().time()
             logger.info("draining", extra={"inflight": self.inflight})
 
-    def drain_seconds_left(self) -> float:
-        """Return what is left of ``drain_seconds`` since draining began."""
-        return max(0.0, self._drained_by - asyncio.get_running_loop().time())
+    def answer_seconds_left(self) -> float:
+        """Return what is left of the time in which accepted requests are answered, since draining began."""
+        return self._left_of(self.settings.answer_seconds)
 
     async def close(self) -> None:
         """Finish the admitted requests and end all threads."""
@@ -163,9 +169,9 @@ class Service:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.registry.close(within_s=self.drain_seconds_left())
+        await self.registry.close(within_s=self.answer_seconds_left())
         if self.log is not None:
-            await self.log.close(within_s=self.drain_seconds_left())
+            await self.log.close(within_s=self._left_of(self.settings.drain_seconds))
         for pool in (self.parser, self.searcher):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -198,6 +204,9 @@ class Service:
                 self.metrics.psc_gpu_memory_bytes.labels(device=str(device), kind=kind).set(size)
             if usage.utilisation is not None:
                 self.metrics.psc_gpu_utilisation_ratio.labels(device=str(device)).set(usage.utilisation)
+
+    def _left_of(self, seconds: float) -> float:
+        return max(0.0, self._draining_since + seconds - asyncio.get_running_loop().time())
 
     async def _load(self) -> None:
         try:
@@ -242,7 +251,7 @@ def service_to_predict(request: Request) -> Service:
     """Return the service if the caller may predict.
 
     Raises:
-        Unauthorized: The request has no key, or an unknown one.
+        Unauthorized: If the request has no key, or an unknown one.
     """
     service = service_of(request)
     service.keys.check_predict(request.headers)

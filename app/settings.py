@@ -34,6 +34,9 @@ _DECISIONS: Final = (
 )
 """The decisions that ``log_images`` may name."""
 
+_LOG_FRACTION: Final = 0.2
+"""The fraction of ``drain_seconds`` that is kept for the prediction log."""
+
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -107,7 +110,10 @@ class Settings(BaseSettings):
         default=10.0, gt=0, description="Time in which an admitted request is answered, seconds; after it: 504."
     )
     drain_seconds: float = Field(
-        default=30.0, ge=0, description="Longest time between SIGTERM and the end of the process, seconds."
+        default=30.0,
+        ge=0,
+        description="Longest time between SIGTERM and the end of the process, seconds; the last fifth is for the "
+        "prediction log, if there is one.",
     )
     decode_threads: int | None = Field(
         default=None, ge=1, le=1024, description="Threads that decode images; unset: one per CPU, at most 16."
@@ -302,6 +308,11 @@ class Settings(BaseSettings):
         return self
 
     @property
+    def answer_seconds(self) -> float:
+        """The part of ``drain_seconds`` in which accepted requests are answered; the log is written in the rest."""
+        return self.drain_seconds if self.log is None else (1 - _LOG_FRACTION) * self.drain_seconds
+
+    @property
     def named_bundles(self) -> tuple[tuple[str, Path], ...]:
         """The bundles as pairs (name, directory), the default first."""
         pairs = [entry.split("=", 1) if "=" in entry else ["", entry] for entry in self.bundle]
@@ -340,7 +351,7 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
         flags: The values given on the command line, by field name.
 
     Raises:
-        UsageError: A setting is unknown, a value is out of range, or the file cannot be read.
+        UsageError: If a setting is unknown, a value is out of range, or the file cannot be read.
     """
     try:
         return Settings(**(flags or {}))

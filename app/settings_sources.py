@@ -46,7 +46,7 @@ def check_environment(names: Container[str]) -> None:
         names: The names of all settings.
 
     Raises:
-        UsageError: A variable is none of them.
+        UsageError: If a variable is none of them.
     """
     for variable, value in os.environ.items():
         name = variable.removeprefix(ENV_PREFIX).lower()
@@ -60,7 +60,7 @@ def read_config(flag: str | Path | None) -> dict[str, Any]:
     """Read the settings in the TOML file that the flag names, or else ``PSC_CONFIG``; none if neither does.
 
     Raises:
-        UsageError: The file cannot be read, or is not TOML.
+        UsageError: If the file cannot be read, or is not TOML.
     """
     config = flag or os.environ.get(f"{ENV_PREFIX}CONFIG")
     if not config:

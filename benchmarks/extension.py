@@ -122,7 +122,7 @@ def fragment(record: Json) -> str:
         for names, measured in ways.items()
     ]
     labels, repeats = parts[0]["labels"], len(parts) // len({part["camera"] for part in parts})
-    text = f"{labels} judged images in the audit slice and {labels} outside it; repeats: {repeats}."
+    text = f"{labels} reviewed images in the audit slice and {labels} outside it; repeats: {repeats}."
     return "\n\n".join(
         [text, runs.markdown_table(["camera", "bundle", *MEASURED.values(), "times"], rows), runs.provenance(record)]
     )

@@ -20,7 +20,7 @@ from psc_core.evaluation.baselines import Baselines, fit_baselines, penultimate_
 from psc_core.fitting import paper as fit
 from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.model.classifier import PSC
-from psc_core.network.backbone import example_input, truncate
+from psc_core.network.backbone import trial_input, truncate
 from psc_core.network.layers import list_layers
 from psc_core.projection.fit.report import FittedProjection
 
@@ -138,8 +138,8 @@ def baselines_of(run: Run, trained: Trained) -> Baselines:
 def penultimate_layer(trained: Trained) -> str:
     """Return the name of the layer before the last linear layer."""
     device = next(trained.net.parameters()).device
-    example = example_input(trained.preprocess).to(device)
-    return next(layer.name for layer in list_layers(trained.net, example) if layer.role == "penultimate")
+    trial = trial_input(trained.preprocess).to(device)
+    return next(layer.name for layer in list_layers(trained.net, trial) if layer.role == "penultimate")
 
 
 def linear_output(net: nn.Module) -> nn.Linear:
@@ -158,8 +158,8 @@ class Penultimate:
 
 def penultimate_features(run: Run, trained: Trained, data: ImageDataset, *, per_example: bool) -> Penultimate:
     """Run the whole network over a data set; return one entry per labelled example, or per image."""
-    example = example_input(data.preprocess).to(run.device)
-    backbone = truncate(trained.net, [penultimate_layer(trained)], keep_output=True, example=example)
+    trial = trial_input(data.preprocess).to(run.device)
+    backbone = truncate(trained.net, [penultimate_layer(trained)], keep_output=True, trial=trial)
     features, logits, labels = [], [], []
     for (h, f), batch in passes(
         data, compute_of(run), f"features of {data.name}", lambda x: penultimate_and_logits(backbone, x)

@@ -52,7 +52,7 @@ from psc_core.maps.grid import grid_of
 from psc_core.maps.layer_map import LayerMap
 from psc_core.maps.picture import map_document
 from psc_core.metrics.ranking import auroc
-from psc_core.network.backbone import Backbone, example_input, truncate
+from psc_core.network.backbone import Backbone, trial_input, truncate
 
 TRAIN, SELECTION, TEST = 250, 60, 60
 """The numbers of images that maps are fitted to, that choose psc's layer, and that test, of each kind."""
@@ -195,13 +195,13 @@ class Network:
     """A network cut after its early layers."""
 
     def __init__(self, subject: Subject) -> None:
-        net, example = subject.build(), example_input(subject.preprocess)
-        self.layers = early_layers(net, [subject.candidate], example)
-        self.backbone: Backbone = truncate(net, self.layers, keep_output=False, example=example)
+        net, trial = subject.build(), trial_input(subject.preprocess)
+        self.layers = early_layers(net, [subject.candidate], trial)
+        self.backbone: Backbone = truncate(net, self.layers, keep_output=False, trial=trial)
         self.preprocess = subject.preprocess
         self.grids = {}
         with torch.inference_mode():
-            for layer, features in zip(self.layers, self.backbone(example)[0], strict=True):
+            for layer, features in zip(self.layers, self.backbone(trial)[0], strict=True):
                 grid = grid_of(features.shape[2], subject.preprocess.height, subject.preprocess.width)
                 assert grid is not None
                 self.grids[layer] = grid
@@ -363,8 +363,8 @@ def measure(run: Run, subject: Subject, seed: int, python: str | None) -> Json:
 def measure_cost() -> Json:
     """Return the CPU seconds of EfficientNet-Lite0's step at 224 pixels, its map at two layers, and the answer."""
     preprocess, layers = PRESETS["imagenet"], ("_blocks.4", "_blocks.7")
-    example = example_input(preprocess)
-    backbone = truncate(lite0(), ["_blocks.15", *layers], keep_output=False, example=example).fused("fp32")
+    trial = trial_input(preprocess)
+    backbone = truncate(lite0(), ["_blocks.15", *layers], keep_output=False, trial=trial).fused("fp32")
     maps = []
     for layer, features in zip(layers, backbone(torch.randn(8, *preprocess.shape))[0][1:], strict=True):
         grid = grid_of(features.shape[2], preprocess.height, preprocess.width)

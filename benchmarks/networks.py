@@ -287,13 +287,13 @@ class SpectralBound(nn.Module):
         return weight / torch.clamp(sigma / self.coefficient, min=1.0)
 
 
-def bound_spectral_norm(net: nn.Module, coefficient: float, example: Tensor) -> nn.Module:
+def bound_spectral_norm(net: nn.Module, coefficient: float, trial: Tensor) -> nn.Module:
     """Put a :class:`SpectralBound` on every convolution and hidden linear layer of ``net``, in place.
 
     Args:
         net: A network, whose output, the last such layer, stays unbounded.
         coefficient: The largest spectral norm of a layer.
-        example: One input, which determines the input size of each convolution.
+        trial: One input, which determines the input size of each convolution.
     """
     hidden = [m for m in net.modules() if isinstance(m, nn.Conv2d | nn.Linear)][:-1]
     shapes: dict[nn.Module, torch.Size] = {}
@@ -304,7 +304,7 @@ def bound_spectral_norm(net: nn.Module, coefficient: float, example: Tensor) -> 
     handles = [module.register_forward_pre_hook(remember) for module in hidden]
     training = net.training
     with torch.no_grad():
-        net.eval()(example)
+        net.eval()(trial)
     net.train(training)
     for handle in handles:
         handle.remove()

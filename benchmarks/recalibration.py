@@ -215,15 +215,15 @@ def fragment(record: Json) -> str:
     """Return a table for each model: mean ± standard error over the repeats (and their standard deviation)."""
     texts = []
     for name, part in sorted(record["result"]["parts"].items()):
-        promised = part["promised"]
+        guaranteed = part["promised"]
         rows = [
             [images, how, *(cell(measured[key]) for key in MEASURED)]
             for images, ways in part["rows"].items()
             for how, measured in sorted(ways.items(), key=lambda way: (way[0] != AS_FITTED, len(way[0]), way[0]))
         ]
         texts.append(
-            f"{name.capitalize()}: promised are {promised['alpha']:.0%} false alarms, {promised['coverage']:.0%} "
-            f"coverage and at most {promised['risk']:.0%} wrong of accepted images; {part['repeats']} repeats."
+            f"{name.capitalize()}: guaranteed are {guaranteed['alpha']:.0%} false alarms, {guaranteed['coverage']:.0%} "
+            f"coverage and at most {guaranteed['risk']:.0%} wrong of accepted images; {part['repeats']} repeats."
         )
         texts.append(runs.markdown_table(["images", "calibrated", *MEASURED.values()], rows))
     return "\n\n".join([*texts, runs.provenance(record)])

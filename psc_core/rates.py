@@ -7,18 +7,18 @@ from typing import Final
 
 from psc_core.errors import UsageError
 
-ROUNDING: Final = 1e-9
+RANK_ROUNDING: Final = 1e-9
 """Added before ⌊ ⌋ and subtracted before ⌈ ⌉, so that 0.29 × 100 counts as 29 in spite of rounding."""
 
 
 def ood_rank(alpha: float, n: int) -> int:
     """Return the largest k with p-value k/(n + 1) ≤ ``alpha`` for n calibration images, or 0 if no k ≥ 1 has it."""
-    return math.floor(alpha * (n + 1) + ROUNDING)
+    return math.floor(alpha * (n + 1) + RANK_ROUNDING)
 
 
 def tolerant_ceil(value: float) -> int:
-    """Return ``⌈value⌉``, ignoring an excess of up to :data:`ROUNDING`."""
-    return math.ceil(value - ROUNDING)
+    """Return ``⌈value⌉``, ignoring an excess of up to :data:`RANK_ROUNDING`."""
+    return math.ceil(value - RANK_ROUNDING)
 
 
 def check_fraction(value: float, name: str) -> None:

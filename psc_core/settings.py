@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from psc_core.compute import MAX_MEMORY
+from psc_core.compute import BATCH_IMAGES, MAX_MEMORY
 from psc_core.errors import UsageError
 from psc_core.precision import PRECISIONS
 
@@ -65,7 +65,7 @@ class FitSettings:
     ood_score: str = field(default="gates", metadata=_LAST)
     keep_examples: int | None = field(default=None, metadata=_LAST)  # training images kept as thumbnails; None: none
     precision: str = "fp32"
-    batch_images: int = 256
+    batch_images: int = BATCH_IMAGES
     max_images: int | None = None  # training images to use, balanced over classes; None: all
     max_memory: int = MAX_MEMORY  # bytes
     seed: int = 0

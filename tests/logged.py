@@ -37,7 +37,7 @@ class Logged:
     decision: str = "accept"
     stored: bool = True
     day: str = "2026-11-20"
-    judged: datetime = NOW
+    verdict_time: datetime = NOW
 
     @property
     def sha256(self) -> str:
@@ -83,7 +83,7 @@ def write_log(folder: Path, images: Sequence[Logged], model: str = "digits", ver
         rows.setdefault(image.day, []).append(row)
         if image.verdict is not None:
             labels.append(
-                Label(row["request_id"], 0, image.sha256, image.verdict, image.label, "test", image.judged, model)
+                Label(row["request_id"], 0, image.sha256, image.verdict, image.label, "test", image.verdict_time, model)
             )
     for day, some in rows.items():
         sink = pa.BufferOutputStream()

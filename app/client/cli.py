@@ -112,7 +112,7 @@ def predict(client: Client, options: argparse.Namespace) -> int:
     """Print a line for each image, and return how many could not be answered.
 
     Raises:
-        ClientError: No image can be answered: the service cannot be reached, refuses the key, or failed.
+        ClientError: If no image can be answered: the service cannot be reached, refuses the key, or failed.
     """
     rows: list[tuple[str, Mapping[str, str] | ClientError]] = []
     failed = 0
@@ -136,7 +136,7 @@ def files(names: Sequence[str], recursive: bool) -> Iterator[str]:
     """Yield the named images; with ``recursive``, the images below a folder in place of it.
 
     Raises:
-        InputError: A folder has no image.
+        InputError: If a folder has no image.
     """
     for name in names:
         if not (recursive and Path(name).is_dir()):
@@ -179,7 +179,7 @@ def _without_fault(images: Sequence[str], error: ClientError) -> list[Sequence[s
     """Return the images to send again after an error, with the error in place of the image at fault.
 
     Raises:
-        ClientError: The error concerns every image.
+        ClientError: If the error concerns every image.
     """
     at = error.index
     if at is not None and at < len(images):
@@ -204,7 +204,7 @@ def _write_map(outcome: Answered, file: Path) -> None:
     """Write the map of an explanation.
 
     Raises:
-        InputError: The file cannot be written.
+        InputError: If the file cannot be written.
     """
     prediction: Any = outcome.prediction  # The predictions of every task have an explanation, but their base does not.
     try:

@@ -255,7 +255,7 @@ class _Base:
         """Return the seconds to wait before the next attempt, or None if ``outcome`` is the answer.
 
         Raises:
-            ConnectionFailed: There was no answer, and no attempt is left.
+            ConnectionFailed: If there was no answer, and no attempt is left.
         """
         asked, again = None, isinstance(outcome, _NOT_SENT)
         if isinstance(outcome, httpx.Response):
@@ -312,8 +312,8 @@ class Client(_Base):
             options: See :class:`ClassOptions` and :class:`Options`.
 
         Raises:
-            ClientError: The request failed; see the subclasses.
-            TypeError: An option is unknown.
+            ClientError: If the request failed; see the subclasses.
+            TypeError: If an option is unknown.
         """
         return _expect(PredictResponse, self.ask(images, **_known(options, ClassOptions)))
 
@@ -325,8 +325,8 @@ class Client(_Base):
             options: See :class:`ValueOptions` and :class:`Options`.
 
         Raises:
-            ClientError: The request failed; see the subclasses.
-            TypeError: An option is unknown.
+            ClientError: If the request failed; see the subclasses.
+            TypeError: If an option is unknown.
         """
         return _expect(ValueResponse, self.ask(images, **_known(options, ValueOptions)))
 
@@ -338,7 +338,7 @@ class Client(_Base):
             options: See :class:`Options`; also the thresholds and options of the model's task, by name.
 
         Raises:
-            ClientError: The request failed; see the subclasses.
+            ClientError: If the request failed; see the subclasses.
         """
         return _response(_document(self._send(_predict_call(images, **options))))
 

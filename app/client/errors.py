@@ -90,7 +90,7 @@ def retry_after_seconds(value: str | None) -> float | None:
         return float(value)
     try:
         when = parsedate_to_datetime(value)
-    except ValueError:
+    except (ValueError, OverflowError):  # The latter of a year that no date can have.
         return None
     if when.tzinfo is None:
         when = when.replace(tzinfo=UTC)

@@ -30,6 +30,6 @@ def check_installed() -> None:
     """Refuse to serve gRPC without its packages.
 
     Raises:
-        UsageError: The gRPC extra is not installed.
+        UsageError: If the gRPC extra is not installed.
     """
     needs("grpc_port", "grpc", "google.protobuf", "grpc")

@@ -42,7 +42,7 @@ def parsed(body: bytes, method: str) -> Any:
     """Parse the request message of a method.
 
     Raises:
-        MalformedRequest: The body is not such a message, or a field occurs too often in it.
+        MalformedRequest: If the body is not such a message, or a field occurs too often in it.
     """
     message_type = METHODS[method][0]
     check_counts(body, message_type)
@@ -73,7 +73,7 @@ def tensor_of(message: Any) -> tuple[InferRequest, memoryview]:
     """Return a message as the request that REST has, and the binary data of its input.
 
     Raises:
-        MalformedRequest: The message does not follow the protocol.
+        MalformedRequest: If the message does not follow the protocol.
     """
     raw = message.raw_input_contents
     if raw and (len(raw) != len(message.inputs) or any(each.HasField("contents") for each in message.inputs)):

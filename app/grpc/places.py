@@ -53,8 +53,8 @@ class Places:
         """Wait for a place, and hold it within the block.
 
         Raises:
-            TooManyRequests: Too many calls wait already, no place became free, or the block took too long while other
-                calls waited.
+            TooManyRequests: If too many calls wait already, no place became free, or the block took too long while
+                other calls waited.
         """
         if sum(each.client == client for each in self._waiting) >= _most_of(MAX_WAITING) or (
             len(self._waiting) >= MAX_WAITING

@@ -38,7 +38,7 @@ async def serving(app: ASGIApp, service: Service) -> AsyncIterator[None]:
     """Answer calls within the block; at its end, finish the accepted ones in the time that draining leaves.
 
     Raises:
-        UsageError: The service cannot listen on the port.
+        UsageError: If the service cannot listen on the port.
     """
     settings = service.settings
     largest = min(settings.grpc_message_bytes, settings.max_body_bytes)
@@ -68,7 +68,7 @@ async def serving(app: ASGIApp, service: Service) -> AsyncIterator[None]:
         yield
     finally:
         service.begin_drain()
-        await server.stop(service.drain_seconds_left())
+        await server.stop(service.answer_seconds_left())
 
 
 class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]

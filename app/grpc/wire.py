@@ -41,7 +41,7 @@ def check_counts(body: bytes, message_type: Any) -> None:
         message_type: The message's class.
 
     Raises:
-        MalformedRequest: A field occurs too often, or the message has groups, which proto3 does not have.
+        MalformedRequest: If a field occurs too often, or the message has groups, which proto3 does not have.
     """
     _count(memoryview(body), message_type.DESCRIPTOR, Counter())
 

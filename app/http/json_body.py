@@ -76,7 +76,7 @@ def load_json(body: bytes) -> Any:
     """Return the document.
 
     Raises:
-        MalformedRequest: It is not JSON, or has too many values, lists, objects or keys.
+        MalformedRequest: If it is not JSON, or has too many values, lists, objects or keys.
     """
     if has_more(body, _MOST):
         raise _too_costly()
@@ -87,7 +87,7 @@ def parsed(body: bytes) -> Any:
     """Return a document whose values were counted before; counting them again takes longer than parsing it.
 
     Raises:
-        MalformedRequest: It is not JSON.
+        MalformedRequest: If it is not JSON.
     """
     try:
         return orjson.loads(body)

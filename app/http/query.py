@@ -19,7 +19,7 @@ def parse_query(model: type[Query], request: Request) -> Query:
     FastAPI's own ``Query()`` is slower, and silently takes the last value of a repeated parameter.
 
     Raises:
-        MalformedRequest: A parameter is unknown or repeated, or its value is out of range.
+        MalformedRequest: If a parameter is unknown or repeated, or its value is out of range.
     """
     items = request.query_params.multi_items()
     values = dict(items)

@@ -106,7 +106,7 @@ class RecentDocument(Document):
 
 
 class ExamplesDocument(Document):
-    """The example images of a bundle."""
+    """The images to try in a bundle."""
 
     files: list[str]
 

@@ -58,11 +58,11 @@ async def read_images(request: Request, limits: UploadLimits, parser: Executor) 
         parser: Parses a large JSON document.
 
     Raises:
-        UnsupportedMedia: The content type is none of the three forms.
-        MalformedRequest: The body does not follow its form, or holds no image.
-        TooManyImages: There are more than ``limits.max_images``; raised as soon as it is known.
-        SlowUpload: The body did not arrive in time.
-        ClientGone: The client left before the body was complete.
+        UnsupportedMedia: If the content type is none of the three forms.
+        MalformedRequest: If the body does not follow its form, or holds no image.
+        TooManyImages: If there are more than ``limits.max_images``; raised as soon as it is known.
+        SlowUpload: If the body did not arrive in time.
+        ClientGone: If the client left before the body was complete.
     """
     content_type = request.headers.get("content-type", "")
     media = content_type.partition(";")[0].strip().lower()
@@ -84,8 +84,8 @@ async def read_body(request: Request, seconds: float) -> bytes:
     """Read the whole body.
 
     Raises:
-        SlowUpload: The body did not arrive within ``seconds``.
-        ClientGone: The client left before the body was complete.
+        SlowUpload: If the body did not arrive within ``seconds``.
+        ClientGone: If the client left before the body was complete.
     """
     pieces: list[bytes] = []
     await _read(request, pieces.append, seconds)
@@ -96,9 +96,9 @@ async def read_json_body(request: Request, seconds: float) -> bytes:
     """Read the whole body, a JSON document.
 
     Raises:
-        MalformedRequest: The document has too many values; raised as soon as it is known.
-        SlowUpload: The body did not arrive within ``seconds``.
-        ClientGone: The client left before the body was complete.
+        MalformedRequest: If the document has too many values; raised as soon as it is known.
+        SlowUpload: If the body did not arrive within ``seconds``.
+        ClientGone: If the client left before the body was complete.
     """
     pieces: list[bytes] = []
     check = counted()

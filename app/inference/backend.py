@@ -66,7 +66,7 @@ def choose_backend(
         threads: PyTorch's number of threads while measuring.
 
     Raises:
-        NetworkError: The network does not run on the wanted backend.
+        NetworkError: If the network does not run on the wanted backend.
     """
     names = available_backends(model)
     if wanted == "folded" and wanted in names:

@@ -1,19 +1,34 @@
 """Estimate how long batches take on the device, from measured times.
 
-Times are kept by batch size, because a batch of one image says little about the time for 64.
+Times are kept by batch size, because a batch of one image says little about the time for 64.  This module has no clock.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 _SMOOTHING: Final = 0.2
-"""The weight of the newest time in the running mean for its batch size."""
+"""The weight of the newest value in a running mean."""
+
+
+class RunningMean:
+    """A mean in which newer values weigh more.
+
+    Attributes:
+        value: The mean; None before the first value.
+    """
+
+    value: float | None = None
+
+    def add(self, value: float) -> None:
+        """Take a new value into the mean."""
+        self.value = value if self.value is None else self.value + _SMOOTHING * (value - self.value)
 
 
 class BatchTimes:
-    """Running means of batch times; a batch larger than any measured one is taken to last as long as the largest.
+    """Running means of the times of batches of one kind.
+
+    A batch larger than any measured one is taken to last as long as the largest.
 
     Args:
         max_batch: The maximum number of images in a batch.
@@ -21,17 +36,11 @@ class BatchTimes:
 
     def __init__(self, max_batch: int) -> None:
         self._max_batch = max_batch
-        self._means: list[float | None] = [None] * (_size_class(max_batch) + 1)
-        self._last_end = -math.inf
+        self._means = [RunningMean() for _ in range(_size_class(max_batch) + 1)]
 
-    def add(self, size: int, taken_at: float, now: float) -> None:
-        """Record a batch that was taken from the queue at ``taken_at`` and is done now."""
-        # With two slots a batch is taken while the device still works on the one before it: that wait does not count.
-        seconds = max(now - max(taken_at, self._last_end), 1e-9)
-        size_class = _size_class(size)
-        mean = self._means[size_class]
-        self._means[size_class] = seconds if mean is None else mean + _SMOOTHING * (seconds - mean)
-        self._last_end = now
+    def add(self, size: int, seconds: float) -> None:
+        """Record a batch of ``size`` images that the device has computed in ``seconds``."""
+        self._means[_size_class(size)].add(seconds)
 
     def total(self, images: int) -> float:
         """Return the least time that this many images take, seconds; 0 before the first batch."""
@@ -44,7 +53,8 @@ class BatchTimes:
 
         It is the intercept of the line through the smallest and the largest measured size.
         """
-        known = [(min(1 << index, self._max_batch), seconds) for index, seconds in enumerate(self._means) if seconds]
+        sizes = (min(1 << index, self._max_batch) for index in range(len(self._means)))
+        known = [(size, mean.value) for size, mean in zip(sizes, self._means, strict=True) if mean.value is not None]
         if len(known) < 2:
             return 0.0
         (few, quick), (many, slow) = known[0], known[-1]
@@ -54,13 +64,10 @@ class BatchTimes:
         """Return the time of a batch: that of its size class, else a fraction of a larger one's, else the largest's."""
         smallest = _size_class(size)
         for larger in range(smallest, len(self._means)):
-            seconds = self._means[larger]
+            seconds = self._means[larger].value
             if seconds is not None:
                 return seconds if larger == smallest else seconds * size / min(1 << larger, self._max_batch)
-        for seconds in reversed(self._means):
-            if seconds is not None:
-                return seconds
-        return 0.0
+        return next((mean.value for mean in reversed(self._means) if mean.value is not None), 0.0)
 
 
 def _size_class(size: int) -> int:

@@ -7,10 +7,10 @@ The life of a :class:`QueuedRequest` with ``count`` images::
                   └──── cancel, expire, fail: FINISHED with an error ───┘
 
 *Bounded.*  ``pending``, the number of images reserved or queued, is at most ``max_queue_images``; a request beyond
-that is refused with :class:`QueueFull` and a ``retry_after`` that is estimated from measured batch times.  So is
-a request whose first turn is expected after more than a third of the time to its deadline; the rest is for its own
-images and for a device that slows down.  Admitted work is therefore done in time, and an overload leaves no long queue
-behind.
+that is refused with :class:`QueueFull` and a ``retry_after`` that is estimated from the measured times of batches of
+each kind.  So is a request whose first turn is expected after more than a third of the time to its deadline; the rest
+is for its own images and for a device that slows down.  Admitted work is therefore done in time, and an overload leaves
+no long queue behind.
 
 *Fair.*  Queued requests form a ring.  A turn is at most ``quantum`` images (an eighth of a batch), after which a
 request with more images goes to the end of the ring.  So a large request fills the part of a batch that nobody else
@@ -42,7 +42,7 @@ from typing import Any, Final
 import numpy as np
 
 from app.errors import ClientGone, DeadlineExceeded, InferenceFailed, NotReady, QueueFull
-from app.inference.batch_times import BatchTimes
+from app.inference.batch_times import BatchTimes, RunningMean
 from app.inference.request import DeviceBatch, Images, QueuedRequest, RequestKind, RequestSlice, Result, State
 
 _MAX_RETRY_AFTER_S: Final = 60
@@ -55,14 +55,18 @@ class _Ring:
     """The queued requests of one kind.
 
     Attributes:
+        times: The times of batches of this kind.
         requests: The queued requests, in the order of their next turns.
         n_coming: The number of requests still RESERVED.
+        n_pending: The number of images of reserved or queued requests that are not yet taken.
         n_images: The number of images of queued requests that are not yet taken.
         n_begun: The number of queued requests that have had a turn.
     """
 
+    times: BatchTimes
     requests: OrderedDict[QueuedRequest, None] = field(default_factory=OrderedDict)
     n_coming: int = 0
+    n_pending: int = 0
     n_images: int = 0
     n_begun: int = 0
 
@@ -77,7 +81,6 @@ class Batcher:
         shares_cores: Whether the step computes on the cores that decode images.
 
     Attributes:
-        pending: The number of images reserved or queued.
         finished: The finished requests that :meth:`collect` has not handed out yet.
     """
 
@@ -89,42 +92,45 @@ class Batcher:
         self.max_delay_s = max_delay_s
         self._shares_cores = shares_cores
         self._quantum = max(1, max_batch // 8)
-        self._rings: dict[RequestKind, _Ring] = {}
+        self._rings = {kind: _Ring(BatchTimes(max_batch)) for kind in RequestKind}
         self._live: OrderedDict[QueuedRequest, None] = OrderedDict()
         self.finished: list[QueuedRequest] = []
-        self.pending = 0
         self._closed = ""
-        self._times = BatchTimes(max_batch)
-        self._gaps = BatchTimes(1)  # A running mean of the time between two requests from the decoders.
+        self._last_put = self._last_end = -math.inf
+        self._gap = RunningMean()  # The time between two requests from the decoders, seconds.
+
+    @property
+    def pending(self) -> int:
+        """The number of images reserved or queued."""
+        return sum(ring.n_pending for ring in self._rings.values())
 
     @property
     def idle(self) -> bool:
         """Whether every request has finished."""
         return not self._live
 
-    def check(self, count: int, *, now: float, deadline: float) -> None:
+    def check(self, count: int, *, now: float, deadline: float, kind: RequestKind = RequestKind.PREDICT) -> None:
         """Refuse, before its body is read, a request that :meth:`reserve` would refuse.
 
         Raises:
-            QueueFull: There is no room, or too little time until ``deadline`` at the present rate.
-            NotReady: The batcher is closed.
+            QueueFull: If there is no room, or too little time until ``deadline`` at the present rate.
+            NotReady: If the batcher is closed.
         """
         if self._closed:
             raise NotReady(self._closed)
-        if self.pending + count > self._max_queue:
+        if (pending := self.pending) + count > self._max_queue:
             raise QueueFull(
-                f"the queue has no room for {count} images ({self.pending} of {self._max_queue} places are taken); "
+                f"the queue has no room for {count} images ({pending} of {self._max_queue} places are taken); "
                 f"try again in {self.retry_after()} s",
                 retry_after=self.retry_after(),
             )
-        # A request of at most one turn waits for one turn of each request before it; a larger one for all their images.
-        first_turn = len(self._live) * self._quantum if count <= self._quantum else self.pending
-        before = min(self.pending, first_turn)
-        longest, wait = _WAIT_FRACTION * (deadline - now), self._times.total(before)
+        before = self._images_before(count, kind)
+        wait = sum(self._rings[each].times.total(images) for each, images in before.items())
+        longest = _WAIT_FRACTION * (deadline - now)
         if wait > longest:
             raise QueueFull(
-                f"the {before} images before this request take about {wait:.3g} s, more than the {longest:.3g} s that "
-                f"it can wait; try again in {self.retry_after()} s",
+                f"the {sum(before.values())} images before this request take about {wait:.3g} s, more than the "
+                f"{longest:.3g} s that it can wait; try again in {self.retry_after()} s",
                 retry_after=self.retry_after(),
             )
 
@@ -134,21 +140,22 @@ class Batcher:
         """Admit a request before its images are decoded.
 
         Raises:
-            QueueFull: There is no room, or too little time until ``deadline`` at the present rate.
-            NotReady: The batcher is closed.
+            QueueFull: If there is no room, or too little time until ``deadline`` at the present rate.
+            NotReady: If the batcher is closed.
         """
-        self.check(count, now=now, deadline=deadline)
+        self.check(count, now=now, deadline=deadline, kind=kind)
         request = QueuedRequest(count, now, deadline, now + _WAIT_FRACTION * (deadline - now), kind, waiter)
         self._live[request] = None
-        self._rings.setdefault(kind, _Ring()).n_coming += 1
-        self.pending += count
+        self._rings[kind].n_coming += 1
+        self._rings[kind].n_pending += count
         return request
 
     def put(self, request: QueuedRequest, images: Images, *, now: float) -> bool:
         """Queue a reserved request; return False if it has finished already (cancelled or expired)."""
         if request.state is not State.RESERVED:
             return False
-        self._gaps.add(1, request.admitted_at, now)
+        self._gap.add(now - max(request.admitted_at, self._last_put))
+        self._last_put = now
         request.state = State.QUEUED
         request.images = images
         request.queued_at = now
@@ -212,7 +219,9 @@ class Batcher:
 
         A request whose images are all done finishes; one with an output that is not finite fails.
         """
-        self._times.add(batch.size, batch.taken_at, now)
+        # With two slots a batch is taken while the device still works on the one before it: that wait does not count.
+        self._rings[batch.kind].times.add(batch.size, now - max(batch.taken_at, self._last_end))
+        self._last_end = now
         finite: list[bool] = np.asarray(np.isfinite(result.packed).all(axis=1)).tolist()
         offset = 0
         for request, start, stop in batch.slices:
@@ -234,7 +243,20 @@ class Batcher:
 
     def retry_after(self) -> int:
         """Return the whole seconds in which the present queue drains, from 1 to 60."""
-        return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(self._times.total(self.pending))))
+        seconds = sum(ring.times.total(ring.n_pending) for ring in self._rings.values())
+        return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(seconds)))
+
+    def _images_before(self, count: int, kind: RequestKind) -> dict[RequestKind, int]:
+        """Return how many images of each kind are taken before a new request has its first turn.
+
+        A request of at most one turn waits for one turn of each request of its kind; a larger one for all their images.
+        As the kinds take turns, at most one batch of each other kind goes before each batch of its own.
+        """
+        ring = self._rings[kind]
+        turns = (ring.n_coming + len(ring.requests)) * self._quantum
+        own = min(ring.n_pending, turns) if count <= self._quantum else ring.n_pending
+        others = (own // self.max_batch + 1) * self.max_batch
+        return {each: own if each is kind else min(ring.n_pending, others) for each, ring in self._rings.items()}
 
     def _due_in(self, ring: _Ring, now: float, *, full: bool = False, patient: bool = True) -> float | None:
         if not ring.requests or (full and ring.n_images < self.max_batch):
@@ -244,7 +266,7 @@ class Batcher:
             return 0.0
         wait = next(iter(ring.requests)).queued_at + self.max_delay_s - now
         if patient and self._shares_cores and ring.n_coming:
-            worth, gap = self._times.fixed * ring.n_coming / len(ring.requests), self._gaps.total(1)
+            worth, gap = ring.times.fixed * ring.n_coming / len(ring.requests), self._gap.value or 0.0
             if worth > gap:
                 # At most twice the gap: a stall of the machine looks like a long batch and inflates ``fixed``.
                 wait = max(wait, next(reversed(ring.requests)).queued_at + min(worth, 2 * gap) - now)
@@ -267,7 +289,7 @@ class Batcher:
             ring.n_begun += (stop < request.count) - (start > 0)
             request.n_taken = stop
             room -= stop - start
-            self.pending -= stop - start
+            ring.n_pending -= stop - start
             ring.n_images -= stop - start
             if stop == request.count:
                 request.state = State.RUNNING
@@ -291,7 +313,7 @@ class Batcher:
             del ring.requests[request]
             ring.n_images -= request.count - request.n_taken
             ring.n_begun -= request.n_taken > 0
-        self.pending -= request.count - request.n_taken
+        ring.n_pending -= request.count - request.n_taken
         request.state = State.FINISHED
         request.error = error
         del self._live[request]

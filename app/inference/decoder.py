@@ -79,7 +79,7 @@ class Decoder:
         """Decode images if that takes no longer than handing them to a thread; else return None.
 
         Raises:
-            ImageRefused: An image cannot be used.
+            ImageRefused: If an image cannot be used.
         """
         if sum(len(image.data) for image in images) > self._inline_bytes:
             return None

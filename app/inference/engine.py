@@ -113,22 +113,22 @@ class Engine:
         """Warm up every batch shape, and return when the engine is ready.
 
         Raises:
-            DeviceError: The network failed while it was warmed up.
+            DeviceError: If the network failed while it was warmed up.
         """
         self._worker.start()
         await self._started
 
-    def check_room(self) -> None:
+    def check_room(self, kind: RequestKind = RequestKind.PREDICT) -> None:
         """Refuse a request, before its body is read, if not even one image would be admitted now.
 
         Raises:
-            NotReady: The engine is warming up or draining, or has failed.
-            QueueFull: The queue has no room.
+            NotReady: If the engine is warming up or draining, or has failed.
+            QueueFull: If the queue has no room.
         """
         self._check_warm()
         now = time.monotonic()
         with self._queue as batcher:
-            batcher.check(1, now=now, deadline=now + self._deadline_s)
+            batcher.check(1, now=now, deadline=now + self._deadline_s, kind=kind)
 
     async def predict(
         self,
@@ -145,15 +145,15 @@ class Engine:
             kind: The computation.
 
         Raises:
-            NotReady: The engine is warming up or draining, or has failed.
-            QueueFull: The queue has no room.
-            TooManyRequests: The memory budget has no room.
-            ImageRefused: An image cannot be used.
-            TooManyPixels: The images have more pixels than a request may have.
-            DeadlineExceeded: There was no result before the deadline.
-            InferenceFailed: The network failed on an image.
-            DeviceError: The device failed.
-            ClientGone: The client left.
+            NotReady: If the engine is warming up or draining, or has failed.
+            QueueFull: If the queue has no room.
+            TooManyRequests: If the memory budget has no room.
+            ImageRefused: If an image cannot be used.
+            TooManyPixels: If the images have more pixels than a request may have.
+            DeadlineExceeded: If there was no result before the deadline.
+            InferenceFailed: If the network failed on an image.
+            DeviceError: If the device failed.
+            ClientGone: If the client left.
         """
         self._check_warm()
         size = self._decoder.size_of(len(images))

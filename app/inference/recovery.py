@@ -25,7 +25,7 @@ def run_halves(queue: RequestQueue, step: Step, batch: DeviceBatch, error: Excep
     """Run a failed batch again in halves; a half that fails is cut in halves again.
 
     Raises:
-        DeviceError: The device is dead.
+        DeviceError: If the device is dead.
     """
     if is_out_of_memory(error):
         logger.warning("out of device memory with %d images; trying halves", batch.size)
@@ -58,7 +58,7 @@ def check_device(step: Step) -> None:
     """Check the device by running one blank image.
 
     Raises:
-        DeviceError: The device is dead.
+        DeviceError: If the device is dead.
     """
     try:
         step.input(0)[:1] = 0

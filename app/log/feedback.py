@@ -36,10 +36,10 @@ def give(writer: LogWriter, label: Label, *, seconds: float) -> Label:
         seconds: The result of :func:`wait_seconds`.
 
     Raises:
-        UnknownImage: The log has no row of the image.
-        ImageConflict: The row is of another image, or of one that was erased.
-        UnusableLabel: The row's model could not have given this label.
-        LogUnavailable: The log cannot be read or written.
+        UnknownImage: If the log has no row of the image.
+        ImageConflict: If the row is of another image, or of one that was erased.
+        UnusableLabel: If the row's model could not have given this label.
+        LogUnavailable: If the log cannot be read or written.
     """
     try:
         row = _row(writer, label, seconds)
@@ -59,7 +59,7 @@ def give(writer: LogWriter, label: Label, *, seconds: float) -> Label:
 
 
 def to_review(writer: LogWriter, limit: int, *, seconds: float) -> tuple[list[Unreviewed], dict[str, LoggedModel]]:
-    """Return the newest stored images that were not accepted and have no verdict, and their models by version.
+    """Return the newest logged images that were not accepted and have no verdict, and their models by version.
 
     It may take seconds, so call it on a thread.
 
@@ -69,7 +69,7 @@ def to_review(writer: LogWriter, limit: int, *, seconds: float) -> tuple[list[Un
         seconds: The result of :func:`wait_seconds`.
 
     Raises:
-        LogUnavailable: The log cannot be read.
+        LogUnavailable: If the log cannot be read.
     """
     writer.flush(seconds)
     try:
@@ -80,12 +80,12 @@ def to_review(writer: LogWriter, limit: int, *, seconds: float) -> tuple[list[Un
         raise LogUnavailable("the prediction log cannot be read now; psc-log review names a damaged file") from error
 
 
-def stored_image(writer: LogWriter, name: str) -> tuple[Any, int]:
-    """Open a stored image and return it with its size in bytes; call it on a thread.
+def logged_image(writer: LogWriter, name: str) -> tuple[Any, int]:
+    """Open a logged image and return it with its size in bytes; call it on a thread.
 
     Raises:
-        UnknownImage: The log has no such image.
-        LogUnavailable: The log cannot be read.
+        UnknownImage: If the log has no such image.
+        LogUnavailable: If the log cannot be read.
     """
     try:
         return open_image(writer.log, name)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 
@@ -57,7 +58,7 @@ class LogWriter:
 
     Attributes:
         log: The log.
-        unreviewed: The stored images that nobody has reviewed.
+        unreviewed: The logged images that nobody has reviewed.
     """
 
     def __init__(self, log: Log, settings: Settings, metrics: Metrics) -> None:
@@ -70,7 +71,7 @@ class LogWriter:
         # Held bytes are the difference of two counters, each of which only one thread changes: they need no lock.
         self._taken = 0
         self._given = 0
-        self._known: set[Source] = set()
+        self._known = WeakSet[Source]()  # Weak, or it would keep the description of each model that was replaced.
         self._wake = threading.Event()
         self._flushes: deque[threading.Event] = deque()
         self._closing = self._is_given_up = False

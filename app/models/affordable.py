@@ -11,12 +11,12 @@ import logging
 import math
 import time
 from copy import deepcopy
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
 
 from app.memory import limits
 from psc_core.errors import BundleError
@@ -38,7 +38,7 @@ def check_affordable(model: FittedModel, *, max_batch: int, seconds: float) -> N
     """Refuse a model whose full batch does not fit in memory, or that takes longer than ``seconds`` to warm up.
 
     Raises:
-        BundleError: The model needs more memory or time; the message says how much, and which settings to change.
+        BundleError: If the model needs more memory or time; the message says how much, and which settings to change.
     """
     try:
         alive, operations = cost_of_an_image(model)
@@ -60,6 +60,16 @@ def check_affordable(model: FittedModel, *, max_batch: int, seconds: float) -> N
         )
 
 
+class _NoTracker(ModuleTracker):
+    """Tracks no modules, because torch's tracker hooks all modules of the process, also those that serve meanwhile."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 @torch.inference_mode()
 def cost_of_an_image(model: FittedModel) -> tuple[int, int]:
     """Return the bytes in memory at once and the number of operations for one image.
@@ -77,12 +87,12 @@ def cost_of_an_image(model: FittedModel) -> tuple[int, int]:
 
     network = deepcopy(model.backbone).to("meta")
     image = torch.empty(1, *model.preprocess.shape, device="meta")
-    hook = register_module_forward_hook(measure)
-    try:
-        with FlopCounterMode(display=False) as counter:
-            network(image)
-    finally:
-        hook.remove()
+    for module in network.modules():  # Of this copy alone: other models serve on other threads meanwhile.
+        module.register_forward_hook(measure)
+    counter = FlopCounterMode(display=False)
+    counter.mod_tracker = _NoTracker()
+    with counter:
+        network(image)
     return ALIVE * largest, counter.get_total_flops()
 
 

@@ -53,7 +53,7 @@ class Registry:
         self._reloading = asyncio.Lock()
         self._reload_waits = False
         self._unloaded: set[str] = set()
-        self._retiring: set[asyncio.Task[None]] = set()
+        self._retiring: dict[asyncio.Task[None], ServedModel] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -74,8 +74,8 @@ class Registry:
         """Return the model of this name, or the default model.
 
         Raises:
-            UnknownModel: There is no model of this name.
-            NotReady: The model is still loading, or was unloaded.
+            UnknownModel: If there is no model of this name.
+            NotReady: If the model is still loading, or was unloaded.
         """
         if name is None and self._names:
             name = self._names[0]
@@ -100,7 +100,7 @@ class Registry:
         """Load and warm up every model.
 
         Raises:
-            PSCError: A bundle cannot be used, or its network failed at warm-up.
+            PSCError: If a bundle cannot be used, or its network failed at warm-up.
         """
         for name in self._names:
             began = time.perf_counter()
@@ -118,11 +118,11 @@ class Registry:
             (name, previous version, new version) of each model; the previous version of an unloaded model is empty.
 
         Raises:
-            UnknownModel: There is no model of this name.
-            NotReady: The model is still loading for the first time.
-            ReloadRunning: Another reload is running.
-            BundleError: A bundle cannot be used; no model was changed.
-            DeviceError: The new network failed at warm-up; no model was changed.
+            UnknownModel: If there is no model of this name.
+            NotReady: If the model is still loading for the first time.
+            ReloadRunning: If another reload is running.
+            BundleError: If a bundle cannot be used; no model was changed.
+            DeviceError: If the new network failed at warm-up; no model was changed.
         """
         names = [each for each in self._names if each not in self._unloaded] if name is None else [name]
         for each in names:
@@ -157,9 +157,9 @@ class Registry:
         """Take a model out of service until it is loaded by its name; the requests it has admitted are finished.
 
         Raises:
-            UnknownModel: There is no model of this name.
-            NotReady: The model is still loading for the first time, or was unloaded already.
-            ReloadRunning: A reload is running.
+            UnknownModel: If there is no model of this name.
+            NotReady: If the model is still loading for the first time, or was unloaded already.
+            ReloadRunning: If a reload is running.
         """
         old = self.get(name)
         if self._reloading.locked():
@@ -203,8 +203,12 @@ class Registry:
 
     async def close(self, *, within_s: float) -> None:
         """Finish the admitted requests within ``within_s`` seconds, and end all threads."""
-        engines = [served.engine.close(within_s=within_s) for served in self._served.values()]
-        await asyncio.gather(*engines, *self._retiring)
+        retiring = dict(self._retiring)
+        models = (*self._served.values(), *retiring.values())
+        await asyncio.gather(*(served.engine.close(within_s=within_s) for served in models))
+        for task in retiring:  # They may have been given more time than is left now.
+            task.cancel()
+        await asyncio.gather(*retiring, return_exceptions=True)
         self._starter.close()
         self.refresh_metrics()
 
@@ -221,16 +225,18 @@ class Registry:
 
     def _begin_to_retire(self, old: ServedModel) -> None:
         task = asyncio.get_running_loop().create_task(self._retire(old))
-        self._retiring.add(task)
+        self._retiring[task] = old
         task.add_done_callback(self._retired)
         old.recorder.hide()
 
     async def _retire(self, old: ServedModel) -> None:
-        await old.engine.close(within_s=self._retire_within_s)
-        old.recorder.flush()
+        try:
+            await old.engine.close(within_s=self._retire_within_s)
+        finally:
+            old.recorder.flush()
 
     def _retired(self, task: asyncio.Task[None]) -> None:
         """Call ``on_models_changed`` once no task holds a replaced model any more."""
-        self._retiring.discard(task)
+        del self._retiring[task]
         if not self._retiring:
             self._on_models_changed()

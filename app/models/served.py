@@ -82,7 +82,7 @@ class ServedModel:
         """Return the thresholds of a request that changes some of the policy's values.
 
         Raises:
-            UnattainableAlpha: There are too few calibration images for this alpha.
+            UnattainableAlpha: If there are too few calibration images for this alpha.
         """
         if not changes:
             return self.thresholds
@@ -110,7 +110,7 @@ class ServedModel:
             monitor: Whether the images count in drift and in the metrics of scores.
 
         Raises:
-            UnavailableMap: The request asks for a map, and the model has none.
+            UnavailableMap: If the request asks for a map, and the model has none.
             ServiceError: See :meth:`app.inference.engine.Engine.predict`.
         """
         if kind.has_map and self.model.pipeline.map is None:
@@ -153,9 +153,9 @@ class ModelStarter:
         """Build the engine of a model and warm it up.
 
         Raises:
-            BundleError: There are too few calibration images for the policy, or the network does not run on the wanted
-                backend.
-            DeviceError: The network failed while it was warmed up.
+            BundleError: If there are too few calibration images for the policy, or the network does not run on the
+                wanted backend.
+            DeviceError: If the network failed while it was warmed up.
         """
         try:
             thresholds = model.calibration.thresholds(self._settings.policy(model.policy))

@@ -113,8 +113,8 @@ class DriftMonitor:
         calibration_count: int,
         alpha: float,
         *,
-        false_alarm_probability: float = 0.01,
-        window: int = 1000,
+        false_alarm_probability: float,
+        window: int,
     ) -> None:
         self.calibration_count = calibration_count
         self.alpha = alpha
@@ -137,7 +137,7 @@ class DriftMonitor:
             The number of alarms that these images raised.
 
         Raises:
-            ValueError: A p-value is NaN or outside (0, 1]; the images before it are processed.
+            ValueError: If a p-value is NaN or outside (0, 1]; the images before it are processed.
         """
         values = np.asarray(p_values, np.float64)
         wrong = np.flatnonzero(~((values > 0.0) & (values <= 1.0)))

@@ -28,14 +28,14 @@ _IMAGES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 PROCESS_FILES: Final = "PROMETHEUS_MULTIPROC_DIR"
 """The environment variable with the folder through which several processes share their metrics."""
 
-Kind = TypeVar("Kind", bound=Counter | Gauge | Histogram)
+AnyMetric = TypeVar("AnyMetric", bound=Counter | Gauge | Histogram)
 
 
-class Metric(Generic[Kind]):
+class Metric(Generic[AnyMetric]):
     """One row of the table: an attribute of :class:`Metrics`, whose name is that of the metric.
 
     Args:
-        kind: A metric class of prometheus-client; the name of a counter ends in ``_total``.
+        type: A metric class of prometheus-client; the name of a counter ends in ``_total``.
         labels: The names of the labels.
         help: The metric's meaning.
         options: ``buckets`` for a histogram; for a gauge ``multiprocess_mode``, which combines those of all processes.
@@ -43,14 +43,14 @@ class Metric(Generic[Kind]):
 
     name: str
 
-    def __init__(self, kind: type[Kind], labels: tuple[str, ...], help: str, **options: Any) -> None:
-        self.kind, self.labels, self.help, self.options = kind, labels, help, options
+    def __init__(self, type: type[AnyMetric], labels: tuple[str, ...], help: str, **options: Any) -> None:
+        self.type, self.labels, self.help, self.options = type, labels, help, options
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    def __get__(self, metrics: Metrics, owner: type) -> Kind:
-        metric: Kind = metrics.made[self.name]
+    def __get__(self, metrics: Metrics, owner: type) -> AnyMetric:
+        metric: AnyMetric = metrics.made[self.name]
         return metric
 
 
@@ -146,7 +146,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.made: dict[str, Any] = {
-            row.name: row.kind(row.name, row.help, row.labels, registry=self.registry, **row.options) for row in METRICS
+            row.name: row.type(row.name, row.help, row.labels, registry=self.registry, **row.options) for row in METRICS
         }
         ProcessCollector(registry=self.registry)
 

@@ -68,7 +68,7 @@ def check_installed() -> None:
     """Refuse to export spans without the OpenTelemetry SDK.
 
     Raises:
-        UsageError: The OpenTelemetry extra is not installed.
+        UsageError: If the OpenTelemetry extra is not installed.
     """
     needs("otel", "otel", "opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry.sdk.trace.export")
 
@@ -77,7 +77,7 @@ def configure_export() -> None:
     """Export spans over OTLP/HTTP; the standard ``OTEL_*`` variables set the endpoint and the service's name.
 
     Raises:
-        UsageError: The OpenTelemetry extra is not installed.
+        UsageError: If the OpenTelemetry extra is not installed.
     """
     check_installed()
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

@@ -84,9 +84,9 @@ class Subject:
         if self.shipped:
             psc = PSC.load(BUNDLE, device=device)
             return psc.pipeline.with_backbone(psc.backbone.fused(precision))
-        example = self.preprocess.standardise(torch.zeros(1, 3, self.size, self.size, dtype=torch.uint8))
+        trial = self.preprocess.standardise(torch.zeros(1, 3, self.size, self.size, dtype=torch.uint8))
         channels, positions = next(
-            layer.shape for layer in list_layers(net, example, granularity="all") if layer.name == self.layer
+            layer.shape for layer in list_layers(net, trial, granularity="all") if layer.name == self.layer
         )
         c_proj, d_proj, kept = self.sizes
         dim = c_proj * d_proj

@@ -29,6 +29,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.evaluation.baselines import full_density
 from psc_core.fitting.calibrate import calibrate_scorer, score_dataset
 from psc_core.fitting.data import FitData
+from psc_core.fitting.job import FitJob
 from psc_core.model.classifier import PSC
 from psc_core.model.pipeline import Pipeline
 from psc_core.tasks.classification.heads.base import entropy
@@ -125,8 +126,8 @@ def fit_pscs(run: Run, trained: Trained) -> Pscs:
             pipelines[name] = of_density[density].pipeline
         else:
             settings = replace(fitting.settings_of(run), ood_score=options["ood_score"])
-            scorer, compute = of_density[density].pipeline.scorer, settings.compute()
-            pipelines[name], _ = calibrate_scorer(scorer, data, settings, compute)
+            scorer = of_density[density].pipeline.scorer
+            pipelines[name], _ = calibrate_scorer(scorer, FitJob.of(data, settings))
     selected = score_dataset(pipelines[DENSITY].scorer, data.selection, fitting.compute_of(run), "selection").scores
     weight = upper_spread(-selected["log_density"]) / upper_spread(selected["predictive_entropy"])
     return Pscs(of_density[PSC_OPTIONS[DEFAULT]["density"]], pipelines, weight)

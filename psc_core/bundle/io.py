@@ -48,7 +48,7 @@ MAX_MANIFEST_BYTES: Final = 16 << 20
 MAX_DEPTH: Final = 32
 """Maximum nesting of lists and objects in a manifest."""
 
-EXAMPLES: Final = "examples"
+TRY_FOLDER: Final = "examples"
 """The folder in a bundle with images to try; no digest covers it."""
 
 MAX_AXES: Final = 8

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from psc_core.errors import UsageError
-from psc_core.rates import ROUNDING
+from psc_core.rates import RANK_ROUNDING
 
 
 def worth(weights: Float[Tensor, " n"]) -> int:
@@ -29,7 +29,7 @@ def worth(weights: Float[Tensor, " n"]) -> int:
     """
     if not len(weights) or not (weights.isfinite() & (weights > 0)).all():
         raise UsageError("expected a positive finite weight for each of at least one image; give 1 / its probability")
-    return int(float(relative(weights).sum()) + ROUNDING)
+    return int(float(relative(weights).sum()) + RANK_ROUNDING)
 
 
 def relative(weights: Float[Tensor, " n"]) -> Float[Tensor, " n"]:

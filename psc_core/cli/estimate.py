@@ -27,9 +27,8 @@ from psc_core.compute.readable import only_readable
 from psc_core.data.cache import cached
 from psc_core.data.dataset import ImageDataset, balanced
 from psc_core.fitting.checkpoint import Checkpoint
-from psc_core.fitting.data import FitData
+from psc_core.fitting.job import FitJob
 from psc_core.report.collect import collect_fit
-from psc_core.settings import FitSettings
 
 SECONDS: Final = 60.0
 """Time that the two fits together may take, roughly."""
@@ -64,40 +63,39 @@ class Estimate:
         )
 
 
-def estimate(net: nn.Module, data: FitData, settings: FitSettings, compute: Compute, max_bad_images: int) -> Estimate:
+def estimate(net: nn.Module, job: FitJob, max_bad_images: int) -> Estimate:
     """Fit twice on a few images, print what the larger fit found, and extrapolate."""
-    train = data.train
-    larger = images_to_try(rate(net, train, compute, settings.seed, max_bad_images), train)
+    train, compute = job.data.train, job.compute
+    larger = images_to_try(rate(net, train, compute, job.settings.seed, max_bad_images), train)
     smallest = min(larger, 4 * len(train.classes))
     sizes = (max(larger // 3, smallest), larger)
     with contextlib.redirect_stdout(io.StringIO()):
-        timed_fit(net, data, settings, compute, smallest, max_bad_images)
-        first = timed_fit(net, data, settings, compute, sizes[0], max_bad_images)
-    seconds = (first, timed_fit(net, data, settings, compute, larger, max_bad_images))
+        timed_fit(net, job, smallest, max_bad_images)
+        first = timed_fit(net, job, sizes[0], max_bad_images)
+    seconds = (first, timed_fit(net, job, larger, max_bad_images))
     on_gpu = compute.device.type == "cuda"
     return Estimate(
         larger,
         extrapolate(sizes, seconds, len(train)),
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
         torch.cuda.max_memory_allocated() if on_gpu else 0,
-        sum(scratch_bytes(images) for images in (train, data.val)),
+        sum(scratch_bytes(images) for images in (train, job.data.val)),
     )
 
 
-def timed_fit(
-    net: nn.Module, data: FitData, settings: FitSettings, compute: Compute, size: int, max_bad_images: int
-) -> float:
+def timed_fit(net: nn.Module, job: FitJob, size: int, max_bad_images: int) -> float:
     """Return the seconds of a fit on ``size`` training images and the same fraction of the validation images."""
+    data = job.data
     fraction, classes = size / len(data.train), len(data.train.classes)
-    lenient = replace(settings, alpha=0.5, coverage=0.5)  # Rates that so few images can keep.
+    lenient = replace(job.settings, alpha=0.5, coverage=0.5)  # Rates that so few images can keep.
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="psc-dry-run-") as scratch:
         checkpoint = Checkpoint.of(Path(scratch) / "stages", {})
         few = data.fewer(size, max(round(len(data.val) * fraction), min(len(data.val), 4 * classes)))
         few, left_out = few.cached(None, processes=1).readable(max_bad_images)
         print(*left_out, sep="\n", end="\n" * bool(left_out))
-        _, projection, model = run_stages(net, few, lenient, compute, "dry-run", {}, checkpoint)
-        collect_fit(model, net, few, projection.report, compute, "")
+        _, projection, model = run_stages(net, replace(job, data=few, settings=lenient), "dry-run", {}, checkpoint)
+        collect_fit(model, net, few, projection.report, job.compute, "")
     return time.perf_counter() - began
 
 

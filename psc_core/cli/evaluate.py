@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from psc_core import arguments
 from psc_core.cli import flags
+from psc_core.compute import BATCH_IMAGES
 from psc_core.errors import UsageError
 from psc_core.report import FIGURES, PAGE
 from psc_core.tasks import module_of
@@ -46,8 +47,8 @@ def parser() -> argparse.ArgumentParser:
     beside.add_argument("--train", metavar="DIR", help="training images")
     beside.add_argument("--val", metavar="DIR", help="validation images")
     flags.add_model_flags(cli)
-    text = "images sent through the network at once (default: 256)"
-    cli.add_argument("--batch-images", type=arguments.positive, default=256, help=text)
+    text = f"images sent through the network at once (default: {BATCH_IMAGES})"
+    cli.add_argument("--batch-images", type=arguments.positive, default=BATCH_IMAGES, help=text)
     cli.add_argument("--out", type=Path, metavar="DIR", help=f"write {', '.join(WRITTEN)} here")
     cli.add_argument("--overwrite", action="store_true", help="replace those that --out holds")
     return cli

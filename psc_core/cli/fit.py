@@ -93,11 +93,11 @@ def _add_answer_flags(group: _Group) -> None:
     _add_choice(group, "--task", TASKS[::-1], "what the network predicts: a class, or one number")
     text = "auto: the better on validation images; psc: the head's; base: the network's own, divided by a temperature"
     _add_choice(group, "--predictions", PREDICTIONS, text)
-    kinds = {task: tuple(module_of(task, "psc_core.tasks.{}.heads").HEADS) for task in TASKS[::-1]}
-    nouns = {task: module_of(task, "psc_core.tasks.{}").NOUN for task in kinds}
-    listed = "; ".join(f"of a {nouns[task]}: {', '.join(heads)}" for task, heads in kinds.items())
+    heads_of = {task: tuple(module_of(task, "psc_core.tasks.{}.heads").HEADS) for task in TASKS[::-1]}
+    nouns = {task: module_of(task, "psc_core.tasks.{}").NOUN for task in heads_of}
+    listed = "; ".join(f"of a {nouns[task]}: {', '.join(heads)}" for task, heads in heads_of.items())
     text = f"what predicts from the features, {listed}; laplace is the paper's (default: the first)"
-    group.add_argument("--head", choices=sum(kinds.values(), ()), help=text)
+    group.add_argument("--head", choices=sum(heads_of.values(), ()), help=text)
     _add_rate(group, "--alpha", "false-alarm rate of the OOD decision")
     _add_rate(group, "--coverage", "coverage of the prediction sets, or of a regression's intervals")
     _add_rate(group, "--risk", "error rate that images below the ambiguity threshold keep, with 95 %% confidence")
@@ -153,9 +153,9 @@ def _add_run_flags(group: _Group) -> None:
 
 def _add_number(group: _Group, flag: str, text: str) -> None:
     default = _default_of(flag)
-    kind, shown = (arguments.positive_or_auto, "auto") if default is None else (arguments.positive, default)
+    parse, shown = (arguments.positive_or_auto, "auto") if default is None else (arguments.positive, default)
     metavar = "N|auto" if default is None else "N"
-    group.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{text} (default: {shown})")
+    group.add_argument(flag, type=parse, default=default, metavar=metavar, help=f"{text} (default: {shown})")
 
 
 def _add_choice(group: _Group, flag: str, choices: Sequence[str], text: str) -> None:
@@ -184,7 +184,7 @@ def fit(args: argparse.Namespace) -> None:
         print(*job.opening(), sep="\n", flush=True)
     if args.dry_run:
         print(look(job, args.max_bad_images), flush=True)
-        print(estimate(job.network.net, job.data, job.settings, job.compute, args.max_bad_images))
+        print(estimate(job.network.net, job, args.max_bad_images))
         return
     provenance = checked_provenance(job)
     # Before the images are decoded, for hours perhaps; whether the checkpoint is of this job is only known after that.
@@ -193,8 +193,7 @@ def fit(args: argparse.Namespace) -> None:
     if any(job.data.left_out):
         provenance |= origins_of(job.data)
     checkpoint = open_checkpoint(job, provenance, args)
-    net, data, settings, compute = job.network.net, job.data, job.settings, job.compute
-    report, projection, model = run_stages(net, data, settings, compute, job.name, provenance, checkpoint)
+    report, projection, model = run_stages(job.network.net, job, job.name, provenance, checkpoint)
     if job.is_first:
         write(job, report, projection, model, pictures=not args.no_report)
         checkpoint.clear()

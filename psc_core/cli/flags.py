@@ -68,7 +68,7 @@ def check_free(folder: Path, names: Iterable[str]) -> None:
     """Check that a command writes over nothing, before it computes for hours.
 
     Raises:
-        UsageError: The folder has an entry of one of these names.
+        UsageError: If the folder has an entry of one of these names.
     """
     if found := [name for name in names if (folder / name).exists()]:
         raise UsageError(
@@ -80,7 +80,7 @@ def check_no_bundle(out: Path, is_allowed: bool) -> None:
     """Check that a bundle is not replaced unless that is allowed.
 
     Raises:
-        UsageError: ``out`` holds one.
+        UsageError: If ``out`` holds one.
     """
     from psc_core.bundle.io import is_bundle
 

@@ -30,9 +30,10 @@ from psc_core.data.spec import open_dataset
 from psc_core.errors import UsageError
 from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.fitting.data import FitData
+from psc_core.fitting.job import FitJob
 from psc_core.fitting.stages import checked
 from psc_core.model.base import FittedModel
-from psc_core.network.backbone import check_output, example_input
+from psc_core.network.backbone import check_output, trial_input
 from psc_core.network.described.base import Described
 from psc_core.network.described.families import describe
 from psc_core.network.load import Recipe, forget_recipe, load_described, notes_of, recipe_for, recipe_of
@@ -57,15 +58,12 @@ class LoadedNetwork:
 
 
 @dataclass(frozen=True)
-class Job:
-    """A fit with its images, network and settings, opened and checked."""
+class Job(FitJob):
+    """A fit with its network and the bundle to write, opened and checked."""
 
     out: Path  # the bundle to write
     name: str  # of the model
     network: LoadedNetwork
-    data: FitData
-    settings: FitSettings
-    compute: Compute
     order_note: str  # how the classes were ordered, for people; empty where nothing is to be said
 
     @property
@@ -95,9 +93,9 @@ def open_job(args: argparse.Namespace) -> Job:
     """Open what the flags name, and refuse what no bundle can be fitted to or written from.
 
     Raises:
-        UsageError: Flags that contradict each other or the images, or a place that no bundle can be written to.
-        DataError: Images that cannot be fitted.
-        NetworkError: The network cannot be loaded, run or exported.
+        UsageError: If flags contradict each other or the images, or no bundle can be written to a place.
+        DataError: If the images cannot be fitted.
+        NetworkError: If the network cannot be loaded, run or exported.
     """
     described = describe(args.model, allow_download=args.allow_download)
     if args.weights is None and not described.weights:
@@ -113,7 +111,7 @@ def open_job(args: argparse.Namespace) -> Job:
     network = load(args, described, data.task.network_outputs(data.train.classes))
     compute = settings.compute(Reducer.start() if args.distributed else None)
     check_runs(network, data, compute)
-    return Job(out, name, network, data, settings, compute, order_note)
+    return Job(data, settings, compute, out, name, network, order_note)
 
 
 def open_images(args: argparse.Namespace, described: Described) -> tuple[FitData, str]:
@@ -138,10 +136,10 @@ def load(args: argparse.Namespace, described: Described, outputs: int) -> Loaded
 def check_runs(network: LoadedNetwork, data: FitData, compute: Compute) -> None:
     """Run the network on one trial input, on the device, and export it where a bundle will hold its graph."""
     net, recipe = network.net.to(compute.device), network.recipe
-    example = example_input(data.train.preprocess).to(compute.device)
-    check_output(net, example, recipe.num_classes, name=recipe.spec)
+    trial = trial_input(data.train.preprocess).to(compute.device)
+    check_output(net, trial, recipe.num_classes, name=recipe.spec)
     if recipe_of(net) is None:
-        check_exportable(net, example, compute.precision)
+        check_exportable(net, trial, compute.precision)
 
 
 def look(job: Job, max_bad_images: int) -> str:
@@ -157,7 +155,7 @@ def checked_provenance(job: Job) -> dict[str, Any]:
     """Return what the bundle will record of its origin.
 
     Raises:
-        UsageError: Validation images that are the training images, or names that UTF-8 cannot hold.
+        UsageError: If the validation images are the training images, or UTF-8 cannot hold a name.
     """
     network = job.network
     provenance = provenance_of(network.recipe, network.weights, job.settings, job.data)
@@ -173,8 +171,8 @@ def decoded(job: Job, args: argparse.Namespace) -> Job:
     """Return the job with its images decoded once, without those that cannot be, and print how good the network is.
 
     Raises:
-        DataError: More images than ``--max-bad-images`` cannot be decoded.
-        UsageError: Rates that the images that are left cannot keep.
+        DataError: If more images than ``--max-bad-images`` cannot be decoded.
+        UsageError: If the images that are left cannot keep the rates.
     """
     reducer = job.compute.reducer
     if args.cache != "off":
@@ -194,7 +192,7 @@ def open_checkpoint(job: Job, provenance: dict[str, Any], args: argparse.Namespa
     """Return the checkpoint of an interrupted run of this job, or an empty one.
 
     Raises:
-        UsageError: Nothing was interrupted, and a bundle would be replaced without ``--overwrite``.
+        UsageError: If nothing was interrupted, and a bundle would be replaced without ``--overwrite``.
     """
     compute = job.compute
     inputs = job_of(provenance, job.settings, job.data, compute, job.network.configuration)

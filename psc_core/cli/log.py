@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
         command.set_defaults(work=work)
         return command
 
-    command = add("review", review, "write stored images as tasks for people, those that teach most first")
+    command = add("review", review, "write logged images as tasks for people, those that teach most first")
     command.add_argument("--out", type=Path, metavar="FILE", help="tasks in Label Studio's JSON")
     command.add_argument("--csv", type=Path, metavar="FILE", help="the same as CSV, with an empty column label")
     command.add_argument("--model", metavar="NAME", help="only of this one (default: all, in turn)")
@@ -64,7 +64,7 @@ def review(args: argparse.Namespace) -> None:
     log = open_log(args.log)
     chosen = choose(log, read_labels(log), model=args.model, audit=args.audit, limit=args.limit)
     if not chosen:
-        raise UsageError(f"{args.log} has no stored image without a label; see --log-images of psc-serve")
+        raise UsageError(f"{args.log} has no logged image without a label; see --log-images of psc-serve")
     prefix = default_prefix(log) if args.images is None else args.images
     for path, write in ((args.out, to_label_studio), (args.csv, to_csv)):
         if path is not None:

@@ -52,8 +52,8 @@ def preprocess_from(args: argparse.Namespace, described: Preparation | None = No
             it describes none.
 
     Raises:
-        UsageError: Flags that contradict each other, a source that cannot be read, or a part of the network's
-            preprocessing that PSC cannot do and no flag replaces.
+        UsageError: If flags contradict each other, a source cannot be read, or PSC cannot do a part of the network's
+            preprocessing that no flag replaces.
     """
     from psc_core.images.preprocess import PRESETS
 
@@ -84,7 +84,7 @@ def check_unlike_replaced(described: Preparation, args: argparse.Namespace) -> N
     """Require flags for each part of a network's preprocessing that PSC cannot do as it is written down.
 
     Raises:
-        UsageError: They are missing; the message names them.
+        UsageError: If they are missing; the message names them.
     """
     near = described.preprocess
     nearest = f"--size {near.height}" if near.resize is None else f"--resize {near.resize} --crop {near.height}"
@@ -103,7 +103,7 @@ def named(source: str) -> Preprocess:
     """Read preprocessing from a JSON file, torchvision weights (``torchvision:NAME``) or a timm model (``timm:NAME``).
 
     Raises:
-        UsageError: There is none of this name, or PSC has no such preprocessing.
+        UsageError: If there is none of this name, or PSC has no such preprocessing.
     """
     library, _, name = source.partition(":")
     if library == "torchvision":

@@ -92,7 +92,7 @@ def check_disjoint(data: FitData, provenance: Mapping[str, Any]) -> None:
     """Require validation images that are not the training images; digests of files cover only names and sizes.
 
     Raises:
-        UsageError: They are the same images.
+        UsageError: If they are the same images.
     """
     is_same = provenance["train"]["sha256"] == provenance["val"]["sha256"]
     if is_same and bool((data.train.image(0) == data.val.image(0)).all()):

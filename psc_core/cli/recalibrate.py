@@ -1,4 +1,4 @@
-"""``psc-recalibrate``: calibrate a bundle on a random slice of its requests that people judged, as a new version.
+"""``psc-recalibrate``: calibrate a bundle on a random slice of its requests that people reviewed, as a new version.
 
 What needs torch is imported when images are read: help, the version and usage errors are there at once.
 """
@@ -18,14 +18,14 @@ from psc_core.errors import UsageError
 _EXAMPLE = """example:
   psc-recalibrate bundle --log log --out bundle-2
 The bundle stays as it is.  Network, density and head of the new one are the same (--extend-density gives it other
-numbers in the same density), so it is served as fast; only judged images of the log's audit slice calibrate it.
+numbers in the same density), so it is served as fast; only reviewed images of the log's audit slice calibrate it.
 """
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line of ``psc-recalibrate``."""
     cli = flags.command(
-        "psc-recalibrate", "Calibrate a bundle on the judged audit slice of a prediction log.", _EXAMPLE
+        "psc-recalibrate", "Calibrate a bundle on the reviewed audit slice of a prediction log.", _EXAMPLE
     )
     cli.add_argument("bundle", type=Path, help="from psc-fit, or from here")
     cli.add_argument("--log", required=True, metavar="LOG", help="of psc-serve: a folder or s3://BUCKET/PREFIX")
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
         "width above which an interval makes a number uncertain, in its unit, of a regression (default: the bundle's)"
     )
     cli.add_argument("--max-width", type=positive_number, metavar="WIDTH", help=text)
-    text = "let judged images outside the slice extend the density, where made-up images say that nothing gets worse"
+    text = "let labelled images outside the slice extend the density, where made-up images say that nothing gets worse"
     cli.add_argument("--extend-density", action="store_true", help=text)
     flags.add_model_flags(cli)
     cli.add_argument("--out", type=Path, metavar="DIR", help="bundle to write (default: BUNDLE-recalibrated)")
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
 
 def recalibrate(args: argparse.Namespace) -> None:
     """Read the log, calibrate the bundle again, and write the new version."""
-    from psc_core.bundle.io import EXAMPLES, check_target
+    from psc_core.bundle.io import TRY_FOLDER, check_target
     from psc_core.fitting.audit import read_audit, read_outside
     from psc_core.fitting.extend import seen_examples
     from psc_core.fitting.recalibrate import recalibrate_from_audit
@@ -78,8 +78,8 @@ def recalibrate(args: argparse.Namespace) -> None:
     found = recalibrate_from_audit(model, audit, changes, more)
     print(*found.lines, *(f"warning: {text}" for text in found.warnings), sep="\n")
     manifest = found.model.save(out)
-    if (bundle / EXAMPLES).is_dir():
-        shutil.copytree(bundle / EXAMPLES, out / EXAMPLES, symlinks=True, dirs_exist_ok=True)
+    if (bundle / TRY_FOLDER).is_dir():
+        shutil.copytree(bundle / TRY_FOLDER, out / TRY_FOLDER, symlinks=True, dirs_exist_ok=True)
     page.remove(out)
     page.write_card(facts_about(out, manifest, found.model.calibration, Content(manifest.version)))
     print(f"wrote {out} (version {manifest.version}, from {model.version})")

@@ -1,4 +1,4 @@
-"""``psc-replay``: answer the stored images of a log again, with another bundle or another version of it.
+"""``psc-replay``: answer the logged images of a log again, with another bundle or another version of it.
 
 What needs torch is imported when images are read: help, the version and usage errors are there at once.
 """
@@ -20,7 +20,7 @@ _EXAMPLE = """example:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line of ``psc-replay``."""
-    cli = flags.command("psc-replay", "Answer the stored images of a prediction log again.", _EXAMPLE)
+    cli = flags.command("psc-replay", "Answer the logged images of a prediction log again.", _EXAMPLE)
     cli.add_argument("log", metavar="LOG", help="of psc-serve: a folder or s3://BUCKET/PREFIX")
     cli.add_argument("bundle", type=Path, help="that answers now")
     flags.add_log_flags(cli)

@@ -8,44 +8,34 @@ from typing import Any
 from torch import nn
 
 from psc_core.collapse.report import CollapseReport, to_text
-from psc_core.compute.passes import Compute
 from psc_core.fitting import stages
 from psc_core.fitting.checkpoint import Checkpoint
-from psc_core.fitting.data import FitData
+from psc_core.fitting.job import FitJob
 from psc_core.model.base import FittedModel
 from psc_core.projection.fit.report import FittedProjection
-from psc_core.settings import FitSettings
 
 
 def run_stages(
-    net: nn.Module,
-    data: FitData,
-    settings: FitSettings,
-    compute: Compute,
-    name: str,
-    provenance: Mapping[str, Any],
-    checkpoint: Checkpoint,
+    net: nn.Module, job: FitJob, name: str, provenance: Mapping[str, Any], checkpoint: Checkpoint
 ) -> tuple[CollapseReport, FittedProjection, FittedModel]:
     """Fit stage by stage, except for those in the checkpoint; of several processes the first prints."""
-    is_first = compute.reducer.rank == 0
+    layer, is_first = job.settings.layer, job.compute.reducer.rank == 0
     report = checkpoint.load_collapse()
     if report is None:
-        report = stages.collapse(net, data, settings, compute)
+        report = stages.collapse(net, job)
         checkpoint.save_collapse(report)
-    candidate = report.candidate(None if settings.layer == "auto" else settings.layer)
+    candidate = report.candidate(None if layer == "auto" else layer)
     if is_first:
         print(to_text(report, candidate))
 
     projection = checkpoint.load_projection()
     if projection is None:
-        projection = stages.project(net, candidate, data, settings, compute)
+        projection = stages.project(net, candidate, job)
         checkpoint.save_projection(projection)
     if is_first:
         print(projection.report.summary(report.nc4_of(candidate)))
 
-    model, gates = stages.fit_model(
-        net, candidate, projection, data, settings, compute, name=name, provenance=provenance
-    )
+    model, gates = stages.fit_model(net, candidate, projection, job, name=name, provenance=provenance)
     if is_first and gates is not None:
         print(gates.table())
     return report, projection, model

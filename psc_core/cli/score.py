@@ -118,7 +118,7 @@ def check_version(file: Path, version: str) -> None:
     Several processes may do so at once: the file appears with its content, and is written only where there is none.
 
     Raises:
-        UsageError: The folder has outputs of another bundle, or something else under the file's name.
+        UsageError: If the folder has outputs of another bundle, or something else under the file's name.
     """
     if file.is_symlink() or (file.exists() and not file.is_file()):
         raise UsageError(f"{file} is a link or no regular file; remove it, or give another --out")

@@ -33,7 +33,7 @@ from psc_core.compute.class_passes import add_statistics
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import FitError
-from psc_core.network.backbone import Backbone, example_input, feature_step, truncate
+from psc_core.network.backbone import Backbone, feature_step, trial_input, truncate
 from psc_core.network.layers import list_layers, select_layers
 from psc_core.numerics.scatter import ClassScatter, ScatterSums
 from psc_core.rates import check_fraction
@@ -61,22 +61,22 @@ def measure_layers(
         quality_type: The quality beside NC1, from :mod:`.nearest_mean` or :mod:`.linear`.
 
     Raises:
-        FitError: Non-finite features.
-        UsageError: ε outside (0, 1), or a pattern that matches no layer.
-        NetworkError: The network cannot be run or cut.
+        FitError: If features are not finite.
+        UsageError: If ε is outside (0, 1), or a pattern matches no layer.
+        NetworkError: If the network cannot be run or cut.
     """
     epsilon, pattern = settings.epsilon, settings.layers
     check_fraction(epsilon, "epsilon")
     compute = replace(compute, precision="fp32")
-    example = example_input(train.preprocess).to(compute.device)
-    every = list_layers(net.to(compute.device), example, granularity=settings.granularity)
+    trial = trial_input(train.preprocess).to(compute.device)
+    every = list_layers(net.to(compute.device), trial, granularity=settings.granularity)
     names = {layer.name for layer in select_layers(every, pattern)}
     wanted = [layer for layer in every if layer.name in names or layer.role == "penultimate"]
     sums = {layer.name: ScatterSums() for layer in wanted}
     quality = quality_type(train, val, compute)
     groups = layer_groups(wanted, len(train.classes), compute.batch_size, compute.max_memory)
     for number, group in enumerate(groups, 1):
-        backbone = truncate(net, [layer.name for layer in group.layers], keep_output=False, example=example)
+        backbone = truncate(net, [layer.name for layer in group.layers], keep_output=False, trial=trial)
         label = f"collapse {number}/{len(groups)}"
         quality.read(backbone, group, _rounds(backbone, group, train, compute, sums, label), label)
     measured = [

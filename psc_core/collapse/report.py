@@ -33,7 +33,7 @@ NEAR: Final = 0.05
 EARLY: Final = 4
 """A candidate among the first 1/EARLY of the layers gets a note."""
 
-_JSON_NAMES: Final = {"train_examples": "train_rows", "val_examples": "val_rows"}
+_JSON_NAMES: Final = {"train_examples": "train_rows", "val_examples": "val_rows", "form": "kind"}
 """Fields that have other names in the bundle format."""
 
 
@@ -108,7 +108,7 @@ class CollapseReport:
         """Return the measurement of one layer.
 
         Raises:
-            UsageError: The layer was not measured.
+            UsageError: If the layer was not measured.
         """
         for layer in self.layers:
             if layer.name == name:
@@ -135,7 +135,7 @@ class CollapseReport:
         """Return the candidate by this module's rule among the layers of the pattern, or the one that the caller names.
 
         Raises:
-            UsageError: ``layer`` was not measured, or no layer matches the pattern.
+            UsageError: If ``layer`` was not measured, or no layer matches the pattern.
         """
         if layer is not None:
             return self._noted([self.layer(layer)], f"{self.named(self.layer(layer))}, named by the caller")
@@ -203,28 +203,39 @@ class CollapseReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON types."""
-        values = {**asdict(self), "measure": self.measure.name}
-        return {_JSON_NAMES.get(name, name): value for name, value in values.items()}
+        layers = tuple(_in_json(asdict(layer)) for layer in self.layers)
+        return _in_json({**asdict(self), "layers": layers, "measure": self.measure.name})
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CollapseReport:
         """Return the report that :meth:`to_json` gave these fields of."""
         layers = tuple(
-            LayerCollapse(**{**entry, "shape": tuple(entry["shape"]), "grid": tuple(entry["grid"])})
+            LayerCollapse(**{**_of_json(entry), "shape": tuple(entry["shape"]), "grid": tuple(entry["grid"])})
             for entry in data["layers"]
         )
-        stored = {**data, "measure": MEASURES[data.get("measure", NC4.name)]}
-        return cls(layers, *(stored[_JSON_NAMES.get(part.name, part.name)] for part in fields(cls)[1:]))
+        stored = {**_of_json(data), "measure": MEASURES[data.get("measure", NC4.name)]}
+        return cls(layers, *(stored[part.name] for part in fields(cls)[1:]))
+
+
+def _in_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields under their names in a bundle."""
+    return {_JSON_NAMES.get(name, name): value for name, value in values.items()}
+
+
+def _of_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of a bundle under their names here."""
+    names = {known: name for name, known in _JSON_NAMES.items()}
+    return {names.get(name, name): value for name, value in values.items()}
 
 
 def to_text(report: CollapseReport, candidate: Candidate) -> str:
     """Return a table of all layers, with the candidate marked and its reason below."""
-    rows = [["#", "layer", "kind", "channels×spatial", "NC1", report.measure.name]]
+    rows = [["#", "layer", "form", "channels×spatial", "NC1", report.measure.name]]
     for entry in report.layers:
         marks = ["◀ candidate"] if entry.name in candidate.layers else []
         marks += [entry.role] if entry.role != "hidden" else []
         numbers = [f"{entry.shape[0]}×{entry.shape[1]}", f"{entry.nc1:.4f}", f"{entry.nc4:.4f}"]
-        rows.append([str(entry.index), entry.name, entry.kind, *numbers, "  ".join(marks)])
+        rows.append([str(entry.index), entry.name, entry.form, *numbers, "  ".join(marks)])
     lines = aligned(rows, left={1, 2, 6})
     lines.append(f"candidate: {candidate.reason}")
     lines += [f"note: {note}" for note in candidate.notes]
@@ -239,5 +250,5 @@ def to_csv(report: CollapseReport) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["index", "layer", "kind", "channels", "spatial", "role", "nc1", report.measure.column])
     for entry in report.layers:
-        writer.writerow([entry.index, entry.name, entry.kind, *entry.shape, entry.role, entry.nc1, entry.nc4])
+        writer.writerow([entry.index, entry.name, entry.form, *entry.shape, entry.role, entry.nc1, entry.nc4])
     return text.getvalue()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from psc_core.compute import MAX_MEMORY
+from psc_core.compute import BATCH_IMAGES, MAX_MEMORY
 from psc_core.compute.allocator import release_freed_memory
 from psc_core.compute.device import autocast
 from psc_core.compute.distributed import Reducer
@@ -40,7 +40,7 @@ class Compute:
 
     device: torch.device
     precision: Precision = "fp32"  # of the network
-    batch_images: int = 256  # maximum batch size
+    batch_images: int = BATCH_IMAGES  # maximum batch size
     reducer: Reducer = field(default_factory=Reducer)  # this process among those that fit one model
     max_memory: int = MAX_MEMORY  # budget for the statistics of a stage and the features of a batch, bytes
 

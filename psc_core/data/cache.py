@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.sources import ArraySource, ImageSource, StoredImage, TensorSource
+from psc_core.data.sources import ArraySource, ImageSource, RawImage, TensorSource
 from psc_core.errors import UsageError
 from psc_core.images.preprocess import Preprocess
 
@@ -38,7 +38,7 @@ class CachedSource:
     def __len__(self) -> int:
         return len(self.source)
 
-    def read(self, index: int, preprocess: Preprocess) -> StoredImage:
+    def read(self, index: int, preprocess: Preprocess) -> RawImage:
         if preprocess != self.preprocess:
             return self.source.read(index, preprocess)
         if not self.is_decoded[index]:

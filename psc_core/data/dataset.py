@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from psc_core.data.sources import ArraySource, ImageSource, StoredImage, TensorSource
+from psc_core.data.sources import ArraySource, ImageSource, RawImage, TensorSource
 from psc_core.errors import DataError
 from psc_core.images.preprocess import Preprocess
 from psc_core.target import Target
@@ -83,7 +83,7 @@ class ImageDataset:
         pixels: npt.NDArray[np.uint8] = self.preprocess.to_pixels(torch.tensor(self._read(index))[None])[0].numpy()
         return pixels
 
-    def _read(self, index: int) -> StoredImage:
+    def _read(self, index: int) -> RawImage:
         return self.source.read(int(self.indices[index]), self.preprocess)
 
     def first_labels(self) -> Tensor:

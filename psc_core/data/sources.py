@@ -1,4 +1,4 @@
-"""Random access to stored images: arrays, encoded files in memory or files on disk."""
+"""Random access to images: arrays, encoded files in memory or files on disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from psc_core.errors import DataError, ImageError
 from psc_core.images.files import read_file
 from psc_core.images.preprocess import Preprocess
 
-StoredImage = npt.NDArray[np.uint8] | npt.NDArray[np.float32]
+RawImage = npt.NDArray[np.uint8] | npt.NDArray[np.float32]
 """One image (channels, height, width): ``uint8`` pixels, or a ``float32`` input from a loader."""
 
 
@@ -27,11 +27,11 @@ class ImageSource(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, index: int, preprocess: Preprocess) -> StoredImage:
+    def read(self, index: int, preprocess: Preprocess) -> RawImage:
         """Return image ``index`` in the size that ``preprocess`` gives."""
 
     def fingerprint(self, index: int) -> bytes:
-        """Return bytes that identify the stored image, for :meth:`psc_core.data.dataset.ImageDataset.digest`."""
+        """Return bytes that identify the image in the store, for :meth:`psc_core.data.dataset.ImageDataset.digest`."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ class TensorSource:
     def __len__(self) -> int:
         return len(self.images)
 
-    def read(self, index: int, preprocess: Preprocess) -> StoredImage:
+    def read(self, index: int, preprocess: Preprocess) -> RawImage:
         if not self.fits(preprocess):
             raise DataError(
                 f"expected images of shape {preprocess.shape}, these were given as {self.images.shape[1:]}; open them "
                 "with a preprocess of that size"
             )
-        image: StoredImage = self.images[index]
+        image: RawImage = self.images[index]
         return image
 
     def fits(self, preprocess: Preprocess) -> bool:

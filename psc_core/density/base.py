@@ -104,6 +104,6 @@ def restore_density(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> D
     """Return the density with this ``config()`` and ``state_dict()``.
 
     Raises:
-        BundleError: An unknown kind, or tensors that do not fit it.
+        BundleError: If the kind is unknown, or the tensors do not fit it.
     """
     return restore(DENSITIES, config, state)

@@ -42,7 +42,7 @@ from psc_core.errors import FitError, NetworkError
 from psc_core.evaluation.base import OwnNetwork
 from psc_core.evaluation.temperature import fit_temperature
 from psc_core.images.preprocess import Images, Preprocess
-from psc_core.network.backbone import Backbone, check_own_output, example_input, truncate
+from psc_core.network.backbone import Backbone, check_own_output, trial_input, truncate
 from psc_core.numerics import linalg
 from psc_core.numerics.matrix import usable
 from psc_core.tasks.classification.heads.base import entropy
@@ -133,9 +133,9 @@ def fit_baselines(
     """
     compute = replace(compute, precision="fp32")
     net.to(compute.device)
-    example = example_input(train.preprocess).to(compute.device)
-    backbone = truncate(net, [penultimate_layer], keep_output=True, example=example)
-    check_own_output(backbone, example, len(train.classes), name=train.name)
+    trial = trial_input(train.preprocess).to(compute.device)
+    backbone = truncate(net, [penultimate_layer], keep_output=True, trial=trial)
+    check_own_output(backbone, trial, len(train.classes), name=train.name)
     step = partial(penultimate_and_logits, backbone)
     logits, labels = [], []
     for (_, output), batch in passes(val, compute, "baselines: temperature", step):

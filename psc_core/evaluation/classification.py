@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from psc_core.compute import BATCH_IMAGES
 from psc_core.compute.passes import Compute
 from psc_core.data.classes import check_same
 from psc_core.data.dataset import ImageDataset
@@ -31,7 +32,7 @@ from psc_core.evaluation.selective import acceptance
 from psc_core.evaluation.separation import ENTROPY, EPISTEMIC, separation
 from psc_core.metrics import ranking
 from psc_core.model.classifier import PSC
-from psc_core.network.backbone import example_input
+from psc_core.network.backbone import trial_input
 from psc_core.network.layers import list_layers
 from psc_core.network.load import bounded_size, load_network
 from psc_core.scoring.served import served
@@ -82,7 +83,7 @@ def open_images(model: PSC, spec: str) -> ImageDataset:
     return open_dataset(spec, split="test", preprocess=model.preprocess).in_order(model.classes)
 
 
-def open_baselines(model: PSC, weights: Path, train: str, val: str, *, batch_images: int = 256) -> Baselines:
+def open_baselines(model: PSC, weights: Path, train: str, val: str, *, batch_images: int = BATCH_IMAGES) -> Baselines:
     """Fit the other detectors on the network that the model was cut from.
 
     Args:
@@ -103,7 +104,7 @@ def open_baselines(model: PSC, weights: Path, train: str, val: str, *, batch_ima
     ]
     for data in images:
         check_same(data, model.classes, "model's")
-    layers = list_layers(net, example_input(model.preprocess))
+    layers = list_layers(net, trial_input(model.preprocess))
     penultimate = [layer.name for layer in layers if layer.role == "penultimate"]
     if not penultimate:
         raise UsageError(f"expected a network with a layer before its output for the baselines, {weights} has none")
@@ -135,7 +136,11 @@ def own_network(net: nn.Module, data: ImageDataset, compute: Compute) -> OwnClas
 
 @torch.inference_mode()
 def score_images(
-    model: PSC, data: ImageDataset, baselines: Baselines | OwnClassifier | None = None, *, batch_images: int = 256
+    model: PSC,
+    data: ImageDataset,
+    baselines: Baselines | OwnClassifier | None = None,
+    *,
+    batch_images: int = BATCH_IMAGES,
 ) -> ScoredImages:
     """Send ``data`` through the served path and the baselines once.
 

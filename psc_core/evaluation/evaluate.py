@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from psc_core.compute import BATCH_IMAGES
 from psc_core.data.dataset import ImageDataset
 from psc_core.evaluation.base import Report
 from psc_core.model.base import FittedModel
@@ -31,7 +32,7 @@ def evaluate(
     ood: Mapping[str, ImageDataset],
     baselines: Any = None,
     *,
-    batch_images: int = 256,
+    batch_images: int = BATCH_IMAGES,
 ) -> Evaluation:
     """Send every data set through the served path once, and compare.
 

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from psc_core.compute import BATCH_IMAGES
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
@@ -91,7 +92,9 @@ def open_images(model: PSCRegressor, spec: str) -> ImageDataset:
     return open_dataset(spec, split="test", preprocess=model.preprocess, target=target.name, unit=target.unit)
 
 
-def open_baselines(model: PSCRegressor, weights: Path, train: str, val: str, *, batch_images: int = 256) -> NoReturn:
+def open_baselines(
+    model: PSCRegressor, weights: Path, train: str, val: str, *, batch_images: int = BATCH_IMAGES
+) -> NoReturn:
     """Raise :class:`UsageError`, because a regression has no baselines."""
     raise UsageError("a regression has no baselines; leave out --weights, --train and --val")
 
@@ -103,7 +106,7 @@ def own_network(net: nn.Module, data: ImageDataset, compute: Compute) -> OwnNetw
 
 @torch.inference_mode()
 def score_images(
-    model: PSCRegressor, data: ImageDataset, baselines: OwnNetwork | None = None, *, batch_images: int = 256
+    model: PSCRegressor, data: ImageDataset, baselines: OwnNetwork | None = None, *, batch_images: int = BATCH_IMAGES
 ) -> ScoredNumbers:
     """Send ``data`` once through the served path, and through the network itself if it is given.
 

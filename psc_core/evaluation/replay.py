@@ -1,11 +1,11 @@
 """Answer logged images again under another bundle, and find the decisions that change.
 
-Only images that a log has stored can be answered again, and there are two samples of them.
+Only logged images can be answered again, and there are two samples of them.
 
 * The audit slice is a random sample of all answered images.  A row of it stands for ``1 / audit_probability`` images,
   so its fractions estimate those of all images, with an interval
   (:func:`psc_core.metrics.intervals.weighted_interval`).
-* All stored images, which include the slice, were mostly stored because of the decision on them.  Their counts hold for
+* All logged images, which include the slice, were mostly stored because of the decision on them.  Their counts hold for
   these images alone, and say nothing about all images.
 
 A row counts as often as its image was sent; each distinct image passes through the network once.
@@ -29,11 +29,12 @@ from psc_core.log.store import Log
 from psc_core.metrics.intervals import RateInterval, weighted_interval
 from psc_core.model.base import FittedModel
 from psc_core.scoring.served import outputs_of
+from psc_core.tasks.answer import ACCEPT
 
 _COLUMNS: Final = [SHA256, IMAGE_PATH, "label", "decision", "audit", "audit_probability"]
 
-EXAMPLE_IMAGES: Final = 8
-"""Maximum number of examples for each flip."""
+SHOWN_IMAGES: Final = 8
+"""Maximum number of images that are shown for each flip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Fraction:
 
 @dataclass(frozen=True)
 class Replay:
-    """The stored rows of a log, answered again under a bundle.
+    """The rows of logged images, answered again under a bundle.
 
     Attributes:
         name: The name of the served model.
@@ -90,7 +91,7 @@ class Replay:
         return [row for row in self.rows if row.weight is not None]
 
     def count(self, before: str, after: str) -> int:
-        """Return the number of stored rows that changed from one decision to another."""
+        """Return the number of these rows that changed from one decision to another."""
         return sum((row.before.decision, row.after.decision) == (before, after) for row in self.rows)
 
     def fraction(self, before: str, after: str) -> Fraction:
@@ -111,18 +112,17 @@ class Replay:
         return Fraction(sum(hits), value, weighted_interval(hits, weights, level=0.95))
 
     def flips(self) -> Iterator[tuple[str, str, list[Replayed]]]:
-        """Yield each change of decision among the stored rows with its worst examples, each image once.
+        """Yield each change of decision among these rows with its most surprising images, each once.
 
         For images that are now rejected the most typical come first, for images that are now accepted the most unusual.
         """
-        accepted = self.decisions[0]
         for before in self.decisions:
             for after in self.decisions:
                 found = [row for row in self.rows if (row.before.decision, row.after.decision) == (before, after)]
                 if before == after or not found:
                     continue
-                found.sort(key=lambda row: row.ood_score, reverse=after == accepted)
-                yield before, after, list({row.position: row for row in found}.values())[:EXAMPLE_IMAGES]
+                found.sort(key=lambda row: row.ood_score, reverse=after == ACCEPT)
+                yield before, after, list({row.position: row for row in found}.values())[:SHOWN_IMAGES]
 
     def to_json(self) -> dict[str, Any]:
         """Return the tables and fractions as JSON types, and say for which images they hold."""
@@ -132,7 +132,7 @@ class Replay:
             "bundle_version": self.version,
             "days": list(self.days),
             "stored_images": {
-                "of": "the stored images themselves",
+                "of": "the logged images themselves",
                 "rows": len(self.rows),
                 "table": [{"before": b, "after": a, "rows": self.count(b, a)} for b, a in pairs],
             },
@@ -155,7 +155,7 @@ def _json(fraction: Fraction) -> dict[str, Any]:
 def replay(
     log: Log, model: FittedModel, name: str | None = None, *, since: str | None = None, until: str | None = None
 ) -> Replay:
-    """Answer the stored images of a log again, under the policy of a bundle.
+    """Answer the logged images of a log again, under the policy of a bundle.
 
     Args:
         log: The log of the service.
@@ -165,14 +165,14 @@ def replay(
         until: The last day, ``YYYY-MM-DD``.
 
     Raises:
-        UsageError: If there are no stored images.
+        UsageError: If there are no logged images.
         DataError: If a file of the log is damaged, or an image cannot be read.
     """
     name = logged_model(log, name)
     days = days_of(log, name, since=since, until=until)
-    rows, paths = _stored(log, name, days)
+    rows, paths = _logged(log, name, days)
     if not rows:
-        raise UsageError(f"{log.where} has no stored images of {name}; see --log-images and --log-audit of psc-serve")
+        raise UsageError(f"{log.where} has no logged images of {name}; see --log-images and --log-audit of psc-serve")
     source, labels = LoggedImages(log, paths), torch.zeros(len(paths), dtype=torch.int64)
     images = labelled(f"the log {log.where}", model.classes, source, labels, model.preprocess)
     answers, scores = _answers(model, images)
@@ -180,7 +180,7 @@ def replay(
     return Replay(name, model.version, (days[0], days[-1]), replayed, images, model.task.decision_names())
 
 
-def _stored(log: Log, name: str, days: Sequence[str]) -> tuple[list[tuple[Decided, float | None, int]], list[str]]:
+def _logged(log: Log, name: str, days: Sequence[str]) -> tuple[list[tuple[Decided, float | None, int]], list[str]]:
     """Return each row as an answer, a weight and the position of its image, and the paths of the images.
 
     Equal answers and weights share one object, because there may be millions of rows.

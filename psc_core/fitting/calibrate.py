@@ -25,7 +25,7 @@ from psc_core.calibration.weighted import equal_scores, worth
 from psc_core.compute.passes import Compute, track_images
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
-from psc_core.fitting.data import FitData
+from psc_core.fitting.job import FitJob
 from psc_core.fitting.record import rounded
 from psc_core.gates.combined import Gates, readings_of
 from psc_core.gates.fit.combined import fit_gates
@@ -35,7 +35,7 @@ from psc_core.model.pipeline import Pipeline, Scorer, ood_score_of
 from psc_core.settings import FitSettings
 from psc_core.tasks.fit.task import Calibrated, TaskFit, task_fit
 from psc_core.tasks.head import Scored
-from psc_core.tasks.policy import BasePolicy
+from psc_core.tasks.policy import GUARANTEED_RISK, BasePolicy
 from psc_core.thumbnails.thumbnails import Thumbnails
 
 COMMON: Final = ("alpha", "coverage", "batch_images")
@@ -44,9 +44,7 @@ COMMON: Final = ("alpha", "coverage", "batch_images")
 
 def calibrate_scorer(
     scorer: Scorer,
-    data: FitData,
-    settings: FitSettings,
-    compute: Compute,
+    job: FitJob,
     gates: Sequence[str] = (),
     layer_map: LayerMap | None = None,
     thumbnails: Thumbnails | None = None,
@@ -55,23 +53,21 @@ def calibrate_scorer(
 
     Args:
         scorer: The fitted parts of the model.
-        data: The images.
-        settings: The rates.
-        compute: Device and batch size.
+        job: The images, the rates and the device.
         gates: Names of the gates that make the OOD score; without any, the density makes it.
         layer_map: The map that the pipeline will have, which needs no calibration.
         thumbnails: The thumbnails that it will have, which need none either.
 
     Raises:
-        FitError: Scores that are not finite.
+        FitError: If scores are not finite.
     """
-    fitted_gates = None
+    data, compute, fitted_gates = job.data, job.compute, None
     scored = score_dataset(scorer, data.calibration, compute, "calibration")
     if gates:
         selected = score_dataset(scorer, data.selection, compute, "selection").scores
         fitted_gates = fit_gates(gates, readings_of(gates, selected), readings_of(gates, scored.scores))
     ood_score, _ = ood_score_of(scored.scores, fitted_gates)
-    calibrated = data.task_fit.calibrate(scored, ood_score, data.calibration, settings)
+    calibrated = data.task_fit.calibrate(scored, ood_score, data.calibration, job.settings)
     pipeline = Pipeline(scorer, calibrated.calibration.ood_scores, fitted_gates, layer_map, thumbnails)
     return pipeline, calibrated
 
@@ -91,8 +87,8 @@ def calibrate_pipeline(
         weights: How many images each one stands for; None where each stands for itself.
 
     Raises:
-        UsageError: Rates that so few images cannot keep.
-        FitError: Scores that are not finite.
+        UsageError: If so few images cannot keep the rates.
+        FitError: If scores are not finite.
     """
     fit.check(settings)
     images = len(data) if weights is None else worth(weights)
@@ -163,7 +159,7 @@ def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:
     """Return the settings that a fitted model was calibrated with, after ``changes``.
 
     Raises:
-        UsageError: Calibration does not read one of the changed settings.
+        UsageError: If calibration does not read one of the changed settings.
     """
     known = (*COMMON, *task_fit(model.task.name).thresholds)
     if unread := changes.keys() - {*known}:
@@ -172,7 +168,7 @@ def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:
         )
     own = {each.name for each in fields(FitSettings)}
     rates = {name: value for name, value in model.policy.model_dump().items() if name in own}
-    risk = model.report.get("metrics", {}).get("risk", {}).get("promised", FitSettings.risk)
+    risk = model.report.get("metrics", {}).get("risk", {}).get(GUARANTEED_RISK, FitSettings.risk)
     return replace(FitSettings(risk=risk, device=model.device, **rates), **changes)
 
 

@@ -63,8 +63,8 @@ class FitData:
             max_images: Number of training images to use, balanced over classes; None for all.
 
         Raises:
-            UsageError: The images are not labelled with what the task predicts.
-            DataError: Classes or numbers that differ between the two, or too few images.
+            UsageError: If the images are not labelled with what the task predicts.
+            DataError: If classes or numbers differ between the two, or there are too few images.
         """
         fit = task_fit_for(train) if task is None else task_fit(task)
         if not fit.takes(train):
@@ -90,7 +90,8 @@ class FitData:
         """Return the same images, after checking that a fit can use them.
 
         Raises:
-            DataError: Classes that differ between the two, too few images, or a half that nothing can be measured on.
+            DataError: If classes differ between the two, there are too few images, or nothing can be measured on a
+                half.
         """
         check_classes(self.train, self.val)
         for half in self._halves:
@@ -134,7 +135,7 @@ class FitData:
             reducer: This process, among those that fit the model.
 
         Raises:
-            DataError: More than ``at_most`` cannot be decoded, or too few are left.
+            DataError: If more than ``at_most`` cannot be decoded, or too few are left.
         """
         if not at_most:
             return self, ()
@@ -159,7 +160,7 @@ class FitData:
         """Require a calibration split that is large enough for the rates.
 
         Raises:
-            UsageError: ``alpha`` below 1/(n + 1) or ``coverage`` above n/(n + 1).
+            UsageError: If ``alpha`` is below 1/(n + 1) or ``coverage`` above n/(n + 1).
         """
         try:
             check_rates(len(self.calibration), alpha=alpha, coverage=coverage)
@@ -171,7 +172,7 @@ def check_classes(train: ImageDataset, val: ImageDataset) -> None:
     """Require the same classes in both, at least two classes, and at least two training images of each.
 
     Raises:
-        DataError: They differ or have too few images.
+        DataError: If they differ or have too few images.
     """
     check_same(val, train.classes, "training images'")
     if len(train.classes) < 2:

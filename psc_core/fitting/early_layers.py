@@ -28,7 +28,7 @@ from psc_core.fitting.features import Layers
 from psc_core.gates.combined import CONFIDENCE, KIND, TEXTURE, readings_of
 from psc_core.gates.fit.choice import GateChoice
 from psc_core.gates.fit.combined import fit_gates
-from psc_core.gates.fit.made_up import REAL, by_kind, made_up_batches
+from psc_core.gates.fit.made_up import REAL, by_transform, made_up_batches
 from psc_core.images.preprocess import Pixels
 from psc_core.metrics.ranking import auroc
 from psc_core.model.pipeline import Scorer, average_positions
@@ -38,7 +38,7 @@ DEPTHS: Final = (1 / 3, 1 / 2, 2 / 3)
 """The fractions of the way to the candidate at which early layers are compared."""
 
 TEXTURE_DENSITY: Final = "gda"
-"""Kind of the density of an early layer; not one of unit length, for the length of features tells textures apart."""
+"""The density of an early layer; not one of unit length, for the length of features tells textures apart."""
 
 
 class Texture(NamedTuple):
@@ -69,7 +69,7 @@ def choose_gates(
         compute: Device, precision, batch size.
 
     Raises:
-        FitError: Gates cannot be fitted to the readings.
+        FitError: If gates cannot be fitted to the readings.
     """
     reads_confidence, reason = data.task_fit.confidence_gate(ambiguous=data.is_ambiguous)
     names: tuple[str, ...] = (KIND, CONFIDENCE) if reads_confidence else (KIND,)
@@ -84,16 +84,16 @@ def choose_gates(
     return ChosenGates((TEXTURE, *names), Texture(layer, textures[layer]), choice)
 
 
-def early_layers(net: nn.Module, layers: Sequence[str], example: Tensor) -> list[str]:
+def early_layers(net: nn.Module, layers: Sequence[str], trial: Tensor) -> list[str]:
     """Return a few layers before the first of ``layers``, at :data:`DEPTHS` of the way to it.
 
     They are blocks, or operations of a network that has no blocks before it.
     """
-    order = {layer.name: layer.index for layer in list_layers(net, example, granularity="all")}
+    order = {layer.name: layer.index for layer in list_layers(net, trial, granularity="all")}
     end = min(order.get(name, len(order)) for name in layers)
     for granularity in ("blocks", "operations"):
         try:
-            listed: list[LayerInfo] = list_layers(net, example, granularity=granularity)
+            listed: list[LayerInfo] = list_layers(net, trial, granularity=granularity)
         except NetworkError:  # It has none of them.
             continue
         before = [layer.name for layer in listed if order.get(layer.name, end) < end]
@@ -114,7 +114,7 @@ def made_up_readings(
     data: FitData,
     compute: Compute,
 ) -> dict[str, dict[str, Tensor]]:
-    """Return readings by kind of image, real ones under :data:`.REAL`, then by gate or early layer."""
+    """Return readings by transform, those of real images under :data:`.REAL`, then by gate or early layer."""
 
     def read(images: Pixels) -> dict[str, Tensor]:
         features, output = scorer.features(scorer.standardise(images))
@@ -125,13 +125,13 @@ def made_up_readings(
         return readings
 
     mixed = not data.is_ambiguous
-    return by_kind(made_up_batches(data.selection, compute, "made-up images", mixed=mixed, seed=data.seed), read)
+    return by_transform(made_up_batches(data.selection, compute, "made-up images", mixed=mixed, seed=data.seed), read)
 
 
 def compare(
     readings: Mapping[str, Readings], names: Sequence[str], layers: Sequence[str], *, reason: str
 ) -> GateChoice:
-    """Compare all gates with each early layer, and fewer gates for the record, by AUROC on each kind of made-up image.
+    """Compare all gates with each early layer, and fewer gates for the record, by AUROC on each transform.
 
     Args:
         readings: The readings, as :func:`made_up_readings` returns them.
@@ -139,7 +139,7 @@ def compare(
         layers: The early layers.
         reason: Why the gate ``confidence`` is one of them or not, a sentence.
     """
-    real, kinds = readings[REAL], [kind for kind in readings if kind != REAL]
+    real, transforms = readings[REAL], [name for name in readings if name != REAL]
     full = {option_name(layer, names): [layer, *names] for layer in layers} or {option_name(None, names): list(names)}
     fewer = {option_name(None, names): list(names), **{name: [name] for name in names}}
     fewer |= {option_name(layer, ()): [layer] for layer in layers}
@@ -147,8 +147,8 @@ def compare(
     for option, columns in (fewer | full).items():
         inside = torch.stack([real[column] for column in columns], dim=1)
         gates = fit_gates(_as_gates(columns, layers), inside, inside)
-        scores = {kind: gates.score(torch.stack([readings[kind][name] for name in columns], dim=1)) for kind in kinds}
-        aurocs[option] = {kind: auroc(gates.score(inside), of_kind) for kind, of_kind in scores.items()}
+        made_up = {each: torch.stack([readings[each][name] for name in columns], dim=1) for each in transforms}
+        aurocs[option] = {each: auroc(gates.score(inside), gates.score(values)) for each, values in made_up.items()}
     return GateChoice(aurocs, tuple(full), reason)
 
 

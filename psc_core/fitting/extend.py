@@ -1,4 +1,4 @@
-"""Extend the densities of a bundle by images that people judged to show a class, outside the audit slice.
+"""Extend the densities of a bundle by images that people labelled, outside the audit slice.
 
 The input is a fitted model, m labelled images that people chose as they liked, and a few audit images that calibrate
 nothing; the output is an :class:`Extension`, the model's pipeline with extended densities.  Images of the slice
@@ -9,8 +9,8 @@ The density and that of an early layer see each of the m images as one more trai
 perhaps a million.  How many it stands for is chosen by AUROC on made-up images, as a fit chooses its gates
 (:mod:`psc_core.gates.fit.choice`): the audit images are real, and altered ones are out of distribution.  The number of
 :data:`TIMES` with the least regret is chosen, among those that lose at most :data:`LARGEST_LOSS` of AUROC on every
-kind; 0 leaves the densities as they are.  Extended densities give other readings, so the p-values of their gates come
-from the same real images.
+transform; 0 leaves the densities as they are.  Extended densities give other readings, so the p-values of their gates
+come from the same real images.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from psc_core.errors import UsageError
 from psc_core.gates.combined import KIND, Gates, readings_of
 from psc_core.gates.fit.choice import Auroc, regret
 from psc_core.gates.fit.combined import fit_gates
-from psc_core.gates.fit.made_up import MIXED, REAL, by_kind, made_up_batches
+from psc_core.gates.fit.made_up import MIXED, REAL, by_transform, made_up_batches
 from psc_core.images.preprocess import Pixels
 from psc_core.metrics.ranking import auroc
 from psc_core.model.base import FittedModel
@@ -42,7 +42,7 @@ TIMES: Final = (0, 1, 10, 100)
 """Numbers of training images that one image may stand for."""
 
 LARGEST_LOSS: Final = 0.02
-"""AUROC that an extended density may lose on a kind of made-up images."""
+"""AUROC that an extended density may lose on a transform of made-up images."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class Extension:
     pipeline: Pipeline  # has to be calibrated again
     images: int  # number that were given to extend the densities
     times: int  # training images that each stands for, one of :data:`TIMES`
-    aurocs: Mapping[int, Auroc]  # by times, then by kind of made-up image
+    aurocs: Mapping[int, Auroc]  # by times, then by transform
 
     def table(self) -> str:
-        """Return a line for each number of times, with the AUROC of each kind."""
+        """Return a line for each number of times, with the AUROC of each transform."""
         rows = [["times", *self.aurocs[0]]]
-        for times, of_kind in self.aurocs.items():
-            numbers = (f"{value:.4f}" for value in of_kind.values())
+        for times, of_transform in self.aurocs.items():
+            numbers = (f"{value:.4f}" for value in of_transform.values())
             rows.append([str(times), *numbers, "◀ chosen" * (times == self.times)])
         head = f"AUROC on made-up images; each of the {self.images} images outside the slice stands for so many others:"
         return "\n".join([head, *aligned(rows)])
@@ -69,7 +69,7 @@ class Extension:
             return ""
         return (
             f"the density stays as it is: with these {self.images} images it is no better on made-up images, or loses "
-            f"more than {LARGEST_LOSS:g} of AUROC on a kind of them; check their labels, or give more"
+            f"more than {LARGEST_LOSS:g} of AUROC on a transform of them; check their labels, or give more"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def seen_examples(model: FittedModel) -> int:
     """Return the number of labelled examples that the densities of a model were fitted to.
 
     Raises:
-        UsageError: The densities cannot be extended.
+        UsageError: If the densities cannot be extended.
     """
     instead = "fit the bundle again with these images among the training images, or leave out --extend-density"
     if why_not := task_fit(model.task.name).why_not_extended:
@@ -121,17 +121,17 @@ def extend(model: FittedModel, more: ImageDataset, real: ImageDataset, compute: 
         compute: Device and batch size.
 
     Raises:
-        UsageError: The densities cannot be extended.
-        DataError: An image cannot be read.
-        FitError: Features that are not finite, or readings that gates cannot be fitted to.
+        UsageError: If the densities cannot be extended.
+        DataError: If an image cannot be read.
+        FitError: If features are not finite, or gates cannot be fitted to the readings.
     """
     examples = seen_examples(model)
     read = _read(model.pipeline.scorer, more, compute)
     pipelines = {times: extended(model.pipeline, read, examples, times) if times else model.pipeline for times in TIMES}
-    kinds = model.report.get("metrics", {}).get("gates", {}).get("kinds", ())
+    transforms = model.report.get("metrics", {}).get("gates", {}).get("kinds", ())
     scorers = {times: pipeline.scorer for times, pipeline in pipelines.items()}
     names = model.gates or (KIND,)
-    readings = _made_up_readings(scorers, names, real, compute, mixed=MIXED in kinds)
+    readings = _made_up_readings(scorers, names, real, compute, mixed=MIXED in transforms)
     gates: dict[int, Gates | None] = {0: model.pipeline.gates}
     for times in TIMES[1:]:
         inside = readings[times][REAL]
@@ -152,22 +152,22 @@ def extended(pipeline: Pipeline, read: _Read, examples: int, times: int) -> Pipe
 
 
 def _choose(aurocs: Mapping[int, Auroc]) -> int:
-    """Return the times with the least regret, of equals the smallest, among those that lose little on every kind."""
+    """Return the times with the least regret, of equals the smallest, among those that lose little everywhere."""
     before = aurocs[0]
     allowed = [
-        times for times in aurocs if all(value >= before[kind] - LARGEST_LOSS for kind, value in aurocs[times].items())
+        times for times in aurocs if all(value >= before[name] - LARGEST_LOSS for name, value in aurocs[times].items())
     ]
-    named = {str(times): of_kind for times, of_kind in aurocs.items()}
+    named = {str(times): of_transform for times, of_transform in aurocs.items()}
     return min(allowed, key=lambda times: (regret(named, str(times)), times))
 
 
 def _aurocs(gates: Gates | None, readings: Mapping[str, Float[Tensor, "n gates"]]) -> dict[str, float]:
     if gates is None:
-        scores = {kind: values[:, 0] for kind, values in readings.items()}
+        scores = {name: values[:, 0] for name, values in readings.items()}
     else:
         device = gates.ascending.device
-        scores = {kind: gates.score(values.to(device)).cpu() for kind, values in readings.items()}
-    return {kind: auroc(scores[REAL], of_kind) for kind, of_kind in scores.items() if kind != REAL}
+        scores = {name: gates.score(values.to(device)).cpu() for name, values in readings.items()}
+    return {name: auroc(scores[REAL], altered) for name, altered in scores.items() if name != REAL}
 
 
 @torch.inference_mode()
@@ -184,11 +184,11 @@ def _read(scorer: Scorer, data: ImageDataset, compute: Compute) -> _Read:
 def _made_up_readings(
     scorers: Mapping[int, Scorer], names: tuple[str, ...], real: ImageDataset, compute: Compute, *, mixed: bool
 ) -> dict[int, dict[str, Float[Tensor, "n gates"]]]:
-    """Return readings (n, gates) by times, then by kind of image; the scorers differ in their densities alone."""
+    """Return readings (n, gates) by times, then by transform; the scorers differ in their densities alone."""
 
     def read(images: Pixels) -> dict[int, Tensor]:
         embedding = scorers[0].embed(images)
         return {times: readings_of(names, scorer.score(embedding).scores) for times, scorer in scorers.items()}
 
-    found = by_kind(made_up_batches(real, compute, "made-up images", mixed=mixed, seed=0), read)
-    return {times: {kind: of_kind[times] for kind, of_kind in found.items()} for times in scorers}
+    found = by_transform(made_up_batches(real, compute, "made-up images", mixed=mixed, seed=0), read)
+    return {times: {name: of_transform[times] for name, of_transform in found.items()} for times in scorers}

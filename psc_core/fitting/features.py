@@ -31,7 +31,7 @@ from psc_core.images.preprocess import Preprocess
 from psc_core.maps.fit.moments import MAX_CHANNELS, PositionMoments
 from psc_core.maps.grid import grid_of
 from psc_core.model.pipeline import average_positions
-from psc_core.network.backbone import Backbone, example_input, truncate
+from psc_core.network.backbone import Backbone, trial_input, truncate
 from psc_core.numerics.matrix import FeatureFile, FeatureMatrix, blocks
 from psc_core.projection.module import Projection
 from psc_core.tasks.fit.task import Features
@@ -70,8 +70,8 @@ class Read(NamedTuple):
 
 def cut(net: nn.Module, layers: Sequence[str], data: ImageDataset, compute: Compute, *, keep_output: bool) -> Backbone:
     """Return ``net`` cut behind ``layers``, on the device, after a trial on one input."""
-    example = example_input(data.preprocess).to(compute.device)
-    return truncate(net.to(compute.device), layers, keep_output=keep_output, example=example)
+    trial = trial_input(data.preprocess).to(compute.device)
+    return truncate(net.to(compute.device), layers, keep_output=keep_output, trial=trial)
 
 
 def read(
@@ -97,12 +97,12 @@ def read(
     """
     running = backbone.fused(compute.precision)
     with torch.inference_mode():
-        example, output = backbone(example_input(dataset.preprocess).to(compute.device))
-    channels = [layer.shape[1] for layer in layers.of(example, (*layers.candidate, *layers.head, *layers.texture))]
+        of_one, output = backbone(trial_input(dataset.preprocess).to(compute.device))
+    channels = [layer.shape[1] for layer in layers.of(of_one, (*layers.candidate, *layers.head, *layers.texture))]
     of_candidate, of_head = len(layers.candidate), len(layers.candidate) + len(layers.head)
     widths = (projection.c_proj * projection.d_proj, *channels[of_candidate:of_head])
     averaged = sum(channels[:of_candidate]) if pooled else 0
-    moments = _moments_of(layers, example, dataset.preprocess)
+    moments = _moments_of(layers, of_one, dataset.preprocess)
 
     def step(images: Tensor) -> list[Float[Tensor, "batch _"]]:
         found, own = running(images)
@@ -137,10 +137,10 @@ def read(
     )
 
 
-def _moments_of(layers: Layers, example: Sequence[Tensor], preprocess: Preprocess) -> dict[str, PositionMoments]:
-    """Return empty sums for each early layer that a map can be made from; ``example`` is one image's features."""
+def _moments_of(layers: Layers, of_one: Sequence[Tensor], preprocess: Preprocess) -> dict[str, PositionMoments]:
+    """Return empty sums for each early layer that a map can be made from; ``of_one`` are one image's features."""
     found = {}
-    for layer, features in zip(layers.texture, layers.of(example, layers.texture), strict=True):
+    for layer, features in zip(layers.texture, layers.of(of_one, layers.texture), strict=True):
         grid = grid_of(features.shape[2], preprocess.height, preprocess.width)
         if grid is not None and features.shape[1] <= MAX_CHANNELS:
             found[layer] = PositionMoments(features.shape[1], grid, features.device)

@@ -22,9 +22,10 @@ from psc_core.errors import NetworkError
 from psc_core.fitting import stages
 from psc_core.fitting.calibrate import calibrate_pipeline, settings_of, with_calibration
 from psc_core.fitting.data import FitData
+from psc_core.fitting.job import FitJob
 from psc_core.images.statistics import Statistics
 from psc_core.model.base import FittedModel
-from psc_core.network.backbone import check_output, example_input
+from psc_core.network.backbone import check_output, trial_input
 from psc_core.network.cut import own_copy
 from psc_core.network.load import recipe_of
 from psc_core.network.onnx.export import check_exportable
@@ -59,10 +60,10 @@ def fit(
         settings: Settings of :class:`.FitSettings`, by name; without a device it is the network's.
 
     Raises:
-        UsageError: Loaders or settings that cannot be used.
-        DataError: Batches that cannot be used, or classes that have too few images.
-        NetworkError: The network cannot be copied, run or cut.
-        FitError: Features that cannot be fitted.
+        UsageError: If a loader or a setting cannot be used.
+        DataError: If a batch cannot be used, or a class has too few images.
+        NetworkError: If the network cannot be copied, run or cut.
+        FitError: If features cannot be fitted.
     """
     net = own_copy(net)
     chosen = FitSettings(**{"device": device_of(net), **settings})
@@ -72,25 +73,25 @@ def fit(
     if of_task.takes(train):  # Before hours are spent on reading the others; if not, it is told below.
         device, outputs = compute.device, of_task.task(train).network_outputs(train.classes)
         try:
-            check_output(net.to(device), example_input(train.preprocess).to(device), outputs, name=type(net).__name__)
+            check_output(net.to(device), trial_input(train.preprocess).to(device), outputs, name=type(net).__name__)
         except NetworkError as error:
             if classes is None:
                 raise
             if chosen.predictions == "auto":
                 warnings.warn(f"the head will predict, the network itself cannot: {error}", stacklevel=3)
         if train.preprocess.is_known and recipe_of(net) is None:
-            _warn_of_no_export(net, example_input(train.preprocess).to(device), chosen.precision)
+            _warn_of_no_export(net, trial_input(train.preprocess).to(device), chosen.precision)
     statistics = replace(statistics, preprocess=train.preprocess, mean=None, std=None)
     val = opened(loaders[1], "the validation data", statistics, train.classes, target)
     warn_of_overlap(*loaders, train, val)
     warn_of_repeated(val)
     data = FitData.of(train, val, seed=chosen.seed, task=task, max_images=chosen.max_images)
-    chosen = stages.checked(chosen, data)
-    report = stages.collapse(net, data, chosen, compute)
+    job = FitJob(data, stages.checked(chosen, data), compute)
+    report = stages.collapse(net, job)
     candidate = report.candidate(None if chosen.layer == "auto" else chosen.layer)
-    projection = stages.project(net, candidate, data, chosen, compute)
-    provenance = {"psc_version": __version__, "settings": chosen.recorded()}
-    fitted = stages.fit_model(net, candidate, projection, data, chosen, compute, name=name, provenance=provenance)
+    projection = stages.project(net, candidate, job)
+    provenance = {"psc_version": __version__, "settings": job.settings.recorded()}
+    fitted = stages.fit_model(net, candidate, projection, job, name=name, provenance=provenance)
     return fitted.model
 
 
@@ -105,10 +106,10 @@ def calibrate_on(model: FittedModel, loader: Any, **changes: Any) -> FittedModel
     return with_calibration(model, pipeline, found, data)
 
 
-def _warn_of_no_export(net: nn.Module, example: Tensor, precision: str) -> None:
+def _warn_of_no_export(net: nn.Module, trial: Tensor, precision: str) -> None:
     """Warn where the model could not be saved; it predicts all the same."""
     try:
-        check_exportable(net, example, precision)
+        check_exportable(net, trial, precision)
     except NetworkError as error:
         warnings.warn(
             f"the fitted model predicts, but cannot be saved: {error}; a network that a function builds can, as "

@@ -6,8 +6,8 @@ The input is the moments of a few early layers over the training images, and the
 Deep layers tell objects better, early ones surfaces, and a map is as fine as its layer.  So each layer's map gives the
 images of the selection split distances (B, rows, columns), once as they are and once with something pasted into them
 (:mod:`psc_core.maps.fit.pasted`).  Layers are compared by AUROC, of pasted against other points of the same images, at
-:data:`POINTS` × :data:`POINTS` points whatever a layer's grid.  The layer with the least regret over the kinds of
-pasted things is taken, as in choosing the gates (:func:`psc_core.gates.fit.choice.regret`).
+:data:`POINTS` × :data:`POINTS` points whatever a layer's grid.  The layer with the least regret over the patches
+is taken, as in choosing the gates (:func:`psc_core.gates.fit.choice.regret`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from psc_core.gates.fit.choice import regret
 from psc_core.images.preprocess import Pixels
 from psc_core.maps.fit.gaussian import fit_positions, with_levels
 from psc_core.maps.fit.moments import PositionMoments
-from psc_core.maps.fit.pasted import KINDS, paste
+from psc_core.maps.fit.pasted import PATCHES, paste
 from psc_core.maps.layer_map import LayerMap
 from psc_core.metrics.ranking import auroc
 
@@ -45,7 +45,7 @@ POINTS: Final = 32
 class MapChoice:
     """The comparison that chooses the layer of the map."""
 
-    aurocs: Mapping[str, Mapping[str, float]]  # by layer, then by kind of pasted thing
+    aurocs: Mapping[str, Mapping[str, float]]  # by layer, then by patch
 
     @property
     def chosen(self) -> str:
@@ -55,7 +55,7 @@ class MapChoice:
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as a manifest records it, in JSON types."""
         layers = [{"layer": layer, "auroc": list(of.values())} for layer, of in self.aurocs.items()]
-        return {"chosen": self.chosen, "kinds": list(KINDS), "layers": layers}
+        return {"chosen": self.chosen, "kinds": list(PATCHES), "layers": layers}
 
 
 @dataclass(frozen=True)
@@ -91,20 +91,20 @@ def choose_map(
     if not maps:
         return None
     real: dict[str, list[Tensor]] = {layer: [] for layer in maps}
-    pasted: dict[str, dict[str, list[Tensor]]] = {layer: {kind: [] for kind in KINDS} for layer in maps}
-    masks: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
+    pasted: dict[str, dict[str, list[Tensor]]] = {layer: {patch: [] for patch in PATCHES} for layer in maps}
+    masks: dict[str, list[Tensor]] = {patch: [] for patch in PATCHES}
     generator = torch.Generator().manual_seed(seed)
     for batch in track_images(drawn(selection, IMAGES, seed), compute, "map: pasted images"):
         pixels = selection.preprocess.to_pixels(batch.images)
         for layer, distances in _distances(maps, features_of(pixels.to(compute.device))).items():
             real[layer].append(distances.flatten())
-        for kind in KINDS:
-            images, mask = paste(pixels, kind, generator)
-            masks[kind].append(_points(mask.float(), "nearest") > 0)
+        for patch in PATCHES:
+            images, mask = paste(pixels, patch, generator)
+            masks[patch].append(_points(mask.float(), "nearest") > 0)
             for layer, distances in _distances(maps, features_of(images.to(compute.device))).items():
-                pasted[layer][kind].append(_points(distances, "bilinear"))
+                pasted[layer][patch].append(_points(distances, "bilinear"))
     aurocs = {
-        layer: {kind: _auroc(torch.cat(of_layer[kind]), torch.cat(masks[kind])) for kind in KINDS}
+        layer: {patch: _auroc(torch.cat(of_layer[patch]), torch.cat(masks[patch])) for patch in PATCHES}
         for layer, of_layer in pasted.items()
     }
     names, choice = list(maps), MapChoice(aurocs)

@@ -24,6 +24,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
 from psc_core.fitting import stages
 from psc_core.fitting.data import FitData
+from psc_core.fitting.job import FitJob
 from psc_core.model.base import FittedModel
 from psc_core.model.classifier import PSC
 from psc_core.model.regressor import PSCRegressor
@@ -53,13 +54,13 @@ def measure_collapse(
         changes: Settings by name, such as ``layers`` or ``granularity``.
 
     Raises:
-        UsageError: An unknown option, ε outside (0, 1), or a pattern that matches no layer.
-        DataError: Classes that differ or have too few images.
-        FitError: Features that are not finite.
-        NetworkError: The network cannot be run or cut.
+        UsageError: If an option is unknown, ε is outside (0, 1), or a pattern matches no layer.
+        DataError: If classes differ or have too few images.
+        FitError: If features are not finite.
+        NetworkError: If the network cannot be run or cut.
     """
     settings = replace(settings or FitSettings(), **changes)
-    return stages.collapse(net, _data(train, val, settings), settings, settings.compute())
+    return stages.collapse(net, FitJob.of(_data(train, val, settings), settings))
 
 
 def fit_projection(
@@ -92,9 +93,10 @@ def fit_projection(
             will be fitted, because one that reads z needs more spatial components.
 
     Raises:
-        UsageError: An unknown method or density, or settings of another seed or epsilon than the candidate's.
-        FitError: Constant features, or sizes larger than the layer allows.
-        NetworkError: The network cannot be cut.
+        UsageError: If the method or density is unknown, or the settings have another seed or epsilon than the
+            candidate's.
+        FitError: If features are constant, or sizes are larger than the layer allows.
+        NetworkError: If the network cannot be cut.
     """
     if method != "tucker":
         raise UsageError(f"expected method 'tucker', got {method!r}")
@@ -103,7 +105,7 @@ def fit_projection(
         data = FitData.without_validation(train, seed=settings.seed, max_images=settings.max_images)
     else:
         data = _data(train, val, settings)
-    return stages.project(net, candidate, data, settings, settings.compute())
+    return stages.project(net, candidate, FitJob.of(data, settings))
 
 
 def fit_psc(
@@ -148,11 +150,12 @@ def fit_psc(
             ``"density"``, the paper's), ``pca``, ``keep_examples`` (training images kept as thumbnails; none).
 
     Raises:
-        UsageError: An unknown option, rates outside (0, 1) or that so few validation images cannot keep, images with
-            numbers, or a projection of other layers or settings of another seed or epsilon than the candidate's.
-        DataError: Classes that differ or have too few images.
-        FitError: Features or outputs that cannot be fitted; the message says why.
-        NetworkError: The network cannot be cut.
+        UsageError: If an option is unknown, rates are outside (0, 1) or so few validation images cannot keep them,
+            images have numbers, or the projection has other layers, or the settings another seed or epsilon, than the
+            candidate.
+        DataError: If classes differ or have too few images.
+        FitError: If features or outputs cannot be fitted; the message says why.
+        NetworkError: If the network cannot be cut.
     """
     settings = settings_for(candidate, settings, changes)
     fitted = _fit(PSC, net, candidate, projection, (train, val), settings, name=name, provenance=provenance)
@@ -190,10 +193,10 @@ def fit_regressor(
     the target's unit.
 
     Raises:
-        UsageError: As of :func:`fit_psc`, and images without numbers.
-        DataError: Numbers that are all equal, or of another target.
-        FitError: Features or outputs that cannot be fitted; the message says why.
-        NetworkError: The network cannot be cut.
+        UsageError: If :func:`fit_psc` would raise it, or images have no numbers.
+        DataError: If numbers are all equal, or of another target.
+        FitError: If features or outputs cannot be fitted; the message says why.
+        NetworkError: If the network cannot be cut.
     """
     settings = settings_for(candidate, settings, changes)
     fitted = _fit(PSCRegressor, net, candidate, projection, (train, val), settings, name=name, provenance=provenance)
@@ -201,7 +204,7 @@ def fit_regressor(
 
 
 def _fit(
-    kind: type[FittedModel],
+    model_class: type[FittedModel],
     net: nn.Module,
     candidate: Candidate,
     projection: FittedProjection,
@@ -209,10 +212,10 @@ def _fit(
     settings: FitSettings,
     **recorded: Any,
 ) -> FittedModel:
-    """Return a model of type ``kind``, which knows its task."""
-    data = _data(*images, settings, kind.task_type.name)
-    settings = stages.checked(settings, data)
-    return stages.fit_model(net, candidate, projection, data, settings, settings.compute(), **recorded).model
+    """Return a model of type ``model_class``, which knows its task."""
+    data = _data(*images, settings, model_class.task_type.name)
+    job = FitJob.of(data, stages.checked(settings, data))
+    return stages.fit_model(net, candidate, projection, job, **recorded).model
 
 
 def _data(train: ImageDataset, val: ImageDataset, settings: FitSettings, task: str | None = None) -> FitData:
@@ -223,7 +226,7 @@ def settings_for(candidate: Candidate, settings: FitSettings | None, changes: di
     """Return ``settings`` with ``changes``, or defaults that agree with how a candidate was chosen.
 
     Raises:
-        UsageError: They have another seed, so that images of the calibration split chose the candidate, or another
+        UsageError: If they have another seed, so that images of the calibration split chose the candidate, or another
             epsilon.
     """
     report = candidate.report

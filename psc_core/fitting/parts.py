@@ -30,12 +30,12 @@ from psc_core.density.fit.density import fit_density
 from psc_core.fitting.data import FitData
 from psc_core.fitting.early_layers import TEXTURE_DENSITY, ChosenGates, choose_gates, early_layers
 from psc_core.fitting.features import Layers, Read, cut, read
+from psc_core.fitting.job import FitJob
 from psc_core.fitting.maps import ChosenMap, choose_map
 from psc_core.images.preprocess import Pixels
 from psc_core.model.pipeline import Scorer
-from psc_core.network.backbone import Backbone, check_own_output, example_input, own_width
+from psc_core.network.backbone import Backbone, check_own_output, own_width, trial_input
 from psc_core.projection.fit.report import FittedProjection
-from psc_core.settings import FitSettings
 from psc_core.tasks.fit.task import HeadJob
 from psc_core.tasks.head import Head
 from psc_core.thumbnails.fit.choose import kept_images, thumbnails_of
@@ -65,9 +65,7 @@ def fit_parts(
     net: nn.Module,
     candidate: Candidate,
     projection: FittedProjection,
-    data: FitData,
-    settings: FitSettings,
-    compute: Compute,
+    job: FitJob,
 ) -> FittedParts:
     """Take the steps of the module's text.
 
@@ -75,31 +73,31 @@ def fit_parts(
         net: The whole network.
         candidate: The layer(s) that z is made from.
         projection: The candidate's features to z.
-        data: The images.
-        settings: The settings, as :func:`.stages.checked` returns them.
-        compute: Device, precision, batch size, processes.
+        job: The images, settings and device.
 
     Raises:
-        UsageError: Base predictions are asked for, and the network has another number of outputs than the task needs.
-        FitError: Features that cannot be fitted; the message says why.
-        NetworkError: The network cannot be cut.
+        UsageError: If base predictions are asked for, and the network has another number of outputs than the task
+            needs.
+        FitError: If features cannot be fitted; the message says why.
+        NetworkError: If the network cannot be cut.
     """
+    data, settings, compute = job.data, job.settings, job.compute
     is_base = settings.predictions == "base"
     is_asked = is_base or (settings.predictions == "auto" and data.task_fit.tries_own_output)
-    layers = _layers(net, candidate, data, compute, settings)
+    layers = _layers(net, candidate, job)
     backbone = cut(net, layers.names, data.train, compute, keep_output=is_asked)
     outputs = data.task.network_outputs(data.train.classes)
-    example = example_input(data.train.preprocess).to(compute.device)
+    trial = trial_input(data.train.preprocess).to(compute.device)
     if is_base:
-        check_own_output(backbone, example, outputs, name=data.train.name)
-    of_selection = layers._replace(texture=(), output=is_asked and own_width(backbone, example) == outputs)
+        check_own_output(backbone, trial, outputs, name=data.train.name)
+    of_selection = layers._replace(texture=(), output=is_asked and own_width(backbone, trial) == outputs)
     device_projection = projection.projection.to(compute.device)
     pooled = DENSITIES[settings.density].input_kind == "pooled"
     with tempfile.TemporaryDirectory(prefix="psc-fit-") as scratch:
         folders = [Path(tempfile.mkdtemp(dir=scratch)) for _ in range(2)]
         train = read(backbone, layers, device_projection, data.train, compute, folders[0], pooled=pooled)
         selection = read(backbone, of_selection, device_projection, data.selection, compute, folders[1], pooled=pooled)
-        fitted = _fit_to_features(train, selection, data, settings, compute)
+        fitted = _fit_to_features(train, selection, job)
     scorer = Scorer(
         data.train.preprocess,
         backbone.fused(compute.precision),
@@ -128,9 +126,10 @@ class _Fitted(NamedTuple):
     thumbnails: Thumbnails | None
 
 
-def _fit_to_features(train: Read, selection: Read, data: FitData, settings: FitSettings, compute: Compute) -> _Fitted:
+def _fit_to_features(train: Read, selection: Read, job: FitJob) -> _Fitted:
     """Fit density, head and early layers' densities to the training features; the selection split chooses."""
-    classes, device = data.train.classes, compute.device
+    data, settings, device = job.data, job.settings, job.compute.device
+    classes = data.train.classes
     density = fit_density(
         train.examples(train.density_input, classes),
         kind=settings.density,
@@ -138,8 +137,8 @@ def _fit_to_features(train: Read, selection: Read, data: FitData, settings: FitS
         held_out=selection.examples(selection.density_input, classes),
     ).to(device)
     kind = settings.head_of(data.task.heads)
-    job = HeadJob(kind, train.features, selection.features, classes, settings.predictions, settings.seed, device)
-    head = data.task_fit.fit_head(job)
+    head_job = HeadJob(kind, train.features, selection.features, classes, settings.predictions, settings.seed, device)
+    head = data.task_fit.fit_head(head_job)
     textures = {
         layer: fit_density(train.examples(early, classes), kind=TEXTURE_DENSITY).to(device)
         for layer, early in train.texture.items()
@@ -148,14 +147,15 @@ def _fit_to_features(train: Read, selection: Read, data: FitData, settings: FitS
     return _Fitted(density, head, textures, None if keep is None else _thumbnails(keep, train, density, data))
 
 
-def _layers(net: nn.Module, candidate: Candidate, data: FitData, compute: Compute, settings: FitSettings) -> Layers:
+def _layers(net: nn.Module, candidate: Candidate, job: FitJob) -> Layers:
     """Return the layers to read: the early ones where gates or the head read them."""
+    data, settings, device = job.data, job.settings, job.compute.device
     reads_layers = data.task.heads[settings.head_of(data.task.heads)].reads_layers
     early: tuple[str, ...] = ()
     with_gates = settings.ood_score == "gates"
     if with_gates or reads_layers:
-        example = example_input(data.train.preprocess).to(compute.device)
-        early = tuple(early_layers(net.to(compute.device), candidate.layers, example))
+        trial = trial_input(data.train.preprocess).to(device)
+        early = tuple(early_layers(net.to(device), candidate.layers, trial))
     own = candidate.layers if data.task_fit.averages_candidate and settings.head_input == "both" else ()
     return Layers(candidate.layers, early if reads_layers else own, early if with_gates else ())
 

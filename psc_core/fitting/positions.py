@@ -24,7 +24,8 @@ from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import drawn
 from psc_core.density.fit.density import Examples, fit_density
 from psc_core.fitting.data import FitData
-from psc_core.gates.fit.made_up import REAL, by_kind, made_up_batches
+from psc_core.fitting.job import FitJob
+from psc_core.gates.fit.made_up import REAL, by_transform, made_up_batches
 from psc_core.images.preprocess import Pixels
 from psc_core.metrics.ranking import auroc
 from psc_core.network.backbone import Backbone, FeatureStep, feature_step
@@ -43,9 +44,7 @@ def compare_positions(
     backbone: Backbone,
     sized: SizedProjection,
     sizes: Sequence[tuple[int, int]],
-    data: FitData,
-    kind: str,
-    compute: Compute,
+    job: FitJob,
 ) -> dict[int, float]:
     """Return the mean AUROC of made-up against real images for each number of spatial components.
 
@@ -53,10 +52,9 @@ def compare_positions(
         backbone: The network, cut behind the candidate layer(s).
         sized: The largest projection.
         sizes: The pairs (c_proj, d_proj) to compare, within it.
-        data: The images.
-        kind: The kind of density, one that reads z.
-        compute: Device, precision, batch size.
+        job: The images, settings with a density that reads z, and the device.
     """
+    data, compute = job.data, job.compute
     step = feature_step(backbone, compute.precision)
     few = drawn(data.train, TRAINING_IMAGES, data.seed)
     kept, of_batches = [], []
@@ -68,7 +66,7 @@ def compare_positions(
     found = {}
     for c_proj, d_proj in sizes:
         columns = _columns(sized.largest, c_proj, d_proj)
-        fitted = fit_density(Examples(z[:, columns], labels, classes), kind=kind)
+        fitted = fit_density(Examples(z[:, columns], labels, classes), kind=job.settings.density)
         scores = {name: -fitted(values[:, columns]).log_density for name, values in made.items()}
         real = scores.pop(REAL)
         found[d_proj] = statistics.mean(auroc(real, made_up) for made_up in scores.values())
@@ -83,7 +81,7 @@ def fewest_positions(found: Mapping[int, float]) -> int:
 def _made_up_features(
     largest: Projection, step: FeatureStep, data: FitData, compute: Compute
 ) -> dict[str, Float[Tensor, "n dim"]]:
-    """Return z of the selection split's images under :data:`.REAL`, and of the images made from them by their kind."""
+    """Return z of the selection split's images under :data:`.REAL`, and of the images made from them by transform."""
     mixed, selection = not data.is_ambiguous, data.selection
 
     def project(images: Pixels) -> dict[str, Tensor]:
@@ -92,7 +90,7 @@ def _made_up_features(
         return {"z": largest(features)}
 
     batches = made_up_batches(selection, compute, "positions: made-up images", mixed=mixed, seed=data.seed)
-    return {kind: found["z"] for kind, found in by_kind(batches, project).items()}
+    return {name: found["z"] for name, found in by_transform(batches, project).items()}
 
 
 def _columns(largest: Projection, c_proj: int, d_proj: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Calibrate a bundle again, on the judged audit slice of a service's log.
+"""Calibrate a bundle again, on the reviewed audit slice of a service's log.
 
 The input is the model of a bundle and an :class:`.Audit`; the output is the same model, calibrated anew.  Network,
 projection, density, head and gates stay.  p-values, prediction sets or intervals and the ambiguity threshold come from
@@ -54,15 +54,15 @@ def recalibrate_from_audit(
 
     Args:
         model: The model; its :attr:`.FittedModel.version` names the bundle.
-        audit: The judged images.
+        audit: The reviewed images.
         changes: Settings of :meth:`.FittedModel.calibrate` that change, by name.
         more: Images outside the slice that extend the density; None to leave it as it is.
 
     Raises:
-        UsageError: So few images cannot keep the rates, calibration does not read a setting, or the density cannot be
-            extended.
-        DataError: An image cannot be read.
-        FitError: Scores that are not finite.
+        UsageError: If so few images cannot keep the rates, calibration does not read a setting, or the density cannot
+            be extended.
+        DataError: If an image cannot be read.
+        FitError: If scores are not finite.
     """
     fit, settings = task_fit(model.task.name), settings_of(model, changes)
     lines, pipeline, calibrates, extension = [], model.pipeline, audit, None
@@ -88,7 +88,7 @@ def recalibrate_from_audit(
     ]
     for verdict, images in audit.others.items():
         before, after = (_alarms(each, images) for each in (model, found))
-        lines.append(f"alarms on the {len(images)} judged {verdict}: {before:.1%} before, {after:.1%} now")
+        lines.append(f"alarms on the {len(images)} images with verdict {verdict}: {before:.1%} before, {after:.1%} now")
     warnings = [warning, "" if extension is None else extension.warning()]
     return Recalibrated(found, tuple(lines), tuple(filter(None, warnings)))
 
@@ -103,8 +103,8 @@ def _check_enough(real: ImageDataset, audit: Audit) -> None:
     if len(real) < FEWEST_TO_CHOOSE:
         raise UsageError(
             f"a quarter of the audit images of a class compares the densities and calibrates nothing: at least "
-            f"{FEWEST_TO_CHOOSE}, and of {len(audit.of_class)} judged that are {len(real)} that count equally; judge "
-            f"at least {round(FEWEST_TO_CHOOSE / CHOOSES)} drawn equally, or leave out --extend-density"
+            f"{FEWEST_TO_CHOOSE}, and of {len(audit.of_class)} labelled that are {len(real)} that count equally; "
+            f"review at least {round(FEWEST_TO_CHOOSE / CHOOSES)} drawn equally, or leave out --extend-density"
         )
 
 

@@ -18,12 +18,12 @@ from torch import nn
 
 from psc_core.collapse.measure import measure_layers
 from psc_core.collapse.report import Candidate, CollapseReport
-from psc_core.compute.passes import Compute
 from psc_core.density import DENSITIES
 from psc_core.errors import UsageError
 from psc_core.fitting.calibrate import calibrate_scorer, trial_of
 from psc_core.fitting.data import FitData
 from psc_core.fitting.features import cut
+from psc_core.fitting.job import FitJob
 from psc_core.fitting.parts import fit_parts
 from psc_core.fitting.positions import compare_positions, fewest_positions
 from psc_core.fitting.record import report_of
@@ -45,31 +45,31 @@ class FitResult(NamedTuple):
     gates: GateChoice | None  # None for a model without gates
 
 
-def collapse(net: nn.Module, data: FitData, settings: FitSettings, compute: Compute) -> CollapseReport:
+def collapse(net: nn.Module, job: FitJob) -> CollapseReport:
     """Measure NC1 on the training images and NC4 (for a regression R²) on the selection split, after every layer.
 
     Raises:
-        UsageError: An unknown setting, ε outside (0, 1), or a pattern that matches no layer.
-        FitError: Features that are not finite.
-        NetworkError: The network cannot be run or cut.
+        UsageError: If a setting is unknown, ε is outside (0, 1), or a pattern matches no layer.
+        FitError: If features are not finite.
+        NetworkError: If the network cannot be run or cut.
     """
+    data, compute = job.data, job.compute
     compute.reducer.require(data.train)
-    return measure_layers(net, data.train, data.selection, settings, compute, data.task_fit.layer_quality)
+    return measure_layers(net, data.train, data.selection, job.settings, compute, data.task_fit.layer_quality)
 
 
-def project(
-    net: nn.Module, candidate: Candidate, data: FitData, settings: FitSettings, compute: Compute
-) -> FittedProjection:
+def project(net: nn.Module, candidate: Candidate, job: FitJob) -> FittedProjection:
     """Fit moments and Tucker factors to the training images, and choose the sizes on the selection split.
 
     The sizes are the smallest that keep NC1 and NC4; for a density that reads z, with as many spatial components as
     that needs (:mod:`psc_core.fitting.positions`).
 
     Raises:
-        UsageError: An unknown density.
-        FitError: Constant features, or sizes larger than the layer allows.
-        NetworkError: The network cannot be cut.
+        UsageError: If the density is unknown.
+        FitError: If features are constant, or sizes are larger than the layer allows.
+        NetworkError: If the network cannot be cut.
     """
+    data, settings, compute = job.data, job.settings, job.compute
     one_of("density", settings.density, tuple(DENSITIES), data.task_fit.task_type.noun)
     reads_z = DENSITIES[settings.density].input_kind == "z"
     compute.reducer.require(data.train)
@@ -82,7 +82,7 @@ def project(
         sizes = choice.with_more_positions(sized.nc1, sized.nc4, sized.deviation, epsilon=settings.epsilon)
     if reads_z and len(sizes) > 1:
         pairs = [(size.c_proj, size.d_proj) for size in sizes]
-        compared = compare_positions(backbone, sized, pairs, data, settings.density, compute)
+        compared = compare_positions(backbone, sized, pairs, job)
         kept = compute.reducer.first(fewest_positions(compared))
         choice = next(size for size in sizes if size.d_proj == kept)
     if data.task_fit.averages_candidate and settings.head_input == "both" and not reads_z:
@@ -95,7 +95,7 @@ def checked(settings: FitSettings, data: FitData) -> FitSettings:
     """Return the settings with the task of the images and, where no head is named, the task's first.
 
     Raises:
-        UsageError: An unknown option, or a rate that is outside (0, 1) or that so few validation images cannot keep.
+        UsageError: If an option is unknown, or a rate is outside (0, 1) or cannot be kept by so few validation images.
     """
     fit = data.task_fit
     settings = settings.of_task(fit.task_type.name, fit.task_type.heads)
@@ -115,9 +115,7 @@ def fit_model(
     net: nn.Module,
     candidate: Candidate,
     projection: FittedProjection,
-    data: FitData,
-    settings: FitSettings,
-    compute: Compute,
+    job: FitJob,
     *,
     name: str = "psc",
     provenance: Mapping[str, Any] | None = None,
@@ -128,24 +126,21 @@ def fit_model(
         net: The whole network.
         candidate: The layer(s) that z is made from.
         projection: The candidate's features to z.
-        data: The images.
-        settings: The settings, as :func:`checked` returns them.
-        compute: Device, precision, batch size, processes.
+        job: The images, settings and device.
         name: The model's name.
         provenance: The origin that a bundle of the model records.
 
     Raises:
-        UsageError: The projection is of other layers than the candidate's.
-        FitError: Features or outputs that cannot be fitted; the message says why.
-        NetworkError: The network cannot be cut.
+        UsageError: If the projection is of other layers than the candidate's.
+        FitError: If features or outputs cannot be fitted; the message says why.
+        NetworkError: If the network cannot be cut.
     """
     check_same_layers(candidate, projection)
-    compute.reducer.require(data.train)
-    parts = fit_parts(net, candidate, projection, data, settings, compute)
+    data = job.data
+    job.compute.reducer.require(data.train)
+    parts = fit_parts(net, candidate, projection, job)
     layer_map = None if parts.map is None else parts.map.map
-    pipeline, calibrated = calibrate_scorer(
-        parts.scorer, data, settings, compute, parts.gate_names, layer_map, parts.thumbnails
-    )
+    pipeline, calibrated = calibrate_scorer(parts.scorer, job, parts.gate_names, layer_map, parts.thumbnails)
     model = model_class_of(data.task)(
         task=data.task,
         pipeline=pipeline,

@@ -1,10 +1,10 @@
-"""The prediction log: the answers of a service, the stored images, and people's verdicts on them.
+"""The prediction log: the answers of a service, the logged images, and people's verdicts on them.
 
 ::
 
     LOG/models/VERSION.json                            the classes and the task of each bundle that wrote to the log
     LOG/model=NAME/day=YYYY-MM-DD/part-UNIQUE.parquet  a row for each sampled image (:mod:`.schema`)
-    LOG/images/AB/SHA256.EXT                           stored images, with the bytes as received
+    LOG/images/AB/SHA256.EXT                           logged images, with the bytes as received
     LOG/labels/part-UNIQUE.parquet                     people's verdicts (:mod:`.labels`)
 
 Every file appears whole under its final name, and the service never changes it afterwards.  Readers ignore names that

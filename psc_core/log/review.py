@@ -1,4 +1,4 @@
-"""Choose and order stored images for people to review: the most informative ones, mixed with the audit slice.
+"""Choose and order logged images for people to review: the most informative ones, mixed with the audit slice.
 
 Four lists take turns, and each image appears once: the audit slice, the newest day first and each day in the order of
 digests, so that its reviewed part is a random sample too (:mod:`psc_core.fitting.audit`); images near a threshold, by
@@ -34,7 +34,7 @@ FloatMatrix = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ReviewImage:
-    """A stored image that nobody has labelled yet."""
+    """A logged image that nobody has labelled yet."""
 
     model: str
     row: Mapping[str, Any]  # its columns without scores and probabilities

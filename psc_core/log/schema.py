@@ -52,7 +52,7 @@ def row_schema(scores: Sequence[str]) -> Any:
             ("audit", pa.bool_()),  # whether the row belongs to the audit slice
             ("audit_probability", pa.float64()),  # of any image to enter the audit slice
             (SHA256, pa.string()),  # of the bytes as received, hexadecimal; null once the image is erased
-            (IMAGE_PATH, pa.string()),  # of the stored image, relative to the log; null if it was not stored
+            (IMAGE_PATH, pa.string()),  # of the logged image, relative to the log; null if it was not stored
         ]
     )
 
@@ -90,7 +90,7 @@ def labels_path() -> str:
 
 
 def image_path(sha256: str, extension: str) -> str:
-    """Return the path of a stored image; ``extension`` has no dot."""
+    """Return the path of a logged image; ``extension`` has no dot."""
     return f"{IMAGES}/{sha256[:2]}/{sha256}.{extension}"
 
 

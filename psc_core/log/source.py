@@ -1,4 +1,4 @@
-"""The stored images of a log, as the source of a data set."""
+"""The logged images, as the source of a data set."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class LoggedImages:
 
 
 def is_stored(sha256: str | None, path: str | None) -> bool:
-    """Return whether a row names a stored image by a valid path of a log."""
+    """Return whether a row names a logged image by a valid path."""
     if not sha256 or not path:
         return False
     return path == image_path(sha256, PurePosixPath(path).suffix.removeprefix("."))
 
 
 def open_image(log: Log, name: str) -> tuple[Any, int]:
-    """Open a stored image; return the file, at its beginning, and its size in bytes.
+    """Open a logged image; return the file, at its beginning, and its size in bytes.
 
     Args:
         log: The log.

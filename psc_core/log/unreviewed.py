@@ -1,4 +1,4 @@
-"""Find the newest stored images that a model abstained on and nobody has reviewed, for a page that shows them.
+"""Find the newest logged images that a model abstained on and nobody has reviewed, for a page that shows them.
 
 These images were chosen for their content.  A verdict on one of them is a label like any other: it counts for a rate
 only if its row belongs to the audit slice anyway (:mod:`psc_core.fitting.audit`).
@@ -17,6 +17,7 @@ from psc_core.log.rows import days_of, models_in, rows_of_file
 from psc_core.log.schema import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256, arrow, label_schema, scores_in
 from psc_core.log.source import is_stored
 from psc_core.log.store import Log
+from psc_core.tasks.answer import ACCEPT
 
 _CHUNK: Final = 500
 """Maximum number of rows that are converted to Python objects at a time."""
@@ -27,7 +28,7 @@ _FILES: Final = 200
 
 @dataclass(frozen=True)
 class Unreviewed:
-    """A stored image that the model abstained on and nobody has reviewed yet."""
+    """A logged image that the model abstained on and nobody has reviewed yet."""
 
     model: str
     row: Mapping[str, Any]  # its columns without scores and probabilities
@@ -83,10 +84,10 @@ class UnreviewedImages:
 
 
 def _abstained(log: Log, ends: float) -> Iterator[Unreviewed]:
-    """Yield stored images that were not accepted, file by file, the files that were written last first."""
+    """Yield logged images that were not accepted, file by file, the files that were written last first."""
     pa: Any = arrow()
     ds = pa.dataset
-    wanted = (ds.field("decision") != "accept") & ds.field(IMAGE_PATH).is_valid() & ds.field(SHA256).is_valid()
+    wanted = (ds.field("decision") != ACCEPT) & ds.field(IMAGE_PATH).is_valid() & ds.field(SHA256).is_valid()
     for name, model in _files(log):
         if time.monotonic() > ends:
             return

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from psc_core.metrics.inputs import by_confidence, check_same_length, tie_sizes
-from psc_core.rates import ROUNDING
+from psc_core.rates import RANK_ROUNDING
 
 
 def aurc(confidence: Float[Tensor, " n"], correct: Bool[Tensor, " n"]) -> float:
@@ -38,5 +38,5 @@ def coverage_at_risk(confidence: Float[Tensor, " n"], correct: Bool[Tensor, " n"
     values, order = confidence.sort(descending=True)
     accepted = tie_sizes(values).cumsum(0)
     errors = (~correct[order]).cumsum(0)[accepted - 1]
-    allowed = errors.double() <= risk * accepted + ROUNDING
+    allowed = errors.double() <= risk * accepted + RANK_ROUNDING
     return float(accepted[allowed].max()) / len(confidence) if bool(allowed.any()) else 0.0

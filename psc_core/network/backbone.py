@@ -112,12 +112,12 @@ class Backbone(nn.Module):
             return list(outputs[: len(self.layers)]), kept
         features = []
         for name, layout, output in zip(self.layers, self.cut.layouts, outputs, strict=False):
-            kind = layout.kind(output.shape)
-            if kind is None:
+            form = layout.form(output.shape)
+            if form is None:
                 raise NetworkError(
                     f"expected a map, tokens or a vector after {name}, got the shape {tuple(output.shape)}"
                 )
-            features.append(canonical(output, kind))
+            features.append(canonical(output, form))
         return features, kept
 
     def fused(self, precision: Precision) -> Backbone:
@@ -146,7 +146,7 @@ class Backbone(nn.Module):
         }
 
 
-def example_input(preprocess: Preprocess) -> Inputs:
+def trial_input(preprocess: Preprocess) -> Inputs:
     """Return a standardised image of noise, the same on every call, for uses without real images."""
     return preprocess.standardise(preprocess.noise())
 
@@ -166,24 +166,24 @@ def onnx_backbone(body: OnnxBody, layers: Sequence[str], *, keep_output: bool) -
     return Backbone(body, Cut(tuple(layers), None, keep_output, None, None))
 
 
-def truncate(net: nn.Module, layers: Sequence[str], *, keep_output: bool, example: Inputs | None = None) -> Backbone:
+def truncate(net: nn.Module, layers: Sequence[str], *, keep_output: bool, trial: Inputs | None = None) -> Backbone:
     """Cut ``net`` after ``layers``; the result shares the weights of ``net``.
 
     Args:
         net: A classifier.
         layers: Layer names, see :func:`psc_core.network.layers.list_layers`.
         keep_output: Whether to return the logits too, from the same forward pass.
-        example: One input.  With it the traced network is checked against the original, and a network that cannot be
+        trial: One input.  With it the traced network is checked against the original, and a network that cannot be
             traced is cut by hooks.
 
     Raises:
         NetworkError: If a layer is unknown, outputs are random, or the network cannot be traced and there is no
-            example.
+            trial input.
     """
     if isinstance(net, OnnxNetwork):
-        if example is None:
-            raise NetworkError("an ONNX network is cut for images of one size; pass an example input")
-        return onnx_backbone(net.cut(layers, example, keep_output=keep_output), layers, keep_output=keep_output)
+        if trial is None:
+            raise NetworkError("an ONNX network is cut for images of one size; pass a trial input")
+        return onnx_backbone(net.cut(layers, trial, keep_output=keep_output), layers, keep_output=keep_output)
     modules = dict(net.named_modules())
     for name in layers:
         if name.removesuffix(INPUT_SUFFIX) not in modules or not name:
@@ -191,30 +191,30 @@ def truncate(net: nn.Module, layers: Sequence[str], *, keep_output: bool, exampl
             raise NetworkError(f"{type(net).__name__} has no layer {name!r}; similar names: {near}")
     if len(set(layers)) != len(layers) or not layers:
         raise NetworkError(f"expected at least one layer, each once, got {list(layers)}")
-    if example is not None:
-        example = example.to(next(net.parameters(), example).device)
+    if trial is not None:
+        trial = trial.to(next(net.parameters(), trial).device)
     try:
         backbone = cut_network(net, layers, keep_output=keep_output)
-        if example is None or _agrees(backbone, net, example):
+        if trial is None or _agrees(backbone, net, trial):
             return backbone
         reason = "the traced graph gives other values"
     except NetworkError as error:
         reason = str(error)
-    if example is None:
-        raise NetworkError(f"{reason}; pass an example input to cut the network by hooks")
-    hooks = HookPlan() if keep_output else plan_stop(net, layers, example)
+    if trial is None:
+        raise NetworkError(f"{reason}; pass a trial input to cut the network by hooks")
+    hooks = HookPlan() if keep_output else plan_stop(net, layers, trial)
     if recipe_of(net) is None:
         hooks = HookPlan(hooks.stop)  # an export cannot follow a pass that an exception stops
     backbone = cut_network(net, layers, keep_output=keep_output, hooks=hooks)
-    _check_repeatable(backbone, example)
+    _check_repeatable(backbone, trial)
     return backbone
 
 
 @torch.inference_mode()
-def _agrees(backbone: Backbone, net: nn.Module, example: Tensor) -> bool:
+def _agrees(backbone: Backbone, net: nn.Module, trial: Tensor) -> bool:
     """Return whether the traced and the original network agree on a batch of one image and a batch of three."""
     reference = HookedNetwork(net, backbone.layers, HookPlan(), keep_output=backbone.keep_output)
-    for batch in (example, torch.cat([example, example.flip(-1), 0.5 * example])):
+    for batch in (trial, torch.cat([trial, trial.flip(-1), 0.5 * trial])):
         try:
             traced = backbone.body(batch)
         except Exception:
@@ -227,9 +227,9 @@ def _agrees(backbone: Backbone, net: nn.Module, example: Tensor) -> bool:
 
 
 @torch.inference_mode()
-def _check_repeatable(backbone: Backbone, example: Tensor) -> None:
+def _check_repeatable(backbone: Backbone, trial: Tensor) -> None:
     """Reject a network with random outputs; a network that agrees with its trace needs no such check."""
-    for first, second in zip(backbone.body(example), backbone.body(example), strict=True):
+    for first, second in zip(backbone.body(trial), backbone.body(trial), strict=True):
         _check_same(first, second)
 
 
@@ -244,7 +244,7 @@ def _check_same(first: Tensor, second: Tensor) -> None:
 
 
 @torch.inference_mode()
-def check_output(net: nn.Module, example: Inputs, outputs: int, *, name: str) -> None:
+def check_output(net: nn.Module, trial: Inputs, outputs: int, *, name: str) -> None:
     """Run ``net`` on one image before any data is read, and check that its outputs are (1, ``outputs``) and finite.
 
     Raises:
@@ -252,10 +252,10 @@ def check_output(net: nn.Module, example: Inputs, outputs: int, *, name: str) ->
             ``name``.
     """
     try:
-        first, second = net(example), net(example)
+        first, second = net(trial), net(trial)
     except Exception as error:
         raise NetworkError(
-            f"{name} cannot run an input of shape {tuple(example.shape)}: {type(error).__name__}: {error}; check the "
+            f"{name} cannot run an input of shape {tuple(trial.shape)}: {type(error).__name__}: {error}; check the "
             "preset, the image size and the model arguments"
         ) from error
     if not isinstance(first, Tensor):
@@ -279,13 +279,13 @@ def check_output(net: nn.Module, example: Inputs, outputs: int, *, name: str) ->
         raise NetworkError(f"{name}: {error}") from error
 
 
-def check_own_output(backbone: Backbone, example: Inputs, outputs: int, *, name: str) -> None:
+def check_own_output(backbone: Backbone, trial: Inputs, outputs: int, *, name: str) -> None:
     """Check that a backbone keeps as many logits as are to be predicted for the data set ``name``.
 
     Raises:
         UsageError: If it keeps another number of logits, or none.
     """
-    if (width := own_width(backbone, example)) != outputs:
+    if (width := own_width(backbone, trial)) != outputs:
         raise UsageError(
             f"expected a network of {outputs} output{'s' * (outputs > 1)} for {name}, got {width}; use the data it was "
             "trained for, and a factory that reads num_classes"
@@ -293,9 +293,9 @@ def check_own_output(backbone: Backbone, example: Inputs, outputs: int, *, name:
 
 
 @torch.inference_mode()
-def own_width(backbone: Backbone, example: Inputs) -> int | None:
+def own_width(backbone: Backbone, trial: Inputs) -> int | None:
     """Return the number of the network's own logits; None if the backbone does not keep them."""
-    output = backbone(example)[1]
+    output = backbone(trial)[1]
     return None if output is None else output.shape[1]
 
 

@@ -108,7 +108,7 @@ def _check_regular(path: Path) -> None:
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
-        raise NetworkError(f"there is not a file of weights {path}; give one: {KNOWN_SUFFIXES}") from error
+        raise NetworkError(f"there is no file of weights {path}; give one: {KNOWN_SUFFIXES}") from error
     if not stat.S_ISREG(mode):
         given = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
         raise NetworkError(f"{path} is {given}; give a file of weights: {KNOWN_SUFFIXES}")

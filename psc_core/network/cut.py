@@ -157,7 +157,7 @@ class _Dropped(nn.Module):
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
         raise NetworkError(
-            f"this input needs {self.name}, which was dropped because the example did not need it; fit with "
+            f"this input needs {self.name}, which was dropped because the trial input did not need it; fit with "
             "predictions=base to keep the whole network"
         )
 
@@ -220,10 +220,11 @@ def _attach(net: nn.Module, name: str, hook: Callable[..., None]) -> RemovableHa
 
 
 @torch.inference_mode()
-def plan_stop(net: nn.Module, layers: Sequence[str], example: Tensor) -> HookPlan:
+def plan_stop(net: nn.Module, layers: Sequence[str], trial: Tensor) -> HookPlan:
     """Plan to stop after the last wanted layer and to drop the modules that are called only after it.
 
-    The whole network runs if the example calls that layer more than once, because another input may call it more often.
+    The whole network runs if the trial input calls that layer more than once, because another input may call it more
+    often.
     """
     events: list[str] = []
     entered: list[tuple[int, str]] = []
@@ -236,7 +237,7 @@ def plan_stop(net: nn.Module, layers: Sequence[str], example: Tensor) -> HookPla
         module.register_forward_pre_hook(partial(enter, name))
     for name in layers:
         _attach(twin, name, lambda *_, name=name: events.append(name))
-    twin(example)
+    twin(trial)
     if not events or events.count(events[-1]) > 1:
         return HookPlan()
     before = {name for seen, name in entered if seen < len(events)}

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from psc_core.errors import NetworkError, UsageError
 from psc_core.network import GRANULARITIES
-from psc_core.network.layout import CONVOLUTIONS, INPUT_SUFFIX, Kind, is_pooling, layout_of, value_of
+from psc_core.network.layout import CONVOLUTIONS, INPUT_SUFFIX, Form, is_pooling, layout_of, value_of
 
 _WEIGHTED: Final = (*CONVOLUTIONS, nn.Linear)
 
@@ -36,7 +36,7 @@ _WEIGHTED: Final = (*CONVOLUTIONS, nn.Linear)
 class LayerInfo:
     name: str  # of the module, with dots between levels
     index: int  # position in execution order among the layers of its granularity, from 0
-    kind: Kind  # of the output
+    form: Form  # of the output
     shape: tuple[int, int]  # canonical (channels, spatial)
     grid: tuple[int, ...]  # the spatial axis before flattening: (height, width), (tokens,) or (1,)
     role: str  # "hidden"; "trunk", see the module docstring; "penultimate", the input of "output"; "output", the logits
@@ -45,7 +45,7 @@ class LayerInfo:
 class LayeredNetwork(nn.Module):
     """A network that lists its own layers, because they are not modules."""
 
-    def list_layers(self, example: Tensor, granularity: str) -> list[LayerInfo]:
+    def list_layers(self, trial: Tensor, granularity: str) -> list[LayerInfo]:
         """List the layers; see :func:`list_layers`."""
         raise NotImplementedError
 
@@ -60,33 +60,33 @@ class _Run(NamedTuple):
 
 
 def list_layers(
-    net: nn.Module, example: Float[Tensor, "1 channels height width"], *, granularity: str = "operations"
+    net: nn.Module, trial: Float[Tensor, "1 channels height width"], *, granularity: str = "operations"
 ) -> list[LayerInfo]:
-    """Return the layers of ``net`` in execution order, found by a forward pass of ``example``.
+    """Return the layers of ``net`` in execution order, found by a forward pass of ``trial``.
 
     A module that is called several times is listed once, at its last call.  Puts ``net`` in evaluation mode.
 
     Raises:
         UsageError: If the granularity is unknown.
-        NetworkError: If the network cannot run the example, returns no logits, or has no layers of this granularity.
+        NetworkError: If the network cannot run this input, returns no logits, or has no layers of this granularity.
     """
     if granularity not in GRANULARITIES:
         raise UsageError(f"expected a granularity of {', '.join(GRANULARITIES)}, got {granularity!r}")
     if isinstance(net, LayeredNetwork):
-        return net.list_layers(example, granularity)
-    run = _run(net, example)
+        return net.list_layers(trial, granularity)
+    run = _run(net, trial)
     chosen = _names(net, granularity)
     layers = []
     for name, shape in run.shapes.items():
-        kind = layout_of(net, name).kind(shape) if name in chosen else None
-        if kind is not None:
-            channels, grid = (shape[1], shape[2:]) if kind == "map" else (shape[-1], shape[1:-1] or (1,))
-            layers.append(LayerInfo(name, 0, kind, (channels, math.prod(grid)), grid, "hidden"))
+        form = layout_of(net, name).form(shape) if name in chosen else None
+        if form is not None:
+            channels, grid = (shape[1], shape[2:]) if form == "map" else (shape[-1], shape[1:-1] or (1,))
+            layers.append(LayerInfo(name, 0, form, (channels, math.prod(grid)), grid, "hidden"))
     if not layers:
         raise NetworkError(f"{type(net).__name__} has no layers of granularity {granularity!r}; use another one")
     layers = _with_roles(net, layers, run)
     at = next((i for i, layer in enumerate(layers) if layer.role == "penultimate"), 0) - 1
-    if at >= 0 and _carries_all(net, layers[at].name, example):
+    if at >= 0 and _carries_all(net, layers[at].name, trial):
         layers[at] = replace(layers[at], role="trunk")
     return [replace(layer, index=i) for i, layer in enumerate(layers)]
 
@@ -109,8 +109,8 @@ def select_layers(layers: Sequence[LayerInfo], pattern: str | None) -> list[Laye
 
 
 @torch.inference_mode()
-def _run(net: nn.Module, example: Tensor) -> _Run:
-    """Run the network on two copies of the example, because two tell outputs that lack the batch axis."""
+def _run(net: nn.Module, trial: Tensor) -> _Run:
+    """Run the network on two copies of the trial input, because two tell outputs that lack the batch axis."""
     read_sizes = {module.in_features for module in net.modules() if isinstance(module, nn.Linear)}
     shapes: dict[str, tuple[int, ...]] = {}
     vectors: dict[str, Tensor] = {}
@@ -128,10 +128,10 @@ def _run(net: nn.Module, example: Tensor) -> _Run:
 
     handles = [module.register_forward_hook(partial(remember, name)) for name, module in net.named_modules() if name]
     try:
-        logits = net.eval()(torch.cat([example, example]))
+        logits = net.eval()(torch.cat([trial, trial]))
     except Exception as error:
         raise NetworkError(
-            f"{type(net).__name__} cannot run an input of shape {tuple(example.shape)}: {type(error).__name__}: "
+            f"{type(net).__name__} cannot run an input of shape {tuple(trial.shape)}: {type(error).__name__}: "
             f"{error}; check the preset, the image size and the model arguments"
         ) from error
     finally:
@@ -159,7 +159,7 @@ def _with_roles(net: nn.Module, layers: list[LayerInfo], run: _Run) -> list[Laye
 
 
 @torch.inference_mode()
-def _carries_all(net: nn.Module, name: str, example: Tensor) -> bool:
+def _carries_all(net: nn.Module, name: str, trial: Tensor) -> bool:
     """Return whether the logits are the same for another image if the output of the module ``name`` is held fixed."""
     held: list[Tensor] = []
 
@@ -170,7 +170,7 @@ def _carries_all(net: nn.Module, name: str, example: Tensor) -> bool:
 
     handle = net.get_submodule(name).register_forward_hook(hold)
     try:
-        first, second = net(example), net(torch.flip(example, (2, 3)) + 1)
+        first, second = net(trial), net(torch.flip(trial, (2, 3)) + 1)
     finally:
         handle.remove()
     return len(held) == 2 and torch.equal(first, second)

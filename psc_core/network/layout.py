@@ -5,7 +5,7 @@
 The spatial axis is row-major: the positions of a map, the tokens of a transformer, one entry for a vector.
 
 =============  =====================  ==========================================================
-kind           module output          canonical
+form           module output          canonical
 =============  =====================  ==========================================================
 ``map``        (B, C, H, W)           (B, C, H·W); (B, C, P) of one-dimensional layers as it is
 ``map_last``   (B, H, W, C)           (B, C, H·W), Swin and the linear layers of ConvNeXt
@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-Kind = Literal["map", "map_last", "tokens", "vector"]
+Form = Literal["map", "map_last", "tokens", "vector"]
 
 CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 BATCH_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -38,11 +38,11 @@ def value_of(output: Any) -> Any:
     return output[0] if isinstance(output, tuple) and output else output
 
 
-def canonical(features: Float[Tensor, "batch ..."], kind: Kind) -> Float[Tensor, "batch channels spatial"]:
-    """Reshape a layer's output of the given kind to (batch, channels, spatial)."""
-    if kind == "map":
+def canonical(features: Float[Tensor, "batch ..."], form: Form) -> Float[Tensor, "batch channels spatial"]:
+    """Reshape a layer's output of the given form to (batch, channels, spatial)."""
+    if form == "map":
         return features.flatten(2)
-    return features.unsqueeze(2) if kind == "vector" else features.flatten(1, -2).transpose(1, 2)
+    return features.unsqueeze(2) if form == "vector" else features.flatten(1, -2).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Layout:
     channels: frozenset[int]  # output channels of its convolutions
     one_dimensional: bool = False  # convolves, normalises or pools along a single axis
 
-    def kind(self, shape: Sequence[int | torch.SymInt]) -> Kind | None:
-        """Return the kind of an output of this shape, or ``None`` if it is not a batch of features.
+    def form(self, shape: Sequence[int | torch.SymInt]) -> Form | None:
+        """Return the form of an output of this shape, or ``None`` if it is not a batch of features.
 
         Convolutions keep channels first, linear layers last, unless only the other axis matches a width.  Three
         dimensions are tokens, except after one-dimensional layers; a single channel there (a sum of tokens, a gate) is

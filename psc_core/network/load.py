@@ -115,7 +115,7 @@ def recipe_for(spec: str, described: Described, num_classes: int | None, model_a
     """Return the recipe of the network of a spec, from its own description and from what the caller adds to it.
 
     Raises:
-        NetworkError: Neither says the number of classes, or they say different ones.
+        NetworkError: If neither says the number of classes, or they say different ones.
     """
     outputs = num_classes or described.outputs
     if outputs is None:
@@ -137,7 +137,7 @@ def load_described(described: Described, recipe: Recipe, weights: Path | None) -
         weights: Checkpoint; None for the weights that lie beside the description.
 
     Raises:
-        NetworkError: As of :func:`load_network`.
+        NetworkError: If :func:`load_network` would raise it.
     """
     if recipe.spec.startswith(ONNX):
         return _open_onnx(recipe.spec, weights, recipe.model_args)

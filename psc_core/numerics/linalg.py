@@ -18,6 +18,9 @@ from torch import Tensor
 
 from psc_core.numerics.matrix import FeatureMatrix, blocks
 
+DEAD_UNIT: Final = 1e-2
+"""Minimum standard deviation that features are divided by, relative to the root mean square over their layer."""
+
 EIGENVALUE_FLOOR: Final = 1e-6
 """Minimum eigenvalue where 1 is typical, because float32 features do not resolve standard deviations 1,000 times
 smaller than typical ones."""

@@ -136,7 +136,7 @@ def reshape_features(features: Sequence[Tensor], positions: Sequence[int]) -> Fl
     """Return X (B, C, d): the features (B, C, d_l) of each layer reduced to its number of positions, and concatenated.
 
     Raises:
-        FitError: The layers have different numbers of channels.
+        FitError: If the layers have different numbers of channels.
     """
     if len({f.shape[1] for f in features}) > 1 and any(f.shape[2] > 1 for f in features):
         raise FitError(

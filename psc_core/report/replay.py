@@ -56,7 +56,7 @@ def _tables(replay: Replay) -> list[tuple[str, list[str], list[list[str]]]]:
     names = replay.decisions
     header = ["answered", *names]
     counts = [[before, *(str(replay.count(before, after)) for after in names)] for before in names]
-    stored = (f"The {len(replay.rows)} stored images themselves, whatever they were stored for", header, counts)
+    stored = (f"The {len(replay.rows)} logged images themselves, whatever they were stored for", header, counts)
     if not replay.audit:
         return [stored]
     cells = [[before, *(_cell(replay.fraction(before, after)) for after in names)] for before in names]

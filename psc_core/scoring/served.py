@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from psc_core.compute import BATCH_IMAGES
 from psc_core.compute.passes import Compute, track_images
 from psc_core.data.dataset import Batch, ImageDataset
 from psc_core.errors import UsageError
@@ -17,7 +18,7 @@ from psc_core.tasks.outputs import Outputs
 
 
 def served(
-    model: FittedModel, data: ImageDataset, batch_images: int = 256, *, description: str = ""
+    model: FittedModel, data: ImageDataset, batch_images: int = BATCH_IMAGES, *, description: str = ""
 ) -> Iterator[tuple[Batch, Images, Float[Tensor, "batch columns"]]]:
     """Yield each batch of ``data``, its images on the model's device, and the pipeline's packed outputs on the CPU.
 

@@ -14,6 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from psc_core.tasks import TASKS, module_of
 from psc_core.tasks.policy import BasePolicy
 
+ACCEPT: Final = "accept"
+"""The decision of every task on an image that can be relied on, the first of its decisions."""
+
 _SCORE: Final = "score"
 
 Score = Annotated[float, _SCORE]
@@ -126,8 +129,8 @@ class Response(Document):
 
 def response_type(document: Mapping[str, Any]) -> type[Response]:
     """Return the answer that a document claims to be."""
-    kinds: list[type[Response]] = [module_of(name, "psc_core.tasks.{}.answer").RESPONSE for name in TASKS]
-    return next((kind for kind in kinds if kind.is_of(document)), kinds[-1])
+    responses: list[type[Response]] = [module_of(name, "psc_core.tasks.{}.answer").RESPONSE for name in TASKS]
+    return next((each for each in responses if each.is_of(document)), responses[-1])
 
 
 ASKED_FOR: Final = ("top", "explanation")

@@ -31,7 +31,7 @@ class BaseCalibration:
         ``p ≤ α ⇔ OOD score > threshold``, exactly, also where the rounding of p matters.
 
         Raises:
-            UsageError: ``alpha`` is not in (0, 1) or below ``1 / (n + 1)``.
+            UsageError: If ``alpha`` is not in (0, 1) or below ``1 / (n + 1)``.
         """
         return ood_score_threshold(self.ood_scores, alpha)
 
@@ -46,7 +46,7 @@ class BaseCalibration:
         """Return the thresholds that a policy of the task means here.
 
         Raises:
-            UsageError: n is too small for its alpha or its coverage.
+            UsageError: If n is too small for its alpha or its coverage.
         """
         p_value = decision_p_value(policy.alpha, len(self))
         return self.thresholds_type(policy, p_value, self.quantile(policy.coverage))
@@ -55,7 +55,7 @@ class BaseCalibration:
         """Return the conformal quantile that bounds prediction sets or intervals of this nominal coverage.
 
         Raises:
-            UsageError: ``coverage`` is not in (0, 1), or n is too small for it.
+            UsageError: If ``coverage`` is not in (0, 1), or n is too small for it.
         """
         raise NotImplementedError
 
@@ -68,6 +68,7 @@ class BaseCalibration:
         """Return the calibration whose :meth:`tensors` these are.
 
         Raises:
-            BundleError: A tensor is missing, has another type or length, or its scores do not ascend or are not finite.
+            BundleError: If a tensor is missing, has another type or length, or its scores do not ascend or are not
+                finite.
         """
         raise NotImplementedError

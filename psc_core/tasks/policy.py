@@ -6,7 +6,7 @@ Bundles, settings, queries, answers and the client all use the one declaration o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,6 +14,9 @@ Alpha = Annotated[float, Field(ge=1e-9, lt=1, description="`is_ood` when the p-v
 """A false-alarm rate; below 10⁻⁹ no calibration set could attain it."""
 
 Coverage = Annotated[float, Field(gt=0, lt=1, description="Nominal coverage of `prediction_set`, or of the interval.")]
+
+GUARANTEED_RISK: Final = "promised"
+"""The guaranteed error rate in ``metrics.risk`` of a bundle; the format keeps its first name for it."""
 
 
 class BasePolicy(BaseModel):

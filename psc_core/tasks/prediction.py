@@ -102,7 +102,7 @@ class BasePrediction:
         """Return a table with a row for each image and a column for each field, ``gates.NAME`` for each gate.
 
         Raises:
-            UsageError: pandas is not installed.
+            UsageError: If pandas is not installed.
         """
         pandas = needs("to_pandas", "pandas", "pandas")
         columns: dict[str, Any] = {}

@@ -95,7 +95,7 @@ class Task(BaseModel):
         """Return what a person says of an image as a log keeps it: one of the classes, unless a task says otherwise.
 
         Raises:
-            DataError: The model could not have said it.
+            DataError: If the model could not have said it.
         """
         if text not in classes:
             known = listed(classes, 10)
@@ -139,4 +139,4 @@ def task_types() -> tuple[type[Task], ...]:
 
 def task_type_of(manifest: Mapping[str, Any]) -> type[Task] | None:
     """Return the task of the model that a manifest describes; None for one that this version does not know."""
-    return next((kind for kind in map(task_type, TASKS) if kind.is_of(manifest)), None)
+    return next((each for each in map(task_type, TASKS) if each.is_of(manifest)), None)

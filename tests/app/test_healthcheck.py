@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 
 import pytest
 
+from app.cli import _listen
 from app.healthcheck import is_ready
 from app.settings import load_settings
+from psc_core.errors import UsageError
 from tests.served import GUARD_SECONDS, serve_fake
 
 
@@ -36,7 +40,36 @@ def test_asks_at_the_port_that_the_service_takes(value: str, monkeypatch: pytest
         raise ConnectionRefusedError
 
     monkeypatch.setenv("PSC_PORT", value)
+    monkeypatch.delenv("PSC_HOST", raising=False)
     monkeypatch.delenv("PSC_TLS_CERTIFICATE", raising=False)
     monkeypatch.setattr("urllib.request.urlopen", refuse)
     assert not is_ready()
-    assert asked == [f"http://127.0.0.1:{load_settings().port}/readyz"]
+    assert asked == [f"http://{load_settings().host}:{load_settings().port}/readyz"]
+
+
+class Ready(BaseHTTPRequestHandler):
+    """A service that is ready."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1", "0.0.0.0", "::", "::1", "localhost"])
+def test_asks_at_the_address_that_the_service_listens_on(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        listener = _listen(host or load_settings().host, 0)
+    except UsageError:
+        pytest.skip("this machine lacks the address")
+    port = listener.getsockname()[1]
+    with HTTPServer(("", port), Ready, bind_and_activate=False) as server:
+        server.socket.close()
+        server.socket = listener
+        Thread(target=server.serve_forever).start()
+        try:
+            monkeypatch.setenv("PSC_HOST", host)
+            monkeypatch.setenv("PSC_PORT", str(port))
+            monkeypatch.delenv("PSC_TLS_CERTIFICATE", raising=False)
+            assert is_ready()
+        finally:
+            server.shutdown()

@@ -25,12 +25,13 @@ HALF = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nContent
 CLIENTS = 24
 
 
-@pytest.mark.parametrize("drain_seconds", [2.0, 2.9, 30.0])
-def test_lingering_and_draining_take_drain_seconds(drain_seconds: float) -> None:
-    settings = load_settings({"drain_seconds": drain_seconds})
+@pytest.mark.parametrize("drain_seconds", [0.0, 0.5, 2.9, 30.0])
+@pytest.mark.parametrize(("log", "fraction"), [(None, 1.0), ("somewhere", 0.8)])
+def test_lingering_and_draining_leave_time_for_the_log(drain_seconds: float, log: str | None, fraction: float) -> None:
+    settings = load_settings({"drain_seconds": drain_seconds, "log": log})
     drain = uvicorn_config(settings, FastAPI).timeout_graceful_shutdown
     assert drain is not None
-    assert drain_seconds - 1 < linger_seconds(settings) + drain <= drain_seconds
+    assert linger_seconds(settings) + drain == pytest.approx(fraction * drain_seconds)
 
 
 def test_sighup_reloads_in_the_same_process() -> None:

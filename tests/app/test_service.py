@@ -13,7 +13,7 @@ from app.auth import ApiKeys
 from app.service import Host, Service
 from app.settings import load_settings
 from psc_core.log.store import open_log
-from tests.app.support import running, until
+from tests.app.support import clock, running, until
 
 pytestmark = pytest.mark.anyio
 
@@ -30,6 +30,34 @@ def test_a_service_that_was_not_started_has_written_nothing(tmp_path: Path) -> N
     unused: Any = None
     service = Service(load_settings({"log": log.where}), ApiKeys(), (), unused, log, Host())
     assert service.log is not None and not (tmp_path / "log").exists()
+
+
+async def test_log_has_time_when_the_models_have_used_all_of_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(log=str(tmp_path), drain_seconds=1000) as app:
+        with clock() as advance:
+            left: list[float] = []
+
+            async def close(_: object, *, within_s: float) -> None:
+                left.append(within_s)
+                advance(within_s)
+
+            monkeypatch.setattr("app.models.registry.Registry.close", close)
+            monkeypatch.setattr("app.log.writer.LogWriter.close", close)
+            await app.service.close()
+        monkeypatch.undo()
+    assert left == [pytest.approx(800, abs=100), pytest.approx(200, abs=100)]
+
+
+@pytest.mark.parametrize(("log", "is_told"), [(False, False), (True, True)])
+async def test_deadline_beyond_the_drain_is_told_at_the_start(
+    log: bool, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(log=str(tmp_path) if log else None, deadline_seconds=9, drain_seconds=10):
+        pass
+    told = "requests may take 9 s, but have only 8 s when the service is told to end; raise PSC_DRAIN_SECONDS"
+    assert (told in caplog.text) == is_told
 
 
 async def test_threads_are_a_service_s_own_and_end_with_it(tmp_path: Path) -> None:

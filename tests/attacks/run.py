@@ -212,7 +212,7 @@ def blinded_drift(_url: str) -> Seen:
                 generator.normal(0, 1, 6000) - 8 * strange,
             )
             ranks = [(1 + np.searchsorted(calibration, scores, side="right")) / 2001 for scores in streams]
-            monitor = DriftMonitor(2000, 0.05)
+            monitor = DriftMonitor(2000, 0.05, false_alarm_probability=0.01, window=1000)
             monitor.update(np.concatenate(ranks[:2]))
             found.append(next((at for at in range(0, 6000, 10) if monitor.update(ranks[2][at : at + 10])), 6000) + 10)
         medians.append(float(np.median(found)))

@@ -82,7 +82,7 @@ def test_rejects_timm_arguments_that_load_files(bundle: Path) -> None:
         {"cache_dir": "/tmp"},
     ]
     for argument in arguments:
-        assert "they read files or download" in rejection(bundle, spec="timm:resnet18", model_args=argument)
+        assert "they read or download files" in rejection(bundle, spec="timm:resnet18", model_args=argument)
         with pytest.raises(NetworkError):
             load_network("timm:resnet18", num_classes=2, model_args=argument)
     assert "timm has no network" in rejection(bundle, spec="timm:hf_hub:evil/net", model_args={})

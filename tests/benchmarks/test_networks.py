@@ -61,10 +61,10 @@ def test_mod_changes_activations_and_shortcuts_alone(name: str) -> None:
     lost = set(plain.state_dict()) - set(net.state_dict())
     assert set(net.state_dict()) < set(plain.state_dict())
     assert lost and all(".downsample." in entry or ".shortcut." in entry for entry in lost)
-    example = torch.zeros(1, 1, 28, 28)
-    layer = list_layers(net, example)[-3].name
-    assert truncate(net, [layer], keep_output=True, example=example).is_traced
-    bound_spectral_norm(net, 3.0, example)
+    trial = torch.zeros(1, 1, 28, 28)
+    layer = list_layers(net, trial)[-3].name
+    assert truncate(net, [layer], keep_output=True, trial=trial).is_traced
+    bound_spectral_norm(net, 3.0, trial)
     assert fold_spectral_norm(net)(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
 
 

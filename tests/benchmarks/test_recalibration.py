@@ -55,4 +55,4 @@ def test_the_table_says_how_far_a_single_one_strays() -> None:
     origin = {"command": "c", "environment": environment}
     text = fragment({"result": {"parts": {"digits": part}}, "scale": "cpu", "origins": {"digits": origin}})
     rows = [line.split(" | ")[1] for line in text.splitlines() if line.startswith("| blurred")]
-    assert rows == [AS_FITTED, "audit, 50", "audit, 500"] and "promised are 5% false alarms" in text
+    assert rows == [AS_FITTED, "audit, 50", "audit, 500"] and "guaranteed are 5% false alarms" in text

@@ -71,7 +71,7 @@ def labels(log: Log) -> list[tuple[str, str | None, str]]:
     ]
 
 
-def test_a_person_judges_the_last_abstentions(driver: Driver, url: str, log: Log) -> None:
+def test_a_person_reviews_the_last_abstentions(driver: Driver, url: str, log: Log) -> None:
     look(driver, url, "wrong", cases=0)
     until(lambda: says(driver, "#review-status", "is not accepted"))
     find(driver, "#review-key")[0].send_keys("reviewer" + ENTER)
@@ -122,7 +122,7 @@ def test_the_keyboard_is_enough(driver: Driver, url: str, log: Log) -> None:
     until(lambda: driver.switch_to.active_element.get_attribute("id") == "review-again")
     assert [each[:2] for each in labels(log)] == [("label", "90.0"), ("label", "bright"), ("none_of_the_classes", None)]
     press(ENTER)
-    until(lambda: text(driver, "#review-status") == "No stored image waits for a verdict.")
+    until(lambda: text(driver, "#review-status") == "No logged image waits for a verdict.")
 
 
 def test_what_cannot_be_reviewed_says_why(driver: Driver, url: str, log: Log) -> None:

@@ -262,7 +262,7 @@ def test_expressions_use_documented_metrics_and_labels(expression: str) -> None:
     named = re.findall(r"(?<![\w:])psc_[a-z_]+", expression)
     for series in named:
         metric = documented(series)
-        assert (series == metric.name) == (metric.kind is not Histogram), series
+        assert (series == metric.name) == (metric.type is not Histogram), series
     for series, matchers in re.findall(r"(psc_[a-z_]+)\{([^}]*)\}", expression):
         metric = documented(series)
         for label in re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", matchers):

@@ -62,13 +62,13 @@ def test_the_circle_runs_as_it_stands(tmp_path: Path) -> None:
         timeout=GUARD_SECONDS, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    judged, of_class = map(int, re.findall(r"(\d+) judged: (\d+) of a class", run.stdout)[0])
-    assert 300 < judged == of_class < 500 and "next: psc-serve" in run.stdout
-    assert f"Of all answered images, by the {judged} of the audit slice" in run.stdout
-    assert f"each of the {800 - judged} images outside the slice stands for" in run.stdout
+    reviewed, of_class = map(int, re.findall(r"(\d+) reviewed: (\d+) of a class", run.stdout)[0])
+    assert 300 < reviewed == of_class < 500 and "next: psc-serve" in run.stdout
+    assert f"Of all answered images, by the {reviewed} of the audit slice" in run.stdout
+    assert f"each of the {800 - reviewed} images outside the slice stands for" in run.stdout
     before, after = map(float, re.findall(r"of a class: ([\d.]+)% before, at most ([\d.]+)% ", run.stdout)[0])
     assert before > 2 * after
     assert (work / "replay.html").stat().st_size > 10_000
     second, third = (json.loads((work / f"digits-{n}" / "manifest.json").read_text()) for n in (2, 3))
-    assert second["provenance"]["recalibrations"][0]["labels"] == judged
-    assert third["provenance"]["recalibrations"][0]["extension"]["images"] == 800 - judged
+    assert second["provenance"]["recalibrations"][0]["labels"] == reviewed
+    assert third["provenance"]["recalibrations"][0]["extension"]["images"] == 800 - reviewed

@@ -22,9 +22,13 @@ def tail_scale(in_distribution: Sequence[float], fraction: float, minimum: int) 
     """Mean excess of the largest readings over the one below them, at least a thousandth of the range."""
     ordered, n = sorted(in_distribution), len(in_distribution)
     k = max(1, min(n - 1, max(minimum, round(fraction * n))))
-    threshold = ordered[-k - 1] if n > k else ordered[0]
-    excess = math.fsum(reading - threshold for reading in ordered[-k:]) / k
-    return max(excess, (ordered[-1] - ordered[0]) / 1000)
+    return max(tail_excess(ordered, k), (ordered[-1] - ordered[0]) / 1000)
+
+
+def tail_excess(ordered: Sequence[float], k: int) -> float:
+    """Mean excess of the k largest readings over the one below them, or the smallest where there is none."""
+    threshold = ordered[-k - 1] if len(ordered) > k else ordered[0]
+    return math.fsum(reading - threshold for reading in ordered[-k:]) / k
 
 
 def score(log_p: Sequence[float], below: Sequence[float]) -> float:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from tests.reference.gates import tail_excess
+
 Array = npt.NDArray[np.float64]
 
 
@@ -45,7 +47,7 @@ def thresholds(readings: Sequence[float], levels: int, decades: int, tail: float
     ordered, m = sorted(readings), len(readings)
     log_t = [math.log((m - i) / (m + 1)) for i in range(m)]
     k = max(1, round(tail * m))
-    excess = math.fsum(ordered[m - k :]) / k - ordered[max(0, m - k - 1)]
+    excess = tail_excess(ordered, k)
     found = []
     for g in range(1, levels + 1):
         wanted = -decades * math.log(10) * g / levels

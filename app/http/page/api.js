@@ -80,7 +80,7 @@ export async function getUnreviewed() {
   return (await request("feedback/images", {}, FEEDBACK_KEY)).json();
 }
 
-export async function getStoredImage(file) {
+export async function getLoggedImage(file) {
   return (await request(`feedback/images/${encodeURIComponent(file)}`, {}, FEEDBACK_KEY)).blob();
 }
 

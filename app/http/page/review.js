@@ -1,6 +1,6 @@
 // The latest images of the prediction log that were not accepted: a person with a key for feedback labels them.
 
-import { canReview, getStoredImage, getUnreviewed, giveVerdict, useFeedbackKey } from "./api.js";
+import { canReview, getLoggedImage, getUnreviewed, giveVerdict, useFeedbackKey } from "./api.js";
 import { DECISIONS } from "./decide.js";
 import { SMALL_PIXELS } from "./grid.js";
 import { taskOf } from "./tasks.js";
@@ -33,7 +33,7 @@ async function look() {
     for (const picture of cases.querySelectorAll("img")) URL.revokeObjectURL(picture.src);
     cases.replaceChildren(...images.map((image, index) => newCase(image, models[image.bundle_version], index + 1)));
     if (images.length > 0) progress();
-    else say("No stored image waits for a verdict.");
+    else say("No logged image waits for a verdict.");
   } catch ({ status, message }) {
     element("review-key-form").hidden = status !== 401;
     say(message);
@@ -74,7 +74,7 @@ async function showPicture(picture, file) {
   picture.addEventListener("load", () => picture.classList.toggle("pixels", picture.naturalWidth < SMALL_PIXELS));
   picture.addEventListener("error", () => picture.parentElement.classList.add("none"));
   try {
-    picture.src = URL.createObjectURL(await getStoredImage(file));
+    picture.src = URL.createObjectURL(await getLoggedImage(file));
   } catch {
     picture.parentElement.classList.add("none"); // The image was erased before it was shown.
   }

@@ -101,8 +101,8 @@ async def searched(
     """Run ``work`` on the prediction log in the thread that searches it.
 
     Raises:
-        DeadlineExceeded: It took longer than ``deadline_seconds``.
-        LogUnavailable: There is no log.
+        DeadlineExceeded: If it took longer than ``deadline_seconds``.
+        LogUnavailable: If there is no log.
     """
     log, seconds = service.log, service.settings.deadline_seconds
     if log is None:  # Unreachable: without a log, the application has none of these routes.

@@ -12,12 +12,12 @@ from starlette.responses import FileResponse
 from app.http.openapi import responses
 from app.http.schemas import ExamplesDocument, RecentDocument
 from app.service import Service, service_to_predict
-from psc_core.bundle.io import EXAMPLES
+from psc_core.bundle.io import TRY_FOLDER
 from psc_core.images import SUFFIXES
 
-MAX_EXAMPLES: Final = 12
-MAX_EXAMPLE_BYTES: Final = 1 << 20
-"""The maximum size of an example, bytes; larger files are not shown."""
+MAX_FILES: Final = 12
+MAX_FILE_BYTES: Final = 1 << 20
+"""The maximum size of an image to try, bytes; larger files are not shown."""
 
 router = APIRouter(tags=["model"], responses=responses(401, 404, 503))
 
@@ -48,27 +48,27 @@ async def examples(request: Request, name: str) -> ExamplesDocument:
 
 @router.get("/models/{name}/examples/{file}", summary="An image to try", response_class=FileResponse)
 async def example(request: Request, name: str, file: str) -> FileResponse:
-    """Return one of these image files."""
+    """Return one of these images."""
     service = service_to_predict(request)
     service.registry.get(name)
     found = example_files(service, name).get(file)
     if found is None:
-        raise HTTPException(404, f"model {name!r} has no such example")
+        raise HTTPException(404, f"model {name!r} has no such image to try")
     return FileResponse(found, headers={"X-Content-Type-Options": "nosniff"})
 
 
 def example_files(service: Service, name: str) -> dict[str, Path]:
-    """Return a model's examples by file name; only regular files inside the bundle."""
+    """Return a model's images to try by file name; only regular files inside the bundle."""
     bundle = dict(service.settings.named_bundles).get(name)
-    if bundle is None or not (bundle / EXAMPLES).is_dir():
+    if bundle is None or not (bundle / TRY_FOLDER).is_dir():
         return {}
     root = bundle.resolve()
     files = [
         path
-        for path in sorted((bundle / EXAMPLES).iterdir())
+        for path in sorted((bundle / TRY_FOLDER).iterdir())
         if path.suffix.lower() in SUFFIXES
         and path.is_file()
         and path.resolve().is_relative_to(root)
-        and path.stat().st_size <= MAX_EXAMPLE_BYTES
+        and path.stat().st_size <= MAX_FILE_BYTES
     ]
-    return {path.name: path for path in files[:MAX_EXAMPLES]}
+    return {path.name: path for path in files[:MAX_FILES]}

@@ -97,7 +97,7 @@ async def _predict(request: Request, name: str | None) -> Response:
     query = parse_query(PredictQuery, request)
     if query.map and not query.explain:
         raise UnavailableMap("a map is part of an explanation; ask for both with explain=true&map=true")
-    registry.get(name).engine.check_room()
+    registry.get(name).engine.check_room(query.kind)
     limits = UploadLimits(settings.max_images_per_request, settings.max_fields, settings.upload_seconds)
     images = await read_images(request, limits, service.parser)
     served = registry.get(name)  # Again: a reload may have swapped the model while the body arrived.

@@ -15,7 +15,7 @@ from starlette.responses import StreamingResponse
 from app.http.openapi import responses
 from app.http.routes.feedback import searched
 from app.http.schemas import ClassNames, PredictedNumber, TaskName
-from app.log.feedback import stored_image, to_review, wait_seconds
+from app.log.feedback import logged_image, to_review, wait_seconds
 from app.service import service_of
 from psc_core.log.images import MEDIA_TYPES
 from psc_core.log.models import LoggedModel
@@ -32,12 +32,12 @@ _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; sandbox",
     "Cache-Control": "no-store",
 }
-"""The headers of a stored image: anyone may have sent it, so it must not run; and it may be erased, so it must not be
+"""The headers of a logged image: anyone may have sent it, so it must not run; and it may be erased, so it must not be
 cached."""
 
 
 class ImageToReview(Document):
-    """A stored image that was not accepted and has no verdict."""
+    """A logged image that was not accepted and has no verdict."""
 
     request_id: str
     image_index: int
@@ -76,7 +76,7 @@ async def images(
     request: Request,
     limit: Annotated[int, Query(ge=1, le=MAX_IMAGES, description="Maximum number of images.")] = 12,
 ) -> ReviewDocument:
-    """List the newest stored images of the prediction log (with `--log`) that were neither accepted nor reviewed.
+    """List the newest logged images (with `--log`) that were neither accepted nor reviewed.
 
     `POST /feedback` takes a verdict on them.
     """
@@ -91,7 +91,7 @@ async def images(
 
 @router.get(
     "/feedback/images/{file}",
-    summary="A stored image",
+    summary="A logged image",
     response_class=StreamingResponse,
     responses={
         200: {"content": {"image/*": {"schema": {"type": "string", "format": "binary"}}}},
@@ -102,7 +102,7 @@ async def image(request: Request, file: str) -> StreamingResponse:
     """Return one of these images, with its bytes as received."""
     service = service_of(request)
     service.keys.check_feedback(request.headers)
-    opened, size = await searched(service, stored_image, file)
+    opened, size = await searched(service, logged_image, file)
     media_type = MEDIA_TYPES.get(file.rpartition(".")[2], "application/octet-stream")
     return StreamingResponse(_blocks(opened), headers={**_HEADERS, "Content-Length": str(size)}, media_type=media_type)
 

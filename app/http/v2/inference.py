@@ -58,8 +58,8 @@ def find_model(service: Service, name: str, version: str | None) -> ServedModel:
     """Return the model of this name and, if one is given, this version.
 
     Raises:
-        UnknownModel: There is no such model.
-        NotReady: The model is not in service.
+        UnknownModel: If there is no such model.
+        NotReady: If the model is not in service.
     """
     served = service.registry.get(name)
     if version is not None and version != served.model.version:

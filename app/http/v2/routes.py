@@ -162,7 +162,7 @@ def is_model_ready(service: Service, name: str, version: str | None) -> bool:
     """Return whether a model is ready.
 
     Raises:
-        UnknownModel: There is no model of this name and version.
+        UnknownModel: If there is no model of this name and version.
     """
     if name in {*service.registry.unloaded, *service.registry.reasons()}:
         return False

@@ -59,7 +59,7 @@ def parse_request(body: bytes, header_length: str | None) -> tuple[InferRequest,
         The request, and the binary data of its input if it has any.
 
     Raises:
-        MalformedRequest: The body does not follow the protocol.
+        MalformedRequest: If the body does not follow the protocol.
     """
     length = _header_length(header_length, len(body))
     text, binary = body if length == len(body) else body[:length], memoryview(body)[length:]
@@ -76,7 +76,7 @@ def request_of(document: Any) -> InferRequest:
     """Return the request in a JSON document.
 
     Raises:
-        MalformedRequest: The document does not follow the protocol.
+        MalformedRequest: If the document does not follow the protocol.
     """
     try:
         return InferRequest.model_validate(document)
@@ -99,8 +99,8 @@ def images_of(
         ``uint8`` of shape (n, channels, height, width), or n encoded files; n ≥ 1.
 
     Raises:
-        MalformedRequest: The data do not fit the shape, or the shape does not fit the network.
-        TooManyImages: There are more than ``max_images``.
+        MalformedRequest: If the data do not fit the shape, or the shape does not fit the network.
+        TooManyImages: If there are more than ``max_images``.
     """
     if tensor.name == "images":
         layout = _layout(tensor, shape)

@@ -79,8 +79,8 @@ def fit_density(
         A module on the device of the features.
 
     Raises:
-        FitError: Features that are not finite or all equal, a class with fewer than two images,
-            or a ``pca`` beyond the rank.
+        FitError: If features are not finite or all equal, a class has fewer than two images, or ``pca`` is beyond the
+            rank.
     """
     family = DENSITIES[kind]
     features, labels, num_classes, images, names = train

@@ -83,8 +83,8 @@ def extend_density(
         times: t, the number of equal images that each one stands for.
 
     Raises:
-        FitError: A density that :func:`can_extend` refuses, features that are not finite, or fewer than two examples
-            of each class.
+        FitError: If :func:`can_extend` refuses the density, features are not finite, or there are fewer than two
+            examples of each class.
     """
     if not can_extend(type(density)):
         raise FitError(f"a density {density.kind!r} has tensors that more images cannot extend; fit it again")

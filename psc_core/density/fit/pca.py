@@ -70,7 +70,7 @@ def fit_pca(
         feature_dtype: Type that the features were computed in; by default that of ``z``.
 
     Raises:
-        FitError: All features are equal, or ``kept`` is not between 1 and the rank.
+        FitError: If all features are equal, or ``kept`` is not between 1 and the rank.
     """
     mean = linalg.mean_of_rows(z)
     # A single image has no variance: zero is refused below as rank 0, where 0 / 0 would be NaN.

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from psc_core.errors import FitError
 from psc_core.gates.combined import TEXTURE, Gates
-
-TAIL_FRACTION: Final = 0.05
-"""Fraction of the readings from which the scale of the tail is fitted."""
+from psc_core.numerics.tail import TAIL_FRACTION, tail_excess
 
 TEXTURE_COUNTS_BELOW: Final = 0.2
 """The p-value below which a strange texture counts beside other gates."""
@@ -50,10 +48,9 @@ def fit_gates(
 def tail_scales(ascending: Float[Tensor, "m gates"]) -> Float[Tensor, " gates"]:
     """Return the mean excess of the k largest readings over the next smaller one, at least 1/1000 of the range.
 
-    k is :data:`TAIL_FRACTION` of the readings, at least :data:`MINIMUM_TAIL`, and less than their number.
+    k is :data:`.TAIL_FRACTION` of the readings, at least :data:`MINIMUM_TAIL`, and less than their number.
     """
     count = len(ascending)
     k = max(1, min(count - 1, max(MINIMUM_TAIL, round(TAIL_FRACTION * count))))
     wide = ascending.double()
-    excess = (wide[count - k :] - wide[max(0, count - k - 1)]).mean(dim=0)
-    return torch.maximum(excess, (wide[-1] - wide[0]) / 1000).float()
+    return torch.maximum(tail_excess(wide, k), (wide[-1] - wide[0]) / 1000).float()

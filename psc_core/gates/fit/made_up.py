@@ -119,7 +119,7 @@ def made_up_batches(
 
 
 @torch.inference_mode()
-def by_kind(
+def by_transform(
     batches: Iterable[Mapping[str, Tensor]], step: Callable[[Tensor], Mapping[Any, Tensor]]
 ) -> dict[str, dict[Any, Tensor]]:
     """Concatenate the results of ``step`` over the batches, (n, …) by transform and name, on the CPU.

@@ -1,6 +1,6 @@
 """Fit the Gaussian of a position, and the distances of its grey levels.
 
-Channels are scaled to unit variance; a channel below :data:`DEAD_UNIT` of the layer's root mean square is scaled as if
+Channels are scaled to unit variance; a channel below :data:`.DEAD_UNIT` of the layer's root mean square is scaled as if
 it had that much.  Of the components of the correlation, C = U diag(λ) Uᵀ, the half of least variance is kept, at most
 :data:`MAX_COMPONENTS`:
 
@@ -12,7 +12,7 @@ because all images differ in the leading directions.  Components whose variance 
 
 A level's threshold is the distance that a fraction t of in-distribution positions reaches.  Of m sorted readings
 ``r_1 ≤ … ≤ r_m`` the i-th has ``t_i = (m + 1 − i) / (m + 1)``, and ``log t`` is linear in between; beyond ``r_m`` it
-falls with the mean excess of the largest twentieth, like the tails of the gates.  A threshold lies
+falls with the mean excess of the largest, :data:`.TAIL_FRACTION`, like the tails of the gates.  A threshold lies
 :data:`DISTANCE_ROUNDING` above its reading, so that equal distances, such as those of a black background, have the same
 level in spite of rounding.
 """
@@ -31,19 +31,14 @@ from psc_core.errors import FitError
 from psc_core.fitted import Record
 from psc_core.maps.fit.moments import Moments
 from psc_core.maps.layer_map import DECADES, LEVELS, PositionDensity
-from psc_core.numerics.linalg import EIGENVALUE_FLOOR, eigh
-
-DEAD_UNIT: Final = 1e-2
-"""Minimum standard deviation of a channel, relative to the root mean square over the channels."""
+from psc_core.numerics.linalg import DEAD_UNIT, EIGENVALUE_FLOOR, eigh
+from psc_core.numerics.tail import TAIL_FRACTION, tail_excess
 
 MAX_COMPONENTS: Final = 128
 """Maximum number of components, so that a map costs a few hundredths of the network."""
 
 DISTANCE_ROUNDING: Final = 1e-4
 """Maximum relative difference between two ways to compute a distance."""
-
-TAIL_FRACTION: Final = 0.05
-"""Fraction of the readings whose mean excess is the scale of the tail."""
 
 
 def fit_positions(moments: Moments) -> PositionDensity:
@@ -83,6 +78,6 @@ def thresholds(readings: Float[Tensor, " m"]) -> Float[Tensor, " levels"]:
     log_ranks = np.log((m - np.arange(m)) / (m + 1))
     inside = np.interp(-log_fractions, -log_ranks, ordered)
     k = max(1, round(TAIL_FRACTION * m))
-    excess = float((ordered[m - k :] - ordered[max(0, m - k - 1)]).mean())
+    excess = float(tail_excess(torch.from_numpy(ordered), k))
     beyond = np.maximum(0.0, -math.log(m + 1) - log_fractions) * excess
     return torch.from_numpy((1 + DISTANCE_ROUNDING) * (inside + beyond))

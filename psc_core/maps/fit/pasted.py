@@ -1,7 +1,7 @@
 """Make images with something strange at a known place from in-distribution ones, so that a layer can be chosen.
 
 ======== ========================================================================  ===========================
-kind     what is pasted over a rectangle of a quarter to a half of either side     stands for
+patch    what is pasted over a rectangle of a quarter to a half of either side     stands for
 ======== ========================================================================  ===========================
 crop     a crop of another image (CutPaste, Li et al. 2021)                        objects, seams
 texture  stripes, checks or noise of two colours                                   surfaces that no image has
@@ -21,16 +21,16 @@ from psc_core.images.preprocess import Pixels
 CROP: Final = "crop"
 TEXTURE: Final = "texture"
 
-KINDS: Final = (CROP, TEXTURE)
+PATCHES: Final = (CROP, TEXTURE)
 
 
-def paste(images: Pixels, kind: str, generator: torch.Generator) -> tuple[Pixels, Bool[Tensor, "batch height width"]]:
-    """Paste a patch of some kind into each image, and return the images and masks of the patches.
+def paste(images: Pixels, patch: str, generator: torch.Generator) -> tuple[Pixels, Bool[Tensor, "batch height width"]]:
+    """Paste a patch into each image, and return the images and masks of the patches.
 
     Args:
         images: Images on the CPU.  A crop comes from another of these images, or from the image itself if it is the
             only one.
-        kind: One of :data:`KINDS`.
+        patch: One of :data:`PATCHES`.
         generator: Draws the places, pairs and textures.
     """
     pasted = images.clone()
@@ -40,12 +40,12 @@ def paste(images: Pixels, kind: str, generator: torch.Generator) -> tuple[Pixels
         rows, columns = (_span(side, generator) for side in images.shape[2:])
         mask[image, rows, columns] = True
         height, width = rows.stop - rows.start, columns.stop - columns.start
-        if kind == CROP:
+        if patch == CROP:
             top, left = (_below(end, generator) for end in (images.shape[2] - height + 1, images.shape[3] - width + 1))
-            patch = images[other, :, top : top + height, left : left + width]
+            pasted_in = images[other, :, top : top + height, left : left + width]
         else:
-            patch = _texture(images.shape[1], height, width, generator)
-        pasted[image, :, rows, columns] = patch
+            pasted_in = _texture(images.shape[1], height, width, generator)
+        pasted[image, :, rows, columns] = pasted_in
     return pasted, mask
 
 

@@ -163,7 +163,7 @@ def export_here(backbone: Backbone, size: Size) -> bytes:
         ) from error
 
 
-def check_exportable(net: nn.Module, example: Tensor, precision: str) -> None:
+def check_exportable(net: nn.Module, trial: Tensor, precision: str) -> None:
     """Try to export a whole network that a bundle will hold as a graph, before hours are spent on fitting.
 
     Raises:
@@ -172,8 +172,8 @@ def check_exportable(net: nn.Module, example: Tensor, precision: str) -> None:
     if precision != "fp32":
         raise NetworkError(f"an ONNX graph computes in float32, got precision {precision}; leave it out")
     if not isinstance(net, OnnxNetwork):
-        layer, (_, channels, height, width) = list_layers(net, example)[0].name, example.shape
-        export_here(truncate(net, [layer], keep_output=True, example=example), (channels, height, width))
+        layer, (_, channels, height, width) = list_layers(net, trial)[0].name, trial.shape
+        export_here(truncate(net, [layer], keep_output=True, trial=trial), (channels, height, width))
 
 
 def _without_stop(backbone: Backbone) -> Backbone:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 from psc_core.errors import NetworkError
 from psc_core.network.layers import LayerInfo
-from psc_core.network.layout import Kind
+from psc_core.network.layout import Form
 from psc_core.network.onnx.sizes import BATCH, Shape
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Graph:
         """The number of logits."""
         return self.sizes[self.logits][1][-1]
 
-    def kind(self, name: str) -> Kind | None:
+    def form(self, name: str) -> Form | None:
         """Return how a tensor holds its channels, or None if it is not a batch of float features."""
         known = self.sizes.get(name)
         if known is None or known[0] not in _FLOATS or known[1][:1] != (self.batch,) or name in self.constants:
@@ -123,12 +123,12 @@ class Graph:
 
     def layer(self, name: str) -> LayerInfo | None:
         """Describe a tensor as a hidden layer, or return None if it is not a batch of float features."""
-        kind = self.kind(name)
-        if kind is None:
+        form = self.form(name)
+        if form is None:
             return None
         shape = self.sizes[name][1]
-        channels, grid = (shape[1], shape[2:]) if kind == "map" else (shape[-1], shape[1:-1] or (1,))
-        return LayerInfo(name, 0, kind, (channels, math.prod(grid)), grid, "hidden")
+        channels, grid = (shape[1], shape[2:]) if form == "map" else (shape[-1], shape[1:-1] or (1,))
+        return LayerInfo(name, 0, form, (channels, math.prod(grid)), grid, "hidden")
 
     def _carries_all(self, name: str) -> bool:
         """Return whether the logits depend on the image through this tensor alone."""
@@ -167,13 +167,13 @@ class Graph:
         before, after = self.sizes.get(str(node.input[0])), self.sizes.get(str(node.output[0]))
         if before is None or after is None or len(before[1]) < 3:
             return False
-        channels = before[1][1] if self.kind(str(node.input[0])) == "map" else before[1][-1]
+        channels = before[1][1] if self.form(str(node.input[0])) == "map" else before[1][-1]
         kept = [side for side in after[1][1:] if side != 1] or [1]
         return kept == [channels]
 
     def _is_of_tokens(self, name: str) -> bool:
         known = self.sizes.get(name)
-        return known is not None and (len(known[1]) == 3 or self.kind(name) == "map_last")
+        return known is not None and (len(known[1]) == 3 or self.form(name) == "map_last")
 
     def _ends_of_blocks(self) -> set[str]:
         """Return the sums that end residual blocks, after their activation; a sum after attention ends no block."""

@@ -59,17 +59,17 @@ class OnnxNetwork(LayeredNetwork):
         logits: Tensor = self._of_size(_size(x)).logits.to(x.device)(x)[0]
         return logits
 
-    def list_layers(self, example: Tensor, granularity: str) -> list[LayerInfo]:
+    def list_layers(self, trial: Tensor, granularity: str) -> list[LayerInfo]:
         """List the layers; see :mod:`.graph`."""
-        return self._of_size(_size(example)).graph.layers(granularity)
+        return self._of_size(_size(trial)).graph.layers(granularity)
 
-    def cut(self, layers: Sequence[str], example: Tensor, *, keep_output: bool) -> OnnxBody:
+    def cut(self, layers: Sequence[str], trial: Tensor, *, keep_output: bool) -> OnnxBody:
         """Cut the network after ``layers``: the result returns canonical features of each layer, then the logits.
 
         Raises:
             NetworkError: If a layer is not in the graph or has no features.
         """
-        sized = self._of_size(_size(example))
+        sized = self._of_size(_size(trial))
         found = []
         for name in layers:
             layer = sized.graph.layer(name)

@@ -132,13 +132,13 @@ def cut(model: ModelProto, layers: Sequence[LayerInfo], logits: tuple[str, int] 
     outputs: list[tuple[str, list[int]]] = []
     flat = {"map": [0, 0, -1], "map_last": [0, -1, 0], "vector": [0, -1, 1], "tokens": []}
     for number, layer in enumerate(layers):
-        value, sides = layer.name, flat[layer.kind]
-        if layer.kind == "map_last":
+        value, sides = layer.name, flat[layer.form]
+        if layer.form == "map_last":
             graph.node.append(
                 helper.make_node("Transpose", [value], [value := f"{_OWN}first{number}"], perm=[0, 3, 1, 2])
             )
             sides = flat["map"]
-        if layer.kind == "tokens":
+        if layer.form == "tokens":
             graph.node.append(helper.make_node("Transpose", [value], [value := f"{_OWN}layer{number}"], perm=[0, 2, 1]))
         else:
             graph.initializer.append(numpy_helper.from_array(np.array(sides, np.int64), f"{_OWN}sides{number}"))

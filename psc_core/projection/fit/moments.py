@@ -10,7 +10,7 @@ in one pass: each batch is centred on its own mean, and merged with the batches 
 difference of the two means (Chan, Golub & LeVeque 1983), one more row of the same matrix product.  Only centred
 products are added, so nothing cancels.  All sums are float64; covariance between channels is never formed.
 
-Standard deviations are clamped to at least :data:`DEAD_UNIT` of their root mean square over the layer, so that a unit
+Standard deviations are clamped to at least :data:`.DEAD_UNIT` of their root mean square over the layer, so that a unit
 silent on the training data cannot dominate after scaling.
 """
 
@@ -25,9 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from psc_core.errors import FitError
-
-DEAD_UNIT = 1e-2
-"""Minimum standard deviation, relative to the root mean square over the layer."""
+from psc_core.numerics.linalg import DEAD_UNIT
 
 
 @dataclass(frozen=True)
@@ -39,10 +37,10 @@ class ChannelMoments:
     covariance: Float[Tensor, "channels positions positions"]
 
     def std(self) -> Float[Tensor, "channels positions"]:
-        """Return the standard deviations, at least :data:`DEAD_UNIT` of their root mean square.
+        """Return the standard deviations, at least :data:`.DEAD_UNIT` of their root mean square.
 
         Raises:
-            FitError: Every unit is constant.
+            FitError: If every unit is constant.
         """
         std = self.covariance.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
         scale = float(std.square().mean().sqrt())
@@ -71,7 +69,7 @@ def channel_moments(
         all_reduce: A function that sums a tensor over all processes.
 
     Raises:
-        FitError: No features, or a value that is not finite.
+        FitError: If there are no features, or a value is not finite.
     """
     count = 0
     mean: Tensor | None = None

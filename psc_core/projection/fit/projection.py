@@ -19,7 +19,7 @@ from psc_core.compute.allocator import release_freed_memory
 from psc_core.compute.passes import Compute, passes
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import FitError
-from psc_core.network.backbone import Backbone, example_input, feature_step
+from psc_core.network.backbone import Backbone, feature_step, trial_input
 from psc_core.projection.fit.moments import channel_moments
 from psc_core.projection.fit.sizes import measure_sizes
 from psc_core.projection.fit.tucker import tucker_factors
@@ -62,12 +62,12 @@ def fit_tucker(
             much again, and for the class means of the scaled layer.
 
     Raises:
-        FitError: ``c_proj`` or ``d_proj`` is larger than the layer, or the part of it that is measured, allows.
+        FitError: If ``c_proj`` or ``d_proj`` is larger than the layer, or the part of it that is measured, allows.
     """
     c_proj = settings.c_proj
     step = feature_step(backbone, compute.precision)
     with torch.inference_mode():
-        features = backbone(example_input(train.preprocess).to(compute.device))[0]
+        features = backbone(trial_input(train.preprocess).to(compute.device))[0]
     shapes = [(layer.shape[1], layer.shape[2]) for layer in features]
     if all(d == 1 for _, d in shapes):
         shapes = [(1, c) for c, _ in shapes]  # as reshape_features lays out vectors

@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from psc_core.numerics.linalg import DEAD_UNIT
 from psc_core.numerics.matrix import chunk_rows
-from psc_core.projection.fit.moments import DEAD_UNIT
 from psc_core.settings import FitSettings
 
 NC4_LOSS: Final = 0.01
@@ -68,7 +68,7 @@ class RankChoice:
     ) -> list[RankChoice]:
         """Return this choice, and those with two, four, … times its spatial components that keep NC1 > ε and its NC4.
 
-        None of their components deviates by less than :data:`DEAD_UNIT` of the root mean square: the second scaling
+        None of their components deviates by less than :data:`.DEAD_UNIT` of the root mean square: the second scaling
         would raise its rounding errors.
         """
         found = [self]

@@ -27,7 +27,7 @@ from psc_core.errors import BundleError
 from psc_core.rates import tolerant_ceil
 from psc_core.tasks.calibration import BaseCalibration
 from psc_core.tasks.classification.decide import Thresholds
-from psc_core.tasks.classification.policy import ROUNDING
+from psc_core.tasks.classification.policy import FLOAT32_ROUNDING
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Calibration(BaseCalibration):
         """Return the smallest probability with which a class is in a prediction set (:mod:`.decide`).
 
         Raises:
-            UsageError: ``coverage`` is not in (0, 1), or n is too small for it.
+            UsageError: If ``coverage`` is not in (0, 1), or n is too small for it.
         """
         check_rates(len(self), coverage=coverage)
         rank = tolerant_ceil((len(self) + 1) * coverage)
@@ -75,7 +75,8 @@ class Calibration(BaseCalibration):
         """Return the calibration whose :meth:`tensors` these are.
 
         Raises:
-            BundleError: A tensor is missing, has another type or length, or its scores do not ascend or are not finite.
+            BundleError: If a tensor is missing, has another type or length, or its scores do not ascend or are not
+                finite.
         """
         check_names(tensors, {"scores", "entropies", "label_probabilities", "labels", "num_classes"})
         scores = [tensors[name] for name in ("scores", "entropies", "label_probabilities")]
@@ -95,5 +96,5 @@ class Calibration(BaseCalibration):
             )
         limits = ((-MAX_SCORE, MAX_SCORE), (0.0, math.log(max(int(classes), 1))), (0.0, 1.0))
         for name, part, (low, high) in zip(("scores", "entropies", "label_probabilities"), scores, limits, strict=True):
-            check_range(name, part, low, high, rounding=ROUNDING)
+            check_range(name, part, low, high, rounding=FLOAT32_ROUNDING)
         return cls(-scores[0].flip(0), scores[1], scores[2], labels, int(classes))

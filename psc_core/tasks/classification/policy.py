@@ -8,9 +8,9 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field
 
-from psc_core.tasks.policy import Alpha, BasePolicy, Coverage
+from psc_core.tasks.policy import GUARANTEED_RISK, Alpha, BasePolicy, Coverage
 
-ROUNDING: Final = 1e-4
+FLOAT32_ROUNDING: Final = 1e-4
 """Tolerance for the rounding of float32, by which entropies and probabilities may leave their range."""
 
 AmbiguityThreshold = Annotated[float, Field(ge=0, description="Ambiguous above this predictive entropy, nats.")]
@@ -25,7 +25,7 @@ class Policy(BasePolicy):
 
     def notes(self, classes: Sequence[str], metrics: Mapping[str, Any]) -> list[str]:
         """Return why no image is called ambiguous, where none can be."""
-        if self.ambiguity_threshold <= math.log(len(classes)) + ROUNDING:
+        if self.ambiguity_threshold <= math.log(len(classes)) + FLOAT32_ROUNDING:
             return []
         risk = metrics.get("risk", {"threshold": self.ambiguity_threshold})
         if risk["threshold"] is not None:
@@ -33,6 +33,6 @@ class Policy(BasePolicy):
         nearest = risk.get("nearest")
         way_out = f"{nearest:g} is the nearest that one keeps: --risk {nearest:g}" if nearest else "raise --risk"
         return [
-            f"no image is called ambiguous: no entropy threshold keeps the error rate at {risk['promised']:g} with "
-            f"{risk['confidence']:.0%} confidence; {way_out}, or validate on more images"
+            f"no image is called ambiguous: no entropy threshold keeps the error rate at {risk[GUARANTEED_RISK]:g} "
+            f"with {risk['confidence']:.0%} confidence; {way_out}, or validate on more images"
         ]

@@ -59,7 +59,7 @@ def fit_standardisation(z: Float[Tensor, "n dim"] | FeatureMatrix) -> Standardis
     """Return the means and reciprocal standard deviations of the columns.
 
     Raises:
-        FitError: No column varies.
+        FitError: If no column varies.
     """
     center = linalg.mean_of_rows(z)
     squares = torch.zeros_like(center)

@@ -87,7 +87,7 @@ class TaskFit:
         """Return both with the classes that collapse, projection, density and gates work on.
 
         Raises:
-            DataError: They cannot be, or the two do not belong together.
+            DataError: If they cannot be, or the two do not belong together.
         """
         return train, val
 
@@ -102,7 +102,7 @@ class TaskFit:
         """Require images labelled with what a fitted model of these ``classes`` predicts.
 
         Raises:
-            DataError: They have other classes, or numbers of another target.
+            DataError: If they have other classes, or numbers of another target.
         """
         check_same(data, classes, "model's")
 
@@ -117,12 +117,12 @@ class TaskFit:
         """Return images that are labelled as people said, by labels of :meth:`.Task.parse_label`.
 
         Raises:
-            DataError: The model cannot predict one of them.
+            DataError: If the model cannot predict one of them.
         """
         position = {label: index for index, label in enumerate(data.classes)}
         if odd := sorted({*labels} - {*position}):
             raise DataError(
-                f"labels of {data.name} are no classes of the model: {listed(odd, 10)}; judge these images again, or "
+                f"labels of {data.name} are no classes of the model: {listed(odd, 10)}; review these images again, or "
                 "calibrate a bundle that has these classes"
             )
         return replace(data, labels=torch.tensor([position[label] for label in labels]))
@@ -130,7 +130,7 @@ class TaskFit:
     def confidence_gate(self, *, ambiguous: bool) -> tuple[bool, str]:
         """Return whether a gate reads the entropy, and why, a sentence; ``ambiguous`` where images have many labels."""
         if ambiguous:
-            reason = "some images have several labels, so confidence is no gate and mixed images are none of the kinds"
+            reason = "some images have several labels, so confidence is no gate and no images are mixed"
             return False, reason
         return True, "no image has several labels, so confidence is a gate"
 
@@ -138,7 +138,7 @@ class TaskFit:
         """Return a fitted head, on the job's device.
 
         Raises:
-            FitError: Features that cannot be fitted.
+            FitError: If features cannot be fitted.
         """
         raise NotImplementedError
 
@@ -181,7 +181,7 @@ class TaskFit:
             weights: Images that each one stands for; None where all are equal.
 
         Raises:
-            FitError: Scores that are not finite.
+            FitError: If scores are not finite.
         """
         raise NotImplementedError
 

@@ -41,7 +41,7 @@ class Calibration(BaseCalibration):
         """Return q, half the width of an interval in standard deviations.
 
         Raises:
-            UsageError: ``coverage`` is not in (0, 1), or n is too small for it.
+            UsageError: If ``coverage`` is not in (0, 1), or n is too small for it.
         """
         check_rates(len(self), coverage=coverage)
         return float(self.residuals[tolerant_ceil((len(self) + 1) * coverage) - 1])
@@ -55,7 +55,7 @@ class Calibration(BaseCalibration):
         """Return the calibration whose :meth:`tensors` these are.
 
         Raises:
-            BundleError: A tensor is missing, has another type or length, or is not ascending, finite and in range.
+            BundleError: If a tensor is missing, has another type or length, or is not ascending, finite and in range.
         """
         check_names(tensors, {"ood_scores", "residuals"})
         scores = [tensors["ood_scores"], tensors["residuals"]]

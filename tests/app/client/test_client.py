@@ -270,6 +270,7 @@ def test_retry_after_forms() -> None:
     assert retry_after_seconds("7") == 7.0
     assert retry_after_seconds(None) is None
     assert retry_after_seconds("soon") is None
+    assert retry_after_seconds(f"Mon, {'9' * 20} Jan 2020 00:00:00 GMT") is None
     later = format_datetime(datetime.now(UTC) + timedelta(seconds=20), usegmt=True)
     assert 15 < (retry_after_seconds(later) or 0) <= 20
     assert retry_after_seconds("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0

@@ -13,10 +13,9 @@ from app.inference.batch_times import BatchTimes
 
 @given(st.lists(st.tuples(st.integers(1, 8), st.floats(0.01, 9.0)), max_size=12), st.integers(0, 100))
 def test_times_are_those_of_batches_of_about_the_size(steps: list[tuple[int, float]], images: int) -> None:
-    times, now, found = BatchTimes(8), 0.0, dict[int, float]()
+    times, found = BatchTimes(8), dict[int, float]()
     for size, seconds in steps:
-        times.add(size, now, now + seconds)
-        now += seconds
+        times.add(size, seconds)
         kind = math.ceil(math.log2(size))
         found[kind] = 0.8 * found[kind] + 0.2 * seconds if kind in found else seconds
 
@@ -34,29 +33,21 @@ def test_times_are_those_of_batches_of_about_the_size(steps: list[tuple[int, flo
 @given(st.floats(0.0, 9.0), st.floats(0.01, 1.0), st.sampled_from([1, 2, 4]))
 def test_fixed_time_is_that_of_a_batch_without_images(fixed: float, each: float, small: int) -> None:
     times = BatchTimes(8)
-    times.add(small, 0.0, fixed + each * small)
+    times.add(small, fixed + each * small)
     assert times.fixed == 0.0
-    times.add(8, 100.0, 100.0 + fixed + each * 8)
+    times.add(8, fixed + each * 8)
     assert times.fixed == pytest.approx(fixed, abs=1e-9)
 
 
 def test_no_time_is_fixed_where_large_batches_are_slower_by_the_image() -> None:
     times = BatchTimes(8)
-    times.add(1, 0.0, 1.0)
-    times.add(8, 1.0, 11.0)
+    times.add(1, 1.0)
+    times.add(8, 10.0)
     assert times.fixed == 0.0
 
 
-def test_batch_behind_another_is_timed_from_its_end() -> None:
-    times = BatchTimes(4)
-    times.add(4, 0.0, 1.0)
-    times.add(4, 0.0, 2.0)
-    assert times.total(4) == pytest.approx(1.0)
-
-
 def test_quicker_device_is_soon_trusted() -> None:
-    times, now = BatchTimes(4), 0.0
+    times = BatchTimes(4)
     for seconds in [1.0] * 30 + [0.1] * 30:
-        times.add(4, now, now + seconds)
-        now += seconds
+        times.add(4, seconds)
     assert times.total(4) == pytest.approx(0.1, rel=0.02)

@@ -324,6 +324,57 @@ def test_refuses_what_cannot_be_answered_in_time() -> None:
     batcher.reserve(1, now=1.0, deadline=16.5)
 
 
+def with_slow_explanations() -> Batcher:
+    """A batcher of which a batch takes 0.1 s, one of explanations 3 s."""
+    batcher, now = make(batch=10, queue=100), -1000.0
+    for kind, seconds in ((PREDICT, 0.1), (EXPLAIN, 3.0)):
+        admit(batcher, 10, now=now, kind=kind)
+        batch = batcher.take(now)
+        assert batch is not None
+        complete(batcher, batch, now + seconds)
+        now += 100
+    return batcher
+
+
+def test_slow_explanations_do_not_refuse_plain_requests() -> None:
+    batcher = with_slow_explanations()
+    for _ in range(5):
+        admit(batcher, 10)
+    admit(batcher, 1, deadline=3.0)  # Behind half a second of images.
+    with pytest.raises(QueueFull) as caught:
+        admit(batcher, 51)
+    assert caught.value.retry_after == 1
+
+
+def test_explanations_are_refused_by_their_own_times() -> None:
+    batcher = with_slow_explanations()
+    admit(batcher, 10, kind=EXPLAIN)
+    with pytest.raises(QueueFull, match="the 10 images before this request take about 3 s, more than the 1 s"):
+        admit(batcher, 10, deadline=3.0, kind=EXPLAIN)
+
+
+def test_plain_request_waits_for_a_batch_of_explanations_a_turn() -> None:
+    batcher = with_slow_explanations()
+    for _ in range(4):
+        admit(batcher, 10, kind=EXPLAIN)
+    admit(batcher, 10)
+    admit(batcher, 1, deadline=10.0)  # 3 s for explanations, and an image of the request before it.
+    with pytest.raises(QueueFull, match=r"the 31 images before this request take about 6\.11 s, more than the 5 s"):
+        admit(batcher, 10, deadline=15.0)
+
+
+def test_batch_behind_one_of_another_kind_is_timed_from_its_end() -> None:
+    batcher = make(batch=4)
+    for kind in (PREDICT, EXPLAIN):
+        admit(batcher, 4, kind=kind)
+    plain, explanations = batcher.take(0.0), batcher.take(0.0)
+    assert plain is not None and explanations is not None
+    complete(batcher, plain, 5.0)
+    complete(batcher, explanations, 6.0)
+    admit(batcher, 4, now=6.0, kind=EXPLAIN)
+    admit(batcher, 4, now=6.0, deadline=9.1, kind=EXPLAIN)  # Behind one second, of three to its deadline.
+
+
 def test_admits_a_single_image_that_overtakes_a_large_request() -> None:
     batcher = make(batch=10, queue=200)
     admit(batcher, 10, now=0.0)

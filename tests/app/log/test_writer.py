@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from psc_core.errors import UsageError
 from psc_core.log.rows import days_of, read_rows
 from psc_core.log.store import Log, open_log
 from tests.app.fakes import FakeModel, pixels, png
-from tests.app.support import PNG, Running, running, until
+from tests.app.support import PNG, Running, running, serve_next, until
 
 pytestmark = pytest.mark.anyio
 
@@ -65,6 +67,24 @@ async def test_rows_are_there_after_a_while(tmp_path: Path) -> None:
         await send(app, 255)
         await until(lambda: len(rows_in(tmp_path)) == 2)
         await until_counted(app, (2, 0, 0, 0))  # A file has its name before it is counted.
+
+
+async def test_replaced_models_are_forgotten(tmp_path: Path) -> None:
+    async with running(log=str(tmp_path), log_flush_seconds=0.05, log_audit=0, admin_keys="root") as app:
+        log = app.service.registry.get().log
+        assert log is not None
+        source = weakref.ref(log.source)
+        del log
+        await send(app, 0)
+        await until_counted(app, (1, 0, 0, 0))
+        serve_next(app, FakeModel("v2"))
+        assert (await app.client.post("/admin/reload", headers={"x-api-key": "root"})).status_code == 200
+
+        def is_forgotten() -> bool:
+            gc.collect()
+            return source() is None
+
+        await until(is_forgotten, 60)
 
 
 async def test_only_what_is_drawn_is_written(tmp_path: Path) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from app.models import affordable
 from app.models.affordable import ALIVE, check_affordable, cost_of_an_image
@@ -29,6 +32,20 @@ def test_the_largest_feature_map_is_found(model: PSC) -> None:
     stem = 2 * 64 * 9 * 28 * 28
     blocks = 4 * 2 * 64 * 64 * 9 * 28 * 28
     assert stem + blocks < operations < 4 * blocks
+
+
+def test_models_that_serve_meanwhile_do_not_count(model: PSC) -> None:
+    alone, serving, hooks = cost_of_an_image(model), nn.Identity(), list[bool]()
+
+    def serve(*_: object) -> None:
+        hooks.append(bool(_has_any_global_hook()))
+        thread = Thread(target=serving, args=(torch.zeros(1 << 20),))
+        thread.start()
+        thread.join()
+
+    model.backbone.register_forward_pre_hook(serve)
+    assert cost_of_an_image(model) == alone
+    assert hooks == [False]
 
 
 def test_a_batch_without_room_is_refused(model: PSC, monkeypatch: pytest.MonkeyPatch) -> None:

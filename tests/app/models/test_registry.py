@@ -168,6 +168,20 @@ async def test_old_model_is_freed_after_a_reload_even_from_a_frozen_heap() -> No
         gc.unfreeze()
 
 
+async def test_replaced_model_that_hangs_ends_with_the_service() -> None:
+    async with running(admin_keys="root", deadline_seconds=1000, drain_seconds=0.2) as app:
+        pipeline = app.model.pipeline
+        pipeline.gate.clear()
+        pipeline.sizes.clear()
+        request = asyncio.create_task(app.client.post("/predict", content=png(1), headers=PNG))
+        await until(lambda: pipeline.sizes)
+        serve_next(app, FakeModel("v2"))
+        assert (await app.client.post("/admin/reload", headers=ADMIN)).status_code == 200
+        async with asyncio.timeout(20):
+            await app.service.close()
+        assert (await request).status_code == 503
+
+
 async def test_one_reload_at_a_time() -> None:
     async with running(admin_keys="root") as app:
         slow = FakeModel("v2")

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from app.observability.drift import EXPONENTS, QUIET, DriftMonitor, window_tail
+from app.observability.drift import EXPONENTS, QUIET, window_tail
+from tests.app.observability.support import monitor_of
 
 DELTA = 0.1
 
@@ -57,7 +58,7 @@ def naive_log_values(n: int, p_values: Iterable[float]) -> list[float]:
 @settings(max_examples=50, deadline=None)
 def test_equals_the_definition(n: int, ranks: list[float]) -> None:
     p_values = [(1 + round(rank * n)) / (n + 1) for rank in ranks]
-    monitor = DriftMonitor(n, 0.05, false_alarm_probability=1e-200)
+    monitor = monitor_of(n, 0.05, false_alarm_probability=1e-200)
     for p_value, expected in zip(p_values, naive_log_values(n, p_values), strict=True):
         monitor.update([p_value])
         assert monitor.state.log_martingale == pytest.approx(expected, abs=1e-9)
@@ -75,7 +76,7 @@ def test_many_images_at_once_equal_one_by_one(n: int, window: int, fractions: li
     generator = np.random.default_rng(seed)
     strange = generator.random(600) < np.repeat(fractions, 150)
     p_values = np.where(strange, 1, generator.integers(1, n + 2, 600)) / (n + 1)
-    at_once, one_by_one = (DriftMonitor(n, 0.2, window=window) for _ in range(2))
+    at_once, one_by_one = (monitor_of(n, 0.2, window=window) for _ in range(2))
     assert at_once.update(p_values) == sum(one_by_one.update([p_value]) for p_value in p_values)
     assert dataclasses.astuple(at_once.state) == pytest.approx(dataclasses.astuple(one_by_one.state), abs=1e-9)
     flags = (np.rint(p_values[-window:] * (n + 1)) <= math.floor(0.2 * (n + 1) + 1e-9)).tolist()
@@ -92,7 +93,7 @@ def test_false_alarms_stay_below_the_bound_with_one_fixed_calibration_set(ties: 
         scores = generator.normal(size=n + length)
         if ties:
             scores = np.round(scores, 1)
-        monitor = DriftMonitor(n, 0.05, false_alarm_probability=DELTA)
+        monitor = monitor_of(n, 0.05, false_alarm_probability=DELTA)
         monitor.update(served_p_values(scores[:n], scores[n:]))
         alarmed += monitor.state.alarms > 0
     assert alarmed / runs <= DELTA + 2 * math.sqrt(DELTA * (1 - DELTA) / runs)
@@ -106,8 +107,8 @@ def test_false_alarms_of_a_fleet_stay_below_the_bound_that_its_monitors_share() 
     for _ in range(fleets):
         calibration = generator.normal(size=n)
         streams = [served_p_values(calibration, generator.normal(size=length)) for _ in range(monitors)]
-        sharing += any(DriftMonitor(n, 0.05, false_alarm_probability=DELTA / monitors).update(each) for each in streams)
-        alone += any(DriftMonitor(n, 0.05, false_alarm_probability=DELTA).update(each) for each in streams)
+        sharing += any(monitor_of(n, 0.05, false_alarm_probability=DELTA / monitors).update(each) for each in streams)
+        alone += any(monitor_of(n, 0.05, false_alarm_probability=DELTA).update(each) for each in streams)
     assert sharing / fleets <= DELTA
     assert alone > sharing
 
@@ -118,7 +119,7 @@ def test_drift_is_found_soon_early_or_late(quiet: int, shift: float, within: int
     generator = np.random.default_rng(2)
     n = 2000
     calibration = generator.normal(size=n)
-    monitor = DriftMonitor(n, 0.05)
+    monitor = monitor_of(n, 0.05)
     monitor.update(served_p_values(calibration, generator.normal(size=quiet)))
     assert monitor.state.alarms == 0
     drifted = served_p_values(calibration, generator.normal(loc=shift, size=within))
@@ -131,7 +132,7 @@ def test_images_that_raised_alarms_do_not_become_usual() -> None:
     generator = np.random.default_rng(4)
     n = 1000
     calibration = generator.normal(size=n)
-    monitor = DriftMonitor(n, 0.05)
+    monitor = monitor_of(n, 0.05)
     assert monitor.update([1 / (n + 1)] * 5000) == 1
     assert monitor.update(served_p_values(calibration, generator.normal(size=5000))) == 0
     assert not monitor.state.is_active
@@ -142,7 +143,7 @@ def test_easy_images_do_not_make_others_look_strange() -> None:
     generator = np.random.default_rng(5)
     for _ in range(20):
         calibration = generator.normal(size=500)
-        monitor = DriftMonitor(500, 0.05)
+        monitor = monitor_of(500, 0.05)
         monitor.update([1.0] * 1000)
         assert monitor.update(served_p_values(calibration, generator.normal(size=2000))) == 0
 
@@ -154,7 +155,7 @@ def test_lasting_drift_is_one_alarm_and_ends_when_it_ends(mean: float, fraction:
     for seed in range(5):
         generator = np.random.default_rng(seed)
         calibration = generator.normal(size=n)
-        monitor = DriftMonitor(n, 0.05, false_alarm_probability=1e-4)
+        monitor = monitor_of(n, 0.05, false_alarm_probability=1e-4)
 
         def stream(size: int, moved: float) -> list[float]:
             scores = generator.normal(size=size) + mean * (generator.random(size) < moved)  # noqa: B023
@@ -173,7 +174,7 @@ def test_an_episode_ends_within_two_windows_of_most_streams() -> None:
     n, window, streams, ended = 500, 300, 200, 0
     for _ in range(streams):
         calibration = generator.normal(size=n)
-        monitor = DriftMonitor(n, 0.05, window=window)
+        monitor = monitor_of(n, 0.05, window=window)
         monitor.update([1 / (n + 1)] * 50)
         assert monitor.state.is_active
         monitor.update(served_p_values(calibration, generator.normal(size=2 * window)))
@@ -183,7 +184,7 @@ def test_an_episode_ends_within_two_windows_of_most_streams() -> None:
 
 def test_an_episode_lasts_while_the_window_has_too_many_far_images() -> None:
     """The martingale gets used to far images when there are few calibration images; the window does not."""
-    monitor = DriftMonitor(100, 0.05, window=1000)
+    monitor = monitor_of(100, 0.05, window=1000)
     generator = np.random.default_rng(8)
     assert monitor.update([1 / 101] * 50) == 1
     assert monitor.update(np.where(generator.random(10_000) < 0.2, 1, generator.integers(1, 102, 10_000)) / 101) == 0
@@ -191,18 +192,18 @@ def test_an_episode_lasts_while_the_window_has_too_many_far_images() -> None:
 
 
 def test_the_alarm_begins_a_run_without_memory() -> None:
-    monitor = DriftMonitor(1000, 0.05)
+    monitor = monitor_of(1000, 0.05)
     raised = [monitor.update([1 / 1001]) for _ in range(60)]
     first = raised.index(1)
     assert first < 10
     assert sum(raised) == monitor.state.alarms == 1
-    again = DriftMonitor(1000, 0.05)
+    again = monitor_of(1000, 0.05)
     again.update([1 / 1001] * (first + 1))
     assert again.state.log_martingale == 0.0
 
 
 def test_a_quiet_stream_costs_at_most_the_sleeping_capital() -> None:
-    monitor = DriftMonitor(100, 0.05)
+    monitor = monitor_of(100, 0.05)
     monitor.update([1.0] * 5000)
     assert math.log(asleep(5000)) - 1e-9 <= monitor.state.log_martingale < 0.0
 
@@ -215,7 +216,7 @@ def test_a_long_history_delays_an_alarm_by_no_more_than_the_delay_without_one() 
         for history, delays in found.items():
             generator = np.random.default_rng(seed)
             calibration = generator.normal(size=n)
-            monitor = DriftMonitor(n, 0.05)
+            monitor = monitor_of(n, 0.05)
             for mean in (-8, 0):
                 monitor.update(served_p_values(calibration, generator.normal(loc=mean, size=history)))
             scores = generator.normal(size=n_images) - 8.0 * (generator.random(n_images) < 0.05)
@@ -226,7 +227,7 @@ def test_a_long_history_delays_an_alarm_by_no_more_than_the_delay_without_one() 
 
 
 def test_the_window_counts_only_its_images() -> None:
-    monitor = DriftMonitor(19, 0.05, window=4)
+    monitor = monitor_of(19, 0.05, window=4)
     assert monitor.state.window_ood_rate == 0.0
     assert monitor.state.window_tail_probability == 1.0
     monitor.update([float(np.float32(0.05)), 0.1, 1.0])  # float32(0.05) > 0.05, and still p ≤ alpha
@@ -237,13 +238,13 @@ def test_the_window_counts_only_its_images() -> None:
 
 
 def test_an_alpha_that_rounding_puts_below_a_p_value_still_flags_it() -> None:
-    monitor = DriftMonitor(99, 0.29)  # 0.29 × 100 < 29 in float64
+    monitor = monitor_of(99, 0.29)  # 0.29 × 100 < 29 in float64
     monitor.update([0.29])
     assert monitor.state.window_ood_rate == 1.0
 
 
 def test_a_p_value_below_the_smallest_of_the_calibration_counts_as_that() -> None:
-    tiny, smallest = DriftMonitor(9, 0.2), DriftMonitor(9, 0.2)
+    tiny, smallest = monitor_of(9, 0.2), monitor_of(9, 0.2)
     tiny.update([1e-9])
     smallest.update([0.1])
     assert tiny.state == smallest.state
@@ -270,7 +271,7 @@ def test_windows_of_ordinary_images_have_tails_as_they_say() -> None:
     generator = np.random.default_rng(9)
     tails = []
     for _ in range(1000):
-        monitor = DriftMonitor(60, 0.05, window=400, false_alarm_probability=1e-9)
+        monitor = monitor_of(60, 0.05, window=400, false_alarm_probability=1e-9)
         monitor.update(served_p_values(generator.normal(size=60), generator.normal(size=400)))
         tails.append(monitor.state.window_tail_probability)
     for level in (0.5, 0.1, 0.01):
@@ -279,9 +280,9 @@ def test_windows_of_ordinary_images_have_tails_as_they_say() -> None:
 
 @pytest.mark.parametrize("p_value", [0.0, -0.1, 1.1, math.nan, math.inf])
 def test_rejects_what_is_no_p_value(p_value: float) -> None:
-    monitor = DriftMonitor(10, 0.05)
+    monitor = monitor_of(10, 0.05)
     with pytest.raises(ValueError, match="expected a p-value"):
         monitor.update([0.5, p_value])
-    before = DriftMonitor(10, 0.05)
+    before = monitor_of(10, 0.05)
     before.update([0.5])
     assert monitor.state == before.state

@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.observability.drift import DriftMonitor
 from app.observability.metrics import Metrics
 from app.observability.recorder import MAX_LABELS, OTHER, ModelRecorder
 from psc_core.tasks.classification.answer import SCORES
@@ -21,6 +20,7 @@ from psc_core.tasks.classification.decide import Thresholds
 from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.outputs import FloatArray, Outputs
 from tests.app.fakes import FakeModel, FakeValueModel
+from tests.app.observability.support import monitor_of
 
 POLICY = Policy(alpha=0.2, ambiguity_threshold=0.5, coverage=0.9)
 THRESHOLDS = Thresholds(POLICY, POLICY.alpha, 1.0)
@@ -29,7 +29,7 @@ CLASSES = ("a", "b")
 
 def recorder(metrics: Metrics, name: str = "m", classes: tuple[str, ...] = CLASSES, window: int = 10) -> ModelRecorder:
     model: Any = FakeModel(classes=classes)
-    drift = DriftMonitor(99, POLICY.alpha, window=window)
+    drift = monitor_of(99, POLICY.alpha, window=window)
     return ModelRecorder(name, model, alpha=POLICY.alpha, queue_limit=64, metrics=metrics, drift=drift)
 
 
@@ -119,7 +119,7 @@ def test_ood_images_are_counted_by_the_policy_s_alpha(alpha: float) -> None:
 def test_a_regression_is_counted_by_its_target() -> None:
     metrics, model = Metrics(), FakeValueModel()
     of_values: Any = model
-    drift = DriftMonitor(99, POLICY.alpha, window=10)
+    drift = monitor_of(99, POLICY.alpha, window=10)
     target = ModelRecorder("m", of_values, alpha=0.2, queue_limit=64, metrics=metrics, drift=drift)
     target.show()
     packed = model.pipeline(torch.tensor([0, 64, 255], dtype=torch.uint8)[:, None, None, None].expand(3, 1, 8, 8))

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.observability.drift import DriftMonitor
 from app.observability.repeats import RepeatFilter
+from tests.app.observability.support import monitor_of
 
 N = 2000
 DISTINCT = np.arange(N, dtype=np.float32)
@@ -71,7 +71,7 @@ def test_data_with_many_identical_images_raise_no_alarm() -> None:
 
         calibration, stream = scores(1000), scores(5000)
         p_values = served(calibration, stream)
-        monitor, repeats = DriftMonitor(1000, 0.05), RepeatFilter(calibration)
+        monitor, repeats = monitor_of(1000, 0.05), RepeatFilter(calibration)
         alarms += monitor.update(p_values[repeats.counts(p_values, stream.view(np.int64).tolist())])
     assert alarms == 0
 
@@ -82,7 +82,7 @@ def test_a_few_images_again_and_again_raise_no_alarm(times: int) -> None:
     for others in (0, 20):
         generator = np.random.default_rng(7)
         calibration = generator.normal(size=N)
-        monitor, repeats = DriftMonitor(N, 0.05, false_alarm_probability=1e-4), RepeatFilter(calibration)
+        monitor, repeats = monitor_of(N, 0.05, false_alarm_probability=1e-4), RepeatFilter(calibration)
         for _ in range(times):
             stream = np.concatenate([[-0.5, 0.3, 60.0], generator.normal(size=others)])
             p_values = served(calibration, stream)
@@ -93,7 +93,7 @@ def test_a_few_images_again_and_again_raise_no_alarm(times: int) -> None:
 
 def test_nobody_hides_an_image_by_sending_it_first() -> None:
     """Strange images that a client sent before others do are found as if these had been the first."""
-    monitor, repeats = DriftMonitor(N, 0.05), RepeatFilter(DISTINCT)
+    monitor, repeats = monitor_of(N, 0.05), RepeatFilter(DISTINCT)
     strange = served(DISTINCT, np.full(10, 1e9))
     images = list(range(10))
     alarms = sum(monitor.update(strange[repeats.counts(strange, images)]) for _ in range(2))
@@ -107,7 +107,7 @@ def test_a_stream_that_loops_over_more_images_than_are_remembered_raises_no_alar
         generator = np.random.default_rng(seed)
         calibration, folder = generator.normal(size=N), generator.normal(size=300)
         monitor, repeats = (
-            DriftMonitor(N, 0.05, false_alarm_probability=1e-4),
+            monitor_of(N, 0.05, false_alarm_probability=1e-4),
             RepeatFilter(calibration, remembered=200),
         )
         p_values = served(calibration, folder)

@@ -1,4 +1,4 @@
-"""``psc-log`` from the stored images to labels, and what it removes."""
+"""``psc-log`` from the logged images to labels, and what it removes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_round_trip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (["review", "LOG"], "nothing to write"),
-        (["review", "LOG", "--out", "x.json", "--model", "other"], "no stored image"),
+        (["review", "LOG", "--out", "x.json", "--model", "other"], "no logged image"),
         (["delete", "LOG", "ab"], "64 hexadecimal digits"),
         (["import", "LOG", "missing.csv"], "is not a file"),
         (["prune", "gs://x/y", "--days", "1"], "expected a folder or s3://"),

@@ -31,7 +31,7 @@ def test_writes_a_new_version_beside_the_old_one(
     assert code == 0, err
     manifest = read_bundle(out).manifest
     assert f"wrote {out} (version {manifest.version}, from {before['version']})" in text
-    assert "60 judged: 60 of a class" in text and "next: psc-serve --bundle" in text
+    assert "60 reviewed: 60 of a class" in text and "next: psc-serve --bundle" in text
     assert manifest.policy.alpha == 0.1
     card = (out / "README.md").read_text()
     assert "Calibration images: 60 labelled images of a service's audit slice, 2026-11-20 to 2026-11-20." in card
@@ -69,7 +69,7 @@ def test_extends_the_density(
     card = (out / "README.md").read_text()
     assert card.count("60 labelled images outside the slice extend the density, each as ") == 1
     code, _, err = run(capsys, cli.main, [*words, "--log", str(tmp_path / "slice"), "--out", str(tmp_path / "x")])
-    assert code == 2 and "outside the audit slice 0 are judged" in err and not (tmp_path / "x").exists()
+    assert code == 2 and "outside the audit slice 0 are reviewed" in err and not (tmp_path / "x").exists()
 
 
 def test_a_place_that_is_none_is_found_before_any_image_is_read(

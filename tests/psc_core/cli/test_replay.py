@@ -26,4 +26,4 @@ def test_prints_tables_and_writes_a_page(tiny_bundle: Path, tmp_path: Path, caps
     code, text, _ = run(capsys, cli.main, [*words, "--out", str(tmp_path / "page.html"), "--overwrite", "--json"])
     assert code == 0 and json.loads(text)["all_images"]["rows"] == 20
     code, _, err = run(capsys, cli.main, [*words, "--since", "2030-01-01"])
-    assert code == 2 and "has no stored images of digits" in err
+    assert code == 2 and "has no logged images of digits" in err

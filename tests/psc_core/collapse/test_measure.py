@@ -204,4 +204,4 @@ def test_in_place_activation_does_not_reach_its_layer() -> None:
     assert features.min() < 0
     report = measured(net, images(0, 40), images(1, 21), on_cpu())
     assert report.layer("conv").nc1 == pytest.approx(reference.nc1(features, labels, 3), rel=1e-6)
-    assert canonical(torch.zeros(1, 4, 4, 4), report.layer("conv").kind).shape[1:] == report.layer("conv").shape
+    assert canonical(torch.zeros(1, 4, 4, 4), report.layer("conv").form).shape[1:] == report.layer("conv").shape

@@ -158,7 +158,7 @@ def test_pattern_limits_choice() -> None:
 def test_table_marks_candidate_and_explains() -> None:
     measured = report(("a", 4, 0.9, 0.5), ("layer1.conv", 4, 0.6, 0.8), ("p", 8, 0.1, 0.99), ("o", 2, 0.1, 0.9))
     lines = to_text(measured, measured.candidate()).splitlines()
-    assert lines[0].split() == ["#", "layer", "kind", "channels×spatial", "NC1", "NC4"]
+    assert lines[0].split() == ["#", "layer", "form", "channels×spatial", "NC1", "NC4"]
     assert lines[2].split() == ["1", "layer1.conv", "map", "4×4", "0.6000", "0.8000", "◀", "candidate"]
     assert lines[3].endswith("penultimate") and lines[4].endswith("output")
     assert lines[5].startswith("candidate: layer1.conv") and lines[6].startswith("penultimate: p")

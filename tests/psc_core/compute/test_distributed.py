@@ -17,6 +17,7 @@ from psc_core.data.dataset import balanced
 from psc_core.errors import UsageError
 from psc_core.fitting import stages
 from psc_core.fitting.data import FitData
+from psc_core.fitting.job import FitJob
 from tests.psc_core.collapse.support import measured
 from tests.psc_core.collapse.test_measure import Net, images, on_cpu
 
@@ -102,7 +103,7 @@ def test_rejects_fewer_images_than_processes() -> None:
     world = len(few) + 1
     for rank in range(world):
         with pytest.raises(UsageError, match=f"for each of {world} processes, got {len(few)}"):
-            stages.collapse(Net(), FitData.of(few, few), on_cpu(), on_cpu().compute(Reducer(rank, world)))
+            stages.collapse(Net(), FitJob(FitData.of(few, few), on_cpu(), on_cpu().compute(Reducer(rank, world))))
 
 
 def test_single_process_neither_shards_nor_sums() -> None:

@@ -83,7 +83,7 @@ def test_a_full_disk_is_an_error_only_where_the_folder_was_asked_for(
 
     monkeypatch.setattr(cache.os, "posix_fallocate", full)
     assert cached(folder) is folder
-    with pytest.raises(UsageError, match="No space left on device; choose another --cache, or off"):
+    with pytest.raises(UsageError, match="No space left on device; choose another --cache or off"):
         cached(folder, tmp_path)
     with pytest.raises(UsageError, match="No such file or directory"):
         cached(folder, tmp_path / "nowhere")

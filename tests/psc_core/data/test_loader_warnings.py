@@ -1,4 +1,4 @@
-"""What a loader does that costs images or promises is warned about, and nothing else."""
+"""What a loader does that costs images or guarantees is warned about, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stored images of a log under another bundle."""
+"""Logged images under another bundle."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_tables_say_what_they_are_of(model: FittedModel, data_root: Path, tmp_pa
         scores = [row.ood_score for row in examples]
         assert scores == sorted(scores, reverse=after == "accept")
     text = to_text(found)
-    assert "Of all answered images, by the 31 of the audit slice" in text and "The 61 stored images themselves" in text
+    assert "Of all answered images, by the 31 of the audit slice" in text and "The 61 logged images themselves" in text
     write(found, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert page.count("<img") == sum(len(examples) for _, _, examples in found.flips()) and "nan" not in page
@@ -74,7 +74,7 @@ def test_without_an_audit_slice_nothing_is_said_of_all(model: FittedModel, tmp_p
     with pytest.raises(UsageError, match="rows of no model"):
         replay(open_log(tmp_path / "none"), model)
     log = write_log(tmp_path / "unstored", [Logged(image.content, stored=False)])
-    with pytest.raises(UsageError, match="no stored images of digits; see --log-images"):
+    with pytest.raises(UsageError, match="no logged images of digits; see --log-images"):
         replay(log, model)
 
 

@@ -40,5 +40,5 @@ def counted(data_root: Path, split: str) -> tuple[ImageDataset, Counter[int]]:
 
 
 def typical(reads: Counter[int]) -> int:
-    """Reads of the median image: the first one also serves as an example."""
+    """Reads of the median image: the first one also serves as the trial input."""
     return reads.most_common()[len(reads) // 2][1]

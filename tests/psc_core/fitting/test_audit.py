@@ -1,4 +1,4 @@
-"""The judged part of an audit slice."""
+"""The reviewed part of an audit slice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from psc_core.errors import DataError, UsageError
-from psc_core.fitting.audit import LoggedVerdict, judged_of, read_audit, read_outside
+from psc_core.fitting.audit import LoggedVerdict, read_audit, read_outside, reviewed_of
 from psc_core.log.labels import label_files, read_file, write_labels
 from psc_core.log.store import open_log
 from psc_core.model.base import FittedModel
@@ -35,7 +35,7 @@ def test_images_of_a_class_calibrate_and_the_others_are_told_apart(model: Fitted
     images += [images[0]] * 5  # An image counts once.
     audit = read_audit(write_log(tmp_path, images), model)
     assert {name: len(data) for name, data in audit.others.items()} == {"none_of_the_classes": 1, "cannot_tell": 1}
-    assert (len(audit.of_class), audit.stored, audit.days) == (20, 22, ("2026-11-20", "2026-11-20"))
+    assert (len(audit.of_class), audit.logged, audit.days) == (20, 22, ("2026-11-20", "2026-11-20"))
     shown = [int(audit.of_class.image(i)[0, 0, 0]) for i in range(20)]
     assert sorted(shown) == list(range(20)) != shown  # in the order of their digests
     assert audit.of_class.first_labels().tolist() == [i % 10 for i in shown]
@@ -49,7 +49,7 @@ def test_the_last_verdict_on_an_image_counts_whichever_row_is_read_last(model: F
     later = NOW + timedelta(days=1)
     for name, with_model in (("new", True), ("old", False)):
         log = write_log(tmp_path / name, [
-            Logged(picture(0), "label", "1", day="2026-11-20", judged=later),
+            Logged(picture(0), "label", "1", day="2026-11-20", verdict_time=later),
             Logged(picture(0), "label", "2", day="2026-11-21"),
             Logged(picture(0), day="2026-11-22"),
         ])  # fmt: skip
@@ -64,7 +64,7 @@ def test_days_are_chosen(model: FittedModel, tmp_path: Path) -> None:
     log = write_log(tmp_path, images)
     audit = read_audit(log, model, "digits", since="2026-11-11", until="2026-11-12")
     assert (len(audit.of_class), audit.days) == (2, ("2026-11-11", "2026-11-12"))
-    with pytest.raises(UsageError, match="no stored audit images of digits; serve with an audit"):
+    with pytest.raises(UsageError, match="no logged audit images of digits; serve with --log-audit"):
         read_audit(log, model, since="2026-12-01")
 
 
@@ -75,27 +75,27 @@ def test_any_part_of_the_images_is_of_all_days(model: FittedModel, tmp_path: Pat
     assert set(first.tolist()) == {0, 1, 2}
 
 
-def test_judged_images_count_in_the_order_of_digests() -> None:
-    """Whoever judges what looks interesting leaves gaps in it."""
+def test_reviewed_images_count_in_the_order_of_digests() -> None:
+    """Whoever reviews what looks interesting leaves gaps in it."""
     monday, tuesday = date(2026, 11, 23), date(2026, 11, 24)
 
-    def image(number: int, day: date, *, judged: bool) -> LoggedVerdict:
-        return LoggedVerdict(day, f"{number:064x}", "", 0.1, "label" if judged else None, "1")
+    def image(number: int, day: date, *, reviewed: bool) -> LoggedVerdict:
+        return LoggedVerdict(day, f"{number:064x}", "", 0.1, "label" if reviewed else None, "1")
 
-    images = [image(i, monday, judged=i < 40 or i % 3 == 0) for i in range(100)]
-    new = [image(i, tuesday, judged=i < 10) for i in range(50)]  # They take nothing from the day before.
-    found = judged_of([*images, *new][::-1])
+    images = [image(i, monday, reviewed=i < 40 or i % 3 == 0) for i in range(100)]
+    new = [image(i, tuesday, reviewed=i < 10) for i in range(50)]  # They take nothing from the day before.
+    found = reviewed_of([*images, *new][::-1])
     assert [(each.day, int(each.sha256, 16)) for each in found] == [
         *((monday, i) for i in [*range(40), 42]), *((tuesday, i) for i in range(10))
     ]  # fmt: skip
-    assert len(judged_of([image(i, monday, judged=i != 30) for i in range(40)])) == 39
-    assert judged_of([image(i, monday, judged=i > 0) for i in range(10)]) == []
+    assert len(reviewed_of([image(i, monday, reviewed=i != 30) for i in range(40)])) == 39
+    assert reviewed_of([image(i, monday, reviewed=i > 0) for i in range(10)]) == []
 
 
 def test_labels_of_other_images_are_not_enough(model: FittedModel, tmp_path: Path) -> None:
     chosen = [Logged(picture(i), "label", "1", audit=False) for i in range(5)]
     log = write_log(tmp_path, [*chosen, *(Logged(picture(10 + i)) for i in range(5))])
-    with pytest.raises(UsageError, match=r"of the 5 audit images .* 0 are judged and none .* psc-log review --audit"):
+    with pytest.raises(UsageError, match=r"of the 5 audit images .* 0 are reviewed and none .* psc-log review --audit"):
         read_audit(log, model)
 
 
@@ -103,7 +103,7 @@ def test_names_and_classes_that_are_not_there(model: FittedModel, tmp_path: Path
     write_log(tmp_path, [Logged(picture(0), "label", "cat")])
     write_log(tmp_path, [Logged(picture(1))], model="other")
     log = open_log(tmp_path)
-    with pytest.raises(DataError, match="no classes of the model: cat; judge these images again"):
+    with pytest.raises(DataError, match="no classes of the model: cat; review these images again"):
         read_audit(log, model, "digits")
     with pytest.raises(UsageError, match="rows of several models; it has digits, other, name one by --model"):
         read_audit(log, model)
@@ -120,7 +120,7 @@ def test_numbers_of_a_regression(angle_bundle: Path, tmp_path: Path) -> None:
     assert audit.of_class.target == model.task.number()
 
 
-def test_judged_images_outside_the_slice(model: FittedModel, tmp_path: Path) -> None:
+def test_reviewed_images_outside_the_slice(model: FittedModel, tmp_path: Path) -> None:
     outside = [Logged(picture(i), "label", str(i), audit=False) for i in range(5)]
     others = [
         Logged(picture(5), "none_of_the_classes", audit=False),
@@ -134,6 +134,6 @@ def test_judged_images_outside_the_slice(model: FittedModel, tmp_path: Path) -> 
     assert sorted(data.labels.tolist()) == [1, 2, 3, 4] == sorted(int(data.image(i).max()) for i in range(4))
     log = write_log(tmp_path / "none", others[:5])
     with pytest.raises(
-        UsageError, match=r"of the 2 stored images of digits in .* outside the audit slice 1 are judged"
+        UsageError, match=r"of the 2 logged images of digits in .* outside the audit slice 1 are reviewed"
     ):
         read_outside(log, model)

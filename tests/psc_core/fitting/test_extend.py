@@ -1,4 +1,4 @@
-"""Densities of a bundle that judged images extend."""
+"""Densities of a bundle that labelled images extend."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_table_for_people(model: FittedModel) -> None:
 def test_refuses_too_few_images_and_regressions(
     model: FittedModel, audit: Audit, more: ImageDataset, angle_bundle: Path
 ) -> None:
-    with pytest.raises(UsageError, match=r"at least 25, and of 80 judged that are 20 .* at least 100 drawn equally"):
+    with pytest.raises(UsageError, match=r"at least 25, and of 80 labelled that are 20 .* at least 100 drawn equally"):
         recalibrate_from_audit(model, audit.at(torch.arange(80)), {}, more)
     angles = load_model(angle_bundle, device="cpu", allow_factories=[FACTORY])
     with pytest.raises(

@@ -329,7 +329,7 @@ class Noisy(Dataset):  # type: ignore[type-arg]
         return inputs + 0.01 * torch.randn(1), label
 
 
-def test_warnings_are_of_what_costs_promises(net: nn.Module, splits: tuple[TensorDataset, TensorDataset]) -> None:
+def test_warnings_are_of_what_costs_guarantees(net: nn.Module, splits: tuple[TensorDataset, TensorDataset]) -> None:
     train, val = splits
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

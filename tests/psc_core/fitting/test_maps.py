@@ -16,7 +16,7 @@ from psc_core.errors import UsageError
 from psc_core.fitting.maps import MapChoice, choose_map
 from psc_core.gates.fit.choice import regret
 from psc_core.maps.fit.moments import PositionMoments
-from psc_core.maps.fit.pasted import CROP, KINDS, TEXTURE, paste
+from psc_core.maps.fit.pasted import CROP, PATCHES, TEXTURE, paste
 from psc_core.maps.grid import Grid
 from psc_core.metrics.ranking import auroc
 from psc_core.projection.fit.report import FittedProjection
@@ -44,7 +44,7 @@ def test_what_is_pasted_is_found(psc: PSC, val: ImageDataset) -> None:
 
 def test_what_is_served_was_fitted(psc: PSC, val: ImageDataset, tmp_path: Path) -> None:
     layer_map, report = psc.pipeline.map, psc.report["metrics"]["map"]
-    assert layer_map is not None and layer_map.layer == report["chosen"] and report["kinds"] == list(KINDS)
+    assert layer_map is not None and layer_map.layer == report["chosen"] and report["kinds"] == list(PATCHES)
     assert layer_map.layer in psc.backbone.layers
     psc.save(tmp_path / "bundle")
     served = PSC.load(tmp_path / "bundle", device="cpu", allow_factories=[FACTORY])

@@ -11,6 +11,7 @@ from psc_core import FitSettings
 from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset
 from psc_core.fitting.data import FitData
+from psc_core.fitting.job import FitJob
 from psc_core.fitting.parts import fit_parts
 from psc_core.fitting.record import report_of
 from psc_core.projection.fit.report import FittedProjection
@@ -24,7 +25,7 @@ def test_gates_add_the_layer_of_the_texture(
     net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection, with_gates: bool
 ) -> None:
     settings = replace(SETTINGS, head="duq", density="gda", ood_score="gates" if with_gates else "density")
-    parts = fit_parts(net, CANDIDATE, projection, FitData.of(train, val), settings, settings.compute())
+    parts = fit_parts(net, CANDIDATE, projection, FitJob.of(FitData.of(train, val), settings))
     assert (parts.gates is not None) == with_gates == ("texture" in parts.gate_names)
     assert (parts.scorer.texture is not None) == with_gates
     assert len(parts.backbone.layers) == 1 + with_gates and parts.backbone.layers[0] == "4"

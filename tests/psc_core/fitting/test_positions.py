@@ -16,6 +16,7 @@ from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.errors import UsageError
 from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.fitting.data import FitData
+from psc_core.fitting.job import FitJob
 from psc_core.fitting.positions import fewest_positions
 from psc_core.fitting.stages import project
 from psc_core.gates.fit import made_up
@@ -85,7 +86,7 @@ def test_no_images_are_mixed_where_any_are_ambiguous(
     plain = FitData.of(train, val)
     two_labels = torch.stack([val.labels, (val.labels + 1) % 10], dim=1).flatten()
     for data in (plain, replace(plain, val=replace(val, labels=two_labels, offsets=2 * val.offsets))):
-        project(net, Candidate(("4",), "named by the test"), data, settings, settings.compute())
+        project(net, Candidate(("4",), "named by the test"), FitJob.of(data, settings))
     assert asked == [True, False]
 
 

@@ -64,8 +64,8 @@ def test_only_the_calibration_is_another(model: FittedModel, audit: Audit, tmp_p
     assert new.calibration.ood_scores.tolist() == sorted(scores)
     is_ood = torch.tensor([decision == "abstain_ood" for decision in after.decision])
     assert int(is_ood.sum()) <= new.policy.alpha * (len(scores) + 1)
-    assert "205 stored images, 205 judged: 200 of a class, 5 none_of_the_classes" in audit.summary()
-    assert "judged none_of_the_classes" in found.lines[1]
+    assert "205 logged images, 205 reviewed: 200 of a class, 5 none_of_the_classes" in audit.summary()
+    assert "5 images with verdict none_of_the_classes" in found.lines[1]
     manifest = new.save(tmp_path / "bundle")
     assert manifest.version != model.version and found.warnings == ()
     again = load_model(tmp_path / "bundle", device="cpu", allow_factories=[FACTORY])

@@ -41,7 +41,7 @@ def test_the_range_of_the_inputs_is_taken_for_black_to_white(ranges: list[tuple[
 def test_an_observed_preprocess_is_no_known_one() -> None:
     observed = Statistics().preprocess_of((1, 2, 2), [0.5], [0.5])  # A constant channel.
     assert isinstance(observed, ObservedPreprocess) and not observed.is_known
-    assert replace(observed) == observed and "inputs as a loader gives them" in str(observed)
+    assert replace(observed) == observed and "inputs from a loader" in str(observed)
     known = PRESETS["mnist"]
     assert ObservedPreprocess(**vars(known)) != known
 

@@ -49,7 +49,7 @@ def test_labelled_and_repeated_images_are_left_out(tmp_path: Path) -> None:
 
 
 def test_the_audit_slice_alone_is_in_the_order_of_its_digests(tmp_path: Path) -> None:
-    """Who stops anywhere has judged a random part of each day."""
+    """Who stops anywhere has reviewed a random part of each day."""
     log = make_log(tmp_path, 0)
     days = [TIME, TIME + timedelta(days=1)]
     put_rows(log, [row(n, audit=n % 3 > 0, time=days[n % 2] + timedelta(seconds=n)) for n in range(20)])

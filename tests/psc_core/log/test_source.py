@@ -1,4 +1,4 @@
-"""Stored images of a log."""
+"""Logged images."""
 
 from __future__ import annotations
 

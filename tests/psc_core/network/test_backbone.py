@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from psc_core.errors import NetworkError
 from psc_core.images.preprocess import PRESETS
-from psc_core.network.backbone import Backbone, check_output, example_input, rebuild_backbone, truncate
+from psc_core.network.backbone import Backbone, check_output, rebuild_backbone, trial_input, truncate
 from psc_core.network.layers import list_layers
 from psc_core.network.layout import INPUT_SUFFIX, canonical
 from psc_core.network.load import load_network
@@ -150,13 +150,13 @@ def test_all_layers_and_logits_equal_hooks(name: str) -> None:
     infos = list_layers(net, x[:1])
     layers = [info.name for info in infos]
     values, logits = hooked(net, layers, x)
-    backbone = truncate(net, layers, keep_output=True, example=x[:1])
+    backbone = truncate(net, layers, keep_output=True, trial=x[:1])
     assert backbone.is_traced == (name not in ("early_exit", "loop"))
     features, out = backbone(x)
     assert out is not None and torch.equal(out, logits)
     for info, feature in zip(infos, features, strict=True):
         assert feature.shape == (3, *info.shape)
-        assert torch.equal(feature, canonical(values[info.name], info.kind)), info.name
+        assert torch.equal(feature, canonical(values[info.name], info.form)), info.name
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -165,8 +165,8 @@ def test_single_layer_equals_hooks_and_survives_bundle(name: str) -> None:
     net, x = build(name)
     infos = list_layers(net, x[:1])
     info = infos[(len(infos) - 1) // 2]
-    expected = canonical(hooked(net, [info.name], x)[0][info.name], info.kind)
-    backbone = truncate(net, [info.name], keep_output=False, example=x[:1])
+    expected = canonical(hooked(net, [info.name], x)[0][info.name], info.form)
+    backbone = truncate(net, [info.name], keep_output=False, trial=x[:1])
     (feature,), logits = backbone(x)
     assert logits is None and torch.equal(feature, expected)
     for batch in (x[:1], torch.cat([x, x])):
@@ -192,20 +192,20 @@ def test_keeps_only_needed_parameters() -> None:
 
 def test_hooks_drop_later_modules_but_keep_branches() -> None:
     net, x = build("early_exit")
-    backbone = truncate(net, ["dark"], keep_output=False, example=x[:1])
+    backbone = truncate(net, ["dark"], keep_output=False, trial=x[:1])
     kept = {key.split(".")[2] for key in backbone.state_dict()}
     assert kept == {"stem", "bright", "dark"}
     assert backbone.spec()["hooks"] == {"stop": "dark", "dropped": ["late", "head"]}
     with torch.no_grad(), pytest.raises(NetworkError, match="this input needs late, which was dropped"):
         backbone(x + 1e4)
-    whole = truncate(net, ["dark"], keep_output=True, example=x[:1])
+    whole = truncate(net, ["dark"], keep_output=True, trial=x[:1])
     with torch.no_grad(), pytest.raises(NetworkError, match="does not reach layer dark"):
         whole(x + 1e4)
 
 
 def test_repeated_module_is_not_stopped_early() -> None:
     net, x = build("loop")
-    backbone = truncate(net, ["step"], keep_output=False, example=x[:1])
+    backbone = truncate(net, ["step"], keep_output=False, trial=x[:1])
     assert backbone.spec()["hooks"] == {"stop": None, "dropped": []}
     with torch.no_grad():
         assert torch.equal(backbone(x)[0][0], net.step(net.step(x)).flatten(2))
@@ -215,7 +215,7 @@ def test_cutting_does_not_change_network() -> None:
     for name in ("vgg11", "early_exit"):
         net, x = build(name)
         keys, logits = list(net.state_dict()), net(x)
-        truncate(net, [list_layers(net, x[:1])[0].name], keep_output=False, example=x[:1])
+        truncate(net, [list_layers(net, x[:1])[0].name], keep_output=False, trial=x[:1])
         assert list(net.state_dict()) == keys and torch.equal(net(x), logits)
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
 
@@ -253,7 +253,7 @@ def test_rejects_unknown_or_repeated_layers(layers: list[str], text: str) -> Non
 
 
 def test_untraceable_network_needs_example() -> None:
-    with pytest.raises(NetworkError, match=r"cannot be traced.*pass an example"):
+    with pytest.raises(NetworkError, match=r"cannot be traced.*pass a trial input"):
         truncate(build("early_exit")[0], ["dark"], keep_output=False)
 
 
@@ -271,11 +271,11 @@ class Baked(nn.Module):
 
 
 def test_example_detects_wrong_trace() -> None:
-    net, example = Baked().eval(), torch.randn(1, 1, 2, 2)
+    net, trial = Baked().eval(), torch.randn(1, 1, 2, 2)
     assert truncate(net, ["first"], keep_output=True).is_traced
-    backbone = truncate(net, ["first"], keep_output=True, example=example)
+    backbone = truncate(net, ["first"], keep_output=True, trial=trial)
     assert not backbone.is_traced
-    assert torch.equal(backbone(example)[1], net(example))
+    assert torch.equal(backbone(trial)[1], net(trial))
 
 
 class Dropping(nn.Module):
@@ -292,14 +292,14 @@ class Dropping(nn.Module):
 
 
 def test_rejects_random_output() -> None:
-    example = torch.randn(1, 1, 8, 8)
+    trial = torch.randn(1, 1, 8, 8)
     torch.manual_seed(0)
     for cut in (["first", "head"], ["head:input"]):
         with pytest.raises(NetworkError, match=r"the same output for the same image.*is dropout always on"):
-            truncate(Dropping(0.3), cut, keep_output=False, example=example)
+            truncate(Dropping(0.3), cut, keep_output=False, trial=trial)
     with pytest.raises(NetworkError, match="the same output for the same image"):
-        truncate(Dropping(0.3), ["first"], keep_output=True, example=example)
-    assert truncate(Dropping(0.3), ["first"], keep_output=False, example=example).is_traced  # not yet dropped
+        truncate(Dropping(0.3), ["first"], keep_output=True, trial=trial)
+    assert truncate(Dropping(0.3), ["first"], keep_output=False, trial=trial).is_traced  # not yet dropped
 
 
 class Odd(nn.Module):
@@ -318,7 +318,7 @@ def test_rejects_unsupported_outputs() -> None:
     with pytest.raises(NetworkError, match="a map, tokens or a vector"):
         truncate(Odd(), ["cube"], keep_output=False)(x)
     with pytest.raises(NetworkError, match="only logits"):
-        truncate(Odd(), ["cube"], keep_output=True, example=x)(x)
+        truncate(Odd(), ["cube"], keep_output=True, trial=x)(x)
 
 
 def test_network_built_by_hand_has_no_spec() -> None:
@@ -352,10 +352,10 @@ def test_rebuild_rejects_wrong_state() -> None:
 
 
 def test_example_input_is_reproducible_and_standardised() -> None:
-    example = example_input(PRESETS["cifar10"])
-    assert example.shape == (1, 3, 32, 32) and example.dtype == torch.float32
-    assert torch.equal(example, example_input(PRESETS["cifar10"]))
-    assert abs(float(example.mean())) < 0.5
+    trial = trial_input(PRESETS["cifar10"])
+    assert trial.shape == (1, 3, 32, 32) and trial.dtype == torch.float32
+    assert torch.equal(trial, trial_input(PRESETS["cifar10"]))
+    assert abs(float(trial.mean())) < 0.5
 
 
 class Gives(nn.Module):

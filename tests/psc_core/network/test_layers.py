@@ -31,7 +31,7 @@ def test_operations_of_residual_network() -> None:
     assert names[-2:] == ["avgpool", "fc"]
     assert [layer.index for layer in layers] == list(range(22))
     found = by_name(layers)
-    assert (found["layer3.0.conv1"].kind, found["layer3.0.conv1"].shape) == ("map", (256, 49))
+    assert (found["layer3.0.conv1"].form, found["layer3.0.conv1"].shape) == ("map", (256, 49))
     assert found["layer3.0.conv1"].grid == (7, 7)
     assert [layer.role for layer in layers[-3:]] == ["hidden", "penultimate", "output"]
 
@@ -60,7 +60,7 @@ def test_blocks(
 ) -> None:
     layers = list_layers(network(name, **args), torch.randn(1, 3, size, size), granularity="blocks")
     assert len([entry for entry in layers if entry.role in ("hidden", "trunk")]) == blocks
-    assert (by_name(layers)[layer].kind, by_name(layers)[layer].shape) == (kind, shape)
+    assert (by_name(layers)[layer].form, by_name(layers)[layer].shape) == (kind, shape)
     assert layers[-1].role == "penultimate"
 
 
@@ -93,16 +93,16 @@ def test_attention_blocks_replace_their_operations() -> None:
 
 def test_linear_layers_on_maps_are_channels_last() -> None:
     found = by_name(list_layers(network("convnext_tiny"), torch.randn(1, 3, 32, 32)))
-    assert (found["features.1.0.block.0"].kind, found["features.1.0.block.0"].shape) == ("map", (96, 64))
-    assert (found["features.1.0.block.3"].kind, found["features.1.0.block.3"].shape) == ("map_last", (384, 64))
+    assert (found["features.1.0.block.0"].form, found["features.1.0.block.0"].shape) == ("map", (96, 64))
+    assert (found["features.1.0.block.3"].form, found["features.1.0.block.3"].shape) == ("map_last", (384, 64))
 
 
 def test_channel_axis_of_every_swin_module() -> None:
     found = by_name(list_layers(network("swin_t"), torch.randn(1, 3, 64, 64), granularity="all"))
     assert found["features.0.0"].shape == (96, 256)
-    assert (found["features.0"].kind, found["features.0"].shape) == ("map_last", (96, 256))
-    assert (found["features.1.0.mlp.1"].kind, found["features.1.0.mlp.1"].shape) == ("map_last", (384, 256))
-    assert (found["permute"].kind, found["permute"].shape) == ("map", (768, 4))
+    assert (found["features.0"].form, found["features.0"].shape) == ("map_last", (96, 256))
+    assert (found["features.1.0.mlp.1"].form, found["features.1.0.mlp.1"].shape) == ("map_last", (384, 256))
+    assert (found["permute"].form, found["permute"].shape) == ("map", (768, 4))
 
 
 class Sequences(nn.Module):
@@ -120,16 +120,16 @@ class Sequences(nn.Module):
 
 
 def test_one_dimensional_layers_are_channels_first() -> None:
-    net, example = Sequences(), torch.randn(1, 1, 16, 16)
-    found = by_name(list_layers(net, example, granularity="all"))
-    assert (found["norm"].kind, found["norm"].shape) == ("tokens", (6, 16))
+    net, trial = Sequences(), torch.randn(1, 1, 16, 16)
+    found = by_name(list_layers(net, trial, granularity="all"))
+    assert (found["norm"].form, found["norm"].shape) == ("tokens", (6, 16))
     for name in ("line.0", "line.1", "line.2"):
-        assert (found[name].kind, found[name].shape, found[name].grid) == ("map", (5, 16), (16,))
+        assert (found[name].form, found[name].shape, found[name].grid) == ("map", (5, 16), (16,))
     for name in ("line.3", "line"):
-        assert (found[name].kind, found[name].shape) == ("map", (5, 8))
-    assert (found["avgpool"].kind, found["avgpool"].shape) == ("map", (5, 1))
+        assert (found[name].form, found[name].shape) == ("map", (5, 8))
+    assert (found["avgpool"].form, found["avgpool"].shape) == ("map", (5, 1))
     assert found["avgpool"].role == "penultimate"
-    (features,), _ = truncate(net, ["avgpool"], keep_output=False, example=example)(example)
+    (features,), _ = truncate(net, ["avgpool"], keep_output=False, trial=trial)(trial)
     assert features.shape == (1, 5, 1)
 
 
@@ -146,7 +146,7 @@ def test_timm_normalisations(name: str, layer: str, kind: str, shape: tuple[int,
     pytest.importorskip("timm")
     net = load_network(f"timm:{name}", num_classes=3)
     found = by_name(list_layers(net, torch.randn(1, 3, 32, 32), granularity="all"))[layer]
-    assert (found.kind, found.shape) == (kind, shape)
+    assert (found.form, found.shape) == (kind, shape)
 
 
 class FunctionalPool(nn.Module):
@@ -199,14 +199,14 @@ def test_linear_classifier_reads_its_input() -> None:
 
 def test_rejects_unknown_pattern_and_granularity() -> None:
     net = FunctionalPool()
-    example = torch.randn(1, 1, 8, 8)
-    assert [layer.index for layer in select_layers(list_layers(net, example), "^shared$")] == [1]
+    trial = torch.randn(1, 1, 8, 8)
+    assert [layer.index for layer in select_layers(list_layers(net, trial), "^shared$")] == [1]
     with pytest.raises(UsageError, match="no layer name matches"):
-        select_layers(list_layers(net, example), "layer9")
+        select_layers(list_layers(net, trial), "layer9")
     with pytest.raises(UsageError, match="regular expression"):
-        select_layers(list_layers(net, example), "(")
+        select_layers(list_layers(net, trial), "(")
     with pytest.raises(UsageError, match="operations, blocks, all"):
-        list_layers(net, example, granularity="fine")
+        list_layers(net, trial, granularity="fine")
 
 
 def test_reports_any_exception_of_network() -> None:

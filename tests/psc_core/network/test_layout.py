@@ -27,11 +27,11 @@ def test_token_blocks_with_convolutions() -> None:
     embedding = nn.Sequential(nn.Conv2d(3, 6, 4), nn.Flatten(2))
     mixing = nn.Sequential(nn.Conv1d(9, 9, 1), nn.LayerNorm(6), nn.Linear(6, 6))
     projected = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(16))
-    assert layout_of(embedding, "").kind((2, 16, 6)) == "tokens"
-    assert layout_of(mixing, "").kind((2, 9, 6)) == "tokens"
-    assert layout_of(projected, "").kind((2, 16, 9)) == "tokens"
-    assert layout_of(nn.Conv1d(3, 1, 1), "").kind((2, 1, 16)) == "tokens"
-    assert layout_of(nn.Sequential(nn.Linear(6, 6), nn.Conv1d(6, 9, 1)), "").kind((2, 9, 16)) == "map"
+    assert layout_of(embedding, "").form((2, 16, 6)) == "tokens"
+    assert layout_of(mixing, "").form((2, 9, 6)) == "tokens"
+    assert layout_of(projected, "").form((2, 16, 9)) == "tokens"
+    assert layout_of(nn.Conv1d(3, 1, 1), "").form((2, 1, 16)) == "tokens"
+    assert layout_of(nn.Sequential(nn.Linear(6, 6), nn.Conv1d(6, 9, 1)), "").form((2, 9, 16)) == "map"
 
 
 class FirstNorm(nn.LayerNorm):
@@ -61,20 +61,20 @@ class LastNorm(nn.LayerNorm):
 def test_normalisation_reveals_channel_axis(norm: nn.Module, kind: str) -> None:
     shape = (2, 6, 4, 5) if kind == "map" else (2, 4, 5, 6)
     assert norm(torch.zeros(shape)).shape == shape
-    assert layout_of(norm, "").kind(shape) == kind
-    assert layout_of(nn.Sequential(nn.Identity(), norm), "").kind(shape) == kind
+    assert layout_of(norm, "").form(shape) == kind
+    assert layout_of(nn.Sequential(nn.Identity(), norm), "").form(shape) == kind
 
 
 @given(st.lists(st.integers(1, 9), min_size=4, max_size=4))
 def test_layout_gives_a_map_for_four_dimensions(shape: list[int]) -> None:
     for convolves in (False, True):
         for widths in (frozenset[int](), frozenset({3, 5})):
-            assert Layout(convolves, widths, frozenset({2})).kind(shape) in ("map", "map_last")
+            assert Layout(convolves, widths, frozenset({2})).form(shape) in ("map", "map_last")
 
 
 def test_layout_by_rank() -> None:
     layout = Layout(True, frozenset(), frozenset())
-    assert [layout.kind(shape) for shape in ((2, 3), (2, 3, 4), (2,), (2, 3, 4, 5, 6))] == [
+    assert [layout.form(shape) for shape in ((2, 3), (2, 3, 4), (2,), (2, 3, 4, 5, 6))] == [
         "vector",
         "tokens",
         None,
@@ -85,4 +85,4 @@ def test_layout_by_rank() -> None:
 def test_concatenated_convolutions_are_channels_first() -> None:
     """A dense block's 256 channels are no convolution's width, its 32-pixel rows are."""
     net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32))
-    assert layout_of(net, "").kind((2, 256, 24, 32)) == "map"
+    assert layout_of(net, "").form((2, 256, 24, 32)) == "map"

@@ -40,7 +40,7 @@ def fit_calibration(
         weights: Images that each one stands for, see :mod:`psc_core.calibration.weighted`; None where all are equal.
 
     Raises:
-        FitError: Scores that are not finite.
+        FitError: If scores are not finite.
     """
     given = probabilities.gather(1, labels[:, None])[:, 0].float()
     check_finite({"OOD scores": ood_score, "entropies": entropy, "probabilities": given})
@@ -72,7 +72,7 @@ def ambiguity_threshold(entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"
         ``None`` if no threshold passes: too many errors, or too few images.
 
     Raises:
-        UsageError: ``risk`` is outside (0, 1).
+        UsageError: If ``risk`` is outside (0, 1).
     """
     check_fraction(risk, "risk")
     count = len(entropy)
@@ -91,7 +91,7 @@ def ambiguity_threshold(entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"
 def nearest_risk(entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"], *, risk: float) -> float | None:
     """Return the smallest error rate above ``risk``, in hundredths, that a threshold keeps.
 
-    It is chosen on these images, so it is advice for another fit and no promise of this one.
+    It is chosen on these images, so it is advice for another fit and guarantees nothing for this one.
 
     Returns:
         ``None`` if there is none up to a half.

@@ -26,7 +26,7 @@ def fit_head(job: HeadJob) -> ClassifierHead:
     """Fit a head to training features; every free number is chosen by validation NLL.
 
     Raises:
-        FitError: Features that are not finite or all equal, or a class without training images.
+        FitError: If features are not finite or all equal, or a class has no training images.
     """
     num_classes, shown = len(job.classes), job.train.images
     train, val = job.train.head_input.to(job.device), job.selection.head_input[:].to(job.device)

@@ -30,7 +30,7 @@ from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.classification.task import Classification
 from psc_core.tasks.fit.task import OWN_IMAGES, Calibrated, HeadJob, TaskFit, own_outputs
 from psc_core.tasks.head import Head, Scored
-from psc_core.tasks.policy import BasePolicy
+from psc_core.tasks.policy import GUARANTEED_RISK, BasePolicy
 
 ACCURACY_GAP: Final = 0.1
 """Loss of accuracy from training to validation images up to which the network is not warned about."""
@@ -70,10 +70,11 @@ class ClassificationFit(TaskFit):
         risk, threshold = metrics["risk"], before.model_dump()["ambiguity_threshold"]
         if risk["threshold"] is not None:
             return found, ""
+        guaranteed = risk[GUARANTEED_RISK]
         nearest = "" if risk.get("nearest") is None else f", or --risk {risk['nearest']:g}"
         text = (
-            f"the images show for no ambiguity threshold that at most {risk['promised']:.3g} of the accepted ones are "
-            f"wrong, which takes at least {fewest(risk['promised'])} images and few errors{nearest}; the threshold "
+            f"the images show for no ambiguity threshold that at most {guaranteed:.3g} of the accepted ones are "
+            f"wrong, which takes at least {fewest(guaranteed)} images and few errors{nearest}; the threshold "
             f"stays at {threshold:.4g} nats"
         )
         return found.model_copy(update={"ambiguity_threshold": threshold}), text
@@ -105,7 +106,7 @@ class ClassificationFit(TaskFit):
             scored, labels, entropies = scored.at(kept), labels[kept], entropies[kept]
         correct = scored.probabilities.argmax(1) == labels
         threshold = ambiguity_threshold(entropies, correct, risk=settings.risk)
-        risk = {"promised": settings.risk, "confidence": CONFIDENCE, "threshold": threshold}
+        risk = {GUARANTEED_RISK: settings.risk, "confidence": CONFIDENCE, "threshold": threshold}
         metrics = {**calibration_metrics(scored, labels), "risk": risk}
         if threshold is None:
             risk["nearest"] = nearest_risk(entropies, correct, risk=settings.risk)

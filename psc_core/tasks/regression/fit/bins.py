@@ -29,7 +29,7 @@ def quantile_edges(values: Float[Tensor, " n"]) -> Float[Tensor, " edges"]:
     """Return the numbers that part the bins, ascending: quantiles of ``values`` without repetition.
 
     Raises:
-        DataError: All values are equal.
+        DataError: If all values are equal.
     """
     bins = min(BINS, max(2, len(values) // IMAGES_PER_BIN))
     ascending = values.double().sort().values
@@ -59,7 +59,7 @@ def binned(train: ImageDataset, val: ImageDataset) -> tuple[ImageDataset, ImageD
     """Return both in bins of the training images' numbers.
 
     Raises:
-        DataError: All numbers are equal.
+        DataError: If all numbers are equal.
     """
     edges = quantile_edges(known_values(train.values))
     return in_bins(train, edges), in_bins(val, edges)

@@ -27,7 +27,7 @@ def fit_calibration(
         weights: Images that each one stands for, see :mod:`psc_core.calibration.weighted`; None where all are equal.
 
     Raises:
-        FitError: Scores that are not finite.
+        FitError: If scores are not finite.
     """
     residuals = ((values.double() - mean.double()).abs() / deviation.double()).float()
     check_finite({"OOD scores": ood_score, "residuals": residuals})

@@ -28,7 +28,7 @@ def fit_head(job: HeadJob) -> RegressionHead:
     The network's own predictions, where the selection split has them, are served in place of the head's.
 
     Raises:
-        FitError: Features that are not finite or all equal, or numbers that are all equal.
+        FitError: If features are not finite or all equal, or numbers are all equal.
     """
     train, val = job.train.head_input.to(job.device), job.selection.head_input[:].to(job.device)
     for z in (train, val):

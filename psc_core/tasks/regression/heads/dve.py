@@ -16,10 +16,10 @@ The layers are experts of a generalised product (Cao & Fleet 2014); one that lea
 ``aleatoric² = σ² Σ w_l τ_l²/σ_l²``, ``w_l ∝ β_l/σ_l²``, ``Σ w_l = 1``; the rest of σ² is epistemic.  Deviations
 hold one factor more, chosen on validation images (:mod:`psc_core.tasks.regression.fit.dve`).
 
-Neighbours are exact: a matrix product and ``topk`` on blocks of at most :data:`BLOCK` stored images, on any device, so
+Neighbours are exact: a matrix product and ``topk`` on blocks of at most :data:`BLOCK` support images, on any device, so
 that memory does not grow with their number.  Distances to the chosen ones are differences, and solves float64.
 
-Shapes: B images, D columns, L layers, n stored images, m neighbours.
+Shapes: B images, D columns, L layers, n support images, m neighbours.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from psc_core.errors import FitError
 from psc_core.tasks.regression.heads.base import RegressionHead, ValueOutput
 
 BLOCK: Final = 1 << 13
-"""Number of stored images that distances are computed to at once."""
+"""Number of support images that distances are computed to at once."""
 
 IMAGES: Final = 256
 """Number of images that are answered at once."""
@@ -73,9 +73,9 @@ class Combined(NamedTuple):
 
 
 class DeepVecchiaHead(RegressionHead):
-    """The ensemble of the module's text: ``basis`` holds the B_l, ``points`` the x_l of the stored images.
+    """The ensemble of the module's text: ``basis`` holds the B_l, ``points`` the x_l of the support images.
 
-    ``images`` are the positions of the stored images among those it was fitted on, ``neighbours`` is m.
+    ``images`` are the positions of the support images among those it was fitted on, ``neighbours`` is m.
     """
 
     kind = "dve"
@@ -115,7 +115,7 @@ class DeepVecchiaHead(RegressionHead):
             raise FitError("expected positive variances in dve.signal and dve.noise; fit it again")
 
     def experts(self, z: Float[Tensor, "batch dim"]) -> Experts:
-        """Return mean and variance of each layer's process, and its nearest stored images."""
+        """Return mean and variance of each layer's process, and its nearest support images."""
         phi = self.standardise(z)
         means, variances, nearest = [], [], []
         for basis, points, signal, noise in zip(self.basis, self.points, self.signal, self.noise, strict=True):
@@ -143,7 +143,7 @@ class DeepVecchiaHead(RegressionHead):
         )
 
     def explain(self, z: Float[Tensor, "batch dim"]) -> dict[str, Tensor]:
-        """Return the nearest stored images of each layer, (B, L, k), and the weight of each layer, (B, L)."""
+        """Return the nearest support images of each layer, (B, L, k), and the weight of each layer, (B, L)."""
         parts = []
         for part in torch.split(z, IMAGES):
             experts = self.experts(part)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.http.routes.live import MAX_EXAMPLE_BYTES, MAX_EXAMPLES
+from app.http.routes.live import MAX_FILE_BYTES, MAX_FILES
 from tests.app.fakes import FakeModel, png
 from tests.app.support import PNG, running
 
@@ -32,7 +32,7 @@ async def test_examples_are_the_images_in_the_bundle(tmp_path: Path) -> None:
     (folder / "b.png").write_bytes(png(1))
     (folder / "a.PNG").write_bytes(png(2))
     (folder / "notes.txt").write_text("no image")
-    (folder / "huge.png").write_bytes(bytes(MAX_EXAMPLE_BYTES + 1))
+    (folder / "huge.png").write_bytes(bytes(MAX_FILE_BYTES + 1))
     (tmp_path.parent / "outside.png").write_bytes(png(3))
     (folder / "link.png").symlink_to(tmp_path.parent / "outside.png")
     async with running({"m": FakeModel()}, bundle=(f"m={tmp_path}",)) as app:
@@ -43,7 +43,7 @@ async def test_examples_are_the_images_in_the_bundle(tmp_path: Path) -> None:
             assert (await app.client.get(f"/models/m/examples/{other}")).status_code == 404, other
         for number in range(20):
             (folder / f"c{number}.png").write_bytes(png(4))
-        assert len((await app.client.get("/models/m/examples")).json()["files"]) == MAX_EXAMPLES
+        assert len((await app.client.get("/models/m/examples")).json()["files"]) == MAX_FILES
 
 
 async def test_a_model_without_examples() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from app.http.routes.review import MAX_IMAGES
 from app.log.writer import LogWriter
-from psc_core.fitting.audit import images_of, judged_of
+from psc_core.fitting.audit import images_of, reviewed_of
 from psc_core.log.erase import erase
 from psc_core.log.labels import joined, read_labels
 from psc_core.log.rows import read_rows
@@ -81,7 +81,7 @@ async def test_a_verdict_on_a_shown_image_calibrates_only_within_the_slice(tmp_p
     labels = read_labels(log)
     verdicts = [each for batch in joined(read_rows(log, "m"), labels, "m") for each in batch["verdict"].to_pylist()]
     assert verdicts == ["label"] * 3
-    assert judged_of(images_of(joined(read_rows(log, "m", audit=True), labels, "m"))) == []
+    assert reviewed_of(images_of(joined(read_rows(log, "m", audit=True), labels, "m"))) == []
 
 
 async def test_a_slow_log_gives_what_was_found_before_the_deadline(

@@ -1,4 +1,4 @@
-"""Fit a regression through the command line and the library: promises, options, what is refused."""
+"""Fit a regression through the command line and the library: guarantees, options, what is refused."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_only_kept_images_are_read_again(data_root: Path, projection: FittedProj
     (train, reads), (val, _) = counted(data_root, "train"), counted(data_root, "val")
     fit_psc(net, CANDIDATE, projection, train, val, settings=SETTINGS)
     often = [index for index, times in reads.items() if times > 1]
-    assert len(reads) == len(train) and COUNT <= len(often) <= COUNT + 1  # One also serves as an example of the shape.
+    assert len(reads) == len(train) and COUNT <= len(often) <= COUNT + 1  # One is also the trial input.
 
 
 @pytest.mark.parametrize("count", [9, 5000])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import labelled
 from psc_core.data.sources import TensorSource
-from psc_core.gates.fit.made_up import CONTRAST, MIXED, REAL, TRANSFORMS, by_kind, made_up_batches, mix, turn
+from psc_core.gates.fit.made_up import CONTRAST, MIXED, REAL, TRANSFORMS, by_transform, made_up_batches, mix, turn
 from psc_core.images.preprocess import Preprocess
 
 
@@ -76,13 +76,13 @@ def test_a_batch_without_pairs_of_two_classes_has_no_mixes() -> None:
     found = list(made_up_batches(data, compute, "made up", mixed=True, seed=0))
     assert [MIXED in made for made in found] == [True, False]  # an image alone is its own partner
     assert all(len(images) for made in found for images in made.values())
-    assert len(by_kind(found, lambda images: {"mean": images.float().mean((1, 2, 3))})[REAL]["mean"]) == 9
+    assert len(by_transform(found, lambda images: {"mean": images.float().mean((1, 2, 3))})[REAL]["mean"]) == 9
 
 
-def test_what_a_step_gives_is_joined_by_kind_and_name() -> None:
+def test_what_a_step_gives_is_joined_by_transform_and_name() -> None:
     first, second = random_images(0, 3, 1, 4, 4), random_images(1, 2, 1, 4, 4)
     batches = [{REAL: first, "turned": turn(first)}, {REAL: second, "turned": turn(second)}]
-    found = by_kind(batches, lambda images: {"mean": images.float().mean((1, 2, 3)), "corner": images[:, 0, 0, 0]})
+    found = by_transform(batches, lambda images: {"mean": images.float().mean((1, 2, 3)), "corner": images[:, 0, 0, 0]})
     whole = torch.cat([first, second])
     assert found.keys() == {REAL, "turned"} and found[REAL].keys() == {"mean", "corner"}
     assert torch.equal(found["turned"]["corner"], turn(whole)[:, 0, 0, 0])

@@ -10,17 +10,16 @@ from hypothesis import strategies as st
 
 from psc_core.errors import FitError
 from psc_core.maps.fit.gaussian import (
-    DEAD_UNIT,
     DISTANCE_ROUNDING,
     MAX_COMPONENTS,
-    TAIL_FRACTION,
     fit_positions,
     thresholds,
     with_levels,
 )
 from psc_core.maps.fit.moments import Moments
 from psc_core.maps.layer_map import DECADES, LEVELS
-from psc_core.numerics.linalg import EIGENVALUE_FLOOR
+from psc_core.numerics.linalg import DEAD_UNIT, EIGENVALUE_FLOOR
+from psc_core.numerics.tail import TAIL_FRACTION
 from tests.reference import maps as naive
 
 

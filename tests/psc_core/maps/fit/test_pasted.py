@@ -6,12 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core.maps.fit.pasted import CROP, KINDS, paste
+from psc_core.maps.fit.pasted import CROP, PATCHES, paste
 
 SIDES = st.integers(1, 20)
 
 
-@given(st.sampled_from(KINDS), st.integers(1, 4), st.sampled_from((1, 3)), SIDES, SIDES, st.integers(0, 99))
+@given(st.sampled_from(PATCHES), st.integers(1, 4), st.sampled_from((1, 3)), SIDES, SIDES, st.integers(0, 99))
 def test_only_the_mask_changes(kind: str, count: int, channels: int, height: int, width: int, seed: int) -> None:
     images = torch.randint(0, 256, (count, channels, height, width), dtype=torch.uint8)
     before = images.clone()

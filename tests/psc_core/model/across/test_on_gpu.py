@@ -72,10 +72,10 @@ def test_networks(spec: str, precision: Precision) -> None:
     net = load_network(spec, num_classes=10)
     channels = next(module for module in net.modules() if isinstance(module, nn.Conv2d)).in_channels
     side = 28 if spec == "tests.tiny:LeNet" else 64
-    example = torch.rand(1, channels, side, side)
-    backbone = truncate(net.eval(), [NETWORKS[spec]], keep_output=True, example=example)
+    trial = torch.rand(1, channels, side, side)
+    backbone = truncate(net.eval(), [NETWORKS[spec]], keep_output=True, trial=trial)
     assert backbone.is_traced
-    expected, logits = backbone(example)
+    expected, logits = backbone(trial)
     fake = FakeTensorMode()
     there = moved(backbone, fake)
     with fake:

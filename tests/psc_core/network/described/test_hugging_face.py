@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from psc_core.errors import NetworkError
-from psc_core.network.backbone import example_input, truncate
+from psc_core.network.backbone import trial_input, truncate
 from psc_core.network.described.hugging_face import describe
 from psc_core.network.layers import list_layers
 from psc_core.network.load import load_network, recipe_of
@@ -64,7 +64,7 @@ def test_a_folder_without_preprocessing_says_so(tmp_path: Path) -> None:
         ({"_experts_implementation_internal": 1}, "code from elsewhere"),
         ({"id2label": None, "num_labels": "many"}, "num_labels of .* positive number, got 'many'"),
         ({"id2label": None, "num_labels": -1}, "num_labels of .* positive number, got -1"),
-        ({"quantization_config": {"bits": 4}}, "is of a quantised network"),
+        ({"quantization_config": {"bits": 4}}, "belongs to a quantised network"),
         ({"model_type": None}, "has no model_type"),
         ({"id2label": {"0": "a", "2": "b"}}, "to name the outputs 0, 1"),
         ({"id2label": ["a", "b"]}, "to name the outputs 0, 1"),
@@ -208,20 +208,20 @@ def test_layers_are_found_and_cut(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the networks are transformers'")
     folder = folders.save_transformer(tmp_path, folders.transformer(kind))
     net = load_network(f"hf:{folder}")
-    example = example_input(folders.SIZE)
-    blocks = list_layers(net, example, granularity="blocks")
+    trial = trial_input(folders.SIZE)
+    blocks = list_layers(net, trial, granularity="blocks")
     name, of_kind, shape, count = BLOCKS[kind]
     found = {layer.name: layer for layer in blocks}
-    assert (found[name].kind, found[name].shape) == (of_kind, shape)
+    assert (found[name].form, found[name].shape) == (of_kind, shape)
     assert len([layer for layer in blocks if layer.role in ("hidden", "trunk")]) == count
-    operations = list_layers(net, example)
+    operations = list_layers(net, trial)
     assert [layer.role for layer in operations[-2:]] == ["penultimate", "output"]
     penultimate = operations[-2]
-    backbone = truncate(net, [name, penultimate.name], keep_output=False, example=example)
+    backbone = truncate(net, [name, penultimate.name], keep_output=False, trial=trial)
     with torch.inference_mode():
-        first, again = backbone(example)[0], backbone(example)[0]
-        logits = net(example)
-        (whole,), kept = truncate(net, [name], keep_output=True, example=example)(example)
+        first, again = backbone(trial)[0], backbone(trial)[0]
+        logits = net(trial)
+        (whole,), kept = truncate(net, [name], keep_output=True, trial=trial)(trial)
     assert kept is not None and torch.equal(kept, logits) and torch.equal(whole, first[0])
     assert all(torch.equal(left, right) for left, right in zip(first, again, strict=True))
     classifier = [module for module in net.modules() if isinstance(module, nn.Linear)][-1]

@@ -101,7 +101,7 @@ def test_gives_what_the_transform_of_timm_gives(crop: dict[str, Any], photograph
     [
         ({**vit(), "image_processor_type": "MobileViTImageProcessor"}, "whole", "does not know, MobileViT"),
         ({**vit(), "image_processor_type": None}, "whole", "without a name"),
-        (vit(do_flip_channel_order=True), "whole", "as PSC does not: do_flip_channel_order"),
+        (vit(do_flip_channel_order=True), "whole", "that PSC does not support: do_flip_channel_order"),
         (vit(do_resize=False), "size", "does not resize"),
         (vit(size={"shortest_edge": 224, "longest_edge": 300}), "size", "not of one input"),
         (of_kind("DeiT", size={"height": 256, "width": 256}, crop_size=224), "size", "256 × 256 pixels, whatever"),

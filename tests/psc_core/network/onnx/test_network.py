@@ -64,17 +64,17 @@ def test_logits_and_features_equal_those_of_pytorch(tmp_path: Path, images: int 
     found = list_layers(other, X[:1])
     assert [layer.role for layer in found] == ["hidden"] * 2 + ["trunk", "penultimate", "output"]
     assert len(found) == len(expected)
-    assert [(layer.kind, layer.shape) for layer in found] == [
-        (layer.kind, layer.shape) for layer in list_layers(net, X[:1])
+    assert [(layer.form, layer.shape) for layer in found] == [
+        (layer.form, layer.shape) for layer in list_layers(net, X[:1])
     ]
     names = [layer.name for layer in found]
-    in_onnx, logits = truncate(other, names[1:], keep_output=True, example=X[:1])(X)
+    in_onnx, logits = truncate(other, names[1:], keep_output=True, trial=X[:1])(X)
     in_torch, _ = truncate(net, expected[1:], keep_output=True)(X)
     torch.testing.assert_close(in_onnx, in_torch, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(logits, other(X))
     # The first convolution has the normalisation behind it folded in.
     normalised, _ = truncate(net, ["1"], keep_output=False)(X)
-    torch.testing.assert_close(truncate(other, names[:1], keep_output=False, example=X[:1])(X)[0], normalised)
+    torch.testing.assert_close(truncate(other, names[:1], keep_output=False, trial=X[:1])(X)[0], normalised)
 
 
 class Attention(nn.Module):
@@ -108,11 +108,11 @@ def test_transformers_have_blocks_and_run_one_by_one_where_they_must(tmp_path: P
     for granularity, count in (("operations", 5), ("blocks", 3)):
         layers = list_layers(other, X[:1], granularity=granularity)
         assert len(layers) == count
-        assert [(layer.kind, layer.shape) for layer in layers if layer.role in ("hidden", "trunk")][-2:] == [
+        assert [(layer.form, layer.shape) for layer in layers if layer.role in ("hidden", "trunk")][-2:] == [
             ("tokens", (12, 17))
         ] * 2
         assert next(layer.shape for layer in layers if layer.role == "penultimate") == (12, 1)
-    features, _ = truncate(other, [layers[1].name], keep_output=False, example=X[:1])(X)
+    features, _ = truncate(other, [layers[1].name], keep_output=False, trial=X[:1])(X)
     assert features[0].shape == (5, 12, 17)
     assert len(list_layers(other, X[:1], granularity="all")) > 10
 
@@ -224,8 +224,8 @@ def test_says_what_a_file_must_be(tmp_path: Path) -> None:
     with pytest.raises(NetworkError, match="expected images"):
         open_onnx(file)(torch.zeros(3, 16, 16))
     with pytest.raises(NetworkError, match=r"has no layer 'conv2d_9'; similar names: conv2d"):
-        truncate(open_onnx(file), ["conv2d_9"], keep_output=False, example=X[:1])
-    with pytest.raises(NetworkError, match="pass an example"):
+        truncate(open_onnx(file), ["conv2d_9"], keep_output=False, trial=X[:1])
+    with pytest.raises(NetworkError, match="pass a trial input"):
         truncate(open_onnx(file), ["conv2d"], keep_output=False)
     with pytest.raises(NetworkError, match="leave out weights"):
         load_network(f"onnx:{file}", num_classes=4, weights=file)

@@ -208,7 +208,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_memory_does_not_grow_with_the_stored_images() -> None:
+def test_memory_does_not_grow_with_the_support_images() -> None:
     largest = {}
     for n in (20_000, 60_000):
         state = {"center": torch.zeros(4), "inverse_scale": torch.ones(4), "basis": torch.randn(1, 4, 4),
