@@ -45,12 +45,11 @@ def better_of(
 ) -> ClassifierHead:
     """Return the head, unless its NLL on the selection split is higher by more than one paired standard error.
 
-    The record of what is returned tells the difference and its error, nats.  A probability of zero costs 87.3 nats
-    (:data:`psc_core.metrics.classification.LOG_FLOOR`).
+    The record of what is returned tells the difference and its error, nats.  A probability of zero, or
+    NaN, costs 87.3 nats (:data:`psc_core.metrics.classification.LOG_FLOOR`).
     """
-    difference = label_nll(head(z).probabilities, labels) - nll(logits / own.temperature.to(logits.device), labels)
+    of_head = label_nll(head(z).probabilities.nan_to_num(nan=0.0), labels)
+    difference = of_head - nll(logits / own.temperature.to(logits.device), labels)
     mean, error = float(difference.mean()), float(difference.std(correction=0)) / math.sqrt(len(difference))
-    if math.isnan(mean):  # A head that gives NaN is never better, and a manifest cannot record by how much.
-        return own
     chosen: ClassifierHead = own if mean > error else head
     return chosen.recording({"nll_above_own": mean, "nll_above_own_error": error})

@@ -71,7 +71,8 @@ NETWORKS = {
 def test_networks(spec: str, precision: Precision) -> None:
     net = load_network(spec, num_classes=10)
     channels = next(module for module in net.modules() if isinstance(module, nn.Conv2d)).in_channels
-    trial = torch.rand(1, channels, 64, 64)
+    side = 28 if spec == "tests.tiny:LeNet" else 64
+    trial = torch.rand(1, channels, side, side)
     backbone = truncate(net.eval(), [NETWORKS[spec]], keep_output=True, trial=trial)
     assert backbone.is_traced
     expected, logits = backbone(trial)
@@ -80,7 +81,7 @@ def test_networks(spec: str, precision: Precision) -> None:
     with fake:
         there = there.fused(precision)
     with gpu(fake) as watch, torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
-        (features,), of_output = there(torch.zeros(1, channels, 64, 64, device=GPU))
+        (features,), of_output = there(torch.zeros(1, channels, side, side, device=GPU))
     assert logits is not None and of_output is not None
     assert (features.shape, of_output.shape) == (expected[0].shape, logits.shape)
     assert features.dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
