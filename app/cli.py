@@ -127,7 +127,10 @@ def run(arguments: Sequence[str]) -> int:
     gc.freeze()
     gc.enable()
 
-    code, message = serve(settings, listener)
+    try:
+        code, message = serve(settings, listener)
+    finally:
+        gc.unfreeze()  # Or libraries would report at exit that their objects have leaked.
     if message:
         logger.critical("%s", message)
     return code
