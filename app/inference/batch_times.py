@@ -45,7 +45,7 @@ class BatchTimes:
     def total(self, images: int) -> float:
         """Return the least time that this many images take, seconds; 0 before the first batch."""
         full, rest = divmod(images, self._max_batch)
-        return full * self._seconds(self._max_batch) + (self._seconds(rest) if rest else 0.0)
+        return (full * self._seconds(self._max_batch) if full else 0.0) + (self._seconds(rest) if rest else 0.0)
 
     @property
     def fixed(self) -> float:

@@ -92,7 +92,7 @@ class Batcher:
         self.max_delay_s = max_delay_s
         self._shares_cores = shares_cores
         self._quantum = max(1, max_batch // 8)
-        self._rings = {kind: _Ring(BatchTimes(max_batch)) for kind in RequestKind}
+        self._rings: dict[RequestKind, _Ring] = {}
         self._live: OrderedDict[QueuedRequest, None] = OrderedDict()
         self.finished: list[QueuedRequest] = []
         self._closed = ""
@@ -102,7 +102,7 @@ class Batcher:
     @property
     def pending(self) -> int:
         """The number of images reserved or queued."""
-        return sum(ring.n_pending for ring in self._rings.values())
+        return sum([ring.n_pending for ring in self._rings.values()])
 
     @property
     def idle(self) -> bool:
@@ -125,7 +125,7 @@ class Batcher:
                 retry_after=self.retry_after(),
             )
         before = self._images_before(count, kind)
-        wait = sum(self._rings[each].times.total(images) for each, images in before.items())
+        wait = sum([self._rings[each].times.total(images) for each, images in before.items()])
         longest = _WAIT_FRACTION * (deadline - now)
         if wait > longest:
             raise QueueFull(
@@ -146,8 +146,9 @@ class Batcher:
         self.check(count, now=now, deadline=deadline, kind=kind)
         request = QueuedRequest(count, now, deadline, now + _WAIT_FRACTION * (deadline - now), kind, waiter)
         self._live[request] = None
-        self._rings[kind].n_coming += 1
-        self._rings[kind].n_pending += count
+        ring = self._ring(kind)
+        ring.n_coming += 1
+        ring.n_pending += count
         return request
 
     def put(self, request: QueuedRequest, images: Images, *, now: float) -> bool:
@@ -246,13 +247,19 @@ class Batcher:
         seconds = sum(ring.times.total(ring.n_pending) for ring in self._rings.values())
         return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(seconds)))
 
+    def _ring(self, kind: RequestKind) -> _Ring:
+        """Return the ring of a kind, which begins with the first request of that kind."""
+        if (ring := self._rings.get(kind)) is None:
+            ring = self._rings[kind] = _Ring(BatchTimes(self.max_batch))
+        return ring
+
     def _images_before(self, count: int, kind: RequestKind) -> dict[RequestKind, int]:
         """Return how many images of each kind are taken before a new request has its first turn.
 
         A request of at most one turn waits for one turn of each request of its kind; a larger one for all their images.
         As the kinds take turns, at most one batch of each other kind goes before each batch of its own.
         """
-        ring = self._rings[kind]
+        ring = self._ring(kind)
         turns = (ring.n_coming + len(ring.requests)) * self._quantum
         own = min(ring.n_pending, turns) if count <= self._quantum else ring.n_pending
         others = (own // self.max_batch + 1) * self.max_batch

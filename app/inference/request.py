@@ -21,6 +21,8 @@ class RequestKind(enum.Enum):
     EXPLAIN = enum.auto()
     EXPLAIN_WITH_MAP = enum.auto()
 
+    __hash__ = object.__hash__  # Members are singletons; Enum's own is a Python function, called for each look-up.
+
     @property
     def has_map(self) -> bool:
         """Whether it needs a model with a map."""
