@@ -216,7 +216,7 @@ def test_tables_show_failures_and_how_busy_a_gpu_was(tmp_path: Path) -> None:
     found = record["tables"][0]["servers"]
     found["ray"] = {"failed": "no\nhaproxy"}
     for turn in found["mosec"]["rounds"]:
-        turn["closed"]["requests_per_s"] = 8433.0
+        turn["closed"]["images_per_s"] = 8433.0
     found["mosec"]["rounds"][0]["closed"]["statuses"] = {"200": 96, "503": 4}
     for turn in found["psc"]["rounds"]:
         turn["closed"]["gpu_utilisation"] = 0.67

@@ -17,8 +17,8 @@ from app.observability.metrics import METRICS, PROCESS_FILES, Metrics, forget_de
 def test_every_metric_says_its_unit_and_meaning() -> None:
     for metric in METRICS:
         assert metric.help
-        assert (metric.kind is Counter) == metric.name.endswith("_total")
-        assert "_seconds" in metric.name or "time" not in metric.help.lower() or metric.kind is Gauge
+        assert (metric.type is Counter) == metric.name.endswith("_total")
+        assert "_seconds" in metric.name or "time" not in metric.help.lower() or metric.type is Gauge
 
 
 def test_of_this_process() -> None:

@@ -43,7 +43,7 @@ def test_a_manifest_that_names_no_resizer_means_pillow(tiny_bundle: Path) -> Non
 def test_rejects_text_outside_utf8(tiny_bundle: Path, tmp_path: Path) -> None:
     bundle = read_bundle(tiny_bundle)
     fields = bundle.manifest.model_dump(exclude={"version", "files"})
-    with pytest.raises(ValueError, match="text that UTF-8 cannot hold"):
+    with pytest.raises(BundleError, match="text that UTF-8 cannot hold"):
         write_bundle(tmp_path / "b", {**fields, "provenance": {"train": "\udce9"}}, bundle.parts)
     assert not (tmp_path / "b").exists()
 

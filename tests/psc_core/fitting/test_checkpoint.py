@@ -14,6 +14,7 @@ import torch
 
 from psc_core.bundle import io as bundle
 from psc_core.cli import fit as cli
+from psc_core.cli import job
 from psc_core.compute.distributed import Reducer
 from psc_core.errors import ExitCode
 from psc_core.fitting import stages as fit
@@ -143,7 +144,7 @@ def test_fit_that_was_interrupted_in_its_report_goes_on(
     """The bundle is there by then: this job may replace it, another one not without ``--overwrite``."""
     out = tmp_path / "bundle"
     with monkeypatch.context() as patch:
-        patch.setattr(cli, "collect_fit", stopped)
+        patch.setattr(job, "collect_fit", stopped)
         assert cli.main(arguments(tiny_job, out)) == ExitCode.INTERRUPTED
     assert version(out) == uninterrupted and not (out / "report.html").exists()
     stages = kept(out)
