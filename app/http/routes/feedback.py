@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from app.errors import DeadlineExceeded, LogUnavailable, MalformedRequest
 from app.http.json_body import load_json
 from app.http.openapi import responses
-from app.http.uploads import read_body
+from app.http.uploads import parse, read_json_body
 from app.log.feedback import give, wait_seconds
 from app.log.writer import LogWriter
 from app.service import Service, service_of
@@ -86,8 +86,9 @@ async def feedback(request: Request) -> FeedbackDocument:
     """Add a person's verdict on an image to the prediction log (with `--log`); the last verdict counts."""
     service = service_of(request)
     service.keys.check_feedback(request.headers)
+    body = await read_json_body(request, service.settings.upload_seconds)
     try:
-        given = Feedback.model_validate(load_json(await read_body(request, service.settings.upload_seconds)))
+        given = Feedback.model_validate(await parse(service.parser, body, load_json, body))
     except ValidationError as error:
         raise MalformedRequest(fault(error.errors(include_input=False, include_url=False)[0], "member")) from error
     label = await searched(service, give, given.to_label(), seconds=wait_seconds(service.settings.deadline_seconds))
