@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from psc_core.errors import DataError, ImageError
+from psc_core.images.limits import PILLOW_MAX_PIXELS
 from psc_core.images.preprocess import Preprocess
 from psc_core.log.images import INPUT, pixels_of
 from psc_core.log.schema import arrow, image_path
@@ -47,7 +48,8 @@ class LoggedImages:
             if hashlib.sha256(content).hexdigest() != path.stem:
                 raise DataError(f"{where} was changed since it was logged; restore it or remove it")
             if path.suffix != f".{INPUT}":
-                return preprocess.from_bytes(content)
+                # The service has applied its own --max-pixels before it answered.
+                return preprocess.from_bytes(content, max_pixels=PILLOW_MAX_PIXELS)
             pixels = pixels_of(content)
         except (OSError, ImageError) as error:
             raise DataError(f"cannot read the image {where}: {error}; restore it or remove it") from error

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from psc_core.errors import DataError
+from psc_core.images.limits import DEFAULT_MAX_PIXELS
 from psc_core.images.preprocess import PRESETS
 from psc_core.log.images import INPUT, file_of
 from psc_core.log.schema import image_path
@@ -47,6 +48,14 @@ def test_a_network_input_is_neither_resized_nor_cropped(tmp_path: Path) -> None:
         DataError, match=r"\(3, 224, 224\), and the bundle's network reads \(1, 28, 28\); give a bundle"
     ):
         source.read(0, PRESETS["mnist"])
+
+
+def test_an_image_that_only_the_service_was_told_to_allow_is_read(tmp_path: Path) -> None:
+    pixels = np.zeros((5001, 5000), np.uint8)
+    assert pixels.size > DEFAULT_MAX_PIXELS
+    image = Logged(png(pixels))
+    source = LoggedImages(write_log(tmp_path, [image]), [image_path(image.sha256, "png")])
+    assert source.read(0, PRESETS["mnist"]).shape == (1, 28, 28)
 
 
 def test_a_path_that_is_none_of_a_log_is_not_followed() -> None:
