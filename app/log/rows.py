@@ -14,7 +14,7 @@ import numpy.typing as npt
 from app.inference.decoder import EncodedImage
 from app.inference.request import Images
 from app.log.sampling import Sampling, number_of
-from psc_core.log.images import extension_of, file_of
+from psc_core.log.images import INPUT, extension_of, file_of
 from psc_core.log.models import LoggedModel
 from psc_core.log.schema import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256, arrow, image_path, row_schema
 from psc_core.tasks.decide import BaseDecisions
@@ -58,10 +58,10 @@ class Waiting(NamedTuple):
         numbers = [(index, number_of(self.request_id, index)) for index in range(len(codes))]
         return [(index, u) for (index, u), code in zip(numbers, codes, strict=True) if u < rows[code]]
 
-    def file(self, index: int) -> bytes:
-        """Return an image's file as received, or a file made of its pixels."""
+    def file(self, index: int) -> tuple[bytes, str]:
+        """Return an image's file as received, or a file made of its pixels, with its extension."""
         image = self.images[index]
-        return image.data if isinstance(image, EncodedImage) else file_of(image)
+        return (image.data, extension_of(image.data)) if isinstance(image, EncodedImage) else (file_of(image), INPUT)
 
 
 class ImageToStore(NamedTuple):
@@ -97,10 +97,10 @@ class OpenRows:
         audit = sampling.audit if waiting.is_monitored else 0.0
         labels = decisions.labels(self.source.model.classes)
         for (index, u), code, label in zip(drawn, decisions.decision.tolist(), labels, strict=True):
-            data = waiting.file(index)
+            data, extension = waiting.file(index)
             digest = hashlib.sha256(data).hexdigest()
             if u < sampling.images[code]:
-                wanted.append(ImageToStore(image_path(digest, extension_of(data)), data, len(self) + len(made)))
+                wanted.append(ImageToStore(image_path(digest, extension), data, len(self) + len(made)))
             made.append((waiting.time_us, waiting.request_id, index, policy, u < audit, audit, digest, None, label))
         for name, cells in zip(_FILLED, zip(*made, strict=True), strict=True):
             self._cells[name].extend(cells)

@@ -86,6 +86,11 @@ class Replay:
     decisions: tuple[str, ...]
 
     @property
+    def has_labels(self) -> bool:
+        """Whether answers have a label; those of a regression have none."""
+        return any(row.after.label is not None for row in self.rows)
+
+    @property
     def audit(self) -> list[Replayed]:
         """The rows of the audit slice."""
         return [row for row in self.rows if row.weight is not None]
@@ -102,8 +107,10 @@ class Replay:
         """Return the fraction of all answered images with another decision."""
         return self._fraction([row.before.decision != row.after.decision for row in self.audit])
 
-    def relabelled(self) -> Fraction:
-        """Return the fraction of all answered images with another label."""
+    def relabelled(self) -> Fraction | None:
+        """Return the fraction of all answered images with another label; None for a task without labels."""
+        if not self.has_labels:
+            return None
         return self._fraction([row.before.label != row.after.label for row in self.audit])
 
     def _fraction(self, hits: Sequence[bool]) -> Fraction:
@@ -142,7 +149,7 @@ class Replay:
                 "of": "all answered images, by the audit slice, 95 % intervals",
                 "rows": len(self.audit),
                 "flipped": _json(self.flipped()),
-                "relabelled": _json(self.relabelled()),
+                **({"relabelled": _json(relabelled)} if (relabelled := self.relabelled()) else {}),
                 "table": [{"before": b, "after": a, **_json(self.fraction(b, a))} for b, a in pairs],
             }
         return document

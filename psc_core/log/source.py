@@ -13,7 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from psc_core.errors import DataError, ImageError
+from psc_core.images.limits import PILLOW_MAX_PIXELS
 from psc_core.images.preprocess import Preprocess
+from psc_core.log.images import INPUT, pixels_of
 from psc_core.log.schema import arrow, image_path
 from psc_core.log.store import Log
 
@@ -36,16 +38,27 @@ class LoggedImages:
         """Return the image as the model's network reads it.
 
         Raises:
-            DataError: If the image is missing, or its bytes have changed since it was logged.
+            DataError: If the image is missing, its bytes have changed since it was logged, or it was logged as a
+                network input of another shape.
         """
-        where = f"{self.log.where}/{self.paths[index]}"
+        path = PurePosixPath(self.paths[index])
+        where = f"{self.log.where}/{path}"
         try:
             content = self.log.get(self.paths[index])
-            if hashlib.sha256(content).hexdigest() != PurePosixPath(self.paths[index]).stem:
+            if hashlib.sha256(content).hexdigest() != path.stem:
                 raise DataError(f"{where} was changed since it was logged; restore it or remove it")
-            return preprocess.from_bytes(content)
+            if path.suffix != f".{INPUT}":
+                # The service has applied its own --max-pixels before it answered.
+                return preprocess.from_bytes(content, max_pixels=PILLOW_MAX_PIXELS)
+            pixels = pixels_of(content)
         except (OSError, ImageError) as error:
             raise DataError(f"cannot read the image {where}: {error}; restore it or remove it") from error
+        if pixels.shape != preprocess.shape:
+            raise DataError(
+                f"{where} was sent as a network input of the shape {pixels.shape}, and the bundle's network reads "
+                f"{preprocess.shape}; give a bundle with that input, or leave its days out"
+            )
+        return pixels
 
     def fingerprint(self, index: int) -> bytes:
         return self.paths[index].encode()

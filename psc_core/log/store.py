@@ -153,9 +153,10 @@ def open_to_write(where: str | Path) -> Log:
     """
     log = open_log(where)
     if log.is_folder:
+        probe = f".probe.{uuid4().hex}"  # each worker's own, so that none deletes another's
         try:
-            log.put(".probe", b"")
-            log.delete(".probe")
+            log.put(probe, b"")
+            log.delete(probe)
         except OSError as error:
             reason = error.strerror or error
             raise UsageError(f"the log {where} cannot be written to ({reason}); choose another folder") from error

@@ -16,7 +16,9 @@ def to_text(replay: Replay) -> str:
     for title, header, rows in _tables(replay):
         lines += ["", title, *aligned([header, *rows], left=range(len(header)))]
     if replay.audit:
-        lines += ["", f"another decision: {_cell(replay.flipped())}; another label: {_cell(replay.relabelled())}"]
+        relabelled = replay.relabelled()
+        label = f"; another label: {_cell(relabelled)}" if relabelled else ""
+        lines += ["", f"another decision: {_cell(replay.flipped())}{label}"]
     return "\n".join(lines)
 
 
@@ -39,13 +41,14 @@ def write(replay: Replay, file: Path) -> None:
         }
         for before, after, examples in replay.flips()
     ]
+    relabelled = replay.relabelled() if replay.audit else None
     file.write_text(
         TEMPLATES.get_template("replay.html.jinja").render(
             replay=replay,
             tables=_tables(replay),
             flips=flips,
             flipped=_cell(replay.flipped()) if replay.audit else None,
-            relabelled=_cell(replay.relabelled()) if replay.audit else None,
+            relabelled=_cell(relabelled) if relabelled else None,
         ),
         encoding="utf-8",
     )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import io
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ import pyarrow.parquet as pq
 from app.inference.decoder import EncodedImage
 from app.log.rows import ROW_BYTES, OpenRows, Source, Waiting, day_of
 from app.log.sampling import Sampling, number_of
+from psc_core.log.images import file_of
 from psc_core.log.models import LoggedModel
 from psc_core.log.schema import image_path
 from tests.app.fakes import FakeModel, FakeValueModel, pixels, png
@@ -68,6 +71,16 @@ def test_rows_say_what_was_answered_and_which_images_are_stored() -> None:
     }
     assert [row["image_index"] for row in found] == [0, 1, 2, 3] and rows.day == "2023-11-15"
     assert [row["predictive_entropy"] for row in found] == made.outputs["predictive_entropy"].tolist()
+
+
+def test_only_images_that_came_as_pixels_are_stored_as_network_inputs() -> None:
+    made = request(Sampling(0.0, (1.0, 1.0, 1.0), (1.0, 1.0, 1.0)))
+    inputs = np.stack([pixels(value)[None] for value in VALUES])
+    files = [EncodedImage(file_of(each)) for each in inputs]
+    for images, suffix in ((inputs, ".dib"), (files, ".bmp")):
+        stored = OpenRows(made.source, day_of(NOON)).add(made._replace(images=images), made.drawn())
+        assert [Path(each.path).suffix for each in stored] == [suffix] * 4
+        assert [each.data for each in stored] == [file.data for file in files]
 
 
 def test_rows_of_several_requests_follow_each_other() -> None:

@@ -208,6 +208,7 @@ async def test_pixels_are_stored_as_a_file(tmp_path: Path) -> None:
         assert answer.status_code == 200
     rows = rows_in(tmp_path)
     assert [row["image_index"] for row in rows] == [0, 1]
+    assert {Path(row["image_path"]).suffix for row in rows} == {".dib"}
     async with running() as app:
         for row in rows:
             file = (tmp_path / row["image_path"]).read_bytes()

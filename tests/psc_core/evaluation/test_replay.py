@@ -58,9 +58,11 @@ def test_tables_say_what_they_are_of(model: FittedModel, data_root: Path, tmp_pa
         scores = [row.ood_score for row in examples]
         assert scores == sorted(scores, reverse=after == "accept")
     text = to_text(found)
+    assert "another label" in text and "relabelled" in document["all_images"]
     assert "Of all answered images, by the 31 of the audit slice" in text and "The 61 logged images themselves" in text
     write(found, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
+    assert "another label for" in page and "the label under the bundle" in page
     assert page.count("<img") == sum(len(examples) for _, _, examples in found.flips()) and "nan" not in page
 
 
@@ -82,4 +84,9 @@ def test_a_regression_has_no_labels(angle_bundle: Path, tmp_path: Path) -> None:
     model = load_model(angle_bundle, device="cpu", allow_factories=["tests.tiny:network"])
     log = write_log(tmp_path, [Logged(png(np.full((28, 28), i, np.uint8))) for i in range(3)])
     found = replay(log, model)
-    assert found.relabelled().value == 0 and {row.after.label for row in found.rows} == {None}
+    assert found.audit and found.relabelled() is None and {row.after.label for row in found.rows} == {None}
+    assert "relabelled" not in found.to_json()["all_images"]
+    assert "another decision" in to_text(found) and "another label" not in to_text(found)
+    write(found, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "Another decision" in page and "another label" not in page and "the label under" not in page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -9,9 +10,12 @@ import numpy as np
 import pytest
 
 from psc_core.errors import DataError
+from psc_core.images.limits import DEFAULT_MAX_PIXELS
 from psc_core.images.preprocess import PRESETS
+from psc_core.log.images import INPUT, file_of
 from psc_core.log.schema import image_path
 from psc_core.log.source import LoggedImages, is_stored, open_image
+from psc_core.log.store import open_log
 from tests.logged import Logged, png, write_log
 
 
@@ -29,6 +33,29 @@ def test_reads_what_was_stored_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / path).unlink()
     with pytest.raises(DataError, match=r"cannot read the image .*restore it or remove it"):
         source.read(0, PRESETS["mnist"])
+
+
+def test_a_network_input_is_neither_resized_nor_cropped(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 224, 224), dtype=np.uint8)
+    file, log = file_of(pixels), open_log(tmp_path)
+    paths = [image_path(hashlib.sha256(file).hexdigest(), extension) for extension in (INPUT, "bmp")]
+    for path in paths:
+        log.put(path, file)
+    source = LoggedImages(log, paths)
+    assert np.array_equal(source.read(0, PRESETS["imagenet"]), pixels)
+    assert not np.array_equal(source.read(1, PRESETS["imagenet"]), pixels)
+    with pytest.raises(
+        DataError, match=r"\(3, 224, 224\), and the bundle's network reads \(1, 28, 28\); give a bundle"
+    ):
+        source.read(0, PRESETS["mnist"])
+
+
+def test_an_image_that_only_the_service_was_told_to_allow_is_read(tmp_path: Path) -> None:
+    pixels = np.zeros((5001, 5000), np.uint8)
+    assert pixels.size > DEFAULT_MAX_PIXELS
+    image = Logged(png(pixels))
+    source = LoggedImages(write_log(tmp_path, [image]), [image_path(image.sha256, "png")])
+    assert source.read(0, PRESETS["mnist"]).shape == (1, 28, 28)
 
 
 def test_a_path_that_is_none_of_a_log_is_not_followed() -> None:

@@ -9,7 +9,7 @@ import pytest
 from pyarrow import fs
 
 from psc_core.errors import UsageError
-from psc_core.log.store import open_log, open_to_write
+from psc_core.log.store import Log, open_log, open_to_write
 
 
 def test_files_of_a_folder(tmp_path: Path) -> None:
@@ -51,6 +51,21 @@ def test_only_folders_and_buckets_are_logs(tmp_path: Path) -> None:
         open_to_write(tmp_path / "file")
     assert open_to_write(tmp_path / "log").is_folder
     assert list((tmp_path / "log").iterdir()) == []
+
+
+def test_processes_that_start_together_share_no_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    delete, has_raced = Log.delete, False
+
+    def race(log: Log, name: str) -> None:
+        nonlocal has_raced
+        if not has_raced:
+            has_raced = True
+            open_to_write(tmp_path)
+        delete(log, name)
+
+    monkeypatch.setattr(Log, "delete", race)
+    open_to_write(tmp_path)
+    assert has_raced and list(tmp_path.iterdir()) == []
 
 
 def test_files_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
