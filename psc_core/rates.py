@@ -16,6 +16,11 @@ def ood_rank(alpha: float, n: int) -> int:
     return math.floor(alpha * (n + 1) + RANK_ROUNDING)
 
 
+def conformal_rank(coverage: float, n: int) -> int:
+    """Return ``⌈(n + 1) · coverage⌉``, the rank of the conformal quantile among n ascending scores; n + 1 is beyond."""
+    return max(1, tolerant_ceil((n + 1) * coverage))  # The tolerance alone would give a tiny coverage rank 0.
+
+
 def tolerant_ceil(value: float) -> int:
     """Return ``⌈value⌉``, ignoring an excess of up to :data:`RANK_ROUNDING`."""
     return math.ceil(value - RANK_ROUNDING)

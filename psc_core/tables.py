@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Collection, Sequence
 from itertools import zip_longest
 
@@ -14,3 +16,9 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
     widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
     formats = [f"{{:{'<' if column in left else '>'}{width}}}" for column, width in enumerate(widths)]
     return ["  ".join(map(str.format, formats, row)).rstrip() for row in rows]
+
+
+def print_any_text() -> None:
+    """Let standard output show "?" for what its encoding lacks: characters of a table, bytes of a file's name."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")

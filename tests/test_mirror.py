@@ -13,7 +13,7 @@ UNTESTED = {
     "psc_core/tasks/answer", "psc_core/tasks/policy", "psc_core/tasks/*/answer", "psc_core/tasks/*/policy",
     "psc_core/report/*/words", "psc_core/report/replay", "psc_core/collapse/quality", "psc_core/network/described/base",
     # Tested through the modules that use them.
-    "app/client/errors", "app/log/feedback", "app/settings_sources", "psc_core/cli/job", "psc_core/cli/run",
+    "app/client/errors", "app/log/feedback", "app/settings_sources", "psc_core/cli/run",
     "psc_core/cli/score", "psc_core/log/schema", "psc_core/model/load", "psc_core/network/onnx/body",
     "psc_core/network/onnx/restore", "psc_core/network/onnx/rewrite",
     "psc_core/network/onnx/cost", "psc_core/tasks/calibration", "psc_core/tasks/*/task",

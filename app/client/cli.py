@@ -32,7 +32,7 @@ from app.client import (
 from psc_core.arguments import positive, positive_number
 from psc_core.errors import ExitCode
 from psc_core.images import SUFFIXES
-from psc_core.tables import aligned
+from psc_core.tables import aligned, print_any_text
 from psc_core.tasks.answer import BaseAnswer, Response
 from psc_core.version import __version__
 
@@ -55,6 +55,7 @@ def main(
     """
     environment = os.environ if environment is None else environment
     options = parser(environment).parse_args(arguments)
+    print_any_text()
     try:
         with Client(
             options.url,

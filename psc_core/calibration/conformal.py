@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from psc_core.errors import BundleError, FitError, UsageError
-from psc_core.rates import check_fraction, ood_rank, tolerant_ceil
+from psc_core.rates import check_fraction, conformal_rank, ood_rank, tolerant_ceil
 
 MAX_SCORE: Final = 1e12
 """Maximum OOD score of a calibration, in nats; no density comes near it."""
@@ -75,7 +75,7 @@ def check_rates(n: int, *, alpha: float | None = None, coverage: float | None = 
             )
     if coverage is not None:
         check_fraction(coverage, "coverage")
-        if tolerant_ceil((n + 1) * coverage) > n:
+        if conformal_rank(coverage, n) > n:
             needed = tolerant_ceil(coverage / (1 - coverage))
             raise UsageError(
                 f"expected coverage ≤ n/(n + 1) with n = {n} calibration images, got {coverage:g}; lower it or "

@@ -73,12 +73,11 @@ def estimate(net: nn.Module, job: FitJob, max_bad_images: int) -> Estimate:
         timed_fit(net, job, smallest, max_bad_images)
         first = timed_fit(net, job, sizes[0], max_bad_images)
     seconds = (first, timed_fit(net, job, larger, max_bad_images))
-    on_gpu = compute.device.type == "cuda"
     return Estimate(
         larger,
         extrapolate(sizes, seconds, len(train)),
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
-        torch.cuda.max_memory_allocated() if on_gpu else 0,
+        torch.cuda.max_memory_allocated(compute.device) if compute.device.type == "cuda" else 0,
         sum(scratch_bytes(images) for images in (train, job.data.val)),
     )
 

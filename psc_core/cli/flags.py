@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import io
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from psc_core.arguments import by_commas, day
 from psc_core.compute.allocator import keep_freed_memory
 from psc_core.errors import ExitCode, PSCError, UsageError
+from psc_core.tables import print_any_text
 from psc_core.version import __version__
 
 _ENDS = "Exit codes: 0 done, 2 bad usage or bad input, 130 interrupted, 1 a failure."
@@ -34,8 +34,7 @@ def run(main: Callable[[argparse.Namespace], None], cli: argparse.ArgumentParser
     """Parse the flags, run ``main``, and return its errors as an :class:`psc_core.errors.ExitCode`."""
     args = cli.parse_args(argv)
     keep_freed_memory()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # A terminal may lack some of the tables' characters.
+    print_any_text()
     sys.path.append(str(Path.cwd()))  # Where package.module:factory specs are looked up last.
     try:
         main(args)

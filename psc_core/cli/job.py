@@ -19,13 +19,14 @@ from psc_core.arguments import key_values
 from psc_core.bundle.io import check_target
 from psc_core.bundle.manifest import MAX_NAME, check_network, check_text
 from psc_core.cli import flags, preprocessing
-from psc_core.cli.provenance import check_disjoint, job_of, provenance_of
+from psc_core.cli.provenance import job_of, provenance_of
 from psc_core.collapse.report import CollapseReport, to_csv
 from psc_core.compute.distributed import Reducer
 from psc_core.compute.passes import Compute
 from psc_core.compute.readable import only_readable
 from psc_core.data.classes import in_network_order
-from psc_core.data.dataset import drawn
+from psc_core.data.dataset import ImageDataset, drawn
+from psc_core.data.overlap import REPEATED, shared_images
 from psc_core.data.spec import open_dataset
 from psc_core.errors import UsageError
 from psc_core.fitting.checkpoint import Checkpoint
@@ -115,12 +116,32 @@ def open_job(args: argparse.Namespace) -> Job:
 
 
 def open_images(args: argparse.Namespace, described: Described) -> tuple[FitData, str]:
-    """Open training and validation images, with the classes in the network's order, and how that was found."""
+    """Open training and validation images, with the classes in the network's order, and how that was found.
+
+    Raises:
+        UsageError: If validation images are training images.
+    """
     preprocess = preprocessing.preprocess_from(args, described.preparation)
     opened = partial(open_dataset, preprocess=preprocess, target=args.target, unit=args.unit)
     train, note = in_network_order(opened(args.train, split="train"), described.classes)
     val, _ = in_network_order(opened(args.val, split="val"), described.classes)
+    check_disjoint(train, val)  # Before --max-images leaves out training images, which the network has seen too.
     return FitData.of(train, val, seed=args.seed, task=args.task, max_images=args.max_images), note
+
+
+def check_disjoint(train: ImageDataset, val: ImageDataset) -> None:
+    """Require validation images that are not training images, but for a few accidental duplicates.
+
+    Raises:
+        UsageError: If more are shared.
+    """
+    shared = shared_images(train, val)
+    if shared > REPEATED * len(val):
+        raise UsageError(
+            f"expected --val to be images that the network was not trained on, {shared} of the {len(val)} images of "
+            f"{val.name} are images of --train too; calibration on training images does not hold for new ones, so hold "
+            "some images out"
+        )
 
 
 def load(args: argparse.Namespace, described: Described, outputs: int) -> LoadedNetwork:
@@ -155,11 +176,10 @@ def checked_provenance(job: Job) -> dict[str, Any]:
     """Return what the bundle will record of its origin.
 
     Raises:
-        UsageError: If the validation images are the training images, or UTF-8 cannot hold a name.
+        UsageError: If UTF-8 cannot hold a name.
     """
     network = job.network
     provenance = provenance_of(network.recipe, network.weights, job.settings, job.data)
-    check_disjoint(job.data, provenance)
     try:
         check_text({"name": job.name, **provenance})
     except ValueError as error:

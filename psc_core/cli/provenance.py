@@ -11,7 +11,6 @@ from typing import Any
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.sources import FileSource
-from psc_core.errors import UsageError
 from psc_core.fitting.data import FitData
 from psc_core.network.checkpoints import files_of
 from psc_core.network.described.families import is_described
@@ -86,20 +85,6 @@ def _modified(data: ImageDataset) -> str | None:
     if not isinstance(source, FileSource):
         return None  # Held in memory, and identified by content.
     return hashlib.sha256(b"".join(b"%d\n" % source.modified_ns(index) for index in data.indices.tolist())).hexdigest()
-
-
-def check_disjoint(data: FitData, provenance: Mapping[str, Any]) -> None:
-    """Require validation images that are not the training images; digests of files cover only names and sizes.
-
-    Raises:
-        UsageError: If they are the same images.
-    """
-    is_same = provenance["train"]["sha256"] == provenance["val"]["sha256"]
-    if is_same and bool((data.train.image(0) == data.val.image(0)).all()):
-        raise UsageError(
-            f"expected --val to be images that the network was not trained on, {data.val.name} holds the same images "
-            "as --train; calibration on training images does not hold for new ones, so hold some images out"
-        )
 
 
 def digest_of(files: Sequence[Path]) -> str:

@@ -5,7 +5,6 @@ The order of the images does not matter, so no warning is about shuffling.
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,18 +17,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from psc_core.data.dataset import ImageDataset
+from psc_core.data.overlap import REPEATED, image_keys, shared_images
 from psc_core.data.sources import TensorSource
 from psc_core.errors import LoaderWarning
 from psc_core.images.preprocess import Preprocess
 
 READ_TWICE: Final = 8
 """Number of examples that are read twice to see whether they change; a random flip may spare some of them."""
-
-REPEATED: Final = 0.01
-"""Fraction of the validation images that may be duplicates: real data sets have a few by accident."""
-
-COMPARED_VALUES: Final = 4096
-"""Maximum number of values by which two images are compared."""
 
 OUTSIDE: Final = 0.05
 """Tolerance for inputs darker than black or brighter than white, on the [0, 1] scale."""
@@ -75,9 +69,8 @@ def warn_of_range(name: str, preprocess: Preprocess, low: Sequence[float], high:
 
 def warn_of_overlap(train_loader: Any, val_loader: Any, train: ImageDataset, val: ImageDataset) -> None:
     """Warn if validation images are training images: then p-values and coverage do not hold for new images."""
-    count = len(_digests(train) & _digests(val))
-    if _is_whole(train_loader) and _is_whole(val_loader) and dataset_of(train_loader) is dataset_of(val_loader):
-        count = len(val)
+    is_one = dataset_of(train_loader) is dataset_of(val_loader) and _is_whole(train_loader) and _is_whole(val_loader)
+    count = len(val) if is_one else shared_images(train, val)  # One that augments gives other images each time.
     if count > REPEATED * len(val):
         _warn(
             f"{count} of {len(val)} validation images are training images too: rates and p-values calibrated on them "
@@ -87,7 +80,7 @@ def warn_of_overlap(train_loader: Any, val_loader: Any, train: ImageDataset, val
 
 def warn_of_repeated(val: ImageDataset) -> None:
     """Warn if validation images repeat, as happens with a sampler that draws with replacement."""
-    count = len(val) - len(_digests(val)) if isinstance(val.source, TensorSource) else 0
+    count = len(val) - len({*image_keys(val)}) if isinstance(val.source, TensorSource) else 0
     if count > REPEATED * len(val):
         _warn(
             f"{count} of {len(val)} validation images are repeated, so that fewer calibrate than are counted; give "
@@ -110,17 +103,6 @@ def length_of(data: Any) -> int | None:
     with suppress(TypeError, NotImplementedError):
         return len(data)
     return None
-
-
-def _digests(data: ImageDataset) -> set[bytes]:
-    """Return the distinct digests of the images that a loader gave."""
-    if not isinstance(data.source, TensorSource):
-        return set()
-    images = data.source.images.reshape(len(data.source), -1)
-    step = max(1, images.shape[1] // COMPARED_VALUES)
-    return {
-        hashlib.blake2b(images[index, ::step].tobytes(), digest_size=16).digest() for index in data.indices.tolist()
-    }
 
 
 def _same(one: Any, other: Any) -> bool:

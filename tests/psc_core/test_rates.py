@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psc_core.errors import UsageError
-from psc_core.rates import check_fraction, ood_rank, tolerant_ceil
+from psc_core.rates import check_fraction, conformal_rank, ood_rank, tolerant_ceil
 
 
 @given(hundredths=st.integers(1, 99), n=st.integers(1, 10_000))
@@ -18,6 +18,12 @@ def test_ranks_are_those_of_the_decimal_number(hundredths: int, n: int) -> None:
     exact = Fraction(hundredths, 100) * (n + 1)
     assert ood_rank(hundredths / 100, n) == floor(exact)
     assert tolerant_ceil(hundredths / 100 * (n + 1)) == ceil(exact)
+    assert conformal_rank(hundredths / 100, n) == ceil(exact)
+
+
+@pytest.mark.parametrize("coverage", [5e-324, 1e-14, 1e-9])
+def test_a_tiny_coverage_has_the_first_rank(coverage: float) -> None:
+    assert [conformal_rank(coverage, n) for n in (1, 1000)] == [1, 1]
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -0.5, 2.0, float("nan")])

@@ -1,6 +1,11 @@
-"""Columns of text."""
+"""Columns of text, and the terminal that shows them."""
 
-from psc_core.tables import aligned
+import io
+import sys
+
+import pytest
+
+from psc_core.tables import aligned, print_any_text
 
 
 def test_columns_begin_or_end_below_each_other() -> None:
@@ -8,3 +13,14 @@ def test_columns_begin_or_end_below_each_other() -> None:
     assert aligned(rows, left={0, 2}) == ["name       x  why", "a        1.0", "longer  12.0  so"]
     assert aligned(rows[1:], left=()) == ["     a   1.0", "longer  12.0  so"]
     assert aligned([]) == []
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("utf-8", "p → ?"), ("ascii", "p ? ?")])
+def test_what_an_encoding_lacks_does_not_end_a_command(
+    monkeypatch: pytest.MonkeyPatch, encoding: str, shown: str
+) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    print_any_text()
+    print("p → \udce9", end="", flush=True)
+    assert terminal.buffer.getvalue().decode(encoding) == shown  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ from psc_core.calibration.conformal import (
     check_rates,
 )
 from psc_core.errors import BundleError
-from psc_core.rates import tolerant_ceil
+from psc_core.rates import conformal_rank
 from psc_core.tasks.calibration import BaseCalibration
 from psc_core.tasks.classification.decide import Thresholds
 from psc_core.tasks.classification.policy import FLOAT32_ROUNDING
@@ -57,8 +57,7 @@ class Calibration(BaseCalibration):
             UsageError: If ``coverage`` is not in (0, 1), or n is too small for it.
         """
         check_rates(len(self), coverage=coverage)
-        rank = tolerant_ceil((len(self) + 1) * coverage)
-        return self.label_probabilities[len(self) - rank].item()
+        return self.label_probabilities[len(self) - conformal_rank(coverage, len(self))].item()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the scores by name, for a safetensors file; OOD scores are negated: of a density, log densities."""

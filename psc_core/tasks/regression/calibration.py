@@ -24,7 +24,7 @@ from psc_core.calibration.conformal import (
     check_range,
     check_rates,
 )
-from psc_core.rates import tolerant_ceil
+from psc_core.rates import conformal_rank
 from psc_core.tasks.calibration import BaseCalibration
 from psc_core.tasks.regression.decide import Thresholds
 
@@ -44,7 +44,7 @@ class Calibration(BaseCalibration):
             UsageError: If ``coverage`` is not in (0, 1), or n is too small for it.
         """
         check_rates(len(self), coverage=coverage)
-        return float(self.residuals[tolerant_ceil((len(self) + 1) * coverage) - 1])
+        return float(self.residuals[conformal_rank(coverage, len(self)) - 1])
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the scores by name, for a safetensors file."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -118,6 +120,19 @@ def test_an_absent_file_has_its_line(files: list[str], capsys: pytest.CaptureFix
     assert [document["image"] for document in documents] == [files[0], "absent.png", *files[1:]]
     assert ["error" in document for document in documents] == [False, True, False, False]
     assert "cannot read absent.png: No such file" in documents[1]["error"]
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_file_name_that_is_not_utf8(
+    files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    (tmp_path / os.fsdecode(b"caf\xe9.png")).write_bytes(b"image")
+    terminal = io.TextIOWrapper(io.BytesIO(), "utf-8")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert run_cli(Script(answer(2)), str(tmp_path / os.fsdecode(b"caf\xe9.png")), files[0], *flags) == 0
+    terminal.flush()
+    first, second = terminal.buffer.getvalue().decode().splitlines()[-2:]  # type: ignore[attr-defined]
+    assert "caf?.png" in first and "one.png" in second
 
 
 def test_a_batch_that_is_too_large_is_sent_in_halves(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:

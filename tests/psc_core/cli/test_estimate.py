@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from psc_core import PRESETS, open_dataset
+from psc_core import PRESETS, FitSettings, open_dataset
 from psc_core.cli import estimate, fit
 from psc_core.data.dataset import labelled
 from psc_core.data.sources import ArraySource
+from psc_core.fitting.data import FitData
+from psc_core.fitting.job import FitJob
 from psc_core.images.preprocess import Preprocess
 from tests.psc_core.cli.support import run
 
@@ -33,6 +35,22 @@ def test_dry_run_of_a_regression_counts_its_report(
     code, out, err = run(capsys, fit.main, [*angle_job.args, "--dry-run", "--out", str(tmp_path / "b")])
     assert code == 0, err
     assert "nothing written" in out and reported == ["PSCRegressor"] * 3
+
+
+@pytest.mark.parametrize(("device", "used"), [("cpu", 0), ("cuda:0", 7), ("cuda:1", 8)])
+def test_the_memory_is_that_of_the_gpu_in_use(
+    data_root: Path, monkeypatch: pytest.MonkeyPatch, device: str, used: int
+) -> None:
+    train, val = (
+        open_dataset(f"mnist:{data_root}", split=split, preprocess=PRESETS["mnist"]) for split in ("train", "val")
+    )
+    settings = FitSettings(device="cpu")
+    on_device = replace(settings.compute(), device=torch.device(device))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: 7 + (device.index if device else 0))
+    monkeypatch.setattr(estimate, "rate", lambda *_: 100.0)
+    monkeypatch.setattr(estimate, "timed_fit", lambda *_: 1.0)
+    job = FitJob(FitData.of(train, val), settings, on_device)
+    assert estimate.estimate(torch.nn.Identity(), job, 0).device_memory == used
 
 
 @pytest.mark.parametrize(("images", "expected"), [(3000, 31.0), (300, 4.0), (100, 4.0)])

@@ -1,4 +1,4 @@
-"""Provenance: data sets as a bundle names them, and training images that validate."""
+"""Provenance: data sets as a bundle names them, and what makes two fits the same job."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ import numpy as np
 from PIL import Image
 
 from psc_core import FitSettings
-from psc_core.cli import fit as cli
-from psc_core.cli.provenance import check_disjoint, digest_of, job_of, provenance_of, without_path
+from psc_core.cli.provenance import digest_of, job_of, provenance_of, without_path
 from psc_core.data.spec import image_folder
 from psc_core.fitting.data import FitData
 from psc_core.images.preprocess import PRESETS
 from psc_core.network.load import Recipe
-from tests.psc_core.cli.support import run
 
 
 def write_bitmaps(root: Path, shade: int) -> Path:
@@ -34,23 +32,6 @@ def provenance(data: FitData, folder: Path) -> dict[str, Any]:
     weights = folder / "weights"
     weights.write_bytes(b"")
     return provenance_of(Recipe("torchvision:resnet18", 2), [weights], FitSettings(), data)
-
-
-def test_rejects_training_images_as_validation(tiny_job, data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
-    same = f"mnist:{data_root}#train"
-    args = [*tiny_job.args, "--train", same, "--val", same, "--out", str(tmp_path / "b")]
-    code, printed, err = run(capsys, cli.main, args)
-    assert code == 2
-    assert "the same images as --train" in err
-    assert "layer" not in printed
-
-
-def test_accepts_other_images_of_equal_names_and_sizes(tmp_path: Path) -> None:
-    train, val = (image_folder(write_bitmaps(tmp_path / str(n), n), PRESETS["mnist"]) for n in (10, 20))
-    data = FitData.of(train, val)
-    origin = provenance(data, tmp_path)
-    assert origin["train"]["sha256"] == origin["val"]["sha256"]
-    check_disjoint(data, origin)
 
 
 def test_undecodable_folder_name(tmp_path: Path) -> None:

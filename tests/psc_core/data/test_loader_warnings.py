@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, SubsetRandomSampler, TensorDataset
 
-from psc_core import open_loader
+from psc_core import PRESETS, open_dataset, open_loader
 from psc_core.data.loader_warnings import warn_of_overlap, warn_of_random, warn_of_repeated
 from psc_core.errors import LoaderWarning
 
@@ -86,6 +87,16 @@ def test_one_augmented_data_set_for_both_is_seen() -> None:
     noise = [(torch.rand(20, 1, 4, 4), torch.arange(20) % 2) for _ in range(2)]
     with pytest.warns(LoaderWarning, match="20 of 20 validation images are training images too"):
         warn_of_overlap(PAIRS, PAIRS, *(open_loader([each]) for each in noise))
+
+
+def test_one_folder_opened_for_both_is_seen(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        for shade in range(10):
+            Image.new("L", (28, 28), 10 * shade).save(tmp_path / name / f"{shade}.png")
+    train, val = (open_dataset(str(tmp_path), split=split, preprocess=PRESETS["mnist"]) for split in ("train", "val"))
+    with pytest.warns(LoaderWarning, match="20 of 20 validation images are training images too"):
+        warn_of_overlap(train, val, train, val)
 
 
 def test_repeated_images_are_counted() -> None:

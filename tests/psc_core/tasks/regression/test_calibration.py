@@ -35,6 +35,11 @@ def test_deviations_equal_their_definition(n: int, coverage: float) -> None:
         assert fitted.quantile(coverage) == sorted(fitted.residuals.tolist())[rank - 1]
 
 
+def test_a_tiny_coverage_has_the_narrowest_interval() -> None:
+    fitted = calibration(30)
+    assert fitted.quantile(1e-14) == float(fitted.residuals[0])
+
+
 def test_residuals_are_in_standard_deviations() -> None:
     fitted = fit_calibration(
         torch.tensor([2.0, 1.0]), torch.tensor([0.0, 0.0]), torch.tensor([2.0, 0.5]), torch.tensor([3.0, -1.0])

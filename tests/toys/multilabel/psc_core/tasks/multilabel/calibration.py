@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from psc_core.calibration.conformal import check_ascending, check_names, check_range, check_rates
-from psc_core.rates import tolerant_ceil
+from psc_core.rates import conformal_rank
 from psc_core.tasks.calibration import BaseCalibration
 from psc_core.tasks.multilabel.decide import Thresholds
 
@@ -37,7 +37,7 @@ class Calibration(BaseCalibration):
             UsageError: ``coverage`` is not in (0, 1), or n is too small for it.
         """
         check_rates(len(self), coverage=coverage)
-        return 1 - float(self.misses[tolerant_ceil((len(self) + 1) * coverage) - 1])
+        return 1 - float(self.misses[conformal_rank(coverage, len(self)) - 1])
 
     def tensors(self) -> dict[str, Tensor]:
         return {"ood_scores": self.ood_scores, "misses": self.misses}
