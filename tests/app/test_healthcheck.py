@@ -11,8 +11,8 @@ from threading import Thread
 import pytest
 
 from app.cli import _listen
-from app.healthcheck import is_ready
-from app.settings import load_settings
+from app.healthcheck import DEFAULT_HOST, DEFAULT_PORT, is_ready
+from app.settings import Settings, load_settings
 from psc_core.errors import UsageError
 from tests.served import GUARD_SECONDS, serve_fake
 
@@ -73,3 +73,8 @@ def test_asks_at_the_address_that_the_service_listens_on(host: str, monkeypatch:
             assert is_ready()
         finally:
             server.shutdown()
+
+
+def test_defaults_are_those_of_the_settings() -> None:
+    fields = Settings.model_fields
+    assert (fields["host"].default, str(fields["port"].default)) == (DEFAULT_HOST, DEFAULT_PORT)
