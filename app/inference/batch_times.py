@@ -26,7 +26,7 @@ class RunningMean:
 
 
 class BatchTimes:
-    """Running means of the times of batches of one kind.
+    """Running means of the times of batches of one mode.
 
     A batch larger than any measured one is taken to last as long as the largest.
 

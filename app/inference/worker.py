@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, Protocol
 
 from app.inference.queue import RequestQueue
 from app.inference.recovery import check_device, run_halves
-from app.inference.request import DeviceBatch, RequestKind, Result
+from app.inference.request import DeviceBatch, RequestMode, Result
 from app.inference.steps.base import Step, run_batch
 from psc_core.errors import DeviceError
 
@@ -139,7 +139,7 @@ class DeviceWorker:
         following = self._queue.take(block=False) if step.slots > 1 and not launched else None
         # Launched before the results are handed out, or the device would idle meanwhile.  But a batch of explanations
         # is computed on this thread, and would delay these results.
-        if following is not None and following.kind is RequestKind.PREDICT:
+        if following is not None and following.mode is RequestMode.PREDICT:
             self._launch(following)
             following = None
         self._events.batch_computed(oldest.batch, seconds)
@@ -151,7 +151,7 @@ class DeviceWorker:
         started = time.perf_counter()
         slot = self._next_slot
         try:
-            if batch.kind is not RequestKind.PREDICT:
+            if batch.mode is not RequestMode.PREDICT:
                 result = run_batch(self._step, batch)
             else:
                 self._next_slot = (slot + 1) % self._step.slots

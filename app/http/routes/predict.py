@@ -14,7 +14,7 @@ from app.http.disconnect import has_disconnected
 from app.http.openapi import IMAGES_BODY, responses
 from app.http.query import parse_query, query_parameters
 from app.http.uploads import UploadLimits, read_images
-from app.inference.request import RequestKind
+from app.inference.request import RequestMode
 from app.models.served import Predicted, ServedModel
 from app.service import service_to_predict
 from psc_core.maps.picture import map_document
@@ -60,11 +60,11 @@ class PredictQuery(BaseModel):
     )
 
     @property
-    def kind(self) -> RequestKind:
-        """The kind of request that the queue sees."""
+    def mode(self) -> RequestMode:
+        """The mode in which the queue computes the request."""
         if self.explain:
-            return RequestKind.EXPLAIN_WITH_MAP if self.map else RequestKind.EXPLAIN
-        return RequestKind.PREDICT
+            return RequestMode.EXPLAIN_WITH_MAP if self.map else RequestMode.EXPLAIN
+        return RequestMode.PREDICT
 
 
 _ROUTE: Final[dict[str, Any]] = {
@@ -97,7 +97,7 @@ async def _predict(request: Request, name: str | None) -> Response:
     query = parse_query(PredictQuery, request)
     if query.map and not query.explain:
         raise UnavailableMap("a map is part of an explanation; ask for both with explain=true&map=true")
-    registry.get(name).engine.check_room(query.kind)
+    registry.get(name).engine.check_room(query.mode)
     limits = UploadLimits(settings.max_images_per_request, settings.max_fields, settings.upload_seconds)
     images = await read_images(request, limits, service.parser)
     served = registry.get(name)  # Again: a reload may have swapped the model while the body arrived.
@@ -108,7 +108,7 @@ async def _predict(request: Request, name: str | None) -> Response:
     thresholds = served.thresholds_with(**changes)
     disconnected = partial(has_disconnected, request.receive)
     predicted = await served.predict(
-        images, thresholds, disconnected=disconnected, kind=query.kind, monitor=query.monitor
+        images, thresholds, disconnected=disconnected, mode=query.mode, monitor=query.monitor
     )
     return Response(predict_response(served, thresholds.policy, predicted, **options), media_type="application/json")
 
