@@ -150,7 +150,7 @@ def fastest(seconds: Mapping[Name, Sequence[Seconds]], baseline: Name) -> Name:
     """
 
     def is_slower(times: Seconds, base: Seconds) -> bool:
-        return all(own > SLOWER_BY * other for own, other in zip(times, base, strict=True))
+        return all(mine > SLOWER_BY * other for mine, other in zip(times, base, strict=True))
 
     def is_eligible(name: Name) -> bool:
         return not any(map(is_slower, seconds[name], seconds[baseline]))

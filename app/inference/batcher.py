@@ -261,9 +261,9 @@ class Batcher:
         """
         ring = self._ring(mode)
         turns = (ring.n_coming + len(ring.requests)) * self._quantum
-        own = min(ring.n_pending, turns) if count <= self._quantum else ring.n_pending
-        others = (own // self.max_batch + 1) * self.max_batch
-        return {each: own if each is mode else min(ring.n_pending, others) for each, ring in self._rings.items()}
+        same = min(ring.n_pending, turns) if count <= self._quantum else ring.n_pending
+        others = (same // self.max_batch + 1) * self.max_batch
+        return {each: same if each is mode else min(ring.n_pending, others) for each, ring in self._rings.items()}
 
     def _due_in(self, ring: _Ring, now: float, *, full: bool = False, patient: bool = True) -> float | None:
         if not ring.requests or (full and ring.n_images < self.max_batch):

@@ -45,7 +45,7 @@ from psc_core.report.collect import collect_fit
 from psc_core.report.content import Content
 from psc_core.report.facts import facts_about
 from psc_core.settings import FitSettings
-from psc_core.tasks.fit.task import OWN_IMAGES
+from psc_core.tasks.fit.task import FIRST_LOOK_IMAGES
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def look(job: Job, max_bad_images: int) -> str:
     """Return the result of the network itself on a few random images, so that it is seen before all are decoded."""
     data = job.data
     train, val = (
-        only_readable(drawn(images, OWN_IMAGES, data.seed), max_bad_images) for images in (data.train, data.val)
+        only_readable(drawn(images, FIRST_LOOK_IMAGES, data.seed), max_bad_images) for images in (data.train, data.val)
     )
     return data.task_fit.first_look(job.network.net, train, val, job.compute)
 

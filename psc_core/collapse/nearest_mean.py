@@ -36,7 +36,7 @@ class NearestMean(LayerQuality):
     def read(self, backbone: Backbone, group: LayerGroup, rounds: Iterable[Round], label: str) -> None:
         """Read the validation images once for each round, and note which examples a layer has right."""
         reducer, device = self.compute.reducer, self.compute.device
-        shard, own = reducer.shard(self.val), reducer.shard_examples(self.val).to(device)
+        shard, shard_examples = reducer.shard(self.val), reducer.shard_examples(self.val).to(device)
         kept: Tensor | None = None  # distances of the ranges so far, of a layer in several
         for ranges, means in rounds:
             if kept is None and not ranges[0].is_whole:
@@ -48,7 +48,7 @@ class NearestMean(LayerQuality):
             for batch, _, found in distances_to_means(means, shard, self.compute, description, step, of):
                 where = slice(images, images := images + len(batch.images))
                 image_index, labels = batch.image_index.to(device), batch.labels.to(device)
-                at = own[examples : (examples := examples + len(labels))]
+                at = shard_examples[examples : (examples := examples + len(labels))]
                 for row, (part, distances) in enumerate(zip(ranges, found, strict=True)):
                     total = distances if kept is None else kept[where].add_(distances.cpu())
                     if part.is_last:

@@ -166,8 +166,8 @@ def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:
         raise UsageError(
             f"calibration of a {model.task.name} does not read {', '.join(sorted(unread))}; it takes {', '.join(known)}"
         )
-    own = {each.name for each in fields(FitSettings)}
-    rates = {name: value for name, value in model.policy.model_dump().items() if name in own}
+    names = {each.name for each in fields(FitSettings)}
+    rates = {name: value for name, value in model.policy.model_dump().items() if name in names}
     risk = model.report.get("metrics", {}).get("risk", {}).get(GUARANTEED_RISK, FitSettings.risk)
     return replace(FitSettings(risk=risk, device=model.device, **rates), **changes)
 

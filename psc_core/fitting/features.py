@@ -5,7 +5,7 @@ an image may carry several labels, and all its examples have the same features. 
 rows are the labelled examples, ordered by class, float32:
 
     ``features.head_input``  (n, D + Σ C)    z, then each layer that the head reads beside it, averaged over positions
-    ``features.own``         (n, outputs)    the network's own output, where it may be served
+    ``features.network_output``  (n, outputs)    the output of the network as trained, where it may be served
     ``density_input``        (n, D) or (n, C)    z, or the candidate's features averaged over positions
     ``texture``              (n, C) by layer     an early layer, averaged over positions
 
@@ -105,14 +105,14 @@ def read(
     moments = _moments_of(layers, of_one, dataset.preprocess)
 
     def step(images: Tensor) -> list[Float[Tensor, "batch _"]]:
-        found, own = running(images)
+        found, output_of_batch = running(images)
         candidate = layers.of(found, layers.candidate)
         parts = [projection(candidate), *(average_positions([layer]) for layer in layers.of(found, layers.head))]
         parts += [average_positions(candidate)] if pooled else []
         for layer, sums in moments.items():
             sums.add(layers.of(found, [layer])[0])
         early = [average_positions([layer]) for layer in layers.of(found, layers.texture)]
-        outputs = [own.float()] if layers.output and own is not None else []
+        outputs = [output_of_batch.float()] if layers.output and output_of_batch is not None else []
         return [torch.cat(part, dim=1) for part in (parts, early, outputs) if part]
 
     columns = [sum(widths) + averaged, *([sum(channels[of_head:])] if layers.texture else [])]

@@ -26,7 +26,7 @@ from psc_core.fitting.job import FitJob
 from psc_core.images.statistics import Statistics
 from psc_core.model.base import FittedModel
 from psc_core.network.backbone import check_output, trial_input
-from psc_core.network.cut import own_copy
+from psc_core.network.cut import deep_copy
 from psc_core.network.load import recipe_of
 from psc_core.network.onnx.export import check_exportable
 from psc_core.scoring.served import check_read_by
@@ -65,7 +65,7 @@ def fit(
         NetworkError: If the network cannot be copied, run or cut.
         FitError: If features cannot be fitted.
     """
-    net = own_copy(net)
+    net = deep_copy(net)
     chosen = FitSettings(**{"device": device_of(net), **settings})
     compute = chosen.compute()
     train = opened(loaders[0], "the training data", statistics, classes, target)

@@ -34,7 +34,7 @@ from psc_core.fitting.job import FitJob
 from psc_core.fitting.maps import ChosenMap, choose_map
 from psc_core.images.preprocess import Pixels
 from psc_core.model.pipeline import Scorer
-from psc_core.network.backbone import Backbone, check_own_output, own_width, trial_input
+from psc_core.network.backbone import Backbone, check_network_output, output_width, trial_input
 from psc_core.projection.fit.report import FittedProjection
 from psc_core.tasks.fit.task import HeadJob
 from psc_core.tasks.head import Head
@@ -83,14 +83,14 @@ def fit_parts(
     """
     data, settings, compute = job.data, job.settings, job.compute
     is_base = settings.predictions == "base"
-    is_asked = is_base or (settings.predictions == "auto" and data.task_fit.tries_own_output)
+    is_asked = is_base or (settings.predictions == "auto" and data.task_fit.tries_network_output)
     layers = _layers(net, candidate, job)
     backbone = cut(net, layers.names, data.train, compute, keep_output=is_asked)
     outputs = data.task.network_outputs(data.train.classes)
     trial = trial_input(data.train.preprocess).to(compute.device)
     if is_base:
-        check_own_output(backbone, trial, outputs, name=data.train.name)
-    of_selection = layers._replace(texture=(), output=is_asked and own_width(backbone, trial) == outputs)
+        check_network_output(backbone, trial, outputs, name=data.train.name)
+    of_selection = layers._replace(texture=(), output=is_asked and output_width(backbone, trial) == outputs)
     device_projection = projection.projection.to(compute.device)
     pooled = DENSITIES[settings.density].input_kind == "pooled"
     with tempfile.TemporaryDirectory(prefix="psc-fit-") as scratch:
@@ -156,8 +156,8 @@ def _layers(net: nn.Module, candidate: Candidate, job: FitJob) -> Layers:
     if with_gates or reads_layers:
         trial = trial_input(data.train.preprocess).to(device)
         early = tuple(early_layers(net.to(device), candidate.layers, trial))
-    own = candidate.layers if data.task_fit.averages_candidate and settings.head_input == "both" else ()
-    return Layers(candidate.layers, early if reads_layers else own, early if with_gates else ())
+    beside_z = candidate.layers if data.task_fit.averages_candidate and settings.head_input == "both" else ()
+    return Layers(candidate.layers, early if reads_layers else beside_z, early if with_gates else ())
 
 
 def _choose_map(scorer: Scorer, layers: Layers, train: Read, data: FitData, compute: Compute) -> ChosenMap | None:

@@ -123,15 +123,15 @@ class Scorer(nn.Module):
 
     def with_head(self, head: Head) -> Scorer:
         """Return a scorer with another head; it shares everything else."""
-        own = (self.projection, self.density, head.to(self.scale.device))
-        return Scorer(self.preprocess, self.backbone, *own, self.texture, self.head_layers)
+        parts = (self.projection, self.density, head.to(self.scale.device))
+        return Scorer(self.preprocess, self.backbone, *parts, self.texture, self.head_layers)
 
     def with_densities(self, density: Density, texture: Density | None) -> Scorer:
         """Return a scorer with other densities; it shares everything else.  Keep ``texture`` None if it was."""
         device = self.scale.device
-        own = (self.projection, density.to(device), self.head)
+        parts = (self.projection, density.to(device), self.head)
         return Scorer(
-            self.preprocess, self.backbone, *own, None if texture is None else texture.to(device), self.head_layers
+            self.preprocess, self.backbone, *parts, None if texture is None else texture.to(device), self.head_layers
         )
 
     def standardise(self, images: Images) -> Inputs:

@@ -84,13 +84,13 @@ class Content:
         sets: list[dict[str, Any]] = []
         for number, images in enumerate(self.sets):
             about = {"name": images.name, "role": images.role.value, "quality": images.quality}
-            own: dict[str, Tensor] = {}
+            parts: dict[str, Tensor] = {}
             for part, value in vars(images).items():
                 if isinstance(value, Tensor):
-                    own[part] = value
+                    parts[part] = value
                 elif part not in about:
-                    own |= {f"{part}.{name}": values for name, values in value.items()}
-            tensors |= {f"sets.{number}.{name}": values.contiguous() for name, values in own.items()}
+                    parts |= {f"{part}.{name}": values for name, values in value.items()}
+            tensors |= {f"sets.{number}.{name}": values.contiguous() for name, values in parts.items()}
             sets.append(about)
         pictures: list[dict[str, Any]] = []
         for number, picture in enumerate(self.pictures):

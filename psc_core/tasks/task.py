@@ -45,7 +45,7 @@ class Task(BaseModel):
     calibration: ClassVar[type[BaseCalibration]]
     predictions: ClassVar[type[BasePrediction]]
     """The result of ``predict`` in Python."""
-    own_heads: ClassVar[Mapping[str, type[Head]]] = {}
+    output_heads: ClassVar[Mapping[str, type[Head]]] = {}
     """Heads by kind that read the network's own output in place of the features, for base predictions."""
     heads: ClassVar[Mapping[str, type[Head]]]
     """Heads of its models by kind."""
@@ -89,7 +89,7 @@ class Task(BaseModel):
 
     def restore_head(self, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Head:
         """Return the head with this ``config()`` and ``state_dict()``; raises :class:`BundleError`."""
-        return restore({**self.heads, **self.own_heads}, config, state)
+        return restore({**self.heads, **self.output_heads}, config, state)
 
     def parse_label(self, text: str, classes: Sequence[str]) -> str:
         """Return what a person says of an image as a log keeps it: one of the classes, unless a task says otherwise.

@@ -83,7 +83,7 @@ def with_size(model: ModelProto, size: tuple[int, int, int], origin: str) -> Mod
     model = _copy(model)
     axes = model.graph.input[0].type.tensor_type.shape.dim
     given = tuple(_side(axis) for axis in axes)[1:]
-    if any(isinstance(own, int) and own != side for own, side in zip(given, size, strict=True)):
+    if any(isinstance(axis, int) and axis != side for axis, side in zip(given, size, strict=True)):
         raise NetworkError(
             f"{origin} is for images of {' × '.join(map(str, given))} (channels, height, width), got "
             f"{' × '.join(map(str, size))}; give its own size (--size, --preset, --preprocess)"

@@ -24,7 +24,7 @@ from psc_core.tasks.head import Head, Scored
 from psc_core.tasks.policy import BasePolicy
 from psc_core.tasks.task import Task
 
-OWN_IMAGES: Final = 1000
+FIRST_LOOK_IMAGES: Final = 1000
 """Maximum number of images of each set that :meth:`TaskFit.first_look` is given."""
 
 
@@ -36,7 +36,7 @@ class Features(NamedTuple):
     images: Int[Tensor, " n"]  # which image of the data set each one shows
     widths: tuple[int, ...]  # columns of z, and of each other layer in head_input
     values: Float[Tensor, " n"] | None = None  # number of each, of a regression, target's unit
-    own: FeatureMatrix | None = None  # the network's own outputs, if these may be served
+    network_output: FeatureMatrix | None = None  # as it was trained, if this may be served
 
 
 class HeadJob(NamedTuple):
@@ -73,7 +73,7 @@ class TaskFit:
     thresholds: ClassVar[tuple[str, ...]] = ()
     """Names of the settings that its own thresholds come from."""
 
-    tries_own_output: ClassVar[bool] = False
+    tries_network_output: ClassVar[bool] = False
     """Whether the network's own output may be the better predictions, where settings leave the choice."""
 
     why_not_extended: ClassVar[str] = ""
@@ -186,7 +186,7 @@ class TaskFit:
         raise NotImplementedError
 
     def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> str:
-        """Return the quality of the network itself, which is on the device, on at most :data:`OWN_IMAGES` of each set.
+        """Say how good the plain network, on the device, is on at most :data:`FIRST_LOOK_IMAGES` of each set.
 
         A person can compare it with what is known of the network: images that are resized, cropped or standardised
         otherwise than in training make it worse, and nothing else shows that.
@@ -194,7 +194,7 @@ class TaskFit:
         raise NotImplementedError
 
 
-def own_outputs(
+def run_network(
     net: Callable[[Tensor], Tensor], data: ImageDataset, compute: Compute
 ) -> Float[Tensor, "images outputs"]:
     """Return the network's own outputs for every image, in the precision of ``compute``, as float32 on the CPU."""
