@@ -113,7 +113,7 @@ def _loader(settings: Settings) -> Callable[[str], FittedModel]:
         model = build_model(bundles[name], device=settings.device, allow_factories=settings.allow_factories)
         # Before its first image, for which an oversized network would take minutes, or all memory.
         check_affordable(model, max_batch=settings.max_batch_size, seconds=settings.warmup_seconds)
-        return model.tried()
+        return model.probed()
 
     return load
 

@@ -4,7 +4,7 @@ One pass over each data set keeps a handful of float64 numbers for each image (s
 (losses), but no features and no probabilities.
 
 If images have several labels, accuracy, likelihood and selective metrics count labelled examples; OOD scores, false
-alarms and prediction sets count images, and a set is right if it holds the first label, as in calibration.
+alarms and prediction sets count images, and a set is right if it contains the first label, as in calibration.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class RegressionReport(Report):
             f"| NLL, nats | {errors['nll']:.4f} |",
             f"| CRPS | {errors['crps']:.4g} |",
             f"| mean width of an interval | {self.width:.4g} |",
-            f"| intervals that hold the number | {_rate(self.misses, inverted=True)} |",
+            f"| intervals that contain the number | {_rate(self.misses, inverted=True)} |",
             f"| false alarms | {_rate(self.false_alarms)} |",
         ]
         if self.accepted_rmse is not None:

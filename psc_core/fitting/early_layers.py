@@ -6,7 +6,7 @@ Which gates a model has follows from a rule: always ``kind``; ``texture`` wherev
 and ``confidence`` unless images are ambiguous by nature, that is, unless some training or validation image has labels
 of several classes.  For such images a high entropy is no reason to call them out of distribution.  A task without
 entropies has no such gate (:meth:`.TaskFit.confidence_gate`).  Choosing the gates by made-up images as well was tried,
-and dropped gates that real images need, because made-up images far from the data have stranger textures.
+and dropped gates that real images need, because made-up images far from the data have more anomalous textures.
 
 Which early layer ``texture`` reads is chosen by AUROC: readings (n,) of the n real images of the selection split
 against readings of the images made from them (:mod:`psc_core.gates.fit.made_up`), for each of the early layers.

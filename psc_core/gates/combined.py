@@ -3,7 +3,7 @@
 =============  ==================================================  ==========================================
 gate           its reading, higher is more unusual                 an alarm means
 =============  ==================================================  ==========================================
-``texture``    −log p of an early layer's features, averaged       strange texture: surface, contrast, colours
+``texture``    −log p of an early layer's features, averaged       anomalous texture: surface, contrast, colours
                over positions, nats
 ``kind``       minus the log density of the model, nats            unknown kind: parts that no class has
 ``confidence`` energy of the logits, −log Σ exp f, nats            no class has much evidence

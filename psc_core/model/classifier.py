@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from psc_core.images.statistics import Statistics
+from psc_core.images.loader_preprocessing import LoaderPreprocessing
 from psc_core.model.base import FittedModel
 from psc_core.tasks.classification.calibration import Calibration
 from psc_core.tasks.classification.policy import Policy
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from psc_core.images.inputs import ImageLike
+    from psc_core.images.loader_preprocessing import Statistic
     from psc_core.images.preprocess import Preprocess
-    from psc_core.images.statistics import Statistic
     from psc_core.tasks.classification.decide import Decisions
     from psc_core.tasks.classification.prediction import Prediction
     from psc_core.tasks.outputs import FloatArray, Outputs
@@ -99,8 +99,8 @@ class PSC(FittedModel):
         """
         from psc_core.fitting.in_memory import fit  # imported here, so that services load no fitting code
 
-        of = Statistics(preprocess, mean, std)
-        model = fit(cls.task_type.name, net, (train, val), statistics=of, classes=classes, name=name, **settings)
+        of = LoaderPreprocessing(preprocess, mean, std)
+        model = fit(cls.task_type.name, net, (train, val), preprocessing=of, classes=classes, name=name, **settings)
         return cast(PSC, model)
 
     if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from psc_core.images.statistics import Statistics
+from psc_core.images.loader_preprocessing import LoaderPreprocessing
 from psc_core.model.base import FittedModel
 from psc_core.target import Target
 from psc_core.tasks.regression.calibration import Calibration
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from psc_core.images.inputs import ImageLike
+    from psc_core.images.loader_preprocessing import Statistic
     from psc_core.images.preprocess import Preprocess
-    from psc_core.images.statistics import Statistic
     from psc_core.tasks.outputs import FloatArray, Outputs
     from psc_core.tasks.regression.decide import Decisions
     from psc_core.tasks.regression.prediction import Prediction
@@ -98,8 +98,8 @@ class PSCRegressor(FittedModel):
         """
         from psc_core.fitting.in_memory import fit  # imported here, so that services load no fitting code
 
-        of, predicted = Statistics(preprocess, mean, std), Target(name=target, unit=unit)
-        model = fit(cls.task_type.name, net, (train, val), statistics=of, target=predicted, name=name, **settings)
+        of, predicted = LoaderPreprocessing(preprocess, mean, std), Target(name=target, unit=unit)
+        model = fit(cls.task_type.name, net, (train, val), preprocessing=of, target=predicted, name=name, **settings)
         return cast(PSCRegressor, model)
 
     if TYPE_CHECKING:

@@ -41,7 +41,7 @@ class BasePrediction:
     decisions: BaseDecisions  # under the bundle's policy
     classes: tuple[str, ...]  # names; of a regression the bins of its target
     maps: Tensor | None = field(default=None, kw_only=True)
-    """``uint8 (n, rows, columns)``: how strange each part of the images is, 255 the strangest; None unless asked for.
+    """``uint8 (n, rows, columns)``: how anomalous each part of the images is, at most 255; None unless asked for.
 
     One in ``10^(4g/255)`` positions of in-distribution images has the grey level g or more.
     """

@@ -29,7 +29,7 @@ def policy_lines(task: Regression, policy: ValuePolicy, limits: Mapping[str, flo
     """Return the meaning of the policy besides the alarm, one line each."""
     widest = "" if policy.max_width is None else f"{policy.max_width:g} {task.target.unit}".rstrip()
     return [
-        f"intervals hold the true number of at least {policy.coverage:.1%} of images like the calibration images",
+        f"intervals contain the true number of at least {policy.coverage:.1%} of images like the calibration images",
         f"uncertain: an interval wider than {widest}" if widest else "no interval is too wide",
     ]
 
