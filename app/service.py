@@ -200,8 +200,8 @@ class Service:
         """Read the memory and utilisation of the GPUs in use."""
         for device in {served.model.device for served in self.registry.served}:
             usage = gpu_usage(device)
-            for kind, size in usage.memory_bytes.items():
-                self.metrics.psc_gpu_memory_bytes.labels(device=str(device), kind=kind).set(size)
+            for use, size in usage.memory_bytes.items():
+                self.metrics.psc_gpu_memory_bytes.labels(device=str(device), kind=use).set(size)
             if usage.utilisation is not None:
                 self.metrics.psc_gpu_utilisation_ratio.labels(device=str(device)).set(usage.utilisation)
 

@@ -219,8 +219,8 @@ class LogWriter:
     def _count_dropped(self, waiting: Waiting) -> None:
         self._count("rows", waiting.source, "dropped", len(waiting.drawn()))
 
-    def _count(self, kind: str, source: Source, result: str, number: int) -> None:
-        counter = self._metrics.psc_log_rows_total if kind == "rows" else self._metrics.psc_log_images_total
+    def _count(self, stored: str, source: Source, result: str, number: int) -> None:
+        counter = self._metrics.psc_log_rows_total if stored == "rows" else self._metrics.psc_log_images_total
         counter.labels(model=source.name, result=result).inc(number)
 
     def _warn(self, error: OSError) -> None:

@@ -193,7 +193,7 @@ class CollapseReport:
         if EARLY * (1 + max(map(before.index, chosen), default=0)) <= len(before):
             notes.append(
                 f"the candidate is among the first {len(before) // EARLY} of {len(before)} layers, whose features tell "
-                f"textures apart, not kinds: compare with a deeper one, as --layer {self.penultimate}"
+                f"textures apart, not classes: compare with a deeper one, as --layer {self.penultimate}"
             )
         return Candidate(tuple(layer.name for layer in chosen), reason, tuple(notes), self)
 

@@ -1,7 +1,7 @@
 """Keep the finished stages of a fit in a folder beside the bundle, so that an interrupted fit goes on from there.
 
 The stages are the collapse report (``collapse.json``) and the projection (``fitted_projection.safetensors``).  Only the
-same job uses them again: its data, weights, version, preprocessing, kind of device and the settings that these stages
+same job uses them again: its data, weights, version, preprocessing, type of device and the settings that these stages
 read are compared by digest (``job.txt``).
 """
 

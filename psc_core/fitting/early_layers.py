@@ -25,7 +25,7 @@ from psc_core.density.base import Density
 from psc_core.errors import NetworkError
 from psc_core.fitting.data import FitData
 from psc_core.fitting.features import Layers
-from psc_core.gates.combined import CONFIDENCE, KIND, TEXTURE, readings_of
+from psc_core.gates.combined import CONFIDENCE, DENSITY, TEXTURE, readings_of
 from psc_core.gates.fit.choice import GateChoice
 from psc_core.gates.fit.combined import fit_gates
 from psc_core.gates.fit.made_up import REAL, by_transform, made_up_batches
@@ -72,11 +72,11 @@ def choose_gates(
         FitError: If gates cannot be fitted to the readings.
     """
     reads_confidence, reason = data.task_fit.confidence_gate(ambiguous=data.is_ambiguous)
-    names: tuple[str, ...] = (KIND, CONFIDENCE) if reads_confidence else (KIND,)
+    names: tuple[str, ...] = (DENSITY, CONFIDENCE) if reads_confidence else (DENSITY,)
     readings = made_up_readings(scorer, layers, textures, names, data, compute)
     entropies = readings[REAL].get(CONFIDENCE)
     if entropies is not None and not entropies.min() < entropies.max():
-        names = (KIND,)
+        names = (DENSITY,)
     choice = compare(readings, names, tuple(textures), reason=reason)
     if not textures:
         return ChosenGates(names, None, choice)

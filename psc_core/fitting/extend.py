@@ -27,8 +27,8 @@ from psc_core.compute.passes import Compute, track_images
 from psc_core.data.dataset import ImageDataset
 from psc_core.density.fit.extend import EXAMPLES, can_extend, extend_density
 from psc_core.errors import UsageError
-from psc_core.gates.combined import KIND, Gates, readings_of
-from psc_core.gates.fit.choice import Auroc, regret
+from psc_core.gates.combined import DENSITY, Gates, readings_of
+from psc_core.gates.fit.choice import TRANSFORMS, Auroc, regret
 from psc_core.gates.fit.combined import fit_gates
 from psc_core.gates.fit.made_up import MIXED, REAL, by_transform, made_up_batches
 from psc_core.images.preprocess import Pixels
@@ -78,7 +78,7 @@ class Extension:
         return {
             "images": self.images,
             "times": self.times,
-            "kinds": list(before),
+            TRANSFORMS: list(before),
             "auroc_before": [*before.values()],
             "auroc_after": [*after.values()],
         }
@@ -128,9 +128,9 @@ def extend(model: FittedModel, more: ImageDataset, real: ImageDataset, compute: 
     examples = seen_examples(model)
     read = _read(model.pipeline.scorer, more, compute)
     pipelines = {times: extended(model.pipeline, read, examples, times) if times else model.pipeline for times in TIMES}
-    transforms = model.report.get("metrics", {}).get("gates", {}).get("kinds", ())
+    transforms = model.report.get("metrics", {}).get("gates", {}).get(TRANSFORMS, ())
     scorers = {times: pipeline.scorer for times, pipeline in pipelines.items()}
-    names = model.gates or (KIND,)
+    names = model.gates or (DENSITY,)
     readings = _made_up_readings(scorers, names, real, compute, mixed=MIXED in transforms)
     gates: dict[int, Gates | None] = {0: model.pipeline.gates}
     for times in TIMES[1:]:

@@ -55,7 +55,7 @@ class MapChoice:
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as a manifest records it, in JSON types."""
         layers = [{"layer": layer, "auroc": list(of.values())} for layer, of in self.aurocs.items()]
-        return {"chosen": self.chosen, "kinds": list(PATCHES), "layers": layers}
+        return {"chosen": self.chosen, "kinds": list(PATCHES), "layers": layers}  # a bundle's word for patches
 
 
 @dataclass(frozen=True)
