@@ -150,7 +150,7 @@ def _add_middleware(app: FastAPI, service: Service) -> None:
         app.add_middleware(HostAllowList, allowed_hosts=settings.allowed_hosts, www_redirect=False)
     app.add_middleware(Draining, service=service)
     app.add_middleware(Telemetry, service=service)
-    if settings.cors_origins:  # Outside of what answers errors: a browser hides an answer without these headers.
+    if settings.cors_origins:  # Outside the one that answers errors: a browser hides an answer without these headers.
         app.add_middleware(
             ProblemCORS,
             allow_origins=settings.cors_origins,

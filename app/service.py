@@ -160,7 +160,7 @@ class Service:
             logger.info("draining", extra={"inflight": self.inflight})
 
     def answer_seconds_left(self) -> float:
-        """Return what is left of the time in which accepted requests are answered, since draining began."""
+        """Return how much is left of the time to answer accepted requests, which begins with draining; seconds."""
         return self._left_of(self.settings.answer_seconds)
 
     async def close(self) -> None:

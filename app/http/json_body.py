@@ -1,9 +1,9 @@
 """Parse the JSON of a request, unless it has so many values that parsing would take too long.
 
-JSON costs by its values, not by its bytes: a megabyte of ``[],`` takes 0.1 s and 30 MB to parse, a hundred times as
-much as a megabyte of base64, and the interpreter's lock is held throughout.  So commas, colons and brackets are counted
-first, piece by piece at a gigabyte per second: a document cannot have more values than these.  (Those inside strings
-count too, but no string that the service reads has many.)
+The cost of JSON lies in its values, not its bytes: a megabyte of ``[],`` takes 0.1 s and 30 MB to parse, a hundred
+times as much as a megabyte of base64, and the interpreter's lock is held throughout.  So commas, colons and brackets
+are counted first, piece by piece at a gigabyte per second: a document cannot have more values than these.  (Those
+inside strings count too, but no string that the service reads has many.)
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def measure(
 ) -> dict[Name, list[Seconds]]:
     """Return each network's times on each batch, seconds.
 
-    The networks take turns in every round, so that a disturbance of the machine meets all of them.
+    The networks take turns in every round, so that a disturbance of the machine affects all of them.
     """
     seconds: dict[Name, list[Seconds]] = {name: [] for name in networks}
     for batch in batches:

@@ -21,7 +21,7 @@ class RunningMean:
     value: float | None = None
 
     def add(self, value: float) -> None:
-        """Take a new value into the mean."""
+        """Update the mean with a new value."""
         self.value = value if self.value is None else self.value + _SMOOTHING * (value - self.value)
 
 

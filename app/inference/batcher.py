@@ -24,7 +24,7 @@ oldest request has waited that long.
 decoding.  A batch waits for the next decoded request as long as that costs its own requests less than it saves the
 others: ``fixed`` · coming / queued seconds after its last request, where ``fixed`` is the part of a batch's time that
 does not grow with its images.  It waits only if requests arrive closer together than that, and at most twice their
-usual gap.  A request on its own never waits.
+usual gap.  A request alone in the queue never waits.
 
 *Certain.*  Every request reaches FINISHED exactly once, and :meth:`Batcher.collect` hands it out exactly once.
 
@@ -206,7 +206,7 @@ class Batcher:
             patient: Wait for requests that are still RESERVED if that saves time.
         """
         for mode, ring in list(self._rings.items()):
-            # All requests of a ring that was due may turn out to be past their deadline; without them it may be due.
+            # A ring may be due for requests that turn out to be past their deadline; it is asked again without them.
             while self._due_in(ring, now, full=full, patient=patient) == 0:
                 batch = self._fill(mode, ring, now)
                 if batch is not None:
@@ -243,7 +243,7 @@ class Batcher:
         return finished
 
     def retry_after(self) -> int:
-        """Return the whole seconds in which the present queue drains, from 1 to 60."""
+        """Return how many seconds the queue takes to drain, a whole number from 1 to 60."""
         seconds = sum(ring.times.total(ring.n_pending) for ring in self._rings.values())
         return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(seconds)))
 
@@ -273,10 +273,10 @@ class Batcher:
             return 0.0
         wait = next(iter(ring.requests)).queued_at + self.max_delay_s - now
         if patient and self._shares_cores and ring.n_coming:
-            worth, gap = ring.times.fixed * ring.n_coming / len(ring.requests), self._gap.value or 0.0
-            if worth > gap:
+            saved, gap = ring.times.fixed * ring.n_coming / len(ring.requests), self._gap.value or 0.0
+            if saved > gap:
                 # At most twice the gap: a stall of the machine looks like a long batch and inflates ``fixed``.
-                wait = max(wait, next(reversed(ring.requests)).queued_at + min(worth, 2 * gap) - now)
+                wait = max(wait, next(reversed(ring.requests)).queued_at + min(saved, 2 * gap) - now)
         return max(0.0, wait)
 
     def _fill(self, mode: RequestMode, ring: _Ring, now: float) -> DeviceBatch | None:

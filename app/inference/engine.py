@@ -63,7 +63,7 @@ class Engine:
         step: The device computation, used by this engine alone.
         decoder: Decodes the images.
         batcher: The state of the queue, used by this engine alone.
-        observer: Hears of batches and decoded requests.
+        observer: Is told of batches and decoded requests.
         deadline_s: The time in which each request is answered, seconds.
 
     Attributes:

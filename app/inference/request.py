@@ -70,7 +70,7 @@ class QueuedRequest:
     mode: RequestMode
     """Only requests of one mode share a batch."""
     waiter: Any
-    """An object of the caller, which waits for the result; the queue only keeps it."""
+    """The caller's object that waits for the result; the queue only stores it."""
     state: State = State.RESERVED
     images: Images = field(default_factory=lambda: np.empty((0, 0, 0, 0), np.uint8))
     """The decoded images; empty while the request is reserved."""

@@ -24,7 +24,7 @@ from psc_core.errors import DeviceError
 logger = logging.getLogger("psc.device")
 
 _POLL_S: Final = 50e-6
-"""The time between two looks at a running batch, seconds; short beside the time of a batch."""
+"""The time between two looks at a running batch, seconds; short compared with the time of a batch."""
 
 
 class _Launched(NamedTuple):
@@ -54,7 +54,7 @@ class DeviceWorker:
     Args:
         queue: The queue of batches; stopping it ends the thread.
         step: The device computation.
-        events: Hears of the end of warm-up, of each batch, and of the device's death.
+        events: Is told of the end of warm-up, of each batch, and of the device's death.
         name: The name of the thread.
         may_run_inline: Whether a quick step may run on the thread that calls :meth:`run_due`.
     """

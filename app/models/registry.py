@@ -170,7 +170,7 @@ class Registry:
         self._begin_to_retire(old)
 
     async def reload_when_free(self) -> None:
-        """Reload every bundle after the reload that is running, which may have read files that are older already.
+        """Reload every bundle once the running reload has ended, because that may have read older files.
 
         Raises:
             PSCError: See :meth:`reload`.

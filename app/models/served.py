@@ -184,7 +184,7 @@ class ModelStarter:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _step(self, model: FittedModel) -> tuple[Backend, Step]:
-        """Return the step of the wanted or of the fastest backend; to measure them takes seconds."""
+        """Return the step of the wanted or of the fastest backend; measuring takes seconds."""
         settings, threads = self._settings, self._threads
         wanted: Backend | Literal["auto"] = "folded" if settings.compile else settings.backend
         backend, pipeline = choose_backend(model, wanted, max_batch=settings.max_batch_size, threads=threads.full)

@@ -33,7 +33,7 @@ class ServedTask(Generic[AnyDecisions]):
     tensors: ClassVar[Mapping[str, Datatype]]
     """The data types of the v2 protocol's output tensors by name, in order."""
     request_options: ClassVar[frozenset[str]] = frozenset()
-    """The options that a request may have beside thresholds."""
+    """The options that a request may have besides thresholds."""
 
     def documents(
         self, outputs: Outputs[FloatArray], decisions: AnyDecisions, classes: Sequence[str], **options: int
@@ -100,7 +100,7 @@ def tensor_names() -> tuple[str, ...]:
 
 
 def unusual_components(deviation: FloatArray) -> list[dict[str, Any]]:
-    """Return the most deviating components of one image, for an explanation."""
+    """Return the components along which one image deviates most, for an explanation."""
     unusual = np.argsort(-np.abs(deviation), kind="stable")[:UNUSUAL_COMPONENTS].tolist()
     return [{"component": component, "deviation": float(deviation[component])} for component in unusual]
 

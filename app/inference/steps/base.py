@@ -1,6 +1,6 @@
 """The interface of a step, from ``uint8 (n, C, H, W)`` host images to packed ``float32 (n, S + K + G)`` host outputs.
 
-All of it runs under ``torch.inference_mode``, and one thread at a time uses a step.  The outputs of padding images are
+Every step runs under ``torch.inference_mode`` and is used by one thread at a time.  The outputs of padding images are
 never returned.
 """
 
