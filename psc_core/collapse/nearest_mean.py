@@ -34,7 +34,7 @@ class NearestMean(LayerQuality):
 
     @torch.inference_mode()
     def read(self, backbone: Backbone, group: LayerGroup, rounds: Iterable[Round], label: str) -> None:
-        """Read the validation images once for each round, and note which examples a layer has right."""
+        """Read the validation images once for each round, and note which examples each layer gets right."""
         reducer, device = self.compute.reducer, self.compute.device
         shard, shard_examples = reducer.shard(self.val), reducer.shard_examples(self.val).to(device)
         kept: Tensor | None = None  # distances of the ranges so far, of a layer in several
@@ -73,9 +73,9 @@ class NearestMean(LayerQuality):
 def paired_error(
     one: Bool[Tensor, " examples"], other: Bool[Tensor, " examples"], offsets: Int[Tensor, " starts"]
 ) -> float:
-    """Return the standard error of the difference between the fractions of examples that two layers have right.
+    """Return the standard error of the difference between the fractions of examples that two layers get right.
 
-    Labels of one image are met or missed together, so its examples, from one of ``offsets`` to the next, count as one.
+    Labels of one image are hit or missed together, so its examples, from one of ``offsets`` to the next, count as one.
     """
     image_index = torch.arange(len(offsets) - 1).repeat_interleave(offsets.diff())
     differences = torch.zeros(len(offsets) - 1).double().index_add_(0, image_index, one.double() - other.double())

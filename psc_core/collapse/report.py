@@ -6,7 +6,7 @@ NC4 is within one paired standard error of the highest, take the deepest.  If th
 NC1 of either is within :data:`NEAR` of ε, and if both have the same number of channels, take both: the layers before
 and after collapse.  The logits are measured but never selected.
 
-Where nothing has collapsed, every layer lies before collapse, and NC4 tells little of how well a density there does:
+Where nothing has collapsed, every layer lies before collapse, and NC4 says little about how well a density works there:
 the candidate is the trunk (:mod:`psc_core.network.layers`), where the network has one.  Normalisation, activation and
 pooling make the penultimate layer of it, and discard some of what tells unseen classes from known ones.
 
@@ -39,7 +39,7 @@ _JSON_NAMES: Final = {"train_examples": "train_rows", "val_examples": "val_rows"
 
 @dataclass(frozen=True)
 class Measure:
-    """The names of a layer's quality beside NC1."""
+    """The names of a layer's quality besides NC1."""
 
     name: str  # in texts and JSON
     column: str  # in a table of all layers
@@ -208,7 +208,7 @@ class CollapseReport:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CollapseReport:
-        """Return the report that :meth:`to_json` gave these fields of."""
+        """Return the report whose fields :meth:`to_json` returned."""
         layers = tuple(
             LayerCollapse(**{**_of_json(entry), "shape": tuple(entry["shape"]), "grid": tuple(entry["grid"])})
             for entry in data["layers"]

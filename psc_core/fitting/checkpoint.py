@@ -104,6 +104,6 @@ class Checkpoint:
 
 
 def agreed(stage: Stage | None, reducer: Reducer) -> Stage | None:
-    """Return ``stage`` where every process has it, else None to all: files may lie on one machine's disk only."""
+    """Return ``stage`` where every process has it, else None in all: files may be on the disk of one machine only."""
     have = reducer.sum_(torch.tensor([float(stage is not None)]))
     return stage if int(have) == reducer.world else None

@@ -59,7 +59,7 @@ class ChosenGates(NamedTuple):
 def choose_gates(
     scorer: Scorer, layers: Layers, textures: Mapping[str, Density], data: FitData, compute: Compute
 ) -> ChosenGates:
-    """Return the gates by the rule, and the early layer that tells made-up images best.
+    """Return the gates by the rule, and the early layer that tells made-up images apart best.
 
     Args:
         scorer: The scorer of the model, still without a texture.
@@ -94,7 +94,7 @@ def early_layers(net: nn.Module, layers: Sequence[str], trial: Tensor) -> list[s
     for granularity in ("blocks", "operations"):
         try:
             listed: list[LayerInfo] = list_layers(net, trial, granularity=granularity)
-        except NetworkError:  # It has none of them.
+        except NetworkError:  # The network has no blocks there.
             continue
         before = [layer.name for layer in listed if order.get(layer.name, end) < end]
         if before:
@@ -135,7 +135,7 @@ def compare(
 
     Args:
         readings: The readings, as :func:`made_up_readings` returns them.
-        names: The gates beside ``texture``.
+        names: The gates besides ``texture``.
         layers: The early layers.
         reason: Why the gate ``confidence`` is one of them or not, a sentence.
     """

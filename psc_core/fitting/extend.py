@@ -1,4 +1,4 @@
-"""Extend the densities of a bundle by images that people labelled, outside the audit slice.
+"""Extend the densities of a bundle with images that people labelled, outside the audit slice.
 
 The input is a fitted model, m labelled images that people chose as they liked, and a few audit images that calibrate
 nothing; the output is an :class:`Extension`, the model's pipeline with extended densities.  Images of the slice

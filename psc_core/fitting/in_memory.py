@@ -70,7 +70,7 @@ def fit(
     compute = chosen.compute()
     train = opened(loaders[0], "the training data", preprocessing, classes, target)
     of_task = task_fit(task)
-    if of_task.takes(train):  # Before hours are spent on reading the others; if not, it is told below.
+    if of_task.takes(train):  # Before hours are spent on reading the others; otherwise the error comes below.
         device, outputs = compute.device, of_task.task(train).network_outputs(train.classes)
         try:
             check_output(net.to(device), trial_input(train.preprocess).to(device), outputs, name=type(net).__name__)
@@ -109,7 +109,7 @@ def calibrate_on(model: FittedModel, loader: Any, **changes: Any) -> FittedModel
 
 
 def _warn_of_no_export(net: nn.Module, trial: Tensor, precision: str) -> None:
-    """Warn where the model could not be saved; it predicts all the same."""
+    """Warn where the model could not be saved; it can predict all the same."""
     try:
         check_exportable(net, trial, precision)
     except NetworkError as error:

@@ -1,9 +1,9 @@
-"""Fit density, head and gates to features, and join them to a scorer, which only lacks calibration.
+"""Fit density, head and gates to features, and join them in a scorer, which lacks only calibration.
 
 The input is the network, its candidate layer(s), their projection to z, and the images of a fit; the output is
 :class:`FittedParts`.  The steps, in order:
 
-1. cut the network behind the candidate, the layers that the head reads beside z, and a few early layers;
+1. cut the network behind the candidate, the layers that the head reads besides z, and a few early layers;
 2. read training images and selection split once each, and keep their features on disk (:mod:`.features`);
 3. fit the density and the head to the training features; the selection split chooses their free numbers;
 4. fit a density to each early layer, and choose one for the gate ``texture`` (:mod:`.early_layers`);
@@ -67,7 +67,7 @@ def fit_parts(
     projection: FittedProjection,
     job: FitJob,
 ) -> FittedParts:
-    """Take the steps of the module's text.
+    """Take the steps above and return the parts.
 
     Args:
         net: The whole network.
@@ -118,7 +118,7 @@ def fit_parts(
 
 
 class _Fitted(NamedTuple):
-    """What is fitted to the features on disk, on the device."""
+    """The parts that are fitted to the features on disk, on the device."""
 
     density: Density
     head: Head

@@ -1,7 +1,7 @@
 """The gates of a model: their names, their p-values and Fisher's combination of them.
 
 =============  ==================================================  ==========================================
-gate           its reading, higher is more unusual                 an alarm means
+gate           reading, higher is more unusual                     an alarm means
 =============  ==================================================  ==========================================
 ``texture``    −log p of an early layer's features, averaged       anomalous texture: surface, contrast, colours
                over positions, nats

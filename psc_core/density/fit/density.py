@@ -222,7 +222,7 @@ FITS: Final[Mapping[type, Callable[[Pooled, HeldOut | None], FamilyPart]]] = {
     TiedDensity: fit_tied,
     RelativeDensity: fit_relative,
 }
-"""The fit of each density, and of the densities derived from it that are not listed here."""
+"""The fit of each family of densities, by its base class."""
 
 
 def _lengths(family: type[Density], z: FeatureMatrix) -> FeatureMatrix:

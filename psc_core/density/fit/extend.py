@@ -1,4 +1,4 @@
-"""Extend a fitted density by more images of its classes, as if it had been fitted to them too.
+"""Extend a fitted density with more images of its classes, as if it had been fitted to them too.
 
 The input is a density that was fitted to n labelled examples, and m more images; the output is a density of the same
 kind.  In its coordinates w (:mod:`psc_core.density.gaussian`) a density keeps the mean μ_k and the covariance Σ_k of
