@@ -287,7 +287,7 @@ class FittedModel:
         device: str | torch.device = "auto",
         allow_factories: Collection[str] = (),
     ) -> AnyModel:
-        """Build a verified bundle as :meth:`load` does, but compute nothing; call then call :meth:`probed`."""
+        """Build a verified bundle as :meth:`load` does, but compute nothing; call :meth:`probed` next."""
         target = resolve_device(device)
         manifest = bundle.manifest
         if not isinstance(manifest.task, cls.task_type):

@@ -22,7 +22,7 @@ def load_model(
     device: str | torch.device = "auto",
     allow_factories: Collection[str] = (),
 ) -> FittedModel:
-    """Read, verify, build and try a bundle of any task; see :meth:`psc_core.PSC.load`.
+    """Read, verify, build and probe a bundle of any task; see :meth:`psc_core.PSC.load`.
 
     Example:
         >>> load_model("artifacts/dirty-mnist-resnet18").task.noun

@@ -12,9 +12,9 @@ Floating-point images are already the network's inputs and enter after ``standar
 The outputs of the head depend on the task: a regression has a mean and two standard deviations instead of p, and no
 gate reads its uncertainty.  Besides z the head may also read earlier layers, averaged over positions.
 
-:class:`Scorer` is all that needs no calibration; :class:`Pipeline` adds the OOD score and its p-value.  The density
-reads either z or the averaged features, and only a model with the gate ``texture`` or a map reads an early layer.
-Shapes are fixed and nothing waits for the host, so both can be compiled or captured in a CUDA graph.
+:class:`Scorer` does everything that needs no calibration; :class:`Pipeline` adds the OOD score and its p-value.  The
+density reads either z or the averaged features, and only a model with the gate ``texture`` or a map reads an early
+layer.  Shapes are fixed and nothing waits for the host, so both can be compiled or captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class Pipeline(nn.Module):
     """Computes packed outputs (:mod:`psc_core.tasks.outputs`) from pixels, so that one copy brings them to the host.
 
     Args:
-        scorer: All that needs no calibration.
+        scorer: Everything that needs no calibration.
         calibration_scores: ``float32 (n,)`` ascending OOD scores of the calibration images.
         gates: The gates that make the OOD score; without gates it is −log density.
         layer_map: The map of one of the backbone's layers, for explanations.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PSCRegressor(FittedModel):
-    """A regression that gives a number with its uncertainty and recognises unusual images in one forward pass.
+    """A regression that predicts a number with its uncertainty and recognises unusual images in one forward pass.
 
     Its :attr:`classes` are the bins of the target, which the density and the gates use.  :func:`psc_core.fit_regressor`
     and ``psc-fit --task regression`` fit such a model.
@@ -84,7 +84,7 @@ class PSCRegressor(FittedModel):
             val: Validation images in the same form, none of them used for training.
             target: The name of the number.
             unit: The unit of the number.
-            preprocess: As in :meth:`psc_core.PSC.fit`, and so are ``mean``, ``std`` and ``name``.
+            preprocess: See :meth:`psc_core.PSC.fit`, also for ``mean``, ``std`` and ``name``.
             mean: The mean of each channel.
             std: The standard deviation of each channel.
             name: The name of the model.

@@ -1,4 +1,4 @@
-"""The parts that the answers of all tasks are made of.
+"""The parts of every task's answers.
 
 A task's ``answer`` module declares each field once: the packed columns of the device step, the JSON answer, its OpenAPI
 schema, the scores among the tensors of the v2 protocol and the client's type all come from there.
@@ -109,7 +109,7 @@ class BaseAnswer(Document):
 
 
 class Response(Document):
-    """Base of the answers to a prediction request; ``policy`` and ``predictions`` have a place of the task's choice."""
+    """Base of the answers to a prediction request; each task declares ``policy`` and ``predictions``."""
 
     noun: ClassVar[str]
     """The word for the predictions of such a model, in messages."""

@@ -53,7 +53,7 @@ class BasePrediction:
         """Return the predictions for some of the images."""
         at = images if isinstance(images, slice) else torch.as_tensor(images).cpu().reshape(-1)
         if not isinstance(at, slice) and not at.numel():
-            at = at.long()  # Of [] torch makes floats.
+            at = at.long()  # torch makes floats of [].
         decisions = self.decisions.at(at if isinstance(at, slice) else at.numpy())
         maps = None if self.maps is None else self.maps[at]
         outputs = replace(self.outputs, packed=self.outputs.packed[at])
@@ -116,7 +116,7 @@ class BasePrediction:
 
     @classmethod
     def _fields(cls) -> list[str]:
-        """Return the fields of an answer but those that a request asks for."""
+        """Return the fields of an answer except those that a request asks for."""
         return [name for name in cls.answer.model_fields if name not in ASKED_FOR]
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The interface between a fit and the task of what it fits."""
+"""The interface between a fit and the task of its model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FIRST_LOOK_IMAGES: Final = 1000
 class Features(NamedTuple):
     """The features of n labelled examples, ordered by class, on disk."""
 
-    head_input: FeatureMatrix  # z, and behind it those of the other layers that the head reads
+    head_input: FeatureMatrix  # z, followed by the other layers that the head reads
     labels: Int[Tensor, " n"]  # class indices, ascending
     images: Int[Tensor, " n"]  # which image of the data set each one shows
     widths: tuple[int, ...]  # columns of z, and of each other layer in head_input
@@ -44,7 +44,7 @@ class HeadJob(NamedTuple):
 
     kind: str
     train: Features
-    selection: Features  # which free numbers are chosen on
+    selection: Features  # on which free parameters are chosen
     classes: tuple[str, ...]  # names
     predictions: str = "psc"  # one of :data:`psc_core.settings.PREDICTIONS`
     seed: int = 0  # of random features, and of what draws and orders training images
@@ -56,7 +56,7 @@ class Calibrated(NamedTuple):
 
     calibration: BaseCalibration
     policy: BasePolicy
-    metrics: Mapping[str, Any]  # on which nothing that they measure was selected, JSON types
+    metrics: Mapping[str, Any]  # JSON types
 
 
 class TaskFit:
@@ -65,13 +65,13 @@ class TaskFit:
     task_type: ClassVar[type[Task]]
 
     layer_quality: ClassVar[type[LayerQuality]] = NearestMean
-    """The quality that is measured after every layer beside NC1."""
+    """The quality that is measured after every layer besides NC1."""
 
     averages_candidate: ClassVar[bool] = False
-    """Whether a head reads the candidate's features averaged over positions beside z, where settings do not forbid."""
+    """Whether a head reads the candidate's features averaged over positions besides z, unless settings forbid it."""
 
     thresholds: ClassVar[tuple[str, ...]] = ()
-    """Names of the settings that its own thresholds come from."""
+    """Names of the settings that set thresholds of this task alone."""
 
     tries_network_output: ClassVar[bool] = False
     """Whether the network's own output may be the better predictions, where settings leave the choice."""
@@ -84,15 +84,15 @@ class TaskFit:
         raise NotImplementedError
 
     def labelled(self, train: ImageDataset, val: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
-        """Return both with the classes that collapse, projection, density and gates work on.
+        """Return both, labelled with the classes that collapse, projection, density and gates work on.
 
         Raises:
-            DataError: If they cannot be, or the two do not belong together.
+            DataError: If they cannot be labelled so, or the two do not belong together.
         """
         return train, val
 
     def check_half(self, images: ImageDataset) -> None:
-        """Reject one half of the validation images that nothing can be measured on; raises :class:`DataError`."""
+        """Raise :class:`DataError` if nothing can be measured on one half of the validation images."""
 
     def task(self, train: ImageDataset) -> Task:
         """Return the task of a model of these images."""
@@ -171,14 +171,14 @@ class TaskFit:
         settings: FitSettings,
         weights: Float[Tensor, " n"] | None = None,
     ) -> Calibrated:
-        """Return the calibration by n images of the calibration split, as the served pipeline scored them.
+        """Return the calibration on n images of the calibration split, as the served pipeline scored them.
 
         Args:
             scored: Scores of the images.
             ood_score: OOD scores of the images, nats.
             images: Labelled images.
             settings: The rates.
-            weights: Images that each one stands for; None where all are equal.
+            weights: How many images each one stands for; None where all are equal.
 
         Raises:
             FitError: If scores are not finite.
@@ -197,7 +197,7 @@ class TaskFit:
 def run_network(
     net: Callable[[Tensor], Tensor], data: ImageDataset, compute: Compute
 ) -> Float[Tensor, "images outputs"]:
-    """Return the network's own outputs for every image, in the precision of ``compute``, as float32 on the CPU."""
+    """Return the plain network's outputs for every image, in the precision of ``compute``, as float32 on the CPU."""
     outputs = passes(data, compute, f"the network on {data.name}", net)
     return torch.cat([output.float().cpu() for output, _ in outputs])
 

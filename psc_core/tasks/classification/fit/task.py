@@ -33,7 +33,7 @@ from psc_core.tasks.head import Head, Scored
 from psc_core.tasks.policy import GUARANTEED_RISK, BasePolicy
 
 ACCURACY_GAP: Final = 0.1
-"""Loss of accuracy from training to validation images up to which the network is not warned about."""
+"""Loss of accuracy from training to validation images up to which no warning is given."""
 
 
 class ClassificationFit(TaskFit):
@@ -131,7 +131,7 @@ FIT: Final = ClassificationFit()
 
 
 def calibration_metrics(scored: Scored, labels: Tensor) -> dict[str, Any]:
-    """Return metrics of the calibration split, on which nothing that they measure was selected."""
+    """Return metrics of the calibration split, which selected nothing that they measure."""
     probabilities = scored.probabilities.double()
     confidence, predicted = probabilities.max(1)
     return {
@@ -144,7 +144,7 @@ def calibration_metrics(scored: Scored, labels: Tensor) -> dict[str, Any]:
 
 
 def network_accuracy(net: nn.Module, data: ImageDataset, compute: Compute) -> float:
-    """Return the network's own accuracy; of an image with several labels, the fraction that is predicted counts."""
+    """Return the plain network's accuracy; of an image with several labels, the fraction that is predicted counts."""
     labels = data.offsets.diff()  # of each image
     hits = run_network(net, data, compute).argmax(1).repeat_interleave(labels) == data.labels
     return float((hits / labels.repeat_interleave(labels)).sum()) / len(data)

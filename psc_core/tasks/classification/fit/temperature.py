@@ -1,4 +1,4 @@
-"""Fit the temperature of the network's own logits, and choose between them and a head."""
+"""Fit the temperature of the network's logits, and choose between their softmax and a head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from psc_core.tasks.classification.heads.temperature import TemperatureHead
 
 
 def fit_temperature_head(logits: Float[Tensor, "m classes"], labels: Int[Tensor, " m"]) -> TemperatureHead:
-    """Fit the temperature by validation NLL, as :func:`.posterior.choose_temperature`."""
+    """Fit the temperature by validation NLL, see :func:`.posterior.choose_temperature`."""
     temperature = choose_temperature(logits, logits.new_zeros(len(logits), 1), labels)
     record = {"temperature": temperature, "val_nll": float(nll(logits / temperature, labels).mean())}
     return TemperatureHead({"temperature": logits.new_tensor(temperature)}, record=record)
@@ -47,7 +47,7 @@ def better_of(
 ) -> ClassifierHead:
     """Return the head, unless its NLL on the selection split is higher by more than one paired standard error.
 
-    The record of what is returned tells the difference and its error, nats.  A probability of zero, or
+    The record of the returned head has the difference and its error, nats.  A probability of zero, or
     NaN, costs 87.3 nats (:data:`psc_core.metrics.classification.LOG_FLOOR`).
     """
     of_head = label_nll(head(z).probabilities.nan_to_num(nan=0.0), labels)

@@ -113,7 +113,7 @@ FIT: Final = RegressionFit()
 def calibration_metrics(
     mean: Float[Tensor, " n"], deviation: Float[Tensor, " n"], values: Float[Tensor, " n"]
 ) -> dict[str, Any]:
-    """Return metrics of the calibration split, on which nothing that they measure was selected."""
+    """Return metrics of the calibration split, which selected nothing that they measure."""
     mean, deviation = mean.double(), deviation.double()
     return {
         "validation_images": len(values),
@@ -125,5 +125,5 @@ def calibration_metrics(
 
 
 def network_rmse(net: nn.Module, data: ImageDataset, compute: Compute) -> float:
-    """Return the RMSE of the network itself on images with numbers."""
+    """Return the RMSE of the plain network on images with numbers."""
     return regression.rmse(run_network(net, data, compute)[:, 0], known_values(data.values))
