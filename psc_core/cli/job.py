@@ -55,7 +55,7 @@ class LoadedNetwork:
     net: nn.Module
     recipe: Recipe
     weights: Sequence[Path]  # its checkpoints
-    configuration: Path | None  # the file in its own folder that says how it is built
+    configuration: Path | None  # the file in its folder that says how it is built
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def check_runs(network: LoadedNetwork, data: FitData, compute: Compute) -> None:
 
 
 def look(job: Job, max_bad_images: int) -> str:
-    """Return the result of the network itself on a few random images, so that it is seen before all are decoded."""
+    """Return how good the plain network is on a few random images, which people see before all are decoded."""
     data = job.data
     train, val = (
         only_readable(drawn(images, FIRST_LOOK_IMAGES, data.seed), max_bad_images) for images in (data.train, data.val)

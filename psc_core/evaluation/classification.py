@@ -130,7 +130,7 @@ def _whole_network(model: PSC, weights: Path) -> nn.Module:
 
 
 def plain_network(net: nn.Module, data: ImageDataset, compute: Compute) -> PlainClassifier:
-    """Return the network itself as a baseline, on the device."""
+    """Return the plain network as a baseline, on the device."""
     return PlainClassifier(net.to(compute.device), data.preprocess, compute.precision)
 
 

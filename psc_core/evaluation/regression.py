@@ -100,7 +100,7 @@ def open_baselines(
 
 
 def plain_network(net: nn.Module, data: ImageDataset, compute: Compute) -> PlainNetwork:
-    """Return the network itself as a baseline, on the device."""
+    """Return the plain network as a baseline, on the device."""
     return PlainNetwork(net.to(compute.device), data.preprocess, compute.precision)
 
 
@@ -108,7 +108,7 @@ def plain_network(net: nn.Module, data: ImageDataset, compute: Compute) -> Plain
 def score_images(
     model: PSCRegressor, data: ImageDataset, baselines: PlainNetwork | None = None, *, batch_images: int = BATCH_IMAGES
 ) -> ScoredNumbers:
-    """Send ``data`` once through the served path, and through the network itself if it is given.
+    """Send ``data`` once through the served path, and through the plain network if it is given.
 
     Raises:
         UsageError: If the data is read through another preprocessing than the model's.

@@ -1,7 +1,7 @@
 """The content of a report beyond the bundle itself: scores of some images, a few pictures, the sizes compared.
 
 A fit stores it beside the bundle, in one safetensors file, so that the page can be drawn again without the images.
-Nothing computes with this file, and no reader of a bundle needs it.
+Nothing is computed from this file, and no reader of a bundle needs it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class ScoredSet:
-    """The scores of n images that belong together, on the CPU; each task adds its own."""
+    """The scores of n images that belong together, on the CPU; each task adds fields."""
 
     name: str
     role: Role

@@ -38,7 +38,7 @@ class Facts:
 
     @cached_property
     def calibrated_on(self) -> str:
-        """The images for whose like the stated rates hold, in words."""
+        """A phrase for the images to which the stated rates apply."""
         history = self.manifest.provenance.get(HISTORY)
         if not history:
             return "validation images of the fit"

@@ -56,7 +56,7 @@ class RankChoice:
     d_proj: int
     nc1: float
     nc4: float
-    warning: str  # what a user should know of the choice; empty where nothing is wrong
+    warning: str  # what a user should know about the choice; empty where nothing is wrong
 
     def with_more_positions(
         self,

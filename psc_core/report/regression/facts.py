@@ -10,7 +10,7 @@ from psc_core.tasks.regression.policy import ValuePolicy
 from psc_core.tasks.regression.task import Regression
 
 LOSS: Final = 0.05
-"""The relative rise of the RMSE, compared to the network's own, above which a warning is given."""
+"""The relative rise of the RMSE, compared to the plain network's, above which a warning is given."""
 
 DIGITS: Final = ".4g"
 """The format of a metric."""
@@ -40,6 +40,6 @@ def warnings_of(metrics: Mapping[str, Any], head: Mapping[str, float]) -> list[s
 
 
 def accuracy_lost(base: Mapping[str, float], psc: Mapping[str, float]) -> str:
-    """Return how much less accurate predictions with PSC are than the network's own; empty if it does not matter."""
+    """Return how much less accurate predictions with PSC are than the plain network's; empty if it does not matter."""
     grown = psc["rmse"] / base["rmse"] - 1 if base.get("rmse") else 0
     return f"{grown:.0%} of its RMSE" if grown > LOSS else ""
