@@ -1,4 +1,4 @@
-// The panel beside the pictures: one image with its verdict, the reasons, and the numbers behind them.
+// The panel beside the pictures: one image with its decision, the reasons, and the numbers behind them.
 
 import { DECISIONS } from "./decide.js";
 import { nats, number, percent } from "./format.js";
