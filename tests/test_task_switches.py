@@ -35,7 +35,7 @@ MODEL_CLASSES: Final = ("psc_core.model.classifier", "psc_core.model.regressor")
 ATTRIBUTES: Final = frozenset({"target", "values", "is_regression", "has_numbers"})
 """What only the data, manifests or models of one task have, or have as something else than None."""
 
-TABLES: Final = frozenset({"output_heads", "heads", "abstentions", "limits", "tensors", "request_options"})
+TABLES: Final = frozenset({"output_heads", "heads", "abstentions", "limits", "tensors", "query"})
 """Tables of a task: what one of them has in it, or that it is empty, tells which task it is."""
 
 KINDS: Final = frozenset({"measure", "layer_quality", "task_type"})

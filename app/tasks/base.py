@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Final, Generic, Literal
 import numpy as np
 import numpy.typing as npt
 
+from app.tasks.query import PredictQuery
 from psc_core.tasks import TASKS, module_of
 from psc_core.tasks.decide import AnyDecisions
 from psc_core.tasks.outputs import FloatArray, Outputs
@@ -32,8 +33,8 @@ class ServedTask(Generic[AnyDecisions]):
 
     tensors: ClassVar[Mapping[str, Datatype]]
     """The data types of the v2 protocol's output tensors by name, in order."""
-    request_options: ClassVar[frozenset[str]] = frozenset()
-    """The options that a request may have besides thresholds."""
+    query: ClassVar[type[PredictQuery]] = PredictQuery
+    """The query parameters of a request to a model of the task."""
 
     def documents(
         self, outputs: Outputs[FloatArray], decisions: AnyDecisions, classes: Sequence[str], **options: int
@@ -44,7 +45,7 @@ class ServedTask(Generic[AnyDecisions]):
             outputs: The finite outputs for the images.
             decisions: The decisions on the same images.
             classes: The classes of the model.
-            options: Some of :attr:`request_options`.
+            options: The parameters of :attr:`query` that belong to the task and are no thresholds.
         """
         raise NotImplementedError
 
