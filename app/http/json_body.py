@@ -39,7 +39,7 @@ class Marks:
         self._most = most
         self._found = Counter(dict.fromkeys(b"".join(most), 0))
 
-    def are_more_with(self, piece: bytes) -> bool:
+    def exceeded_with(self, piece: bytes) -> bool:
         """Count the characters of another piece; return whether there are now too many."""
         self._found.update({mark: piece.count(mark) for mark in self._found})
         return any(sum(self._found[mark] for mark in together) > limit for together, limit in self._most.items())
@@ -48,7 +48,7 @@ class Marks:
 def has_more(body: bytes, most: Mapping[bytes, int]) -> bool:
     """Return whether some characters occur more often than ``most`` allows; counting stops once that is known."""
     marks = Marks(most)
-    return any(marks.are_more_with(body[start : start + _PIECE]) for start in range(0, len(body), _PIECE))
+    return any(marks.exceeded_with(body[start : start + _PIECE]) for start in range(0, len(body), _PIECE))
 
 
 def counted() -> Callable[[bytes], None]:
@@ -59,7 +59,7 @@ def counted() -> Callable[[bytes], None]:
     marks = Marks(_MOST)
 
     def check(piece: bytes) -> None:
-        if marks.are_more_with(piece):
+        if marks.exceeded_with(piece):
             raise _too_costly()
 
     return check

@@ -65,7 +65,7 @@ class Job(FitJob):
     out: Path  # the bundle to write
     name: str  # of the model
     network: LoadedNetwork
-    order_note: str  # how the classes were ordered, for people; empty where nothing is to be said
+    order_note: str  # a note on how the classes were ordered; may be empty
 
     @property
     def is_first(self) -> bool:
@@ -145,7 +145,7 @@ def check_disjoint(train: ImageDataset, val: ImageDataset) -> None:
 
 
 def load(args: argparse.Namespace, described: Described, outputs: int) -> LoadedNetwork:
-    """Load the network with so many outputs; with ``--graph`` as one that no name builds again."""
+    """Load the network with this number of outputs; with ``--graph`` as one that no name builds again."""
     recipe = recipe_for(args.model, described, outputs, key_values(args.model_arg))
     check_network(asdict(recipe))
     net = load_described(described, recipe, args.weights)

@@ -71,7 +71,7 @@ def eligible_layers(layers: Sequence[LayerCollapse], pattern: str | None) -> lis
 
 
 def best_layer(layers: Sequence[LayerCollapse], epsilon: float, pattern: str | None) -> LayerCollapse | None:
-    """Return the eligible layer with NC1 > ε and the highest NC4, of equals the deepest; None if all have collapsed."""
+    """Return the eligible layer with NC1 > ε and the highest NC4, on a tie the deepest; None if all have collapsed."""
     passing = [layer for layer in eligible_layers(layers, pattern) if layer.nc1 > epsilon]
     return max(passing, key=lambda layer: (layer.nc4, layer.index), default=None)
 
@@ -118,7 +118,7 @@ class CollapseReport:
         raise UsageError(f"expected one of the measured layers, got {name!r}; some are {', '.join(near)}")
 
     def named(self, layer: LayerCollapse) -> str:
-        """Return a layer's name with its numbers, for people."""
+        """Return a layer's name with its numbers, as text."""
         return f"{layer.name} (NC1 {layer.nc1:.4f}, {self.measure} {layer.nc4:.4f})"
 
     @property

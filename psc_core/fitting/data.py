@@ -128,7 +128,7 @@ class FitData:
         return replace(self, train=train, val=val)
 
     def readable(self, at_most: int, reducer: Reducer | None = None) -> tuple[FitData, tuple[str, ...]]:
-        """Return the images that can be decoded, and lines for people about those that cannot.
+        """Return the images that can be decoded, and lines of text about those that cannot.
 
         Args:
             at_most: How many may be left out; with 0 none are searched for, and the first one met ends the fit.

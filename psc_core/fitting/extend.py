@@ -60,7 +60,7 @@ class Extension:
         for times, of_transform in self.aurocs.items():
             numbers = (f"{value:.4f}" for value in of_transform.values())
             rows.append([str(times), *numbers, "◀ chosen" * (times == self.times)])
-        head = f"AUROC on made-up images; each of the {self.images} images outside the slice stands for so many others:"
+        head = f"AUROC on made-up images; each of the {self.images} images outside the slice counts this many times:"
         return "\n".join([head, *aligned(rows)])
 
     def warning(self) -> str:
@@ -152,7 +152,7 @@ def extended(pipeline: Pipeline, read: _Read, examples: int, times: int) -> Pipe
 
 
 def _choose(aurocs: Mapping[int, Auroc]) -> int:
-    """Return the times with the least regret, of equals the smallest, among those that lose little everywhere."""
+    """Return the times with the least regret, on a tie the smallest, among those that lose little everywhere."""
     before = aurocs[0]
     allowed = [
         times for times in aurocs if all(value >= before[name] - LARGEST_LOSS for name, value in aurocs[times].items())

@@ -49,7 +49,7 @@ class MapChoice:
 
     @property
     def chosen(self) -> str:
-        """The layer with the least regret, of equals the earliest."""
+        """The layer with the least regret, on a tie the earliest."""
         return min(self.aurocs, key=partial(regret, self.aurocs))
 
     def to_json(self) -> dict[str, Any]:

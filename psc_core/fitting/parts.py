@@ -83,7 +83,7 @@ def fit_parts(
     """
     data, settings, compute = job.data, job.settings, job.compute
     is_base = settings.predictions == "base"
-    is_asked = is_base or (settings.predictions == "auto" and data.task_fit.tries_network_output)
+    is_asked = is_base or (settings.predictions == "auto" and data.task_fit.compares_network_output)
     layers = _layers(net, candidate, job)
     backbone = cut(net, layers.names, data.train, compute, keep_output=is_asked)
     outputs = data.task.network_outputs(data.train.classes)

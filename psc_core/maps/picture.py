@@ -23,7 +23,7 @@ def box_of(grey: Grey) -> Box:
     """Return the box of the most anomalous region.
 
     A region is a connected set, corners included, of positions at least half as bright as the brightest.  The one with
-    the largest sum of grey levels is taken, of equal ones the first.  The box of a black map is the whole image.
+    the largest sum of grey levels is taken, on a tie the first.  The box of a black map is the whole image.
     """
     regions, _ = ndimage.label(2 * grey.astype(np.int64) >= int(grey.max()), _CORNERS)
     sums = np.bincount(regions.ravel(), weights=grey.ravel())

@@ -195,7 +195,7 @@ class FittedModel:
         Raises:
             NetworkError: If no name builds the network and it cannot be exported to ONNX.
             BundleError: If a bundle cannot be written to ``path``.
-            UsageError: If nobody has said how files become inputs, which a bundle has to store.
+            UsageError: If it is unknown how files become inputs, which a bundle has to store.
         """
         if not self.preprocess.is_known:
             raise UsageError(

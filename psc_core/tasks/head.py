@@ -32,7 +32,7 @@ class Head(Fitted):
         score_names: The scores of the task, in the order of their columns.
         reads_output: Whether it reads the network's own output, for base predictions, and no features.
         reads_layers: Whether it reads features of earlier layers, averaged over positions, besides z.
-        epistemic_unit: Unit of the epistemic uncertainty, for people; empty where there is none.
+        epistemic_unit: Unit of the epistemic uncertainty, for display; empty where there is none.
     """
 
     score_names: ClassVar[tuple[str, ...]]

@@ -84,7 +84,7 @@ class Task(BaseModel):
         return len(classes)
 
     def epistemic_unit(self, head: Head) -> str:
-        """Return the unit of the epistemic uncertainty, for people; empty where there is none."""
+        """Return the unit of the epistemic uncertainty, for display; empty where there is none."""
         return head.epistemic_unit
 
     def restore_head(self, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Head:
@@ -107,7 +107,7 @@ class Task(BaseModel):
     def prediction(
         self, outputs: Outputs[Tensor], decisions: BaseDecisions, classes: tuple[str, ...]
     ) -> BasePrediction:
-        """Return the predictions that ``predict`` gives in Python."""
+        """Return the predictions as ``predict`` returns them in Python."""
         return self.predictions(outputs, decisions, classes, **dict(self))  # Its own fields too: a target.
 
     def decision_names(self) -> tuple[str, ...]:

@@ -50,6 +50,6 @@ def log_likelihoods(of_class: ClassMoments, images: Float[Tensor, "m P"]) -> Flo
 
 
 def choose_tied_weight(classes: Iterable[tuple[ClassMoments, Float[Tensor, "_ P"]]]) -> float:
-    """Return the t under which the held-out images of all classes are most likely, of equals the largest."""
+    """Return the t under which the held-out images of all classes are most likely, on a tie the largest."""
     total = sum(log_likelihoods(moments, images).cpu() for moments, images in classes)
     return max(zip(total.tolist(), TIED_WEIGHTS, strict=True))[1]  # type: ignore[union-attr]

@@ -11,7 +11,7 @@ TEXTS: Final[words.Texts] = {
     "collapse": (
         "Where the network collapses",
         "Deep layers forget how images with about the same number differ (NC1 falls). PSC reads the shaded layer: it "
-        "still varies, NC1 > ε, and tells the number, high R².",
+        "still varies, NC1 > ε, and predicts the number, high R².",
     ),
     "sizes": words.TEXTS["sizes"],
     "ood-scores": words.TEXTS["ood-scores"],

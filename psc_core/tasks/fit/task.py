@@ -73,8 +73,8 @@ class TaskFit:
     thresholds: ClassVar[tuple[str, ...]] = ()
     """Names of the settings that set thresholds of this task alone."""
 
-    tries_network_output: ClassVar[bool] = False
-    """Whether the network's own output may be the better predictions, where settings leave the choice."""
+    compares_network_output: ClassVar[bool] = False
+    """Whether a fit compares the network's output with the head's, where settings leave the choice."""
 
     why_not_extended: ClassVar[str] = ""
     """The reason why no more images can extend a density of a fitted model; empty where they can."""
@@ -107,7 +107,7 @@ class TaskFit:
         check_same(data, classes, "model's")
 
     def describe_labels(self, train: ImageDataset) -> str:
-        """Return a phrase for people that says how the images are labelled."""
+        """Return a phrase that says how the images are labelled."""
         return f"{len(train.classes)} classes"
 
     def check(self, settings: FitSettings) -> None:

@@ -42,7 +42,7 @@ class ClassificationFit(TaskFit):
     task_type = Classification
     thresholds = ("risk",)
     averages_candidate = True
-    tries_network_output = True
+    compares_network_output = True
 
     def takes(self, data: ImageDataset) -> bool:
         return data.target is None
