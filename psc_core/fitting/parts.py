@@ -92,7 +92,7 @@ def fit_parts(
         check_network_output(backbone, trial, outputs, name=data.train.name)
     of_selection = layers._replace(texture=(), output=is_asked and output_width(backbone, trial) == outputs)
     device_projection = projection.projection.to(compute.device)
-    pooled = DENSITIES[settings.density].input_kind == "pooled"
+    pooled = DENSITIES[settings.density].reads == "pooled"
     with tempfile.TemporaryDirectory(prefix="psc-fit-") as scratch:
         folders = [Path(tempfile.mkdtemp(dir=scratch)) for _ in range(2)]
         train = read(backbone, layers, device_projection, data.train, compute, folders[0], pooled=pooled)

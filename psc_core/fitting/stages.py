@@ -71,7 +71,7 @@ def project(net: nn.Module, candidate: Candidate, job: FitJob) -> FittedProjecti
     """
     data, settings, compute = job.data, job.settings, job.compute
     one_of("density", settings.density, tuple(DENSITIES), data.task_fit.task_type.noun)
-    reads_z = DENSITIES[settings.density].input_kind == "z"
+    reads_z = DENSITIES[settings.density].reads == "z"
     compute.reducer.require(data.train)
     backbone = cut(net, candidate.layers, data.train, compute, keep_output=False)
     sized = fit_tucker(backbone, data.train, data.selection, settings, compute)

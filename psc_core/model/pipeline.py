@@ -158,7 +158,7 @@ class Scorer(nn.Module):
         return Embedding(
             z,
             torch.cat([z, average_positions(others)], dim=1) if others else z,
-            average_positions(candidate) if self.density.input_kind == "pooled" else z,
+            average_positions(candidate) if self.density.reads == "pooled" else z,
             None if output is None else output.float(),
             None if self.texture is None else average_positions(features[-1:]),
         )

@@ -54,7 +54,7 @@ def restore_modules(bundle: Bundle, allow_factories: Collection[str]) -> Modules
         projection = Projection.restore(manifest.projection.model_dump(), tensors["projection"])
         density = restore_density(manifest.density.model_dump(), tensors["density"])
         dim = len(projection.z_mean)
-        if density.input_kind == "z" and len(density.mean) != dim:
+        if density.reads == "z" and len(density.mean) != dim:
             raise BundleError(f"expected density.sizes.dim to be {dim}, got {len(density.mean)}; fit the bundle again")
         head = manifest.task.restore_head(manifest.head.model_dump(exclude={"layers"}), tensors["head"])
         calibration = _restore_calibration(manifest, tensors["calibration"])

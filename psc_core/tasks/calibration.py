@@ -16,7 +16,7 @@ from psc_core.tasks.policy import BasePolicy
 
 @dataclass(frozen=True)
 class BaseCalibration:
-    """Scores of n calibration images, float32, each kind sorted separately."""
+    """Scores of n calibration images, float32, each sorted separately."""
 
     thresholds_type: ClassVar[type[BaseThresholds]]
 

@@ -85,8 +85,8 @@ function showNumbers({ prediction, other }, model, policy, rival) {
   element("numbers").replaceChildren(...names, ...body);
 }
 
-function make(kind, name, ...content) {
-  const node = document.createElement(kind);
+function make(tag, name, ...content) {
+  const node = document.createElement(tag);
   node.className = name;
   node.append(...content);
   return node;

@@ -69,7 +69,7 @@ def fit_density(
     """Fit a feature density.
 
     Args:
-        train: The training examples, with features of the density's :attr:`.Density.input_kind`.
+        train: The training examples, with the features that the density :attr:`.Density.reads`.
         kind: One of :data:`psc_core.density.DENSITIES`.
         pca: Principal components to keep.  ``None`` chooses (see :mod:`.pca`), at most images − K and, with a
             covariance for each class, so many that K · P² stays under :data:`WHITENER_ELEMENTS`.

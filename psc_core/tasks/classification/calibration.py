@@ -32,7 +32,7 @@ from psc_core.tasks.classification.policy import FLOAT32_ROUNDING
 
 @dataclass(frozen=True)
 class Calibration(BaseCalibration):
-    """Scores of n calibration images, float32, each kind sorted separately."""
+    """Scores of n calibration images, float32, each sorted separately."""
 
     thresholds_type = Thresholds
 

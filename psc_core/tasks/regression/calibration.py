@@ -31,7 +31,7 @@ from psc_core.tasks.regression.decide import Thresholds
 
 @dataclass(frozen=True)
 class Calibration(BaseCalibration):
-    """Scores of n calibration images, float32, each kind sorted separately."""
+    """Scores of n calibration images, float32, each sorted separately."""
 
     thresholds_type = Thresholds
 
