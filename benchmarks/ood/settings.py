@@ -9,7 +9,7 @@ be, one that makes the network guess should be.  So the tables show accuracy and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -19,7 +19,7 @@ from torchvision.transforms.v2 import functional
 from benchmarks import checkpoints, pretrained
 from benchmarks.checkpoints import NetworkJob, Trained, images_to_test, job_of
 from benchmarks.data import KNOWN_CLASSES
-from benchmarks.pretrained import PretrainedJob
+from benchmarks.pretrained import BACKBONES, PretrainedJob
 from benchmarks.runs import Run
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
@@ -84,9 +84,9 @@ def _held_out(source: str, number: int, *far: str) -> Setting:
     return Setting(f"{source}-held-out-{number}", factory % "known", outside)
 
 
-def _lite0(name: str, recipe: PretrainedJob) -> Setting:
+def _pretrained(name: str, recipe: PretrainedJob) -> Setting:
     far = {data: data for data in ("fashion-mnist", "mnist", "cifar10") if data != recipe.data}
-    return PretrainedSetting(name, recipe.data, far, recipe)
+    return PretrainedSetting(f"{recipe.backbone.name}-{name}", recipe.data, far, recipe)
 
 
 SETTINGS: Mapping[str, Setting] = {
@@ -96,9 +96,15 @@ SETTINGS: Mapping[str, Setting] = {
         Setting("cifar10", "cifar10", {"fashion-mnist": "fashion-mnist", "mnist": "mnist"}),
         *(_held_out("cifar10", number) for number in range(len(KNOWN_CLASSES))),
         *(_held_out("mnist", number, "fashion-mnist", "cifar10") for number in range(2)),
-        _lite0("lite0-frozen-5", PretrainedJob(5, per_class=400, epochs=0)),
-        _lite0("lite0-tuned-8", PretrainedJob(8, per_class=1000, epochs=5)),
-        _lite0("lite0-frozen-mnist", PretrainedJob(6, 500, epochs=0, data="mnist", known=KNOWN_CLASSES[0])),
+        *(
+            _pretrained(name, replace(recipe, backbone=backbone))
+            for backbone in BACKBONES.values()
+            for name, recipe in {
+                "frozen-5": PretrainedJob(5, per_class=400, epochs=0),
+                "tuned-8": PretrainedJob(8, per_class=1000, epochs=5),
+            }.items()
+        ),
+        _pretrained("frozen-mnist", PretrainedJob(6, 500, epochs=0, data="mnist", known=KNOWN_CLASSES[0])),
     )
 }
 
