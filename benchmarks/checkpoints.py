@@ -25,13 +25,17 @@ from psc_core.network.weights import load_weights, read_weights
 SPECTRAL_NORM = 3.0
 """The paper's bound on spectral norms."""
 
+VIT_EPOCHS = 3
+"""The number of epochs of a transformer for each of a convolutional network, which learns faster."""
+
 
 @dataclass(frozen=True)
 class Scale:
     """The configuration of a scale.
 
     Attributes:
-        networks: The network in place of each of the paper's, and the ``"small"`` one for comparing OOD detectors.
+        networks: The network in place of each of the paper's, and the ``"small"`` one and the ``"vit"``, on which OOD
+            detectors are compared.
         mnist_epochs: The number of epochs on digits.
         cifar_epochs: The number of epochs on CIFAR-10.
         batch: The number of labelled examples in a training step.
@@ -52,13 +56,14 @@ class Scale:
 
 
 _PAPER = ("resnet18", "resnet50", "vgg16", "wide_resnet28_10")
-_NARROW = {**dict.fromkeys((*_PAPER, "small"), "resnet18_narrow"), "vgg16": "vgg16_narrow"}
+_VIT = {"vit": "vit_narrow"}
+_NARROW = {**dict.fromkeys((*_PAPER, "small"), "resnet18_narrow"), "vgg16": "vgg16_narrow", **_VIT}
 
 SCALES: Mapping[str, Scale] = {
-    "smoke": Scale(dict.fromkeys((*_PAPER, "small"), "wide_resnet10_1"), 1, 2, 64, 400, 120, (0, 1)),
+    "smoke": Scale(dict.fromkeys((*_PAPER, "small"), "wide_resnet10_1") | _VIT, 1, 2, 64, 400, 120, (0, 1)),
     "cpu": Scale(_NARROW, 2, 8, 128, 10_000, None, (0, 1, 2)),
     "full": Scale(
-        {**{name: name for name in _PAPER}, "small": "resnet18"}, 350, 350, 128, None, None, (0, 1, 2), "ddu"
+        {**{name: name for name in _PAPER}, "small": "resnet18", **_VIT}, 350, 350, 128, None, None, (0, 1, 2), "ddu"
     ),
 }
 
@@ -77,10 +82,13 @@ def images_to_test(run: Run, data: ImageDataset) -> ImageDataset:
 
 
 def job_of(run: Run, network: str, data: str, *, spectral_norm: float = 0.0) -> Job:
-    """Return the job that trains one of the paper's networks at the run's scale."""
+    """Return the job that trains one of the scale's networks."""
     scale = scale_of(run)
     epochs = run.epochs or (scale.cifar_epochs if "cifar10" in data else scale.mnist_epochs)
-    return Job(scale.networks[network], data, epochs, run.seed, spectral_norm, scale.batch, scale.schedule)
+    schedule = scale.schedule
+    if network == "vit":
+        epochs, schedule = run.epochs or VIT_EPOCHS * epochs, "adamw"
+    return Job(scale.networks[network], data, epochs, run.seed, spectral_norm, scale.batch, schedule)
 
 
 class NetworkJob(Protocol):

@@ -27,7 +27,7 @@ from psc_core.data.spec import open_dataset
 
 @dataclass(frozen=True)
 class Setting:
-    """One comparison, on a small ResNet trained from scratch."""
+    """One comparison, on a small network trained from scratch."""
 
     record: ClassVar[str] = "ood"
     """The name of the record that the results belong to."""
@@ -35,6 +35,7 @@ class Setting:
     name: str
     data: str  # The in-distribution data.
     outside: Mapping[str, str]  # The out-of-distribution data by name.
+    network: str = "small"  # One of the scale's networks.
 
     def limited(self, run: Run) -> Run:
         """Return the run with as many images as the setting has time for."""
@@ -42,11 +43,11 @@ class Setting:
 
     def job(self, run: Run) -> NetworkJob:
         """Return the job that trains the network."""
-        return job_of(run, "small", self.data)
+        return job_of(run, self.network, self.data)
 
     def obtain(self, run: Run) -> Trained:
         """Return the trained network and its data."""
-        return checkpoints.obtain(run, job_of(run, "small", self.data))
+        return checkpoints.obtain(run, job_of(run, self.network, self.data))
 
     def test_images(self, run: Run, trained: Trained) -> dict[str, ImageDataset]:
         """Open out-of-distribution test images by name, as many of each as the scale uses."""
@@ -56,7 +57,7 @@ class Setting:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PretrainedSetting(Setting):
     """One comparison on a pretrained network, whose other classes are out-of-distribution data too."""
 
@@ -78,15 +79,16 @@ class PretrainedSetting(Setting):
         return {"other classes": others, **super().test_images(run, trained)}
 
 
-def _held_out(source: str, number: int, *far: str) -> Setting:
+def _held_out(source: str, number: int, *far: str, network: str = "small") -> Setting:
     factory = f"benchmarks.data:{source}_%s_{number}"
     outside = {"other classes": factory % "unknown"} | {data: data for data in far}
-    return Setting(f"{source}-held-out-{number}", factory % "known", outside)
+    name = f"{source}-held-out-{number}"
+    return Setting(name if network == "small" else f"{network}-{name}", factory % "known", outside, network)
 
 
 def _pretrained(name: str, recipe: PretrainedJob) -> Setting:
     far = {data: data for data in ("fashion-mnist", "mnist", "cifar10") if data != recipe.data}
-    return PretrainedSetting(f"{recipe.backbone.name}-{name}", recipe.data, far, recipe)
+    return PretrainedSetting(f"{recipe.backbone.name}-{name}", recipe.data, far, recipe=recipe)
 
 
 SETTINGS: Mapping[str, Setting] = {
@@ -96,6 +98,7 @@ SETTINGS: Mapping[str, Setting] = {
         Setting("cifar10", "cifar10", {"fashion-mnist": "fashion-mnist", "mnist": "mnist"}),
         *(_held_out("cifar10", number) for number in range(len(KNOWN_CLASSES))),
         *(_held_out("mnist", number, "fashion-mnist", "cifar10") for number in range(2)),
+        *(_held_out("mnist", 0, "fashion-mnist", "cifar10", network=network) for network in ("vgg16", "vit")),
         *(
             _pretrained(name, replace(recipe, backbone=backbone))
             for backbone in BACKBONES.values()
