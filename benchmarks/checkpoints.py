@@ -31,7 +31,8 @@ class Scale:
     """The configuration of a scale.
 
     Attributes:
-        networks: The network in place of each of the paper's, and the ``"small"`` one for comparing OOD detectors.
+        networks: The network in place of each of the paper's, and the ``"small"`` one and the ``"vit"``, on which OOD
+            detectors are compared.
         mnist_epochs: The number of epochs on digits.
         cifar_epochs: The number of epochs on CIFAR-10.
         batch: The number of labelled examples in a training step.
@@ -52,13 +53,14 @@ class Scale:
 
 
 _PAPER = ("resnet18", "resnet50", "vgg16", "wide_resnet28_10")
-_NARROW = {**dict.fromkeys((*_PAPER, "small"), "resnet18_narrow"), "vgg16": "vgg16_narrow"}
+_VIT = {"vit": "vit_narrow"}
+_NARROW = {**dict.fromkeys((*_PAPER, "small"), "resnet18_narrow"), "vgg16": "vgg16_narrow", **_VIT}
 
 SCALES: Mapping[str, Scale] = {
-    "smoke": Scale(dict.fromkeys((*_PAPER, "small"), "wide_resnet10_1"), 1, 2, 64, 400, 120, (0, 1)),
+    "smoke": Scale(dict.fromkeys((*_PAPER, "small"), "wide_resnet10_1") | _VIT, 1, 2, 64, 400, 120, (0, 1)),
     "cpu": Scale(_NARROW, 2, 8, 128, 10_000, None, (0, 1, 2)),
     "full": Scale(
-        {**{name: name for name in _PAPER}, "small": "resnet18"}, 350, 350, 128, None, None, (0, 1, 2), "ddu"
+        {**{name: name for name in _PAPER}, "small": "resnet18", **_VIT}, 350, 350, 128, None, None, (0, 1, 2), "ddu"
     ),
 }
 
@@ -76,11 +78,13 @@ def images_to_test(run: Run, data: ImageDataset) -> ImageDataset:
     return random_images(data, scale_of(run).test_images, run.seed)
 
 
-def job_of(run: Run, network: str, data: str, *, spectral_norm: float = 0.0) -> Job:
-    """Return the job that trains one of the paper's networks at the run's scale."""
+def job_of(
+    run: Run, network: str, data: str, *, spectral_norm: float = 0.0, longer: int = 1, schedule: str = ""
+) -> Job:
+    """Return the job that trains one of the scale's networks, perhaps for ``longer`` times its epochs."""
     scale = scale_of(run)
-    epochs = run.epochs or (scale.cifar_epochs if "cifar10" in data else scale.mnist_epochs)
-    return Job(scale.networks[network], data, epochs, run.seed, spectral_norm, scale.batch, scale.schedule)
+    epochs = run.epochs or longer * (scale.cifar_epochs if "cifar10" in data else scale.mnist_epochs)
+    return Job(scale.networks[network], data, epochs, run.seed, spectral_norm, scale.batch, schedule or scale.schedule)
 
 
 class NetworkJob(Protocol):

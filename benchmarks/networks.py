@@ -1,4 +1,4 @@
-"""The paper's networks in their small-image form (3×3 stride-1 stem, no max-pool), as plain factories.
+"""The paper's networks in their small-image form (3×3 stride-1 stem, no max-pool) and a ViT, as plain factories.
 
 ``psc-fit --model benchmarks.networks:NAME`` takes any of them, such as ``wide_resnet28_10``.  The ResNets and the VGG
 are torchvision's own with a small stem, so their bundles load without this module.
@@ -109,6 +109,17 @@ def vgg16_narrow(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
     return _small_vgg(4, num_classes, in_channels)
 
 
+def vit_narrow(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
+    """Build timm's vision transformer with 6 blocks of 96 features, patches of 4, for images of 28 (grey) or 32."""
+    from timm.models.vision_transformer import VisionTransformer
+
+    size = 28 if in_channels == 1 else 32
+    net: nn.Module = VisionTransformer(
+        size, 4, in_channels, num_classes, embed_dim=96, depth=6, num_heads=3, mlp_ratio=2.0
+    )
+    return net
+
+
 BN_MOMENTUM = 0.01
 """The momentum of a Wide-ResNet's batch normalisation."""
 
@@ -211,7 +222,8 @@ def modify(net: nn.Module) -> nn.Module:
     return net
 
 
-_PLAIN = (resnet18, resnet18_narrow, resnet50, vgg16, vgg16_narrow, wide_resnet28_10, wide_resnet10_1)
+_RESNETS = (resnet18, resnet18_narrow, resnet50, wide_resnet28_10, wide_resnet10_1)
+_OTHERS = (vgg16, vgg16_narrow, vit_narrow)
 
 
 def _modified(plain: Callable[[int, int], nn.Module]) -> Callable[[int, int], nn.Module]:
@@ -219,8 +231,8 @@ def _modified(plain: Callable[[int, int], nn.Module]) -> Callable[[int, int], nn
 
 
 NETWORKS: Mapping[str, Callable[[int, int], nn.Module]] = {
-    **{plain.__name__: plain for plain in _PLAIN},
-    **{f"{plain.__name__}_mod": _modified(plain) for plain in _PLAIN if not plain.__name__.startswith("vgg")},
+    **{plain.__name__: plain for plain in (*_RESNETS, *_OTHERS)},
+    **{f"{plain.__name__}_mod": _modified(plain) for plain in _RESNETS},
 }
 """The networks by name; ``…_mod`` as DDU modifies them."""
 

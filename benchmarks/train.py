@@ -1,18 +1,18 @@
-"""Train one of the paper's networks; the checkpoint is a safetensors state dict.
+"""Train a network of :mod:`benchmarks.networks`; the checkpoint is a safetensors state dict.
 
     python -m benchmarks.train --network resnet18 --data dirty-mnist:ROOT --epochs 4 --out net.safetensors
 
 ``--schedule ddu`` is the recipe of the paper (SGD 0.1, momentum 0.9, weight decay 5e-4 of every parameter, × 0.1 at
-150/350 and 250/350 of the epochs); ``one-cycle`` (default) reaches the same regime in a few epochs.  One epoch visits
-every labelled example once.  Images of CIFAR-10 are cropped and flipped at random.  An interrupted run continues from
-its last finished epoch.
+150/350 and 250/350 of the epochs); ``one-cycle`` (default) reaches the same regime in a few epochs, and ``adamw`` is
+the same cycle for transformers, with AdamW.  One epoch visits every labelled example once.  Images of CIFAR-10 are
+cropped and flipped at random.  An interrupted run continues from its last finished epoch.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,8 +29,8 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS
 
-SCHEDULES = ("one-cycle", "ddu")
-"""The schedules of the learning rate."""
+SCHEDULES: Mapping[str, float] = {"one-cycle": 0.1, "ddu": 0.1, "adamw": 2e-3}
+"""The schedules of the learning rate, with the rate at the peak of each."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,17 @@ def learning_rate(schedule: str, peak: float, step: int, steps: int) -> float:
     return peak * (position / 0.3 if position < 0.3 else max(0.001, (1 - position) / 0.7))
 
 
-def optimizer_of(net: nn.Module, schedule: str, lr: float) -> torch.optim.SGD:
-    """Return SGD that decays every parameter (``ddu``), or only weights, with Nesterov's momentum (``one-cycle``)."""
-    paper = schedule == "ddu"
+def optimizer_of(net: nn.Module, schedule: str, lr: float) -> torch.optim.Optimizer:
+    """Return the optimizer of a schedule.
+
+    SGD decays every parameter (``ddu``), or only weights, with Nesterov's momentum (``one-cycle``); AdamW (``adamw``)
+    decays only weights.
+    """
+    paper, adamw = schedule == "ddu", schedule == "adamw"
     decay, plain = ([p for p in net.parameters() if (paper or p.ndim > 1) == decayed] for decayed in (True, False))
-    groups = [{"params": decay, "weight_decay": 5e-4}, {"params": plain, "weight_decay": 0.0}]
+    groups = [{"params": decay, "weight_decay": 0.05 if adamw else 5e-4}, {"params": plain, "weight_decay": 0.0}]
+    if adamw:
+        return torch.optim.AdamW(groups, lr=lr)
     return torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=not paper)
 
 
@@ -117,7 +123,7 @@ def correct(net: nn.Module, dataset: ImageDataset, device: torch.device) -> Tens
 
 
 def train(
-    job: Job, spec: str, out: Path, device: torch.device, *, lr: float = 0.1, precision: str = ""
+    job: Job, spec: str, out: Path, device: torch.device, *, lr: float | None = None, precision: str = ""
 ) -> dict[str, object]:
     """Train, write checkpoint and summary, and return the summary.
 
@@ -126,10 +132,11 @@ def train(
         spec: The job's data set, as ``psc-fit --train`` takes it.
         out: The checkpoint to write (.safetensors); the summary is written beside it.
         device: The compute device; the step is compiled on CUDA.
-        lr: The peak learning rate.
+        lr: The peak learning rate; by default the schedule's.
         precision: ``"fp32"``, or ``"bf16"`` for autocast; the latter is the default on CUDA.  On a CPU without
             instructions for bfloat16, a step takes 3.5 times as long with it.
     """
+    lr = SCHEDULES[job.schedule] if lr is None else lr
     precision = precision or ("bf16" if device.type == "cuda" else "fp32")
     torch.manual_seed(job.seed)
     generator = torch.Generator().manual_seed(job.seed)

