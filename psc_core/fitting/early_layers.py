@@ -4,8 +4,8 @@ The input is a scorer, the densities of a few early layers, and the images; the 
 
 Which gates a model has follows from a rule: always ``kind``; ``texture`` wherever a layer lies before the candidate;
 and ``confidence`` unless images are ambiguous by nature, that is, unless some training or validation image has labels
-of several classes.  For such images a high entropy is no reason to call them out of distribution.  A task without
-entropies has no such gate (:meth:`.TaskFit.confidence_gate`).  Choosing the gates by made-up images as well was tried,
+of several classes.  For such images low confidence is no reason to call them out of distribution.  A task without
+energies has no such gate (:meth:`.TaskFit.confidence_gate`).  Choosing the gates by made-up images as well was tried,
 and dropped gates that real images need, because made-up images far from the data have more anomalous textures.
 
 Which early layer ``texture`` reads is chosen by AUROC: readings (n,) of the n real images of the selection split
@@ -74,8 +74,8 @@ def choose_gates(
     reads_confidence, reason = data.task_fit.confidence_gate(ambiguous=data.is_ambiguous)
     names: tuple[str, ...] = (DENSITY, CONFIDENCE) if reads_confidence else (DENSITY,)
     readings = made_up_readings(scorer, layers, textures, names, data, compute)
-    entropies = readings[REAL].get(CONFIDENCE)
-    if entropies is not None and not entropies.min() < entropies.max():
+    energies = readings[REAL].get(CONFIDENCE)
+    if energies is not None and not energies.min() < energies.max():
         names = (DENSITY,)
     choice = compare(readings, names, tuple(textures), reason=reason)
     if not textures:

@@ -5,7 +5,7 @@
     uint8 ─▶ standardise ─▶ truncated backbone ─┬▶ early layer ─▶ texture density ─▶ texture ─┐
                                                 ├▶ averaged over positions ─┐                 │
                                                 └▶ projection ─▶ z ─┬───────┴▶ density ───────┼▶ OOD score ─▶ p-value
-                                                                    └▶ head ─▶ p ─▶ entropy ──┘
+                                                                    └▶ head ─▶ p, energy ─────┘
 
 Floating-point images are already the network's inputs and enter after ``standardise``.
 

@@ -49,7 +49,7 @@ GLOSSARY: Final[Mapping[str, str]] = {
     "NLL": "Mean of −log(probability of the label); lower is better. Nats.",
     "ECE": "Mean gap between confidence and accuracy; 0 is honest.",
     "made-up images": words.GLOSSARY["made-up images"],
-    "gate": "A reading with its own p-value: texture (early layer), kind (candidate layer), confidence (entropy).",
+    "gate": "A reading with its own p-value: texture (early layer), kind (candidate layer), confidence (energy).",
 }
 
 TEST_IMAGES: Final = "images/test"

@@ -128,7 +128,7 @@ class TaskFit:
         return replace(data, labels=torch.tensor([position[label] for label in labels]))
 
     def confidence_gate(self, *, ambiguous: bool) -> tuple[bool, str]:
-        """Return whether a gate reads the entropy, and why, a sentence; ``ambiguous`` where images have many labels."""
+        """Return whether a gate reads the energy, and why, a sentence; ``ambiguous`` where images have many labels."""
         if ambiguous:
             reason = "some images have several labels, so confidence is no gate and no images are mixed"
             return False, reason
