@@ -21,8 +21,8 @@ from app.observability.drift import DriftMonitor, DriftState
 from app.observability.metrics import Metrics
 from app.observability.repeats import RepeatFilter
 from app.tasks.base import served_task
+from psc_core.calibration.conformal import decision_p_value
 from psc_core.model.base import FittedModel
-from psc_core.rates import ood_rank
 from psc_core.tasks.decide import BaseDecisions
 from psc_core.tasks.outputs import FloatArray, Outputs
 
@@ -59,9 +59,7 @@ class ModelRecorder:
         self._labels = (*labels[:MAX_LABELS], *[OTHER] * (len(labels) - MAX_LABELS))
         self._outputs_of = model.outputs
         self._alpha = alpha
-        # A p-value is k/(n + 1) rounded to float32.  The bound lies between two of them, where rounding cannot matter.
-        n = len(model.calibration.ood_scores)
-        self._ood_below = (ood_rank(alpha, n) + 0.5) / (n + 1)
+        self._ood_threshold = decision_p_value(alpha, len(model.calibration.ood_scores))
         self.queue_limit = queue_limit
         self._identity = {"version": model.version, "layer": model.layer, "device": str(model.device)}
         self._metrics = metrics
@@ -140,7 +138,7 @@ class ModelRecorder:
         for score, histogram in self._histograms.items():
             for value in scores[score].tolist():
                 histogram.observe(value)
-        metrics.psc_ood_total.labels(model=name).inc(int((scores["ood_p_value"] < self._ood_below).sum()))
+        metrics.psc_ood_total.labels(model=name).inc(int((scores["ood_p_value"] <= self._ood_threshold).sum()))
         decided = np.concatenate([each.decision for _, each, _ in predictions])[counted]
         for reason, code in self._abstentions.items():
             metrics.psc_abstained_total.labels(model=name, reason=reason).inc(int((decided == code).sum()))
