@@ -14,6 +14,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from prometheus_client.registry import Collector
 
+from psc_core.log.labels import VERDICTS
+
 _SECONDS: Final = (
     1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 )  # fmt: skip
@@ -132,9 +134,7 @@ class Metrics:
         Gauge, (), "Memory that the prediction log holds; see log_buffer_bytes.", multiprocess_mode="livesum"
     )
     psc_feedback_total = Metric(
-        Counter,
-        ("verdict",),
-        "Verdicts that `/feedback` wrote: `label`, `none_of_the_classes`, `cannot_tell`.",
+        Counter, ("verdict",), f"Verdicts that `/feedback` wrote: {', '.join(f'`{verdict}`' for verdict in VERDICTS)}."
     )
     psc_gpu_memory_bytes = Metric(
         Gauge, ("device", "kind"), "GPU memory: `used`, `total`, `allocated`.", multiprocess_mode="livemax"

@@ -11,18 +11,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 from psc_core.errors import DataError
 from psc_core.log.schema import IMAGE_INDEX, LABELS, REQUEST_ID, SHA256, arrow, label_schema, labels_path
 from psc_core.log.store import Log
 
+Verdict = Literal["label", "none_of_the_classes", "cannot_tell"]
+
+VERDICTS: Final[tuple[Verdict, ...]] = get_args(Verdict)
+"""The possible verdicts: the image has this label; it shows none of the classes; nobody can tell."""
+
 LABEL: Final = "label"
 NONE_OF_THE_CLASSES: Final = "none_of_the_classes"
 CANNOT_TELL: Final = "cannot_tell"
-
-VERDICTS: Final = (LABEL, NONE_OF_THE_CLASSES, CANNOT_TELL)
-"""The possible verdicts: the image has this label; it shows none of the classes; nobody can tell."""
 
 Key = tuple[str | None, str | int | None]
 """A request and a position, or a model and the digest of an image."""

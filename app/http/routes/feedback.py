@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Concatenate, Final, Literal, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -19,7 +19,7 @@ from app.log.feedback import add_verdict, wait_seconds
 from app.log.writer import LogWriter
 from app.service import Service, service_of
 from psc_core.errors import fault
-from psc_core.log.labels import LABEL, Label
+from psc_core.log.labels import LABEL, Label, Verdict
 from psc_core.tasks.answer import Document
 
 P = ParamSpec("P")
@@ -38,7 +38,7 @@ class Feedback(BaseModel):
     image_sha256: str | None = Field(
         default=None, pattern=r"^[0-9a-f]{64}$", description="The SHA-256 of the file that was sent; checked if given."
     )
-    verdict: Literal["label", "none_of_the_classes", "cannot_tell"] = Field(default="label")
+    verdict: Verdict = Field(default=LABEL)
     label: str | int | float | None = Field(
         default=None, description="The true class or number; required with the verdict `label`."
     )
