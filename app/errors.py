@@ -18,7 +18,7 @@ class UnattainableAlpha(ServiceError):
 
 
 class UnavailableMap(ServiceError):
-    """A map was asked for without an explanation, or from a model that has no map."""
+    """A map was asked for from a model that has none."""
 
 
 class Unauthorized(ServiceError):

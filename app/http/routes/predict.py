@@ -9,7 +9,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from pydantic import create_model
 
-from app.errors import MalformedRequest, UnavailableMap
+from app.errors import MalformedRequest
 from app.http.disconnect import has_disconnected
 from app.http.openapi import IMAGES_BODY, responses
 from app.http.query import parse_query, query_parameters
@@ -59,7 +59,7 @@ async def _predict(request: Request, name: str | None) -> Response:
     registry, settings = service.registry, service.settings
     query = parse_query(_Query, request)
     if query.map and not query.explain:
-        raise UnavailableMap("a map is part of an explanation; ask for both with explain=true&map=true")
+        raise MalformedRequest("a map is part of an explanation; ask for both with explain=true&map=true")
     mode = RequestMode.PREDICT
     if query.explain:
         mode = RequestMode.EXPLAIN_WITH_MAP if query.map else RequestMode.EXPLAIN

@@ -189,10 +189,14 @@ async def test_an_explanation_shows_the_nearest_training_images() -> None:
         assert "nearest" not in response.json()["predictions"][0]["explanation"]
 
 
-async def test_a_map_that_cannot_be_had_is_422() -> None:
+async def test_a_map_without_an_explanation_is_400() -> None:
     async with running() as app:
         response = await app.client.post("/predict?map=true", content=png(1), headers=PNG)
-        assert "explain=true&map=true" in check_problem(response, 422, "no-map")["detail"]
+        assert "explain=true&map=true" in check_problem(response, 400, "malformed")["detail"]
+
+
+async def test_a_map_of_a_model_without_one_is_422() -> None:
+    async with running() as app:
         response = await app.client.post("/predict?explain=true&map=true", content=png(1), headers=PNG)
         assert "was fitted without a map" in check_problem(response, 422, "no-map")["detail"]
 
