@@ -45,7 +45,7 @@ TRIAL_IMAGES: Final = 64
 AnyModel = TypeVar("AnyModel", bound="FittedModel")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class FittedModel:
     """A network cut after its candidate layer(s), with all fitted parts, ready to predict.
 
@@ -64,7 +64,7 @@ class FittedModel:
     name: str
     report: Mapping[str, Any] = field(default_factory=dict, repr=False)  # collapse, metrics, provenance; JSON types
     version: str = ""  # digest of the bundle, empty before saving
-    trial: Tensor | None = field(default=None, repr=False, compare=False)  # calibration images; not stored in bundles
+    trial: Tensor | None = field(default=None, repr=False)  # calibration images; not stored in bundles
 
     @property
     def device(self) -> torch.device:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from psc_core.tasks.outputs import FloatArray, Outputs
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PSC(FittedModel):
     """A classifier that recognises ambiguous and out-of-distribution images in one forward pass.
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from psc_core.tasks.regression.prediction import Prediction
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PSCRegressor(FittedModel):
     """A regression that predicts a number with its uncertainty and recognises unusual images in one forward pass.
 

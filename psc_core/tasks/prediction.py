@@ -30,7 +30,7 @@ Positions = int | np.integer[Any] | slice | Sequence[int] | npt.NDArray[Any] | T
 AnyPrediction = TypeVar("AnyPrediction", bound="BasePrediction")
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class BasePrediction:
     """Predictions for n images; every score of the task's answer is an attribute, ``float32 (n,)``."""
 
@@ -51,10 +51,12 @@ class BasePrediction:
 
     def __getitem__(self: AnyPrediction, images: Positions) -> AnyPrediction:
         """Return the predictions for some of the images."""
-        at = images if isinstance(images, slice) else torch.as_tensor(images).cpu().reshape(-1)
-        if not isinstance(at, slice) and not at.numel():
+        if isinstance(images, slice):
+            images = np.arange(*images.indices(len(self)))  # Tensors take no negative step.
+        at = torch.as_tensor(images).cpu().reshape(-1)
+        if not at.numel():
             at = at.long()  # torch makes floats of [].
-        decisions = self.decisions.at(at if isinstance(at, slice) else at.numpy())
+        decisions = self.decisions.at(at.numpy())
         maps = None if self.maps is None else self.maps[at]
         outputs = replace(self.outputs, packed=self.outputs.packed[at])
         return replace(self, outputs=outputs, decisions=decisions, maps=maps)

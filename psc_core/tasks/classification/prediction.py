@@ -14,7 +14,7 @@ from psc_core.tasks.classification.decide import Decisions
 from psc_core.tasks.prediction import BasePrediction
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Prediction(BasePrediction):
     """Predictions for n images, on the CPU.
 

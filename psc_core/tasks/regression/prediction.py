@@ -15,7 +15,7 @@ from psc_core.tasks.regression.answer import DECISIONS, ValuePrediction
 from psc_core.tasks.regression.decide import Decisions
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Prediction(BasePrediction):
     """Predictions of a regression for n images, on the CPU.
 

@@ -26,6 +26,11 @@ def test_a_model_is_built_without_an_image(tiny_bundle: Path, monkeypatch: pytes
     assert model.probed() is model and ran == [3]
 
 
+def test_models_are_keys(tiny_bundle: Path) -> None:
+    first, second = (PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW) for _ in range(2))
+    assert first == first and len({first, first, second}) == 2
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), MemoryError("full")])
 def test_out_of_memory_is_not_a_bundle_error(
     tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, error: Exception

@@ -82,9 +82,9 @@ def test_the_text_shows_the_first_images(prediction: BasePrediction) -> None:
     assert repr(prediction[:0]) == "Prediction for 0 images"
 
 
-@pytest.mark.parametrize("at", [slice(2, 5), slice(0, 30, 7), [4, 2], torch.tensor([1, 1]), 3, -1, np.int64(5)])
+@pytest.mark.parametrize("at", [slice(2, 5), slice(0, 30, 7), slice(None, None, -1), [4, 2], torch.tensor([1, 1]), 3, -1, np.int64(5)])
 def test_parts(prediction: BasePrediction, at: Any) -> None:
-    positions = torch.arange(30)[at].reshape(-1)
+    positions = torch.from_numpy(np.array(np.arange(30)[at])).reshape(-1)
     part = prediction[at]
     assert torch.equal(part.outputs.packed, prediction.outputs.packed[positions])
     assert part.decision == tuple(prediction.decision[index] for index in positions.tolist())
@@ -94,6 +94,10 @@ def test_parts(prediction: BasePrediction, at: Any) -> None:
 @pytest.mark.parametrize("at", [[], (), np.array([]), slice(0, 0), torch.tensor([])], ids=str)
 def test_a_part_without_images(prediction: BasePrediction, at: Any) -> None:
     assert len(prediction[at]) == 0 and prediction[at].to_dict() == [] and prediction[at].decision == ()
+
+
+def test_predictions_are_compared_by_identity(prediction: BasePrediction) -> None:
+    assert prediction == prediction and prediction != prediction[:] and len({prediction, prediction}) == 1
 
 
 def test_parts_by_a_mask_and_one_by_one(prediction: BasePrediction) -> None:

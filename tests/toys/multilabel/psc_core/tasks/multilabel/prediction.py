@@ -15,7 +15,7 @@ from psc_core.tasks.multilabel.decide import Decisions
 from psc_core.tasks.prediction import BasePrediction
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Prediction(BasePrediction):
     """Predictions of several labels for n images, on the CPU."""
 
