@@ -28,7 +28,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.density.fit.extend import EXAMPLES, can_extend, extend_density
 from psc_core.errors import UsageError
 from psc_core.gates.combined import DENSITY, Gates, readings_of
-from psc_core.gates.fit.choice import TRANSFORMS, Auroc, regret
+from psc_core.gates.fit.choice import KINDS_KEY, Auroc, regret
 from psc_core.gates.fit.combined import fit_gates
 from psc_core.gates.fit.made_up import MIXED, REAL, by_transform, made_up_batches
 from psc_core.images.preprocess import Pixels
@@ -78,7 +78,7 @@ class Extension:
         return {
             "images": self.images,
             "times": self.times,
-            TRANSFORMS: list(before),
+            KINDS_KEY: list(before),
             "auroc_before": [*before.values()],
             "auroc_after": [*after.values()],
         }
@@ -128,7 +128,7 @@ def extend(model: FittedModel, more: ImageDataset, real: ImageDataset, compute: 
     examples = seen_examples(model)
     read = _read(model.pipeline.scorer, more, compute)
     pipelines = {times: extended(model.pipeline, read, examples, times) if times else model.pipeline for times in TIMES}
-    transforms = model.report.get("metrics", {}).get("gates", {}).get(TRANSFORMS, ())
+    transforms = model.report.get("metrics", {}).get("gates", {}).get(KINDS_KEY, ())
     scorers = {times: pipeline.scorer for times, pipeline in pipelines.items()}
     names = model.gates or (DENSITY,)
     readings = _made_up_readings(scorers, names, real, compute, mixed=MIXED in transforms)

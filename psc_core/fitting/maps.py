@@ -26,7 +26,7 @@ from torch.nn import functional
 from psc_core.compute.passes import Compute, track_images
 from psc_core.data.dataset import ImageDataset, drawn
 from psc_core.errors import FitError
-from psc_core.gates.fit.choice import regret
+from psc_core.gates.fit.choice import KINDS_KEY, regret
 from psc_core.images.preprocess import Pixels
 from psc_core.maps.fit.gaussian import fit_positions, with_levels
 from psc_core.maps.fit.moments import PositionMoments
@@ -55,7 +55,7 @@ class MapChoice:
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as a manifest records it, in JSON types."""
         layers = [{"layer": layer, "auroc": list(of.values())} for layer, of in self.aurocs.items()]
-        return {"chosen": self.chosen, "kinds": list(PATCHES), "layers": layers}  # a bundle's word for patches
+        return {"chosen": self.chosen, KINDS_KEY: list(PATCHES), "layers": layers}
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from psc_core.tables import aligned
 Auroc = Mapping[str, float]
 """The AUROC for each transform of made-up images."""
 
-TRANSFORMS: Final = "kinds"
-"""The key of a bundle that lists the transforms of made-up images, in the order of their AUROCs."""
+KINDS_KEY: Final = "kinds"
+"""The key of a bundle that lists the transforms of made-up images, or the patches of a map, as their AUROCs follow."""
 
 
 def best_of(aurocs: Mapping[str, Auroc]) -> dict[str, float]:
@@ -63,7 +63,7 @@ class GateChoice:
             "chosen": self.chosen,
             "regret": regret(self.aurocs, self.chosen),
             "reason": self.reason,
-            TRANSFORMS: list(best_of(self.aurocs)),
+            KINDS_KEY: list(best_of(self.aurocs)),
             "options": [
                 {"gates": name, "selectable": name in self.selectable, "auroc": list(auroc.values())}
                 for name, auroc in self.aurocs.items()

@@ -82,7 +82,9 @@ def test_the_text_shows_the_first_images(prediction: BasePrediction) -> None:
     assert repr(prediction[:0]) == "Prediction for 0 images"
 
 
-@pytest.mark.parametrize("at", [slice(2, 5), slice(0, 30, 7), slice(None, None, -1), [4, 2], torch.tensor([1, 1]), 3, -1, np.int64(5)])
+@pytest.mark.parametrize(
+    "at", [slice(2, 5), slice(0, 30, 7), slice(None, None, -1), [4, 2], torch.tensor([1, 1]), 3, -1, np.int64(5)]
+)
 def test_parts(prediction: BasePrediction, at: Any) -> None:
     positions = torch.from_numpy(np.array(np.arange(30)[at])).reshape(-1)
     part = prediction[at]
