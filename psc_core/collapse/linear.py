@@ -1,6 +1,6 @@
 """Measure R² of every layer: how well linear functions of it predict a regression's target.
 
-Each group of layers takes two passes, over the training images and over the validation images;
+Each group of layers takes two passes, over the training images and over the selection images;
 :mod:`psc_core.collapse.ridge` has the mathematics.
 """
 
@@ -25,21 +25,21 @@ from psc_core.numerics.explained import r_squared, r_squared_error
 
 
 class LinearFit(LayerQuality):
-    """R² of ridge regressions; it keeps the squared error of every validation image for each layer."""
+    """R² of ridge regressions; it keeps the squared error of every selection image for each layer."""
 
     measure = R2
 
-    def __init__(self, train: ImageDataset, val: ImageDataset, compute: Compute) -> None:
-        super().__init__(train, val, compute)
+    def __init__(self, train: ImageDataset, selection: ImageDataset, compute: Compute) -> None:
+        super().__init__(train, selection, compute)
         self._errors: dict[str, Float[Tensor, " n"]] = {}
 
     @torch.inference_mode()
     def read(self, backbone: Backbone, group: LayerGroup, rounds: Iterable[Round], label: str) -> None:
-        """Fit a ridge regression to every layer of the group, and predict the validation images by it."""
+        """Fit a ridge regression to every layer of the group, and predict the selection images by it."""
         for _ in rounds:  # Linear fits need no class means.
             pass
         compute, reducer = self.compute, self.compute.reducer
-        shard = torch.arange(reducer.rank, len(self.val), reducer.world)
+        shard = torch.arange(reducer.rank, len(self.selection), reducer.world)
         step = feature_step(backbone)
         sketches = [CountSketch(math.prod(layer.shape), compute.device) for layer in group.layers]
         sums = [RidgeSums(sketch.columns, compute.device) for sketch in sketches]
@@ -51,9 +51,9 @@ class LinearFit(LayerQuality):
         for of_layer in sums:
             of_layer.all_reduce(reducer.sum_)
             ridges.append(fit_ridge(of_layer))
-        errors = torch.zeros(len(ridges), len(self.val), dtype=torch.float64)
+        errors = torch.zeros(len(ridges), len(self.selection), dtype=torch.float64)
         seen = 0
-        for features, batch in passes(reducer.shard(self.val), compute, f"{label}: linear predictions", step):
+        for features, batch in passes(reducer.shard(self.selection), compute, f"{label}: linear predictions", step):
             at, y = shard[seen : seen + len(batch.images)], known_values(batch.values).to(compute.device)
             seen += len(batch.images)
             for row, (sketch, ridge, layer) in enumerate(zip(sketches, ridges, features, strict=True)):
@@ -62,8 +62,8 @@ class LinearFit(LayerQuality):
 
     def value(self, layer: str) -> float:
         """Return R² after ``layer``."""
-        return r_squared(self._errors[layer], known_values(self.val.values))
+        return r_squared(self._errors[layer], known_values(self.selection.values))
 
     def error(self, layer: str, best: str) -> float:
         """Return the standard error of the difference between R² after ``layer`` and after ``best``."""
-        return r_squared_error(self._errors[layer], self._errors[best], known_values(self.val.values))
+        return r_squared_error(self._errors[layer], self._errors[best], known_values(self.selection.values))

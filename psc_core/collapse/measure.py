@@ -1,15 +1,15 @@
-"""Measure neural collapse after every layer: NC1 on training data, NC4 on validation data.
+"""Measure neural collapse after every layer: NC1 on training data, NC4 on the selection split.
 
 For each layer, with the sums of :mod:`psc_core.numerics.scatter`,
 
     NC1 = Tr(Σ_W) / Tr(Σ_T)      within-class fraction of the variability, over the labelled training examples
-    NC4 = fraction of the labelled validation examples whose nearest class mean (Euclidean) is that of their label
+    NC4 = fraction of the labelled selection examples whose nearest class mean (Euclidean) is that of their label
     NC4's error = √(Σ_i d_i²) / examples      standard error of its difference to the best layer's NC4
 
-with d_i the difference in how many labels of validation image i the two layers hit: where each image has one label,
+with d_i the difference in how many labels of selection image i the two layers hit: where each image has one label,
 McNemar's √(b + c) / n of the b + c images that one layer gets right and the other wrong.  (Paper, section 4.1 and
 appendix "Measuring collapse": after each layer.)  This takes one pass over the training images, class by class, and one
-over the validation images (:mod:`.nearest_mean`).  For a regression the classes are bins of the target, and R² takes
+over the selection images (:mod:`.nearest_mean`).  For a regression the classes are bins of the target, and R² takes
 the place of NC4 (:mod:`.linear`), with one more pass over the training images.
 
 Class means take classes × width × 8 bytes per layer.  Layers are measured in groups that fit the memory budget, two
@@ -43,7 +43,7 @@ from psc_core.settings import FitSettings
 def measure_layers(
     net: nn.Module,
     train: ImageDataset,
-    val: ImageDataset,
+    selection: ImageDataset,
     settings: FitSettings,
     compute: Compute,
     quality_type: type[LayerQuality],
@@ -53,9 +53,9 @@ def measure_layers(
     Args:
         net: The trained network, which is moved to the device and put in evaluation mode.
         train: The images that NC1 is measured on, with some of every class; each process reads its own shard.
-        val: The images that the quality is measured on, of the same classes; each process reads its own shard.
+        selection: The images that the quality is measured on, of the same classes; each process reads its own shard.
         settings: ε, the pattern of the layers' names (the penultimate layer is measured in any case), and the seed by
-            which ``val`` was split off.
+            which ``selection`` was split off.
         compute: A device that supports float64.  The network runs in float32 whatever the precision, so that the choice
             of the layer does not depend on it.
         quality_type: The quality besides NC1, from :mod:`.nearest_mean` or :mod:`.linear`.
@@ -73,7 +73,7 @@ def measure_layers(
     names = {layer.name for layer in select_layers(every, pattern)}
     wanted = [layer for layer in every if layer.name in names or layer.role == "penultimate"]
     sums = {layer.name: ScatterSums() for layer in wanted}
-    quality = quality_type(train, val, compute)
+    quality = quality_type(train, selection, compute)
     groups = layer_groups(wanted, len(train.classes), compute.batch_size, compute.max_memory)
     for number, group in enumerate(groups, 1):
         backbone = truncate(net, [layer.name for layer in group.layers], keep_output=False, trial=trial)
@@ -85,7 +85,7 @@ def measure_layers(
     best = best_layer(measured, epsilon, pattern)
     if best is not None:
         measured = [replace(layer, nc4_error=quality.error(layer.name, best.name)) for layer in measured]
-    counted = train.examples, val.examples
+    counted = train.examples, selection.examples
     return CollapseReport(
         tuple(measured), epsilon, settings.granularity, pattern, *counted, settings.seed, quality.measure
     )

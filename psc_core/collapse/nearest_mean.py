@@ -1,4 +1,4 @@
-"""Measure NC4 of every layer: the fraction of validation examples whose nearest class mean is that of their label.
+"""Measure NC4 of every layer: the fraction of selection examples whose nearest class mean is that of their label.
 
 :mod:`.measure` has the mathematics.
 """
@@ -28,20 +28,20 @@ class NearestMean(LayerQuality):
 
     measure = NC4
 
-    def __init__(self, train: ImageDataset, val: ImageDataset, compute: Compute) -> None:
-        super().__init__(train, val, compute)
+    def __init__(self, train: ImageDataset, selection: ImageDataset, compute: Compute) -> None:
+        super().__init__(train, selection, compute)
         self._hits: dict[str, npt.NDArray[np.uint8]] = {}  # bits, one an example
 
     @torch.inference_mode()
     def read(self, backbone: Backbone, group: LayerGroup, rounds: Iterable[Round], label: str) -> None:
-        """Read the validation images once for each round, and note which examples each layer gets right."""
+        """Read the selection images once for each round, and note which examples each layer gets right."""
         reducer, device = self.compute.reducer, self.compute.device
-        shard, shard_examples = reducer.shard(self.val), reducer.shard_examples(self.val).to(device)
+        shard, shard_examples = reducer.shard(self.selection), reducer.shard_examples(self.selection).to(device)
         kept: Tensor | None = None  # distances of the ranges so far, of a layer in several
         for ranges, means in rounds:
             if kept is None and not ranges[0].is_whole:
-                kept = torch.zeros(len(shard), len(self.val.classes), dtype=torch.float64)
-            hits = torch.zeros(len(ranges), self.val.examples, dtype=torch.uint8, device=device)
+                kept = torch.zeros(len(shard), len(self.selection.classes), dtype=torch.float64)
+            hits = torch.zeros(len(ranges), self.selection.examples, dtype=torch.uint8, device=device)
             images = examples = 0
             of = partial(columns_of, ranges=ranges)
             step, description = feature_step(backbone), f"{label}: nearest mean"
@@ -58,16 +58,16 @@ class NearestMean(LayerQuality):
                     self._hits[part.layer.name] = np.packbits(of_layer)
 
     def hits(self, layer: str) -> Bool[Tensor, " examples"]:
-        """Return whether each labelled validation example's nearest class mean after ``layer`` is that of its label."""
-        return torch.from_numpy(np.unpackbits(self._hits[layer], count=self.val.examples)).bool()
+        """Return whether each labelled selection example's nearest class mean after ``layer`` is that of its label."""
+        return torch.from_numpy(np.unpackbits(self._hits[layer], count=self.selection.examples)).bool()
 
     def value(self, layer: str) -> float:
         """Return NC4 after ``layer``."""
-        return int(self.hits(layer).sum()) / self.val.examples
+        return int(self.hits(layer).sum()) / self.selection.examples
 
     def error(self, layer: str, best: str) -> float:
         """Return the standard error of the difference between NC4 after ``layer`` and after ``best``."""
-        return paired_error(self.hits(layer), self.hits(best), self.val.offsets)
+        return paired_error(self.hits(layer), self.hits(best), self.selection.offsets)
 
 
 def paired_error(

@@ -18,19 +18,19 @@ Round = tuple[Sequence[ColumnRange], Sequence[Tensor]]
 
 
 class LayerQuality:
-    """The quality of every layer on the validation images; higher is better.
+    """The quality of every layer on the selection split; higher is better.
 
     Args:
         train: All training images.
-        val: All validation images.
+        selection: The images that the quality is measured on, none of them trained on.
         compute: Device, batch size, memory and processes.
     """
 
     measure: ClassVar[Measure]
 
-    def __init__(self, train: ImageDataset, val: ImageDataset, compute: Compute) -> None:
+    def __init__(self, train: ImageDataset, selection: ImageDataset, compute: Compute) -> None:
         self.train = train
-        self.val = val
+        self.selection = selection
         self.compute = compute
 
     def read(self, backbone: Backbone, group: LayerGroup, rounds: Iterable[Round], label: str) -> None:

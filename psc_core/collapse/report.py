@@ -1,7 +1,7 @@
 """Report neural collapse of every layer, select the candidate layer(s) from it, and print it as tables.
 
 Paper, section 4.1: of the layers whose features still vary within classes, NC1 > ε, take the one with the highest NC4,
-where the nearest class mean is right most often.  Validation images decide this up to an error, so of the layers whose
+where the nearest class mean is right most often.  The selection split decides this up to an error, so of those whose
 NC4 is within one paired standard error of the highest, take the deepest.  If the next layer has collapsed, NC1 ≤ ε, if
 NC1 of either is within :data:`NEAR` of ε, and if both have the same number of channels, take both: the layers before
 and after collapse.  The logits are measured but never selected.
@@ -60,7 +60,7 @@ class LayerCollapse(LayerInfo):
     """A layer and the neural collapse measured after it."""
 
     nc1: float  # Tr(Σ_W)/Tr(Σ_T) on the training data: 1 without class structure, 0 for complete collapse
-    nc4: float  # fraction of the labelled validation examples whose nearest class mean is that of their label; or R²
+    nc4: float  # fraction of the labelled selection examples whose nearest class mean is that of their label; or R²
     nc4_error: float | None = None  # standard error of the difference between nc4 and that of the report's best layer
 
 

@@ -5,7 +5,7 @@ For each layer, with h the features of an image, flattened, and y its number,
     x = S h                                S: a count sketch (Charikar, Chen & Farach-Colton 2002) where h is wide
     w_λ = (Σ_xx + λ I)^{-1} Σ_xy           from sums over the training images
     λ = argmin GCV(λ) = n RSS(λ) / (n − 1 − df(λ))²,   df(λ) = Σ_j e_j / (e_j + λ)    (Golub, Heath & Wahba 1979)
-    R² = 1 − Σ_i (y_i − ŷ_i)² / Σ_i (y_i − ȳ)²        over the validation images (:mod:`psc_core.numerics.explained`)
+    R² = 1 − Σ_i (y_i − ŷ_i)² / Σ_i (y_i − ȳ)²        over the selection images (:mod:`psc_core.numerics.explained`)
     its error = √(Σ_i d_i²) / Σ_i (y_i − ȳ)²          standard error of its difference to the best layer's R²
 
 with e_j the eigenvalues of Σ_xx and d_i the difference of the two layers' squared errors of image i.  A count sketch

@@ -65,11 +65,11 @@ TEMPERATURES = tuple(10.0 ** (k / 8) for k in range(-8, 25))
 
 
 def fit_centroid(data: ClassifierData) -> CentroidHead:
-    """Class means, and the temperature with the smallest validation NLL."""
+    """Class means, and the temperature with the smallest selection NLL."""
     train = in_memory(data.train)
     centroids = torch.stack([train[data.train_labels == k].mean(0) for k in range(data.num_classes)])
-    squared = torch.cdist(data.val, centroids).square()
-    losses = {t: nll(-squared / (2 * t), data.val_labels).mean().item() for t in TEMPERATURES}
+    squared = torch.cdist(data.selection, centroids).square()
+    losses = {t: nll(-squared / (2 * t), data.selection_labels).mean().item() for t in TEMPERATURES}
     temperature = min(losses, key=losses.__getitem__)
     return CentroidHead(
         {**data.standardisation._asdict(), "centroids": centroids, "temperature": torch.tensor(temperature)},
@@ -212,10 +212,10 @@ def fit_ridge(data: RegressionData) -> RidgeHead:
     phi = data.train[:]
     gram = phi.T @ phi + torch.eye(phi.shape[1], dtype=phi.dtype, device=phi.device)
     weight = torch.linalg.solve(gram, phi.T @ data.train_values)
-    mean = data.val @ weight if data.val_mean is None else data.val_mean
-    noise = (data.val_values - mean).square().mean().sqrt()
+    mean = data.selection @ weight if data.selection_mean is None else data.selection_mean
+    noise = (data.selection_values - mean).square().mean().sqrt()
     root = noise * torch.linalg.cholesky(torch.linalg.inv(gram))
-    variance = noise.square() + (data.val @ root).square().sum(1)
+    variance = noise.square() + (data.selection @ root).square().sum(1)
     return RidgeHead(
         {
             **data.standardisation._asdict(),
@@ -224,7 +224,7 @@ def fit_ridge(data: RegressionData) -> RidgeHead:
             "root": data.scale * root,
             "noise": data.scale * noise,
         },
-        record={"val_nll": gaussian_nll(data.val_values, mean, variance)},
+        record={"val_nll": gaussian_nll(data.selection_values, mean, variance)},
     )
 ''',
         )

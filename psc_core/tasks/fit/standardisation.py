@@ -42,7 +42,7 @@ class HeadData:
     """Base of the data that a head is fitted to: standardised features of the training and the selection split."""
 
     train: FeatureMatrix  # float64, to fit to
-    val: Float[Tensor, "m dim"]  # to choose hyperparameters by
+    selection: Float[Tensor, "m dim"]  # to choose hyperparameters by
     seed: int
     standardisation: Standardisation
 

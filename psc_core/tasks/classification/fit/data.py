@@ -16,5 +16,5 @@ class ClassifierData(HeadData):
 
     train_labels: Int[Tensor, " n"]
     weights: Float[Tensor, " n"]  # 1 / labels of its image, so that every image is one observation
-    val_labels: Int[Tensor, " m"]
+    selection_labels: Int[Tensor, " m"]
     num_classes: int

@@ -25,8 +25,8 @@ def fit_duq(data: ClassifierData) -> DuqHead:
     """Fit embedding, centroids, length-scale and exponent."""
     means, embedding, shrinkage = whitening(data.train, data.train_labels, data.num_classes)
     centroids = means @ embedding
-    halves = squared_distances(data.val.double() @ embedding, centroids) / (2 * data.val.shape[1])
-    labels = data.val_labels
+    halves = squared_distances(data.selection.double() @ embedding, centroids) / (2 * data.selection.shape[1])
+    labels = data.selection_labels
     length_scale = min(LENGTH_SCALES, key=lambda sigma: kernel_loss(-halves / sigma**2, labels))
     log_kernels = -halves / length_scale**2
     exponent = min(EXPONENTS, key=lambda gamma: nll(gamma * log_kernels, labels).mean().item())

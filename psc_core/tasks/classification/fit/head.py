@@ -23,23 +23,23 @@ FITS: Final[Mapping[str, Callable[[ClassifierData], ClassifierHead]]] = {
 
 
 def fit_head(job: HeadJob) -> ClassifierHead:
-    """Fit a head to training features; every free number is chosen by validation NLL.
+    """Fit a head to training features; every free number is chosen by the NLL of the selection split.
 
     Raises:
         FitError: If features are not finite or all equal, or a class has no training images.
     """
     num_classes, shown = len(job.classes), job.train.images
-    train, val = job.train.head_input.to(job.device), job.selection.head_input[:].to(job.device)
-    train_labels, val_labels = (part.labels.to(job.device) for part in (job.train, job.selection))
+    train, selection = job.train.head_input.to(job.device), job.selection.head_input[:].to(job.device)
+    train_labels, selection_labels = (part.labels.to(job.device) for part in (job.train, job.selection))
     check_features(train, train_labels, num_classes=num_classes, class_names=job.classes, minimum=1)
-    check_features(val, val_labels, num_classes=num_classes, class_names=job.classes, minimum=0)
+    check_features(selection, selection_labels, num_classes=num_classes, class_names=job.classes, minimum=0)
     standardisation = fit_standardisation(train)
     data = ClassifierData(
         train=standardisation(train),
         train_labels=train_labels,
         weights=shown.bincount()[shown].double().reciprocal().to(job.device),
-        val=in_memory(standardisation(val)),
-        val_labels=val_labels,
+        selection=in_memory(standardisation(selection)),
+        selection_labels=selection_labels,
         num_classes=num_classes,
         seed=job.seed,
         standardisation=standardisation,

@@ -6,10 +6,10 @@ the probit approximation
 
     ``probabilities = softmax((μ / T) / √(1 + π s² / (8 T²))) = softmax(μ / √(T² + π s² / 8))``
 
-T cannot undo what s² flattens, so the validation NLL tells when a posterior is too wide, as Kronecker factors make it
+T cannot undo what s² flattens, so the selection NLL tells when a posterior is too wide, as Kronecker factors make it
 where classes are separable.  It does not tell when one is too narrow: weights that are well calibrated alone gain
 nothing from a posterior, and the NLL hardly changes up to τ = ∞, where epistemic uncertainty vanishes.  So the prior is
-the one that the weights were fitted with, whose τ the validation NLL of the weights alone chose, or the least strong of
+the one that the weights were fitted with, whose τ the selection NLL of the weights alone chose, or the least strong of
 the stronger ones that costs at most :data:`COST`.
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 TEMPERATURES: Final = (0.01, 100.0)
-"""Range of T; logits that are right on every validation image would drive T to 0."""
+"""Range of T; logits that are right on every selection image would drive T to 0."""
 
 PRIOR_IMAGES: Final = 1.0
 """Strength of the prior that T is 1: a of a Gamma prior on 1 / T with its mode at 1."""
@@ -34,7 +34,7 @@ STRONGER: Final = tuple(10.0 ** (k / 4) for k in range(29))
 """Values of τ to try, times that of the weights: up to 10⁷, four to a decade."""
 
 COST: Final = (2e-3, 1e-4)
-"""Maximum rise of the mean validation NLL for a wider posterior: a fraction of the least, or nats if that is more."""
+"""Maximum rise of the mean selection NLL for a wider posterior: a fraction of the least, or nats if that is more."""
 
 
 class Choice(NamedTuple):
@@ -42,7 +42,7 @@ class Choice(NamedTuple):
 
     prior_precision: float  # τ of its prior
     temperature: float  # T that the logits are divided by
-    val_nll: float  # mean validation NLL with both, nats
+    selection_nll: float  # mean selection NLL with both, nats
 
 
 def nll(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
@@ -67,7 +67,7 @@ def choose_posterior(
     """Return the smallest of ``prior_precision`` × :data:`STRONGER`, each with its own T, that costs little NLL.
 
     Args:
-        mean: μ of each validation example.
+        mean: μ of each selection example.
         variance_with: s² of each for a given τ, of all classes or of each.
         labels: Class index of each.
         prior_precision: τ that the weights were fitted with.
@@ -76,11 +76,11 @@ def choose_posterior(
     for factor in STRONGER:
         variance = variance_with(factor * prior_precision)
         temperature = choose_temperature(mean, variance, labels)
-        val_nll = nll(tempered(mean, variance, temperature), labels).mean().item()
-        found.append(Choice(factor * prior_precision, temperature, val_nll))
-    least = min(choice.val_nll for choice in found)
+        selection_nll = nll(tempered(mean, variance, temperature), labels).mean().item()
+        found.append(Choice(factor * prior_precision, temperature, selection_nll))
+    least = min(choice.selection_nll for choice in found)
     limit = least + max(COST[0] * least, COST[1])
-    return next(choice for choice in found if choice.val_nll <= limit)
+    return next(choice for choice in found if choice.selection_nll <= limit)
 
 
 def choose_temperature(

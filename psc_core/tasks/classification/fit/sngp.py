@@ -43,14 +43,14 @@ def fit_sngp(data: ClassifierData) -> SngpHead:
     frequencies = omega / length_scale
     lazy = data.train.map(lambda phi: random_features(phi.float(), frequencies, phases), FEATURES, torch.float32)
     psi = in_memory(lazy) if 4 * len(lazy) * FEATURES <= IN_MEMORY_BYTES else lazy
-    psi_val = random_features(data.val, frequencies, phases)
-    softmax = choose_softmax(psi, data.train_labels, psi_val, data.val_labels, num_classes=data.num_classes)
+    psi_selection = random_features(data.selection, frequencies, phases)
+    softmax = choose_softmax(psi, data.train_labels, psi_selection, data.selection_labels, num_classes=data.num_classes)
 
     covariance = linalg.eigh(information_matrix(psi, softmax, data.weights))
     choice = choose_posterior(
-        softmax.logits(psi_val),
-        logit_variance(psi_val, covariance),
-        data.val_labels,
+        softmax.logits(psi_selection),
+        logit_variance(psi_selection, covariance),
+        data.selection_labels,
         prior_precision=softmax.prior_precision,
     )
     return SngpHead(
@@ -66,16 +66,16 @@ def fit_sngp(data: ClassifierData) -> SngpHead:
         record={
             "length_scale": length_scale,
             "map_precision": softmax.prior_precision,
-            "map_val_nll": softmax.val_nll,
+            "map_val_nll": softmax.selection_nll,
             "prior_precision": choice.prior_precision,
             "temperature": choice.temperature,
-            "val_nll": choice.val_nll,
+            "val_nll": choice.selection_nll,
         },
     )
 
 
 def choose_length_scale(data: ClassifierData, omega: Tensor, phases: Tensor) -> float:
-    """Return the multiple of the median distance with the smallest validation NLL."""
+    """Return the multiple of the median distance with the smallest selection NLL."""
     sample = data.train[:: math.ceil(len(data.train) / MEDIAN_ROWS)].float()
     distances = torch.pdist(sample)
     apart = distances[distances > 0]
@@ -83,12 +83,14 @@ def choose_length_scale(data: ClassifierData, omega: Tensor, phases: Tensor) -> 
     every = math.ceil(len(data.train) / LENGTH_SCALE_EXAMPLES)
     sample, labels = data.train[::every].float(), data.train_labels[::every]
 
-    def val_nll(length_scale: float) -> float:
-        psi, psi_val = (random_features(phi, omega / length_scale, phases) for phi in (sample, data.val))
-        fit = choose_softmax(psi, labels, psi_val, data.val_labels, num_classes=data.num_classes, finish=False)
-        return fit.val_nll
+    def selection_nll(length_scale: float) -> float:
+        psi, psi_selection = (random_features(phi, omega / length_scale, phases) for phi in (sample, data.selection))
+        fit = choose_softmax(
+            psi, labels, psi_selection, data.selection_labels, num_classes=data.num_classes, finish=False
+        )
+        return fit.selection_nll
 
-    return min((factor * median for factor in LENGTH_SCALE_FACTORS), key=val_nll)
+    return min((factor * median for factor in LENGTH_SCALE_FACTORS), key=selection_nll)
 
 
 def information_matrix(
@@ -104,7 +106,7 @@ def information_matrix(
 
 
 def logit_variance(psi: Float[Tensor, "m features"], covariance: linalg.Eigen) -> Callable[[float], Tensor]:
-    """Return s² of the validation examples, (m, 1), as a function of τ."""
+    """Return s² of the selection examples, (m, 1), as a function of τ."""
     squares = (psi @ covariance.vectors.to(psi.dtype)).square()
 
     def variance_with(prior_precision: float) -> Tensor:

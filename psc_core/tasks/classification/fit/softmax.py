@@ -5,7 +5,7 @@ Minimises, over labelled examples with features φ_i and label y_i,
     ``Σ_i −log softmax(W φ_i + b)_{y_i} + (τ / 2)(‖W‖² + ‖b‖²)``
 
 by L-BFGS with strong-Wolfe line search from a fixed start: deterministic, no step size.  Everything is float64,
-in blocks of features.  The prior precision τ is chosen by validation NLL along a path from strong to weak, each fit
+in blocks of features.  The prior precision τ is chosen by selection NLL along a path from strong to weak, each fit
 starting from the one before; the fit with the chosen one is then run to :data:`TOLERANCE`.
 
 The iterations run in the variables V of :mod:`.preconditioning`, in which the curvature at the start is near the
@@ -34,7 +34,7 @@ ITERATIONS: Final = 200
 """Maximum number of L-BFGS iterations for one precision."""
 
 PATH_TOLERANCE: Final = 1e-4
-"""Largest gradient entry in V that ends a fit along the path of τ: its validation NLL is accurate to 10⁻⁴ nats."""
+"""Largest gradient entry in V that ends a fit along the path of τ: its selection NLL is accurate to 10⁻⁴ nats."""
 
 TOLERANCE: Final = 3e-7
 """Largest gradient entry at the chosen τ: its probabilities are accurate to about 10⁻⁵."""
@@ -49,7 +49,7 @@ class SoftmaxFit(NamedTuple):
     weight: Float[Tensor, "classes dim"]
     bias: Float[Tensor, " classes"]
     prior_precision: float  # τ of the prior
-    val_nll: float  # mean validation NLL, nats
+    selection_nll: float  # mean selection NLL, nats
 
     def logits(self, features: Float[Tensor, "m dim"]) -> Float[Tensor, "m classes"]:
         """Return ``W φ + b``, in the type of the features."""
@@ -63,26 +63,26 @@ class SoftmaxFit(NamedTuple):
 def choose_softmax(
     train: Float[Tensor, "n dim"] | FeatureMatrix,
     train_labels: Int[Tensor, " n"],
-    val: Float[Tensor, "m dim"],
-    val_labels: Int[Tensor, " m"],
+    selection: Float[Tensor, "m dim"],
+    selection_labels: Int[Tensor, " m"],
     *,
     num_classes: int,
     finish: bool = True,
 ) -> SoftmaxFit:
-    """Return the best fit along :data:`PRIOR_PRECISIONS`, until the validation NLL rises; finished if ``finish``."""
+    """Return the best fit along :data:`PRIOR_PRECISIONS`, until the selection NLL rises; finished if ``finish``."""
 
     def fit(prior_precision: float, start: Tensor, tolerance: float) -> SoftmaxFit:
         weight, bias = fit_softmax(
             train, train_labels, prior_precision=prior_precision, start=start, tolerance=tolerance
         )
-        logits = functional.linear(val, weight.to(val.dtype), bias.to(val.dtype))
-        return SoftmaxFit(weight, bias, prior_precision, nll(logits, val_labels).mean().item())
+        logits = functional.linear(selection, weight.to(selection.dtype), bias.to(selection.dtype))
+        return SoftmaxFit(weight, bias, prior_precision, nll(logits, selection_labels).mean().item())
 
     theta = torch.zeros(num_classes, train.shape[1] + 1, dtype=torch.float64, device=train.device)
     best = fit(PRIOR_PRECISIONS[0], theta, PATH_TOLERANCE)
     for prior_precision in PRIOR_PRECISIONS[1:]:
         weaker = fit(prior_precision, best.theta(), PATH_TOLERANCE)
-        if weaker.val_nll > best.val_nll:
+        if weaker.selection_nll > best.selection_nll:
             break
         best = weaker
     return fit(best.prior_precision, best.theta(), TOLERANCE) if finish else best

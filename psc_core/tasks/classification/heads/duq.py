@@ -5,8 +5,8 @@
 E whitens the within-class covariance pooled over classes (DUQ learns one matrix per class together with
 the network, which is not trained here) and e_c are class means.  The covariance is shrunk (OAS) with
 fewer than ten images per column, and eigenvalues below 10⁻⁶ are clamped to it.  The length-scale σ
-minimises the validation loss of DUQ, the binary cross-entropy of every kernel; the exponent γ minimises the
-validation NLL.  Both are searched on a grid.  (With γ = 1, σ alone would have to make kernels informative and
+minimises the selection loss of DUQ, the binary cross-entropy of every kernel; the exponent γ minimises the
+selection NLL.  Both are searched on a grid.  (With γ = 1, σ alone would have to make kernels informative and
 probabilities calibrated: in many dimensions the latter makes every kernel vanish.)
 
 Epistemic uncertainty: ``1 − max_c k_c``, a number in [0, 1] without unit (one minus the kernel to the

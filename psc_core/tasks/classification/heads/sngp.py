@@ -6,7 +6,7 @@
 
 ``ψᵀψ′ / M`` approximates the RBF kernel of length-scale ℓ.  One covariance serves all classes, with p_i the
 largest class probability of image i: K matrices of M × M would be too large for a thousand classes.  ℓ is the
-median distance between training features times 0.5, 1 or 2, whichever has the smallest validation NLL.  The logits
+median distance between training features times 0.5, 1 or 2, whichever has the smallest selection NLL.  The logits
 are divided by a temperature T (:mod:`.fit.posterior`): the stored W and b by T, s² by T².
 
 Departure: features have unit mean square (theirs √(2/M) cos); W and τ absorb the factor.

@@ -7,9 +7,9 @@ Features φ and numbers t are standardised, so the intercept is 0.  With ``Φᵀ
 
 Noise: v and c minimise ``½ Σ_i (r_i² exp(−s_i) + s_i) + ½ λ ‖v‖²``, s = c + vᵀφ, the NLL of residuals of mean 0 (a
 gamma regression with logarithmic link), by Fisher scoring.  r_i are residuals as if image i had not been fitted,
-``(t_i − mᵀφ_i) / (1 − β φ_iᵀA⁻¹φ_i)``.  λ, or the same noise for all images, has the smallest validation NLL.
+``(t_i − mᵀφ_i) / (1 − β φ_iᵀA⁻¹φ_i)``.  λ, or the same noise for all images, has the smallest selection NLL.
 
-Factor: both variances are multiplied by the mean of ``(y − mean)² / (aleatoric² + epistemic²)`` over validation images,
+Factor: both variances are multiplied by the mean of ``(y − mean)² / (aleatoric² + epistemic²)`` over selection images,
 which minimises their NLL.
 """
 
@@ -93,7 +93,7 @@ def fit_blr(data: RegressionData) -> BayesianLinearHead:
             "noise_penalty": noise.penalty if math.isfinite(noise.penalty) else -1,
             "variance_factor": factor,
             "val_nll": nll + float(data.scale.log()),
-            "val_rmse": float((data.val_values - mean).square().mean().sqrt() * data.scale),
+            "val_rmse": float((data.selection_values - mean).square().mean().sqrt() * data.scale),
         },
     )
 
@@ -129,7 +129,7 @@ def _precision(count: float, squares: float) -> float:
 
 
 def fit_noise(data: RegressionData, posterior: LinearPosterior) -> Noise:
-    """Return the noise of the smallest validation NLL."""
+    """Return the noise of the smallest selection NLL."""
     generator = torch.Generator().manual_seed(data.seed)
     chosen = torch.randperm(len(data.train), generator=generator)[:NOISE_IMAGES].sort().values
     chosen = chosen.to(data.train_values.device)
@@ -178,13 +178,13 @@ def fit_log_variance(phi: Float[Tensor, "n dim"], squares: Float[Tensor, " n"], 
 def predict(
     data: RegressionData, posterior: LinearPosterior, noise: Noise
 ) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"]]:
-    """Return mean and whole variance of the validation images; numbers have deviation 1."""
-    epistemic = (data.val @ posterior.root).square().sum(1) + 1 / (posterior.noise_precision * posterior.images)
-    return data.val @ posterior.mean, noise.variance(data.val) + epistemic
+    """Return mean and whole variance of the selection images; numbers have deviation 1."""
+    epistemic = (data.selection @ posterior.root).square().sum(1) + 1 / (posterior.noise_precision * posterior.images)
+    return data.selection @ posterior.mean, noise.variance(data.selection) + epistemic
 
 
 class Scaled(NamedTuple):
-    """Predictions for the validation images whose variances are multiplied by one factor."""
+    """Predictions for the selection images whose variances are multiplied by one factor."""
 
     mean: Float[Tensor, " m"]  # the one that is served
     factor: float  # mean of (y − μ)²/σ² over the images
@@ -193,9 +193,9 @@ class Scaled(NamedTuple):
 
 def scaled(data: RegressionData, mean: Float[Tensor, " m"], variance: Float[Tensor, " m"]) -> Scaled:
     """Return the mean that is served, the factor that makes its errors as large as stated, and the NLL with it."""
-    served = mean if data.val_mean is None else data.val_mean
-    factor = ((data.val_values - served).square() / variance).mean().clamp(min=1 / LARGEST_PRECISION)
-    return Scaled(served, float(factor), gaussian_nll(data.val_values, served, factor * variance))
+    served = mean if data.selection_mean is None else data.selection_mean
+    factor = ((data.selection_values - served).square() / variance).mean().clamp(min=1 / LARGEST_PRECISION)
+    return Scaled(served, float(factor), gaussian_nll(data.selection_values, served, factor * variance))
 
 
 def gaussian_nll(y: Float[Tensor, " n"], mean: Float[Tensor, " n"], variance: Float[Tensor, " n"]) -> float:

@@ -16,8 +16,8 @@ class RegressionData(HeadData):
 
     train_values: Float[Tensor, " n"]
     train_images: Int[Tensor, " n"]  # which image of the training data each one is
-    val_values: Float[Tensor, " m"]
-    val_mean: Float[Tensor, " m"] | None  # what is served in place of the head's mean
+    selection_values: Float[Tensor, " m"]
+    selection_mean: Float[Tensor, " m"] | None  # what is served in place of the head's mean
     center: Float[Tensor, ""]  # target's unit
     scale: Float[Tensor, ""]
     widths: tuple[int, ...]  # columns of z, then of each earlier layer

@@ -54,7 +54,7 @@ RATE: Final = 0.05
 """Learning rate of Adam; parameters are logarithms."""
 
 CHECKED_IMAGES: Final = 1000
-"""Maximum number of validation images that end the fit of a layer."""
+"""Maximum number of selection images that end the fit of a layer."""
 
 LEAST_NOISE: Final = 1e-4
 """Minimum τ² where the numbers have deviation 1."""
@@ -81,7 +81,7 @@ def fit_dve(data: RegressionData) -> DeepVecchiaHead:
     generator = torch.Generator().manual_seed(data.seed)
     device = data.train_values.device
     kept = torch.randperm(len(data.train), generator=generator)[:MAX_POINTS].to(device)
-    checked = torch.randperm(len(data.val), generator=generator)[:CHECKED_IMAGES].to(device)
+    checked = torch.randperm(len(data.selection), generator=generator)[:CHECKED_IMAGES].to(device)
     t, m = data.train_values[kept], min(NEIGHBOURS, len(kept))
     reduced = min(MAX_REDUCED, max(data.widths))
     bases, points, variances = [], [], []
@@ -89,9 +89,9 @@ def fit_dve(data: RegressionData) -> DeepVecchiaHead:
         columns = slice(end - width, end)
         layer = data.train.columns(end - width, width)
         axes = reduction(layer, data.train_values, reduced)
-        x, x_val = (columns_of(part, axes) for part in (layer.take(kept), data.val[checked, columns]))
-        process = fit_process(x, t, x_val, data.val_values[checked], m, generator)
-        basis = axes.new_zeros(data.val.shape[1], reduced)
+        x, x_val = (columns_of(part, axes) for part in (layer.take(kept), data.selection[checked, columns]))
+        process = fit_process(x, t, x_val, data.selection_values[checked], m, generator)
+        basis = axes.new_zeros(data.selection.shape[1], reduced)
         basis[columns, : axes.shape[1]] = axes * (-process.length).exp()
         bases.append(basis)
         points.append(functional.pad(x * (-process.length).exp(), (0, reduced - axes.shape[1])))
@@ -116,16 +116,16 @@ def fit_dve(data: RegressionData) -> DeepVecchiaHead:
         record={
             "variance_factor": factor,
             "val_nll": nll + float(data.scale.log()),
-            "val_rmse": float((data.val_values - mean).square().mean().sqrt() * data.scale),
+            "val_rmse": float((data.selection_values - mean).square().mean().sqrt() * data.scale),
         },
     )
 
 
 def predict(head: DeepVecchiaHead, data: RegressionData) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"]]:
-    """Return mean and whole variance of the validation images; numbers have deviation 1."""
+    """Return mean and whole variance of the selection images; numbers have deviation 1."""
     center, inverse_scale = data.standardisation
     parts = []
-    for phi in torch.split(data.val, IMAGES):
+    for phi in torch.split(data.selection, IMAGES):
         experts = head.experts((phi / inverse_scale + center).float())
         parts.append(combine(experts.mean, experts.variance, head.signal, head.noise))
     return torch.cat([part.mean for part in parts]), torch.cat([part.variance for part in parts])
@@ -161,12 +161,12 @@ def fit_process(
     m: int,
     generator: torch.Generator,
 ) -> Process:
-    """Return the parameters of the least validation NLL that Adam reaches; ``x`` is in random order."""
+    """Return the parameters of the least selection NLL that Adam reaches; ``x`` is in random order."""
     scale = x.var(0, correction=0).sum().sqrt().clamp(min=1e-6)
     x, x_val = x / scale, x_val / scale
     best = Process(x.new_zeros(x.shape[1]), x.new_zeros(()), x.new_tensor(0.1).log())
     parameters = [part.clone().requires_grad_() for part in best]
-    least, since = validation_nll(x, t, x_val, t_val, m, best), 0
+    least, since = selection_nll(x, t, x_val, t_val, m, best), 0
     optimizer = torch.optim.Adam(parameters, RATE)
     for step in range(1, STEPS + 1):
         chosen = torch.randint(0, len(x), (min(BATCH, len(x)),), generator=generator).to(x.device)
@@ -178,7 +178,7 @@ def fit_process(
                 part.clamp_(low, high)
         if step % CHECK == 0:
             now = Process(*(part.detach().clone() for part in parameters))
-            nll = validation_nll(x, t, x_val, t_val, m, now)
+            nll = selection_nll(x, t, x_val, t_val, m, now)
             best, least, since = (now, nll, 0) if nll < least else (best, least, since + 1)
             if since == PATIENCE:
                 break
@@ -204,7 +204,7 @@ def vecchia_nll(
 
 
 @torch.no_grad()
-def validation_nll(
+def selection_nll(
     x: Float[Tensor, "n reduced"],
     t: Float[Tensor, " n"],
     x_val: Float[Tensor, "k reduced"],
@@ -212,7 +212,7 @@ def validation_nll(
     m: int,
     process: Process,
 ) -> float:
-    """Return the mean NLL of validation images given their m nearest training images."""
+    """Return the mean NLL of selection images given their m nearest training images."""
     scale, (signal, noise) = (-process.length).exp(), process.variances
     scaled, total = (x * scale).float(), 0.0
     for at, t_at in zip(torch.split(x_val, IMAGES), torch.split(t_val, IMAGES), strict=True):

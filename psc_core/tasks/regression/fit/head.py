@@ -30,8 +30,8 @@ def fit_head(job: HeadJob) -> RegressionHead:
     Raises:
         FitError: If features are not finite or all equal, or numbers are all equal.
     """
-    train, val = job.train.head_input.to(job.device), job.selection.head_input[:].to(job.device)
-    for z in (train, val):
+    train, selection = job.train.head_input.to(job.device), job.selection.head_input[:].to(job.device)
+    for z in (train, selection):
         labels = torch.zeros(len(z), dtype=torch.int64, device=job.device)
         check_features(z, labels, num_classes=1, class_names=None, minimum=2)
     values = known_values(job.train.values).double().to(job.device)
@@ -42,14 +42,14 @@ def fit_head(job: HeadJob) -> RegressionHead:
     def standard(numbers: Tensor) -> Tensor:
         return (numbers.double().to(job.device) - center) / scale
 
-    standardisation = fit_standardisation(train)
+    standardisation, own = fit_standardisation(train), job.selection.network_output
     data = RegressionData(
         train=standardisation(train),
         train_values=standard(values),
         train_images=job.train.images.to(job.device),
-        val=standardisation(val)[:],
-        val_values=standard(known_values(job.selection.values)),
-        val_mean=None if job.selection.network_output is None else standard(job.selection.network_output[:][:, 0]),
+        selection=standardisation(selection)[:],
+        selection_values=standard(known_values(job.selection.values)),
+        selection_mean=None if own is None else standard(own[:][:, 0]),
         center=center,
         scale=scale,
         widths=job.train.widths,

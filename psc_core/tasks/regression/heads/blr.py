@@ -5,7 +5,7 @@ r"""Bayesian linear regression on z: a mean, a noise that may depend on the imag
     mean = ȳ + mᵀφ,   aleatoric = σ(φ),   epistemic = √(φᵀA⁻¹φ + 1/(β n))
 
 φ are standardised features, n training images.  ``log σ²`` is kept within the range that it has on training images,
-because nothing is known of the noise beyond.  Both standard deviations contain one more factor, chosen on validation
+because nothing is known of the noise beyond.  Both standard deviations contain one more factor, chosen on selection
 images (:mod:`psc_core.tasks.regression.fit.blr`).  Everything stored is in the target's unit.
 """
 

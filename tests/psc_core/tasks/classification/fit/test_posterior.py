@@ -36,7 +36,7 @@ def test_keeps_the_prior_of_the_weights_unless_it_costs() -> None:
     assert stronger.prior_precision > 0.5
     narrow = choose_posterior(logits, lambda tau: 100 * unequal / tau, labels, prior_precision=1e7)
     assert narrow[:2] == (1e7, 1.0)
-    assert stronger.val_nll <= (1 + 1.1 * COST[0]) * narrow.val_nll
+    assert stronger.selection_nll <= (1 + 1.1 * COST[0]) * narrow.selection_nll
 
 
 def test_separable_classes_are_not_flattened() -> None:
@@ -108,7 +108,7 @@ def test_choice_matches_search(n: int, seed: int, spread: float, by_class: bool)
     assert choice.prior_precision == precision
     assert choice.temperature == pytest.approx(temperature, rel=1e-3)
     loss = naive.tempered_loss(mean, variances[precision], choice.temperature, labels)
-    assert choice.val_nll == pytest.approx(loss, rel=1e-9)
+    assert choice.selection_nll == pytest.approx(loss, rel=1e-9)
 
 
 def test_prior_limits_the_confidence_of_few_images() -> None:

@@ -38,11 +38,11 @@ def test_reaches_the_same_minimum_from_any_start() -> None:
     torch.testing.assert_close(weight, elsewhere, rtol=1e-3, atol=1e-3)
 
 
-def test_chooses_the_best_validation_nll() -> None:
+def test_chooses_the_best_selection_nll() -> None:
     (z, y), (z_val, y_val) = images(40, 30, 3), images(300, 30, 3, seed=1)
     chosen = softmax.choose_softmax(z, y, z_val, y_val, num_classes=3)
     start = torch.zeros(3, 31, dtype=torch.float64)
     for prior_precision in softmax.PRIOR_PRECISIONS:
         weight, bias = softmax.fit_softmax(z, y, prior_precision=prior_precision, start=start)
         nll = posterior.nll(z_val @ weight.float().T + bias.float(), y_val).mean().item()
-        assert chosen.val_nll <= nll + 1e-4
+        assert chosen.selection_nll <= nll + 1e-4
