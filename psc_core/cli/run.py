@@ -35,7 +35,7 @@ def run_stages(
     if is_first:
         print(projection.report.summary(report.nc4_of(candidate)))
 
-    model, gates = stages.fit_model(net, candidate, projection, job, name=name, provenance=provenance)
-    if is_first and gates is not None:
-        print(gates.table())
+    model, gate_choice = stages.fit_model(net, candidate, projection, job, name=name, provenance=provenance)
+    if is_first and gate_choice is not None:
+        print(gate_choice.table())
     return report, projection, model

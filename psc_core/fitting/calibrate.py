@@ -164,7 +164,7 @@ def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:
     known = (*COMMON, *task_fit(model.task.name).thresholds)
     if unread := changes.keys() - {*known}:
         raise UsageError(
-            f"calibration of a {model.task.name} does not read {', '.join(sorted(unread))}; it takes {', '.join(known)}"
+            f"calibration of a {model.task.noun} does not read {', '.join(sorted(unread))}; it takes {', '.join(known)}"
         )
     names = {each.name for each in fields(FitSettings)}
     rates = {name: value for name, value in model.policy.model_dump().items() if name in names}

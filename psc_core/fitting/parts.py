@@ -51,14 +51,14 @@ class FittedParts:
 
     backbone: Backbone  # as a bundle stores it; the scorer runs a fused copy
     scorer: Scorer  # uint8 pixels to scores
-    gates: ChosenGates | None  # None: the density alone makes the OOD score
+    chosen_gates: ChosenGates | None  # None: the density alone makes the OOD score
     map: ChosenMap | None  # None: no early layer has a grid
     thumbnails: Thumbnails | None  # None: the settings keep none
 
     @property
     def gate_names(self) -> tuple[str, ...]:
         """Names of the gates; an empty tuple for a model without any."""
-        return () if self.gates is None else self.gates.names
+        return () if self.chosen_gates is None else self.chosen_gates.names
 
 
 def fit_parts(

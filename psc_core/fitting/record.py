@@ -18,7 +18,7 @@ def report_of(
     provenance: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Return the record of a fit, JSON types; ``metrics`` were measured on the calibration split."""
-    gates = {} if parts.gates is None else {"gates": parts.gates.choice.to_json()}
+    gates = {} if parts.chosen_gates is None else {"gates": parts.chosen_gates.choice.to_json()}
     of_map = {} if parts.map is None else {"map": parts.map.choice.to_json()}
     report = {
         "collapse": candidate.report and {**candidate.report.to_json(), "notes": list(candidate.notes)},

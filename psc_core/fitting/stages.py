@@ -42,7 +42,7 @@ class FitResult(NamedTuple):
     """A fitted model, and the comparison that chose its gates."""
 
     model: FittedModel
-    gates: GateChoice | None  # None for a model without gates
+    gate_choice: GateChoice | None  # None for a model without gates
 
 
 def collapse(net: nn.Module, job: FitJob) -> CollapseReport:
@@ -154,7 +154,7 @@ def fit_model(
         trial=trial_of(data.calibration),
     )
     model.probe()  # As in loading: a model that cannot be loaded is not saved.
-    return FitResult(model, None if parts.gates is None else parts.gates.choice)
+    return FitResult(model, None if parts.chosen_gates is None else parts.chosen_gates.choice)
 
 
 def check_same_layers(candidate: Candidate, projection: FittedProjection) -> None:

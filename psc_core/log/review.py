@@ -27,7 +27,7 @@ from psc_core.log.store import Log
 MAX_CANDIDATES: Final = 100_000
 """Maximum number of a model's images that are considered, the newest ones."""
 
-AUDIT, NEAR, ANOMALOUS, DIVERSE = "audit", "near a threshold", "strange", "diverse"
+AUDIT, NEAR, STRANGE, DIVERSE = "audit", "near a threshold", "strange", "diverse"
 
 FloatMatrix = npt.NDArray[np.float64]
 
@@ -117,7 +117,7 @@ def _ordered(
     lists = {
         AUDIT: iter(slice_),
         NEAR: iter(np.argsort(_ranks_between(candidates, scores, values, limits), kind="stable").tolist()),
-        ANOMALOUS: iter(np.argsort(-values[:, scores.index("ood_score")], kind="stable").tolist()),
+        STRANGE: iter(np.argsort(-values[:, scores.index("ood_score")], kind="stable").tolist()),
     }
     deviation = values.std(axis=0)
     points = (values - values.mean(axis=0)) / np.where(deviation > 0, deviation, 1.0)

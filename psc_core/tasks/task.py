@@ -43,7 +43,7 @@ class Task(BaseModel):
     """The prediction for one image in it."""
     policy: ClassVar[type[BasePolicy]]
     calibration: ClassVar[type[BaseCalibration]]
-    predictions: ClassVar[type[BasePrediction]]
+    prediction_type: ClassVar[type[BasePrediction]]
     """The result of ``predict`` in Python."""
     output_heads: ClassVar[Mapping[str, type[Head]]] = {}
     """Heads by kind that read the network's own output in place of the features, for base predictions."""
@@ -108,7 +108,7 @@ class Task(BaseModel):
         self, outputs: Outputs[Tensor], decisions: BaseDecisions, classes: tuple[str, ...]
     ) -> BasePrediction:
         """Return the predictions as ``predict`` returns them in Python."""
-        return self.predictions(outputs, decisions, classes, **dict(self))  # Its own fields too: a target.
+        return self.prediction_type(outputs, decisions, classes, **dict(self))  # Its own fields too: a target.
 
     def numbers(self, outputs: Outputs[FloatArray]) -> dict[str, FloatArray]:
         """Return what the answers say in the unit of :meth:`number`, by name, each (n,); empty where there is none."""

@@ -24,7 +24,7 @@ class Classification(Task):
     answer = ImagePrediction
     policy = Policy
     calibration = Calibration
-    predictions = Prediction
+    prediction_type = Prediction
     output_heads: ClassVar = {TemperatureHead.kind: TemperatureHead}
     heads = heads.HEADS
     abstentions: ClassVar = {"ood": ABSTAIN_OOD, "ambiguous": ABSTAIN_AMBIGUOUS}

@@ -32,7 +32,7 @@ class Regression(Task):
     answer = ValuePrediction
     policy = ValuePolicy
     calibration = Calibration
-    predictions = Prediction
+    prediction_type = Prediction
     heads = heads.HEADS
     abstentions: ClassVar = {"ood": ABSTAIN_OOD, "uncertain": ABSTAIN_UNCERTAIN}
     has_numbers = True

@@ -218,12 +218,12 @@ def test_calibration_keeps_the_rates_that_are_not_changed(fitted: PSC, test: Ten
         fitted.calibrate(few, alpha=0.01)
     with pytest.raises(UsageError, match="risk"):
         fitted.calibrate(few, risk=2.0)
-    with pytest.raises(UsageError, match=r"a classification does not read head, layer; it takes .*risk$"):
+    with pytest.raises(UsageError, match=r"a classifier does not read head, layer; it takes .*risk$"):
         fitted.calibrate(few, layer="x", head="duq")
-    with pytest.raises(UsageError, match="a classification does not read max_width"):
+    with pytest.raises(UsageError, match="a classifier does not read max_width"):
         fitted.calibrate(few, max_width=3.0)
     for name, value in (("device", "meta"), ("precision", "bf16"), ("max_memory", 1 << 30)):  # The model has them.
-        with pytest.raises(UsageError, match=f"a classification does not read {name}; it takes"):
+        with pytest.raises(UsageError, match=f"a classifier does not read {name}; it takes"):
             fitted.calibrate(few, **{name: value})
     changed = fitted.calibrate(few, alpha=0.2, coverage=0.8, batch_images=7)
     assert (changed.policy.alpha, changed.policy.coverage) == (0.2, 0.8)

@@ -26,7 +26,7 @@ def test_gates_add_the_layer_of_the_texture(
 ) -> None:
     settings = replace(SETTINGS, head="duq", density="gda", ood_score="gates" if with_gates else "density")
     parts = fit_parts(net, CANDIDATE, projection, FitJob.of(FitData.of(train, val), settings))
-    assert (parts.gates is not None) == with_gates == ("texture" in parts.gate_names)
+    assert (parts.chosen_gates is not None) == with_gates == ("texture" in parts.gate_names)
     assert (parts.scorer.texture is not None) == with_gates
     assert len(parts.backbone.layers) == 1 + with_gates and parts.backbone.layers[0] == "4"
     report = report_of(CANDIDATE, projection, parts, {"accuracy": 1 / 3}, None)

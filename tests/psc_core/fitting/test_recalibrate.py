@@ -92,7 +92,7 @@ def test_refuses_rates_that_the_images_cannot_keep(model: FittedModel, audit: Au
         recalibrate_from_audit(model, few, {"alpha": 0.01})
     with pytest.raises(UsageError, match=r"coverage ≤ .* with n = 30 .* at least 99 images"):
         recalibrate_from_audit(model, few, {"coverage": 0.99})
-    with pytest.raises(UsageError, match="calibration of a classification does not read max_width"):
+    with pytest.raises(UsageError, match="calibration of a classifier does not read max_width"):
         recalibrate_from_audit(model, few, {"max_width": 2.0})
 
 

@@ -23,7 +23,7 @@ class MultiLabel(Task):
     answer = LabelPrediction
     policy = LabelPolicy
     calibration = Calibration
-    predictions = Prediction
+    prediction_type = Prediction
     heads = heads.HEADS
     abstentions: ClassVar = {"ood": ABSTAIN_OOD, "undecided": ABSTAIN_UNDECIDED}
 
