@@ -96,7 +96,7 @@ def _check(digests: Collection[bytes], headers: Mapping[str, str]) -> None:
         if not key:
             raise Unauthorized("this needs an API key; send it as X-API-Key or Authorization: Bearer")
     given = _digest(key)
-    # A sum and not any(), which would stop at the match and tell by its time which key it was.
+    # A sum and not any(), which would stop at the match, and whose time would reveal which key it was.
     if not sum(hmac.compare_digest(given, digest) for digest in digests):
         raise Unauthorized("the API key is not accepted here; ask the operator for one")
 

@@ -113,7 +113,7 @@ def _loader(settings: Settings) -> Callable[[str], FittedModel]:
         model = build_model(bundles[name], device=settings.device, allow_factories=settings.allow_factories)
         # Before its first image, for which an oversized network would take minutes, or all memory.
         check_affordable(model, max_batch=settings.max_batch_size, seconds=settings.warmup_seconds)
-        return model.tried()
+        return model.probed()
 
     return load
 
@@ -150,7 +150,7 @@ def _add_middleware(app: FastAPI, service: Service) -> None:
         app.add_middleware(HostAllowList, allowed_hosts=settings.allowed_hosts, www_redirect=False)
     app.add_middleware(Draining, service=service)
     app.add_middleware(Telemetry, service=service)
-    if settings.cors_origins:  # Outside of what answers errors: a browser hides an answer without these headers.
+    if settings.cors_origins:  # Outside the one that answers errors: a browser hides an answer without these headers.
         app.add_middleware(
             ProblemCORS,
             allow_origins=settings.cors_origins,

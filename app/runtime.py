@@ -81,7 +81,7 @@ class ReplicaRuntime(Runtime):
 
 
 class UvicornRuntime(Runtime):
-    """A process of our own that runs uvicorn."""
+    """A process that ``psc-serve`` started, in which uvicorn runs."""
 
     def models_changed(self) -> None:
         settle_heap()

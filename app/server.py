@@ -33,7 +33,7 @@ _WORKER_TIMEOUT_S = 120
 """The seconds that a worker may take to start in place of another one, or may hang before it is replaced."""
 
 METRICS_BYTES: Final = 64 << 20
-"""The free space that a folder must have; a worker's metrics take 1 MiB a kind, and more with many classes."""
+"""The free space that a folder must have; a worker's metrics take 1 MiB a type, and more with many classes."""
 
 logger = logging.getLogger("psc.server")
 

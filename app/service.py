@@ -160,7 +160,7 @@ class Service:
             logger.info("draining", extra={"inflight": self.inflight})
 
     def answer_seconds_left(self) -> float:
-        """Return what is left of the time in which accepted requests are answered, since draining began."""
+        """Return how much is left of the time to answer accepted requests, which begins with draining; seconds."""
         return self._left_of(self.settings.answer_seconds)
 
     async def close(self) -> None:
@@ -200,8 +200,8 @@ class Service:
         """Read the memory and utilisation of the GPUs in use."""
         for device in {served.model.device for served in self.registry.served}:
             usage = gpu_usage(device)
-            for kind, size in usage.memory_bytes.items():
-                self.metrics.psc_gpu_memory_bytes.labels(device=str(device), kind=kind).set(size)
+            for use, size in usage.memory_bytes.items():
+                self.metrics.psc_gpu_memory_bytes.labels(device=str(device), kind=use).set(size)
             if usage.utilisation is not None:
                 self.metrics.psc_gpu_utilisation_ratio.labels(device=str(device)).set(usage.utilisation)
 

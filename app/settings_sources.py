@@ -20,7 +20,7 @@ NOT_SETTINGS: Final = re.compile(
 """Variables with the prefix that are not settings: the tests' data folder and axe-core, those of the client, which may
 share an environment with the service, and those that Kubernetes sets for a service ``psc…`` or Docker for a link.
 
-So is ``PSC_…PORT`` if its value is the address of a service, see :func:`is_service_link`."""
+``PSC_…PORT`` is no setting either if its value is the address of a service, see :func:`is_service_link`."""
 
 _SERVICE_LINK: Final = re.compile(r"(tcp|udp|sctp)://")
 

@@ -23,7 +23,7 @@ from psc_core.metrics import classification
 from psc_core.model.classifier import PSC
 from psc_core.numerics.matrix import as_matrix
 from psc_core.tasks.classification.fit.head import fit_head
-from psc_core.tasks.classification.fit.own import better_of, fit_own
+from psc_core.tasks.classification.fit.temperature import better_of, fit_temperature_head
 from psc_core.tasks.classification.heads.base import ClassifierHead as Head
 from psc_core.tasks.classification.heads.base import HeadOutput
 from psc_core.tasks.fit.task import Features, HeadJob
@@ -70,7 +70,7 @@ def qualities(run: Run, train: Examples, val: Examples, test: Examples) -> Json:
     """Measure on ``test`` what PSC serves, its head, temperature scaling (all chosen on ``val``) and softmax."""
     temperature = fit_temperature(val.logits, val.labels)
     head = head_of(run, train, val)
-    own = fit_own(val.logits, val.labels).to(run.device)
+    own = fit_temperature_head(val.logits, val.labels).to(run.device)
     served = better_of(head, own, *(part.to(run.device) for part in (val.head_input, val.logits, val.labels)))
     psc = probabilities(run, served, test)
     found = {

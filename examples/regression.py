@@ -2,7 +2,7 @@
 
     python examples/regression.py
 
-Prints the first predictions in degrees, how many intervals include the true angle, and what is said of clothes.
+Prints the first predictions in degrees, how many intervals contain the true angle, and what is said of clothes.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ model = PSCRegressor.fit(net, train_pairs, val_pairs, target="angle", unit="degr
 
 prediction = model(inputs)
 print(prediction[:3])
-held = (prediction.lower <= angles) & (angles <= prediction.upper)
-print(f"{held.float().mean():.0%} of the intervals include the angle, nominal {model.policy.coverage:.0%}")
+contained = (prediction.lower <= angles) & (angles <= prediction.upper)
+print(f"{contained.float().mean():.0%} of the intervals contain the angle, nominal {model.policy.coverage:.0%}")
 
 clothes = open_dataset(f"fashion-mnist:{DATA}", split="test", preprocess=MNIST)
 rejected = model.predict(next(clothes.batches(100)).images).is_ood

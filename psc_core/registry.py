@@ -25,7 +25,7 @@ class Registry(Mapping[str, type[Registered]]):
         return found
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places  # A mapping's own asks for the class, and so imports it.
+        return name in self._places  # Mapping's asks for the class, and so imports it.
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

@@ -35,7 +35,7 @@ MODEL_CLASSES: Final = ("psc_core.model.classifier", "psc_core.model.regressor")
 ATTRIBUTES: Final = frozenset({"target", "values", "is_regression", "has_numbers"})
 """What only the data, manifests or models of one task have, or have as something else than None."""
 
-TABLES: Final = frozenset({"own_heads", "heads", "abstentions", "limits", "tensors", "request_options"})
+TABLES: Final = frozenset({"output_heads", "heads", "abstentions", "limits", "tensors", "query"})
 """Tables of a task: what one of them has in it, or that it is empty, tells which task it is."""
 
 KINDS: Final = frozenset({"measure", "layer_quality", "task_type"})
@@ -150,7 +150,7 @@ def test_the_page_tells_tasks_apart_in_one_file() -> None:
         "isinstance(model, PSCRegressor)", "isinstance(task, (Regression, Other))", "data.target is None",
         "task.name == 'classification'", "kind in ('regression', 'other')", "hasattr(manifest, 'target')",
         "'mean' in outputs.scores", "not batch.values", "model.is_regression and asked", "task.number() is None",
-        "bool(task.own_heads)", "'label' in task.tensors", "head.kind in task.own_heads", "report.measure == NC4",
+        "bool(task.output_heads)", "'label' in task.tensors", "head.kind in task.output_heads", "report.measure == NC4",
         "task.has_numbers or asked",
     ],
 )  # fmt: skip

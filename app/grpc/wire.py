@@ -1,9 +1,9 @@
 """Count how often each field occurs in a serialized message, before it is parsed to objects.
 
-A message costs by its fields, not by its bytes: an empty output is two bytes, and ten million of them take 20 GB as
-objects, parsed with the interpreter's lock held.  So the wire format is walked first, by the messages' descriptors, and
-the walk ends at the first field that occurs too often.  Truncated or malformed messages are left to the parser, which
-refuses them.
+The cost of a message lies in its fields, not its bytes: an empty output is two bytes, and ten million of them take
+20 GB as objects, parsed with the interpreter's lock held.  So the wire format is walked first, by the messages'
+descriptors, and the walk ends at the first field that occurs too often.  Truncated or malformed messages are left to
+the parser, which refuses them.
 """
 
 from __future__ import annotations

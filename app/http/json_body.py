@@ -1,9 +1,9 @@
 """Parse the JSON of a request, unless it has so many values that parsing would take too long.
 
-JSON costs by its values, not by its bytes: a megabyte of ``[],`` takes 0.1 s and 30 MB to parse, a hundred times as
-much as a megabyte of base64, and the interpreter's lock is held throughout.  So commas, colons and brackets are counted
-first, piece by piece at a gigabyte per second: a document cannot have more values than these.  (Those inside strings
-count too, but no string that the service reads has many.)
+The cost of JSON lies in its values, not its bytes: a megabyte of ``[],`` takes 0.1 s and 30 MB to parse, a hundred
+times as much as a megabyte of base64, and the interpreter's lock is held throughout.  So commas, colons and brackets
+are counted first, piece by piece at a gigabyte per second: a document cannot have more values than these.  (Those
+inside strings count too, but no string that the service reads has many.)
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Marks:
         self._most = most
         self._found = Counter(dict.fromkeys(b"".join(most), 0))
 
-    def are_more_with(self, piece: bytes) -> bool:
+    def exceeded_with(self, piece: bytes) -> bool:
         """Count the characters of another piece; return whether there are now too many."""
         self._found.update({mark: piece.count(mark) for mark in self._found})
         return any(sum(self._found[mark] for mark in together) > limit for together, limit in self._most.items())
@@ -48,7 +48,7 @@ class Marks:
 def has_more(body: bytes, most: Mapping[bytes, int]) -> bool:
     """Return whether some characters occur more often than ``most`` allows; counting stops once that is known."""
     marks = Marks(most)
-    return any(marks.are_more_with(body[start : start + _PIECE]) for start in range(0, len(body), _PIECE))
+    return any(marks.exceeded_with(body[start : start + _PIECE]) for start in range(0, len(body), _PIECE))
 
 
 def counted() -> Callable[[bytes], None]:
@@ -59,7 +59,7 @@ def counted() -> Callable[[bytes], None]:
     marks = Marks(_MOST)
 
     def check(piece: bytes) -> None:
-        if marks.are_more_with(piece):
+        if marks.exceeded_with(piece):
             raise _too_costly()
 
     return check

@@ -78,7 +78,7 @@ def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 class Application(FastAPI):
-    """FastAPI, whose OpenAPI document describes problems and drops FastAPI's 422: invalid parameters are 400 here."""
+    """FastAPI with an OpenAPI document that has problems, and no 422, because invalid parameters are 400 here."""
 
     def openapi(self) -> dict[str, Any]:
         document = super().openapi()

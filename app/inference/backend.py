@@ -123,7 +123,7 @@ def measure(
 ) -> dict[Name, list[Seconds]]:
     """Return each network's times on each batch, seconds.
 
-    The networks take turns in every round, so that a disturbance of the machine meets all of them.
+    The networks take turns in every round, so that a disturbance of the machine affects all of them.
     """
     seconds: dict[Name, list[Seconds]] = {name: [] for name in networks}
     for batch in batches:
@@ -150,7 +150,7 @@ def fastest(seconds: Mapping[Name, Sequence[Seconds]], baseline: Name) -> Name:
     """
 
     def is_slower(times: Seconds, base: Seconds) -> bool:
-        return all(own > SLOWER_BY * other for own, other in zip(times, base, strict=True))
+        return all(mine > SLOWER_BY * other for mine, other in zip(times, base, strict=True))
 
     def is_eligible(name: Name) -> bool:
         return not any(map(is_slower, seconds[name], seconds[baseline]))

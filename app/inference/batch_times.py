@@ -21,12 +21,12 @@ class RunningMean:
     value: float | None = None
 
     def add(self, value: float) -> None:
-        """Take a new value into the mean."""
+        """Update the mean with a new value."""
         self.value = value if self.value is None else self.value + _SMOOTHING * (value - self.value)
 
 
 class BatchTimes:
-    """Running means of the times of batches of one kind.
+    """Running means of the times of batches of one mode.
 
     A batch larger than any measured one is taken to last as long as the largest.
 

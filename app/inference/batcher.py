@@ -8,7 +8,7 @@ The life of a :class:`QueuedRequest` with ``count`` images::
 
 *Bounded.*  ``pending``, the number of images reserved or queued, is at most ``max_queue_images``; a request beyond
 that is refused with :class:`QueueFull` and a ``retry_after`` that is estimated from the measured times of batches of
-each kind.  So is a request whose first turn is expected after more than a third of the time to its deadline; the rest
+each mode.  So is a request whose first turn is expected after more than a third of the time to its deadline; the rest
 is for its own images and for a device that slows down.  Admitted work is therefore done in time, and an overload leaves
 no long queue behind.
 
@@ -24,11 +24,11 @@ oldest request has waited that long.
 decoding.  A batch waits for the next decoded request as long as that costs its own requests less than it saves the
 others: ``fixed`` · coming / queued seconds after its last request, where ``fixed`` is the part of a batch's time that
 does not grow with its images.  It waits only if requests arrive closer together than that, and at most twice their
-usual gap.  A request on its own never waits.
+usual gap.  A request alone in the queue never waits.
 
 *Certain.*  Every request reaches FINISHED exactly once, and :meth:`Batcher.collect` hands it out exactly once.
 
-Requests of different *kinds* (another computation of the same model) never share a batch; the kinds take turns.
+Requests of different *modes* (which outputs they ask for) never share a batch; the modes take turns.
 This module knows nothing of torch or HTTP.
 """
 
@@ -43,7 +43,7 @@ import numpy as np
 
 from app.errors import ClientGone, DeadlineExceeded, InferenceFailed, NotReady, QueueFull
 from app.inference.batch_times import BatchTimes, RunningMean
-from app.inference.request import DeviceBatch, Images, QueuedRequest, RequestKind, RequestSlice, Result, State
+from app.inference.request import DeviceBatch, Images, QueuedRequest, RequestMode, RequestSlice, Result, State
 
 _MAX_RETRY_AFTER_S: Final = 60
 _WAIT_FRACTION: Final = 1 / 3
@@ -52,10 +52,10 @@ _WAIT_FRACTION: Final = 1 / 3
 
 @dataclass(slots=True)
 class _Ring:
-    """The queued requests of one kind.
+    """The queued requests of one mode.
 
     Attributes:
-        times: The times of batches of this kind.
+        times: The times of batches of this mode.
         requests: The queued requests, in the order of their next turns.
         n_coming: The number of requests still RESERVED.
         n_pending: The number of images of reserved or queued requests that are not yet taken.
@@ -92,7 +92,7 @@ class Batcher:
         self.max_delay_s = max_delay_s
         self._shares_cores = shares_cores
         self._quantum = max(1, max_batch // 8)
-        self._rings: dict[RequestKind, _Ring] = {}
+        self._rings: dict[RequestMode, _Ring] = {}
         self._live: OrderedDict[QueuedRequest, None] = OrderedDict()
         self.finished: list[QueuedRequest] = []
         self._closed = ""
@@ -109,7 +109,7 @@ class Batcher:
         """Whether every request has finished."""
         return not self._live
 
-    def check(self, count: int, *, now: float, deadline: float, kind: RequestKind = RequestKind.PREDICT) -> None:
+    def check(self, count: int, *, now: float, deadline: float, mode: RequestMode = RequestMode.PREDICT) -> None:
         """Refuse, before its body is read, a request that :meth:`reserve` would refuse.
 
         Raises:
@@ -124,7 +124,7 @@ class Batcher:
                 f"try again in {self.retry_after()} s",
                 retry_after=self.retry_after(),
             )
-        before = self._images_before(count, kind)
+        before = self._images_before(count, mode)
         wait = sum([self._rings[each].times.total(images) for each, images in before.items()])
         longest = _WAIT_FRACTION * (deadline - now)
         if wait > longest:
@@ -135,7 +135,7 @@ class Batcher:
             )
 
     def reserve(
-        self, count: int, *, now: float, deadline: float, kind: RequestKind = RequestKind.PREDICT, waiter: Any = None
+        self, count: int, *, now: float, deadline: float, mode: RequestMode = RequestMode.PREDICT, waiter: Any = None
     ) -> QueuedRequest:
         """Admit a request before its images are decoded.
 
@@ -143,10 +143,10 @@ class Batcher:
             QueueFull: If there is no room, or too little time until ``deadline`` at the present rate.
             NotReady: If the batcher is closed.
         """
-        self.check(count, now=now, deadline=deadline, kind=kind)
-        request = QueuedRequest(count, now, deadline, now + _WAIT_FRACTION * (deadline - now), kind, waiter)
+        self.check(count, now=now, deadline=deadline, mode=mode)
+        request = QueuedRequest(count, now, deadline, now + _WAIT_FRACTION * (deadline - now), mode, waiter)
         self._live[request] = None
-        ring = self._ring(kind)
+        ring = self._ring(mode)
         ring.n_coming += 1
         ring.n_pending += count
         return request
@@ -160,7 +160,7 @@ class Batcher:
         request.state = State.QUEUED
         request.images = images
         request.queued_at = now
-        ring = self._rings[request.kind]
+        ring = self._rings[request.mode]
         ring.n_coming -= 1
         ring.requests[request] = None
         ring.n_images += request.count
@@ -205,13 +205,13 @@ class Batcher:
             full: Return only a batch of ``max_batch`` images, whatever the delay.
             patient: Wait for requests that are still RESERVED if that saves time.
         """
-        for kind, ring in list(self._rings.items()):
-            # All requests of a ring that was due may turn out to be past their deadline; without them it may be due.
+        for mode, ring in list(self._rings.items()):
+            # A ring may be due for requests that turn out to be past their deadline; it is asked again without them.
             while self._due_in(ring, now, full=full, patient=patient) == 0:
-                batch = self._fill(kind, ring, now)
+                batch = self._fill(mode, ring, now)
                 if batch is not None:
-                    # A dict keeps the order of insertion, so this kind's next turn comes after those of the others.
-                    self._rings[kind] = self._rings.pop(kind)
+                    # A dict keeps the order of insertion, so this mode's next turn comes after those of the others.
+                    self._rings[mode] = self._rings.pop(mode)
                     return batch
         return None
 
@@ -221,7 +221,7 @@ class Batcher:
         A request whose images are all done finishes; one with an output that is not finite fails.
         """
         # With two slots a batch is taken while the device still works on the one before it: that wait does not count.
-        self._rings[batch.kind].times.add(batch.size, now - max(batch.taken_at, self._last_end))
+        self._rings[batch.mode].times.add(batch.size, now - max(batch.taken_at, self._last_end))
         self._last_end = now
         finite: list[bool] = np.asarray(np.isfinite(result.packed).all(axis=1)).tolist()
         offset = 0
@@ -243,27 +243,27 @@ class Batcher:
         return finished
 
     def retry_after(self) -> int:
-        """Return the whole seconds in which the present queue drains, from 1 to 60."""
+        """Return how many seconds the queue takes to drain, a whole number from 1 to 60."""
         seconds = sum(ring.times.total(ring.n_pending) for ring in self._rings.values())
         return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(seconds)))
 
-    def _ring(self, kind: RequestKind) -> _Ring:
-        """Return the ring of a kind, which begins with the first request of that kind."""
-        if (ring := self._rings.get(kind)) is None:
-            ring = self._rings[kind] = _Ring(BatchTimes(self.max_batch))
+    def _ring(self, mode: RequestMode) -> _Ring:
+        """Return the ring of a mode, which begins with the first request of that mode."""
+        if (ring := self._rings.get(mode)) is None:
+            ring = self._rings[mode] = _Ring(BatchTimes(self.max_batch))
         return ring
 
-    def _images_before(self, count: int, kind: RequestKind) -> dict[RequestKind, int]:
-        """Return how many images of each kind are taken before a new request has its first turn.
+    def _images_before(self, count: int, mode: RequestMode) -> dict[RequestMode, int]:
+        """Return how many images of each mode are taken before a new request has its first turn.
 
-        A request of at most one turn waits for one turn of each request of its kind; a larger one for all their images.
-        As the kinds take turns, at most one batch of each other kind goes before each batch of its own.
+        A request of at most one turn waits for one turn of each request of its mode; a larger one for all their images.
+        As the modes take turns, at most one batch of each other mode goes before each batch of its own.
         """
-        ring = self._ring(kind)
+        ring = self._ring(mode)
         turns = (ring.n_coming + len(ring.requests)) * self._quantum
-        own = min(ring.n_pending, turns) if count <= self._quantum else ring.n_pending
-        others = (own // self.max_batch + 1) * self.max_batch
-        return {each: own if each is kind else min(ring.n_pending, others) for each, ring in self._rings.items()}
+        same = min(ring.n_pending, turns) if count <= self._quantum else ring.n_pending
+        others = (same // self.max_batch + 1) * self.max_batch
+        return {each: same if each is mode else min(ring.n_pending, others) for each, ring in self._rings.items()}
 
     def _due_in(self, ring: _Ring, now: float, *, full: bool = False, patient: bool = True) -> float | None:
         if not ring.requests or (full and ring.n_images < self.max_batch):
@@ -273,13 +273,13 @@ class Batcher:
             return 0.0
         wait = next(iter(ring.requests)).queued_at + self.max_delay_s - now
         if patient and self._shares_cores and ring.n_coming:
-            worth, gap = ring.times.fixed * ring.n_coming / len(ring.requests), self._gap.value or 0.0
-            if worth > gap:
+            saved, gap = ring.times.fixed * ring.n_coming / len(ring.requests), self._gap.value or 0.0
+            if saved > gap:
                 # At most twice the gap: a stall of the machine looks like a long batch and inflates ``fixed``.
-                wait = max(wait, next(reversed(ring.requests)).queued_at + min(worth, 2 * gap) - now)
+                wait = max(wait, next(reversed(ring.requests)).queued_at + min(saved, 2 * gap) - now)
         return max(0.0, wait)
 
-    def _fill(self, kind: RequestKind, ring: _Ring, now: float) -> DeviceBatch | None:
+    def _fill(self, mode: RequestMode, ring: _Ring, now: float) -> DeviceBatch | None:
         slices: list[RequestSlice] = []
         room = self.max_batch
         while room and ring.requests:
@@ -303,7 +303,7 @@ class Batcher:
                 del ring.requests[request]
             elif not keeps_turn:
                 ring.requests.move_to_end(request)
-        return DeviceBatch(kind, slices, self.max_batch - room, now) if slices else None
+        return DeviceBatch(mode, slices, self.max_batch - room, now) if slices else None
 
     def _expire(self, request: QueuedRequest) -> None:
         seconds = request.deadline - request.admitted_at
@@ -313,7 +313,7 @@ class Batcher:
         # A result, the deadline, the client's departure and a dead device may race for one request: the first wins.
         if request.state is State.FINISHED:
             return
-        ring = self._rings[request.kind]
+        ring = self._rings[request.mode]
         if request.state is State.RESERVED:
             ring.n_coming -= 1
         elif request.state is State.QUEUED:

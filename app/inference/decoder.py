@@ -25,7 +25,7 @@ from psc_core.images.decode import open_image
 from psc_core.images.preprocess import Preprocess
 
 _MAX_INLINE_PIXELS: Final = 128 * 128
-"""The most pixels that take no longer to decode than to hand to a thread."""
+"""The most pixels that are decoded sooner than they are handed to a thread."""
 
 TURN_SECONDS: Final = 0.002
 """The time that a chunk decodes before others get a turn; requeueing it costs a hundredth of that."""

@@ -27,7 +27,7 @@ from app.errors import ImageRefused, NotReady, TooManyPixels
 from app.inference.batcher import Batcher
 from app.inference.decoder import Decoder, EncodedImage
 from app.inference.queue import RequestQueue
-from app.inference.request import DeviceBatch, Images, QueuedRequest, RequestKind, Result, State
+from app.inference.request import DeviceBatch, Images, QueuedRequest, RequestMode, Result, State
 from app.inference.steps import Step
 from app.inference.worker import DeviceWorker
 from psc_core.errors import DeviceError, PSCError
@@ -63,7 +63,7 @@ class Engine:
         step: The device computation, used by this engine alone.
         decoder: Decodes the images.
         batcher: The state of the queue, used by this engine alone.
-        observer: Hears of batches and decoded requests.
+        observer: Is told of batches and decoded requests.
         deadline_s: The time in which each request is answered, seconds.
 
     Attributes:
@@ -118,7 +118,7 @@ class Engine:
         self._worker.start()
         await self._started
 
-    def check_room(self, kind: RequestKind = RequestKind.PREDICT) -> None:
+    def check_room(self, mode: RequestMode = RequestMode.PREDICT) -> None:
         """Refuse a request, before its body is read, if not even one image would be admitted now.
 
         Raises:
@@ -128,21 +128,21 @@ class Engine:
         self._check_warm()
         now = time.monotonic()
         with self._queue as batcher:
-            batcher.check(1, now=now, deadline=now + self._deadline_s, kind=kind)
+            batcher.check(1, now=now, deadline=now + self._deadline_s, mode=mode)
 
     async def predict(
         self,
         images: Sequence[EncodedImage] | Images,
         *,
         disconnected: Callable[[], bool] | None = None,
-        kind: RequestKind = RequestKind.PREDICT,
+        mode: RequestMode = RequestMode.PREDICT,
     ) -> Result:
         """Compute the network's outputs for the images of one request.
 
         Args:
             images: At least one image, encoded, or ``uint8 (n, channels, height, width)`` of the network's input size.
             disconnected: Returns whether the client has left; called now and then, to drop work that nobody needs.
-            kind: The computation.
+            mode: Which outputs to compute.
 
         Raises:
             NotReady: If the engine is warming up or draining, or has failed.
@@ -159,17 +159,17 @@ class Engine:
         size = self._decoder.size_of(len(images))
         self._memory.take(size)
         try:
-            return await self._predict(images, disconnected, kind)
+            return await self._predict(images, disconnected, mode)
         finally:
             self._memory.give(size)
 
     async def _predict(
-        self, images: Sequence[EncodedImage] | Images, disconnected: Callable[[], bool] | None, kind: RequestKind
+        self, images: Sequence[EncodedImage] | Images, disconnected: Callable[[], bool] | None, mode: RequestMode
     ) -> Result:
         done: asyncio.Future[Result] = self._loop.create_future()
         now = time.monotonic()
         with self._queue as batcher:
-            request = batcher.reserve(len(images), now=now, deadline=now + self._deadline_s, kind=kind, waiter=done)
+            request = batcher.reserve(len(images), now=now, deadline=now + self._deadline_s, mode=mode, waiter=done)
         if isinstance(images, np.ndarray):
             self._arrive(request, images)
         else:

@@ -19,7 +19,7 @@ async def fingerprints(images: Sequence[EncodedImage] | Images) -> list[int]:
     """Return a 64-bit hash of each image's file, or of its pixels.
 
     ``hash`` of bytes is SipHash with a key that Python draws when it starts: ten times as fast as a cryptographic hash,
-    and nobody outside can make two images with the same one.
+    and nobody outside can construct two images with the same hash.
     """
     # map() is lazy: the bytes are read only where the list is made, perhaps on a thread.
     if isinstance(images, np.ndarray):

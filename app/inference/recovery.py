@@ -1,8 +1,8 @@
 """Recover from a batch that failed on the device.
 
-If the device is out of memory, the batch runs again in halves.  After any other error, a blank image is tried.  If that
-works, the batch runs again in halves until the image at fault is alone, and only its request fails.  If it does not
-work, the device is dead: :class:`DeviceError` is raised, and the worker ends every request.
+If the device is out of memory, the batch runs again in halves.  After any other error, a blank image runs.  If that
+works, the batch runs again in halves until the image at fault is alone, and only its request fails.  If that fails
+too, the device is dead: :class:`DeviceError` is raised, and the worker ends every request.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ Images = npt.NDArray[np.uint8]
 """Decoded images, of shape (n, channels, height, width)."""
 
 
-class RequestKind(enum.Enum):
-    """The kind of a request: outputs alone, with maps, with explanations, or with both."""
+class RequestMode(enum.Enum):
+    """Which outputs a request asks for: the packed ones alone, with maps, with explanations, or with both."""
 
     PREDICT = enum.auto()
     MAP = enum.auto()
@@ -25,8 +25,8 @@ class RequestKind(enum.Enum):
 
     @property
     def has_map(self) -> bool:
-        """Whether it needs a model with a map."""
-        return self in (RequestKind.MAP, RequestKind.EXPLAIN_WITH_MAP)
+        """Whether the request needs a model with a map."""
+        return self in (RequestMode.MAP, RequestMode.EXPLAIN_WITH_MAP)
 
 
 class State(enum.Enum):
@@ -67,10 +67,10 @@ class QueuedRequest:
     """The time by which the result is due."""
     urgent_at: float
     """The time from which the request keeps its turn until all of its images are taken."""
-    kind: RequestKind
-    """The kind; only requests of one kind share a batch."""
+    mode: RequestMode
+    """Only requests of one mode share a batch."""
     waiter: Any
-    """An object of the caller, which waits for the result; the queue only keeps it."""
+    """The caller's object that waits for the result; the queue only stores it."""
     state: State = State.RESERVED
     images: Images = field(default_factory=lambda: np.empty((0, 0, 0, 0), np.uint8))
     """The decoded images; empty while the request is reserved."""
@@ -106,9 +106,9 @@ class RequestSlice(NamedTuple):
 
 
 class DeviceBatch(NamedTuple):
-    """Slices of requests of one kind, in the order of their outputs; ``size`` images in all."""
+    """Slices of requests of one mode, in the order of their outputs; ``size`` images in all."""
 
-    kind: RequestKind
+    mode: RequestMode
     slices: list[RequestSlice]
     size: int
     taken_at: float

@@ -17,14 +17,14 @@ from typing import Final, NamedTuple, Protocol
 
 from app.inference.queue import RequestQueue
 from app.inference.recovery import check_device, run_halves
-from app.inference.request import DeviceBatch, RequestKind, Result
+from app.inference.request import DeviceBatch, RequestMode, Result
 from app.inference.steps.base import Step, run_batch
 from psc_core.errors import DeviceError
 
 logger = logging.getLogger("psc.device")
 
 _POLL_S: Final = 50e-6
-"""The time between two looks at a running batch, seconds; short beside the time of a batch."""
+"""The time between two looks at a running batch, seconds; short compared with the time of a batch."""
 
 
 class _Launched(NamedTuple):
@@ -54,7 +54,7 @@ class DeviceWorker:
     Args:
         queue: The queue of batches; stopping it ends the thread.
         step: The device computation.
-        events: Hears of the end of warm-up, of each batch, and of the device's death.
+        events: Is told of the end of warm-up, of each batch, and of the device's death.
         name: The name of the thread.
         may_run_inline: Whether a quick step may run on the thread that calls :meth:`run_due`.
     """
@@ -139,7 +139,7 @@ class DeviceWorker:
         following = self._queue.take(block=False) if step.slots > 1 and not launched else None
         # Launched before the results are handed out, or the device would idle meanwhile.  But a batch of explanations
         # is computed on this thread, and would delay these results.
-        if following is not None and following.kind is RequestKind.PREDICT:
+        if following is not None and following.mode is RequestMode.PREDICT:
             self._launch(following)
             following = None
         self._events.batch_computed(oldest.batch, seconds)
@@ -151,7 +151,7 @@ class DeviceWorker:
         started = time.perf_counter()
         slot = self._next_slot
         try:
-            if batch.kind is not RequestKind.PREDICT:
+            if batch.mode is not RequestMode.PREDICT:
                 result = run_batch(self._step, batch)
             else:
                 self._next_slot = (slot + 1) % self._step.slots

@@ -27,7 +27,7 @@ def wait_seconds(deadline_s: float) -> float:
     return min(_MAX_WAIT_SECONDS, deadline_s / 3)
 
 
-def give(writer: LogWriter, label: Label, *, seconds: float) -> Label:
+def add_verdict(writer: LogWriter, label: Label, *, seconds: float) -> Label:
     """Write a verdict and return it as written.  It may take seconds, so call it on a thread.
 
     Args:

@@ -47,6 +47,6 @@ class LogPruner:
                 prune(self._log, self._days, ended=self._ended)
             except OSError as error:
                 logger.error("old rows and images of the prediction log cannot be removed: %s", error)
-            except Exception as error:  # Even a bug must not end the thread, but the log has to tell of it.
+            except Exception as error:  # Even a bug must not end the thread, but it has to be logged.
                 logger.error("the removal of old rows and images failed", exc_info=error)
             self._ended.wait(PRUNE_SECONDS)

@@ -144,7 +144,7 @@ class LogWriter:
             closing, flushes = self._closing, list(_taken(self._flushes))
             try:
                 self._turn(closing or bool(flushes))
-            except Exception as error:  # Even a bug must not end the thread, but the log has to tell of it.
+            except Exception as error:  # Even a bug must not end the thread, but it has to be logged.
                 logger.error("the prediction log failed", exc_info=error)
             for done in flushes:
                 done.set()
@@ -219,8 +219,8 @@ class LogWriter:
     def _count_dropped(self, waiting: Waiting) -> None:
         self._count("rows", waiting.source, "dropped", len(waiting.drawn()))
 
-    def _count(self, kind: str, source: Source, result: str, number: int) -> None:
-        counter = self._metrics.psc_log_rows_total if kind == "rows" else self._metrics.psc_log_images_total
+    def _count(self, stored: str, source: Source, result: str, number: int) -> None:
+        counter = self._metrics.psc_log_rows_total if stored == "rows" else self._metrics.psc_log_images_total
         counter.labels(model=source.name, result=result).inc(number)
 
     def _warn(self, error: OSError) -> None:
@@ -245,7 +245,7 @@ class ModelLog:
         *,
         is_monitored: bool,
     ) -> None:
-        """Log the answered images of the current request; it takes no time on the event loop but to append them.
+        """Log the answered images of the current request; the event loop only appends them.
 
         Images that are not monitored are not part of the service's usual stream, and never come into the audit slice.
         """

@@ -1,4 +1,4 @@
-"""Check that a model can be warmed up on this machine, before it takes minutes or all of the memory.
+"""Check that a model can be warmed up on this machine, before warm-up takes minutes or all of the memory.
 
 One image on PyTorch's meta device, which computes nothing, gives the number of operations and the size of the largest
 feature map; a matrix product gives the speed of the device.  Warm-up runs batches of 1, 2, 4, … images, which have
@@ -61,7 +61,7 @@ def check_affordable(model: FittedModel, *, max_batch: int, seconds: float) -> N
 
 
 class _NoTracker(ModuleTracker):
-    """Tracks no modules, because torch's tracker hooks all modules of the process, also those that serve meanwhile."""
+    """Tracks no modules, because torch's tracker hooks all modules of the process, even those in service."""
 
     def __enter__(self) -> Self:
         return self

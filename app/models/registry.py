@@ -170,7 +170,7 @@ class Registry:
         self._begin_to_retire(old)
 
     async def reload_when_free(self) -> None:
-        """Reload every bundle after the reload that is running, which may have read files that are older already.
+        """Reload every bundle once the running reload has ended, because that may have read older files.
 
         Raises:
             PSCError: See :meth:`reload`.
@@ -224,16 +224,11 @@ class Registry:
         served.recorder.show()
 
     def _begin_to_retire(self, old: ServedModel) -> None:
-        task = asyncio.get_running_loop().create_task(self._retire(old))
+        closing = old.engine.close(within_s=self._retire_within_s)
+        task = asyncio.get_running_loop().create_task(closing)
         self._retiring[task] = old
         task.add_done_callback(self._retired)
         old.recorder.hide()
-
-    async def _retire(self, old: ServedModel) -> None:
-        try:
-            await old.engine.close(within_s=self._retire_within_s)
-        finally:
-            old.recorder.flush()
 
     def _retired(self, task: asyncio.Task[None]) -> None:
         """Call ``on_models_changed`` once no task holds a replaced model any more."""

@@ -19,7 +19,7 @@ from app.inference.batcher import Batcher
 from app.inference.decoder import Decoder, EncodedImage
 from app.inference.engine import Engine
 from app.inference.fingerprints import fingerprints
-from app.inference.request import Images, RequestKind
+from app.inference.request import Images, RequestMode
 from app.inference.steps import Step, TorchThreads, make_step
 from app.log.writer import LogWriter, ModelLog
 from app.memory import MemoryBudget
@@ -97,7 +97,7 @@ class ServedModel:
         thresholds: BaseThresholds,
         *,
         disconnected: Callable[[], bool],
-        kind: RequestKind = RequestKind.PREDICT,
+        mode: RequestMode = RequestMode.PREDICT,
         monitor: bool = True,
     ) -> Predicted:
         """Predict the images of one request, decide, and record the predictions.
@@ -106,16 +106,16 @@ class ServedModel:
             images: The images, see :meth:`app.inference.engine.Engine.predict`.
             thresholds: The thresholds of the decisions.
             disconnected: Returns whether the client has left.
-            kind: The computation.
+            mode: Which outputs to compute.
             monitor: Whether the images count in drift and in the metrics of scores.
 
         Raises:
             UnavailableMap: If the request asks for a map, and the model has none.
             ServiceError: See :meth:`app.inference.engine.Engine.predict`.
         """
-        if kind.has_map and self.model.pipeline.map is None:
+        if mode.has_map and self.model.pipeline.map is None:
             raise UnavailableMap(f"model {self.name!r} was fitted without a map; leave out map")
-        result = await self.engine.predict(images, disconnected=disconnected, kind=kind)
+        result = await self.engine.predict(images, disconnected=disconnected, mode=mode)
         outputs = self.model.outputs(result.packed)
         decisions = thresholds.decide(outputs)
         self.recorder.predicted(outputs, decisions, await fingerprints(images) if monitor else None)
@@ -184,7 +184,7 @@ class ModelStarter:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _step(self, model: FittedModel) -> tuple[Backend, Step]:
-        """Return the step of the wanted or of the fastest backend; to measure them takes seconds."""
+        """Return the step of the wanted or of the fastest backend; measuring takes seconds."""
         settings, threads = self._settings, self._threads
         wanted: Backend | Literal["auto"] = "folded" if settings.compile else settings.backend
         backend, pipeline = choose_backend(model, wanted, max_batch=settings.max_batch_size, threads=threads.full)

@@ -1,4 +1,4 @@
-"""Log a line when file descriptors run out: without a free one, libuv closes new connections and tells nobody."""
+"""Log a line when file descriptors run out: without a free one, libuv silently closes new connections."""
 
 from __future__ import annotations
 

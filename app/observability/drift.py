@@ -168,7 +168,7 @@ class DriftMonitor:
     def _take(self, cells: npt.NDArray[np.int64]) -> int:
         """Process the next images, at most up to the end of a run or trial; return how many."""
         if self._is_active:
-            cells = cells[: len(self._window) - self._tried]
+            cells = cells[: len(self._window) - self._trial_images]
         is_alarm = self._has_failed
         if is_alarm:
             taken = len(cells)
@@ -180,8 +180,8 @@ class DriftMonitor:
         self._observed += taken
         if self._is_active:
             self._has_failed = is_alarm
-            self._tried += taken
-            if self._tried == len(self._window):  # The window now holds the images of this trial alone.
+            self._trial_images += taken
+            if self._trial_images == len(self._window):  # The window now holds the images of this trial alone.
                 self._is_active = is_alarm or self.state.window_tail_probability < QUIET
                 self._begin_run()
         elif is_alarm:
@@ -193,7 +193,7 @@ class DriftMonitor:
     def _begin_run(self) -> None:
         self._counts = np.zeros(self.calibration_count + 1, np.int64)
         self._run_length = 0
-        self._tried = 0
+        self._trial_images = 0
         self._has_failed = False
         self._log_value = 0.0
         self._log_awake = np.full((len(EXPONENTS), 1), -np.inf)

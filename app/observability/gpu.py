@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class GpuUsage:
-    """The memory by kind, bytes, and the fraction of time that the GPU was busy; empty and None on a CPU."""
+    """The memory by use, bytes, and the fraction of time that the GPU was busy; empty and None on a CPU."""
 
     memory_bytes: Mapping[str, int]
     utilisation: float | None

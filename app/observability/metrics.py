@@ -174,9 +174,11 @@ class LiveProcesses(Collector):
         """Yield each metric once, with a sample for each process."""
         found: dict[str, metrics_core.Metric] = {}
         for pid in sorted(_pids(self._folder)):
-            for own in ProcessCollector(pid=partial(str, pid), registry=None).collect():
-                metric = found.setdefault(own.name, metrics_core.Metric(own.name, own.documentation, own.type))
-                for sample in own.samples:
+            for family in ProcessCollector(pid=partial(str, pid), registry=None).collect():
+                metric = found.setdefault(
+                    family.name, metrics_core.Metric(family.name, family.documentation, family.type)
+                )
+                for sample in family.samples:
                     metric.add_sample(sample.name, {"pid": str(pid)}, sample.value)
         yield from found.values()
 

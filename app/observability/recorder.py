@@ -110,7 +110,7 @@ class ModelRecorder:
             fingerprints: The images' fingerprints; None if the client asked not to monitor the images.
         """
         self._predictions.append((outputs, decisions, fingerprints))
-        if len(self._predictions) >= _FLUSH_AT:
+        if self._hidden or len(self._predictions) >= _FLUSH_AT:
             self.flush()
 
     def flush(self) -> None:
@@ -166,8 +166,9 @@ class ModelRecorder:
         self._watch_drift(np.empty(0, np.float32))
 
     def hide(self) -> None:
-        """Stop exposing the model's identity and drift."""
+        """Stop exposing the model's identity and drift, and record what is still to come at once: nobody flushes it."""
         self._hidden = True
+        self.flush()
         self._info().set(0.0)
 
     def _info(self) -> Gauge:

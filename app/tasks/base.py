@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Final, Generic, Literal
 import numpy as np
 import numpy.typing as npt
 
+from app.tasks.query import PredictQuery
 from psc_core.tasks import TASKS, module_of
 from psc_core.tasks.decide import AnyDecisions
 from psc_core.tasks.outputs import FloatArray, Outputs
@@ -32,8 +33,8 @@ class ServedTask(Generic[AnyDecisions]):
 
     tensors: ClassVar[Mapping[str, Datatype]]
     """The data types of the v2 protocol's output tensors by name, in order."""
-    request_options: ClassVar[frozenset[str]] = frozenset()
-    """The options that a request may have beside thresholds."""
+    query: ClassVar[type[PredictQuery]] = PredictQuery
+    """The query parameters of a request to a model of the task."""
 
     def documents(
         self, outputs: Outputs[FloatArray], decisions: AnyDecisions, classes: Sequence[str], **options: int
@@ -44,7 +45,7 @@ class ServedTask(Generic[AnyDecisions]):
             outputs: The finite outputs for the images.
             decisions: The decisions on the same images.
             classes: The classes of the model.
-            options: Some of :attr:`request_options`.
+            options: The parameters of :attr:`query` that belong to the task and are no thresholds.
         """
         raise NotImplementedError
 
@@ -100,7 +101,7 @@ def tensor_names() -> tuple[str, ...]:
 
 
 def unusual_components(deviation: FloatArray) -> list[dict[str, Any]]:
-    """Return the most deviating components of one image, for an explanation."""
+    """Return the components along which one image deviates most, for an explanation."""
     unusual = np.argsort(-np.abs(deviation), kind="stable")[:UNUSUAL_COMPONENTS].tolist()
     return [{"component": component, "deviation": float(deviation[component])} for component in unusual]
 

@@ -7,11 +7,29 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from app.tasks.base import GATES_OUTPUT, Datatype, ServedTask, gate_members, score_members, unusual_components
+from app.tasks.query import PredictQuery
 from psc_core.tasks.classification.answer import DECISIONS, SCORES
 from psc_core.tasks.classification.decide import Decisions
+from psc_core.tasks.classification.policy import AmbiguityThreshold
 from psc_core.tasks.outputs import FloatArray, Outputs
+
+
+class ClassQuery(PredictQuery):
+    """The query parameters of a request to a classifier."""
+
+    top_k: int | None = Field(
+        default=None,
+        ge=1,
+        le=999_999_999,
+        description="Return the `top_k` most probable classes as `top` instead of all `probabilities`.",
+    )
+    ambiguity_threshold: AmbiguityThreshold | None = Field(
+        default=None,
+        description="For classifiers: `abstain_ambiguous` above this predictive entropy (nats), in this request.",
+    )
 
 
 class ServedClassification(ServedTask[Decisions]):
@@ -24,7 +42,7 @@ class ServedClassification(ServedTask[Decisions]):
         "label": "BYTES",
         "class_index": "INT64",
     }
-    request_options = frozenset({"top_k"})
+    query = ClassQuery
 
     def documents(
         self,

@@ -8,12 +8,24 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from app.tasks.base import GATES_OUTPUT, Datatype, ServedTask, gate_members, score_members, unusual_components
+from app.tasks.query import PredictQuery
 from psc_core.tasks.outputs import FloatArray, Outputs
 from psc_core.tasks.regression.answer import DECISIONS, SCORES
 from psc_core.tasks.regression.decide import Decisions
+from psc_core.tasks.regression.policy import MaxWidth
 from psc_core.tasks.regression.task import Regression
+
+
+class ValueQuery(PredictQuery):
+    """The query parameters of a request to a regression."""
+
+    max_width: MaxWidth | None = Field(
+        default=None,
+        description="For regressions: `abstain_uncertain` if the interval is wider, in this request.",
+    )
 
 
 @dataclass(frozen=True)
@@ -26,6 +38,7 @@ class ServedRegression(ServedTask[Decisions]):
         **dict.fromkeys((*SCORES, "lower", "upper", GATES_OUTPUT), "FP32"),
         "is_ood": "BOOL",
     }
+    query = ValueQuery
 
     def documents(
         self, outputs: Outputs[FloatArray], decisions: Decisions, classes: Sequence[str], **options: int

@@ -110,7 +110,7 @@ def parts(pipeline: Pipeline, images: Tensor, device: torch.device) -> dict[str,
         scored = p.score(embedding)
 
     def densities() -> None:
-        p.density(average_positions(layers) if p.density.input_kind == "pooled" else z)
+        p.density(average_positions(layers) if p.density.reads == "pooled" else z)
         if p.texture is not None:
             p.texture(average_positions(early))
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from app.inference.batcher import Batcher
 from app.inference.decoder import Decoder
 from app.inference.engine import Engine
-from app.inference.request import RequestKind
+from app.inference.request import RequestMode
 from app.inference.steps import EagerStep, Step, make_step
 from app.main import create_app
 from app.memory import MemoryBudget
@@ -83,7 +83,7 @@ def explain(device: torch.device) -> str:
     results = []
     for where in (device, torch.device("cpu")):
         psc = PSC.load(BUNDLE, device=where)
-        results.append(warm(psc.pipeline, psc, 4).explain(images.numpy(), RequestKind.EXPLAIN))
+        results.append(warm(psc.pipeline, psc, 4).explain(images.numpy(), RequestMode.EXPLAIN))
     got, expected = results
     assert set(got.explanation) == set(expected.explanation) != set()
     for name, array in expected.explanation.items():

@@ -1,7 +1,7 @@
 """The bundle: a directory of ``manifest.json`` and safetensors files; ``docs/bundle-format.md`` specifies it.
 
 Reading verifies everything before anything is used, in this order: the manifest's size, schema and consistency; every
-file's place, length and SHA-256; every tensor's dtype and values; the manifest's own digest.  Nothing is unpickled, no
+file's place, length and SHA-256; every tensor's dtype and values; the manifest's digest.  Nothing is unpickled, no
 code runs, and nothing is allocated for a size that the bundle only claims.  Writing fills a temporary directory and
 renames it, and removes the bundle that it replaces once the new files are on the disk, so a bundle is whole or absent,
 even after a power cut.

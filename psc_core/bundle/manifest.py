@@ -258,14 +258,14 @@ def _meant(preprocess: object) -> dict[str, Any]:
 
 @cache
 def _manifest_type(task: type[Task]) -> type[Manifest]:
-    own: dict[str, Any] = {name: (field.annotation, field) for name, field in task.model_fields.items()}
-    if not task.is_of(own):  # recognised by the field "task", not by its own fields
-        own["task_name"] = (Literal[task.name], Field(alias="task"))
+    of_task: dict[str, Any] = {name: (field.annotation, field) for name, field in task.model_fields.items()}
+    if not task.is_of(of_task):  # recognised by the field "task" alone
+        of_task["task_name"] = (Literal[task.name], Field(alias="task"))
 
     class OfTask(Manifest):
         task_type = task
 
-    return create_model("Manifest", __base__=OfTask, policy=(task.policy, ...), **own)
+    return create_model("Manifest", __base__=OfTask, policy=(task.policy, ...), **of_task)
 
 
 def layers_of(

@@ -8,17 +8,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, Final
 
 from psc_core.errors import shortened
 from psc_core.network import LIBRARIES
 
-_REPEATED: Final = (
-    "task", "layer", "layers", "granularity", "epsilon", "c_proj", "d_proj", "minimum_dim", "no_second_scaling",
-    "density", "pca", "head", "head_input", "predictions", "alpha", "coverage", "risk", "max_width", "ood_score",
-    "precision", "max_images", "keep_examples", "seed",
-)  # fmt: skip
-"""The settings that :func:`fit_command` repeats: all except those about the machine."""
+_OF_MACHINE: Final = {"batch_images", "max_memory", "device"}
+"""The settings that :func:`fit_command` leaves out: what suited the machine of then may not suit this one."""
 
 _REMOVED: Final = {"ood_score": "density+entropy"}
 """The values of settings that older bundles record but ``psc-fit`` no longer accepts."""
@@ -51,12 +48,14 @@ def fit_command(body: Mapping[str, Any]) -> str:
 
 
 def _repeated(provenance: Any) -> str:
+    from psc_core.settings import FitSettings  # Of fitting: loaded only where a bundle is refused.
+
     model = provenance["model"]
     spec = model if _LIBRARY_NETWORK.fullmatch(model) else _OWN_WEIGHTS.get(model.partition(":")[0], "SPEC")
     words = ["--model", spec]
     for name, value in provenance["model_args"].items():
         words += ["--model-arg", f"{_plain(name)}={_plain(value)}"]
-    for name in _REPEATED:
+    for name in (each.name for each in fields(FitSettings) if each.name not in _OF_MACHINE):
         value = provenance["settings"].get(name)
         if value is not None and value is not False and value != _REMOVED.get(name):
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [_plain(value)])]

@@ -84,7 +84,7 @@ def check_rates(n: int, *, alpha: float | None = None, coverage: float | None = 
 
 
 def check_finite(scores: Mapping[str, Tensor]) -> None:
-    """Check that scores of calibration images are finite; ``scores`` maps their names in words to them.
+    """Check that scores of calibration images are finite; ``scores`` maps the words for each to its values.
 
     Raises:
         FitError: If some are not finite.

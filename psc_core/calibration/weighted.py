@@ -21,8 +21,8 @@ from psc_core.errors import UsageError
 from psc_core.rates import RANK_ROUNDING
 
 
-def worth(weights: Float[Tensor, " n"]) -> int:
-    """Return m, the number of equally weighted images that the weighted images are worth.
+def effective_count(weights: Float[Tensor, " n"]) -> int:
+    """Return m, the number of equally weighted images that count as much as the weighted ones.
 
     Raises:
         UsageError: If there are no weights, or one is not positive and finite.
@@ -44,7 +44,7 @@ def equal_scores(scores: Float[Tensor, " n"], weights: Float[Tensor, " n"] | Non
     """
     if weights is None:
         return scores.argsort(stable=True)
-    kept, order = worth(weights), scores.argsort(descending=True, stable=True)
+    kept, order = effective_count(weights), scores.argsort(descending=True, stable=True)
     sums = relative(weights)[order].cumsum(0)
     ranks = (1 + sums) * ((kept + 1) / (1 + float(sums[-1])))  # (m + 1) p of each score
     above = torch.searchsorted(ranks, torch.arange(1, kept + 1, dtype=ranks.dtype), right=True)

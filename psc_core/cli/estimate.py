@@ -66,7 +66,7 @@ class Estimate:
 def estimate(net: nn.Module, job: FitJob, max_bad_images: int) -> Estimate:
     """Fit twice on a few images, print what the larger fit found, and extrapolate."""
     train, compute = job.data.train, job.compute
-    larger = images_to_try(rate(net, train, compute, job.settings.seed, max_bad_images), train)
+    larger = fit_images(rate(net, train, compute, job.settings.seed, max_bad_images), train)
     smallest = min(larger, 4 * len(train.classes))
     sizes = (max(larger // 3, smallest), larger)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -118,7 +118,7 @@ def rate(net: nn.Module, train: ImageDataset, compute: Compute, seed: int, max_b
     return len(few) / max(time.perf_counter() - began, 1e-9)
 
 
-def images_to_try(images_per_second: float, train: ImageDataset) -> int:
+def fit_images(images_per_second: float, train: ImageDataset) -> int:
     """Return the number of training images in the larger fit, so that both together take about :data:`SECONDS`."""
     affordable = round(SECONDS * images_per_second / PASSES)
     wanted = min(max(affordable, FIT_IMAGES[0], 12 * len(train.classes)), max(FIT_IMAGES[1], 12 * len(train.classes)))

@@ -72,7 +72,7 @@ def evaluate(args: argparse.Namespace) -> None:
         flags.check_free(args.out, WRITTEN)
     bundle = read_bundle(args.bundle)
     model_class = model_class_of(bundle.manifest.task)
-    model = model_class.from_bundle(bundle, device=args.device, allow_factories=args.allow_factories).tried()
+    model = model_class.from_bundle(bundle, device=args.device, allow_factories=args.allow_factories).probed()
     task = module_of(model.task.name, "psc_core.evaluation.{}")
     id_data = task.open_images(model, args.id)
     check_images(model, id_data)

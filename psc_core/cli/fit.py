@@ -20,7 +20,7 @@ from psc_core.settings import HEAD_INPUTS, OOD_SCORES, PREDICTIONS, FitSettings
 from psc_core.tasks import TASKS, module_of
 
 MAX_BAD_IMAGES: Final = 10
-"""Images that cannot be decoded and are left out of a fit, unless it is told."""
+"""Default maximum number of images that a fit leaves out because they cannot be decoded."""
 
 _Group = Any
 """A group of flags; argparse has no public name for it."""

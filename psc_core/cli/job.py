@@ -45,7 +45,7 @@ from psc_core.report.collect import collect_fit
 from psc_core.report.content import Content
 from psc_core.report.facts import facts_about
 from psc_core.settings import FitSettings
-from psc_core.tasks.fit.task import OWN_IMAGES
+from psc_core.tasks.fit.task import FIRST_LOOK_IMAGES
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class LoadedNetwork:
     net: nn.Module
     recipe: Recipe
     weights: Sequence[Path]  # its checkpoints
-    configuration: Path | None  # the file in its own folder that says how it is built
+    configuration: Path | None  # the file in its folder that says how it is built
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Job(FitJob):
     out: Path  # the bundle to write
     name: str  # of the model
     network: LoadedNetwork
-    order_note: str  # how the classes were ordered, for people; empty where nothing is to be said
+    order_note: str  # a note on how the classes were ordered; may be empty
 
     @property
     def is_first(self) -> bool:
@@ -145,7 +145,7 @@ def check_disjoint(train: ImageDataset, val: ImageDataset) -> None:
 
 
 def load(args: argparse.Namespace, described: Described, outputs: int) -> LoadedNetwork:
-    """Load the network with so many outputs; with ``--graph`` as one that no name builds again."""
+    """Load the network with this number of outputs; with ``--graph`` as one that no name builds again."""
     recipe = recipe_for(args.model, described, outputs, key_values(args.model_arg))
     check_network(asdict(recipe))
     net = load_described(described, recipe, args.weights)
@@ -164,10 +164,10 @@ def check_runs(network: LoadedNetwork, data: FitData, compute: Compute) -> None:
 
 
 def look(job: Job, max_bad_images: int) -> str:
-    """Return the result of the network itself on a few random images, so that it is seen before all are decoded."""
+    """Return how good the plain network is on a few random images, which people see before all are decoded."""
     data = job.data
     train, val = (
-        only_readable(drawn(images, OWN_IMAGES, data.seed), max_bad_images) for images in (data.train, data.val)
+        only_readable(drawn(images, FIRST_LOOK_IMAGES, data.seed), max_bad_images) for images in (data.train, data.val)
     )
     return data.task_fit.first_look(job.network.net, train, val, job.compute)
 

@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
         command.set_defaults(work=work)
         return command
 
-    command = add("review", review, "write logged images as tasks for people, those that teach most first")
+    command = add("review", review, "write logged images as tasks for people, the most informative first")
     command.add_argument("--out", type=Path, metavar="FILE", help="tasks in Label Studio's JSON")
     command.add_argument("--csv", type=Path, metavar="FILE", help="the same as CSV, with an empty column label")
     command.add_argument("--model", metavar="NAME", help="only of this one (default: all, in turn)")

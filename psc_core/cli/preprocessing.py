@@ -3,8 +3,8 @@
 They have to describe what the network was trained with: a wrong size or filter costs accuracy without any error.
 ``--preprocess`` takes it from where it is written down: a JSON file with the fields of
 :class:`psc_core.images.preprocess.Preprocess` (as under ``preprocess`` in a manifest), the transforms of torchvision's
-weights, or the data configuration of a timm model.  Without it and without ``--preset``, a network that describes
-itself says it (:mod:`psc_core.network.described.families`).  The other flags change single fields.
+weights, or the data configuration of a timm model.  Without it and without ``--preset``, the description of a network
+that has one counts (:mod:`psc_core.network.described.families`).  The other flags change single fields.
 
 What needs torch is imported when the flags have been parsed.
 """

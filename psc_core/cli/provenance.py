@@ -66,7 +66,7 @@ def job_of(
     compute: Compute,
     configuration: Path | None = None,
 ) -> dict[str, Any]:
-    """Return the inputs of the stages in a checkpoint, JSON types; ``configuration`` is the network's own file.
+    """Return the inputs of the stages in a checkpoint, JSON types; ``configuration`` is a file of the network.
 
     Image files count by name, size and the time of their last change: an edited bitmap keeps its size.
     """

@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the parts")
     cli.add_argument("--format", choices=TABLE_FORMATS, default=TABLE_FORMATS[0], help="of the parts (default: jsonl)")
     cli.add_argument("--column", default="image", help="of a Parquet input: encoded images or paths (default: image)")
-    text = "folder of a grey PNG for each image, brighter is stranger: PART-ROW.png"
+    text = "folder of a grey PNG for each image, brighter is more anomalous: PART-ROW.png"
     cli.add_argument("--maps", type=Path, metavar="DIR", help=text)
     text = "images in a part, what an interruption can lose (default: 1024)"
     cli.add_argument("--part-images", type=arguments.positive, default=1024, metavar="N", help=text)

@@ -39,7 +39,7 @@ class LinearFit(LayerQuality):
         for _ in rounds:  # Linear fits need no class means.
             pass
         compute, reducer = self.compute, self.compute.reducer
-        own = torch.arange(reducer.rank, len(self.val), reducer.world)
+        shard = torch.arange(reducer.rank, len(self.val), reducer.world)
         step = feature_step(backbone)
         sketches = [CountSketch(math.prod(layer.shape), compute.device) for layer in group.layers]
         sums = [RidgeSums(sketch.columns, compute.device) for sketch in sketches]
@@ -54,7 +54,7 @@ class LinearFit(LayerQuality):
         errors = torch.zeros(len(ridges), len(self.val), dtype=torch.float64)
         seen = 0
         for features, batch in passes(reducer.shard(self.val), compute, f"{label}: linear predictions", step):
-            at, y = own[seen : seen + len(batch.images)], known_values(batch.values).to(compute.device)
+            at, y = shard[seen : seen + len(batch.images)], known_values(batch.values).to(compute.device)
             seen += len(batch.images)
             for row, (sketch, ridge, layer) in enumerate(zip(sketches, ridges, features, strict=True)):
                 errors[row, at] = (ridge(sketch(layer.flatten(1))) - y).square().cpu()

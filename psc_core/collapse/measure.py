@@ -6,8 +6,8 @@ For each layer, with the sums of :mod:`psc_core.numerics.scatter`,
     NC4 = fraction of the labelled validation examples whose nearest class mean (Euclidean) is that of their label
     NC4's error = √(Σ_i d_i²) / examples      standard error of its difference to the best layer's NC4
 
-with d_i the difference in the number of labels of validation image i that the two layers meet: where each image has one
-label, McNemar's √(b + c) / n of the b + c images that one layer has right and the other wrong.  (Paper, section 4.1 and
+with d_i the difference in how many labels of validation image i the two layers hit: where each image has one label,
+McNemar's √(b + c) / n of the b + c images that one layer gets right and the other wrong.  (Paper, section 4.1 and
 appendix "Measuring collapse": after each layer.)  This takes one pass over the training images, class by class, and one
 over the validation images (:mod:`.nearest_mean`).  For a regression the classes are bins of the target, and R² takes
 the place of NC4 (:mod:`.linear`), with one more pass over the training images.
@@ -58,7 +58,7 @@ def measure_layers(
             which ``val`` was split off.
         compute: A device that supports float64.  The network runs in float32 whatever the precision, so that the choice
             of the layer does not depend on it.
-        quality_type: The quality beside NC1, from :mod:`.nearest_mean` or :mod:`.linear`.
+        quality_type: The quality besides NC1, from :mod:`.nearest_mean` or :mod:`.linear`.
 
     Raises:
         FitError: If features are not finite.

@@ -34,9 +34,9 @@ class NearestMean(LayerQuality):
 
     @torch.inference_mode()
     def read(self, backbone: Backbone, group: LayerGroup, rounds: Iterable[Round], label: str) -> None:
-        """Read the validation images once for each round, and note which examples a layer has right."""
+        """Read the validation images once for each round, and note which examples each layer gets right."""
         reducer, device = self.compute.reducer, self.compute.device
-        shard, own = reducer.shard(self.val), reducer.shard_examples(self.val).to(device)
+        shard, shard_examples = reducer.shard(self.val), reducer.shard_examples(self.val).to(device)
         kept: Tensor | None = None  # distances of the ranges so far, of a layer in several
         for ranges, means in rounds:
             if kept is None and not ranges[0].is_whole:
@@ -48,7 +48,7 @@ class NearestMean(LayerQuality):
             for batch, _, found in distances_to_means(means, shard, self.compute, description, step, of):
                 where = slice(images, images := images + len(batch.images))
                 image_index, labels = batch.image_index.to(device), batch.labels.to(device)
-                at = own[examples : (examples := examples + len(labels))]
+                at = shard_examples[examples : (examples := examples + len(labels))]
                 for row, (part, distances) in enumerate(zip(ranges, found, strict=True)):
                     total = distances if kept is None else kept[where].add_(distances.cpu())
                     if part.is_last:
@@ -73,9 +73,9 @@ class NearestMean(LayerQuality):
 def paired_error(
     one: Bool[Tensor, " examples"], other: Bool[Tensor, " examples"], offsets: Int[Tensor, " starts"]
 ) -> float:
-    """Return the standard error of the difference between the fractions of examples that two layers have right.
+    """Return the standard error of the difference between the fractions of examples that two layers get right.
 
-    Labels of one image are met or missed together, so its examples, from one of ``offsets`` to the next, count as one.
+    Labels of one image are hit or missed together, so its examples, from one of ``offsets`` to the next, count as one.
     """
     image_index = torch.arange(len(offsets) - 1).repeat_interleave(offsets.diff())
     differences = torch.zeros(len(offsets) - 1).double().index_add_(0, image_index, one.double() - other.double())

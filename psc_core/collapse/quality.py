@@ -1,4 +1,4 @@
-"""The interface of a layer's quality beside NC1, how well it knows what the network predicts: NC4, or R² of numbers."""
+"""The interface of a layer's quality besides NC1: how well it knows what the network predicts, by NC4 or R²."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ NC4 is within one paired standard error of the highest, take the deepest.  If th
 NC1 of either is within :data:`NEAR` of ε, and if both have the same number of channels, take both: the layers before
 and after collapse.  The logits are measured but never selected.
 
-Where nothing has collapsed, every layer lies before collapse, and NC4 tells little of how well a density there does:
+Where nothing has collapsed, every layer lies before collapse, and NC4 says little about how well a density works there:
 the candidate is the trunk (:mod:`psc_core.network.layers`), where the network has one.  Normalisation, activation and
 pooling make the penultimate layer of it, and discard some of what tells unseen classes from known ones.
 
@@ -39,7 +39,7 @@ _JSON_NAMES: Final = {"train_examples": "train_rows", "val_examples": "val_rows"
 
 @dataclass(frozen=True)
 class Measure:
-    """The names of a layer's quality beside NC1."""
+    """The names of a layer's quality besides NC1."""
 
     name: str  # in texts and JSON
     column: str  # in a table of all layers
@@ -71,7 +71,7 @@ def eligible_layers(layers: Sequence[LayerCollapse], pattern: str | None) -> lis
 
 
 def best_layer(layers: Sequence[LayerCollapse], epsilon: float, pattern: str | None) -> LayerCollapse | None:
-    """Return the eligible layer with NC1 > ε and the highest NC4, of equals the deepest; None if all have collapsed."""
+    """Return the eligible layer with NC1 > ε and the highest NC4, on a tie the deepest; None if all have collapsed."""
     passing = [layer for layer in eligible_layers(layers, pattern) if layer.nc1 > epsilon]
     return max(passing, key=lambda layer: (layer.nc4, layer.index), default=None)
 
@@ -118,7 +118,7 @@ class CollapseReport:
         raise UsageError(f"expected one of the measured layers, got {name!r}; some are {', '.join(near)}")
 
     def named(self, layer: LayerCollapse) -> str:
-        """Return a layer's name with its numbers, for people."""
+        """Return a layer's name with its numbers, as text."""
         return f"{layer.name} (NC1 {layer.nc1:.4f}, {self.measure} {layer.nc4:.4f})"
 
     @property
@@ -193,7 +193,7 @@ class CollapseReport:
         if EARLY * (1 + max(map(before.index, chosen), default=0)) <= len(before):
             notes.append(
                 f"the candidate is among the first {len(before) // EARLY} of {len(before)} layers, whose features tell "
-                f"textures apart, not kinds: compare with a deeper one, as --layer {self.penultimate}"
+                f"textures apart, not classes: compare with a deeper one, as --layer {self.penultimate}"
             )
         return Candidate(tuple(layer.name for layer in chosen), reason, tuple(notes), self)
 
@@ -208,7 +208,7 @@ class CollapseReport:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CollapseReport:
-        """Return the report that :meth:`to_json` gave these fields of."""
+        """Return the report whose fields :meth:`to_json` returned."""
         layers = tuple(
             LayerCollapse(**{**_of_json(entry), "shape": tuple(entry["shape"]), "grid": tuple(entry["grid"])})
             for entry in data["layers"]

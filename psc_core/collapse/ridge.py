@@ -28,7 +28,7 @@ SKETCH: Final = 512
 """Columns of a count sketch."""
 
 PENALTIES: Final = torch.logspace(-8, 2, 21, dtype=torch.float64)
-"""λ that are tried, relative to the mean variance of a column."""
+"""Values of λ to choose from, relative to the mean variance of a column."""
 
 
 class CountSketch:

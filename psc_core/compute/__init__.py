@@ -3,7 +3,7 @@
 from typing import Final
 
 BATCH_IMAGES: Final = 256
-"""Default of the images that go through the network at once."""
+"""Default number of images that pass through the network at once."""
 
 MAX_MEMORY: Final = 1 << 30
 """Default budget of one stage's statistics and the features of a batch, bytes."""

@@ -46,7 +46,7 @@ def warn_of_random(data: Any, name: str) -> None:
 
 
 def warn_of_dropped(data: Any, name: str, count: int) -> None:
-    """Warn if a loader of ``drop_last`` left out images; it gave ``count``."""
+    """Warn if a loader with ``drop_last`` left out images; it returned ``count``."""
     drops = any(getattr(each, "drop_last", False) for each in (data, getattr(data, "batch_sampler", None)))
     expected = length_of(data.sampler) if isinstance(data, DataLoader) else None
     if drops and (expected is None or count < expected):
@@ -55,7 +55,7 @@ def warn_of_dropped(data: Any, name: str, count: int) -> None:
 
 
 def warn_of_range(name: str, preprocess: Preprocess, low: Sequence[float], high: Sequence[float]) -> None:
-    """Warn about inputs that no pixel value can give, because their transform must have been another one."""
+    """Warn about inputs that no pixel value becomes, because their transform must have been another one."""
     darkest, brightest = (
         [value * std + mean for value, mean, std in zip(ends, preprocess.mean, preprocess.std, strict=True)]
         for ends in (low, high)
@@ -70,7 +70,7 @@ def warn_of_range(name: str, preprocess: Preprocess, low: Sequence[float], high:
 def warn_of_overlap(train_loader: Any, val_loader: Any, train: ImageDataset, val: ImageDataset) -> None:
     """Warn if validation images are training images: then p-values and coverage do not hold for new images."""
     is_one = dataset_of(train_loader) is dataset_of(val_loader) and _is_whole(train_loader) and _is_whole(val_loader)
-    count = len(val) if is_one else shared_images(train, val)  # One that augments gives other images each time.
+    count = len(val) if is_one else shared_images(train, val)  # An augmenting one returns other images each time.
     if count > REPEATED * len(val):
         _warn(
             f"{count} of {len(val)} validation images are training images too: rates and p-values calibrated on them "
@@ -94,7 +94,7 @@ def dataset_of(data: Any) -> Any:
 
 
 def _is_whole(data: Any) -> bool:
-    """Return whether a loader gives every example of its data set."""
+    """Return whether a loader yields every example of its data set."""
     return not isinstance(data, DataLoader) or length_of(data.sampler) == length_of(data.dataset)
 
 

@@ -28,8 +28,8 @@ from psc_core.data.sources import TensorSource
 from psc_core.data.targets import measured
 from psc_core.errors import DataError, UsageError
 from psc_core.images.inputs import check_known, described, read_image
+from psc_core.images.loader_preprocessing import LoaderPreprocessing, Statistic
 from psc_core.images.preprocess import Preprocess
-from psc_core.images.statistics import Statistic, Statistics
 from psc_core.target import Target
 
 IMAGE_KEYS: Final = ("pixel_values", "image", "images", "img", "x")
@@ -82,7 +82,7 @@ def open_loader(
         (100, ('0', '1', '2', '3'), torch.float32)
     """
     wanted = None if target is None else Target(name=target, unit=unit)
-    return read_loader(data, name, Statistics(preprocess, mean, std), classes, wanted)
+    return read_loader(data, name, LoaderPreprocessing(preprocess, mean, std), classes, wanted)
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,13 @@ class Spooled:
 
 
 def read_loader(
-    data: Any, name: str, statistics: Statistics, classes: Sequence[str] | None, target: Target | None
+    data: Any, name: str, preprocessing: LoaderPreprocessing, classes: Sequence[str] | None, target: Target | None
 ) -> ImageDataset:
     """Return the examples of a loader as a classification data set, or as a regression one if ``target`` is given."""
     warn_of_random(data, name)
-    spooled = spool(data, name, statistics.preprocess)
+    spooled = spool(data, name, preprocessing.preprocess)
     warn_of_dropped(data, name, len(spooled.images))
-    preprocess = statistics.preprocess_of(spooled.images.shape[1:], spooled.low, spooled.high)
+    preprocess = preprocessing.preprocess_of(spooled.images.shape[1:], spooled.low, spooled.high)
     if spooled.images.dtype == np.float32 and preprocess.is_known:
         warn_of_range(name, preprocess, spooled.low, spooled.high)
     source = TensorSource(spooled.images)

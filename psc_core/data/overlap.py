@@ -32,7 +32,7 @@ def shared_images(train: ImageDataset, val: ImageDataset) -> int:
 
 
 def image_keys(data: ImageDataset) -> Iterator[bytes]:
-    """Yield a key for each image, which a copy of it has too; so may other images, but few of one data set."""
+    """Yield a key for each image; copies of it have the same key, and of other images in a data set only few."""
     for index in data.indices.tolist():
         match data.source:
             case FileSource(names=names):
@@ -46,7 +46,7 @@ def image_keys(data: ImageDataset) -> Iterator[bytes]:
 
 
 def _same(one: ImageDataset, position: int, other: ImageDataset, at: int) -> bool:
-    """Return whether two images of the same key are the same image; one that cannot be read is never."""
+    """Return whether two images of the same key are the same image; one that cannot be read equals none."""
     first, second = int(one.indices[position]), int(other.indices[at])
     with suppress(DataError, OSError):
         if isinstance(one.source, FileSource) and isinstance(other.source, FileSource):

@@ -38,8 +38,8 @@ class Density(Fitted):
     # Float64 up to the difference from a class mean, which cancels where classes are tight.
     in_float64: ClassVar[frozenset[str]] = frozenset({"mean", "basis", "centres"})
 
-    input_kind: ClassVar[Literal["z", "pooled"]] = "z"
-    """Kind of input: the projected features z, or the candidate layer's features averaged over positions."""
+    reads: ClassVar[Literal["z", "pooled"]] = "z"
+    """The input: the projected features z, or the candidate layer's features averaged over positions."""
 
     unit_length: ClassVar[bool] = False
     """True if z is divided by its Euclidean norm first."""

@@ -79,7 +79,7 @@ class PooledDensity(UnitLengthDensity):
     """:class:`UnitLengthDensity` of features averaged over positions."""
 
     kind = "pooled++"
-    input_kind = "pooled"
+    reads = "pooled"
     minimum_variance = 1e-6
     maximum_components = 512
 

@@ -5,7 +5,7 @@
 ================== ================================================================================================
 ``open_images``    opens the in-distribution test images that a spec names
 ``open_baselines`` fits other detectors on the network that the model was cut from
-``own_network``    returns the network itself, as a baseline
+``plain_network``  returns the plain network, as a baseline
 ``score_images``   sends a data set through the served path and the baselines
 ``quality_of``     returns the metrics of scored images, by predictor
 ``compare``        returns the :class:`.base.Report` of scored images

@@ -83,7 +83,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class OwnNetwork:
+class PlainNetwork:
     """A network as it was trained, shown beside the model that was fitted to it.
 
     It runs in the model's precision, so that the two differ only by the fit.

@@ -39,10 +39,10 @@ from psc_core.density.base import Density
 from psc_core.density.fit.density import Examples, fit_density
 from psc_core.density.gaussian import ClasswiseDensity
 from psc_core.errors import FitError, NetworkError
-from psc_core.evaluation.base import OwnNetwork
+from psc_core.evaluation.base import PlainNetwork
 from psc_core.evaluation.temperature import fit_temperature
 from psc_core.images.preprocess import Images, Preprocess
-from psc_core.network.backbone import Backbone, check_own_output, trial_input, truncate
+from psc_core.network.backbone import Backbone, check_network_output, trial_input, truncate
 from psc_core.numerics import linalg
 from psc_core.numerics.matrix import usable
 from psc_core.tasks.classification.heads.base import entropy
@@ -99,7 +99,7 @@ class Baselines:
         return BaselineOutputs(scores, {"base": logits.softmax(1), "temperature": tempered.softmax(1)})
 
 
-class OwnClassifier(OwnNetwork):
+class PlainClassifier(PlainNetwork):
     """A classifier as it was trained, shown beside its PSC."""
 
     def score(self, images: Images) -> BaselineOutputs:
@@ -135,7 +135,7 @@ def fit_baselines(
     net.to(compute.device)
     trial = trial_input(train.preprocess).to(compute.device)
     backbone = truncate(net, [penultimate_layer], keep_output=True, trial=trial)
-    check_own_output(backbone, trial, len(train.classes), name=train.name)
+    check_network_output(backbone, trial, len(train.classes), name=train.name)
     step = partial(penultimate_and_logits, backbone)
     logits, labels = [], []
     for (_, output), batch in passes(val, compute, "baselines: temperature", step):

@@ -4,7 +4,7 @@ One pass over each data set keeps a handful of float64 numbers for each image (s
 (losses), but no features and no probabilities.
 
 If images have several labels, accuracy, likelihood and selective metrics count labelled examples; OOD scores, false
-alarms and prediction sets count images, and a set is right if it holds the first label, as in calibration.
+alarms and prediction sets count images, and a set is right if it contains the first label, as in calibration.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.errors import UsageError
 from psc_core.evaluation.base import PRIMARY, observed_rate
-from psc_core.evaluation.baselines import Baselines, OwnClassifier, fit_baselines
+from psc_core.evaluation.baselines import Baselines, PlainClassifier, fit_baselines
 from psc_core.evaluation.classification_report import ClassificationReport
 from psc_core.evaluation.losses import QUALITIES, Losses, losses_of
 from psc_core.evaluation.selective import acceptance
@@ -129,16 +129,16 @@ def _whole_network(model: PSC, weights: Path) -> nn.Module:
     )
 
 
-def own_network(net: nn.Module, data: ImageDataset, compute: Compute) -> OwnClassifier:
-    """Return the network itself as a baseline, on the device."""
-    return OwnClassifier(net.to(compute.device), data.preprocess, compute.precision)
+def plain_network(net: nn.Module, data: ImageDataset, compute: Compute) -> PlainClassifier:
+    """Return the plain network as a baseline, on the device."""
+    return PlainClassifier(net.to(compute.device), data.preprocess, compute.precision)
 
 
 @torch.inference_mode()
 def score_images(
     model: PSC,
     data: ImageDataset,
-    baselines: Baselines | OwnClassifier | None = None,
+    baselines: Baselines | PlainClassifier | None = None,
     *,
     batch_images: int = BATCH_IMAGES,
 ) -> ScoredImages:

@@ -37,7 +37,7 @@ def evaluate(
     """Send every data set through the served path once, and compare.
 
     Args:
-        model: The fitted model, which has its own α and coverage.
+        model: The fitted model, whose policy sets α and coverage.
         id_data: In-distribution test images with their labels or numbers, none of them used to fit or calibrate.
         ood: Out-of-distribution images by name; labels and numbers are ignored.
         baselines: Detectors on the same network, or None to evaluate the model alone.

@@ -20,7 +20,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.data.targets import known_values
 from psc_core.errors import UsageError
-from psc_core.evaluation.base import PRIMARY, ObservedRate, OwnNetwork, Report, observed_rate
+from psc_core.evaluation.base import PRIMARY, ObservedRate, PlainNetwork, Report, observed_rate
 from psc_core.metrics import ranking, regression
 from psc_core.model.regressor import PSCRegressor
 from psc_core.scoring.served import served
@@ -35,7 +35,7 @@ class ScoredNumbers:
     interval: Float[Tensor, "n 2"]
     ood_score: Float[Tensor, " n"]  # nats
     is_ood: Bool[Tensor, " n"]
-    own: Float[Tensor, " n"] | None = None  # predictions of the network itself, float64, if it was given
+    plain: Float[Tensor, " n"] | None = None  # predictions of the plain network, float64, if it was given
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class RegressionReport(Report):
             f"| NLL, nats | {errors['nll']:.4f} |",
             f"| CRPS | {errors['crps']:.4g} |",
             f"| mean width of an interval | {self.width:.4g} |",
-            f"| intervals that hold the number | {_rate(self.misses, inverted=True)} |",
+            f"| intervals that contain the number | {_rate(self.misses, inverted=True)} |",
             f"| false alarms | {_rate(self.false_alarms)} |",
         ]
         if self.accepted_rmse is not None:
@@ -99,26 +99,26 @@ def open_baselines(
     raise UsageError("a regression has no baselines; leave out --weights, --train and --val")
 
 
-def own_network(net: nn.Module, data: ImageDataset, compute: Compute) -> OwnNetwork:
-    """Return the network itself as a baseline, on the device."""
-    return OwnNetwork(net.to(compute.device), data.preprocess, compute.precision)
+def plain_network(net: nn.Module, data: ImageDataset, compute: Compute) -> PlainNetwork:
+    """Return the plain network as a baseline, on the device."""
+    return PlainNetwork(net.to(compute.device), data.preprocess, compute.precision)
 
 
 @torch.inference_mode()
 def score_images(
-    model: PSCRegressor, data: ImageDataset, baselines: OwnNetwork | None = None, *, batch_images: int = BATCH_IMAGES
+    model: PSCRegressor, data: ImageDataset, baselines: PlainNetwork | None = None, *, batch_images: int = BATCH_IMAGES
 ) -> ScoredNumbers:
-    """Send ``data`` once through the served path, and through the network itself if it is given.
+    """Send ``data`` once through the served path, and through the plain network if it is given.
 
     Raises:
         UsageError: If the data is read through another preprocessing than the model's.
     """
-    outputs, own = [], []
+    outputs, plain = [], []
     for _, images, packed in served(model, data, batch_images):
         outputs.append(packed)
         if baselines is not None:
-            own.append(baselines.outputs(images)[:, 0].cpu())
-    return replace(numbers_of(model, torch.cat(outputs)), own=torch.cat(own) if own else None)
+            plain.append(baselines.outputs(images)[:, 0].cpu())
+    return replace(numbers_of(model, torch.cat(outputs)), plain=torch.cat(plain) if plain else None)
 
 
 def numbers_of(model: PSCRegressor, packed: Float[Tensor, "n columns"]) -> ScoredNumbers:
@@ -136,14 +136,14 @@ def quality_of(scored: ScoredNumbers, data: ImageDataset) -> dict[str, dict[str,
     """
     if data.values is None:
         return {}
-    own = {} if scored.own is None else {"base": {"rmse": regression.rmse(scored.own, data.values)}}
+    plain = {} if scored.plain is None else {"base": {"rmse": regression.rmse(scored.plain, data.values)}}
     errors = {
         "rmse": regression.rmse(scored.mean, data.values),
         "r2": regression.r2(scored.mean, data.values),
         "nll": regression.nll(scored.mean, scored.deviation, data.values),
         "crps": regression.crps(scored.mean, scored.deviation, data.values),
     }
-    return {**own, PRIMARY: errors}
+    return {**plain, PRIMARY: errors}
 
 
 def compare(

@@ -24,14 +24,14 @@ COMPARED: Final = ("accuracy", "nll", "ece")
 
 def compare_scores(ood: str, scores: Mapping[str, Separation]) -> str:
     """Compare PSC with the other methods on one OOD set."""
-    own = scores[PRIMARY]
+    psc = scores[PRIMARY]
     others = [name for name in scores if not name.startswith(PRIMARY)]
     if not others:
-        return f"{ood}: PSC reaches AUROC {own.auroc:.4f}; no other method was run."
+        return f"{ood}: PSC reaches AUROC {psc.auroc:.4f}; no other method was run."
     best = max(others, key=lambda name: scores[name].auroc)
     better = [name for name in others if is_significant(scores[name].auroc_difference, sign=-1)]
     difference = scores[best].auroc_difference
-    numbers = f"AUROC {own.auroc:.4f} against {scores[best].auroc:.4f}, difference {signed(difference)}"
+    numbers = f"AUROC {psc.auroc:.4f} against {scores[best].auroc:.4f}, difference {signed(difference)}"
     if better:
         return f"{ood}: PSC loses to {', '.join(better)}; the best is {best} ({numbers})."
     if is_significant(difference):

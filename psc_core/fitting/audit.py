@@ -12,8 +12,8 @@ The verdict decides what an image is used for:
 
 * a class (or a number): the image is in-distribution, and these images alone calibrate;
 * none of the classes: the image is out-of-distribution and calibrates nothing;
-* nobody can tell: the image calibrates nothing either.  It has no label that a prediction set could hold, and whether
-  the model should know it is unknown.  The rates therefore hold for images that a person can put into a class.
+* nobody can tell: the image calibrates nothing either.  It has no label that a prediction set could contain, and
+  whether the model should know it is unknown.  The rates therefore hold for images that a person can put into a class.
   Ambiguous images tend to be unusual, so a new one raises the alarm more often than α; every calibration says how
   many there are, and how many of them raise it.
 """
@@ -31,7 +31,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from psc_core.calibration.weighted import worth
+from psc_core.calibration.weighted import effective_count
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.errors import UsageError
 from psc_core.log.labels import CANNOT_TELL, LABEL, NONE_OF_THE_CLASSES, joined, read_labels
@@ -55,7 +55,7 @@ class LoggedVerdict:
     day: date  # of its first row
     sha256: str
     path: str
-    probability: float  # of coming into the slice
+    probability: float  # of being drawn into the slice
     verdict: str | None  # one of :data:`psc_core.log.labels.VERDICTS`; None until somebody reviews it
     label: str | None
     verdict_time: datetime | None = None
@@ -83,7 +83,7 @@ class Audit:
         """Return a sentence that counts the images by verdict."""
         reviewed = len(self.of_class) + sum(map(len, self.others.values()))
         others = "".join(f", {len(images)} {verdict}" for verdict, images in self.others.items())
-        equal = worth(self.weights)
+        equal = effective_count(self.weights)
         counts = f", which count as {equal} drawn equally" if equal < len(self.of_class) else ""
         return (
             f"audit slice from {self.days[0]} to {self.days[1]}: {self.logged} logged images, {reviewed} reviewed: "
@@ -136,7 +136,7 @@ def read_outside(
     An image whose bytes are also in the slice belongs to the slice.
 
     Args:
-        log: As for :func:`read_audit`, and so are the others.
+        log: See :func:`read_audit`, also for the other arguments.
         model: The model that has the labels' classes.
         name: The name that it was served by.
         since: First day.

@@ -4,11 +4,11 @@ A fit calibrates a :class:`.Scorer` (:func:`calibrate_scorer`); later, a fitted 
 on other images (:func:`calibrate_pipeline`).  Both run n images through the network and get, by name, scores of shape
 (n,) and probabilities (n, K); from them come
 
-    s        (n,)           the OOD score of each image, higher is more unusual: the gates joined, or −log p
+    s        (n,)           the OOD score of each image, higher is more unusual: the gates combined, or −log p
     sorted   (n,)           s in ascending order, to which the served p-value of a new image is compared
     ``Calibrated``          the task's calibration, the thresholds of its policy, and metrics of the n images
 
-All of it is on the CPU.  Where images stand for several others, ``weights`` (n,) says for how many.
+All results are on the CPU.  Where images stand for several others, ``weights`` (n,) says for how many.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from psc_core.calibration.conformal import check_rates
-from psc_core.calibration.weighted import equal_scores, worth
+from psc_core.calibration.weighted import effective_count, equal_scores
 from psc_core.compute.passes import Compute, track_images
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
@@ -54,7 +54,7 @@ def calibrate_scorer(
     Args:
         scorer: The fitted parts of the model.
         job: The images, the rates and the device.
-        gates: Names of the gates that make the OOD score; without any, the density makes it.
+        gates: Names of the gates that make the OOD score; without any, the density alone does.
         layer_map: The map that the pipeline will have, which needs no calibration.
         thumbnails: The thumbnails that it will have, which need none either.
 
@@ -91,7 +91,7 @@ def calibrate_pipeline(
         FitError: If scores are not finite.
     """
     fit.check(settings)
-    images = len(data) if weights is None else worth(weights)
+    images = len(data) if weights is None else effective_count(weights)
     check_rates(images, alpha=settings.alpha, coverage=settings.coverage)
     scored = score_dataset(pipeline.scorer, data, settings.compute(), "calibration")
     gates = pipeline.gates
@@ -138,7 +138,7 @@ def with_calibration(
 
 
 def temper(pipeline: Pipeline, fit: TaskFit, data: ImageDataset, settings: FitSettings) -> Pipeline:
-    """Return a pipeline whose base predictions have a temperature chosen again, on images that do not calibrate.
+    """Return a pipeline with a new temperature of its base predictions, chosen on images that do not calibrate.
 
     The gate ``confidence`` reads logits divided by the temperature; where that changes, the gates are fitted to the
     same images again.  The result has to be calibrated.  A pipeline without base predictions is returned as it is.
@@ -166,8 +166,8 @@ def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:
         raise UsageError(
             f"calibration of a {model.task.name} does not read {', '.join(sorted(unread))}; it takes {', '.join(known)}"
         )
-    own = {each.name for each in fields(FitSettings)}
-    rates = {name: value for name, value in model.policy.model_dump().items() if name in own}
+    names = {each.name for each in fields(FitSettings)}
+    rates = {name: value for name, value in model.policy.model_dump().items() if name in names}
     risk = model.report.get("metrics", {}).get("risk", {}).get(GUARANTEED_RISK, FitSettings.risk)
     return replace(FitSettings(risk=risk, device=model.device, **rates), **changes)
 
@@ -184,6 +184,6 @@ def score_dataset(scorer: Scorer, dataset: ImageDataset, compute: Compute, descr
 
 
 def trial_of(calibration: ImageDataset) -> Tensor:
-    """Return the first calibration images, with which a bundle's copy of the model is tried when it is loaded."""
+    """Return the first calibration images, which the model keeps for checking a copy of it."""
     first = calibration.subset(torch.arange(min(TRIAL_IMAGES, len(calibration))))
     return torch.cat([batch.images for batch in first.batches(TRIAL_IMAGES)])

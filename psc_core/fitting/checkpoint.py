@@ -1,7 +1,7 @@
 """Keep the finished stages of a fit in a folder beside the bundle, so that an interrupted fit goes on from there.
 
 The stages are the collapse report (``collapse.json``) and the projection (``fitted_projection.safetensors``).  Only the
-same job uses them again: its data, weights, version, preprocessing, kind of device and the settings that these stages
+same job uses them again: its data, weights, version, preprocessing, type of device and the settings that these stages
 read are compared by digest (``job.txt``).
 """
 
@@ -104,6 +104,6 @@ class Checkpoint:
 
 
 def agreed(stage: Stage | None, reducer: Reducer) -> Stage | None:
-    """Return ``stage`` where every process has it, else None to all: files may lie on one machine's disk only."""
+    """Return ``stage`` where every process has it, else None in all: files may be on the disk of one machine only."""
     have = reducer.sum_(torch.tensor([float(stage is not None)]))
     return stage if int(have) == reducer.world else None

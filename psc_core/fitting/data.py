@@ -1,4 +1,4 @@
-"""Check, label and split the images of a fit, once; every stage takes them from the :class:`FitData` that comes out.
+"""Check, label and split the images of a fit, once; every stage takes them from the resulting :class:`FitData`.
 
 Training images fit.  The validation images are split into two halves at random: the selection split chooses layer,
 sizes and whatever else is free, the calibration split only calibrates, so that the stated rates hold.
@@ -59,7 +59,7 @@ class FitData:
             train: The training images.
             val: The validation images, none of which the network was trained on.
             seed: Splits the validation images and draws training images.
-            task: One of :data:`psc_core.tasks.TASKS`; None for the one that the images' labels are of.
+            task: One of :data:`psc_core.tasks.TASKS`; None for the one that suits the labels.
             max_images: Number of training images to use, balanced over classes; None for all.
 
         Raises:
@@ -128,7 +128,7 @@ class FitData:
         return replace(self, train=train, val=val)
 
     def readable(self, at_most: int, reducer: Reducer | None = None) -> tuple[FitData, tuple[str, ...]]:
-        """Return the images that can be decoded, and lines for people about those that cannot.
+        """Return the images that can be decoded, and lines of text about those that cannot.
 
         Args:
             at_most: How many may be left out; with 0 none are searched for, and the first one met ends the fit.

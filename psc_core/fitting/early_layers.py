@@ -6,7 +6,7 @@ Which gates a model has follows from a rule: always ``kind``; ``texture`` wherev
 and ``confidence`` unless images are ambiguous by nature, that is, unless some training or validation image has labels
 of several classes.  For such images a high entropy is no reason to call them out of distribution.  A task without
 entropies has no such gate (:meth:`.TaskFit.confidence_gate`).  Choosing the gates by made-up images as well was tried,
-and dropped gates that real images need, because made-up images far from the data have stranger textures.
+and dropped gates that real images need, because made-up images far from the data have more anomalous textures.
 
 Which early layer ``texture`` reads is chosen by AUROC: readings (n,) of the n real images of the selection split
 against readings of the images made from them (:mod:`psc_core.gates.fit.made_up`), for each of the early layers.
@@ -25,7 +25,7 @@ from psc_core.density.base import Density
 from psc_core.errors import NetworkError
 from psc_core.fitting.data import FitData
 from psc_core.fitting.features import Layers
-from psc_core.gates.combined import CONFIDENCE, KIND, TEXTURE, readings_of
+from psc_core.gates.combined import CONFIDENCE, DENSITY, TEXTURE, readings_of
 from psc_core.gates.fit.choice import GateChoice
 from psc_core.gates.fit.combined import fit_gates
 from psc_core.gates.fit.made_up import REAL, by_transform, made_up_batches
@@ -59,7 +59,7 @@ class ChosenGates(NamedTuple):
 def choose_gates(
     scorer: Scorer, layers: Layers, textures: Mapping[str, Density], data: FitData, compute: Compute
 ) -> ChosenGates:
-    """Return the gates by the rule, and the early layer that tells made-up images best.
+    """Return the gates by the rule, and the early layer that tells made-up images apart best.
 
     Args:
         scorer: The scorer of the model, still without a texture.
@@ -72,11 +72,11 @@ def choose_gates(
         FitError: If gates cannot be fitted to the readings.
     """
     reads_confidence, reason = data.task_fit.confidence_gate(ambiguous=data.is_ambiguous)
-    names: tuple[str, ...] = (KIND, CONFIDENCE) if reads_confidence else (KIND,)
+    names: tuple[str, ...] = (DENSITY, CONFIDENCE) if reads_confidence else (DENSITY,)
     readings = made_up_readings(scorer, layers, textures, names, data, compute)
     entropies = readings[REAL].get(CONFIDENCE)
     if entropies is not None and not entropies.min() < entropies.max():
-        names = (KIND,)
+        names = (DENSITY,)
     choice = compare(readings, names, tuple(textures), reason=reason)
     if not textures:
         return ChosenGates(names, None, choice)
@@ -94,7 +94,7 @@ def early_layers(net: nn.Module, layers: Sequence[str], trial: Tensor) -> list[s
     for granularity in ("blocks", "operations"):
         try:
             listed: list[LayerInfo] = list_layers(net, trial, granularity=granularity)
-        except NetworkError:  # It has none of them.
+        except NetworkError:  # The network has no blocks there.
             continue
         before = [layer.name for layer in listed if order.get(layer.name, end) < end]
         if before:
@@ -135,7 +135,7 @@ def compare(
 
     Args:
         readings: The readings, as :func:`made_up_readings` returns them.
-        names: The gates beside ``texture``.
+        names: The gates besides ``texture``.
         layers: The early layers.
         reason: Why the gate ``confidence`` is one of them or not, a sentence.
     """

@@ -1,4 +1,4 @@
-"""Extend the densities of a bundle by images that people labelled, outside the audit slice.
+"""Extend the densities of a bundle with images that people labelled, outside the audit slice.
 
 The input is a fitted model, m labelled images that people chose as they liked, and a few audit images that calibrate
 nothing; the output is an :class:`Extension`, the model's pipeline with extended densities.  Images of the slice
@@ -27,8 +27,8 @@ from psc_core.compute.passes import Compute, track_images
 from psc_core.data.dataset import ImageDataset
 from psc_core.density.fit.extend import EXAMPLES, can_extend, extend_density
 from psc_core.errors import UsageError
-from psc_core.gates.combined import KIND, Gates, readings_of
-from psc_core.gates.fit.choice import Auroc, regret
+from psc_core.gates.combined import DENSITY, Gates, readings_of
+from psc_core.gates.fit.choice import TRANSFORMS, Auroc, regret
 from psc_core.gates.fit.combined import fit_gates
 from psc_core.gates.fit.made_up import MIXED, REAL, by_transform, made_up_batches
 from psc_core.images.preprocess import Pixels
@@ -60,7 +60,7 @@ class Extension:
         for times, of_transform in self.aurocs.items():
             numbers = (f"{value:.4f}" for value in of_transform.values())
             rows.append([str(times), *numbers, "◀ chosen" * (times == self.times)])
-        head = f"AUROC on made-up images; each of the {self.images} images outside the slice stands for so many others:"
+        head = f"AUROC on made-up images; each of the {self.images} images outside the slice counts this many times:"
         return "\n".join([head, *aligned(rows)])
 
     def warning(self) -> str:
@@ -78,7 +78,7 @@ class Extension:
         return {
             "images": self.images,
             "times": self.times,
-            "kinds": list(before),
+            TRANSFORMS: list(before),
             "auroc_before": [*before.values()],
             "auroc_after": [*after.values()],
         }
@@ -128,9 +128,9 @@ def extend(model: FittedModel, more: ImageDataset, real: ImageDataset, compute: 
     examples = seen_examples(model)
     read = _read(model.pipeline.scorer, more, compute)
     pipelines = {times: extended(model.pipeline, read, examples, times) if times else model.pipeline for times in TIMES}
-    transforms = model.report.get("metrics", {}).get("gates", {}).get("kinds", ())
+    transforms = model.report.get("metrics", {}).get("gates", {}).get(TRANSFORMS, ())
     scorers = {times: pipeline.scorer for times, pipeline in pipelines.items()}
-    names = model.gates or (KIND,)
+    names = model.gates or (DENSITY,)
     readings = _made_up_readings(scorers, names, real, compute, mixed=MIXED in transforms)
     gates: dict[int, Gates | None] = {0: model.pipeline.gates}
     for times in TIMES[1:]:
@@ -152,7 +152,7 @@ def extended(pipeline: Pipeline, read: _Read, examples: int, times: int) -> Pipe
 
 
 def _choose(aurocs: Mapping[int, Auroc]) -> int:
-    """Return the times with the least regret, of equals the smallest, among those that lose little everywhere."""
+    """Return the times with the least regret, on a tie the smallest, among those that lose little everywhere."""
     before = aurocs[0]
     allowed = [
         times for times in aurocs if all(value >= before[name] - LARGEST_LOSS for name, value in aurocs[times].items())

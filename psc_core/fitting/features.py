@@ -4,8 +4,8 @@ The input is the network, cut behind the layers of :class:`Layers`, and a data s
 an image may carry several labels, and all its examples have the same features.  The output is a :class:`Read`, whose
 rows are the labelled examples, ordered by class, float32:
 
-    ``features.head_input``  (n, D + Σ C)    z, then each layer that the head reads beside it, averaged over positions
-    ``features.own``         (n, outputs)    the network's own output, where it may be served
+    ``features.head_input``  (n, D + Σ C)    z, then each layer that the head reads besides it, averaged over positions
+    ``features.network_output``  (n, outputs)    the output of the network as trained, where it may be served
     ``density_input``        (n, D) or (n, C)    z, or the candidate's features averaged over positions
     ``texture``              (n, C) by layer     an early layer, averaged over positions
 
@@ -41,7 +41,7 @@ class Layers(NamedTuple):
     """The parts of a network that the last stage reads; an early layer may serve both the head and the gates."""
 
     candidate: tuple[str, ...]  # projected to z
-    head: tuple[str, ...]  # read by the head beside z
+    head: tuple[str, ...]  # read by the head besides z
     texture: tuple[str, ...]  # early layers, one of which the gate "texture" will read
     output: bool = False  # whether the network's own output is read too
 
@@ -56,7 +56,7 @@ class Layers(NamedTuple):
 
 
 class Read(NamedTuple):
-    """The features of n labelled examples that one pass keeps; the module's text has the shapes."""
+    """The features of n labelled examples that one pass keeps; the module docstring gives their shapes."""
 
     features: Features  # read by the head, with labels and image indices
     density_input: FeatureMatrix
@@ -105,14 +105,14 @@ def read(
     moments = _moments_of(layers, of_one, dataset.preprocess)
 
     def step(images: Tensor) -> list[Float[Tensor, "batch _"]]:
-        found, own = running(images)
+        found, output_of_batch = running(images)
         candidate = layers.of(found, layers.candidate)
         parts = [projection(candidate), *(average_positions([layer]) for layer in layers.of(found, layers.head))]
         parts += [average_positions(candidate)] if pooled else []
         for layer, sums in moments.items():
             sums.add(layers.of(found, [layer])[0])
         early = [average_positions([layer]) for layer in layers.of(found, layers.texture)]
-        outputs = [own.float()] if layers.output and own is not None else []
+        outputs = [output_of_batch.float()] if layers.output and output_of_batch is not None else []
         return [torch.cat(part, dim=1) for part in (parts, early, outputs) if part]
 
     columns = [sum(widths) + averaged, *([sum(channels[of_head:])] if layers.texture else [])]

@@ -23,10 +23,10 @@ from psc_core.fitting import stages
 from psc_core.fitting.calibrate import calibrate_pipeline, settings_of, with_calibration
 from psc_core.fitting.data import FitData
 from psc_core.fitting.job import FitJob
-from psc_core.images.statistics import Statistics
+from psc_core.images.loader_preprocessing import LoaderPreprocessing
 from psc_core.model.base import FittedModel
 from psc_core.network.backbone import check_output, trial_input
-from psc_core.network.cut import own_copy
+from psc_core.network.cut import deep_copy
 from psc_core.network.load import recipe_of
 from psc_core.network.onnx.export import check_exportable
 from psc_core.scoring.served import check_read_by
@@ -41,7 +41,7 @@ def fit(
     net: nn.Module,
     loaders: tuple[Any, Any],
     *,
-    statistics: Statistics,
+    preprocessing: LoaderPreprocessing,
     classes: Sequence[str] | None = None,
     target: Target | None = None,
     name: str,
@@ -53,7 +53,7 @@ def fit(
         task: One of :data:`psc_core.tasks.TASKS`.
         net: A network that returns logits, or one number for each image.
         loaders: The loaders of training and of validation images; an :class:`ImageDataset` is taken as it is.
-        statistics: How pixels become inputs.
+        preprocessing: How pixels became the inputs of the data, as far as the caller knows.
         classes: Names of the classes; None names the network's outputs "0", "1", ….
         target: Name and unit of a regression's numbers.
         name: The model's name.
@@ -65,12 +65,12 @@ def fit(
         NetworkError: If the network cannot be copied, run or cut.
         FitError: If features cannot be fitted.
     """
-    net = own_copy(net)
+    net = deep_copy(net)
     chosen = FitSettings(**{"device": device_of(net), **settings})
     compute = chosen.compute()
-    train = opened(loaders[0], "the training data", statistics, classes, target)
+    train = opened(loaders[0], "the training data", preprocessing, classes, target)
     of_task = task_fit(task)
-    if of_task.takes(train):  # Before hours are spent on reading the others; if not, it is told below.
+    if of_task.takes(train):  # Before hours are spent on reading the others; otherwise the error comes below.
         device, outputs = compute.device, of_task.task(train).network_outputs(train.classes)
         try:
             check_output(net.to(device), trial_input(train.preprocess).to(device), outputs, name=type(net).__name__)
@@ -81,8 +81,8 @@ def fit(
                 warnings.warn(f"the head will predict, the network itself cannot: {error}", stacklevel=3)
         if train.preprocess.is_known and recipe_of(net) is None:
             _warn_of_no_export(net, trial_input(train.preprocess).to(device), chosen.precision)
-    statistics = replace(statistics, preprocess=train.preprocess, mean=None, std=None)
-    val = opened(loaders[1], "the validation data", statistics, train.classes, target)
+    preprocessing = replace(preprocessing, preprocess=train.preprocess, mean=None, std=None)
+    val = opened(loaders[1], "the validation data", preprocessing, train.classes, target)
     warn_of_overlap(*loaders, train, val)
     warn_of_repeated(val)
     data = FitData.of(train, val, seed=chosen.seed, task=task, max_images=chosen.max_images)
@@ -97,7 +97,9 @@ def fit(
 
 def calibrate_on(model: FittedModel, loader: Any, **changes: Any) -> FittedModel:
     """Return ``model`` calibrated on other images, see :meth:`.FittedModel.calibrate`."""
-    data = opened(loader, "the calibration data", Statistics(model.preprocess), model.classes, model.task.number())
+    data = opened(
+        loader, "the calibration data", LoaderPreprocessing(model.preprocess), model.classes, model.task.number()
+    )
     check_read_by(model, data)
     settings, fit = settings_of(model, changes), task_fit(model.task.name)
     fit.check_same(model.task, model.classes, data)
@@ -107,7 +109,7 @@ def calibrate_on(model: FittedModel, loader: Any, **changes: Any) -> FittedModel
 
 
 def _warn_of_no_export(net: nn.Module, trial: Tensor, precision: str) -> None:
-    """Warn where the model could not be saved; it predicts all the same."""
+    """Warn where the model could not be saved; it can predict all the same."""
     try:
         check_exportable(net, trial, precision)
     except NetworkError as error:
@@ -119,10 +121,10 @@ def _warn_of_no_export(net: nn.Module, trial: Tensor, precision: str) -> None:
 
 
 def opened(
-    loader: Any, name: str, statistics: Statistics, classes: Sequence[str] | None, target: Target | None
+    loader: Any, name: str, preprocessing: LoaderPreprocessing, classes: Sequence[str] | None, target: Target | None
 ) -> ImageDataset:
     """Return the examples of a loader as a data set; a data set is returned as it is."""
-    return loader if isinstance(loader, ImageDataset) else read_loader(loader, name, statistics, classes, target)
+    return loader if isinstance(loader, ImageDataset) else read_loader(loader, name, preprocessing, classes, target)
 
 
 def device_of(net: nn.Module) -> torch.device:

@@ -3,11 +3,11 @@
 The input is the moments of a few early layers over the training images, and the selection split; the output is
 :class:`ChosenMap`, the map of one of these layers.
 
-Deep layers tell objects better, early ones surfaces, and a map is as fine as its layer.  So each layer's map gives the
-images of the selection split distances (B, rows, columns), once as they are and once with something pasted into them
-(:mod:`psc_core.maps.fit.pasted`).  Layers are compared by AUROC, of pasted against other points of the same images, at
-:data:`POINTS` × :data:`POINTS` points whatever a layer's grid.  The layer with the least regret over the patches
-is taken, as in choosing the gates (:func:`psc_core.gates.fit.choice.regret`).
+Deep layers detect objects better, early ones surfaces, and a map is as fine as its layer.  So each layer's map gives
+distances (B, rows, columns) to the images of the selection split, once as they are and once with something pasted into
+them (:mod:`psc_core.maps.fit.pasted`).  Layers are compared by AUROC, of pasted against other points of the same
+images, at :data:`POINTS` × :data:`POINTS` points whatever a layer's grid.  The layer with the least regret over the
+patches is taken, as in choosing the gates (:func:`psc_core.gates.fit.choice.regret`).
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class MapChoice:
 
     @property
     def chosen(self) -> str:
-        """The layer with the least regret, of equals the earliest."""
+        """The layer with the least regret, on a tie the earliest."""
         return min(self.aurocs, key=partial(regret, self.aurocs))
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as a manifest records it, in JSON types."""
         layers = [{"layer": layer, "auroc": list(of.values())} for layer, of in self.aurocs.items()]
-        return {"chosen": self.chosen, "kinds": list(PATCHES), "layers": layers}
+        return {"chosen": self.chosen, "kinds": list(PATCHES), "layers": layers}  # a bundle's word for patches
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def choose_map(
     compute: Compute,
     seed: int,
 ) -> ChosenMap | None:
-    """Return the map of the early layer that tells pasted things best, or None where no layer can have a map.
+    """Return the map of the early layer that tells patches apart best, or None where no layer can have a map.
 
     Args:
         features_of: A function from pixels on the device to the canonical features of each layer.

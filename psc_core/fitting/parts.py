@@ -1,9 +1,9 @@
-"""Fit density, head and gates to features, and join them to a scorer, which only lacks calibration.
+"""Fit density, head and gates to features, and join them in a scorer, which lacks only calibration.
 
 The input is the network, its candidate layer(s), their projection to z, and the images of a fit; the output is
 :class:`FittedParts`.  The steps, in order:
 
-1. cut the network behind the candidate, the layers that the head reads beside z, and a few early layers;
+1. cut the network behind the candidate, the layers that the head reads besides z, and a few early layers;
 2. read training images and selection split once each, and keep their features on disk (:mod:`.features`);
 3. fit the density and the head to the training features; the selection split chooses their free numbers;
 4. fit a density to each early layer, and choose one for the gate ``texture`` (:mod:`.early_layers`);
@@ -34,7 +34,7 @@ from psc_core.fitting.job import FitJob
 from psc_core.fitting.maps import ChosenMap, choose_map
 from psc_core.images.preprocess import Pixels
 from psc_core.model.pipeline import Scorer
-from psc_core.network.backbone import Backbone, check_own_output, own_width, trial_input
+from psc_core.network.backbone import Backbone, check_network_output, output_width, trial_input
 from psc_core.projection.fit.report import FittedProjection
 from psc_core.tasks.fit.task import HeadJob
 from psc_core.tasks.head import Head
@@ -67,7 +67,7 @@ def fit_parts(
     projection: FittedProjection,
     job: FitJob,
 ) -> FittedParts:
-    """Take the steps of the module's text.
+    """Take the steps above and return the parts.
 
     Args:
         net: The whole network.
@@ -83,16 +83,16 @@ def fit_parts(
     """
     data, settings, compute = job.data, job.settings, job.compute
     is_base = settings.predictions == "base"
-    is_asked = is_base or (settings.predictions == "auto" and data.task_fit.tries_own_output)
+    is_asked = is_base or (settings.predictions == "auto" and data.task_fit.compares_network_output)
     layers = _layers(net, candidate, job)
     backbone = cut(net, layers.names, data.train, compute, keep_output=is_asked)
     outputs = data.task.network_outputs(data.train.classes)
     trial = trial_input(data.train.preprocess).to(compute.device)
     if is_base:
-        check_own_output(backbone, trial, outputs, name=data.train.name)
-    of_selection = layers._replace(texture=(), output=is_asked and own_width(backbone, trial) == outputs)
+        check_network_output(backbone, trial, outputs, name=data.train.name)
+    of_selection = layers._replace(texture=(), output=is_asked and output_width(backbone, trial) == outputs)
     device_projection = projection.projection.to(compute.device)
-    pooled = DENSITIES[settings.density].input_kind == "pooled"
+    pooled = DENSITIES[settings.density].reads == "pooled"
     with tempfile.TemporaryDirectory(prefix="psc-fit-") as scratch:
         folders = [Path(tempfile.mkdtemp(dir=scratch)) for _ in range(2)]
         train = read(backbone, layers, device_projection, data.train, compute, folders[0], pooled=pooled)
@@ -118,7 +118,7 @@ def fit_parts(
 
 
 class _Fitted(NamedTuple):
-    """What is fitted to the features on disk, on the device."""
+    """The parts that are fitted to the features on disk, on the device."""
 
     density: Density
     head: Head
@@ -156,8 +156,8 @@ def _layers(net: nn.Module, candidate: Candidate, job: FitJob) -> Layers:
     if with_gates or reads_layers:
         trial = trial_input(data.train.preprocess).to(device)
         early = tuple(early_layers(net.to(device), candidate.layers, trial))
-    own = candidate.layers if data.task_fit.averages_candidate and settings.head_input == "both" else ()
-    return Layers(candidate.layers, early if reads_layers else own, early if with_gates else ())
+    beside_z = candidate.layers if data.task_fit.averages_candidate and settings.head_input == "both" else ()
+    return Layers(candidate.layers, early if reads_layers else beside_z, early if with_gates else ())
 
 
 def _choose_map(scorer: Scorer, layers: Layers, train: Read, data: FitData, compute: Compute) -> ChosenMap | None:

@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 
 from psc_core.bundle.manifest import HISTORY
-from psc_core.calibration.weighted import thinned, worth
+from psc_core.calibration.weighted import effective_count, thinned
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
 from psc_core.fitting.audit import Audit
@@ -116,7 +116,7 @@ def _with_history(before: FittedModel, audit: Audit, calibrates: Audit, extensio
         "days": list(audit.days),
         "labels": len(audit.of_class),
         "calibrated_on": len(calibrates.of_class),
-        "worth": worth(calibrates.weights),
+        "worth": effective_count(calibrates.weights),
         **{verdict: len(images) for verdict, images in audit.others.items()},
         "sha256": audit.of_class.digest(),
         **({} if extension is None else {"extension": extension.to_json()}),

@@ -44,7 +44,7 @@ def projection_metrics(report: ProjectionReport) -> dict[str, Any]:
 
 
 def rounded(value: Any) -> Any:
-    """Return ``value`` with floats to 9 digits: the version hashes them, and the rest depends on how sums split."""
+    """Return ``value`` with floats to 9 digits, which the version hashes; the others depend on how sums are split."""
     if isinstance(value, float):
         return float(f"{value:.9g}")
     if isinstance(value, Mapping):

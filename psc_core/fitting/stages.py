@@ -71,7 +71,7 @@ def project(net: nn.Module, candidate: Candidate, job: FitJob) -> FittedProjecti
     """
     data, settings, compute = job.data, job.settings, job.compute
     one_of("density", settings.density, tuple(DENSITIES), data.task_fit.task_type.noun)
-    reads_z = DENSITIES[settings.density].input_kind == "z"
+    reads_z = DENSITIES[settings.density].reads == "z"
     compute.reducer.require(data.train)
     backbone = cut(net, candidate.layers, data.train, compute, keep_output=False)
     sized = fit_tucker(backbone, data.train, data.selection, settings, compute)
@@ -86,7 +86,7 @@ def project(net: nn.Module, candidate: Candidate, job: FitJob) -> FittedProjecti
         kept = compute.reducer.first(fewest_positions(compared))
         choice = next(size for size in sizes if size.d_proj == kept)
     if data.task_fit.averages_candidate and settings.head_input == "both" and not reads_z:
-        choice = replace(choice, warning="")  # Head and density read beside z, or instead of it, what z gives up.
+        choice = replace(choice, warning="")  # Head and density read besides z, or instead of it, what z gives up.
     projection = sized.largest.leading(choice.c_proj, choice.d_proj).cpu()
     return FittedProjection(projection, ProjectionReport.of(choice, sized, compared), candidate.layers)
 

@@ -1,9 +1,9 @@
 """The gates of a model: their names, their p-values and Fisher's combination of them.
 
 =============  ==================================================  ==========================================
-gate           its reading, higher is more unusual                 an alarm means
+gate           reading, higher is more unusual                     an alarm means
 =============  ==================================================  ==========================================
-``texture``    −log p of an early layer's features, averaged       strange texture: surface, contrast, colours
+``texture``    −log p of an early layer's features, averaged       anomalous texture: surface, contrast, colours
                over positions, nats
 ``kind``       minus the log density of the model, nats            unknown kind: parts that no class has
 ``confidence`` energy of the logits, −log Σ exp f, nats            no class has much evidence
@@ -38,16 +38,16 @@ from psc_core.errors import BundleError
 from psc_core.gates.tail import log_p_pieces, log_p_values
 
 TEXTURE: Final = "texture"
-KIND: Final = "kind"
+DENSITY: Final = "kind"  # as bundles and answers call the gate that reads the model's density
 CONFIDENCE: Final = "confidence"
 
-GATES: Final = (TEXTURE, KIND, CONFIDENCE)
+GATES: Final = (TEXTURE, DENSITY, CONFIDENCE)
 """The names of all gates; a model has some of them, in this order."""
 
 
 def readings_of(names: Sequence[str], scores: Mapping[str, Float[Tensor, " batch"]]) -> Float[Tensor, "batch gates"]:
     """Return the readings of the gates ``names``, from the scores of a :class:`psc_core.tasks.head.Scored`."""
-    readings = {KIND: -scores["log_density"]}
+    readings = {DENSITY: -scores["log_density"]}
     if CONFIDENCE in names:
         readings[CONFIDENCE] = scores["energy"]
     if TEXTURE in scores:

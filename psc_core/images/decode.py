@@ -3,7 +3,7 @@
 Fitting, evaluation and the service share this decoder, so calibrated thresholds hold for served images.  It uses
 Pillow, or for plain JPEGs :mod:`psc_core.images.turbo`, which gives the same pixels.  An image of more than
 ``max_pixels``, or one that would cost far more than its pixels (:mod:`psc_core.images.limits`), is rejected by its
-header, so a decompression bomb costs no more than reading that.
+header, so a decompression bomb costs no more than its header.
 """
 
 from __future__ import annotations

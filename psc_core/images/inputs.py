@@ -1,4 +1,4 @@
-"""Read images in the forms that users have into the network's pixels; float inputs of a loader stay unchanged."""
+"""Read images, in whatever form users have them, into the network's pixels; float inputs of a loader stay unchanged."""
 
 from __future__ import annotations
 

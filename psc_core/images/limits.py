@@ -64,7 +64,7 @@ _TEXTS: Final = (1, 2, 7)
 
 
 def check_file(data: bytes, max_pixels: int) -> io.BytesIO:
-    """Check all that would be expensive when Pillow opens or loads the file, and return the file for Pillow to read.
+    """Check everything that would be expensive when Pillow opens or loads the file, and return a file for Pillow.
 
     Raises:
         ImageTooLarge: If it has more than ``max_pixels``, in a format for which Pillow allocates memory on opening.

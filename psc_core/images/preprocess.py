@@ -72,7 +72,7 @@ class Preprocess:
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)  # for the field of a manifest
 
     is_known: ClassVar[bool] = True
-    """False if nobody has said how files become inputs; see :mod:`psc_core.images.statistics`."""
+    """False if it is unknown how files become inputs; see :mod:`psc_core.images.loader_preprocessing`."""
 
     mode: str  # "L" (one grey channel) or "RGB"
     height: int

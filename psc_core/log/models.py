@@ -49,8 +49,8 @@ def read_model(log: Log, version: str) -> LoggedModel:
         found = task_type_of(fields)
         if found is None:
             raise ValueError("a task that this version does not know")
-        own = {field: fields[field] for field in found.model_fields}
-        return LoggedModel(version, found.model_validate(own), tuple(fields["classes"]))
+        of_task = {field: fields[field] for field in found.model_fields}
+        return LoggedModel(version, found.model_validate(of_task), tuple(fields["classes"]))
     except FileNotFoundError as error:
         raise DataError(f"{log.where} has no {name}; restore it from a copy of the log") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -2,7 +2,7 @@
 
 Four lists take turns, and each image appears once: the audit slice, the newest day first and each day in the order of
 digests, so that its reviewed part is a random sample too (:mod:`psc_core.fitting.audit`); images near a threshold, by
-the number of images between; the strangest images, by OOD score; and diverse images, each the one farthest, in
+the number of images between; the most anomalous images, by OOD score; and diverse images, each the one farthest, in
 standardised scores and probabilities, from all chosen before.  Only the first list is a fair sample.
 """
 
@@ -27,7 +27,7 @@ from psc_core.log.store import Log
 MAX_CANDIDATES: Final = 100_000
 """Maximum number of a model's images that are considered, the newest ones."""
 
-AUDIT, NEAR, STRANGE, DIVERSE = "audit", "near a threshold", "strange", "diverse"
+AUDIT, NEAR, ANOMALOUS, DIVERSE = "audit", "near a threshold", "strange", "diverse"
 
 FloatMatrix = npt.NDArray[np.float64]
 
@@ -117,7 +117,7 @@ def _ordered(
     lists = {
         AUDIT: iter(slice_),
         NEAR: iter(np.argsort(_ranks_between(candidates, scores, values, limits), kind="stable").tolist()),
-        STRANGE: iter(np.argsort(-values[:, scores.index("ood_score")], kind="stable").tolist()),
+        ANOMALOUS: iter(np.argsort(-values[:, scores.index("ood_score")], kind="stable").tolist()),
     }
     deviation = values.std(axis=0)
     points = (values - values.mean(axis=0)) / np.where(deviation > 0, deviation, 1.0)

@@ -67,7 +67,7 @@ def label_schema() -> Any:
             (SHA256, pa.string()),  # null if the label names only a request
             ("verdict", pa.string()),  # one of :data:`.labels.VERDICTS`
             ("label", pa.string()),  # a class, or the number of a regression as text; null with other verdicts
-            ("source", pa.string()),  # the person or tool that gave it
+            ("source", pa.string()),  # the person or tool that it comes from
             ("time", pa.timestamp("us", tz="UTC")),
             ("model", pa.string()),  # of the row; null in older labels
         ]

@@ -153,7 +153,7 @@ def open_to_write(where: str | Path) -> Log:
     """
     log = open_log(where)
     if log.is_folder:
-        probe = f".probe.{uuid4().hex}"  # each worker's own, so that none deletes another's
+        probe = f".probe.{uuid4().hex}"  # unique, so that no worker deletes another's
         try:
             log.put(probe, b"")
             log.delete(probe)

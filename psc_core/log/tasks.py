@@ -19,7 +19,7 @@ def default_prefix(log: Log) -> str:
 
 
 def to_label_studio(candidates: Sequence[ReviewImage], prefix: str) -> str:
-    """Return Label Studio tasks, with the model's label as prediction; the prediction's score gives their order."""
+    """Return Label Studio tasks, with the model's label as prediction; they sort by the prediction's score."""
     tasks = []
     for position, each in enumerate(candidates):
         label = each.row["label"]

@@ -36,7 +36,7 @@ class Unreviewed:
 
 
 class UnreviewedImages:
-    """Finds such images and reads every file of labels only once, because a service writes a file for each verdict.
+    """Finds these images, and reads each file of labels only once, because a service writes one for each verdict.
 
     Memory holds 0.1 KiB for each label, and the rows of one file without their probabilities.  Not thread-safe.
     """
@@ -47,7 +47,7 @@ class UnreviewedImages:
         self._reviewed: set[int] = set()  # hashes of the keys of reviewed images
 
     def newest(self, *, limit: int, seconds: float) -> list[Unreviewed]:
-        """Return the newest unreviewed images, each once, also by its bytes if the model has them in several requests.
+        """Return the newest unreviewed images, each once even if its bytes came in several requests.
 
         Args:
             limit: Maximum number of images.

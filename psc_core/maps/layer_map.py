@@ -63,7 +63,7 @@ class PositionDensity(Fitted):
 
 
 class LayerMap(nn.Module):
-    """Turns the features of a layer into grey levels; brighter is stranger.
+    """Turns the features of a layer into grey levels; brighter is more anomalous.
 
     Args:
         layer: The name of the layer.
@@ -100,7 +100,7 @@ class LayerMap(nn.Module):
         """Return the squared distances at the positions of the image, each averaged over its 3 × 3 neighbours."""
         inside: Tensor = self.density(features[:, :, self.grid.first :])
         alone = inside.view(-1, 1, self.grid.rows, self.grid.columns)
-        # Strange regions are seldom a single position wide, but noise is.
+        # Anomalous regions are seldom a single position wide, but noise is.
         return functional.avg_pool2d(alone, 3, stride=1, padding=1, count_include_pad=False)[:, 0]
 
     def forward(self, features: Float[Tensor, "batch channels positions"]) -> UInt8[Tensor, "batch rows columns"]:

@@ -1,4 +1,4 @@
-"""A map as a picture, and its strangest region."""
+"""A map as a picture, and its most anomalous region."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scipy import ndimage
 from psc_core.images.png import as_base64, png_of
 
 Grey = npt.NDArray[np.uint8]
-"""The grey levels (rows, columns) of a map; brighter is stranger."""
+"""The grey levels (rows, columns) of a map; brighter is more anomalous."""
 
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom, as fractions of the width and height of the network's input."""
@@ -20,15 +20,15 @@ _CORNERS: Final = np.ones((3, 3), bool)
 
 
 def box_of(grey: Grey) -> Box:
-    """Return the box of the strangest region.
+    """Return the box of the most anomalous region.
 
-    A region is a connected set, corners included, of positions at least half as bright as the brightest.  The strangest
-    has the largest sum of grey levels; of equal regions the first is taken.  The box of a black map is the whole image.
+    A region is a connected set, corners included, of positions at least half as bright as the brightest.  The one with
+    the largest sum of grey levels is taken, on a tie the first.  The box of a black map is the whole image.
     """
     regions, _ = ndimage.label(2 * grey.astype(np.int64) >= int(grey.max()), _CORNERS)
     sums = np.bincount(regions.ravel(), weights=grey.ravel())
-    strangest = int(sums[1:].argmax()) + 1
-    rows, columns = ndimage.find_objects(regions)[strangest - 1]
+    region = int(sums[1:].argmax()) + 1
+    rows, columns = ndimage.find_objects(regions)[region - 1]
     height, width = grey.shape
     return columns.start / width, rows.start / height, columns.stop / width, rows.stop / height
 

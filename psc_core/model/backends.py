@@ -102,7 +102,7 @@ def _is_built_by_name(model: FittedModel) -> bool:
         return False
     inputs = model.preprocess.standardise(model.trial[:_FEW].to(model.device))
     pairs = zip(model.backbone(inputs)[0], built(inputs)[0], strict=True)
-    return all(torch.allclose(own, other, rtol=0, atol=1e-3 * float(own.abs().max())) for own, other in pairs)
+    return all(torch.allclose(got, other, rtol=0, atol=1e-3 * float(got.abs().max())) for got, other in pairs)
 
 
 def check_agreement(model: FittedModel, calibrated: Outputs[Tensor], other: Outputs[Tensor]) -> None:

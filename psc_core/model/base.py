@@ -129,7 +129,7 @@ class FittedModel:
             images: A list of paths, encoded files (bytes), Pillow images or ``uint8`` arrays (height, width) or
                 (height, width, 3), of any size; or a tensor (n, channels, height, width) of the network's input size:
                 ``uint8`` pixels, or floats from a loader, which enter the network unchanged.
-            maps: Also return ``maps``, which show where the images are strange.
+            maps: Also return ``maps``, which show where the images are anomalous.
 
         Raises:
             ImageError: If an image cannot be decoded.
@@ -195,7 +195,7 @@ class FittedModel:
         Raises:
             NetworkError: If no name builds the network and it cannot be exported to ONNX.
             BundleError: If a bundle cannot be written to ``path``.
-            UsageError: If nobody has said how files become inputs, which a bundle has to store.
+            UsageError: If it is unknown how files become inputs, which a bundle has to store.
         """
         if not self.preprocess.is_known:
             raise UsageError(
@@ -277,7 +277,7 @@ class FittedModel:
             BundleError: If the bundle is missing, altered, damaged, inconsistent, or its model is of another task.
         """
         model = cls.from_bundle(read_bundle(Path(path)), device=device, allow_factories=allow_factories)
-        return model.tried()
+        return model.probed()
 
     @classmethod
     def from_bundle(
@@ -287,7 +287,7 @@ class FittedModel:
         device: str | torch.device = "auto",
         allow_factories: Collection[str] = (),
     ) -> AnyModel:
-        """Build a verified bundle as :meth:`load` does, but compute nothing; call :meth:`tried` next."""
+        """Build a verified bundle as :meth:`load` does, but compute nothing; call :meth:`probed` next."""
         target = resolve_device(device)
         manifest = bundle.manifest
         if not isinstance(manifest.task, cls.task_type):
@@ -318,11 +318,11 @@ class FittedModel:
             task=manifest.task,
         )
 
-    def tried(self: AnyModel) -> AnyModel:
-        """Return this model, loaded from a bundle, after a trial run.
+    def probed(self: AnyModel) -> AnyModel:
+        """Return this model, which was loaded from a bundle, once it has passed :meth:`probe`.
 
         Raises:
-            BundleError: If the trial run fails; see :meth:`probe`.
+            BundleError: If :meth:`probe` fails.
         """
         try:
             self.probe()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from psc_core.images.statistics import Statistics
+from psc_core.images.loader_preprocessing import LoaderPreprocessing
 from psc_core.model.base import FittedModel
 from psc_core.tasks.classification.calibration import Calibration
 from psc_core.tasks.classification.policy import Policy
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from psc_core.images.inputs import ImageLike
+    from psc_core.images.loader_preprocessing import Statistic
     from psc_core.images.preprocess import Preprocess
-    from psc_core.images.statistics import Statistic
     from psc_core.tasks.classification.decide import Decisions
     from psc_core.tasks.classification.prediction import Prediction
     from psc_core.tasks.outputs import FloatArray, Outputs
@@ -85,7 +85,7 @@ class PSC(FittedModel):
             mean: The mean of each channel that the loaders' transform subtracts.  With ``mean`` and ``std`` the model
                 can predict files and can be saved; without them only the range of the inputs is known.
             std: The standard deviation of each channel that the loaders' transform divides by.
-            classes: Class names; None for "0", "1", … of the network's outputs.  If the classes are not the network's,
+            classes: Class names; None names the network's outputs "0", "1", ….  If the classes are not the network's,
                 the head predicts, and a warning says so.
             name: The name of the model.
             settings: The settings of :func:`psc_core.fit_psc`; ``layer``, to name the candidate layer; and ``device``,
@@ -99,8 +99,8 @@ class PSC(FittedModel):
         """
         from psc_core.fitting.in_memory import fit  # imported here, so that services load no fitting code
 
-        of = Statistics(preprocess, mean, std)
-        model = fit(cls.task_type.name, net, (train, val), statistics=of, classes=classes, name=name, **settings)
+        of = LoaderPreprocessing(preprocess, mean, std)
+        model = fit(cls.task_type.name, net, (train, val), preprocessing=of, classes=classes, name=name, **settings)
         return cast(PSC, model)
 
     if TYPE_CHECKING:

@@ -22,7 +22,7 @@ def load_model(
     device: str | torch.device = "auto",
     allow_factories: Collection[str] = (),
 ) -> FittedModel:
-    """Read, verify, build and try a bundle of any task; see :meth:`psc_core.PSC.load`.
+    """Read, verify, build and probe a bundle of any task; see :meth:`psc_core.PSC.load`.
 
     Example:
         >>> load_model("artifacts/dirty-mnist-resnet18").task.noun
@@ -31,13 +31,13 @@ def load_model(
     Raises:
         BundleError: If the bundle is missing, altered, damaged or inconsistent.
     """
-    return build_model(path, device=device, allow_factories=allow_factories).tried()
+    return build_model(path, device=device, allow_factories=allow_factories).probed()
 
 
 def build_model(
     path: str | Path, *, device: str | torch.device = "auto", allow_factories: Collection[str] = ()
 ) -> FittedModel:
-    """Read, verify and build a bundle of any task, but compute nothing; call :meth:`.base.FittedModel.tried` next.
+    """Read, verify and build a bundle of any task, but compute nothing; call :meth:`.base.FittedModel.probed` next.
 
     Raises:
         BundleError: If the bundle is missing, altered, damaged or inconsistent.

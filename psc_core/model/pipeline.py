@@ -12,9 +12,9 @@ Floating-point images are already the network's inputs and enter after ``standar
 The outputs of the head depend on the task: a regression has a mean and two standard deviations instead of p, and no
 gate reads its uncertainty.  Besides z the head may also read earlier layers, averaged over positions.
 
-:class:`Scorer` is all that needs no calibration; :class:`Pipeline` adds the OOD score and its p-value.  The density
-reads either z or the averaged features, and only a model with the gate ``texture`` or a map reads an early layer.
-Shapes are fixed and nothing waits for the host, so both can be compiled or captured in a CUDA graph.
+:class:`Scorer` does everything that needs no calibration; :class:`Pipeline` adds the OOD score and its p-value.  The
+density reads either z or the averaged features, and only a model with the gate ``texture`` or a map reads an early
+layer.  Shapes are fixed and nothing waits for the host, so both can be compiled or captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -123,15 +123,15 @@ class Scorer(nn.Module):
 
     def with_head(self, head: Head) -> Scorer:
         """Return a scorer with another head; it shares everything else."""
-        own = (self.projection, self.density, head.to(self.scale.device))
-        return Scorer(self.preprocess, self.backbone, *own, self.texture, self.head_layers)
+        parts = (self.projection, self.density, head.to(self.scale.device))
+        return Scorer(self.preprocess, self.backbone, *parts, self.texture, self.head_layers)
 
     def with_densities(self, density: Density, texture: Density | None) -> Scorer:
         """Return a scorer with other densities; it shares everything else.  Keep ``texture`` None if it was."""
         device = self.scale.device
-        own = (self.projection, density.to(device), self.head)
+        parts = (self.projection, density.to(device), self.head)
         return Scorer(
-            self.preprocess, self.backbone, *own, None if texture is None else texture.to(device), self.head_layers
+            self.preprocess, self.backbone, *parts, None if texture is None else texture.to(device), self.head_layers
         )
 
     def standardise(self, images: Images) -> Inputs:
@@ -158,7 +158,7 @@ class Scorer(nn.Module):
         return Embedding(
             z,
             torch.cat([z, average_positions(others)], dim=1) if others else z,
-            average_positions(candidate) if self.density.input_kind == "pooled" else z,
+            average_positions(candidate) if self.density.reads == "pooled" else z,
             None if output is None else output.float(),
             None if self.texture is None else average_positions(features[-1:]),
         )
@@ -195,7 +195,7 @@ class Pipeline(nn.Module):
     """Computes packed outputs (:mod:`psc_core.tasks.outputs`) from pixels, so that one copy brings them to the host.
 
     Args:
-        scorer: All that needs no calibration.
+        scorer: Everything that needs no calibration.
         calibration_scores: ``float32 (n,)`` ascending OOD scores of the calibration images.
         gates: The gates that make the OOD score; without gates it is −log density.
         layer_map: The map of one of the backbone's layers, for explanations.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from psc_core.images.statistics import Statistics
+from psc_core.images.loader_preprocessing import LoaderPreprocessing
 from psc_core.model.base import FittedModel
 from psc_core.target import Target
 from psc_core.tasks.regression.calibration import Calibration
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from psc_core.images.inputs import ImageLike
+    from psc_core.images.loader_preprocessing import Statistic
     from psc_core.images.preprocess import Preprocess
-    from psc_core.images.statistics import Statistic
     from psc_core.tasks.outputs import FloatArray, Outputs
     from psc_core.tasks.regression.decide import Decisions
     from psc_core.tasks.regression.prediction import Prediction
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PSCRegressor(FittedModel):
-    """A regression that gives a number with its uncertainty and recognises unusual images in one forward pass.
+    """A regression that predicts a number with its uncertainty and recognises unusual images in one forward pass.
 
     Its :attr:`classes` are the bins of the target, which the density and the gates use.  :func:`psc_core.fit_regressor`
     and ``psc-fit --task regression`` fit such a model.
@@ -84,7 +84,7 @@ class PSCRegressor(FittedModel):
             val: Validation images in the same form, none of them used for training.
             target: The name of the number.
             unit: The unit of the number.
-            preprocess: As in :meth:`psc_core.PSC.fit`, and so are ``mean``, ``std`` and ``name``.
+            preprocess: See :meth:`psc_core.PSC.fit`, also for ``mean``, ``std`` and ``name``.
             mean: The mean of each channel.
             std: The standard deviation of each channel.
             name: The name of the model.
@@ -98,8 +98,8 @@ class PSCRegressor(FittedModel):
         """
         from psc_core.fitting.in_memory import fit  # imported here, so that services load no fitting code
 
-        of, predicted = Statistics(preprocess, mean, std), Target(name=target, unit=unit)
-        model = fit(cls.task_type.name, net, (train, val), statistics=of, target=predicted, name=name, **settings)
+        of, predicted = LoaderPreprocessing(preprocess, mean, std), Target(name=target, unit=unit)
+        model = fit(cls.task_type.name, net, (train, val), preprocessing=of, target=predicted, name=name, **settings)
         return cast(PSCRegressor, model)
 
     if TYPE_CHECKING:

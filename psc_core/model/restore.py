@@ -54,7 +54,7 @@ def restore_modules(bundle: Bundle, allow_factories: Collection[str]) -> Modules
         projection = Projection.restore(manifest.projection.model_dump(), tensors["projection"])
         density = restore_density(manifest.density.model_dump(), tensors["density"])
         dim = len(projection.z_mean)
-        if density.input_kind == "z" and len(density.mean) != dim:
+        if density.reads == "z" and len(density.mean) != dim:
             raise BundleError(f"expected density.sizes.dim to be {dim}, got {len(density.mean)}; fit the bundle again")
         head = manifest.task.restore_head(manifest.head.model_dump(exclude={"layers"}), tensors["head"])
         calibration = _restore_calibration(manifest, tensors["calibration"])
@@ -101,17 +101,17 @@ def _restore_gates(
     if manifest.gates is None:
         return None, None
     tensors = files["gates"]
-    texture, own = None, {name: tensor for name, tensor in tensors.items() if "." not in name}
+    texture, of_gates = None, {name: tensor for name, tensor in tensors.items() if "." not in name}
     if manifest.gates.texture is not None:
         texture_tensors = {name.removeprefix("texture."): tensor for name, tensor in tensors.items() if "." in name}
         texture = restore_density(manifest.gates.texture.density.model_dump(), texture_tensors)
     wanted = {"ascending", "scales", "calibration"}
-    if set(own) != wanted or (texture is None and len(own) != len(tensors)):
+    if set(of_gates) != wanted or (texture is None and len(of_gates) != len(tensors)):
         raise BundleError(
             f"expected gates tensors {sorted(wanted)}, got {shortened(repr(sorted(tensors)))}; fit it again"
         )
     below = 1.0 if manifest.gates.texture is None else manifest.gates.texture.counts_below
-    gates = Gates(manifest.gates.names, **own, texture_counts_below=below)
+    gates = Gates(manifest.gates.names, **of_gates, texture_counts_below=below)
     expected = manifest.gates.images, manifest.calibration.images
     got = gates.ascending.shape[1], gates.calibration.shape[1]
     if expected != got:

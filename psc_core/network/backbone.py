@@ -279,13 +279,13 @@ def check_output(net: nn.Module, trial: Inputs, outputs: int, *, name: str) -> N
         raise NetworkError(f"{name}: {error}") from error
 
 
-def check_own_output(backbone: Backbone, trial: Inputs, outputs: int, *, name: str) -> None:
+def check_network_output(backbone: Backbone, trial: Inputs, outputs: int, *, name: str) -> None:
     """Check that a backbone keeps as many logits as are to be predicted for the data set ``name``.
 
     Raises:
         UsageError: If it keeps another number of logits, or none.
     """
-    if (width := own_width(backbone, trial)) != outputs:
+    if (width := output_width(backbone, trial)) != outputs:
         raise UsageError(
             f"expected a network of {outputs} output{'s' * (outputs > 1)} for {name}, got {width}; use the data it was "
             "trained for, and a factory that reads num_classes"
@@ -293,7 +293,7 @@ def check_own_output(backbone: Backbone, trial: Inputs, outputs: int, *, name: s
 
 
 @torch.inference_mode()
-def own_width(backbone: Backbone, trial: Inputs) -> int | None:
+def output_width(backbone: Backbone, trial: Inputs) -> int | None:
     """Return the number of the network's own logits; None if the backbone does not keep them."""
     output = backbone(trial)[1]
     return None if output is None else output.shape[1]

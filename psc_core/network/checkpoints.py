@@ -40,7 +40,7 @@ INDEX: Final = ".index.json"
 """The suffix of a file that names other files, which hold the tensors."""
 
 MAX_TEXT: Final = 64 << 20
-"""Maximum size of an index or of the pickle beside the tensors, which are parsed as a whole, in bytes."""
+"""Maximum size of an index or of the pickle besides the tensors, which are parsed as a whole, in bytes."""
 
 MAX_CLASSES: Final = 1000
 """Maximum number of classes for which a stand-in is made."""

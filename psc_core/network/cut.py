@@ -36,10 +36,10 @@ def shared_copy(net: nn.Module) -> nn.Module:
         NetworkError: If the modules cannot be copied.
     """
     # deepcopy takes every object in its memo for one that is already copied.
-    return own_copy(net, {id(tensor): tensor for tensor in chain(net.parameters(), net.buffers())})
+    return deep_copy(net, {id(tensor): tensor for tensor in chain(net.parameters(), net.buffers())})
 
 
-def own_copy(net: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+def deep_copy(net: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """Copy ``net`` in evaluation mode, except for objects whose id is in ``memo``.
 
     Raises:

@@ -72,7 +72,7 @@ def _fold_batch_norm(net: fx.GraphModule) -> None:
 
 
 def _copy_weights(net: fx.GraphModule, dtype: torch.dtype, memory_format: torch.memory_format) -> None:
-    """Give convolutions and linear layers their own weights, in this dtype and memory format."""
+    """Give convolutions and linear layers copies of their weights, in this dtype and memory format."""
     for node, convolution in list(_convolutions(net)):
         weight = convolution.weight.detach().to(dtype).contiguous(memory_format=memory_format)
         _replace_weights(net, node, weight, convolution.bias)

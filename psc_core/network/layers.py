@@ -110,7 +110,7 @@ def select_layers(layers: Sequence[LayerInfo], pattern: str | None) -> list[Laye
 
 @torch.inference_mode()
 def _run(net: nn.Module, trial: Tensor) -> _Run:
-    """Run the network on two copies of the trial input, because two tell outputs that lack the batch axis."""
+    """Run the network on two copies of the trial input, because two images reveal outputs that lack the batch axis."""
     read_sizes = {module.in_features for module in net.modules() if isinstance(module, nn.Linear)}
     shapes: dict[str, tuple[int, ...]] = {}
     vectors: dict[str, Tensor] = {}

@@ -112,7 +112,7 @@ def load_network(
 
 
 def recipe_for(spec: str, described: Described, num_classes: int | None, model_args: Mapping[str, Any]) -> Recipe:
-    """Return the recipe of the network of a spec, from its own description and from what the caller adds to it.
+    """Return the recipe of the network of a spec, from its description and what the caller adds to it.
 
     Raises:
         NetworkError: If neither says the number of classes, or they say different ones.

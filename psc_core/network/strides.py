@@ -23,7 +23,7 @@ _READ_STRIDES: Final = frozenset(
 )
 
 _KNOWN: Final = frozenset({"torch", "torchvision", "timm", "operator", "_operator", "math", "builtins"})
-"""Packages whose functions do not depend on strides; another's, wrapped for torch.fx, may hold a ``view``."""
+"""Packages whose functions do not depend on strides; those of others, wrapped for torch.fx, may use a ``view``."""
 
 
 def reads_strides(net: fx.GraphModule) -> bool:

@@ -66,7 +66,7 @@ class _Place:
 
 
 def read_weights(path: Path, wanted: Mapping[str, Tensor]) -> Weights:
-    """Read the tensors of a network from a checkpoint; ``wanted`` is the network's own state dict.
+    """Read the tensors of a network from a checkpoint; ``wanted`` is the network's state dict.
 
     Raises:
         NetworkError: If the file is missing, cannot be read without running its code, or has no tensors by name.

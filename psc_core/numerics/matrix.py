@@ -139,7 +139,7 @@ def check_features(
     class must have ``minimum`` images; messages call class k ``class_names[k]``, or k.
 
     Raises:
-        FitError: If a shape is wrong, a label out of range, a value NaN or ∞, or a class has less than ``minimum``
+        FitError: If a shape is wrong, a label out of range, a value NaN or ∞, or a class has fewer than ``minimum``
             images.
     """
     if len(z.shape) != 2 or labels.shape != z.shape[:1] or not z.dtype.is_floating_point or z.shape[1] == 0:

@@ -31,7 +31,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 MIN_COLUMNS = 1024
-"""Minimum number of columns that are worth a separate pass, whatever the memory budget."""
+"""Minimum number of columns for a separate pass, whatever the memory budget."""
 
 _BLOCK = {"cpu": 1 << 17, "cuda": 1 << 23}
 """Number of entries converted to float64 at a time: 1 MiB on a CPU, which stays in a core's cache; 64 MiB on CUDA, for

@@ -151,7 +151,7 @@ def reshape_features(features: Sequence[Tensor], positions: Sequence[int]) -> Fl
 def reduce_positions(
     features: Float[Tensor, "batch channels _"], positions: int
 ) -> Float[Tensor, "batch channels {positions}"]:
-    """Return features averaged to so many positions: in squares where both numbers are squares, else along one axis."""
+    """Return features averaged to this many positions: in squares if both numbers are squares, else along one axis."""
     batch, channels, have = features.shape
     if have == positions:
         return features

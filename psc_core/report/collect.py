@@ -42,16 +42,16 @@ def collect_fit(
     name, seed = model.task.name, data.seed
     evaluation, sets = (module_of(name, f"psc_core.{floor}") for floor in ("evaluation.{}", "report.{}.sets"))
     trained, validation = (balanced(images, REPORTED_IMAGES, seed) for images in (data.train, data.calibration))
-    own = evaluation.own_network(net, validation, compute)
-    beside_own = evaluation.score_images(model, validation, own, batch_images=compute.batch_images)
+    plain = evaluation.plain_network(net, validation, compute)
+    of_validation = evaluation.score_images(model, validation, plain, batch_images=compute.batch_images)
     of_training = evaluation.score_images(model, trained, batch_images=compute.batch_images)
     known = (
         sets.scored_set("training", Role.TRAINING, trained, of_training),
-        sets.scored_set("validation", Role.VALIDATION, validation, beside_own),
+        sets.scored_set("validation", Role.VALIDATION, validation, of_validation),
     )
     made_up = made_up_sets(model, data.selection, compute, mixed=not data.is_ambiguous, seed=seed)
     sizes = {"nc1": projection.nc1.cpu(), "nc4": projection.nc4.cpu()}
-    return Content(version, (*known, *made_up), sets.pictures_of(validation, beside_own), sizes)
+    return Content(version, (*known, *made_up), sets.pictures_of(validation, of_validation), sizes)
 
 
 def collect_test(

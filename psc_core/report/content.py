@@ -1,7 +1,7 @@
 """The content of a report beyond the bundle itself: scores of some images, a few pictures, the sizes compared.
 
 A fit stores it beside the bundle, in one safetensors file, so that the page can be drawn again without the images.
-Nothing computes with this file, and no reader of a bundle needs it.
+Nothing is computed from this file, and no reader of a bundle needs it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class ScoredSet:
-    """The scores of n images that belong together, on the CPU; each task adds its own."""
+    """The scores of n images that belong together, on the CPU; each task adds fields."""
 
     name: str
     role: Role
@@ -84,13 +84,13 @@ class Content:
         sets: list[dict[str, Any]] = []
         for number, images in enumerate(self.sets):
             about = {"name": images.name, "role": images.role.value, "quality": images.quality}
-            own: dict[str, Tensor] = {}
+            parts: dict[str, Tensor] = {}
             for part, value in vars(images).items():
                 if isinstance(value, Tensor):
-                    own[part] = value
+                    parts[part] = value
                 elif part not in about:
-                    own |= {f"{part}.{name}": values for name, values in value.items()}
-            tensors |= {f"sets.{number}.{name}": values.contiguous() for name, values in own.items()}
+                    parts |= {f"{part}.{name}": values for name, values in value.items()}
+            tensors |= {f"sets.{number}.{name}": values.contiguous() for name, values in parts.items()}
             sets.append(about)
         pictures: list[dict[str, Any]] = []
         for number, picture in enumerate(self.pictures):

@@ -12,6 +12,7 @@ from psc_core.bundle.io import Bundle
 from psc_core.bundle.manifest import HISTORY, Manifest
 from psc_core.collapse.report import Candidate, CollapseReport
 from psc_core.errors import BundleError
+from psc_core.gates.fit.choice import TRANSFORMS
 from psc_core.report import words
 from psc_core.report.content import Content, Role, ScoredSet
 from psc_core.tasks import module_of
@@ -37,7 +38,7 @@ class Facts:
 
     @cached_property
     def calibrated_on(self) -> str:
-        """The images for whose like the stated rates hold, in words."""
+        """A phrase for the images to which the stated rates apply."""
         history = self.manifest.provenance.get(HISTORY)
         if not history:
             return "validation images of the fit"
@@ -50,7 +51,7 @@ class Facts:
         found = self.manifest.provenance.get(HISTORY, [{}])[-1].get("extension")
         if not found or not found["times"]:
             return ""
-        rows = zip(found["kinds"], found["auroc_before"], found["auroc_after"], strict=True)
+        rows = zip(found[TRANSFORMS], found["auroc_before"], found["auroc_after"], strict=True)
         compared = ", ".join(f"{transform} {before:.3f} to {after:.3f}" for transform, before, after in rows)
         return (
             f"{found['images']} labelled images outside the slice extend the density, each as {found['times']} "

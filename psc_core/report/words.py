@@ -9,7 +9,7 @@ Texts = Mapping[str, tuple[str, str]]
 """The title and explanation of each figure, in the order of the page."""
 
 PREDICTORS: Final = {"base": "the network itself", "psc": "with PSC"}
-"""The names of predictors; others, from ``psc-eval``, keep their own."""
+"""The names of predictors; others, from ``psc-eval``, keep theirs."""
 
 TEXTS: Final[Texts] = {
     "sizes": ("Size of the projection", "Squares mark the chosen number of components: the fewest that keep both."),

@@ -6,7 +6,7 @@ Every folder has the same files, in the order in which an image meets them:
 ``answer``          the fields of an answer, each declared once, with unit and meaning
 ``policy``          the thresholds that a user sets
 ``decide``          thresholds, and the decisions that they make of outputs
-``calibration``     the scores of calibration images, and the thresholds that a policy means among them
+``calibration``     the scores of calibration images, and the thresholds that a policy implies on them
 ``prediction``      what ``predict`` returns in Python
 ``task``            the :class:`.task.Task`: its names, its types, and how it does what every task does
 ``heads``           the heads (the paper's g′) of its models
@@ -26,7 +26,7 @@ TASKS: Final = (
     "regression",
     "classification",
 )
-"""Names of all tasks, in the order in which manifests, answers and data are asked for theirs: classification comes
+"""Names of all tasks, in the order in which manifests, answers and data are matched with them: classification comes
 last, because it also takes a manifest that names no task."""
 
 

@@ -1,4 +1,4 @@
-"""The parts that the answers of all tasks are made of.
+"""The parts of every task's answers.
 
 A task's ``answer`` module declares each field once: the packed columns of the device step, the JSON answer, its OpenAPI
 schema, the scores among the tensors of the v2 protocol and the client's type all come from there.
@@ -36,7 +36,7 @@ PValue = Annotated[Score, Field(ge=0, le=1, description="(1 + #{calibration OOD 
 GatePValues = Annotated[
     dict[str, float] | None,
     Field(
-        description="p-value of each gate: `texture` (strange texture), `kind` (unknown kind), `confidence` "
+        description="p-value of each gate: `texture` (anomalous texture), `kind` (unknown kind), `confidence` "
         "(no class has much evidence); left out for a model without gates.",
     ),
 ]
@@ -63,11 +63,11 @@ class ExplanationMap(Document):
     layer: str = Field(description="The layer whose positions they are.")
     png: str = Field(
         description="Base64 of an 8-bit grey PNG, a pixel for each position. Level g: one in 10^(4g/255) positions of "
-        "in-distribution images is as strange; 0 is usual, 128 one in a hundred, 255 one in 10,000."
+        "in-distribution images is as anomalous; 0 is usual, 128 one in a hundred, 255 one in 10,000."
     )
     box: tuple[float, float, float, float] = Field(
-        description="Left, top, right and bottom of the strangest region, as fractions of what the network sees: the "
-        "whole image, or its centre where `input` of `/model` has a `resize`."
+        description="Left, top, right and bottom of the most anomalous region, as fractions of what the network "
+        "sees: the whole image, or its centre where `input` of `/model` has a `resize`."
     )
 
 
@@ -109,7 +109,7 @@ class BaseAnswer(Document):
 
 
 class Response(Document):
-    """Base of the answers to a prediction request; ``policy`` and ``predictions`` have a place of the task's choice."""
+    """Base of the answers to a prediction request; each task declares ``policy`` and ``predictions``."""
 
     noun: ClassVar[str]
     """The word for the predictions of such a model, in messages."""

@@ -1,4 +1,4 @@
-"""The base of every task's calibration: the OOD scores of n calibration images, and what a policy means among them."""
+"""The base of every task's calibration: the OOD scores of n calibration images, and what a policy implies on them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from psc_core.tasks.policy import BasePolicy
 
 @dataclass(frozen=True)
 class BaseCalibration:
-    """Scores of n calibration images, float32, each sorted for itself."""
+    """Scores of n calibration images, float32, each sorted separately."""
 
     thresholds_type: ClassVar[type[BaseThresholds]]
 
@@ -28,7 +28,7 @@ class BaseCalibration:
     def ood_score_threshold(self, alpha: float) -> float:
         """Return the OOD score (nats) above which an image's p-value is at most α.
 
-        ``p ≤ α ⇔ OOD score > threshold``, exactly, also where the rounding of p matters.
+        ``p ≤ α ⇔ OOD score > threshold``, exactly, even where the rounding of p matters.
 
         Raises:
             UsageError: If ``alpha`` is not in (0, 1) or below ``1 / (n + 1)``.
@@ -40,10 +40,10 @@ class BaseCalibration:
         return None
 
     def check_classes(self, count: int) -> None:
-        """Reject, by :class:`BundleError`, scores that are of another number of classes."""
+        """Raise :class:`BundleError` for scores of another number of classes."""
 
     def thresholds(self, policy: BasePolicy) -> BaseThresholds:
-        """Return the thresholds that a policy of the task means here.
+        """Return the thresholds that a policy of the task implies on these images.
 
         Raises:
             UsageError: If n is too small for its alpha or its coverage.

@@ -31,8 +31,8 @@ class Head(Fitted):
     Attributes:
         score_names: The scores of the task, in the order of their columns.
         reads_output: Whether it reads the network's own output, for base predictions, and no features.
-        reads_layers: Whether it reads features of earlier layers, averaged over positions, beside z.
-        epistemic_unit: Unit of the epistemic uncertainty, for people; empty where there is none.
+        reads_layers: Whether it reads features of earlier layers, averaged over positions, besides z.
+        epistemic_unit: Unit of the epistemic uncertainty, for display; empty where there is none.
     """
 
     score_names: ClassVar[tuple[str, ...]]
@@ -51,8 +51,8 @@ class Head(Fitted):
         """Return the scores that need no density, and the probabilities.
 
         Args:
-            features: z, and behind it those of the layers that it reads.
-            output: The network's own, where that is served.
+            features: z, followed by the other layers that the head reads.
+            output: The network's output, where that is served.
         """
         raise NotImplementedError
 

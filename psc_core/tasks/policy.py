@@ -16,11 +16,11 @@ Alpha = Annotated[float, Field(ge=1e-9, lt=1, description="`is_ood` when the p-v
 Coverage = Annotated[float, Field(gt=0, lt=1, description="Nominal coverage of `prediction_set`, or of the interval.")]
 
 GUARANTEED_RISK: Final = "promised"
-"""The guaranteed error rate in ``metrics.risk`` of a bundle; the format keeps its first name for it."""
+"""The guaranteed error rate in ``metrics.risk``, by its key in the bundle format."""
 
 
 class BasePolicy(BaseModel):
-    """Base of the policies: every one has at least ``alpha`` and ``coverage``, in a place of its own choice."""
+    """Base of the policies: every one declares at least ``alpha`` and ``coverage``, among its other fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 

@@ -41,7 +41,7 @@ class BasePrediction:
     decisions: BaseDecisions  # under the bundle's policy
     classes: tuple[str, ...]  # names; of a regression the bins of its target
     maps: Tensor | None = field(default=None, kw_only=True)
-    """``uint8 (n, rows, columns)``: how strange each part of the images is, 255 the strangest; None unless asked for.
+    """``uint8 (n, rows, columns)``: how anomalous each part of the images is, at most 255; None unless asked for.
 
     One in ``10^(4g/255)`` positions of in-distribution images has the grey level g or more.
     """
@@ -53,7 +53,7 @@ class BasePrediction:
         """Return the predictions for some of the images."""
         at = images if isinstance(images, slice) else torch.as_tensor(images).cpu().reshape(-1)
         if not isinstance(at, slice) and not at.numel():
-            at = at.long()  # Of [] torch makes floats.
+            at = at.long()  # torch makes floats of [].
         decisions = self.decisions.at(at if isinstance(at, slice) else at.numpy())
         maps = None if self.maps is None else self.maps[at]
         outputs = replace(self.outputs, packed=self.outputs.packed[at])
@@ -116,7 +116,7 @@ class BasePrediction:
 
     @classmethod
     def _fields(cls) -> list[str]:
-        """Return the fields of an answer but those that a request asks for."""
+        """Return the fields of an answer except those that a request asks for."""
         return [name for name in cls.answer.model_fields if name not in ASKED_FOR]
 
     def __repr__(self) -> str:

@@ -34,9 +34,9 @@ class Task(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: ClassVar[str]
-    """The name of its folder."""
+    """The name of the task's folder."""
     noun: ClassVar[str]
-    """The word for a model of it in messages: ``"classifier"``."""
+    """The word for a model of the task in messages: ``"classifier"``."""
     response: ClassVar[type[Response]]
     """The answer to a request."""
     answer: ClassVar[type[BaseAnswer]]
@@ -45,16 +45,16 @@ class Task(BaseModel):
     calibration: ClassVar[type[BaseCalibration]]
     predictions: ClassVar[type[BasePrediction]]
     """The result of ``predict`` in Python."""
-    own_heads: ClassVar[Mapping[str, type[Head]]] = {}
+    output_heads: ClassVar[Mapping[str, type[Head]]] = {}
     """Heads by kind that read the network's own output in place of the features, for base predictions."""
     heads: ClassVar[Mapping[str, type[Head]]]
-    """Heads of its models by kind."""
+    """The other heads by kind."""
     abstentions: ClassVar[Mapping[str, int]]
     """The code of the decision for each reason to abstain."""
     limits: ClassVar[Mapping[str, str]] = {"alpha": "ood_p_value"}
     """The score that each threshold of the policy is compared with."""
     has_numbers: ClassVar[bool] = False
-    """Whether a training image has a number, beside the class or bin that it belongs to."""
+    """Whether a training image has a number, besides the class or bin that it belongs to."""
 
     @classmethod
     def is_of(cls, manifest: Mapping[str, Any]) -> bool:
@@ -69,14 +69,14 @@ class Task(BaseModel):
         """Return the agreements between fields of a manifest that this task alone requires."""
         return ()
 
-    # What a model has
+    # Properties of a model
 
     def number(self) -> Target | None:
-        """Return the number that it predicts; None where it predicts something else."""
+        """Return the number that a model predicts; None where it predicts something else."""
         return None
 
     def network_outputs(self, classes: Sequence[str]) -> int:
-        """Return the number of outputs of its networks."""
+        """Return the number of outputs of a network of the task."""
         return len(classes)
 
     def probabilities(self, classes: Sequence[str]) -> int:
@@ -84,30 +84,30 @@ class Task(BaseModel):
         return len(classes)
 
     def epistemic_unit(self, head: Head) -> str:
-        """Return the unit of the epistemic uncertainty, for people; empty where there is none."""
+        """Return the unit of the epistemic uncertainty, for display; empty where there is none."""
         return head.epistemic_unit
 
     def restore_head(self, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Head:
         """Return the head with this ``config()`` and ``state_dict()``; raises :class:`BundleError`."""
-        return restore({**self.heads, **self.own_heads}, config, state)
+        return restore({**self.heads, **self.output_heads}, config, state)
 
     def parse_label(self, text: str, classes: Sequence[str]) -> str:
         """Return what a person says of an image as a log keeps it: one of the classes, unless a task says otherwise.
 
         Raises:
-            DataError: If the model could not have said it.
+            DataError: If the model could not have predicted it.
         """
         if text not in classes:
             known = listed(classes, 10)
             raise DataError(f"expected one of the model's classes ({known}), got {text!r}; correct the label")
         return text
 
-    # What it says of images
+    # Predictions and labels
 
     def prediction(
         self, outputs: Outputs[Tensor], decisions: BaseDecisions, classes: tuple[str, ...]
     ) -> BasePrediction:
-        """Return the predictions that ``predict`` gives in Python."""
+        """Return the predictions as ``predict`` returns them in Python."""
         return self.predictions(outputs, decisions, classes, **dict(self))  # Its own fields too: a target.
 
     def decision_names(self) -> tuple[str, ...]:
@@ -115,7 +115,7 @@ class Task(BaseModel):
         return get_args(self.answer.model_fields["decision"].annotation)
 
     def columns(self) -> dict[str, Any]:
-        """Return the types of the columns that ``psc-score`` writes: an answer's fields but those that one asks for."""
+        """Return the types of the columns that ``psc-score`` writes: an answer's fields except those on request."""
         return {name: field.annotation for name, field in self.answer.model_fields.items() if name not in ASKED_FOR}
 
     def difference(self, outputs: Outputs[Tensor], other: Outputs[Tensor]) -> tuple[str, Tensor]:
@@ -133,7 +133,7 @@ def task_type(name: str) -> type[Task]:
 
 
 def task_types() -> tuple[type[Task], ...]:
-    """Return all tasks, first the one that a manifest means that names none."""
+    """Return all tasks, first the one of a manifest that names none."""
     return tuple(map(task_type, reversed(TASKS)))
 
 

@@ -194,7 +194,7 @@ class FakeModel:
         """Packed outputs, read by name."""
         return Outputs(packed, self.score_names, self.gates)
 
-    def tried(self) -> FakeModel:
+    def probed(self) -> FakeModel:
         """This one, untried."""
         return self
 

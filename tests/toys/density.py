@@ -32,14 +32,14 @@ class RelativeDensity(TiedDensity):''',
     "psc_core/density/fit/density.py": [
         (
             "FITS: Final",
-            '''def fit_spherical(pooled: Pooled, held_out: HeldOut | None) -> OwnPart:
+            '''def fit_spherical(pooled: Pooled, held_out: HeldOut | None) -> FamilyPart:
     """Return class means in w, and the size of each class there."""
     x, root = pooled.x, pooled.inverse.root
     parts = [(linalg.scatter_about(x.take(own), mean), n) for (own, n), mean in zip(pooled.classes, pooled.means)]
     variances = [(root.T @ scatter @ root).trace() / (n - 1) for scatter, n in parts]
     spreads = (torch.stack(variances) / x.shape[1]).sqrt().clamp(min=1e-3)
     constants = pooled.constants - x.shape[1] * spreads.log()
-    return OwnPart({**fit_tied(pooled, held_out).tensors, "spreads": spreads, "constants": constants}, {})
+    return FamilyPart({**fit_tied(pooled, held_out).tensors, "spreads": spreads, "constants": constants}, {})
 
 
 FITS: Final''',

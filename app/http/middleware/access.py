@@ -16,7 +16,7 @@ from app.http.schemas import ProblemDocument
 
 
 class HostAllowList(TrustedHostMiddleware):
-    """The allow-list of hosts, which lets pass probes, as they name an address, and gRPC, as no web page speaks it."""
+    """The allow-list of hosts; probes, which name an address, and gRPC, which no web page speaks, are exempt."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (scope.get("scheme") == "grpc" or is_probe(scope["path"])):

@@ -1,4 +1,4 @@
-// The pictures, each with its verdict: their order, which of them are shown, and which one has the keyboard.
+// The pictures, each with its decision: their order, which of them are shown, and which one has the keyboard.
 
 import { DECISIONS } from "./decide.js";
 import { pictureOf } from "./pictures.js";

@@ -16,7 +16,7 @@ const LIVE_MILLISECONDS = 2000;
 const RETRY_MILLISECONDS = 1000;
 
 const element = (id) => document.getElementById(id);
-const on = (id, kind, act) => element(id).addEventListener(kind, act);
+const on = (id, event, act) => element(id).addEventListener(event, act);
 const panel = element("panel");
 const view = { model: null, rival: null, policy: null }; // the thresholds of this page; the model's until they are changed
 let images = []; // {id, file, tile, state: "waiting", "asked", "locked", "failed" or "done", prediction, decision, other, drawn, problem}

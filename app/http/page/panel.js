@@ -1,4 +1,4 @@
-// The panel beside the pictures: one image with its verdict, the reasons, and the numbers behind them.
+// The panel beside the pictures: one image with its decision, the reasons, and the numbers behind them.
 
 import { DECISIONS } from "./decide.js";
 import { nats, number, percent } from "./format.js";
@@ -85,8 +85,8 @@ function showNumbers({ prediction, other }, model, policy, rival) {
   element("numbers").replaceChildren(...names, ...body);
 }
 
-function make(kind, name, ...content) {
-  const node = document.createElement(kind);
+function make(tag, name, ...content) {
+  const node = document.createElement(tag);
   node.className = name;
   node.append(...content);
   return node;

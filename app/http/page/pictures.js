@@ -46,7 +46,7 @@ function sizeOf(file) {
     const url = URL.createObjectURL(file);
     probe.addEventListener("load", () => done([probe.naturalWidth, probe.naturalHeight]));
     probe.addEventListener("error", fail);
-    for (const kind of ["load", "error"]) probe.addEventListener(kind, () => URL.revokeObjectURL(url));
+    for (const event of ["load", "error"]) probe.addEventListener(event, () => URL.revokeObjectURL(url));
     probe.src = url;
   });
 }

@@ -15,7 +15,7 @@ from app.errors import DeadlineExceeded, LogUnavailable, MalformedRequest
 from app.http.json_body import load_json
 from app.http.openapi import responses
 from app.http.uploads import parse, read_json_body
-from app.log.feedback import give, wait_seconds
+from app.log.feedback import add_verdict, wait_seconds
 from app.log.writer import LogWriter
 from app.service import Service, service_of
 from psc_core.errors import fault
@@ -91,7 +91,9 @@ async def feedback(request: Request) -> FeedbackDocument:
         given = Feedback.model_validate(await parse(service.parser, body, load_json, body))
     except ValidationError as error:
         raise MalformedRequest(fault(error.errors(include_input=False, include_url=False)[0], "member")) from error
-    label = await searched(service, give, given.to_label(), seconds=wait_seconds(service.settings.deadline_seconds))
+    label = await searched(
+        service, add_verdict, given.to_label(), seconds=wait_seconds(service.settings.deadline_seconds)
+    )
     service.metrics.psc_feedback_total.labels(verdict=label.verdict).inc()
     return FeedbackDocument(**{name: getattr(label, name) for name in FeedbackDocument.model_fields})
 

@@ -44,11 +44,11 @@ def add_to(app: FastAPI, *, index: bool) -> None:
 
     The files have routes of their own, because a mount does not find them behind a proxy that strips a prefix.
     """
-    own, swagger = PageFiles(directory=_FOLDER), PageFiles(directory=_SWAGGER)
+    page_files, swagger = PageFiles(directory=_FOLDER), PageFiles(directory=_SWAGGER)
 
     @app.get("/page/{file}", include_in_schema=False)
-    async def own_file(request: Request, file: str) -> Response:
-        return await own.get_response(file, request.scope)
+    async def page_file(request: Request, file: str) -> Response:
+        return await page_files.get_response(file, request.scope)
 
     @app.get("/docs-assets/{file}", include_in_schema=False)
     async def swagger_file(request: Request, file: str) -> Response:
@@ -56,7 +56,7 @@ def add_to(app: FastAPI, *, index: bool) -> None:
 
     @app.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> Response:
-        return await own.get_response("docs.html", request.scope)
+        return await page_files.get_response("docs.html", request.scope)
 
     @app.get("/redoc", include_in_schema=False)
     async def redoc() -> Response:
@@ -66,4 +66,4 @@ def add_to(app: FastAPI, *, index: bool) -> None:
 
         @app.get("/", include_in_schema=False)
         async def page(request: Request) -> Response:
-            return await own.get_response("index.html", request.scope)
+            return await page_files.get_response("index.html", request.scope)

@@ -7,70 +7,33 @@ from typing import Any, Final, Union
 
 import orjson
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import create_model
 
 from app.errors import MalformedRequest, UnavailableMap
 from app.http.disconnect import has_disconnected
 from app.http.openapi import IMAGES_BODY, responses
 from app.http.query import parse_query, query_parameters
 from app.http.uploads import UploadLimits, read_images
-from app.inference.request import RequestKind
+from app.inference.request import RequestMode
 from app.models.served import Predicted, ServedModel
 from app.service import service_to_predict
+from app.tasks.base import served_type
+from app.tasks.query import PredictQuery
 from psc_core.maps.picture import map_document
 from psc_core.model.pipeline import MAP
-from psc_core.tasks.classification.policy import AmbiguityThreshold
-from psc_core.tasks.policy import Alpha, BasePolicy
-from psc_core.tasks.regression.policy import MaxWidth
+from psc_core.tasks import TASKS
+from psc_core.tasks.policy import BasePolicy
 from psc_core.tasks.task import task_types
 
-
-class PredictQuery(BaseModel):
-    """The query parameters of a prediction."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    top_k: int | None = Field(
-        default=None,
-        ge=1,
-        le=999_999_999,
-        description="Return the `top_k` most probable classes as `top` instead of all `probabilities`.",
-    )
-    explain: bool = Field(default=False, description="Add an `explanation` to each prediction.")
-    map: bool = Field(
-        default=False,
-        description="Add a `map` to each `explanation`, which shows where the image is unusual; needs `explain=true`.",
-    )
-    monitor: bool = Field(
-        default=True,
-        description="`false` for images that are not part of the usual stream, such as tests: they are left out of "
-        "drift and of the metrics of scores, and counted in `psc_unmonitored_images_total`.",
-    )
-    alpha: Alpha | None = Field(
-        default=None,
-        description="`is_ood` if p ≤ alpha, in this request; at least 1/(n + 1) for n calibration images.",
-    )
-    ambiguity_threshold: AmbiguityThreshold | None = Field(
-        default=None,
-        description="For classifiers: `abstain_ambiguous` above this predictive entropy (nats), in this request.",
-    )
-    max_width: MaxWidth | None = Field(
-        default=None,
-        description="For regressions: `abstain_uncertain` if the interval is wider, in this request.",
-    )
-
-    @property
-    def kind(self) -> RequestKind:
-        """The kind of request that the queue sees."""
-        if self.explain:
-            return RequestKind.EXPLAIN_WITH_MAP if self.map else RequestKind.EXPLAIN
-        return RequestKind.PREDICT
-
+_Query: Final[type[PredictQuery]] = create_model(
+    "PredictQuery", __base__=tuple(served_type(name).query for name in reversed(TASKS))
+)
+"""The parameters of all tasks: which task is asked is known when the body has arrived."""
 
 _ROUTE: Final[dict[str, Any]] = {
     "response_model": Union[*(task.response for task in task_types())],
     "responses": responses(400, 401, 404, 408, 413, 415, 422, 429, 500, 503, 504),
-    "openapi_extra": {"requestBody": IMAGES_BODY, "parameters": query_parameters(PredictQuery)},
+    "openapi_extra": {"requestBody": IMAGES_BODY, "parameters": query_parameters(_Query)},
 }
 
 router = APIRouter(tags=["predict"])
@@ -94,22 +57,23 @@ async def predict_with(request: Request, name: str) -> Response:
 async def _predict(request: Request, name: str | None) -> Response:
     service = service_to_predict(request)
     registry, settings = service.registry, service.settings
-    query = parse_query(PredictQuery, request)
+    query = parse_query(_Query, request)
     if query.map and not query.explain:
         raise UnavailableMap("a map is part of an explanation; ask for both with explain=true&map=true")
-    registry.get(name).engine.check_room(query.kind)
+    mode = RequestMode.PREDICT
+    if query.explain:
+        mode = RequestMode.EXPLAIN_WITH_MAP if query.map else RequestMode.EXPLAIN
+    registry.get(name).engine.check_room(mode)
     limits = UploadLimits(settings.max_images_per_request, settings.max_fields, settings.upload_seconds)
     images = await read_images(request, limits, service.parser)
     served = registry.get(name)  # Again: a reload may have swapped the model while the body arrived.
     task, options = served.model.task, query.model_dump(exclude_none=True, exclude={"explain", "map", "monitor"})
     changes = {name: options.pop(name) for name in options.keys() & task.policy.model_fields}
-    if unknown := sorted(options.keys() - served.task.request_options):
+    if unknown := sorted(options.keys() - served.task.query.model_fields):
         raise MalformedRequest(f"model {served.name!r} is a {task.noun}, which has no {unknown[0]}; leave it out")
     thresholds = served.thresholds_with(**changes)
     disconnected = partial(has_disconnected, request.receive)
-    predicted = await served.predict(
-        images, thresholds, disconnected=disconnected, kind=query.kind, monitor=query.monitor
-    )
+    predicted = await served.predict(images, thresholds, disconnected=disconnected, mode=mode, monitor=query.monitor)
     return Response(predict_response(served, thresholds.policy, predicted, **options), media_type="application/json")
 
 
@@ -123,7 +87,7 @@ def predict_response(served: ServedModel, policy: BasePolicy, predicted: Predict
         served: The model that answered.
         policy: The policy behind the decisions.
         predicted: Finite outputs, decisions and, if the request asks for them, an explanation and a map.
-        options: Those of the task's ``request_options`` that the request has.
+        options: The parameters of the request that belong to the task and are no thresholds.
     """
     model, (outputs, decisions, explanation) = served.model, predicted
     predictions = served.task.documents(outputs, decisions, model.classes, **options)

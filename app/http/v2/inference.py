@@ -15,7 +15,7 @@ from app.http.uploads import parse
 from app.http.v2.schemas import InferRequest
 from app.http.v2.tensors import OutputTensor, images_of
 from app.inference.decoder import EncodedImage
-from app.inference.request import RequestKind
+from app.inference.request import RequestMode
 from app.models.served import ServedModel
 from app.service import Service
 from app.tasks.base import GATES_OUTPUT
@@ -99,7 +99,7 @@ async def infer(service: Service, name: str, version: str | None, received: Rece
         images if isinstance(images, np.ndarray) else [EncodedImage(data) for data in images],
         thresholds,
         disconnected=partial(has_disconnected, receive),
-        kind=RequestKind.MAP if MAP in as_binary else RequestKind.PREDICT,
+        mode=RequestMode.MAP if MAP in as_binary else RequestMode.PREDICT,
         monitor=wanted.parameters.monitor,
     )
     tensors = [

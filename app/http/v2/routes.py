@@ -89,7 +89,7 @@ async def model_metadata(request: Request, name: str) -> ModelMetadata:
     summary="Metadata of a model's version",
 )
 async def version_metadata(request: Request, name: str, version: str) -> ModelMetadata:
-    """Describe a model as without a version, if this is the version in service, the digest of the bundle."""
+    """Describe a model if this version, the digest of its bundle, is in service."""
     return metadata_of(find_model(service_to_predict(request), name, version))
 
 
@@ -111,7 +111,7 @@ async def model_ready(request: Request, response: Response, name: str) -> ModelR
     summary="Readiness of a model's version",
 )
 async def version_ready(request: Request, response: Response, name: str, version: str) -> ModelReadyDocument:
-    """Answer 200 if the model is ready, in this version; else 503."""
+    """Answer 200 if this version of the model is ready; else 503."""
     return _readiness(request, response, name, version)
 
 

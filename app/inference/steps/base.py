@@ -1,6 +1,6 @@
 """The interface of a step, from ``uint8 (n, C, H, W)`` host images to packed ``float32 (n, S + K + G)`` host outputs.
 
-All of it runs under ``torch.inference_mode``, and one thread at a time uses a step.  The outputs of padding images are
+Every step runs under ``torch.inference_mode`` and is used by one thread at a time.  The outputs of padding images are
 never returned.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from app.inference.request import DeviceBatch, Images, RequestKind, Result
+from app.inference.request import DeviceBatch, Images, RequestMode, Result
 from psc_core.model.pipeline import MAP, Pipeline
 from psc_core.network.onnx.body import keep_from_compiler
 from psc_core.tasks.outputs import FloatArray
@@ -52,8 +52,8 @@ class Step(Protocol):
     def fetch(self, slot: int, count: int) -> FloatArray:
         """Wait for a launched batch and return its outputs, which the caller owns; device errors surface here."""
 
-    def explain(self, images: Images, kind: RequestKind) -> Result:
-        """Compute outputs with maps, explanations or both, as the kind asks, without a slot."""
+    def explain(self, images: Images, mode: RequestMode) -> Result:
+        """Compute outputs with maps, explanations or both, as the mode asks, without a slot."""
 
     def release_memory(self) -> None:
         """Return cached device memory to the device after an allocation has failed."""
@@ -89,23 +89,23 @@ def bucket_of(buckets: tuple[int, ...], count: int) -> int:
     return next(size for size in buckets if size >= count)
 
 
-def explain(network: Pipeline | CompiledNetwork, images: Tensor, kind: RequestKind) -> Result:
-    """Compute the outputs of a batch on the network's device, with maps, explanations or both, as the kind asks."""
-    if kind is RequestKind.MAP:
+def explain(network: Pipeline | CompiledNetwork, images: Tensor, mode: RequestMode) -> Result:
+    """Compute the outputs of a batch on the network's device, with maps, explanations or both, as the mode asks."""
+    if mode is RequestMode.MAP:
         packed, grey = network.forward_with_map(images)
         explanation = {MAP: grey}
     else:
-        packed, explanation = network.explain(images, with_map=kind.has_map)
+        packed, explanation = network.explain(images, with_map=mode.has_map)
     arrays: dict[str, Any] = {name: value.cpu().numpy() for name, value in explanation.items()}
     return Result(packed.float().cpu().numpy(), arrays)
 
 
 def run_batch(step: Step, batch: DeviceBatch) -> Result:
     """Compute a batch and return its result, using slot 0."""
-    if batch.kind is not RequestKind.PREDICT:
+    if batch.mode is not RequestMode.PREDICT:
         images = np.empty((batch.size, *step.input(0).shape[1:]), np.uint8)
         batch.copy_images(images)
-        return step.explain(images, batch.kind)
+        return step.explain(images, batch.mode)
     batch.copy_images(step.input(0))
     step.launch(0, batch.size)
     return Result(step.fetch(0, batch.size))

@@ -7,7 +7,7 @@ from typing import Final, cast
 
 import torch
 
-from app.inference.request import Images, RequestKind, Result
+from app.inference.request import Images, RequestMode, Result
 from app.inference.steps.base import CompiledNetwork, TorchThreads, bucket_of, buckets_to, explain
 from psc_core.model.pipeline import Pipeline
 from psc_core.tasks.outputs import FloatArray
@@ -89,8 +89,8 @@ class EagerStep:
         return cast(FloatArray, packed[:count].float().cpu().numpy())
 
     @torch.inference_mode()
-    def explain(self, images: Images, kind: RequestKind) -> Result:
-        return explain(self._network, torch.from_numpy(images).to(self._device), kind)
+    def explain(self, images: Images, mode: RequestMode) -> Result:
+        return explain(self._network, torch.from_numpy(images).to(self._device), mode)
 
     def release_memory(self) -> None:
         if self._device.type == "cuda":

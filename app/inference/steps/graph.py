@@ -13,7 +13,7 @@ from typing import Final, cast
 import torch
 from torch import Tensor
 
-from app.inference.request import Images, RequestKind, Result
+from app.inference.request import Images, RequestMode, Result
 from app.inference.steps.base import CompiledNetwork, bucket_of, buckets_to, explain
 from psc_core.model.pipeline import Pipeline
 from psc_core.tasks.outputs import FloatArray
@@ -93,9 +93,9 @@ class GraphStep:
         return cast(FloatArray, self._host_outputs[slot][:count].numpy().copy())
 
     @torch.inference_mode()
-    def explain(self, images: Images, kind: RequestKind) -> Result:
+    def explain(self, images: Images, mode: RequestMode) -> Result:
         with torch.cuda.stream(self._stream):
-            return explain(self._network, torch.from_numpy(images).to(self._device), kind)
+            return explain(self._network, torch.from_numpy(images).to(self._device), mode)
 
     def release_memory(self) -> None:
         torch.cuda.empty_cache()

@@ -69,7 +69,7 @@ def fit_density(
     """Fit a feature density.
 
     Args:
-        train: The training examples, with features of the density's :attr:`.Density.input_kind`.
+        train: The training examples, with the features that the density :attr:`.Density.reads`.
         kind: One of :data:`psc_core.density.DENSITIES`.
         pca: Principal components to keep.  ``None`` chooses (see :mod:`.pca`), at most images − K and, with a
             covariance for each class, so many that K · P² stays under :data:`WHITENER_ELEMENTS`.
@@ -99,8 +99,8 @@ def fit_density(
         w = projection.whiten(_lengths(family, as_matrix(held_out.features)))[:] @ pooled.inverse.root
         apart = HeldOut(w, held_out.labels.to(w.device))
     fit = next(FITS[base] for base in family.__mro__ if base in FITS)
-    own = fit(pooled, apart)
-    tensors = {"mean": projection.mean, "basis": projection.whitening @ pooled.inverse.root, **own.tensors}
+    part = fit(pooled, apart)
+    tensors = {"mean": projection.mean, "basis": projection.whitening @ pooled.inverse.root, **part.tensors}
     record: Record = {
         EXAMPLES: len(z),
         "components": len(projection.variances),
@@ -109,7 +109,7 @@ def fit_density(
         "clamped_eigenvalues": pooled.inverse.n_clamped,
         "largest_increase": pooled.inverse.largest_increase,
     }
-    return family(tensors, record=record | own.record).to(z.device)
+    return family(tensors, record=record | part.record).to(z.device)
 
 
 def _most_components(family: type[Density], train: Examples) -> int:
@@ -138,10 +138,10 @@ def pool(projection: PCA, z: FeatureMatrix, train: Examples, counts: Int[Tensor,
     # A stable sort, so that each fit adds the images of a class in the same order.
     members = torch.split(train.labels.argsort(stable=True), counts.tolist())
     x = projection.whiten(z)
-    means = torch.stack([linalg.mean_of_rows(x.take(own)) for own in members])
+    means = torch.stack([linalg.mean_of_rows(x.take(rows)) for rows in members])
     scatter = means.new_zeros(x.shape[1], x.shape[1])
-    for own, mean in zip(members, means, strict=True):
-        scatter += linalg.scatter_about(x.take(own), mean)
+    for rows, mean in zip(members, means, strict=True):
+        scatter += linalg.scatter_about(x.take(rows), mean)
     # Labelled examples of one image are one observation; the K means take one degree of freedom each.
     n_images = train.n_images
     covariance, shrinkage = linalg.covariance(scatter * (n_images / len(z)), n_images - train.num_classes)
@@ -159,28 +159,28 @@ class HeldOut(NamedTuple):
     labels: Int[Tensor, " m"]
 
 
-class OwnPart(NamedTuple):
-    """The tensors of a density beside ``mean`` and ``basis``, and the entries of its record that are its own."""
+class FamilyPart(NamedTuple):
+    """The tensors besides ``mean`` and ``basis``, and the entries of the record, that this family of densities adds."""
 
     tensors: dict[str, Tensor]
     record: Record
 
 
-def fit_tied(pooled: Pooled, held_out: HeldOut | None) -> OwnPart:
+def fit_tied(pooled: Pooled, held_out: HeldOut | None) -> FamilyPart:
     """Return the class means in w; held-out examples choose nothing."""
-    return OwnPart({"constants": pooled.constants, "centres": pooled.means @ pooled.inverse.root}, {})
+    return FamilyPart({"constants": pooled.constants, "centres": pooled.means @ pooled.inverse.root}, {})
 
 
-def fit_relative(pooled: Pooled, held_out: HeldOut | None) -> OwnPart:
+def fit_relative(pooled: Pooled, held_out: HeldOut | None) -> FamilyPart:
     """Return the class means in w and one Gaussian for all images, which in x has mean 0 and covariance I."""
     background = {
         "background": torch.linalg.inv(pooled.inverse.root),  # x = w V⁻¹
         "background_constant": torch.tensor(-0.5 * pooled.volume, device=pooled.means.device),
     }
-    return OwnPart({**fit_tied(pooled, held_out).tensors, **background}, {})
+    return FamilyPart({**fit_tied(pooled, held_out).tensors, **background}, {})
 
 
-def fit_classwise(pooled: Pooled, held_out: HeldOut | None) -> OwnPart:
+def fit_classwise(pooled: Pooled, held_out: HeldOut | None) -> FamilyPart:
     """Return mean and whitener of each class in w; held-out examples choose how alike the whiteners are."""
     x, root, device = pooled.x, pooled.inverse.root, pooled.means.device
     w = x.map(lambda part: part @ root, x.shape[1], torch.float64)
@@ -192,15 +192,15 @@ def fit_classwise(pooled: Pooled, held_out: HeldOut | None) -> OwnPart:
     tied_weight = None
     if held_out is not None:
         tied_weight = record["tied_weight"] = choose_tied_weight(
-            (_moments(w.take(own), n_own), held_out.w[held_out.labels == k])
-            for k, (own, n_own) in enumerate(pooled.classes)
+            (_moments(w.take(rows), n_images), held_out.w[held_out.labels == k])
+            for k, (rows, n_images) in enumerate(pooled.classes)
         )
     shrinkages = []
     clamped, increase = pooled.inverse.n_clamped, pooled.inverse.largest_increase
-    for k, (own, n_own) in enumerate(pooled.classes):
-        centres[k], covariance = _moments(w.take(own), n_own)
+    for k, (rows, n_images) in enumerate(pooled.classes):
+        centres[k], covariance = _moments(w.take(rows), n_images)
         if tied_weight is None:
-            covariance, shrinkage = linalg.covariance(covariance * (n_own - 1), n_own - 1)
+            covariance, shrinkage = linalg.covariance(covariance * (n_images - 1), n_images - 1)
         else:
             covariance, shrinkage = between(covariance, tied_weight), tied_weight
         inverse = linalg.inverse_root(covariance)
@@ -214,15 +214,15 @@ def fit_classwise(pooled: Pooled, held_out: HeldOut | None) -> OwnPart:
         "shrunk_classes": sum(shrinkage > 0 for shrinkage in shrinkages),
         "mean_shrinkage": sum(shrinkages) / num_classes,
     }
-    return OwnPart({"constants": constants, "centres": centres, "whiteners": whiteners}, record)
+    return FamilyPart({"constants": constants, "centres": centres, "whiteners": whiteners}, record)
 
 
-FITS: Final[Mapping[type, Callable[[Pooled, HeldOut | None], OwnPart]]] = {
+FITS: Final[Mapping[type, Callable[[Pooled, HeldOut | None], FamilyPart]]] = {
     ClasswiseDensity: fit_classwise,
     TiedDensity: fit_tied,
     RelativeDensity: fit_relative,
 }
-"""How a density is fitted, and those derived from it that have no fit of their own."""
+"""The fit of each family of densities, by its base class."""
 
 
 def _lengths(family: type[Density], z: FeatureMatrix) -> FeatureMatrix:

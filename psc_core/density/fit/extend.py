@@ -1,4 +1,4 @@
-"""Extend a fitted density by more images of its classes, as if it had been fitted to them too.
+"""Extend a fitted density with more images of its classes, as if it had been fitted to them too.
 
 The input is a density that was fitted to n labelled examples, and m more images; the output is a density of the same
 kind.  In its coordinates w (:mod:`psc_core.density.gaussian`) a density keeps the mean μ_k and the covariance Σ_k of
@@ -114,8 +114,8 @@ def extend_density(
     record = {**density.record, EXAMPLES: int(n) + m, "clamped_eigenvalues": within.n_clamped}
     if isinstance(density, ClasswiseDensity):
         roots = [
-            linalg.inverse_root(turn @ ((own - 1) * covariance + each.added) @ turn / (each.examples - 1))
-            for own, covariance, each in zip(counts, _covariances(density), merged, strict=True)
+            linalg.inverse_root(turn @ ((seen - 1) * covariance + each.added) @ turn / (each.examples - 1))
+            for seen, covariance, each in zip(counts, _covariances(density), merged, strict=True)
         ]
         tensors["whiteners"] = torch.stack([each.root for each in roots])
         tensors["constants"] -= 0.5 * tensors["constants"].new_tensor([each.log_det for each in roots])
@@ -137,9 +137,9 @@ def _merge(
     """Merge a class with more images of it, each counted ``times`` times; there may be none."""
     if not len(more):
         return _Class(examples, mean, mean.new_zeros(len(mean), len(mean)))
-    own, count = more.mean(0), times * len(more)
-    gap, weight = own - mean, count / (examples + count)
-    added = times * linalg.scatter_about(more, own) + examples * weight * gap.outer(gap)
+    new, count = more.mean(0), times * len(more)
+    gap, weight = new - mean, count / (examples + count)
+    added = times * linalg.scatter_about(more, new) + examples * weight * gap.outer(gap)
     return _Class(examples + count, mean + weight * gap, added)
 
 

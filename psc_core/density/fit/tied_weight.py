@@ -34,21 +34,22 @@ class ClassMoments(NamedTuple):
     covariance: Float[Tensor, "P P"]
 
 
-def between(own: Float[Tensor, "P P"], tied_weight: float) -> Float[Tensor, "P P"]:
+def between(class_covariance: Float[Tensor, "P P"], tied_weight: float) -> Float[Tensor, "P P"]:
     """Return ``(1 − t) S_k + t I``."""
-    return (1 - tied_weight) * own + tied_weight * torch.eye(len(own), dtype=own.dtype, device=own.device)
+    tied = torch.eye(len(class_covariance), dtype=class_covariance.dtype, device=class_covariance.device)
+    return (1 - tied_weight) * class_covariance + tied_weight * tied
 
 
-def log_likelihoods(own: ClassMoments, images: Float[Tensor, "m P"]) -> Float[Tensor, " weights"]:
+def log_likelihoods(of_class: ClassMoments, images: Float[Tensor, "m P"]) -> Float[Tensor, " weights"]:
     """Return ``Σ_i log N(w_i; m_k, Σ_k)`` over held-out images of the class for every t, up to a constant, nats."""
-    values, vectors = linalg.eigh(own.covariance)
-    squares = ((images.double() - own.mean) @ vectors).square().sum(0)
+    values, vectors = linalg.eigh(of_class.covariance)
+    squares = ((images.double() - of_class.mean) @ vectors).square().sum(0)
     weights = torch.tensor(TIED_WEIGHTS, dtype=torch.float64, device=values.device)[:, None]
     variances = ((1 - weights) * values + weights).clamp(min=linalg.EIGENVALUE_FLOOR)
     return -0.5 * (squares / variances + len(images) * variances.log()).sum(1)
 
 
 def choose_tied_weight(classes: Iterable[tuple[ClassMoments, Float[Tensor, "_ P"]]]) -> float:
-    """Return the t under which the held-out images of all classes are most likely, of equals the largest."""
-    total = sum(log_likelihoods(own, images).cpu() for own, images in classes)
+    """Return the t under which the held-out images of all classes are most likely, on a tie the largest."""
+    total = sum(log_likelihoods(moments, images).cpu() for moments, images in classes)
     return max(zip(total.tolist(), TIED_WEIGHTS, strict=True))[1]  # type: ignore[union-attr]

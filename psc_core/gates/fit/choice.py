@@ -11,12 +11,15 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from psc_core.tables import aligned
 
 Auroc = Mapping[str, float]
 """The AUROC for each transform of made-up images."""
+
+TRANSFORMS: Final = "kinds"
+"""The key of a bundle that lists the transforms of made-up images, in the order of their AUROCs."""
 
 
 def best_of(aurocs: Mapping[str, Auroc]) -> dict[str, float]:
@@ -60,7 +63,7 @@ class GateChoice:
             "chosen": self.chosen,
             "regret": regret(self.aurocs, self.chosen),
             "reason": self.reason,
-            "kinds": list(best_of(self.aurocs)),
+            TRANSFORMS: list(best_of(self.aurocs)),
             "options": [
                 {"gates": name, "selectable": name in self.selectable, "auroc": list(auroc.values())}
                 for name, auroc in self.aurocs.items()

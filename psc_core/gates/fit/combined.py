@@ -14,7 +14,7 @@ from psc_core.gates.combined import TEXTURE, Gates
 from psc_core.numerics.tail import TAIL_FRACTION, tail_excess
 
 TEXTURE_COUNTS_BELOW: Final = 0.2
-"""The p-value below which a strange texture counts beside other gates."""
+"""The p-value below which an anomalous texture counts along with other gates."""
 
 MINIMUM_TAIL: Final = 5
 """Minimum number of readings for the scale of the tail, if there are as many."""

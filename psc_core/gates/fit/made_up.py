@@ -1,7 +1,7 @@
 """Make out-of-distribution images from in-distribution ones, so that choosing gates needs no other data.
 
 =========== =====================================================================  ====================================
-transform   what it makes                                                          stands for
+transform   result                                                                 stands for
 =========== =====================================================================  ====================================
 mixed       mean of two images of different classes                                near: unseen classes, whose parts are
 turned      by 90°                                                                 known and whose whole is not

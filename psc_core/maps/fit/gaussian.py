@@ -6,7 +6,7 @@ it had that much.  Of the components of the correlation, C = U diag(λ) Uᵀ, th
 
     A = diag(1/σ) U_kept diag(λ_kept^(−1/2))
 
-Directions in which in-distribution images hardly vary detect strange images best (Rippel, Mertens & Merhof 2021),
+Directions in which in-distribution images hardly vary detect anomalous images best (Rippel, Mertens & Merhof 2021),
 because all images differ in the leading directions.  Components whose variance is only rounding, below
 :data:`.EIGENVALUE_FLOOR` or the squared resolution of the features, are dropped.
 

@@ -1,4 +1,4 @@
-"""Make images with something strange at a known place from in-distribution ones, so that a layer can be chosen.
+"""Make images with something anomalous at a known place from in-distribution ones, so that a layer can be chosen.
 
 ======== ========================================================================  ===========================
 patch    what is pasted over a rectangle of a quarter to a half of either side     stands for

@@ -1,4 +1,4 @@
-"""The description that a network's files give of it."""
+"""The description of a network by its files."""
 
 from __future__ import annotations
 

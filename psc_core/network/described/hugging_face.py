@@ -30,12 +30,12 @@ WEIGHT_FILES: Final = (
 )  # fmt: skip
 
 _OUTPUTS: Final = 2
-"""The number of outputs that transformers does not write down."""
+"""The default number of outputs, which transformers does not write down."""
 
 _KERNELS: Final = re.compile(r"_?(attn|experts)_implementation(_internal)?")
 """The settings that choose the code of an operation, possibly code from the hub."""
 
-_OWN_KERNELS: Final = ("eager", "sdpa")
+_PYTORCH_KERNELS: Final = ("eager", "sdpa")
 """The values of these settings that need nothing but PyTorch."""
 
 _NO_NAME: Final = re.compile(r"LABEL_\d+")
@@ -98,10 +98,10 @@ def _check_kernels(config: Mapping[str, Any], file: Path) -> None:
             waiting += [(name or (key if _KERNELS.fullmatch(key) else ""), part) for key, part in value.items()]
         elif isinstance(value, list):
             waiting += [(name, part) for part in value]
-        elif name and value is not None and value not in _OWN_KERNELS:
+        elif name and value is not None and value not in _PYTORCH_KERNELS:
             raise NetworkError(
                 f"{file} asks for code from elsewhere ({name} {value!r:.100}), which is not run; remove it, or set it "
-                f"to one of {', '.join(_OWN_KERNELS)}"
+                f"to one of {', '.join(_PYTORCH_KERNELS)}"
             )
 
 

@@ -89,7 +89,7 @@ class _Unlike(Exception):
 
 
 class _Network(NamedTuple):
-    """The images that a network takes, according to its own configuration."""
+    """The images that a network takes, according to its configuration."""
 
     model_type: str
     channels: int
@@ -101,7 +101,7 @@ def read_processor(written: Mapping[str, Any], config: Mapping[str, Any], origin
 
     Args:
         written: The content of ``preprocessor_config.json``.
-        config: The network's own configuration.
+        config: The network's configuration.
         origin: The file of ``written``, for messages.
 
     Raises:

@@ -1,8 +1,8 @@
 """Read an untrusted ONNX model, and refuse it if it could do more than compute a network.
 
-A model passes if its operators are ONNX's own, without random numbers, subgraphs, functions, sequences, texts or sizes
-that depend on values; if all its constants are in the file or in a file beside it; and if every tensor has a bounded
-size that is known beforehand (:mod:`.sizes`).
+A model passes if its operators are standard ones, without random numbers, subgraphs, functions, sequences, texts or
+sizes that depend on values; if all its constants are in the file or in a file beside it; and if every tensor has a
+bounded size that is known beforehand (:mod:`.sizes`).
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _fields(body: memoryview, message: Any, origin: str, depth: int = 0) -> Iter
 
 
 def check_model(model: ModelProto, origin: str) -> None:
-    """Refuse a model with anything but ONNX's own operators on tensors and constants inside the file.
+    """Refuse a model with anything but ONNX's standard operators on tensors and constants inside the file.
 
     Raises:
         NetworkError: If it is refused; the message names the operation or the tensor.

@@ -25,7 +25,7 @@ ANY: Final = "batch"
 """The name of the batch axis if it may have any length."""
 
 _CHANNELS: Final = (1, 3)
-_OWN: Final = "psc:"
+_PSC: Final = "psc:"
 """The prefix of the names of added tensors."""
 
 
@@ -62,9 +62,9 @@ def with_one_input(model: ModelProto, origin: str) -> ModelProto:
         raise NetworkError(f"{origin}: expected no tensor named {INPUT_NAME!r} but the input; rename it")
     source, dtype = INPUT_NAME, old.type.tensor_type.elem_type
     if dtype != onnx.TensorProto.FLOAT:
-        before.append(helper.make_node("Cast", [source], [source := f"{_OWN}cast"], to=dtype))
+        before.append(helper.make_node("Cast", [source], [source := f"{_PSC}cast"], to=dtype))
     if is_last:
-        before.append(helper.make_node("Transpose", [source], [source := f"{_OWN}last"], perm=[0, 2, 3, 1]))
+        before.append(helper.make_node("Transpose", [source], [source := f"{_PSC}last"], perm=[0, 2, 3, 1]))
     for node in graph.node:
         node.input[:] = [source if each == name else each for each in node.input]
     for added in before[::-1]:
@@ -83,7 +83,7 @@ def with_size(model: ModelProto, size: tuple[int, int, int], origin: str) -> Mod
     model = _copy(model)
     axes = model.graph.input[0].type.tensor_type.shape.dim
     given = tuple(_side(axis) for axis in axes)[1:]
-    if any(isinstance(own, int) and own != side for own, side in zip(given, size, strict=True)):
+    if any(isinstance(axis, int) and axis != side for axis, side in zip(given, size, strict=True)):
         raise NetworkError(
             f"{origin} is for images of {' × '.join(map(str, given))} (channels, height, width), got "
             f"{' × '.join(map(str, size))}; give its own size (--size, --preset, --preprocess)"
@@ -114,8 +114,8 @@ def with_any_batch(model: ModelProto) -> ModelProto:
             sides = numpy_helper.to_array(shape).copy()
             if len(sides) and sides[0] == 1:
                 sides[0] = 0 if -1 in sides else -1
-                model.graph.initializer.append(numpy_helper.from_array(sides, f"{_OWN}shape{number}"))
-                node.input[1] = f"{_OWN}shape{number}"
+                model.graph.initializer.append(numpy_helper.from_array(sides, f"{_PSC}shape{number}"))
+                node.input[1] = f"{_PSC}shape{number}"
     return model
 
 
@@ -135,14 +135,14 @@ def cut(model: ModelProto, layers: Sequence[LayerInfo], logits: tuple[str, int] 
         value, sides = layer.name, flat[layer.form]
         if layer.form == "map_last":
             graph.node.append(
-                helper.make_node("Transpose", [value], [value := f"{_OWN}first{number}"], perm=[0, 3, 1, 2])
+                helper.make_node("Transpose", [value], [value := f"{_PSC}first{number}"], perm=[0, 3, 1, 2])
             )
             sides = flat["map"]
         if layer.form == "tokens":
-            graph.node.append(helper.make_node("Transpose", [value], [value := f"{_OWN}layer{number}"], perm=[0, 2, 1]))
+            graph.node.append(helper.make_node("Transpose", [value], [value := f"{_PSC}layer{number}"], perm=[0, 2, 1]))
         else:
-            graph.initializer.append(numpy_helper.from_array(np.array(sides, np.int64), f"{_OWN}sides{number}"))
-            node = helper.make_node("Reshape", [value, f"{_OWN}sides{number}"], [value := f"{_OWN}layer{number}"])
+            graph.initializer.append(numpy_helper.from_array(np.array(sides, np.int64), f"{_PSC}sides{number}"))
+            node = helper.make_node("Reshape", [value, f"{_PSC}sides{number}"], [value := f"{_PSC}layer{number}"])
             graph.node.append(node)
         outputs.append((value, [*layer.shape]))
     if logits is not None:
@@ -150,7 +150,7 @@ def cut(model: ModelProto, layers: Sequence[LayerInfo], logits: tuple[str, int] 
     batch = _side(graph.input[0].type.tensor_type.shape.dim[0])
     del graph.output[:]
     for number, (name, shape) in enumerate(outputs):
-        final = f"{_OWN}output{number}"
+        final = f"{_PSC}output{number}"
         graph.node.append(helper.make_node("Cast", [name], [final], to=onnx.TensorProto.FLOAT))
         graph.output.append(helper.make_tensor_value_info(final, onnx.TensorProto.FLOAT, [batch, *shape]))
     _prune(model, [output.name for output in graph.output])

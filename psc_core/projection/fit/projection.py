@@ -86,7 +86,7 @@ def fit_tucker(
 
     moments = channel_moments(features_of_examples(), all_reduce=compute.reducer.sum_)
     mean, std, correlation = moments.mean, moments.std(), moments.correlation()
-    del moments  # The covariance is as large as the budget allows, and so is what the decomposition needs beside it.
+    del moments  # The covariance is as large as the budget allows, and so is what the decomposition needs besides.
     release_freed_memory()
     a, b = tucker_factors(correlation, c_max, d_max)
     del correlation

@@ -56,7 +56,7 @@ class RankChoice:
     d_proj: int
     nc1: float
     nc4: float
-    warning: str  # what a user should know of the choice; empty where nothing is wrong
+    warning: str  # what a user should know about the choice; empty where nothing is wrong
 
     def with_more_positions(
         self,
@@ -93,7 +93,7 @@ def choose_ranks(
     reference_nc4: float,
     settings: FitSettings,
 ) -> RankChoice:
-    """Choose the smallest c·d with NC1 > ε and NC4 ≥ ``reference_nc4`` − :data:`NC4_LOSS`, of equals the highest NC4.
+    """Choose the smallest c·d with NC1 > ε and NC4 ≥ ``reference_nc4`` − :data:`NC4_LOSS`, on a tie by NC4.
 
     Where no size satisfies both, the one with the best NC4 among those with NC1 > ε (or among all) is taken; but where
     that gives up :data:`MUCH_NC4` of what collapsed sizes keep, the smallest that keeps it.  The warning says so.

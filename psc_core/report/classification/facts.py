@@ -10,7 +10,7 @@ from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.classification.task import Classification
 
 LOSS: Final = 0.01
-"""The loss of accuracy, compared to the network's own, above which a warning is given."""
+"""The loss of accuracy, compared to the plain network's, above which a warning is given."""
 
 DIGITS: Final = ".4f"
 """The format of a metric."""
@@ -44,6 +44,6 @@ def warnings_of(metrics: Mapping[str, Any], head: Mapping[str, float]) -> list[s
 
 
 def accuracy_lost(base: Mapping[str, float], psc: Mapping[str, float]) -> str:
-    """Return how much less accurate predictions with PSC are than the network's own; empty if it does not matter."""
+    """Return how much less accurate predictions with PSC are than the plain network's; empty if it does not matter."""
     lost = base.get("accuracy", 0) - psc.get("accuracy", 0)
     return f"{lost:.3f}" if lost > LOSS else ""

@@ -10,7 +10,7 @@ from psc_core.tasks.regression.policy import ValuePolicy
 from psc_core.tasks.regression.task import Regression
 
 LOSS: Final = 0.05
-"""The relative rise of the RMSE, compared to the network's own, above which a warning is given."""
+"""The relative rise of the RMSE, compared to the plain network's, above which a warning is given."""
 
 DIGITS: Final = ".4g"
 """The format of a metric."""
@@ -29,7 +29,7 @@ def policy_lines(task: Regression, policy: ValuePolicy, limits: Mapping[str, flo
     """Return the meaning of the policy besides the alarm, one line each."""
     widest = "" if policy.max_width is None else f"{policy.max_width:g} {task.target.unit}".rstrip()
     return [
-        f"intervals hold the true number of at least {policy.coverage:.1%} of images like the calibration images",
+        f"intervals contain the true number of at least {policy.coverage:.1%} of images like the calibration images",
         f"uncertain: an interval wider than {widest}" if widest else "no interval is too wide",
     ]
 
@@ -40,6 +40,6 @@ def warnings_of(metrics: Mapping[str, Any], head: Mapping[str, float]) -> list[s
 
 
 def accuracy_lost(base: Mapping[str, float], psc: Mapping[str, float]) -> str:
-    """Return how much less accurate predictions with PSC are than the network's own; empty if it does not matter."""
+    """Return how much less accurate predictions with PSC are than the plain network's; empty if it does not matter."""
     grown = psc["rmse"] / base["rmse"] - 1 if base.get("rmse") else 0
     return f"{grown:.0%} of its RMSE" if grown > LOSS else ""

@@ -58,7 +58,7 @@ def coverage(images: ValueSet, calibration: Calibration) -> Figure:
     ):
         held = (residuals[:, None] <= half_widths).double().mean(0)
         axis.plot(at.numpy(), held.numpy(), "o-", ms=3, lw=1, label=name, color=colour)
-    axis.set(xlabel="nominal coverage", ylabel="fraction that holds the number", xlim=(0, 1), ylim=(0, 1))
+    axis.set(xlabel="nominal coverage", ylabel="fraction that contains the number", xlim=(0, 1), ylim=(0, 1))
     axis.legend(fontsize=7)
     return figure
 

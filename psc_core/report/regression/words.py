@@ -11,7 +11,7 @@ TEXTS: Final[words.Texts] = {
     "collapse": (
         "Where the network collapses",
         "Deep layers forget how images with about the same number differ (NC1 falls). PSC reads the shaded layer: it "
-        "still varies, NC1 > ε, and tells the number, high R².",
+        "still varies, NC1 > ε, and predicts the number, high R².",
     ),
     "sizes": words.TEXTS["sizes"],
     "ood-scores": words.TEXTS["ood-scores"],
@@ -23,8 +23,8 @@ TEXTS: Final[words.Texts] = {
     "predictions": ("Predicted and true numbers", "A point is an image; on the diagonal its number is right."),
     "coverage": (
         "Do intervals hold?",
-        "On the diagonal, 80 % of the intervals with coverage 80 % hold the true number; below it intervals are too "
-        "narrow. On validation images the stated ones lie there by construction; test images show whether they hold.",
+        "On the diagonal, 80 % of the intervals with coverage 80 % contain the true number; below it intervals are too "
+        "narrow. On validation images the stated ones lie there by construction; see whether they do on test images.",
     ),
     "error-coverage": (
         "Does the uncertainty know?",
@@ -45,7 +45,7 @@ GLOSSARY: Final[Mapping[str, str]] = {
     "gate": "A reading with its own p-value: texture (early layer), kind (candidate layer).",
     "R²": "Fraction of the variance of the numbers that is explained: 1 is perfect, 0 no better than their mean.",
     "NC4": "How often the nearest bin mean is that of the number's bin, on validation images.",
-    "interval": "Holds the true number with the nominal coverage, on images like the calibration images.",
+    "interval": "Contains the true number with the nominal coverage, on images like the calibration images.",
     "predicted deviation": "Standard deviation that a prediction gives itself: noise, and what more data would remove.",
     "RMSE": "Root mean squared error, in the unit of the number.",
     "NLL": "Mean of −log(predicted density of the true number); lower is better. Nats.",

@@ -73,7 +73,9 @@ class ImagePrediction(BaseAnswer):
     decision: Decision = Field(
         description="`abstain_ood` if `is_ood`, else `abstain_ambiguous` above the ambiguity threshold, else `accept`."
     )
-    prediction_set: list[str] = Field(description="Classes that hold the true one with the nominal coverage.")
+    prediction_set: list[str] = Field(
+        description="Set of classes that contains the true one with the nominal coverage."
+    )
     explanation: Explanation | None = Field(default=None, description="Only with `explain=true`.")
 
     def cells(self) -> dict[str, str]:

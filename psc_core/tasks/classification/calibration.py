@@ -1,7 +1,7 @@
 """The calibration of a classifier: scores of calibration images, and the prediction sets that they guarantee.
 
-A prediction set with coverage 1 − α holds the classes whose probability is at least the k-th largest calibration
-probability of a true label, ``k = ⌈(n + 1)(1 − α)⌉`` (score ``1 − p_y``: Sadinle et al. 2019).  It holds the true
+A prediction set with coverage 1 − α contains the classes whose probability is at least the k-th largest calibration
+probability of a true label, ``k = ⌈(n + 1)(1 − α)⌉`` (score ``1 − p_y``: Sadinle et al. 2019).  It contains the true
 label with probability ≥ 1 − α, over all images (marginal).  The most probable class is always in the set, which can
 only raise coverage.  p-values are those of :mod:`psc_core.calibration.conformal`.
 """
@@ -32,7 +32,7 @@ from psc_core.tasks.classification.policy import FLOAT32_ROUNDING
 
 @dataclass(frozen=True)
 class Calibration(BaseCalibration):
-    """Scores of n calibration images, float32, each sorted for itself."""
+    """Scores of n calibration images, float32, each sorted separately."""
 
     thresholds_type = Thresholds
 

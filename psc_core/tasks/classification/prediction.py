@@ -59,7 +59,7 @@ class Prediction(BasePrediction):
 
     @property
     def prediction_set(self) -> tuple[tuple[str, ...], ...]:
-        """Classes that hold the true one with the bundle's coverage, for each image."""
+        """The set of classes that contains the true one with the bundle's coverage, for each image."""
         sets = self.decisions.prediction_set
         return tuple(tuple(self.classes[k] for k in members.nonzero()[0].tolist()) for members in sets)
 

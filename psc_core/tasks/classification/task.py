@@ -9,7 +9,7 @@ from psc_core.tasks.classification import NOUN, heads
 from psc_core.tasks.classification.answer import RESPONSE, ImagePrediction
 from psc_core.tasks.classification.calibration import Calibration
 from psc_core.tasks.classification.decide import ABSTAIN_AMBIGUOUS, ABSTAIN_OOD
-from psc_core.tasks.classification.heads.own import OwnHead
+from psc_core.tasks.classification.heads.temperature import TemperatureHead
 from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.classification.prediction import Prediction
 from psc_core.tasks.task import Agreement, Task
@@ -25,7 +25,7 @@ class Classification(Task):
     policy = Policy
     calibration = Calibration
     predictions = Prediction
-    own_heads: ClassVar = {OwnHead.kind: OwnHead}
+    output_heads: ClassVar = {TemperatureHead.kind: TemperatureHead}
     heads = heads.HEADS
     abstentions: ClassVar = {"ood": ABSTAIN_OOD, "ambiguous": ABSTAIN_AMBIGUOUS}
     limits: ClassVar = {**Task.limits, "ambiguity_threshold": "predictive_entropy"}
@@ -39,7 +39,7 @@ class Classification(Task):
 
     def agreements(self, manifest: Any) -> Sequence[Agreement]:
         head, classes = manifest.head, len(manifest.classes)
-        is_own = head.kind in self.own_heads
+        is_own = head.kind in self.output_heads
         return (
             ("predictions", "base" if is_own else "psc", manifest.predictions),
             ("head.sizes.classes", classes, classes if is_own else head.sizes.get("classes")),

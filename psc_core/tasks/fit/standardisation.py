@@ -1,4 +1,4 @@
-"""Standardised features, which every head is fitted to and stores how to make.
+"""Standardised features, to which every head is fitted; a head stores how to make them.
 
 ``φ = (z − center) · inverse_scale`` has unit variance in every column, measured on the training features, so that
 priors and length-scales mean the same whatever the units of z.  A column that is constant in training carries no

@@ -1,4 +1,4 @@
-"""The interface between a fit and the task of what it fits."""
+"""The interface between a fit and the task of its model."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from psc_core.tasks.head import Head, Scored
 from psc_core.tasks.policy import BasePolicy
 from psc_core.tasks.task import Task
 
-OWN_IMAGES: Final = 1000
+FIRST_LOOK_IMAGES: Final = 1000
 """Maximum number of images of each set that :meth:`TaskFit.first_look` is given."""
 
 
 class Features(NamedTuple):
     """The features of n labelled examples, ordered by class, on disk."""
 
-    head_input: FeatureMatrix  # z, and behind it those of the other layers that the head reads
+    head_input: FeatureMatrix  # z, followed by the other layers that the head reads
     labels: Int[Tensor, " n"]  # class indices, ascending
     images: Int[Tensor, " n"]  # which image of the data set each one shows
     widths: tuple[int, ...]  # columns of z, and of each other layer in head_input
     values: Float[Tensor, " n"] | None = None  # number of each, of a regression, target's unit
-    own: FeatureMatrix | None = None  # the network's own outputs, if these may be served
+    network_output: FeatureMatrix | None = None  # as it was trained, if this may be served
 
 
 class HeadJob(NamedTuple):
@@ -44,7 +44,7 @@ class HeadJob(NamedTuple):
 
     kind: str
     train: Features
-    selection: Features  # which free numbers are chosen on
+    selection: Features  # on which free parameters are chosen
     classes: tuple[str, ...]  # names
     predictions: str = "psc"  # one of :data:`psc_core.settings.PREDICTIONS`
     seed: int = 0  # of random features, and of what draws and orders training images
@@ -56,7 +56,7 @@ class Calibrated(NamedTuple):
 
     calibration: BaseCalibration
     policy: BasePolicy
-    metrics: Mapping[str, Any]  # on which nothing that they measure was selected, JSON types
+    metrics: Mapping[str, Any]  # JSON types
 
 
 class TaskFit:
@@ -65,16 +65,16 @@ class TaskFit:
     task_type: ClassVar[type[Task]]
 
     layer_quality: ClassVar[type[LayerQuality]] = NearestMean
-    """The quality that is measured after every layer beside NC1."""
+    """The quality that is measured after every layer besides NC1."""
 
     averages_candidate: ClassVar[bool] = False
-    """Whether a head reads the candidate's features averaged over positions beside z, where settings do not forbid."""
+    """Whether a head reads the candidate's features averaged over positions besides z, unless settings forbid it."""
 
     thresholds: ClassVar[tuple[str, ...]] = ()
-    """Names of the settings that its own thresholds come from."""
+    """Names of the settings that set thresholds of this task alone."""
 
-    tries_own_output: ClassVar[bool] = False
-    """Whether the network's own output may be the better predictions, where settings leave the choice."""
+    compares_network_output: ClassVar[bool] = False
+    """Whether a fit compares the network's output with the head's, where settings leave the choice."""
 
     why_not_extended: ClassVar[str] = ""
     """The reason why no more images can extend a density of a fitted model; empty where they can."""
@@ -84,15 +84,15 @@ class TaskFit:
         raise NotImplementedError
 
     def labelled(self, train: ImageDataset, val: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
-        """Return both with the classes that collapse, projection, density and gates work on.
+        """Return both, labelled with the classes that collapse, projection, density and gates work on.
 
         Raises:
-            DataError: If they cannot be, or the two do not belong together.
+            DataError: If they cannot be labelled so, or the two do not belong together.
         """
         return train, val
 
     def check_half(self, images: ImageDataset) -> None:
-        """Reject one half of the validation images that nothing can be measured on; raises :class:`DataError`."""
+        """Raise :class:`DataError` if nothing can be measured on one half of the validation images."""
 
     def task(self, train: ImageDataset) -> Task:
         """Return the task of a model of these images."""
@@ -107,7 +107,7 @@ class TaskFit:
         check_same(data, classes, "model's")
 
     def describe_labels(self, train: ImageDataset) -> str:
-        """Return a phrase for people that says how the images are labelled."""
+        """Return a phrase that says how the images are labelled."""
         return f"{len(train.classes)} classes"
 
     def check(self, settings: FitSettings) -> None:
@@ -171,14 +171,14 @@ class TaskFit:
         settings: FitSettings,
         weights: Float[Tensor, " n"] | None = None,
     ) -> Calibrated:
-        """Return the calibration by n images of the calibration split, as the served pipeline scored them.
+        """Return the calibration on n images of the calibration split, as the served pipeline scored them.
 
         Args:
             scored: Scores of the images.
             ood_score: OOD scores of the images, nats.
             images: Labelled images.
             settings: The rates.
-            weights: Images that each one stands for; None where all are equal.
+            weights: How many images each one stands for; None where all are equal.
 
         Raises:
             FitError: If scores are not finite.
@@ -186,7 +186,7 @@ class TaskFit:
         raise NotImplementedError
 
     def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> str:
-        """Return the quality of the network itself, which is on the device, on at most :data:`OWN_IMAGES` of each set.
+        """Say how good the plain network, on the device, is on at most :data:`FIRST_LOOK_IMAGES` of each set.
 
         A person can compare it with what is known of the network: images that are resized, cropped or standardised
         otherwise than in training make it worse, and nothing else shows that.
@@ -194,10 +194,10 @@ class TaskFit:
         raise NotImplementedError
 
 
-def own_outputs(
+def run_network(
     net: Callable[[Tensor], Tensor], data: ImageDataset, compute: Compute
 ) -> Float[Tensor, "images outputs"]:
-    """Return the network's own outputs for every image, in the precision of ``compute``, as float32 on the CPU."""
+    """Return the plain network's outputs for every image, in the precision of ``compute``, as float32 on the CPU."""
     outputs = passes(data, compute, f"the network on {data.name}", net)
     return torch.cat([output.float().cpu() for output, _ in outputs])
 

@@ -63,7 +63,9 @@ class ValuePrediction(BaseAnswer):
     mean: Score = Field(description="The predicted number.")
     aleatoric: Score = Field(description="Standard deviation of the noise.")
     epistemic: Score = Field(description="Standard deviation that more training data would remove.")
-    lower: float = Field(description="Lower end of the interval that holds the true number with the nominal coverage.")
+    lower: float = Field(
+        description="Lower end of an interval that contains the true number with the nominal coverage."
+    )
     upper: float = Field(description="Upper end of the interval.")
     log_density: LogDensity
     ood_score: OodScore

@@ -5,8 +5,8 @@ Nothing else was chosen on the calibration split.  With y the true number of an 
 
     ``[μ − q σ, μ + q σ]``,   q = the ⌈(n + 1)(1 − α)⌉-th smallest ``|y − μ| / σ`` of the calibration images
 
-and holds the true number of a future in-distribution image with probability ≥ 1 − α, over all images (split conformal
-with normalised residuals: Papadopoulos et al. 2002; Lei et al. 2018).
+and contains the true number of a future in-distribution image with probability ≥ 1 − α, over all images (split
+conformal with normalised residuals: Papadopoulos et al. 2002; Lei et al. 2018).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from psc_core.tasks.regression.decide import Thresholds
 
 @dataclass(frozen=True)
 class Calibration(BaseCalibration):
-    """Scores of n calibration images, float32, each sorted for itself."""
+    """Scores of n calibration images, float32, each sorted separately."""
 
     thresholds_type = Thresholds
 

@@ -30,7 +30,7 @@ class Prediction(BasePrediction):
 
     @property
     def lower(self) -> Tensor:
-        """``float32 (n,)`` lower end of the interval that holds the true number with the bundle's coverage."""
+        """``float32 (n,)`` lower end of the interval that contains the true number with the bundle's coverage."""
         return torch.from_numpy(self.decisions.lower)
 
     @property

@@ -13,12 +13,12 @@ import torch
 from app.inference.batcher import Batcher
 from app.inference.decoder import Decoder
 from app.inference.engine import Engine
-from app.inference.request import DeviceBatch, QueuedRequest, RequestKind, Result
+from app.inference.request import DeviceBatch, QueuedRequest, RequestMode, Result
 from app.inference.steps import make_step
 from app.memory import MemoryBudget
 from tests.app.fakes import PREPROCESS, FakePipeline
 
-PREDICT, EXPLAIN = RequestKind.PREDICT, RequestKind.EXPLAIN
+PREDICT, EXPLAIN = RequestMode.PREDICT, RequestMode.EXPLAIN
 
 NO_IMAGES = np.empty((0, 1, 8, 8), np.uint8)
 """For tests that never compute."""
@@ -30,10 +30,10 @@ def make(batch: int = 8, queue: int = 100, delay: float = 0.0, *, shares_cores: 
 
 
 def admit(
-    batcher: Batcher, count: int, now: float = 0.0, deadline: float = 1e9, kind: RequestKind = PREDICT
+    batcher: Batcher, count: int, now: float = 0.0, deadline: float = 1e9, mode: RequestMode = PREDICT
 ) -> QueuedRequest:
     """Reserve and queue a request."""
-    request = batcher.reserve(count, now=now, deadline=deadline, kind=kind)
+    request = batcher.reserve(count, now=now, deadline=deadline, mode=mode)
     assert batcher.put(request, NO_IMAGES, now=now)
     return request
 

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from app.errors import ClientGone, DeadlineExceeded, NotReady, QueueFull
 from app.inference.batcher import Batcher
-from app.inference.request import DeviceBatch, QueuedRequest, RequestKind, State
+from app.inference.request import DeviceBatch, QueuedRequest, RequestMode, State
 from tests.app.inference.support import EXPLAIN, NO_IMAGES, PREDICT, admit, complete, make
 
 
@@ -40,11 +40,11 @@ class Simulation(RuleBasedStateMachine):
     def gather(self) -> None:
         self.finished += self.batcher.collect()
 
-    @rule(count=st.integers(1, 30), urgent_at=st.floats(0.1, 5.0), kind=st.sampled_from([PREDICT, EXPLAIN]))
-    def reserve(self, count: int, urgent_at: float, kind: RequestKind) -> None:
+    @rule(count=st.integers(1, 30), urgent_at=st.floats(0.1, 5.0), mode=st.sampled_from([PREDICT, EXPLAIN]))
+    def reserve(self, count: int, urgent_at: float, mode: RequestMode) -> None:
         before = self.batcher.pending
         try:
-            request = self.batcher.reserve(count, now=self.now, deadline=self.now + urgent_at, kind=kind)
+            request = self.batcher.reserve(count, now=self.now, deadline=self.now + urgent_at, mode=mode)
         except QueueFull as error:
             assert 1 <= error.retry_after <= 60
             assert before + count > self.max_queue or before > 0
@@ -74,7 +74,7 @@ class Simulation(RuleBasedStateMachine):
         assert 1 <= batch.size <= self.max_batch
         assert batch.size == sum(part.stop - part.start for part in batch.slices)
         for part in batch.slices:
-            assert part.request.kind == batch.kind
+            assert part.request.mode == batch.mode
             assert part.request.deadline > self.now
             for image in range(part.start, part.stop):
                 assert self.results[part.request][image] is None, "handed out twice"
@@ -257,13 +257,13 @@ def test_full_waits_for_a_whole_batch() -> None:
     assert batcher.take(0.0, full=True) is not None
 
 
-def test_kinds_take_turns_in_batches_of_their_own() -> None:
+def test_modes_take_turns_in_batches_of_their_own() -> None:
     batcher = make(batch=4)
     for _ in range(2):
-        admit(batcher, 4, kind=PREDICT)
-        admit(batcher, 4, kind=EXPLAIN)
+        admit(batcher, 4, mode=PREDICT)
+        admit(batcher, 4, mode=EXPLAIN)
     taken = [batcher.take(0.0) for _ in range(4)]
-    assert [batch.kind for batch in taken if batch] == [PREDICT, EXPLAIN, PREDICT, EXPLAIN]
+    assert [batch.mode for batch in taken if batch] == [PREDICT, EXPLAIN, PREDICT, EXPLAIN]
 
 
 def test_expired_requests_never_reach_the_device() -> None:
@@ -327,8 +327,8 @@ def test_refuses_what_cannot_be_answered_in_time() -> None:
 def with_slow_explanations() -> Batcher:
     """A batcher of which a batch takes 0.1 s, one of explanations 3 s."""
     batcher, now = make(batch=10, queue=100), -1000.0
-    for kind, seconds in ((PREDICT, 0.1), (EXPLAIN, 3.0)):
-        admit(batcher, 10, now=now, kind=kind)
+    for mode, seconds in ((PREDICT, 0.1), (EXPLAIN, 3.0)):
+        admit(batcher, 10, now=now, mode=mode)
         batch = batcher.take(now)
         assert batch is not None
         complete(batcher, batch, now + seconds)
@@ -348,31 +348,31 @@ def test_slow_explanations_do_not_refuse_plain_requests() -> None:
 
 def test_explanations_are_refused_by_their_own_times() -> None:
     batcher = with_slow_explanations()
-    admit(batcher, 10, kind=EXPLAIN)
+    admit(batcher, 10, mode=EXPLAIN)
     with pytest.raises(QueueFull, match="the 10 images before this request take about 3 s, more than the 1 s"):
-        admit(batcher, 10, deadline=3.0, kind=EXPLAIN)
+        admit(batcher, 10, deadline=3.0, mode=EXPLAIN)
 
 
 def test_plain_request_waits_for_a_batch_of_explanations_a_turn() -> None:
     batcher = with_slow_explanations()
     for _ in range(4):
-        admit(batcher, 10, kind=EXPLAIN)
+        admit(batcher, 10, mode=EXPLAIN)
     admit(batcher, 10)
     admit(batcher, 1, deadline=10.0)  # 3 s for explanations, and an image of the request before it.
     with pytest.raises(QueueFull, match=r"the 31 images before this request take about 6\.11 s, more than the 5 s"):
         admit(batcher, 10, deadline=15.0)
 
 
-def test_batch_behind_one_of_another_kind_is_timed_from_its_end() -> None:
+def test_batch_behind_one_of_another_mode_is_timed_from_its_end() -> None:
     batcher = make(batch=4)
-    for kind in (PREDICT, EXPLAIN):
-        admit(batcher, 4, kind=kind)
+    for mode in (PREDICT, EXPLAIN):
+        admit(batcher, 4, mode=mode)
     plain, explanations = batcher.take(0.0), batcher.take(0.0)
     assert plain is not None and explanations is not None
     complete(batcher, plain, 5.0)
     complete(batcher, explanations, 6.0)
-    admit(batcher, 4, now=6.0, kind=EXPLAIN)
-    admit(batcher, 4, now=6.0, deadline=9.1, kind=EXPLAIN)  # Behind one second, of three to its deadline.
+    admit(batcher, 4, now=6.0, mode=EXPLAIN)
+    admit(batcher, 4, now=6.0, deadline=9.1, mode=EXPLAIN)  # Behind one second, of three to its deadline.
 
 
 def test_admits_a_single_image_that_overtakes_a_large_request() -> None:

@@ -18,7 +18,7 @@ from app.errors import (
 )
 from app.inference.decoder import EncodedImage
 from app.inference.engine import Phase
-from app.inference.request import RequestKind
+from app.inference.request import RequestMode
 from psc_core.errors import DeviceError
 from tests.app.fakes import NOT_FINITE, outputs_of, pixels, png
 from tests.app.inference.support import engine, stack
@@ -237,11 +237,11 @@ async def test_deadlines_are_kept_while_closing() -> None:
 async def test_explanations_are_whole_even_across_batches() -> None:
     async with engine() as setup:
         images = stack(*(pixels(k) for k in range(20)))
-        answer = await setup.engine.predict(images, kind=RequestKind.EXPLAIN)
+        answer = await setup.engine.predict(images, mode=RequestMode.EXPLAIN)
         brightness = images.mean((1, 2, 3)) / 255.0
         np.testing.assert_allclose(answer.explanation["aleatoric"], brightness, atol=1e-6)
         assert answer.explanation["class_distances"].shape == (20, 3) and "map" not in answer.explanation
-        answer = await setup.engine.predict(images, kind=RequestKind.EXPLAIN_WITH_MAP)
+        answer = await setup.engine.predict(images, mode=RequestMode.EXPLAIN_WITH_MAP)
         np.testing.assert_array_equal(answer.explanation["map"], images[:, 0])
         assert len(answer.packed) == 20 and "aleatoric" in answer.explanation
 
@@ -251,7 +251,7 @@ async def test_a_map_alone_takes_no_explanation() -> None:
     async with engine() as setup:
         images = stack(*(pixels(k) for k in range(20)))
         expected = await setup.engine.predict(images)
-        answer = await setup.engine.predict(images, kind=RequestKind.MAP)
+        answer = await setup.engine.predict(images, mode=RequestMode.MAP)
         np.testing.assert_array_equal(answer.packed, expected.packed)
         assert answer.explanation.keys() == {"map"}
         np.testing.assert_array_equal(answer.explanation["map"], images[:, 0])

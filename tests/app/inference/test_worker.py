@@ -18,7 +18,7 @@ from app.errors import (
 )
 from app.inference.batcher import Batcher
 from app.inference.engine import Engine, Phase
-from app.inference.request import RequestKind, Result
+from app.inference.request import RequestMode, Result
 from app.inference.steps import EagerStep
 from psc_core.errors import DeviceError
 from tests.app.fakes import FakePipeline, outputs_of, pixels
@@ -114,10 +114,10 @@ class SlowStep(EagerStep):
     def fetch(self, slot: int, count: int) -> Any:
         return self.network(torch.from_numpy(self.buffers[slot][:count])).numpy()
 
-    def explain(self, images: Any, kind: str) -> Result:
+    def explain(self, images: Any, mode: str) -> Result:
         self.explaining.set()
         self.may_explain.wait()
-        return super().explain(images, kind)
+        return super().explain(images, mode)
 
 
 @asynccontextmanager
@@ -144,7 +144,7 @@ async def test_an_explanation_does_not_hold_a_finished_batch() -> None:
         step.finish = False
         first = asyncio.create_task(made.predict(stack(pixels(1))))
         await until(lambda: step.launched == [1])
-        explained = asyncio.create_task(made.predict(stack(pixels(2)), kind=RequestKind.EXPLAIN))
+        explained = asyncio.create_task(made.predict(stack(pixels(2)), mode=RequestMode.EXPLAIN))
         await until(lambda: made.pending == 1)
         step.finish = True
         await first

@@ -168,6 +168,26 @@ async def test_old_model_is_freed_after_a_reload_even_from_a_frozen_heap() -> No
         gc.unfreeze()
 
 
+async def test_prediction_recorded_after_its_model_has_ended_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered, go_on = asyncio.Event(), asyncio.Event()
+
+    async def late(images: Any) -> list[int]:
+        answered.set()
+        await go_on.wait()
+        return list(range(len(images)))
+
+    monkeypatch.setattr("app.models.served.fingerprints", late)
+    async with running(admin_keys="root") as app:
+        request = asyncio.create_task(app.client.post("/predict", content=png(1), headers=PNG))
+        await answered.wait()
+        serve_next(app, FakeModel("v2"))
+        assert (await app.client.post("/admin/reload", headers=ADMIN)).status_code == 200
+        await until(lambda: not app.service.registry._retiring)
+        go_on.set()
+        label = (await request).json()["predictions"][0]["label"]
+        assert await app.metric(f'psc_predictions_total{{label="{label}",model="m"}}') == 1
+
+
 async def test_replaced_model_that_hangs_ends_with_the_service() -> None:
     async with running(admin_keys="root", deadline_seconds=1000, drain_seconds=0.2) as app:
         pipeline = app.model.pipeline

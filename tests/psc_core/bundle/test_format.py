@@ -28,7 +28,7 @@ from psc_core.tasks import TASKS
 from psc_core.tasks.classification.answer import DECISIONS
 from psc_core.tasks.classification.fit import sngp
 from psc_core.tasks.classification.heads import HEADS
-from psc_core.tasks.classification.heads.own import OwnHead
+from psc_core.tasks.classification.heads.temperature import TemperatureHead
 from psc_core.tasks.regression.fit import dve
 from psc_core.tasks.regression.heads import HEADS as VALUE_HEADS
 from psc_core.tasks.task import task_type
@@ -227,7 +227,7 @@ def test_table_matches_a_regressions_calibration(regressions: dict[str, Path]) -
 def test_fits_cover_every_kind(bundles: dict[str, Path]) -> None:
     manifests = {name: json.loads((path / "manifest.json").read_text()) for name, path in bundles.items()}
     assert {m["density"]["kind"] for m in manifests.values()} == set(DENSITIES)
-    assert {m["head"]["kind"] for m in manifests.values()} == {*HEADS, OwnHead.kind}
+    assert {m["head"]["kind"] for m in manifests.values()} == {*HEADS, TemperatureHead.kind}
     assert manifests["vector"]["projection"]["channels"] == 1
     assert manifests["pooled"]["projection"]["positions"] < [196]
     assert {tuple(m["gates"]["names"]) if "gates" in m else () for m in manifests.values()} == {
@@ -330,13 +330,15 @@ def documented_tensors(heading: str) -> set[tuple[str, str]]:
     return {(row[0].strip("`"), kind) for row in rows for kind in (row[2].split(", ") if with_kinds else [""])}
 
 
-@pytest.mark.parametrize(("heading", "kinds"), [("Density", DENSITIES), ("Head", {**HEADS, OwnHead.kind: OwnHead})])
+@pytest.mark.parametrize(
+    ("heading", "kinds"), [("Density", DENSITIES), ("Head", {**HEADS, TemperatureHead.kind: TemperatureHead})]
+)
 def test_tensor_tables_match_layouts(heading: str, kinds: dict[str, Any]) -> None:
     real = {(name, kind) for kind, family in kinds.items() for name in family.layout}
     said = {
         (name, each)
         for name, kind in documented_tensors(heading)
-        for each in (kinds.keys() - {OwnHead.kind} if kind == "all" else [kind])
+        for each in (kinds.keys() - {TemperatureHead.kind} if kind == "all" else [kind])
     }
     assert said == real
 

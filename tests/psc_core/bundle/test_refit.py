@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,14 @@ def test_an_older_bundle_names_the_command_that_fits_it_again(shipped_bundle: Pa
     assert args["batch_images"] == FitSettings.batch_images
     assert (args["model"], args["model_arg"]) == ("torchvision:resnet18", ["stem=small", "in_channels=1"])
     assert {str(args[name]) for name in ("weights", "preprocess", "train", "val", "out")} == {"FILE", "DIR"}
+
+
+def test_a_setting_that_is_added_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    later = make_dataclass("Later", [("passes", int, 1)], bases=(FitSettings,), frozen=True)
+    monkeypatch.setattr("psc_core.settings.FitSettings", later)
+    recorded = {"model": "SPEC", "model_args": {}, "settings": {"passes": 3, "max_memory": 5, "device": "cuda:1"}}
+    command = fit_command({"provenance": recorded})
+    assert "--passes 3" in command and "--max-memory" not in command and "--device" not in command
 
 
 def test_a_value_that_is_gone_is_not_repeated() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psc_core.calibration.conformal import conformal_p_values
-from psc_core.calibration.weighted import equal_scores, thinned, worth
+from psc_core.calibration.weighted import effective_count, equal_scores, thinned
 from psc_core.errors import UsageError
 from tests.reference import calibration as naive
 
@@ -24,7 +24,7 @@ def test_p_values_are_the_weighted_ones_rounded_up(images: list[tuple[float, int
     scores, weights = (list(part) for part in zip(*images, strict=True))
     given_weights = torch.tensor(weights, dtype=torch.float64)
     kept = torch.tensor(scores)[equal_scores(torch.tensor(scores), given_weights)]
-    assert len(kept) == worth(given_weights) == math.floor(Fraction(sum(weights), max(weights)))
+    assert len(kept) == effective_count(given_weights) == math.floor(Fraction(sum(weights), max(weights)))
     assert (kept.diff() >= 0).all()
     tested += scores
     steps = (conformal_p_values(kept, torch.tensor(tested)) * (len(kept) + 1)).round().int().tolist()
@@ -44,7 +44,7 @@ def test_equal_weights_change_nothing(scores: list[float], weight: float) -> Non
 @pytest.mark.parametrize("weights", [[], [1.0, 0.0], [1.0, -2.0], [1.0, math.nan], [math.inf]])
 def test_rejects_weights_that_are_none(weights: list[float]) -> None:
     with pytest.raises(UsageError, match="a positive finite weight"):
-        worth(torch.tensor(weights))
+        effective_count(torch.tensor(weights))
 
 
 def test_the_rate_holds_in_the_population_that_was_drawn_from() -> None:

@@ -66,10 +66,10 @@ def test_fits_that_are_too_noisy_still_grow() -> None:
 def test_classes_and_speed_decide_how_many_images_are_tried(data_root: Path) -> None:
     train = open_dataset(f"mnist:{data_root}", split="train", preprocess=PRESETS["mnist"])
     few, all_of_them = estimate.FIT_IMAGES[0], len(train)
-    assert estimate.images_to_try(0.1, train) == few
-    assert estimate.images_to_try(1e9, train) == min(estimate.FIT_IMAGES[1], all_of_them)
+    assert estimate.fit_images(0.1, train) == few
+    assert estimate.fit_images(1e9, train) == min(estimate.FIT_IMAGES[1], all_of_them)
     many = replace(train, classes=tuple(map(str, range(200))))
-    assert estimate.images_to_try(0.1, many) == min(2400, all_of_them)
+    assert estimate.fit_images(0.1, many) == min(2400, all_of_them)
 
 
 def test_scratch_is_what_decoded_images_take(data_root: Path) -> None:

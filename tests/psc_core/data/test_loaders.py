@@ -23,8 +23,8 @@ from psc_core.data import scratch
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.loaders import JOINED
 from psc_core.errors import DataError, LoaderWarning, UsageError
+from psc_core.images.loader_preprocessing import ObservedPreprocess
 from psc_core.images.preprocess import Preprocess
-from psc_core.images.statistics import ObservedPreprocess
 from tests.psc_core.data.support import write_folder
 
 INPUTS = torch.rand(10, 3, 4, 5, generator=torch.Generator().manual_seed(0))

@@ -17,7 +17,7 @@ from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.sources import ArraySource
 from psc_core.errors import DataError, UsageError
 from psc_core.evaluation.baselines import fit_baselines
-from psc_core.evaluation.classification import ambiguity, own_network, score_images
+from psc_core.evaluation.classification import ambiguity, plain_network, score_images
 from psc_core.evaluation.classification_report import ClassificationReport
 from psc_core.evaluation.evaluate import evaluate
 from psc_core.images.preprocess import Preprocess
@@ -27,7 +27,7 @@ from psc_core.model.pipeline import Pipeline, Scorer
 from psc_core.network.backbone import truncate
 from psc_core.tasks.classification.fit.calibrate import fit_calibration
 from psc_core.tasks.classification.heads.base import entropy
-from psc_core.tasks.classification.heads.own import OwnHead
+from psc_core.tasks.classification.heads.temperature import TemperatureHead
 from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.head import Scored
 from tests.reference import metrics as naive
@@ -49,7 +49,7 @@ class FormulaScorer(Scorer):
         nn.Module.__init__(self)
         self.register_buffer("scale", torch.ones(1))
         self.preprocess = PREPROCESS
-        self.head = OwnHead({"temperature": torch.ones(())}, record={})
+        self.head = TemperatureHead({"temperature": torch.ones(())}, record={})
 
     def forward(self, images: Tensor) -> Scored:
         x = images.flatten(1).float() / 255
@@ -232,7 +232,7 @@ def test_rejects_other_data(psc: PSC) -> None:
 def test_own_probabilities_are_the_softmax(data_root: Path) -> None:
     data = open_dataset(f"mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
     net = nn.Sequential(nn.Flatten(), nn.Linear(784, 10)).eval()
-    own = own_network(net, data, Compute(torch.device("cpu"), batch_images=8))
+    own = plain_network(net, data, Compute(torch.device("cpu"), batch_images=8))
     images = next(data.batches(5)).images
     with torch.inference_mode():
         outputs = own.score(images)
@@ -247,6 +247,6 @@ def test_the_network_itself_runs_in_the_precision_of_its_model(data_root: Path) 
     net = nn.Sequential(nn.Flatten(), nn.Linear(784, 10)).eval()
     images = next(data.batches(5)).images
     with torch.inference_mode():
-        outputs = own_network(net, data, Compute(torch.device("cpu"), "bf16")).outputs(images)
+        outputs = plain_network(net, data, Compute(torch.device("cpu"), "bf16")).outputs(images)
         full = net(data.preprocess.standardise(images)).double()
     assert torch.equal(outputs, outputs.bfloat16().double()) and not torch.equal(outputs, full)

@@ -15,7 +15,7 @@ from psc_core.cli.evaluate import main
 from psc_core.compute.passes import Compute
 from psc_core.errors import DataError, UsageError
 from psc_core.evaluation.evaluate import evaluate
-from psc_core.evaluation.regression import RegressionReport, own_network, quality_of, score_images
+from psc_core.evaluation.regression import RegressionReport, plain_network, quality_of, score_images
 from psc_core.metrics import ranking, regression
 from psc_core.target import Target
 from tests.conftest import TinyJob
@@ -83,7 +83,7 @@ def test_the_network_itself_is_measured_beside_its_regression(
 ) -> None:
     data = open_dataset(f"rotated-mnist:{data_root}", split="test", preprocess=model.preprocess)
     compute = Compute(torch.device("cpu"), batch_images=16)
-    own = own_network(angle_job.net, data, compute)
+    own = plain_network(angle_job.net, data, compute)
     quality = quality_of(score_images(model, data, own, batch_images=16), data)
     with torch.no_grad():
         numbers = angle_job.net(data.preprocess.standardise(next(data.batches(len(data))).images))[:, 0]

@@ -59,7 +59,7 @@ def test_features_are_ordered_by_class_and_each_is_of_its_image(
         (found.density_input, candidate.mean(2)[order]),
         (found.texture["0"], first.mean(2)[order]),
         (found.texture["2"], second.mean(2)[order]),
-        (found.features.own, own[order]),
+        (found.features.network_output, own[order]),
     ):
         torch.testing.assert_close(got[:], expected, rtol=1e-4, atol=1e-4)
 
@@ -71,4 +71,4 @@ def test_a_density_may_read_z(
     backbone = cut(net, layers.names, val, compute, keep_output=False)
     found = read(backbone, layers, projection.projection, val, compute, tmp_path, pooled=False)
     assert torch.equal(found.density_input[:], found.features.head_input[:])
-    assert found.texture == {} and found.features.own is None
+    assert found.texture == {} and found.features.network_output is None

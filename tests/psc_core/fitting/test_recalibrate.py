@@ -19,7 +19,7 @@ from psc_core.images.preprocess import PRESETS
 from psc_core.log.store import Log
 from psc_core.model.base import FittedModel
 from psc_core.model.load import load_model
-from psc_core.tasks.classification.heads.own import OwnHead
+from psc_core.tasks.classification.heads.temperature import TemperatureHead
 from tests.conftest import TinyJob
 from tests.logged import Logged, dimmed, png, write_log
 from tests.reference import calibration as naive
@@ -114,8 +114,10 @@ def test_base_predictions_get_another_temperature_from_images_that_do_not_calibr
     base: FittedModel, audit: Audit
 ) -> None:
     head = base.pipeline.scorer.head
-    assert isinstance(head, OwnHead)
-    sharp = OwnHead({"temperature": head.temperature / 20}, record={"temperature": float(head.temperature) / 20})
+    assert isinstance(head, TemperatureHead)
+    sharp = TemperatureHead(
+        {"temperature": head.temperature / 20}, record={"temperature": float(head.temperature) / 20}
+    )
     pipeline = type(base.pipeline)(
         base.pipeline.scorer.with_head(sharp), base.pipeline.calibration_scores, base.pipeline.gates
     )

@@ -15,7 +15,7 @@ from PIL import Image
 from psc_core import PSC
 from psc_core.errors import UsageError
 from psc_core.images.inputs import as_batch, read_image
-from psc_core.images.statistics import Statistics
+from psc_core.images.loader_preprocessing import LoaderPreprocessing
 
 
 def png(image: torch.Tensor) -> bytes:
@@ -54,7 +54,7 @@ def test_rejects_a_single_image(psc: PSC, image: Any) -> None:
 
 
 def test_pixels_need_a_known_preprocess() -> None:
-    observed = Statistics().preprocess_of((1, 4, 4), [-1.0], [1.0])
+    observed = LoaderPreprocessing().preprocess_of((1, 4, 4), [-1.0], [1.0])
     inputs = torch.rand(2, 1, 4, 4)
     assert torch.equal(as_batch(inputs.double(), observed), inputs)
     for pixels in (torch.zeros(2, 1, 4, 4, dtype=torch.uint8), [np.zeros((4, 4), np.uint8)], ["a.png"]):

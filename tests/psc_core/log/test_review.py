@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from psc_core.log.labels import Label, Labels
-from psc_core.log.review import AUDIT, DIVERSE, NEAR, STRANGE, review
+from psc_core.log.review import ANOMALOUS, AUDIT, DIVERSE, NEAR, review
 from tests.psc_core.log.support import TIME, add_values, digest, make_log, put_rows, row
 
 
@@ -26,13 +26,13 @@ def test_lists_take_turns(tmp_path: Path) -> None:
     put_rows(log, rows)
     chosen = review(log, Labels())
     assert [(each.row["request_id"], each.reason) for each in chosen[:4]] == [
-        ("r7", AUDIT), ("r11", NEAR), ("r3", STRANGE), ("r5", DIVERSE),
+        ("r7", AUDIT), ("r11", NEAR), ("r3", ANOMALOUS), ("r5", DIVERSE),
     ]  # fmt: skip
     assert [each.row["request_id"] for each in chosen if each.reason == NEAR][:2] == ["r11", "r12"]
     assert sorted(ids(chosen)) == sorted(each["request_id"] for each in rows)
     assert [each.row["request_id"] for each in chosen if each.is_audit] == ["r7"]
     counts = Counter(each.reason for each in chosen)
-    assert counts[AUDIT] == 1 and {counts[NEAR], counts[STRANGE], counts[DIVERSE]} <= {6, 7}
+    assert counts[AUDIT] == 1 and {counts[NEAR], counts[ANOMALOUS], counts[DIVERSE]} <= {6, 7}
     assert ids(review(log, Labels(), limit=3)) == ["r7", "r11", "r3"]
 
 

@@ -23,7 +23,7 @@ def test_a_model_is_built_without_an_image(tiny_bundle: Path, monkeypatch: pytes
     monkeypatch.setattr(Pipeline, "forward", lambda self, images: (ran.append(len(images)), forward(self, images))[1])
     model = build_model(tiny_bundle, device="cpu", allow_factories=ALLOW)
     assert type(model) is PSC and ran == []
-    assert model.tried() is model and ran == [3]
+    assert model.probed() is model and ran == [3]
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), MemoryError("full")])

@@ -86,6 +86,7 @@ def serve_and_ask(files: list[bytes]) -> None:
         assert {"LabelResponse", "PredictResponse", "ValueResponse"} <= {*schemas}
         one = {"content": files[0], "headers": {"content-type": "image/png"}}
         assert httpx.post(f"{server.url}/predict?alpha=0.5", **one).json()["policy"]["alpha"] == 0.5
+        assert httpx.post(f"{server.url}/predict?max_undecided=3", **one).json()["policy"]["max_undecided"] == 3
         refused = httpx.post(f"{server.url}/predict?max_width=3", **one)
         assert refused.status_code == 400 and "is a multi-label model, which has no max_width" in refused.text
         assert 'reason="undecided"' in server.metrics()

@@ -29,7 +29,7 @@ def fit_calibration(
     labels: Int[Tensor, " n"],
     weights: Float[Tensor, " n"] | None = None,
 ) -> Calibration:
-    """Collect the scores of calibration images, as the served pipeline gave them.
+    """Collect the scores of calibration images, as the served pipeline computes them.
 
     Args:
         ood_score: Nats, higher is more out-of-distribution.
@@ -37,7 +37,7 @@ def fit_calibration(
         probabilities: Class probabilities of each image.
         labels: One true label for each image.  An image with several labels counts once, with any of them: repeated
             images would make n too large, and the guarantees void.
-        weights: Images that each one stands for, see :mod:`psc_core.calibration.weighted`; None where all are equal.
+        weights: How many images each stands for, see :mod:`psc_core.calibration.weighted`; None where all are equal.
 
     Raises:
         FitError: If scores are not finite.

@@ -34,7 +34,7 @@ STRONGER: Final = tuple(10.0 ** (k / 4) for k in range(29))
 """Values of τ to try, times that of the weights: up to 10⁷, four to a decade."""
 
 COST: Final = (2e-3, 1e-4)
-"""Maximum rise of the mean validation NLL for a wider posterior: a fraction of the least, or so many nats if more."""
+"""Maximum rise of the mean validation NLL for a wider posterior: a fraction of the least, or nats if that is more."""
 
 
 class Choice(NamedTuple):

@@ -80,7 +80,7 @@ Variables = KroneckerVariables | ExactVariables
 def variables_at(
     theta: Float[Tensor, "classes columns"], features: Float[Tensor, "n dim"] | FeatureMatrix, *, prior_precision: float
 ) -> Variables:
-    """Return V for a fit that starts at ``theta``, float64: of the exact curvature where it is worth its cost."""
+    """Return V for a fit that starts at ``theta``, float64: of the exact curvature where that saves time."""
     n = len(features)
     count = min(n, max(CURVATURE_EXAMPLES, CURVATURE_EXAMPLES_PER_COLUMN * theta.shape[1]))
     # One from each of `count` equal parts, at random: examples may come in order, or repeat periodically.

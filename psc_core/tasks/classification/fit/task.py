@@ -23,17 +23,17 @@ from psc_core.tasks.classification.fit.calibrate import (
     unreachable_entropy,
 )
 from psc_core.tasks.classification.fit.head import fit_head
-from psc_core.tasks.classification.fit.own import better_of, fit_own, retempered
+from psc_core.tasks.classification.fit.temperature import better_of, fit_temperature_head, retempered
 from psc_core.tasks.classification.heads.base import ClassifierHead
-from psc_core.tasks.classification.heads.own import OwnHead
+from psc_core.tasks.classification.heads.temperature import TemperatureHead
 from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.classification.task import Classification
-from psc_core.tasks.fit.task import OWN_IMAGES, Calibrated, HeadJob, TaskFit, own_outputs
+from psc_core.tasks.fit.task import FIRST_LOOK_IMAGES, Calibrated, HeadJob, TaskFit, run_network
 from psc_core.tasks.head import Head, Scored
 from psc_core.tasks.policy import GUARANTEED_RISK, BasePolicy
 
 ACCURACY_GAP: Final = 0.1
-"""Loss of accuracy from training to validation images up to which the network is not warned about."""
+"""Loss of accuracy from training to validation images up to which no warning is given."""
 
 
 class ClassificationFit(TaskFit):
@@ -42,7 +42,7 @@ class ClassificationFit(TaskFit):
     task_type = Classification
     thresholds = ("risk",)
     averages_candidate = True
-    tries_own_output = True
+    compares_network_output = True
 
     def takes(self, data: ImageDataset) -> bool:
         return data.target is None
@@ -53,17 +53,17 @@ class ClassificationFit(TaskFit):
     def fit_head(self, job: HeadJob) -> ClassifierHead:
         """Return the head, the network's own logits with a temperature, or the better of both."""
         selection = job.selection
-        own = logits = None
-        if selection.own is not None:
-            logits = selection.own[:]
-            own = fit_own(logits, selection.labels).to(job.device)
+        tempered = logits = None
+        if selection.network_output is not None:
+            logits = selection.network_output[:]
+            tempered = fit_temperature_head(logits, selection.labels).to(job.device)
             if job.predictions == "base":
-                return own
+                return tempered
         head = fit_head(job)
-        if own is None or logits is None:
+        if tempered is None or logits is None:
             return head
         z, logits, labels = (part.to(job.device) for part in (selection.head_input[:], logits, selection.labels))
-        return better_of(head, own, z, logits, labels)
+        return better_of(head, tempered, z, logits, labels)
 
     def kept_policy(self, found: BasePolicy, before: BasePolicy, metrics: Mapping[str, Any]) -> tuple[BasePolicy, str]:
         """Keep the ambiguity threshold where the images show none: without one nothing would be ambiguous."""
@@ -80,11 +80,13 @@ class ClassificationFit(TaskFit):
         return found.model_copy(update={"ambiguity_threshold": threshold}), text
 
     def has_temperature(self, head: Head) -> bool:
-        return isinstance(head, OwnHead)
+        return isinstance(head, TemperatureHead)
 
     def temper(self, head: Head, scored: Scored, images: ImageDataset) -> Head:
-        """Return the network's own softmax with another temperature, where that gains more than its error."""
-        return retempered(head, scored.probabilities, images.first_labels()) if isinstance(head, OwnHead) else head
+        """Return the head of base predictions with a refitted temperature, or any other head as it is."""
+        return (
+            retempered(head, scored.probabilities, images.first_labels()) if isinstance(head, TemperatureHead) else head
+        )
 
     def calibrate(
         self,
@@ -115,10 +117,10 @@ class ClassificationFit(TaskFit):
         return Calibrated(calibration, policy, metrics)
 
     def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> str:
-        of_train, of_val = (own_accuracy(net, data, compute) for data in (train, val))
+        of_train, of_val = (network_accuracy(net, data, compute) for data in (train, val))
         text = (
             f"the network itself: accuracy {of_train:.3f} on training and {of_val:.3f} on validation images (at most "
-            f"{OWN_IMAGES:,} of each); if it should be higher, check the preprocessing"
+            f"{FIRST_LOOK_IMAGES:,} of each); if it should be higher, check the preprocessing"
         )
         if of_val < of_train - ACCURACY_GAP:
             text += "\nwarning: validation images are much harder for it; are they prepared as the training images?"
@@ -129,7 +131,7 @@ FIT: Final = ClassificationFit()
 
 
 def calibration_metrics(scored: Scored, labels: Tensor) -> dict[str, Any]:
-    """Return metrics of the calibration split, on which nothing that they measure was selected."""
+    """Return metrics of the calibration split, which selected nothing that they measure."""
     probabilities = scored.probabilities.double()
     confidence, predicted = probabilities.max(1)
     return {
@@ -141,8 +143,8 @@ def calibration_metrics(scored: Scored, labels: Tensor) -> dict[str, Any]:
     }
 
 
-def own_accuracy(net: nn.Module, data: ImageDataset, compute: Compute) -> float:
-    """Return the network's own accuracy; of an image with several labels, the fraction that is predicted counts."""
+def network_accuracy(net: nn.Module, data: ImageDataset, compute: Compute) -> float:
+    """Return the plain network's accuracy; of an image with several labels, the fraction that is predicted counts."""
     labels = data.offsets.diff()  # of each image
-    hits = own_outputs(net, data, compute).argmax(1).repeat_interleave(labels) == data.labels
+    hits = run_network(net, data, compute).argmax(1).repeat_interleave(labels) == data.labels
     return float((hits / labels.repeat_interleave(labels)).sum()) / len(data)

@@ -16,7 +16,7 @@ class HeadOutput(NamedTuple):
     """Predictions of a batch."""
 
     probabilities: Float[Tensor, "batch classes"]  # of each class; they sum to 1
-    epistemic: Float[Tensor, " batch"]  # what more training data would remove, in the head's own epistemic_unit
+    epistemic: Float[Tensor, " batch"]  # what more training data would remove, in the head's epistemic_unit
     energy: Float[Tensor, " batch"]  # −log Σ_k exp f_k of the logits f, nats: high where no class has evidence
 
 
@@ -51,7 +51,7 @@ class ClassifierHead(Head):
 def scored(
     probabilities: Float[Tensor, "batch classes"], epistemic: Float[Tensor, " batch"], energy: Float[Tensor, " batch"]
 ) -> Scored:
-    """Return the scores of a classifier, those of the density apart, and the energy, which its gates read."""
+    """Return the scores of a classifier except the density's, and the energy, which the gate ``confidence`` reads."""
     entropies = entropy(probabilities)
     return Scored({"predictive_entropy": entropies, "epistemic": epistemic, "energy": energy}, probabilities)
 

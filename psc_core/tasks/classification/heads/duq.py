@@ -25,7 +25,7 @@ from psc_core.tasks.classification.heads.base import ClassifierHead, HeadOutput
 
 
 class DuqHead(ClassifierHead):
-    """The kernels of the module's text, served in float32 but for the embedding."""
+    """The kernels described above, served in float32 but for the embedding."""
 
     kind = "duq"
     epistemic_unit = "1 − kernel to the nearest centroid, in [0, 1]"

@@ -57,7 +57,7 @@ class Posterior(NamedTuple):
 
 
 class LaplaceHead(ClassifierHead):
-    """The posterior of the module's text, served in float32.
+    """The posterior described above, served in float32.
 
     The matrices of its three products are prepared once, with the operations before and after each folded in:
 
@@ -134,6 +134,6 @@ class LaplaceHead(ClassifierHead):
         return HeadOutput(probabilities, epistemic, -mean.logsumexp(dim=1))
 
     def decompose(self, z: Float[Tensor, "batch dim"]) -> UncertaintyDecomposition:
-        """Return both parts in nats; their sum is H of the module's text."""
+        """Return both parts in nats; their sum is H."""
         _, _, total, fraction = self.posterior(z)
         return UncertaintyDecomposition(total * fraction, torch.addcmul(total, total, fraction, value=-1.0))

@@ -29,7 +29,7 @@ from psc_core.tasks.classification.heads.base import ClassifierHead, HeadOutput,
 
 
 class SngpHead(ClassifierHead):
-    """The process of the module's text, served in float32."""
+    """The process described above, served in float32."""
 
     kind = "sngp"
     epistemic_unit = "squared logits (variance of the Gaussian process)"

@@ -26,7 +26,7 @@ IMAGES_PER_BIN: Final = 20
 
 
 def quantile_edges(values: Float[Tensor, " n"]) -> Float[Tensor, " edges"]:
-    """Return the numbers that part the bins, ascending: quantiles of ``values`` without repetition.
+    """Return the numbers that separate the bins, ascending: quantiles of ``values`` without repetition.
 
     Raises:
         DataError: If all values are equal.
@@ -56,7 +56,7 @@ def _bin_name(low: str, high: str) -> str:
 
 
 def binned(train: ImageDataset, val: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
-    """Return both in bins of the training images' numbers.
+    """Return both, labelled with bins of the training images' numbers.
 
     Raises:
         DataError: If all numbers are equal.

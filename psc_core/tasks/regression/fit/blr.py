@@ -145,7 +145,7 @@ def fit_noise(data: RegressionData, posterior: LinearPosterior) -> Noise:
 
 
 def fit_log_variance(phi: Float[Tensor, "n dim"], squares: Float[Tensor, " n"], penalty: float) -> Noise:
-    """Fit the gamma regression of the module's text; ``penalty`` is λ / n, and steps that do not help are halved."""
+    """Fit the gamma regression described above; ``penalty`` is λ / n, and steps that do not help are halved."""
     n, dim = phi.shape
     design = torch.cat([phi, torch.ones_like(squares)[:, None]], dim=1)
     ridge = torch.full((dim + 1,), n * penalty, dtype=torch.float64, device=phi.device)

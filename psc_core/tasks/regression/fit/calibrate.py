@@ -17,14 +17,14 @@ def fit_calibration(
     values: Float[Tensor, " n"],
     weights: Float[Tensor, " n"] | None = None,
 ) -> Calibration:
-    """Collect the scores of calibration images, as the served pipeline gave them.
+    """Collect the scores of calibration images, as the served pipeline computes them.
 
     Args:
         ood_score: Nats, higher is more out-of-distribution.
         mean: μ, in the target's unit.
         deviation: σ, in the target's unit.
         values: y, in the target's unit.
-        weights: Images that each one stands for, see :mod:`psc_core.calibration.weighted`; None where all are equal.
+        weights: How many images each stands for, see :mod:`psc_core.calibration.weighted`; None where all are equal.
 
     Raises:
         FitError: If scores are not finite.

@@ -10,9 +10,9 @@ Length-scales ℓ (one for each axis), signal s² and noise τ² minimise the Ve
 
 with images in random order, μ_i and v_i given the m nearest *earlier* ones in length-scales; m = n − 1 makes it exact.
 Adam follows it on random images; neighbours are found anew in every step.  Every :data:`CHECK` steps the NLL of the
-selection split is measured, whose least decides; after :data:`PATIENCE` checks without a lesser one the fit ends.
+selection split is measured, and the least one kept; after :data:`PATIENCE` checks without a new least the fit ends.
 
-Factor: as of :mod:`.blr`, both variances of the whole ensemble are multiplied by the mean of ``(y − μ)²/σ²`` over the
+Factor: as in :mod:`.blr`, both variances of the whole ensemble are multiplied by the mean of ``(y − μ)²/σ²`` over the
 selection split.
 """
 
@@ -161,7 +161,7 @@ def fit_process(
     m: int,
     generator: torch.Generator,
 ) -> Process:
-    """Return the parameters of the least validation NLL that Adam comes by; ``x`` is in random order."""
+    """Return the parameters of the least validation NLL that Adam reaches; ``x`` is in random order."""
     scale = x.var(0, correction=0).sum().sqrt().clamp(min=1e-6)
     x, x_val = x / scale, x_val / scale
     best = Process(x.new_zeros(x.shape[1]), x.new_zeros(()), x.new_tensor(0.1).log())

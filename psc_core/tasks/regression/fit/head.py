@@ -49,7 +49,7 @@ def fit_head(job: HeadJob) -> RegressionHead:
         train_images=job.train.images.to(job.device),
         val=standardisation(val)[:],
         val_values=standard(known_values(job.selection.values)),
-        val_mean=None if job.selection.own is None else standard(job.selection.own[:][:, 0]),
+        val_mean=None if job.selection.network_output is None else standard(job.selection.network_output[:][:, 0]),
         center=center,
         scale=scale,
         widths=job.train.widths,

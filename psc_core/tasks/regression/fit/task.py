@@ -18,7 +18,7 @@ from psc_core.data.targets import known_values
 from psc_core.errors import DataError
 from psc_core.metrics import regression
 from psc_core.settings import FitSettings
-from psc_core.tasks.fit.task import OWN_IMAGES, Calibrated, HeadJob, TaskFit, own_outputs
+from psc_core.tasks.fit.task import FIRST_LOOK_IMAGES, Calibrated, HeadJob, TaskFit, run_network
 from psc_core.tasks.head import Scored
 from psc_core.tasks.regression.fit.bins import binned
 from psc_core.tasks.regression.fit.calibrate import fit_calibration
@@ -93,12 +93,12 @@ class RegressionFit(TaskFit):
         return Calibrated(calibration, policy, calibration_metrics(mean, deviation, values))
 
     def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> str:
-        of_train, of_val = (own_error(net, data, compute) for data in (train, val))
+        of_train, of_val = (network_rmse(net, data, compute) for data in (train, val))
         spread, unit = float(known_values(train.values).std(correction=0)), f" {self.task(train).target.unit}".rstrip()
         text = (
             f"the network itself: RMSE {of_train:.4g} on training and {of_val:.4g}{unit} on validation images (at most "
-            f"{OWN_IMAGES:,} of each), the numbers' own deviation is {spread:.4g}; if it should be lower, check the "
-            "preprocessing"
+            f"{FIRST_LOOK_IMAGES:,} of each), the deviation of the numbers is {spread:.4g}; if it should be lower, "
+            "check the preprocessing"
         )
         if of_val > spread:
             text += (
@@ -113,7 +113,7 @@ FIT: Final = RegressionFit()
 def calibration_metrics(
     mean: Float[Tensor, " n"], deviation: Float[Tensor, " n"], values: Float[Tensor, " n"]
 ) -> dict[str, Any]:
-    """Return metrics of the calibration split, on which nothing that they measure was selected."""
+    """Return metrics of the calibration split, which selected nothing that they measure."""
     mean, deviation = mean.double(), deviation.double()
     return {
         "validation_images": len(values),
@@ -124,6 +124,6 @@ def calibration_metrics(
     }
 
 
-def own_error(net: nn.Module, data: ImageDataset, compute: Compute) -> float:
-    """Return the RMSE of the network itself on images with numbers."""
-    return regression.rmse(own_outputs(net, data, compute)[:, 0], known_values(data.values))
+def network_rmse(net: nn.Module, data: ImageDataset, compute: Compute) -> float:
+    """Return the RMSE of the plain network on images with numbers."""
+    return regression.rmse(run_network(net, data, compute)[:, 0], known_values(data.values))

@@ -5,7 +5,7 @@ r"""Bayesian linear regression on z: a mean, a noise that may depend on the imag
     mean = ȳ + mᵀφ,   aleatoric = σ(φ),   epistemic = √(φᵀA⁻¹φ + 1/(β n))
 
 φ are standardised features, n training images.  ``log σ²`` is kept within the range that it has on training images,
-because nothing is known of the noise beyond.  Both standard deviations hold one factor more, chosen on validation
+because nothing is known of the noise beyond.  Both standard deviations contain one more factor, chosen on validation
 images (:mod:`psc_core.tasks.regression.fit.blr`).  Everything stored is in the target's unit.
 """
 
@@ -22,7 +22,7 @@ from psc_core.tasks.regression.heads.base import RegressionHead, ValueOutput
 
 
 class BayesianLinearHead(RegressionHead):
-    """The posterior of the module's text, served in float32.
+    """The posterior described above, served in float32.
 
     ``root`` (D, D) is a square root of A⁻¹, ``R Rᵀ = A⁻¹``, and ``bias_deviation`` is ``1/√(β n)``.
     """

@@ -14,7 +14,7 @@ The layers are experts of a generalised product (Cao & Fleet 2014); one that lea
 
 ε = 10⁻⁶ makes the weights equal where no layer learned anything; there σ is that of the prior.  Ours is the division
 ``aleatoric² = σ² Σ w_l τ_l²/σ_l²``, ``w_l ∝ β_l/σ_l²``, ``Σ w_l = 1``; the rest of σ² is epistemic.  Deviations
-hold one factor more, chosen on validation images (:mod:`psc_core.tasks.regression.fit.dve`).
+contain one more factor, chosen on validation images (:mod:`psc_core.tasks.regression.fit.dve`).
 
 Neighbours are exact: a matrix product and ``topk`` on blocks of at most :data:`BLOCK` support images, on any device, so
 that memory does not grow with their number.  Distances to the chosen ones are differences, and solves float64.
@@ -73,7 +73,7 @@ class Combined(NamedTuple):
 
 
 class DeepVecchiaHead(RegressionHead):
-    """The ensemble of the module's text: ``basis`` holds the B_l, ``points`` the x_l of the support images.
+    """The ensemble described above: ``basis`` holds the B_l, ``points`` the x_l of the support images.
 
     ``images`` are the positions of the support images among those it was fitted on, ``neighbours`` is m.
     """

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.inference.request import RequestKind
+from app.inference.request import RequestMode
 from app.inference.steps import EagerStep, GraphStep, make_step
 from app.inference.steps import graph as graph_module
 
@@ -203,10 +203,10 @@ def test_an_explanation_leaves_what_is_in_flight_alone(step: GraphStep) -> None:
     expected = fill(step, 0, 4, 1)
     step.launch(0, 4)
     images = np.full((3, *SHAPE), 7, np.uint8)
-    result = step.explain(images, RequestKind.EXPLAIN_WITH_MAP)
+    result = step.explain(images, RequestMode.EXPLAIN_WITH_MAP)
     assert result.packed.tolist() == [[28.0, 7.0]] * 3
     assert result.explanation["first"].tolist() == [7, 7, 7] and "map" in result.explanation
-    assert step.explain(images, RequestKind.MAP).explanation.keys() == {"map"}
+    assert step.explain(images, RequestMode.MAP).explanation.keys() == {"map"}
     np.testing.assert_array_equal(step.fetch(0, 4), expected)
 
 
@@ -222,10 +222,10 @@ def test_a_cuda_device_gets_graphs(network: Network, cuda: Cuda, monkeypatch: py
 def test_streams_of_steps_that_are_gone_are_used_again(network: Network, cuda: Cuda) -> None:
     first, second = (GraphStep(network, SHAPE, max_batch=6, device=torch.device("cpu")) for _ in range(2))
     image = np.zeros((1, *SHAPE), np.uint8)
-    first.explain(image, RequestKind.EXPLAIN)
-    second.explain(image, RequestKind.EXPLAIN)
+    first.explain(image, RequestMode.EXPLAIN)
+    second.explain(image, RequestMode.EXPLAIN)
     del first
-    GraphStep(network, SHAPE, max_batch=6, device=torch.device("cpu")).explain(image, RequestKind.EXPLAIN)
+    GraphStep(network, SHAPE, max_batch=6, device=torch.device("cpu")).explain(image, RequestMode.EXPLAIN)
     stream, other, again = cuda.streams
     assert other is not stream
     assert again is stream

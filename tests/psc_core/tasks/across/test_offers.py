@@ -23,7 +23,7 @@ OFFERS: dict[str, tuple[str, ...]] = {
     "psc_core.tasks.{}.fit.task": ("FIT",),
     "app.tasks.{}": ("SERVED",),
     "psc_core.evaluation.{}": (
-        "open_images", "open_baselines", "own_network", "score_images", "quality_of", "compare",
+        "open_images", "open_baselines", "plain_network", "score_images", "quality_of", "compare",
     ),
     "psc_core.report.{}.facts": ("DIGITS", "RECORDED", "limits_of", "policy_lines", "warnings_of", "accuracy_lost"),
     "psc_core.report.{}.figures": ("draw",),

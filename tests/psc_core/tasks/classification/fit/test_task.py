@@ -11,7 +11,7 @@ import torch
 from psc_core import PRESETS, FitSettings, open_dataset
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.sources import ArraySource
-from psc_core.tasks.classification.fit.task import FIT, own_accuracy
+from psc_core.tasks.classification.fit.task import FIT, network_accuracy
 from tests.conftest import TinyJob
 
 COMPUTE = FitSettings(device="cpu").compute()
@@ -22,7 +22,7 @@ def train(data_root: Path) -> ImageDataset:
     return open_dataset(f"mnist:{data_root}", split="train", preprocess=PRESETS["mnist"])
 
 
-def test_own_accuracy_counts_the_fraction_of_labels_that_is_predicted(train: ImageDataset) -> None:
+def test_network_accuracy_counts_the_fraction_of_labels_that_is_predicted(train: ImageDataset) -> None:
     data = replace(train, labels=train.labels.repeat_interleave(2), offsets=2 * train.offsets)
     k = len(data.classes)
     data.labels[::6] = (data.labels[::6] + 1) % k
@@ -39,7 +39,7 @@ def test_own_accuracy_counts_the_fraction_of_labels_that_is_predicted(train: Ima
     scale, shift = data.preprocess.scale_and_shift()
     pairs = data.labels.view(-1, 2)
     expected = float((pairs == answers[:, None]).double().mean())
-    assert own_accuracy(Remembers(), data, COMPUTE) == pytest.approx(expected)
+    assert network_accuracy(Remembers(), data, COMPUTE) == pytest.approx(expected)
 
 
 def test_warns_of_validation_images_that_are_prepared_otherwise(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from psc_core import PRESETS, FitSettings, open_dataset
-from psc_core.tasks.regression.fit.task import calibration_metrics, own_error
+from psc_core.tasks.regression.fit.task import calibration_metrics, network_rmse
 from tests.conftest import TinyJob
 
 COMPUTE = FitSettings(device="cpu").compute()
@@ -22,7 +22,7 @@ def test_own_error_is_the_rmse(angle_job: TinyJob, data_root: Path) -> None:
         outputs = angle_job.net(turned.preprocess.standardise(images))[:, 0].tolist()
     assert turned.values is not None
     errors = [output - value for output, value in zip(outputs, turned.values.tolist(), strict=True)]
-    found = own_error(angle_job.net, turned, COMPUTE)
+    found = network_rmse(angle_job.net, turned, COMPUTE)
     assert found == pytest.approx(math.sqrt(sum(error**2 for error in errors) / len(errors)), rel=1e-4)
 
 

@@ -7,14 +7,25 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from app.tasks.base import GATES_OUTPUT, Datatype, ServedTask, gate_members, score_members, unusual_components
+from app.tasks.query import PredictQuery
 from psc_core.tasks.multilabel.answer import DECISIONS, SCORES
 from psc_core.tasks.multilabel.decide import Decisions
+from psc_core.tasks.multilabel.policy import MaxUndecided
 from psc_core.tasks.outputs import FloatArray, Outputs
 
 PER_LABEL: Final[Mapping[str, Datatype]] = {"probabilities": "FP32", "holds": "BOOL", "undecided": "BOOL"}
 """Tensors with a number for each label."""
+
+
+class LabelQuery(PredictQuery):
+    """The query parameters of a request to a model of several labels."""
+
+    max_undecided: MaxUndecided | None = Field(
+        default=None, description="Of several labels: undecided with more undecided labels than this, in this request."
+    )
 
 
 class ServedMultiLabel(ServedTask[Decisions]):
@@ -25,6 +36,7 @@ class ServedMultiLabel(ServedTask[Decisions]):
         **dict.fromkeys((*SCORES, GATES_OUTPUT), "FP32"),
         "is_ood": "BOOL",
     }
+    query = LabelQuery
 
     def documents(
         self, outputs: Outputs[FloatArray], decisions: Decisions, classes: Sequence[str], **options: int

@@ -70,7 +70,7 @@ def open_baselines(model: FittedModel, weights: Path, train: str, val: str, *, b
     raise UsageError("a model of several labels has no baselines; leave out --weights, --train and --val")
 
 
-def own_network(net: nn.Module, data: ImageDataset, compute: Compute) -> None:
+def plain_network(net: nn.Module, data: ImageDataset, compute: Compute) -> None:
     """Return nothing: the network itself is not shown."""
 
 

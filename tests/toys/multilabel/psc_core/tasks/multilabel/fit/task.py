@@ -12,7 +12,7 @@ from psc_core.calibration.weighted import equal_scores
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.settings import FitSettings
-from psc_core.tasks.fit.task import Calibrated, Features, HeadJob, TaskFit, own_outputs
+from psc_core.tasks.fit.task import Calibrated, Features, HeadJob, TaskFit, run_network
 from psc_core.tasks.head import Scored
 from psc_core.tasks.multilabel.calibration import Calibration
 from psc_core.tasks.multilabel.fit.head import FITS
@@ -63,7 +63,7 @@ class MultiLabelFit(TaskFit):
         return Calibrated(calibration, policy, metrics)
 
     def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> str:
-        found = [own_accuracy(net, data, compute) for data in (train, val)]
+        found = [network_accuracy(net, data, compute) for data in (train, val)]
         return (
             f"the network itself: {found[0]:.3f} of the labels right on training, {found[1]:.3f} on validation images"
         )
@@ -79,9 +79,9 @@ def held(data: ImageDataset) -> Bool[Tensor, "n labels"]:
     return found
 
 
-def own_accuracy(net: nn.Module, data: ImageDataset, compute: Compute) -> float:
+def network_accuracy(net: nn.Module, data: ImageDataset, compute: Compute) -> float:
     """Return the fraction of labels that the network itself gets right."""
-    return float(((own_outputs(net, data, compute) >= 0) == held(data)).double().mean())
+    return float(((run_network(net, data, compute) >= 0) == held(data)).double().mean())
 
 
 def _images_of(features: Features, labels: int) -> tuple[Float[Tensor, "n dim"], Bool[Tensor, "n labels"]]:

@@ -1,4 +1,4 @@
-"""The preprocessing behind a loader's inputs, given as a whole, as a mean and a deviation, or not at all."""
+"""The preprocessing behind the inputs of a loader, as a caller states it: as a whole, by mean and deviation, or not."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Statistic = float | Sequence[float] | Tensor | npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Statistics:
-    """Either a preprocess, or the mean and standard deviation of each channel, or nothing."""
+class LoaderPreprocessing:
+    """A preprocess, the mean and standard deviation of each channel, or nothing where the caller does not know."""
 
     preprocess: Preprocess | None = None
     mean: Statistic | None = None
@@ -35,7 +35,7 @@ class Statistics:
         """Return the preprocess for inputs of ``shape`` (channels, height, width) with values from ``low`` to ``high``.
 
         Example:
-            >>> print(Statistics(mean=0.5, std=0.25).preprocess_of((1, 8, 8), [-2.0], [2.0]))
+            >>> print(LoaderPreprocessing(mean=0.5, std=0.25).preprocess_of((1, 8, 8), [-2.0], [2.0]))
             L, resized to 8 × 8 pixels, bilinear; mean 0.5; std 0.25
 
         Raises:

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from psc_core.metrics.classification import LOG_FLOOR
-from psc_core.tasks.classification.fit.own import better_of, fit_own, retempered
+from psc_core.tasks.classification.fit.temperature import better_of, fit_temperature_head, retempered
 from psc_core.tasks.classification.heads.base import ClassifierHead, HeadOutput
-from psc_core.tasks.classification.heads.own import OwnHead
+from psc_core.tasks.classification.heads.temperature import TemperatureHead
 from tests.psc_core.tasks.classification.heads.support import fit, images
 
 
@@ -19,15 +19,17 @@ def test_temperature_undoes_overconfidence() -> None:
     random = torch.Generator().manual_seed(0)
     logits = torch.randn(4000, 3, generator=random)
     labels = torch.multinomial(logits.softmax(1), 1, generator=random)[:, 0]
-    own = fit_own(3 * logits, labels)
-    assert abs(own.record["temperature"] - 3) < 0.3 and fit_own(logits, labels).record["temperature"] == 1.0
+    own = fit_temperature_head(3 * logits, labels)
+    assert (
+        abs(own.record["temperature"] - 3) < 0.3 and fit_temperature_head(logits, labels).record["temperature"] == 1.0
+    )
 
 
 def test_a_temperature_follows_from_the_probabilities() -> None:
     random = torch.Generator().manual_seed(0)
     logits = torch.randn(4000, 3, generator=random)
     labels = torch.multinomial((logits / 2).softmax(1), 1, generator=random)[:, 0]
-    served = OwnHead({"temperature": torch.tensor(0.5)}, record={"temperature": 0.5})
+    served = TemperatureHead({"temperature": torch.tensor(0.5)}, record={"temperature": 0.5})
     new = retempered(served, served(logits).probabilities, labels)
     assert float(new.temperature) == new.record["temperature"] and abs(float(new.temperature) - 2) < 0.2
     assert retempered(new, new(logits).probabilities, labels) is new
@@ -38,9 +40,9 @@ def test_the_better_one_is_taken() -> None:
     head = fit("laplace")
     exact, random = 8 * torch.nn.functional.one_hot(labels, 3).float(), torch.randn(400, 3)
     for logits, is_own in ((exact, True), (random, False)):
-        own = fit_own(logits, labels)
+        own = fit_temperature_head(logits, labels)
         chosen = better_of(head, own, z, logits, labels)
-        assert isinstance(chosen, OwnHead) == is_own and "nll_above_own" not in own.record | head.record
+        assert isinstance(chosen, TemperatureHead) == is_own and "nll_above_own" not in own.record | head.record
         expected = -head(z).probabilities[torch.arange(400), labels].double().log().mean() - own.record["val_nll"]
         assert abs(chosen.record["nll_above_own"] - float(expected)) < 1e-5
 
@@ -61,10 +63,10 @@ class Certain(ClassifierHead):
 def test_a_head_with_an_unusable_probability_loses(first: float) -> None:
     labels = torch.arange(200) % 3
     logits = 30 * functional.one_hot(labels, 3).float()
-    own = fit_own(logits, labels)
+    own = fit_temperature_head(logits, labels)
     head = Certain({"classes": torch.zeros(3)}, record={})
     head.first = first
     chosen = better_of(head, own, labels[:, None].float(), logits, labels)
-    assert isinstance(chosen, OwnHead)
+    assert isinstance(chosen, TemperatureHead)
     assert chosen.record["nll_above_own"] == pytest.approx(-math.log(LOG_FLOOR) / 200, rel=1e-3)
     json.dumps(chosen.record, allow_nan=False)

@@ -1,4 +1,4 @@
-"""The network's own logits divided by a temperature T (Guo et al. 2017), for base predictions.
+"""The softmax of the network's logits divided by a temperature T (Guo et al. 2017), for base predictions.
 
 There is no posterior, so epistemic uncertainty is 0.
 """
@@ -15,10 +15,10 @@ from psc_core.tasks.classification.heads.base import ClassifierHead, HeadOutput,
 from psc_core.tasks.head import Scored
 
 
-class OwnHead(ClassifierHead):
-    """The softmax of the module's text; it reads the network's output, and no features."""
+class TemperatureHead(ClassifierHead):
+    """The softmax above; it reads the network's output instead of features."""
 
-    kind = "own"
+    kind = "own"  # the network's own softmax, in the bundle format
     reads_output = True
     layout: ClassVar = {"temperature": ()}
     temperature: Tensor
