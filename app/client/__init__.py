@@ -1,6 +1,6 @@
 """A typed client of the service, and its command line; neither needs torch."""
 
-from app.client.client import DEFAULT_URL, AsyncClient, ClassOptions, Client, Options, Retry, ValueOptions
+from app.client.client import DEFAULT_URL, AsyncClient, ClassOptions, Client, Options, ValueOptions
 from app.client.errors import (
     BadAnswer,
     ClientError,
@@ -13,6 +13,7 @@ from app.client.errors import (
     ServerFailed,
     Unavailable,
 )
+from app.client.retry import Retry
 from psc_core.target import Target
 from psc_core.tasks.answer import ModelRef, Response
 from psc_core.tasks.classification.answer import ImagePrediction, PredictResponse

@@ -14,14 +14,12 @@ asks for.  Every other error raises at once, see :class:`ClientError`.
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self, TypedDict, TypeVar, Unpack, cast, get_type_hints
+from typing import Any, Final, Self, TypedDict, TypeVar, Unpack, get_type_hints
 from urllib.parse import quote
 
 import httpx
@@ -29,7 +27,6 @@ from pydantic import ValidationError
 
 from app.client.errors import (
     BadAnswer,
-    ConnectionFailed,
     InputError,
     NotAllowed,
     Overloaded,
@@ -37,8 +34,8 @@ from app.client.errors import (
     Refused,
     ServerFailed,
     Unavailable,
-    retry_after_seconds,
 )
+from app.client.retry import DEFAULT_RETRY, Retry, attempts
 from psc_core.errors import fault
 from psc_core.tasks.answer import Response, response_type
 from psc_core.tasks.classification.answer import PredictResponse
@@ -47,9 +44,6 @@ from psc_core.tasks.regression.answer import ValueResponse
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 _METHODS: Final = {PredictResponse: "predict", ValueResponse: "predict_values"}
 """The answers that have a method of their own; :meth:`Client.ask` returns any answer."""
-
-_RETRIED_STATUS: Final = frozenset({429, 503})
-_NOT_SENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 AnyResponse = TypeVar("AnyResponse", bound=Response)
 
@@ -96,33 +90,6 @@ class ValueOptions(Options, total=False):
     """
 
     max_width: float | None
-
-
-@dataclass(frozen=True)
-class Retry:
-    """A rule for when to try a request again.
-
-    Attributes:
-        attempts: The maximum number of times that a request is sent, including the first.
-        max_wait_s: The longest single wait, seconds; a longer ``Retry-After`` raises at once.
-        base_wait_s: The first wait if the service asks for none, seconds; it doubles each time, with jitter.
-    """
-
-    attempts: int = 4
-    max_wait_s: float = 30.0
-    base_wait_s: float = 0.25
-
-    def __post_init__(self) -> None:
-        if self.attempts < 1 or self.max_wait_s < 0 or self.base_wait_s < 0:
-            raise ValueError(f"expected at least 1 attempt and waits of 0 s or more, got {self}")
-
-    def wait_s(self, attempt: int, retry_after_s: float | None) -> float | None:
-        """Return the seconds to wait after attempt number ``attempt`` (from 1), or None to give up."""
-        if attempt >= self.attempts:
-            return None
-        if retry_after_s is not None:
-            return retry_after_s if retry_after_s <= self.max_wait_s else None
-        return min(self.max_wait_s, self.base_wait_s * 2.0 ** (attempt - 1)) * random.uniform(0.5, 1.0)
 
 
 @dataclass(frozen=True)
@@ -233,7 +200,7 @@ def _expect(kind: type[AnyResponse], response: Response) -> AnyResponse:
 
 
 class _Base:
-    """The base of both clients: the options of httpx, and the decision whether to try again."""
+    """The base of both clients: the options of httpx, and when to try again."""
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float, retry: Retry) -> None:
         self._retry = retry
@@ -250,23 +217,6 @@ class _Base:
             raise InputError(f"expected a URL such as {DEFAULT_URL}, got {url!r}; give http:// or https://")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise InputError("expected an API key of printable ASCII, got one that no header can carry; check it")
-
-    def _wait_s(self, outcome: httpx.Response | httpx.HTTPError, attempt: int) -> float | None:
-        """Return the seconds to wait before the next attempt, or None if ``outcome`` is the answer.
-
-        Raises:
-            ConnectionFailed: If there was no answer, and no attempt is left.
-        """
-        asked, again = None, isinstance(outcome, _NOT_SENT)
-        if isinstance(outcome, httpx.Response):
-            again = outcome.status_code in _RETRIED_STATUS
-            asked = retry_after_seconds(outcome.headers.get("retry-after"))
-        wait_s = self._retry.wait_s(attempt, asked) if again else None
-        if wait_s is None and isinstance(outcome, httpx.HTTPError):
-            reason = str(outcome) or type(outcome).__name__
-            url = outcome.request.url
-            raise ConnectionFailed(f"no answer from {url} ({reason}); is the service running there?") from outcome
-        return wait_s
 
 
 class Client(_Base):
@@ -286,7 +236,7 @@ class Client(_Base):
         *,
         api_key: str | None = None,
         timeout_s: float = 60.0,
-        retry: Retry = Retry(),
+        retry: Retry = DEFAULT_RETRY,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         super().__init__(url, api_key, timeout_s, retry)
@@ -347,17 +297,11 @@ class Client(_Base):
         return _document(self._send(_model_call(name)))
 
     def _send(self, call: _Call) -> httpx.Response:
-        outcome: httpx.Response | httpx.HTTPError
-        for attempt in count(1):
-            try:
-                outcome = self._http.send(call.build(self._http))
-            except httpx.HTTPError as error:
-                outcome = error
-            wait_s = self._wait_s(outcome, attempt)
-            if wait_s is None:
-                break
-            time.sleep(wait_s)
-        return cast(httpx.Response, outcome)
+        for attempt in attempts(self._retry):
+            time.sleep(attempt.wait_s)
+            with attempt:
+                attempt.response = self._http.send(call.build(self._http))
+        return attempt.response
 
 
 class AsyncClient(_Base):
@@ -369,7 +313,7 @@ class AsyncClient(_Base):
         *,
         api_key: str | None = None,
         timeout_s: float = 60.0,
-        retry: Retry = Retry(),
+        retry: Retry = DEFAULT_RETRY,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         super().__init__(url, api_key, timeout_s, retry)
@@ -405,14 +349,8 @@ class AsyncClient(_Base):
         return _document(await self._send(_model_call(name)))
 
     async def _send(self, call: _Call) -> httpx.Response:
-        outcome: httpx.Response | httpx.HTTPError
-        for attempt in count(1):
-            try:
-                outcome = await self._http.send(call.build(self._http))
-            except httpx.HTTPError as error:
-                outcome = error
-            wait_s = self._wait_s(outcome, attempt)
-            if wait_s is None:
-                break
-            await asyncio.sleep(wait_s)
-        return cast(httpx.Response, outcome)
+        for attempt in attempts(self._retry):
+            await asyncio.sleep(attempt.wait_s)
+            with attempt:
+                attempt.response = await self._http.send(call.build(self._http))
+        return attempt.response

@@ -21,6 +21,7 @@ MODULES = [
     "app.client.cli",
     "app.client.client",
     "app.client.errors",
+    "app.client.retry",
     "psc_core.arguments",
     "psc_core.errors",
     "psc_core.images",
