@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from app.auth import ApiKeys
-from app.service import Host, Service
+from app.main import make_service
+from app.service import Host
 from app.settings import load_settings
-from psc_core.log.store import open_log
 from tests.app.support import clock, running, until
 
 pytestmark = pytest.mark.anyio
@@ -26,10 +24,8 @@ async def test_counters_start_at_zero() -> None:
 
 
 def test_a_service_that_was_not_started_has_written_nothing(tmp_path: Path) -> None:
-    log = open_log(tmp_path / "log")
-    unused: Any = None
-    service = Service(load_settings({"log": log.where}), ApiKeys(), (), unused, log, Host())
-    assert service.log is not None and not (tmp_path / "log").exists()
+    service = make_service(load_settings({"log": tmp_path / "log"}), {}, Host())
+    assert service.log is not None and not list(tmp_path.rglob("*.parquet"))
 
 
 async def test_log_has_time_when_the_models_have_used_all_of_theirs(
