@@ -23,7 +23,7 @@ from app.http.v2 import repository
 from app.http.v2 import routes as v2
 from app.http.v2.schemas import HEADER
 from app.log.writer import LogWriter
-from app.memory import MemoryBudget
+from app.memory import MemoryBudget, process_memory
 from app.models.registry import Registry
 from app.models.served import ModelStarter
 from app.models.sources import BundleSource, MemorySource
@@ -98,7 +98,8 @@ def make_service(settings: Settings, models: Mapping[str, FittedModel] | None, h
         UsageError: If the API keys or the prediction log cannot be used.
     """
     keys, metrics = ApiKeys.from_settings(settings), Metrics()
-    memory = MemoryBudget(settings.max_buffered_bytes, processes=settings.workers, max_pixels=settings.max_pixels)
+    available = process_memory(settings.workers)
+    memory = MemoryBudget(settings.max_buffered_bytes, available, max_pixels=settings.max_pixels)
     log = None if settings.log is None else LogWriter(open_to_write(settings.log), settings, metrics)
     source = BundleSource(settings) if models is None else MemorySource(models)
     starter = ModelStarter(settings, metrics, memory, log)
