@@ -25,9 +25,6 @@ from psc_core.network.weights import load_weights, read_weights
 SPECTRAL_NORM = 3.0
 """The paper's bound on spectral norms."""
 
-VIT_EPOCHS = 3
-"""The number of epochs of a transformer for each of a convolutional network, which learns faster."""
-
 
 @dataclass(frozen=True)
 class Scale:
@@ -81,14 +78,13 @@ def images_to_test(run: Run, data: ImageDataset) -> ImageDataset:
     return random_images(data, scale_of(run).test_images, run.seed)
 
 
-def job_of(run: Run, network: str, data: str, *, spectral_norm: float = 0.0) -> Job:
-    """Return the job that trains one of the scale's networks."""
+def job_of(
+    run: Run, network: str, data: str, *, spectral_norm: float = 0.0, longer: int = 1, schedule: str = ""
+) -> Job:
+    """Return the job that trains one of the scale's networks, perhaps for ``longer`` times its epochs."""
     scale = scale_of(run)
-    epochs = run.epochs or (scale.cifar_epochs if "cifar10" in data else scale.mnist_epochs)
-    schedule = scale.schedule
-    if network == "vit":
-        epochs, schedule = run.epochs or VIT_EPOCHS * epochs, "adamw"
-    return Job(scale.networks[network], data, epochs, run.seed, spectral_norm, scale.batch, schedule)
+    epochs = run.epochs or longer * (scale.cifar_epochs if "cifar10" in data else scale.mnist_epochs)
+    return Job(scale.networks[network], data, epochs, run.seed, spectral_norm, scale.batch, schedule or scale.schedule)
 
 
 class NetworkJob(Protocol):

@@ -86,6 +86,12 @@ def cifar10_few_5000(*, split: str, preprocess: Preprocess) -> ImageDataset:
     return replace(random_images(whole, 5000), name="cifar10-few-5000") if split == "train" else whole
 
 
+def cifar10_few_0(*, split: str, preprocess: Preprocess) -> ImageDataset:
+    """Return the known classes of CIFAR-10's split 0 with 3,000 training images."""
+    known = cifar10_known_0(split=split, preprocess=preprocess)
+    return replace(random_images(known, 3000), name="cifar10-few-0") if split == "train" else known
+
+
 cifar10_known_0, cifar10_unknown_0 = (_factory("cifar10", 0, known=known) for known in (True, False))
 cifar10_known_1, cifar10_unknown_1 = (_factory("cifar10", 1, known=known) for known in (True, False))
 cifar10_known_2, cifar10_unknown_2 = (_factory("cifar10", 2, known=known) for known in (True, False))

@@ -21,6 +21,7 @@ from benchmarks.checkpoints import NetworkJob, Trained, images_to_test, job_of
 from benchmarks.data import KNOWN_CLASSES
 from benchmarks.pretrained import BACKBONES, PretrainedJob
 from benchmarks.runs import Run
+from benchmarks.train import Job
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 
@@ -36,6 +37,8 @@ class Setting:
     data: str  # The in-distribution data.
     outside: Mapping[str, str]  # The out-of-distribution data by name.
     network: str = "small"  # One of the scale's networks.
+    longer: int = 1  # How many times the scale's epochs it is trained.
+    schedule: str = ""  # The schedule of its training; the scale's by default.
 
     def limited(self, run: Run) -> Run:
         """Return the run with as many images as the setting has time for."""
@@ -43,11 +46,14 @@ class Setting:
 
     def job(self, run: Run) -> NetworkJob:
         """Return the job that trains the network."""
-        return job_of(run, self.network, self.data)
+        return self._training(run)
 
     def obtain(self, run: Run) -> Trained:
         """Return the trained network and its data."""
-        return checkpoints.obtain(run, job_of(run, self.network, self.data))
+        return checkpoints.obtain(run, self._training(run))
+
+    def _training(self, run: Run) -> Job:
+        return job_of(run, self.network, self.data, longer=self.longer, schedule=self.schedule)
 
     def test_images(self, run: Run, trained: Trained) -> dict[str, ImageDataset]:
         """Open out-of-distribution test images by name, as many of each as the scale uses."""
@@ -79,11 +85,14 @@ class PretrainedSetting(Setting):
         return {"other classes": others, **super().test_images(run, trained)}
 
 
-def _held_out(source: str, number: int, *far: str, network: str = "small") -> Setting:
+def _held_out(source: str, number: int, *far: str) -> Setting:
     factory = f"benchmarks.data:{source}_%s_{number}"
     outside = {"other classes": factory % "unknown"} | {data: data for data in far}
-    name = f"{source}-held-out-{number}"
-    return Setting(name if network == "small" else f"{network}-{name}", factory % "known", outside, network)
+    return Setting(f"{source}-held-out-{number}", factory % "known", outside)
+
+
+_DIGITS = _held_out("mnist", 0, "fashion-mnist", "cifar10")
+_CIFAR = _held_out("cifar10", 0, "fashion-mnist", "mnist")
 
 
 def _pretrained(name: str, recipe: PretrainedJob) -> Setting:
@@ -97,8 +106,12 @@ SETTINGS: Mapping[str, Setting] = {
         Setting("dirty-mnist", "dirty-mnist", {"fashion-mnist": "fashion-mnist"}),
         Setting("cifar10", "cifar10", {"fashion-mnist": "fashion-mnist", "mnist": "mnist"}),
         *(_held_out("cifar10", number) for number in range(len(KNOWN_CLASSES))),
-        *(_held_out("mnist", number, "fashion-mnist", "cifar10") for number in range(2)),
-        *(_held_out("mnist", 0, "fashion-mnist", "cifar10", network=network) for network in ("vgg16", "vit")),
+        _DIGITS,
+        _held_out("mnist", 1, "fashion-mnist", "cifar10"),
+        replace(_DIGITS, name="vgg16-mnist-held-out-0", network="vgg16"),
+        replace(_DIGITS, name="vit-mnist-held-out-0", network="vit", longer=3, schedule="adamw"),
+        # So long on so few images that the penultimate layer collapses.
+        replace(_CIFAR, name="cifar10-few-0", data="benchmarks.data:cifar10_few_0", longer=25, schedule="ddu"),
         *(
             _pretrained(name, replace(recipe, backbone=backbone))
             for backbone in BACKBONES.values()

@@ -89,14 +89,17 @@ def test_the_paper_decays_every_parameter() -> None:
     assert len(decayed["ddu"]) == len(list(net.parameters())) > len(decayed["one-cycle"])
 
 
-def test_a_transformer_is_trained_longer_and_with_adamw(data_root: Path, tmp_path: Path) -> None:
+def test_a_setting_may_train_longer_and_by_another_schedule(data_root: Path, tmp_path: Path) -> None:
     words = ["--scale", "cpu", "--data", str(data_root), "--checkpoints", str(tmp_path), "--device", "cpu"]
     run = runs.start("script", runs.parser("a script").parse_args(words))
-    jobs = {network: checkpoints.job_of(run, network, "mnist") for network in ("small", "vit")}
-    assert jobs["vit"].network == "vit_narrow" and jobs["vit"].epochs == checkpoints.VIT_EPOCHS * jobs["small"].epochs
-    assert checkpoints.job_of(replace(run, epochs=5), "vit", "mnist").epochs == 5
+    small, job = (checkpoints.job_of(run, *each) for each in (("small", "mnist"), ("vit", "mnist")))
+    longer = checkpoints.job_of(run, "vit", "mnist", longer=3, schedule="adamw")
+    assert longer == replace(job, epochs=3 * small.epochs, schedule="adamw") and longer.network == "vit_narrow"
+    assert checkpoints.job_of(replace(run, epochs=5), "vit", "mnist", longer=3).epochs == 5
 
-    optimizer = train.optimizer_of(tiny.network(), jobs["vit"].schedule, 2e-3)
+
+def test_adamw_decays_weights_alone() -> None:
+    optimizer = train.optimizer_of(tiny.network(), "adamw", 2e-3)
     assert isinstance(optimizer, torch.optim.AdamW)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.05, 0.0]
     assert all(parameter.ndim == 1 for parameter in optimizer.param_groups[1]["params"])
