@@ -67,23 +67,14 @@ class Fraction:
 
 @dataclass(frozen=True)
 class Replay:
-    """The rows of logged images, answered again under a bundle.
+    """The rows of logged images, answered again under a bundle."""
 
-    Attributes:
-        name: The name of the served model.
-        version: The version of the bundle.
-        days: The first and the last day, ``YYYY-MM-DD``.
-        rows: All rows.
-        images: The distinct images.
-        decisions: The names of the decisions, in the order of the task's codes.
-    """
-
-    name: str
-    version: str
-    days: tuple[str, str]
-    rows: Sequence[Replayed]
-    images: ImageDataset
-    decisions: tuple[str, ...]
+    name: str  # the name of the served model
+    version: str  # the version of the bundle
+    days: tuple[str, str]  # the first and the last day, ``YYYY-MM-DD``
+    rows: Sequence[Replayed]  # all rows
+    images: ImageDataset  # the distinct images
+    decisions: tuple[str, ...]  # the names of the decisions, in the order of the task's codes
 
     @property
     def has_labels(self) -> bool:

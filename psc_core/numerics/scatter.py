@@ -178,16 +178,11 @@ class Centroids:
 
     Features and means are centred on μ_G first, x = h − μ_G and m_c = μ_c − μ_G, so that ‖m_c‖² − 2 x·m_c has no large
     terms that cancel.  Distances over ranges of columns add up.
-
-    Attributes:
-        centre: μ_G, ``float64 (dim,)``.
-        directions: m_c, ``float64 (classes, dim)``.
-        offsets: ‖m_c‖², ``float64 (classes,)``.
     """
 
-    centre: Float[Tensor, " dim"]
-    directions: Float[Tensor, "classes dim"]
-    offsets: Float[Tensor, " classes"]
+    centre: Float[Tensor, " dim"]  # μ_G, ``float64 (dim,)``
+    directions: Float[Tensor, "classes dim"]  # m_c, ``float64 (classes, dim)``
+    offsets: Float[Tensor, " classes"]  # ‖m_c‖², ``float64 (classes,)``
 
     @classmethod
     def of(cls, means: Float[Tensor, "classes dim"]) -> Centroids:

@@ -24,7 +24,7 @@ async def test_counters_start_at_zero() -> None:
 
 
 def test_a_service_that_was_not_started_has_written_nothing(tmp_path: Path) -> None:
-    service = make_service(load_settings({"log": tmp_path / "log"}), {}, Host())
+    service = make_service(load_settings({"log": str(tmp_path / "log")}), {}, Host())
     assert service.log is not None and not list(tmp_path.rglob("*.parquet"))
 
 
