@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class Logged:
     stored: bool = True
     day: str = "2026-11-20"
     verdict_time: datetime = NOW
+    scores: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def sha256(self) -> str:
@@ -79,6 +80,7 @@ def write_log(folder: Path, images: Sequence[Logged], model: str = "digits", ver
             "audit_probability": image.audit_probability,
             "image_sha256": image.sha256,
             "image_path": path if image.stored else None,
+            **image.scores,
         }
         rows.setdefault(image.day, []).append(row)
         if image.verdict is not None:
@@ -87,7 +89,7 @@ def write_log(folder: Path, images: Sequence[Logged], model: str = "digits", ver
             )
     for day, some in rows.items():
         sink = pa.BufferOutputStream()
-        pq.write_table(pa.Table.from_pylist(some, schema=row_schema(())), sink)
+        pq.write_table(pa.Table.from_pylist(some, schema=row_schema([*images[0].scores])), sink)
         log.put(rows_path(model, day), sink.getvalue())
     write_labels(log, labels)
     return log

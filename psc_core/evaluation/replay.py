@@ -8,16 +8,19 @@ Only logged images can be answered again, and there are two samples of them.
 * All logged images, which include the slice, were mostly stored because of the decision on them.  Their counts hold for
   these images alone, and say nothing about all images.
 
+Where answers are numbers, so are their moves: of the slice the median of all answered images is estimated.
+
 A row counts as often as its image was sent; each distinct image passes through the network once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from psc_core.data.dataset import ImageDataset, labelled
@@ -26,10 +29,12 @@ from psc_core.log.rows import days_of, logged_model, read_rows
 from psc_core.log.schema import IMAGE_PATH, SHA256
 from psc_core.log.source import LoggedImages, is_stored
 from psc_core.log.store import Log
-from psc_core.metrics.intervals import RateInterval, weighted_interval
+from psc_core.metrics.intervals import RateInterval, weighted_interval, weighted_median
 from psc_core.model.base import FittedModel
 from psc_core.scoring.served import outputs_of
 from psc_core.tasks.answer import ACCEPT
+from psc_core.tasks.outputs import FloatArray, Outputs
+from psc_core.tasks.task import Task
 
 _COLUMNS: Final = [SHA256, IMAGE_PATH, "label", "decision", "audit", "audit_probability"]
 
@@ -66,15 +71,39 @@ class Fraction:
 
 
 @dataclass(frozen=True)
-class Replay:
-    """The rows of logged images, answered again under a bundle."""
+class Moves:
+    """How far one of the numbers in the answers moved, in the target's unit, and the number of rows behind it."""
 
-    name: str  # the name of the served model
-    version: str  # the version of the bundle
-    days: tuple[str, str]  # the first and the last day, ``YYYY-MM-DD``
-    rows: Sequence[Replayed]  # all rows
-    images: ImageDataset  # the distinct images
-    decisions: tuple[str, ...]  # the names of the decisions, in the order of the task's codes
+    name: str
+    rows: int
+    median: float
+    largest: float
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The rows of logged images, answered again under a bundle.
+
+    Attributes:
+        name: The name of the served model.
+        version: The version of the bundle.
+        days: The first and the last day, ``YYYY-MM-DD``.
+        rows: All rows.
+        images: The distinct images.
+        decisions: The names of the decisions, in the order of the task's codes.
+        task: The task of the model.
+        distances: How far each number in the answers moved, by its name, (rows,) in the target's unit; NaN where the
+            log lacks it.
+    """
+
+    name: str
+    version: str
+    days: tuple[str, str]
+    rows: Sequence[Replayed]
+    images: ImageDataset
+    decisions: tuple[str, ...]
+    task: Task
+    distances: Mapping[str, FloatArray]
 
     @property
     def has_labels(self) -> bool:
@@ -109,6 +138,23 @@ class Replay:
         value = float(weights[np.array(hits, bool)].sum() / weights.sum())
         return Fraction(sum(hits), value, weighted_interval(hits, weights, level=0.95))
 
+    def moves(self) -> list[Moves]:
+        """Return how far the numbers in these rows moved."""
+        return self._moves(np.ones(len(self.rows)))
+
+    def audit_moves(self) -> list[Moves]:
+        """Return how far the numbers in all answers moved; the largest move is that of the slice itself."""
+        return self._moves(np.array([row.weight or 0.0 for row in self.rows]))
+
+    def _moves(self, weights: npt.NDArray[np.float64]) -> list[Moves]:
+        found = []
+        for name, distances in self.distances.items():
+            counted = (weights > 0) & ~np.isnan(distances)
+            if counted.any():
+                some = distances[counted]
+                found.append(Moves(name, len(some), weighted_median(some, weights[counted]), float(some.max())))
+        return found
+
     def flips(self) -> Iterator[tuple[str, str, list[Replayed]]]:
         """Yield each change of decision among these rows with its most surprising images, each once.
 
@@ -129,10 +175,12 @@ class Replay:
             "model": self.name,
             "bundle_version": self.version,
             "days": list(self.days),
+            **self.task.model_dump(),
             "stored_images": {
                 "of": "the logged images themselves",
                 "rows": len(self.rows),
                 "table": [{"before": b, "after": a, "rows": self.count(b, a)} for b, a in pairs],
+                **_moves_json(self.moves()),
             },
         }
         if self.audit:
@@ -142,12 +190,17 @@ class Replay:
                 "flipped": _json(self.flipped()),
                 **({"relabelled": _json(relabelled)} if (relabelled := self.relabelled()) else {}),
                 "table": [{"before": b, "after": a, **_json(self.fraction(b, a))} for b, a in pairs],
+                **_moves_json(self.audit_moves()),
             }
         return document
 
 
 def _json(fraction: Fraction) -> dict[str, Any]:
     return {"rows": fraction.rows, "fraction": fraction.value, "interval": list(fraction.interval)}
+
+
+def _moves_json(moves: Sequence[Moves]) -> dict[str, Any]:
+    return {"moves": [asdict(each) for each in moves]} if moves else {}
 
 
 def replay(
@@ -168,40 +221,50 @@ def replay(
     """
     name = logged_model(log, name)
     days = days_of(log, name, since=since, until=until)
-    rows, paths = _logged(log, name, days)
+    rows, paths, logged = _logged(log, name, days, model.score_names)
     if not rows:
         raise UsageError(f"{log.where} has no logged images of {name}; see --log-images and --log-audit of psc-serve")
     source, labels = LoggedImages(log, paths), torch.zeros(len(paths), dtype=torch.int64)
     images = labelled(f"the log {log.where}", model.classes, source, labels, model.preprocess)
-    answers, scores = _answers(model, images)
+    outputs = model.outputs(outputs_of(model, images, "replay").packed.numpy())
+    answers, scores, task = _answers(model, outputs), outputs["ood_score"].tolist(), model.task
     replayed = [Replayed(before, answers[at], scores[at], weight, at) for before, weight, at in rows]
-    return Replay(name, model.version, (days[0], days[-1]), replayed, images, model.task.decision_names())
+    before, after, position = task.numbers(logged), task.numbers(outputs), [at for *_, at in rows]
+    distances = {name: np.abs(after[name][position] - before[name]) for name in after}
+    period = (days[0], days[-1])
+    return Replay(name, model.version, period, replayed, images, task.decision_names(), task, distances)
 
 
-def _logged(log: Log, name: str, days: Sequence[str]) -> tuple[list[tuple[Decided, float | None, int]], list[str]]:
-    """Return each row as an answer, a weight and the position of its image, and the paths of the images.
+def _logged(
+    log: Log, name: str, days: Sequence[str], scores: Sequence[str]
+) -> tuple[list[tuple[Decided, float | None, int]], list[str], Outputs[FloatArray]]:
+    """Return each row as an answer, a weight and the position of its image, the paths of the images, and the scores.
 
-    Equal answers and weights share one object, because there may be millions of rows.
+    Equal answers and weights share one object, because there may be millions of rows.  Scores are NaN where a file has
+    none of this name.
     """
     answers: dict[tuple[str, str | None], Decided] = {}
     weights: dict[float, float] = {}
     at: dict[str, int] = {}
     rows: list[tuple[Decided, float | None, int]] = []
-    for batch in read_rows(log, name, days=days, columns=_COLUMNS):
-        for sha256, path, label, decision, is_audit, probability in zip(
-            *(batch[column].to_pylist() for column in _COLUMNS), strict=True
-        ):
-            if is_stored(sha256, path):
+    logged = [np.empty((0, len(scores)), np.float32)]
+    for batch in read_rows(log, name, days=days, columns=[*_COLUMNS, *scores]):
+        stored = np.zeros(batch.num_rows, bool)
+        cells = zip(*(batch[column].to_pylist() for column in _COLUMNS), strict=True)
+        for index, (sha256, path, label, decision, is_audit, probability) in enumerate(cells):
+            stored[index] = is_stored(sha256, path)
+            if stored[index]:
                 before = answers.setdefault((decision, label), Decided(decision, label))
                 weight = weights.setdefault(probability, 1 / probability) if is_audit else None
                 rows.append((before, weight, at.setdefault(path, len(at))))
-    return rows, list(at)
+        absent = np.full(batch.num_rows, np.nan, np.float32)
+        known = {*batch.schema.names}
+        columns = [batch[score].to_numpy(zero_copy_only=False) if score in known else absent for score in scores]
+        logged.append(np.stack(columns, axis=1)[stored])
+    return rows, list(at), Outputs(np.concatenate(logged), scores, ())
 
 
-def _answers(model: FittedModel, images: ImageDataset) -> tuple[list[Decided], list[float]]:
-    packed = outputs_of(model, images, "replay").packed
-    outputs, names = model.outputs(packed.numpy()), model.task.decision_names()
-    decisions = model.decide(outputs)
+def _answers(model: FittedModel, outputs: Outputs[FloatArray]) -> list[Decided]:
+    names, decisions = model.task.decision_names(), model.decide(outputs)
     labels = decisions.labels(model.classes)
-    answers = [Decided(names[code], label) for code, label in zip(decisions.decision.tolist(), labels, strict=True)]
-    return answers, outputs["ood_score"].tolist()
+    return [Decided(names[code], label) for code, label in zip(decisions.decision.tolist(), labels, strict=True)]

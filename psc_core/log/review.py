@@ -121,7 +121,8 @@ def _ordered(
     }
     deviation = values.std(axis=0)
     points = (values - values.mean(axis=0)) / np.where(deviation > 0, deviation, 1.0)
-    distance = np.full(len(points), np.inf)
+    squared = np.einsum("nd,nd->n", points, points)
+    distance = np.full(len(points), np.inf)  # squared, to the nearest chosen point
     chosen = np.zeros(len(points), bool)
     while not chosen.all():
         for reason in (*lists, DIVERSE):
@@ -132,7 +133,8 @@ def _ordered(
             if at < 0 or chosen[at]:
                 continue
             chosen[at] = True
-            distance = np.minimum(distance, ((points - points[at]) ** 2).sum(axis=1))
+            # ‖x − a‖² as one product of matrix and vector: a difference from all points would be another matrix.
+            np.minimum(distance, squared + squared[at] - 2 * (points @ points[at]), out=distance)
             yield ReviewImage(candidates[at].model, candidates[at].row, reason)
 
 

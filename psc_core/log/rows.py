@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from psc_core.errors import DataError, UsageError
-from psc_core.log.schema import IMAGE_INDEX, REQUEST_ID, SHA256, arrow
+from psc_core.log.schema import IMAGE_INDEX, REQUEST_ID, SHA256, arrow, row_schema
 from psc_core.log.store import Log
 
 _BATCH: Final = 16_384
@@ -56,7 +56,7 @@ def read_rows(
         version: The version of its bundle; None reads all.
         audit: Read only the audit slice.
         days: Days as ``YYYY-MM-DD`` in the order of reading; None reads all, the oldest first.
-        columns: The columns to read; None reads all of :func:`.schema.row_schema`.
+        columns: The columns to read, scores only where a file has them; None reads all.
 
     Raises:
         DataError: If a file of the log is damaged.
@@ -96,14 +96,18 @@ def rows_of_file(
         log: The log.
         name: The name of the file.
         wanted: The filter.
-        columns: The columns to read; None reads all.
+        columns: The columns to read, scores only where the file has them; None reads all.
         without: The columns to leave out if ``columns`` is None.
     """
     pa = arrow()
     try:
         # Each file is its own data set, because a data set of several files would have only the columns of the first.
         file = pa.dataset.dataset(log.path(name), filesystem=log.files, format="parquet")
-        some = [each for each in file.schema.names if each not in without] if columns is None else columns
+        names = file.schema.names
+        if columns is None:
+            some = [each for each in names if each not in without]
+        else:
+            some = [each for each in columns if each in names or each in row_schema(()).names]
         batches = file.to_batches(columns=some, filter=wanted, batch_size=_BATCH)
         yield from (batch for batch in batches if batch.num_rows)
     except (pa.ArrowInvalid, pa.ArrowKeyError) as error:

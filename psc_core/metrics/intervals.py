@@ -5,6 +5,7 @@ Four questions, each answered with a central interval (each tail at most (1 − 
 * :func:`binomial_interval`: which rates explain k of n?  Clopper–Pearson.
 * :func:`weighted_interval`: the same for a sample whose members were drawn with different probabilities.
   Clopper–Pearson with the counts of an unweighted sample of the same precision (Korn and Graubard 1998).
+  :func:`weighted_median` is the median of numbers in such a population.
 * :func:`binomial_acceptance`: which counts k of n does a fixed rate α explain?
 * :func:`beta_binomial_acceptance`: which counts does a *calibrated* threshold explain?  A conformal p-value
   is ≤ α exactly below the r-th smallest of c calibration scores, r = ⌊α (c + 1)⌋; the true rate below it is
@@ -14,7 +15,7 @@ Four questions, each answered with a central interval (each tail at most (1 − 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +59,18 @@ def weighted_interval(hits: npt.ArrayLike, weights: npt.NDArray[np.float64], *, 
     low = stats.beta.ppf(tail, count, size - count + 1) if count > 0 else 0.0
     high = stats.beta.ppf(1 - tail, count + 1, size - count) if count < size else 1.0
     return RateInterval(float(low), float(high))
+
+
+def weighted_median(values: npt.NDArray[np.floating[Any]], weights: npt.NDArray[np.float64]) -> float:
+    """Return the smallest value below or at which half of the weight lies.
+
+    Args:
+        values: At least one number, (n,).
+        weights: The inverse of the probability with which each was drawn, (n,).
+    """
+    order = np.argsort(values)
+    cumulative = weights[order].cumsum()
+    return float(values[order][np.searchsorted(cumulative, cumulative[-1] / 2)])
 
 
 def binomial_acceptance(trials: int, alpha: float, *, level: float = 0.99) -> CountInterval:

@@ -9,11 +9,13 @@ from psc_core.images.png import SMALL, as_base64, png_of
 from psc_core.report.page import TEMPLATES
 from psc_core.tables import aligned
 
+_Table = tuple[str, list[str], list[list[str]]]
+
 
 def to_text(replay: Replay) -> str:
     first, last = replay.days
     lines = [f"{replay.name} from {first} to {last} under the bundle {replay.version}"]
-    for title, header, rows in _tables(replay):
+    for title, header, rows in [*_tables(replay), *_moved(replay)]:
         lines += ["", title, *aligned([header, *rows], left=range(len(header)))]
     if replay.audit:
         relabelled = replay.relabelled()
@@ -46,6 +48,7 @@ def write(replay: Replay, file: Path) -> None:
         TEMPLATES.get_template("replay.html.jinja").render(
             replay=replay,
             tables=_tables(replay),
+            moved=_moved(replay),
             flips=flips,
             flipped=_cell(replay.flipped()) if replay.audit else None,
             relabelled=_cell(relabelled) if relabelled else None,
@@ -54,7 +57,7 @@ def write(replay: Replay, file: Path) -> None:
     )
 
 
-def _tables(replay: Replay) -> list[tuple[str, list[str], list[list[str]]]]:
+def _tables(replay: Replay) -> list[_Table]:
     """Return the title, header and rows of each table, with logged decisions in rows and new ones in columns."""
     names = replay.decisions
     header = ["answered", *names]
@@ -65,6 +68,23 @@ def _tables(replay: Replay) -> list[tuple[str, list[str], list[list[str]]]]:
     cells = [[before, *(_cell(replay.fraction(before, after)) for after in names)] for before in names]
     title = f"Of all answered images, by the {len(replay.audit)} of the audit slice, with 95 % intervals"
     return [(title, header, cells), stored]
+
+
+def _moved(replay: Replay) -> list[_Table]:
+    """Return tables of how far the numbers in the answers moved; none where answers are no numbers."""
+    sets = {
+        f"the numbers in all answers moved ({replay.task.number()}), by the audit slice": replay.audit_moves(),
+        f"the numbers in the logged answers moved ({replay.task.number()})": replay.moves(),
+    }
+    return [
+        (
+            f"How far {title}",
+            ["", "median", "largest"],
+            [[each.name, f"{each.median:.4g}", f"{each.largest:.4g}"] for each in moves],
+        )
+        for title, moves in sets.items()
+        if moves
+    ]
 
 
 def _cell(fraction: Fraction) -> str:

@@ -20,7 +20,7 @@ from psc_core.tasks.answer import ASKED_FOR, BaseAnswer, Response
 from psc_core.tasks.calibration import BaseCalibration
 from psc_core.tasks.decide import BaseDecisions
 from psc_core.tasks.head import Head
-from psc_core.tasks.outputs import Outputs
+from psc_core.tasks.outputs import FloatArray, Outputs
 from psc_core.tasks.policy import BasePolicy
 from psc_core.tasks.prediction import BasePrediction
 
@@ -112,6 +112,10 @@ class Task(BaseModel):
     ) -> BasePrediction:
         """Return the predictions as ``predict`` returns them in Python."""
         return self.predictions(outputs, decisions, classes, **dict(self))  # Its own fields too: a target.
+
+    def numbers(self, outputs: Outputs[FloatArray]) -> dict[str, FloatArray]:
+        """Return what the answers say in the unit of :meth:`number`, by name, each (n,); empty where there is none."""
+        return {}
 
     def decision_names(self) -> tuple[str, ...]:
         """Return the names of the decisions, by their codes."""

@@ -126,6 +126,13 @@ def tempered_nll(logits: Sequence[Sequence[float]], labels: Sequence[int], tempe
     return total / len(labels)
 
 
+def weighted_median(values: Sequence[float], weights: Sequence[float]) -> float:
+    return min(
+        value for value in values
+        if sum(w for v, w in zip(values, weights, strict=True) if v <= value) >= sum(weights) / 2
+    )  # fmt: skip
+
+
 def log_beta(a: float, b: float) -> float:
     return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
 

@@ -6,13 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from psc_core.errors import DataError
 from psc_core.target import Target
 from psc_core.tasks.head import Head
-from psc_core.tasks.outputs import Outputs
+from psc_core.tasks.outputs import FloatArray, Outputs
 from psc_core.tasks.regression import NOUN, heads
 from psc_core.tasks.regression.answer import RESPONSE, ValuePrediction
 from psc_core.tasks.regression.calibration import Calibration
@@ -66,6 +67,10 @@ class Regression(Task):
         if not math.isfinite(value):
             raise DataError(f"expected a number for {self.target}, got {text!r}; correct the label")
         return repr(value)
+
+    def numbers(self, outputs: Outputs[FloatArray]) -> dict[str, FloatArray]:
+        """Return the means and the deviations, in proportion to which an interval is wide."""
+        return {"mean": outputs["mean"], "deviation": np.hypot(outputs["aleatoric"], outputs["epistemic"])}
 
     def difference(self, outputs: Outputs[Tensor], other: Outputs[Tensor]) -> tuple[str, Tensor]:
         deviation = torch.hypot(outputs["aleatoric"], outputs["epistemic"])

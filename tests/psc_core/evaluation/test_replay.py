@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from psc_core.data.spec import open_dataset
 from psc_core.errors import UsageError
@@ -59,6 +61,7 @@ def test_tables_say_what_they_are_of(model: FittedModel, data_root: Path, tmp_pa
         assert scores == sorted(scores, reverse=after == "accept")
     text = to_text(found)
     assert "another label" in text and "relabelled" in document["all_images"]
+    assert "How far" not in text and {"target", "moves"}.isdisjoint({*document, *document["stored_images"]})
     assert "Of all answered images, by the 31 of the audit slice" in text and "The 61 logged images themselves" in text
     write(found, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
@@ -85,8 +88,37 @@ def test_a_regression_has_no_labels(angle_bundle: Path, tmp_path: Path) -> None:
     log = write_log(tmp_path, [Logged(png(np.full((28, 28), i, np.uint8))) for i in range(3)])
     found = replay(log, model)
     assert found.audit and found.relabelled() is None and {row.after.label for row in found.rows} == {None}
-    assert "relabelled" not in found.to_json()["all_images"]
+    assert {"relabelled", "moves"}.isdisjoint(found.to_json()["all_images"]) and "How far" not in to_text(found)
     assert "another decision" in to_text(found) and "another label" not in to_text(found)
     write(found, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "Another decision" in page and "another label" not in page and "the label under" not in page
+
+
+def test_says_how_far_the_numbers_of_a_regression_moved(angle_bundle: Path, tmp_path: Path) -> None:
+    model = load_model(angle_bundle, device="cpu", allow_factories=["tests.tiny:network"])
+    contents = [png(np.full((28, 28), 40 * i, np.uint8)) for i in range(5)]
+    outputs = model.compute(contents)
+    moves, images = [1.0, -2.0, 3.0, 4.0, 0.0], []
+    for i, (content, move) in enumerate(zip(contents, moves, strict=True)):
+        scores = {name: float(outputs[name][i]) for name in outputs.scores}
+        logged = {**scores, "mean": scores["mean"] + move, "aleatoric": 0.0, "epistemic": 0.0}
+        images.append(
+            Logged(content, audit=i < 3, audit_probability=0.5 if i else 0.01, scores=logged if i < 4 else {})
+        )
+    found = replay(write_log(tmp_path / "log", images), model)
+    deviation = torch.hypot(outputs["aleatoric"], outputs["epistemic"])[:4]
+    stored, audit = found.moves(), found.audit_moves()
+    assert [(each.name, each.rows) for each in stored] == [("mean", 4), ("deviation", 4)]
+    assert [stored[0].median, stored[0].largest] == pytest.approx([2, 4], abs=1e-3)
+    assert stored[1].largest == pytest.approx(float(deviation.max()), rel=1e-4)
+    assert [audit[0].rows, audit[0].median, audit[0].largest] == pytest.approx(
+        [3, 1, 3], abs=1e-3
+    )  # The first weighs 100.
+    document = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    assert document["target"] == {"name": "angle", "unit": "degrees"}
+    assert document["stored_images"]["moves"] == [asdict(each) for each in stored]
+    assert document["all_images"]["moves"] == [asdict(each) for each in audit]
+    assert "How far the numbers in all answers moved (angle, degrees), by the audit slice" in to_text(found)
+    write(found, tmp_path / "page.html")
+    assert "How far the numbers in the logged answers moved (angle, degrees)" in (tmp_path / "page.html").read_text()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
+
+import numpy as np
+import pytest
 
 from psc_core.log.labels import Label, Labels
 from psc_core.log.review import ANOMALOUS, AUDIT, DIVERSE, NEAR, review
@@ -34,6 +38,27 @@ def test_lists_take_turns(tmp_path: Path) -> None:
     counts = Counter(each.reason for each in chosen)
     assert counts[AUDIT] == 1 and {counts[NEAR], counts[ANOMALOUS], counts[DIVERSE]} <= {6, 7}
     assert ids(review(log, Labels(), limit=3)) == ["r7", "r11", "r3"]
+
+
+def test_diverse_images_are_the_farthest_from_all_chosen_before(tmp_path: Path) -> None:
+    log, generator = make_log(tmp_path, 0), np.random.default_rng(0)
+    shares, scores = generator.random(40), generator.normal(size=(40, 3))
+    rows = [
+        row(n, probabilities=[float(share), float(1 - share)], ood_score=a, predictive_entropy=b, ood_p_value=c)
+        for n, (share, (a, b, c)) in enumerate(zip(shares, scores.tolist(), strict=True))
+    ]
+    put_rows(log, rows)
+    values = np.array([[each["ood_p_value"], *each["probabilities"]] for each in rows], np.float32)
+    others = np.array([[each["ood_score"], each["predictive_entropy"]] for each in rows], np.float32)
+    points = np.hstack([values, others]).astype(np.float64)
+    points /= points.std(axis=0)
+    before: list[int] = []
+    for each in review(log, Labels()):
+        at = int(each.row["request_id"].removeprefix("r"))
+        if each.reason == DIVERSE:
+            distances = [min(math.dist(point, points[k]) for k in before) for point in points]
+            assert distances[at] == pytest.approx(max(distances))
+        before.append(at)
 
 
 def test_labelled_and_repeated_images_are_left_out(tmp_path: Path) -> None:

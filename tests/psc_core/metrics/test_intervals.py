@@ -16,6 +16,7 @@ from psc_core.metrics.intervals import (
     binomial_acceptance,
     binomial_interval,
     weighted_interval,
+    weighted_median,
 )
 from tests.reference import metrics as naive
 
@@ -98,3 +99,9 @@ def test_weighted_interval_holds_the_rate_of_the_population() -> None:
         low, high = binomial_interval(int(hits[drawn].sum()), int(drawn.sum()), level=0.95)
         naive_held += low <= 0.1 <= high
     assert held / 400 > 0.93 and naive_held / 400 < 0.5
+
+
+@given(st.lists(st.tuples(st.integers(-5, 5), st.sampled_from([1.0, 2.0, 10.0, 64.0])), min_size=1, max_size=30))
+def test_weighted_median_has_half_of_the_weight_at_or_below_it(members: list[tuple[int, float]]) -> None:
+    values, weights = (np.array(column, np.float64) for column in zip(*members, strict=True))
+    assert weighted_median(values, weights) == naive.weighted_median(values.tolist(), weights.tolist())
