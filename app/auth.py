@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import SecretStr
@@ -18,6 +19,7 @@ from app.settings import Settings
 from psc_core.errors import UsageError
 
 
+@dataclass(frozen=True, repr=False)
 class ApiKeys:
     """The keys of all roles; an admin key may also predict and give feedback.
 
@@ -25,21 +27,25 @@ class ApiKeys:
         predict: The digests of the keys that may predict, admin keys included; empty if anyone may predict.
         admin: The digests of the admin keys; empty if administration is off.
         feedback: The digests of the keys that may give feedback, admin keys included; empty if feedback is off.
-
-    Raises:
-        UsageError: If a header cannot carry one of the keys.
     """
 
-    def __init__(self, predict: Iterable[str] = (), admin: Iterable[str] = (), feedback: Iterable[str] = ()) -> None:
-        self.admin = frozenset(_digest(_checked(key)) for key in admin)
-        self.feedback = self.admin | {_digest(_checked(key)) for key in feedback}
-        self.predict = frozenset(_digest(_checked(key)) for key in predict)
-        if self.predict:
-            self.predict |= self.admin
+    predict: frozenset[bytes]
+    admin: frozenset[bytes]
+    feedback: frozenset[bytes]
 
     def __repr__(self) -> str:
         roles = ("predict", "admin", "feedback")
         return f"ApiKeys({', '.join(f'{role}={len(getattr(self, role))} keys' for role in roles)})"
+
+    @classmethod
+    def of(cls, predict: Iterable[str] = (), admin: Iterable[str] = (), feedback: Iterable[str] = ()) -> ApiKeys:
+        """Keep the digests of these keys.
+
+        Raises:
+            UsageError: If a header cannot carry one of the keys.
+        """
+        admins, predicting = _digests(admin), _digests(predict)
+        return cls(predicting | admins if predicting else predicting, admins, _digests(feedback) | admins)
 
     @classmethod
     def from_settings(cls, settings: Settings) -> ApiKeys:
@@ -48,7 +54,7 @@ class ApiKeys:
         Raises:
             UsageError: If a file cannot be read or holds no key, or a header cannot carry one of the keys.
         """
-        return cls(
+        return cls.of(
             (*_plain(settings.api_keys), *_from_file(settings.api_keys_file)),
             (*_plain(settings.admin_keys), *_from_file(settings.admin_keys_file)),
             (*_plain(settings.feedback_keys), *_from_file(settings.feedback_keys_file)),
@@ -103,6 +109,10 @@ def _check(digests: Collection[bytes], headers: Mapping[str, str]) -> None:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _digests(keys: Iterable[str]) -> frozenset[bytes]:
+    return frozenset(_digest(_checked(key)) for key in keys)
 
 
 def _checked(key: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
 from fastapi import FastAPI
@@ -22,14 +22,18 @@ from app.http.routes import feedback, live, model, operations, page, predict, re
 from app.http.v2 import repository
 from app.http.v2 import routes as v2
 from app.http.v2.schemas import HEADER
-from app.models.affordable import check_affordable
+from app.log.writer import LogWriter
+from app.memory import MemoryBudget, process_memory
+from app.models.registry import Registry
+from app.models.served import ModelStarter
+from app.models.sources import BundleSource, MemorySource
 from app.observability import tracing
+from app.observability.metrics import Metrics
 from app.runtime import Runtime
-from app.service import Service
+from app.service import Host, Service
 from app.settings import Settings
 from psc_core.log.store import open_to_write
 from psc_core.model.base import FittedModel
-from psc_core.model.load import build_model
 from psc_core.version import __version__
 
 
@@ -50,10 +54,7 @@ def create_app(
         UsageError: If the API keys or the prediction log cannot be used, or an extra is not installed.
     """
     runtime = runtime or Runtime()
-    names = [name for name, _ in settings.named_bundles] if models is None else models
-    load = _loader(settings) if models is None else models.__getitem__
-    log = None if settings.log is None else open_to_write(settings.log)
-    service = Service(settings, ApiKeys.from_settings(settings), names, load, log, runtime)
+    service = make_service(settings, models, runtime)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -90,6 +91,22 @@ def create_app(
     return app
 
 
+def make_service(settings: Settings, models: Mapping[str, FittedModel] | None, host: Host) -> Service:
+    """Make the parts of a service, none of which is started; takes the arguments of :func:`create_app`.
+
+    Raises:
+        UsageError: If the API keys or the prediction log cannot be used.
+    """
+    keys, metrics = ApiKeys.from_settings(settings), Metrics()
+    available = process_memory(settings.workers)
+    memory = MemoryBudget(settings.max_buffered_bytes, available, max_pixels=settings.max_pixels)
+    log = None if settings.log is None else LogWriter(open_to_write(settings.log), settings, metrics)
+    source = BundleSource(settings) if models is None else MemorySource(models)
+    starter = ModelStarter(settings, metrics, memory, log)
+    registry = Registry(source, starter, metrics, retire_within_s=settings.deadline_seconds)
+    return Service(settings, keys, metrics, memory, log, registry, host)
+
+
 def check(settings: Settings) -> None:
     """Raise the errors that :func:`create_app` would raise, without building anything.
 
@@ -103,19 +120,6 @@ def check(settings: Settings) -> None:
         tracing.check_installed()
     if settings.grpc_port is not None:
         check_installed()
-
-
-def _loader(settings: Settings) -> Callable[[str], FittedModel]:
-    """Return a function that reads the bundle of the given name."""
-    bundles = dict(settings.named_bundles)
-
-    def load(name: str) -> FittedModel:
-        model = build_model(bundles[name], device=settings.device, allow_factories=settings.allow_factories)
-        # Before its first image, for which an oversized network would take minutes, or all memory.
-        check_affordable(model, max_batch=settings.max_batch_size, seconds=settings.warmup_seconds)
-        return model.probed()
-
-    return load
 
 
 def _serving_grpc(app: FastAPI, service: Service) -> AbstractAsyncContextManager[None]:

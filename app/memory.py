@@ -80,25 +80,29 @@ def _page_cache(usage: Path) -> int:
     return int(found[-1]) if found else 0
 
 
+def process_memory(processes: int) -> int:
+    """Return the memory of one of so many processes that share the machine or container, bytes."""
+    return min(limit for limit, _ in limits()) // processes
+
+
 class MemoryBudget:
     """The bytes that requests may hold at once, and whether the process has memory left.  Any thread may call.
 
     Args:
         asked: The budget in bytes, if the process may have four times as much memory.
-        processes: The number of processes that share the machine's or container's memory.
+        process_bytes: The memory that this process may have, bytes; see :func:`process_memory`.
         max_pixels: The pixels of the largest image.  Enough to decode one is always kept free, but at most half of the
             budget.
 
     Attributes:
         total: The budget, bytes.
-        process_bytes: The memory that this process may have, bytes.
         held: The bytes held now.
         shortage: The reason why no more requests are accepted; empty while there is memory.
     """
 
-    def __init__(self, asked: int, *, processes: int, max_pixels: int) -> None:
-        self.process_bytes = min(limit for limit, _ in limits()) // processes
-        self.total = min(asked, int(BUDGET_FRACTION * self.process_bytes))
+    def __init__(self, asked: int, process_bytes: int, *, max_pixels: int) -> None:
+        self.process_bytes = process_bytes
+        self.total = min(asked, int(BUDGET_FRACTION * process_bytes))
         self.shortage = ""
         self._for_decoding = min(PIXEL_BYTES * max_pixels, self.total // 2)
         self.held = self._most_held = 0

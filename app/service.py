@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -15,20 +14,17 @@ from app.auth import ApiKeys
 from app.log.writer import LogWriter
 from app.memory import MemoryBudget
 from app.models.registry import Registry
-from app.models.served import ModelStarter
 from app.observability.descriptors import DescriptorWatch
 from app.observability.gpu import gpu_usage
 from app.observability.metrics import Metrics
 from app.settings import Settings
 from psc_core.compute.allocator import release_freed_memory
 from psc_core.errors import DeviceError, ExitCode, PSCError
-from psc_core.log.store import Log
-from psc_core.model.base import FittedModel
 
 logger = logging.getLogger("psc.service")
 
 SWEEP_SECONDS: Final = 0.05
-"""The seconds between two checks of deadlines, clients, recorded predictions, memory and file descriptors."""
+"""The seconds between two checks of deadlines, clients, models, recorded predictions, memory, file descriptors."""
 
 
 class Host:
@@ -50,16 +46,13 @@ class Service:
     Args:
         settings: All settings.
         keys: The API keys of all roles.
-        names: The model names, the default first.
-        load: Reads the model of the given name; called on a thread.
-        log: The prediction log; None if predictions are not logged.
-        host: The process that the service runs in.
-
-    Attributes:
         metrics: This application's metrics.
         memory: The bytes that requests may hold.
         log: The writer of the prediction log; None if predictions are not logged.
         registry: The models.
+        host: The process that the service runs in.
+
+    Attributes:
         parser: The thread that parses large bodies, one at a time.
         searcher: The thread that searches the log, for one request at a time.
         exit_code: The code with which the process should exit.
@@ -72,26 +65,18 @@ class Service:
         self,
         settings: Settings,
         keys: ApiKeys,
-        names: Iterable[str],
-        load: Callable[[str], FittedModel],
-        log: Log | None,
+        metrics: Metrics,
+        memory: MemoryBudget,
+        log: LogWriter | None,
+        registry: Registry,
         host: Host,
     ) -> None:
         self.settings = settings
-        self.metrics = Metrics()
-        self.memory = MemoryBudget(
-            settings.max_buffered_bytes, processes=settings.workers, max_pixels=settings.max_pixels
-        )
         self.keys = keys
-        self.log = None if log is None else LogWriter(log, settings, self.metrics)
-        self.registry = Registry(
-            ModelStarter(settings, self.metrics, self.memory, self.log),
-            names,
-            load,
-            self.metrics,
-            retire_within_s=settings.deadline_seconds,
-            on_models_changed=host.models_changed,
-        )
+        self.metrics = metrics
+        self.memory = memory
+        self.log = log
+        self.registry = registry
         self.parser = ThreadPoolExecutor(1, "psc-parse")
         self.searcher = ThreadPoolExecutor(1, "psc-feedback")
         self.exit_code: int = ExitCode.OK
@@ -224,6 +209,9 @@ class Service:
             await asyncio.sleep(SWEEP_SECONDS)
             try:
                 self.registry.sweep()
+                if self.registry.changed.is_set():
+                    self.registry.changed.clear()
+                    self._host.models_changed()
                 if error := self.registry.device_error:
                     self._end_process(f"the compute device failed: {error}", ExitCode.FAILURE)
                 self.refresh_metrics()

@@ -37,8 +37,7 @@ class Fitted(nn.Module):
 
     kind: ClassVar[str]
     layout: ClassVar[Mapping[str, tuple[str, ...]]]
-    in_float64: ClassVar[frozenset[str]] = frozenset()
-    """The tensors that are kept in float64; all others are float32."""
+    in_float64: ClassVar[frozenset[str]] = frozenset()  # the tensors that are kept in float64; all others are float32
 
     def __init__(self, tensors: Mapping[str, Tensor], *, record: Mapping[str, float | int]) -> None:
         super().__init__()

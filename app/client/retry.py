@@ -28,17 +28,11 @@ _NOT_SENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 @dataclass(frozen=True)
 class Retry:
-    """A rule for when to try a request again.
+    """A rule for when to try a request again."""
 
-    Attributes:
-        attempts: The maximum number of times that a request is sent, including the first.
-        max_wait_s: The longest single wait, seconds; a longer ``Retry-After`` raises at once.
-        base_wait_s: The first wait if the service asks for none, seconds; it doubles each time, with jitter.
-    """
-
-    attempts: int = 4
-    max_wait_s: float = 30.0
-    base_wait_s: float = 0.25
+    attempts: int = 4  # the maximum number of times that a request is sent, including the first
+    max_wait_s: float = 30.0  # the longest single wait, seconds; a longer ``Retry-After`` raises at once
+    base_wait_s: float = 0.25  # the first wait if the service asks for none, seconds; it doubles each time, with jitter
 
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.max_wait_s < 0 or self.base_wait_s < 0:

@@ -57,33 +57,36 @@ class Result:
 
 @dataclass(eq=False, slots=True)
 class QueuedRequest:
-    """One request's images on their way through the device; times are seconds of the batcher's clock."""
+    """One request's images on their way through the device; times are seconds of the batcher's clock.
+
+    Attributes:
+        count: The number of images.
+        admitted_at: The time at which the request was reserved.
+        deadline: The time by which the result is due.
+        urgent_at: The time from which the request keeps its turn until all of its images are taken.
+        mode: Only requests of one mode share a batch.
+        waiter: The caller's object that waits for the result; the queue only stores it.
+        images: The decoded images; empty while the request is reserved.
+        n_taken: The number of images handed out in batches so far.
+        n_done: The number of images computed so far.
+        queued_at: The time at which the request was queued.
+        results: The results so far, by the index of the first image of each slice.
+        error: The reason why the request failed; ``None`` after FINISHED means success.
+    """
 
     count: int
-    """The number of images."""
     admitted_at: float
-    """The time at which the request was reserved."""
     deadline: float
-    """The time by which the result is due."""
     urgent_at: float
-    """The time from which the request keeps its turn until all of its images are taken."""
     mode: RequestMode
-    """Only requests of one mode share a batch."""
     waiter: Any
-    """The caller's object that waits for the result; the queue only stores it."""
     state: State = State.RESERVED
     images: Images = field(default_factory=lambda: np.empty((0, 0, 0, 0), np.uint8))
-    """The decoded images; empty while the request is reserved."""
     n_taken: int = 0
-    """The number of images handed out in batches so far."""
     n_done: int = 0
-    """The number of images computed so far."""
     queued_at: float = 0.0
-    """The time at which the request was queued."""
     results: dict[int, Result] = field(default_factory=dict)
-    """The results so far, by the index of the first image of each slice."""
     error: Exception | None = None
-    """The reason why the request failed; ``None`` after FINISHED means success."""
 
     def result(self) -> Result:
         """Return the result of all images, once all are computed."""

@@ -19,17 +19,11 @@ _SCALE: Final = 2.0**-53
 
 @dataclass(frozen=True)
 class Sampling:
-    """The probabilities with which the images of one model are logged.
+    """The probabilities with which the images of one model are logged."""
 
-    Attributes:
-        audit: The probability of the audit slice.
-        rows: The probability of a row, by the decision's code.
-        images: The probability that the image is stored, by the decision's code.
-    """
-
-    audit: float
-    rows: tuple[float, ...]
-    images: tuple[float, ...]
+    audit: float  # the probability of the audit slice
+    rows: tuple[float, ...]  # the probability of a row, by the decision's code
+    images: tuple[float, ...]  # the probability that the image is stored, by the decision's code
 
     @classmethod
     def of(cls, settings: Settings, task: Task) -> Sampling:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
 
 from app.errors import NotReady, ReloadRunning, UnknownModel
 from app.inference.engine import Phase
 from app.models.served import ModelStarter, ServedModel
+from app.models.sources import ModelSource
 from app.observability.metrics import Metrics
 from psc_core.errors import DeviceError, PSCError
-from psc_core.model.base import FittedModel
 
 logger = logging.getLogger("psc.registry")
 
@@ -25,30 +24,22 @@ class Registry:
     """The models by name; to be used on the event loop only.
 
     Args:
+        source: Where the fitted models come from.
         starter: Turns fitted models into served ones.
-        names: The model names, the default first.
-        load: Reads the model of the given name; called on a thread.
         metrics: The application's metrics.
         retire_within_s: The time in which a replaced model must finish the requests it has admitted, seconds.
-        on_models_changed: Called on the event loop when every model is ready, and when all replaced models have ended.
+
+    Attributes:
+        changed: Set when every model is ready, and when all replaced models have ended; who reacts to it clears it.
     """
 
-    def __init__(
-        self,
-        starter: ModelStarter,
-        names: Iterable[str],
-        load: Callable[[str], FittedModel],
-        metrics: Metrics,
-        *,
-        retire_within_s: float,
-        on_models_changed: Callable[[], None],
-    ) -> None:
+    def __init__(self, source: ModelSource, starter: ModelStarter, metrics: Metrics, *, retire_within_s: float) -> None:
+        self.changed = asyncio.Event()
+        self._source = source
+        self._names = source.names
         self._starter = starter
-        self._names = tuple(names)
-        self._load = load
         self._metrics = metrics
         self._retire_within_s = retire_within_s
-        self._on_models_changed = on_models_changed
         self._served: dict[str, ServedModel] = {}
         self._reloading = asyncio.Lock()
         self._reload_waits = False
@@ -109,7 +100,7 @@ class Registry:
             model, seconds = served.model, round(time.perf_counter() - began, 3)
             extra = {"model": name, "version": model.version, "device": str(model.device), "seconds": seconds}
             logger.info("model ready", extra=extra)
-        self._on_models_changed()
+        self.changed.set()
 
     async def reload(self, name: str | None = None) -> list[tuple[str, str, str]]:
         """Reload one bundle, or all, and swap the models; an unloaded model is loaded only by its name.
@@ -213,7 +204,7 @@ class Registry:
         self.refresh_metrics()
 
     async def _start(self, name: str) -> ServedModel:
-        return await self._starter.start(name, await asyncio.to_thread(self._load, name))
+        return await self._starter.start(name, await asyncio.to_thread(self._source.load, name))
 
     def _swap(self, served: ServedModel) -> None:
         old = self._served.get(served.name)
@@ -231,7 +222,6 @@ class Registry:
         old.recorder.hide()
 
     def _retired(self, task: asyncio.Task[None]) -> None:
-        """Call ``on_models_changed`` once no task holds a replaced model any more."""
         del self._retiring[task]
-        if not self._retiring:
-            self._on_models_changed()
+        if not self._retiring:  # Nothing holds a replaced model any more.
+            self.changed.set()

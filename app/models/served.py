@@ -37,35 +37,28 @@ from psc_core.tasks.outputs import FloatArray, Outputs
 
 
 class Predicted(NamedTuple):
-    """The outputs and decisions for the images of one request."""
+    """The outputs and decisions for the images of one request.
+
+    Attributes:
+        explanation: The arrays by name, whose first axis is the images; empty unless asked for.
+    """
 
     outputs: Outputs[FloatArray]
     decisions: BaseDecisions
     explanation: dict[str, npt.NDArray[Any]]
-    """The arrays by name, whose first axis is the images; empty unless asked for."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """One model in service.
+    """One model in service."""
 
-    Attributes:
-        name: The name of the served model.
-        model: The fitted model.
-        backend: The backend that runs the network, see :mod:`psc_core.model.backends`.
-        engine: The model's queue and device worker.
-        thresholds: The thresholds of a request that sets none.
-        recorder: Records the predictions in metrics and drift.
-        log: Logs the predictions with their images; None if predictions are not logged.
-    """
-
-    name: str
-    model: FittedModel
-    backend: str
-    engine: Engine
-    thresholds: BaseThresholds
-    recorder: ModelRecorder
-    log: ModelLog | None
+    name: str  # the name of the served model
+    model: FittedModel  # the fitted model
+    backend: str  # the backend that runs the network, see :mod:`psc_core.model.backends`
+    engine: Engine  # the model's queue and device worker
+    thresholds: BaseThresholds  # the thresholds of a request that sets none
+    recorder: ModelRecorder  # records the predictions in metrics and drift
+    log: ModelLog | None  # logs the predictions with their images; None if predictions are not logged
 
     @cached_property
     def task(self) -> ServedTask[Any]:

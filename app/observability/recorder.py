@@ -64,7 +64,7 @@ class ModelRecorder:
         self._identity = {"version": model.version, "layer": model.layer, "device": str(model.device)}
         self._metrics = metrics
         self._drift = drift
-        self._repeats = RepeatFilter(model.calibration.ood_scores)
+        self._repeats = RepeatFilter.of(model.calibration.ood_scores)
         self._hidden = False
         self._predictions: list[tuple[Outputs[FloatArray], BaseDecisions, Sequence[int] | None]] = []
         self._batch_size = metrics.psc_batch_size.labels(model=name)

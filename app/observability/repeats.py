@@ -36,21 +36,26 @@ class RepeatFilter:
     """Tells repeats from images that count.
 
     Args:
-        calibration_scores: The OOD scores of the n calibration images, in any order.
+        is_common: Whether an image lies beside equal calibration scores, by the number of calibration scores that are
+            no smaller than its own, shape (n + 1,).
         remembered: The number of different images to remember.
     """
 
-    def __init__(self, calibration_scores: npt.ArrayLike, *, remembered: int = REMEMBERED) -> None:
+    def __init__(self, is_common: npt.NDArray[np.bool_], remembered: int) -> None:
+        self._is_common = is_common
+        self._remembered = remembered
+        self._recent: OrderedDict[int, None] = OrderedDict()
+
+    @classmethod
+    def of(cls, calibration_scores: npt.ArrayLike, *, remembered: int = REMEMBERED) -> RepeatFilter:
+        """Make the filter for the OOD scores of n calibration images, in any order."""
         scores = np.sort(np.asarray(calibration_scores))[::-1]
         equal = scores[1:] == scores[:-1]
         tied = np.zeros(len(scores), bool)
         tied[1:] |= equal
         tied[:-1] |= equal
-        # Indexed by the number of calibration scores that are no smaller than an image's: whether the image lies beside
-        # equal scores.  Either side counts, because rounding differs a little between batches of different sizes.
-        self._is_common = np.concatenate([[False], tied]) | np.concatenate([tied, [False]])
-        self._remembered = remembered
-        self._recent: OrderedDict[int, None] = OrderedDict()
+        # Either side counts, because rounding differs a little between batches of different sizes.
+        return cls(np.concatenate([[False], tied]) | np.concatenate([tied, [False]]), remembered)
 
     def counts(self, p_values: npt.NDArray[np.floating[Any]], fingerprints: Iterable[int]) -> npt.NDArray[np.bool_]:
         """Return whether each image counts, a boolean array of shape (images,).

@@ -23,17 +23,11 @@ _ids: Final = random.Random()  # Not ``secrets``: ids must not collide, but may 
 
 
 class TraceContext(NamedTuple):
-    """The position of a request in its trace.
+    """The position of a request in its trace."""
 
-    Attributes:
-        trace_id: The id of the whole trace, 32 hex digits.
-        span_id: The id of this request, 16 hex digits.
-        sampled: Whether the caller (or, at the start of a trace, this service) records the trace.
-    """
-
-    trace_id: str
-    span_id: str
-    sampled: bool = True
+    trace_id: str  # the id of the whole trace, 32 hex digits
+    span_id: str  # the id of this request, 16 hex digits
+    sampled: bool = True  # whether the caller (or, at the start of a trace, this service) records the trace
 
     @property
     def traceparent(self) -> str:

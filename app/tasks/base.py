@@ -31,10 +31,8 @@ class ServedTask(Generic[AnyDecisions]):
 
     task: Task
 
-    tensors: ClassVar[Mapping[str, Datatype]]
-    """The data types of the v2 protocol's output tensors by name, in order."""
-    query: ClassVar[type[PredictQuery]] = PredictQuery
-    """The query parameters of a request to a model of the task."""
+    tensors: ClassVar[Mapping[str, Datatype]]  # the data types of the v2 protocol's output tensors by name, in order
+    query: ClassVar[type[PredictQuery]] = PredictQuery  # the query parameters of a request to a model of the task
 
     def documents(
         self, outputs: Outputs[FloatArray], decisions: AnyDecisions, classes: Sequence[str], **options: int

@@ -18,7 +18,7 @@ from psc_core.density.base import Density, restore_density
 from psc_core.density.gaussian import ClasswiseDensity, TiedDensity
 from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.model.classifier import PSC
-from psc_core.model.pipeline import Pipeline, Scorer
+from psc_core.model.pipeline import Pipeline, Scorer, ScorerParts
 from psc_core.network.backbone import truncate
 from psc_core.network.cut import cut_graph
 from psc_core.network.fuse import fuse
@@ -90,14 +90,14 @@ class Subject:
         )
         c_proj, d_proj, kept = self.sizes
         dim = c_proj * d_proj
-        scorer = Scorer(
+        parts = ScorerParts(
             self.preprocess,
             truncate(net, [self.layer], keep_output=False).to(device).fused(precision),
             random_projection(channels, positions, c_proj, d_proj).to(device),
             random_density(dim, kept, self.classes, kind=density).to(device),
             random_head(dim, self.classes).to(device),
         )
-        return Pipeline(scorer, torch.randn(4000).sort().values)
+        return Pipeline(Scorer(parts), torch.randn(4000).sort().values)
 
 
 _RESNET = ("layer1", "layer2", "layer3", "layer4")

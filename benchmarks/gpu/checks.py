@@ -250,7 +250,7 @@ def out_of_memory(device: torch.device) -> str:
                 step,
                 Decoder(
                     pool,
-                    MemoryBudget(1 << 30, processes=1, max_pixels=10_000),
+                    MemoryBudget(1 << 30, 1 << 40, max_pixels=10_000),
                     threads=1,
                     preprocess=preprocess,
                     max_pixels=10_000,

@@ -5,10 +5,10 @@ score s, in the original population, is
 
     ``p(s) = (w* + Σ_{s_i ≥ s} w_i) / (w* + Σ_i w_i)``,   w* = max_i w_i
 
-(weighted conformal prediction: Tibshirani et al. 2019).  The weight of the new image is unknown; the largest weight
-makes p largest, so the rate is guaranteed.  A calibration holds scores that count equally, so n weighted scores are
-stored as ``m = ⌊Σ w_i / w*⌋`` equal ones: among them ``(1 + #{kept ≥ s}) / (m + 1)`` is p(s) rounded up to the next
-multiple of 1 / (m + 1).  With equal weights they are the n scores themselves.
+(weighted conformal prediction: Tibshirani et al. 2019, Corollary 1).  The weight of the new image is unknown; the
+largest weight makes p largest, so the rate is guaranteed.  A calibration holds scores that count equally, so n weighted
+scores are stored as ``m = ⌊Σ w_i / w*⌋`` equal ones: among them ``(1 + #{kept ≥ s}) / (m + 1)`` is p(s) rounded up to
+the next multiple of 1 / (m + 1).  With equal weights they are the n scores themselves.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ For each layer, with the sums of :mod:`psc_core.numerics.scatter`,
 
 with d_i the difference in how many labels of selection image i the two layers hit: where each image has one label,
 McNemar's √(b + c) / n of the b + c images that one layer gets right and the other wrong.  (Paper, section 4.1 and
-appendix "Measuring collapse": after each layer.)  This takes one pass over the training images, class by class, and one
+appendix A.1: after each layer.)  This takes one pass over the training images, class by class, and one
 over the selection images (:mod:`.nearest_mean`).  For a regression the classes are bins of the target, and R² takes
 the place of NC4 (:mod:`.linear`), with one more pass over the training images.
 

@@ -64,7 +64,7 @@ def distances_to_means(
         step: A function from a batch of images to features.
         of: A function from features to the columns of each range.
     """
-    centroids = [Centroids(class_means) for class_means in means]
+    centroids = [Centroids.of(class_means) for class_means in means]
     for features, batch in passes(data, compute, description, step):
         columns = of(features)
         distances = [each.distances(part) for each, part in zip(centroids, columns, strict=False)]

@@ -33,31 +33,30 @@ class DensityExplanation(NamedTuple):
 
 
 class Density(Fitted):
-    """Base of the densities, with ``mean`` (D,), ``basis`` (D, P) and ``constants`` (K,) as in :mod:`.gaussian`."""
+    """Base of the densities, with ``mean`` (D,), ``basis`` (D, P) and ``constants`` (K,) as in :mod:`.gaussian`.
+
+    Attributes:
+        reads: The input: the projected features z, or the candidate layer's features averaged over positions.
+        unit_length: True if z is divided by its Euclidean norm first.
+        minimum_variance: Fraction of the largest variance above which the automatic choice keeps a component;
+            ``None``: it keeps the components that explain 99 % of the variance.
+        maximum_components: Largest number of components that the automatic choice keeps; ``None``: as many as memory
+            allows.
+        has_class_covariances: Whether each class has a covariance of its own, so that memory limits the automatic
+            choice of components.
+        tied_by_held_out: Whether held-out examples choose how much of the pooled covariance goes into the covariance of
+            each class.
+    """
 
     # Float64 up to the difference from a class mean, which cancels where classes are tight.
     in_float64: ClassVar[frozenset[str]] = frozenset({"mean", "basis", "centres"})
 
     reads: ClassVar[Literal["z", "pooled"]] = "z"
-    """The input: the projected features z, or the candidate layer's features averaged over positions."""
-
     unit_length: ClassVar[bool] = False
-    """True if z is divided by its Euclidean norm first."""
-
     minimum_variance: ClassVar[float | None] = None
-    """Fraction of the largest variance above which the automatic choice keeps a component.
-
-    ``None``: it keeps the components that explain 99 % of the variance.
-    """
-
     maximum_components: ClassVar[int | None] = None
-    """Largest number of components that the automatic choice keeps; ``None``: as many as memory allows."""
-
     has_class_covariances: ClassVar[bool] = False
-    """Whether each class has a covariance of its own, so that memory limits the automatic choice of components."""
-
     tied_by_held_out: ClassVar[bool] = False
-    """Whether held-out examples choose how much of the pooled covariance goes into the covariance of each class."""
 
     mean: Tensor
     basis: Tensor

@@ -1,6 +1,6 @@
 """Gaussian feature densities: ``log p(y) = logsumexp_k (log π_k + log N(y; μ_k, Σ_k))`` in nats.
 
-The paper's feature density (appendix "DDU details").  ``y`` is the PCA projection of z
+The paper's feature density (appendix B.2, equation 2).  ``y`` is the PCA projection of z
 (:mod:`psc_core.density.fit.pca`), π_k the class proportions.  All densities work in the coordinates
 
     ``w = (z − mean) @ basis``

@@ -6,10 +6,10 @@ Every score is higher for images that are less like the training data.  Symbols:
 ===================  =================================================================================
 ``max-softmax``      1 − max_c p_c (Hendrycks & Gimpel 2017)
 ``entropy``          −Σ_c p_c log p_c, nats
-``energy``           −log Σ_c exp f_c (Liu et al. 2020)
-``temperature``      max-softmax of f / T, T by validation NLL (Guo et al. 2017)
+``energy``           −log Σ_c exp f_c (Liu et al. 2020, equation 4 with T = 1)
+``temperature``      max-softmax of f / T, T by validation NLL (Guo et al. 2017, equation 9)
 ``gda``              −log p(h), one Gaussian a class: DDU without spectral normalisation (Mukhoti et al. 2023)
-``knn``              distance to the k-th nearest h / ‖h‖ in the training data (Sun et al. 2022)
+``knn``              distance to the k-th nearest h / ‖h‖ in the training data (Sun et al. 2022, Algorithm 1)
 ``mahalanobis++``    smallest Mahalanobis distance of h / ‖h‖, tied covariance (Müller & Hein 2025)
 ===================  =================================================================================
 

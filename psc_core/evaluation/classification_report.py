@@ -48,8 +48,7 @@ class ClassificationReport(Report):
     false_alarms: ObservedRate  # in-distribution images with p-value ≤ α
     misses: ObservedRate  # in-distribution images whose (first) label is outside the prediction set
     mean_set_size: float  # mean number of classes in a prediction set
-    ambiguity: Mapping[str, float] = field(default_factory=dict)
-    """The AUROC of predictive entropy for ambiguous against clean images, by classifier; empty if none is ambiguous."""
+    ambiguity: Mapping[str, float] = field(default_factory=dict)  # AUROC of entropy by classifier; empty if none
 
     def to_text(self) -> str:
         parts = [self.heading(), *(table.to_text() for table in self.tables()), "\n".join(self.summary())]

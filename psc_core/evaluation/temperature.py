@@ -1,4 +1,4 @@
-"""Temperature scaling (Guo et al. 2017) as it is commonly used: T alone minimises the validation NLL.
+"""Temperature scaling (Guo et al. 2017, equation 9) as it is commonly used: T alone minimises the validation NLL.
 
 Base predictions of a fitted model have another T, which has a prior and must gain more than its error
 (:func:`psc_core.tasks.classification.fit.posterior.choose_temperature`).

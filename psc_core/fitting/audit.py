@@ -63,21 +63,13 @@ class LoggedVerdict:
 
 @dataclass(frozen=True)
 class Audit:
-    """The reviewed part of an audit slice.
+    """The reviewed part of an audit slice."""
 
-    Attributes:
-        of_class: The images that show a class or have a number, labelled, in the order of their digests.
-        weights: How many images each of these stands for.
-        others: The images with another verdict, by verdict; their labels mean nothing.
-        days: First and last day of the slice, ``YYYY-MM-DD``.
-        logged: Number of logged images of the slice, reviewed or not.
-    """
-
-    of_class: ImageDataset
-    weights: Float[Tensor, " n"]
-    others: Mapping[str, ImageDataset]
-    days: tuple[str, str]
-    logged: int
+    of_class: ImageDataset  # the images that show a class or have a number, labelled, in the order of their digests
+    weights: Float[Tensor, " n"]  # how many images each of these stands for
+    others: Mapping[str, ImageDataset]  # the images with another verdict, by verdict; their labels mean nothing
+    days: tuple[str, str]  # first and last day of the slice, ``YYYY-MM-DD``
+    logged: int  # number of logged images of the slice, reviewed or not
 
     def summary(self) -> str:
         """Return a sentence that counts the images by verdict."""

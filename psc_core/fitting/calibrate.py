@@ -27,7 +27,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
 from psc_core.fitting.job import FitJob
 from psc_core.fitting.record import rounded
-from psc_core.gates.combined import Gates, readings_of
+from psc_core.gates.combined import readings_of
 from psc_core.gates.fit.combined import fit_gates
 from psc_core.maps.layer_map import LayerMap
 from psc_core.model.base import TRIAL_IMAGES, FittedModel
@@ -98,7 +98,7 @@ def calibrate_pipeline(
     if gates is not None:
         each = readings_of(gates.names, scored.scores).float().T
         readings = torch.stack([reading[equal_scores(reading, weights)] for reading in each])
-        gates = Gates(gates.names, gates.ascending.cpu(), gates.scales.cpu(), readings, gates.texture_counts_below)
+        gates = gates.calibrated_on(readings)
     ood_score, _ = ood_score_of(scored.scores, gates)
     calibrated = fit.calibrate(scored, ood_score, data, settings, weights)
     scores = calibrated.calibration.ood_scores

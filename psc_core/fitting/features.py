@@ -160,7 +160,7 @@ def store(
     A file has one row for each labelled example, in ``order``: row i is that of example ``order[i]``.
     """
     reducer = compute.reducer
-    kept = [FeatureFile(folder / str(number), (dataset.examples, width)) for number, width in enumerate(columns)]
+    kept = [FeatureFile.create(folder / str(number), (dataset.examples, width)) for number, width in enumerate(columns)]
     where = torch.empty_like(order)
     where[order] = torch.arange(len(where))
     if reducer.world > 1:

@@ -33,7 +33,7 @@ from psc_core.fitting.features import Layers, Read, cut, read
 from psc_core.fitting.job import FitJob
 from psc_core.fitting.maps import ChosenMap, choose_map
 from psc_core.images.preprocess import Pixels
-from psc_core.model.pipeline import Scorer
+from psc_core.model.pipeline import Scorer, ScorerParts
 from psc_core.network.backbone import Backbone, check_network_output, output_width, trial_input
 from psc_core.projection.fit.report import FittedProjection
 from psc_core.tasks.fit.task import HeadJob
@@ -98,7 +98,7 @@ def fit_parts(
         train = read(backbone, layers, device_projection, data.train, compute, folders[0], pooled=pooled)
         selection = read(backbone, of_selection, device_projection, data.selection, compute, folders[1], pooled=pooled)
         fitted = _fit_to_features(train, selection, job)
-    scorer = Scorer(
+    parts = ScorerParts(
         data.train.preprocess,
         backbone.fused(compute.precision),
         device_projection,
@@ -106,6 +106,7 @@ def fit_parts(
         fitted.head,
         head_layers=layers.head,
     )
+    scorer = Scorer(parts)
     gates = choose_gates(scorer, layers, fitted.textures, data, compute) if settings.ood_score == "gates" else None
     chosen_map = _choose_map(scorer, layers, train, data, compute)
     layer, texture = (None, None) if gates is None or gates.texture is None else gates.texture

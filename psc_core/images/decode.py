@@ -44,17 +44,11 @@ _WIDE_MODES: Final = frozenset({"I;16", "I;16B", "I;16L", "I;16N", "I", "F"})
 
 @dataclass(frozen=True)
 class OpenImage:
-    """An image file whose header has been checked and whose pixels are not decoded yet.
+    """An image file whose header has been checked and whose pixels are not decoded yet."""
 
-    Attributes:
-        image: The image as Pillow opened it.
-        data: The content of the file.
-        cost: The number of pixels; each pixel of a run-length encoded BMP counts as 50.
-    """
-
-    image: Image.Image
-    data: bytes
-    cost: int
+    image: Image.Image  # the image as Pillow opened it
+    data: bytes  # the content of the file
+    cost: int  # the number of pixels; each pixel of a run-length encoded BMP counts as 50
 
     def samples(self, mode: str) -> npt.NDArray[np.uint8] | None:
         """Return the samples of the decoded image if simplejpeg can decode it, else None; see :func:`decode_plain`."""

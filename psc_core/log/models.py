@@ -14,17 +14,11 @@ from psc_core.tasks.task import Task, task_type_of
 
 @dataclass(frozen=True)
 class LoggedModel:
-    """A bundle that wrote to a log.
+    """A bundle that wrote to a log."""
 
-    Attributes:
-        version: The digest of the bundle.
-        task: The task of the model.
-        classes: The class names in the order of ``probabilities``; for a regression the bins.
-    """
-
-    version: str
-    task: Task
-    classes: tuple[str, ...]
+    version: str  # the digest of the bundle
+    task: Task  # the task of the model
+    classes: tuple[str, ...]  # the class names in the order of ``probabilities``; for a regression the bins
 
     def to_json(self) -> bytes:
         """Return the JSON document that :func:`read_model` reads."""

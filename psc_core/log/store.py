@@ -22,17 +22,11 @@ _SECONDS: Final = 3.0
 
 @dataclass(frozen=True)
 class Log:
-    """A log; all paths are relative to it, with ``/`` as separator.
+    """A log; all paths are relative to it, with ``/`` as separator."""
 
-    Attributes:
-        where: The place of the log as the user named it.
-        files: The pyarrow file system that holds it.
-        root: Its path in that file system.
-    """
-
-    where: str
-    files: Any
-    root: str
+    where: str  # the place of the log as the user named it
+    files: Any  # the pyarrow file system that holds it
+    root: str  # its path in that file system
 
     def path(self, name: str) -> str:
         """Return the path of a file in :attr:`files`."""

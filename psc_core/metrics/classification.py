@@ -44,7 +44,10 @@ def nll(probabilities: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) ->
 
 
 def ece(confidence: Float[Tensor, " n"], correct: Bool[Tensor, " n"]) -> float:
-    """Return the expected calibration error over :data:`ECE_BINS` equal-width bins (a, b]; 0 is in the first bin."""
+    """Return the expected calibration error (Guo et al. 2017, equation 3).
+
+    It has :data:`ECE_BINS` equal-width bins (a, b]; 0 is in the first bin.
+    """
     check_same_length("ece", confidence, correct)
     edges = torch.linspace(0, 1, ECE_BINS + 1, dtype=torch.float64, device=confidence.device)[1:-1]
     gap = confidence.double() - correct.double()

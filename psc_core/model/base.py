@@ -19,7 +19,7 @@ from psc_core.gates.combined import Gates
 from psc_core.images.inputs import ImageLike, as_batch
 from psc_core.images.preprocess import Preprocess
 from psc_core.model.backends import storable_backbone
-from psc_core.model.pipeline import NO_MAP, Pipeline, Scorer
+from psc_core.model.pipeline import NO_MAP, Pipeline, Scorer, ScorerParts
 from psc_core.model.restore import restore_modules
 from psc_core.network.backbone import Backbone
 from psc_core.tasks.calibration import BaseCalibration
@@ -296,15 +296,16 @@ class FittedModel:
                 "load_model loads any"
             )
         modules = restore_modules(bundle, allow_factories)
-        scorer = Scorer(
+        parts = ScorerParts(
             manifest.preprocess,
             modules.backbone.to(target).fused(manifest.precision),
             modules.projection,
             modules.density,
             modules.head,
             modules.texture,
-            manifest.head.layers,
-        ).to(target)
+            tuple(manifest.head.layers),
+        )
+        scorer = Scorer(parts).to(target)
         return cls(
             pipeline=Pipeline(scorer, modules.calibration.ood_scores, modules.gates, modules.map, modules.thumbnails),
             backbone=modules.backbone,

@@ -20,6 +20,7 @@ layer.  Shapes are fixed and nothing waits for the host, so both can be compiled
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import torch
@@ -71,13 +72,12 @@ def ood_score_of(
     return gates.score(readings), [gates.p_values(readings)]
 
 
-class Scorer(nn.Module):
-    """Computes the scores of the task, the log density, and the probabilities if there are any, from pixels.
+@dataclass(frozen=True)
+class ScorerParts:
+    """The parts of a :class:`Scorer`, all on one device, for which the backbone has been fused.
 
-    All parts are on one device, for which the backbone has been fused.
-
-    Args:
-        preprocess: The preprocessing, of which this applies the device half.
+    Attributes:
+        preprocess: The preprocessing, of which a scorer applies the device half.
         backbone: The truncated network as it runs, see :meth:`psc_core.network.backbone.Backbone.fused`; for base
             predictions it also returns the network's output.
         projection: The projection from features to z.
@@ -87,29 +87,36 @@ class Scorer(nn.Module):
         head_layers: The names of the backbone's layers that the head reads besides z.
     """
 
+    preprocess: Preprocess
+    backbone: Backbone
+    projection: Projection
+    density: Density
+    head: Head
+    texture: Density | None = None
+    head_layers: tuple[str, ...] = ()
+
+
+class Scorer(nn.Module):
+    """Computes the scores of the task, the log density, and the probabilities if there are any, from pixels.
+
+    Its attributes have the names of its parts.
+    """
+
     scale: Tensor
     shift: Tensor
 
-    def __init__(
-        self,
-        preprocess: Preprocess,
-        backbone: Backbone,
-        projection: Projection,
-        density: Density,
-        head: Head,
-        texture: Density | None = None,
-        head_layers: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, parts: ScorerParts) -> None:
         super().__init__()
-        for name, part in zip(("scale", "shift"), preprocess.scale_and_shift(), strict=True):
-            self.register_buffer(name, part.to(projection.mean.device), persistent=False)
-        self.preprocess = preprocess
-        self.backbone = backbone
-        self.projection = projection
-        self.density = density
-        self.head = head
-        self.texture = texture
-        self.head_layers = tuple(head_layers)
+        for name, part in zip(("scale", "shift"), parts.preprocess.scale_and_shift(), strict=True):
+            self.register_buffer(name, part.to(parts.projection.mean.device), persistent=False)
+        self.parts = parts
+        self.preprocess = parts.preprocess
+        self.backbone = parts.backbone
+        self.projection = parts.projection
+        self.density = parts.density
+        self.head = parts.head
+        self.texture = parts.texture
+        self.head_layers = parts.head_layers
         self.eval().requires_grad_(False)
 
     @property
@@ -119,20 +126,15 @@ class Scorer(nn.Module):
 
     def with_backbone(self, backbone: Backbone, texture: Density | None) -> Scorer:
         """Return a scorer with another backbone, whose last layer ``texture`` reads; it shares everything else."""
-        return Scorer(self.preprocess, backbone, self.projection, self.density, self.head, texture, self.head_layers)
+        return Scorer(replace(self.parts, backbone=backbone, texture=texture))
 
     def with_head(self, head: Head) -> Scorer:
         """Return a scorer with another head; it shares everything else."""
-        parts = (self.projection, self.density, head.to(self.scale.device))
-        return Scorer(self.preprocess, self.backbone, *parts, self.texture, self.head_layers)
+        return Scorer(replace(self.parts, head=head.to(self.scale.device)))
 
     def with_densities(self, density: Density, texture: Density | None) -> Scorer:
         """Return a scorer with other densities; it shares everything else.  Keep ``texture`` None if it was."""
-        device = self.scale.device
-        parts = (self.projection, density.to(device), self.head)
-        return Scorer(
-            self.preprocess, self.backbone, *parts, None if texture is None else texture.to(device), self.head_layers
-        )
+        return Scorer(replace(self.parts, density=density, texture=texture)).to(self.scale.device)
 
     def standardise(self, images: Images) -> Inputs:
         """Standardise as :meth:`Preprocess.standardise`, with scale and shift already on the device."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from io import BufferedRandom
 from pathlib import Path
 from typing import Final
 
@@ -81,15 +82,21 @@ def blocks(
 class FeatureFile(FeatureMatrix):
     """A ``float32`` feature matrix in a file; only the rows being read or written are in memory.
 
-    The file is not memory-mapped, so a full disk raises ``OSError`` instead of killing the process.  It is created or
-    overwritten.
+    The file is not memory-mapped, so a full disk raises ``OSError`` instead of killing the process.
     """
 
-    def __init__(self, file: Path, shape: tuple[int, int]) -> None:
+    def __init__(self, file: BufferedRandom, shape: tuple[int, int]) -> None:
         super().__init__(self._copy, shape, torch.float32, torch.device("cpu"), shape[1])
-        self._file = file.open("w+b")
-        weakref.finalize(self, self._file.raw.close)
-        self._file.truncate(4 * shape[0] * shape[1])
+        self._file = file
+
+    @classmethod
+    def create(cls, path: Path, shape: tuple[int, int]) -> FeatureFile:
+        """Create or overwrite a file of zeros, which is closed when nothing refers to the matrix any more."""
+        file = path.open("w+b")
+        file.truncate(4 * shape[0] * shape[1])
+        matrix = cls(file, shape)
+        weakref.finalize(matrix, file.raw.close)
+        return matrix
 
     def _copy(self, index: slice | Tensor) -> Tensor:
         runs = self._runs(index)

@@ -172,22 +172,27 @@ class ScatterSums:
         return self.within / total if total > _ROUNDING * self.magnitude else 0.0
 
 
+@dataclass(frozen=True)
 class Centroids:
     """Computes distances to class means: ‖h − μ_c‖² − ‖h − μ_G‖², float64, smallest for the nearest class mean.
 
     Features and means are centred on μ_G first, x = h − μ_G and m_c = μ_c − μ_G, so that ‖m_c‖² − 2 x·m_c has no large
     terms that cancel.  Distances over ranges of columns add up.
-
-    Args:
-        means: ``float64 (classes, dim)``; modified in place.
     """
 
-    def __init__(self, means: Float[Tensor, "classes dim"]) -> None:
-        self.centre = means.mean(0)
-        self.directions = means.sub_(self.centre)
-        self.offsets = means.new_zeros(len(means))
+    centre: Float[Tensor, " dim"]  # μ_G, ``float64 (dim,)``
+    directions: Float[Tensor, "classes dim"]  # m_c, ``float64 (classes, dim)``
+    offsets: Float[Tensor, " classes"]  # ‖m_c‖², ``float64 (classes,)``
+
+    @classmethod
+    def of(cls, means: Float[Tensor, "classes dim"]) -> Centroids:
+        """Centre the class means, ``float64 (classes, dim)``; they are modified in place."""
+        centre = means.mean(0)
+        directions = means.sub_(centre)
+        offsets = means.new_zeros(len(means))
         for columns in _columns(means.shape[1], len(means), means.device):
-            self.offsets += means[:, columns].square().sum(1)
+            offsets += directions[:, columns].square().sum(1)
+        return cls(centre, directions, offsets)
 
     def distances(self, features: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch classes"]:
         """Return the distance of every image to every class mean."""

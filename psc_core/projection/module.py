@@ -1,4 +1,4 @@
-"""Project features of the candidate layer(s) to the feature vector z (paper, Algorithm 1).
+"""Project features of the candidate layer(s) to the feature vector z (paper, Algorithm 1, appendix A.2).
 
     X  (B, C, d)      channels × positions of all candidate layers, concatenated along positions
     X ← (X − μ) / σ    channelwise moments, the standard deviation in both of the paper's formulas

@@ -111,8 +111,7 @@ class BaseAnswer(Document):
 class Response(Document):
     """Base of the answers to a prediction request; each task declares ``policy`` and ``predictions``."""
 
-    noun: ClassVar[str]
-    """The word for the predictions of such a model, in messages."""
+    noun: ClassVar[str]  # the word for the predictions of such a model, in messages
 
     model: ModelRef
 

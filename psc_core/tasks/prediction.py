@@ -32,19 +32,23 @@ AnyPrediction = TypeVar("AnyPrediction", bound="BasePrediction")
 
 @dataclass(frozen=True, repr=False, eq=False)
 class BasePrediction:
-    """Predictions for n images; every score of the task's answer is an attribute, ``float32 (n,)``."""
+    """Predictions for n images; every score of the task's answer is an attribute, ``float32 (n,)``.
+
+    Attributes:
+        outputs: The outputs of the network step.
+        decisions: The decisions under the bundle's policy.
+        classes: The names of the classes; of a regression, of the bins of its target.
+        maps: ``uint8 (n, rows, columns)``: how anomalous each part of the images is, at most 255; None unless asked
+            for.  One in ``10^(4g/255)`` positions of in-distribution images has the grey level g or more.
+    """
 
     answer: ClassVar[type[BaseAnswer]]
     decision_names: ClassVar[tuple[str, ...]]
 
-    outputs: Outputs[Tensor]  # of the network step
-    decisions: BaseDecisions  # under the bundle's policy
-    classes: tuple[str, ...]  # names; of a regression the bins of its target
+    outputs: Outputs[Tensor]
+    decisions: BaseDecisions
+    classes: tuple[str, ...]
     maps: Tensor | None = field(default=None, kw_only=True)
-    """``uint8 (n, rows, columns)``: how anomalous each part of the images is, at most 255; None unless asked for.
-
-    One in ``10^(4g/255)`` positions of in-distribution images has the grey level g or more.
-    """
 
     def __len__(self) -> int:
         return len(self.outputs)

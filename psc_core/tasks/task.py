@@ -29,32 +29,35 @@ Agreement = tuple[str, object, object]
 
 
 class Task(BaseModel):
-    """Base of the tasks."""
+    """Base of the tasks.
+
+    Attributes:
+        name: The name of the task's folder.
+        noun: The word for a model of the task in messages: ``"classifier"``.
+        response: The answer to a request.
+        answer: The prediction for one image in it.
+        prediction_type: The result of ``predict`` in Python.
+        output_heads: Heads by kind that read the network's own output in place of the features, for base predictions.
+        heads: The other heads by kind.
+        abstentions: The code of the decision for each reason to abstain.
+        limits: The score that each threshold of the policy is compared with.
+        has_numbers: Whether a training image has a number, besides the class or bin that it belongs to.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: ClassVar[str]
-    """The name of the task's folder."""
     noun: ClassVar[str]
-    """The word for a model of the task in messages: ``"classifier"``."""
     response: ClassVar[type[Response]]
-    """The answer to a request."""
     answer: ClassVar[type[BaseAnswer]]
-    """The prediction for one image in it."""
     policy: ClassVar[type[BasePolicy]]
     calibration: ClassVar[type[BaseCalibration]]
     prediction_type: ClassVar[type[BasePrediction]]
-    """The result of ``predict`` in Python."""
     output_heads: ClassVar[Mapping[str, type[Head]]] = {}
-    """Heads by kind that read the network's own output in place of the features, for base predictions."""
     heads: ClassVar[Mapping[str, type[Head]]]
-    """The other heads by kind."""
     abstentions: ClassVar[Mapping[str, int]]
-    """The code of the decision for each reason to abstain."""
     limits: ClassVar[Mapping[str, str]] = {"alpha": "ood_p_value"}
-    """The score that each threshold of the policy is compared with."""
     has_numbers: ClassVar[bool] = False
-    """Whether a training image has a number, besides the class or bin that it belongs to."""
 
     @classmethod
     def is_of(cls, manifest: Mapping[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-import app.main
+import app.models.sources
 import app.runtime
 from app.cli import main
 from psc_core.errors import BundleError
@@ -47,8 +47,8 @@ def load(*_: Any, **__: Any) -> FakeModel:
 
 
 if __name__ in ("__main__", "__mp_main__"):  # In the workers too, which import this module under the second name.
-    app.main.build_model = load  # type: ignore[assignment]
-    app.main.check_affordable = lambda *_, **__: None  # type: ignore[assignment]
+    app.models.sources.build_model = load  # type: ignore[assignment]
+    app.models.sources.check_affordable = lambda *_, **__: None  # type: ignore[assignment]
     app.runtime.LINGER_SECONDS = float(OPTIONS.get("linger", 1.0))  # type: ignore[misc]
 if __name__ == "__main__":
     os.environ["SERVE_FAKE"] = " ".join(WORDS)  # For the workers.

@@ -15,7 +15,7 @@ from app.errors import Forbidden, Unauthorized
 from app.http.problems import problem_of
 from psc_core.errors import UsageError
 
-KEYS = ApiKeys(predict=["predict-one", "predict-two"], admin=["admin-one"])
+KEYS = ApiKeys.of(predict=["predict-one", "predict-two"], admin=["admin-one"])
 
 
 def sent(**headers: str) -> Headers:
@@ -61,7 +61,7 @@ def test_everything_else_is_unauthorized(role: str, headers: dict[str, str]) -> 
 
 
 def test_without_keys_prediction_is_open_whatever_is_sent() -> None:
-    for keys in (ApiKeys(), ApiKeys(admin=["admin-one"])):
+    for keys in (ApiKeys.of(), ApiKeys.of(admin=["admin-one"])):
         assert not keys.predict
         keys.check_predict(sent())
         keys.check_predict(sent(x_api_key="anything"))
@@ -69,7 +69,7 @@ def test_without_keys_prediction_is_open_whatever_is_sent() -> None:
 
 def test_without_admin_keys_nobody_administers() -> None:
     with pytest.raises(Forbidden, match="PSC_ADMIN_KEYS"):
-        ApiKeys(predict=["predict-one"]).check_admin(sent(x_api_key="predict-one"))
+        ApiKeys.of(predict=["predict-one"]).check_admin(sent(x_api_key="predict-one"))
 
 
 def test_keys_come_from_settings_and_files(tmp_path: Path) -> None:

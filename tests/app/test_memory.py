@@ -12,14 +12,14 @@ import pytest
 
 from app import memory
 from app.errors import NotReady, TooManyRequests
-from app.memory import COPIES, PIXEL_BYTES, MemoryBudget
+from app.memory import COPIES, PIXEL_BYTES, MemoryBudget, process_memory
 from tests.app.fakes import png
 from tests.app.http.support import check_predictions, check_problem
 from tests.app.support import PNG, running, until
 
 
 def budget(total: int = 1000, *, max_pixels: int = 25) -> MemoryBudget:
-    return MemoryBudget(total, processes=1, max_pixels=max_pixels)
+    return MemoryBudget(total, process_memory(1), max_pixels=max_pixels)
 
 
 def test_what_does_not_fit_is_refused_and_decoding_has_room_of_its_own() -> None:
@@ -101,8 +101,8 @@ def test_a_control_group_bounds_the_budget(
 ) -> None:
     groups(tmp_path, monkeypatch, **inside)
     paths(line, tmp_path, monkeypatch)
-    assert MemoryBudget(1 << 30, processes=processes, max_pixels=1).total == 1000 // processes
-    assert MemoryBudget(100, processes=processes, max_pixels=1).total == 100
+    assert MemoryBudget(1 << 30, process_memory(processes), max_pixels=1).total == 1000 // processes
+    assert MemoryBudget(100, process_memory(processes), max_pixels=1).total == 100
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,8 @@ async def test_replica_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         models.append(FakeModel(version=next(versions)))
         return models[-1]
 
-    monkeypatch.setattr("app.main.build_model", load)
-    monkeypatch.setattr("app.main.check_affordable", lambda *_, **__: None)
+    monkeypatch.setattr("app.models.sources.build_model", load)
+    monkeypatch.setattr("app.models.sources.check_affordable", lambda *_, **__: None)
     monkeypatch.setattr("app.ray_serve.prepare_process", lambda _settings: None)
     replica = Replica({"bundle": f"m={SHIPPED_BUNDLE}", "max_batch_size": 8, "device": "cpu"})
     app = replica.__serve_build_asgi_app__()

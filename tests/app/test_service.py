@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from app.auth import ApiKeys
-from app.service import Host, Service
+from app.main import make_service
+from app.runtime import Runtime
+from app.service import Host
 from app.settings import load_settings
-from psc_core.log.store import open_log
-from tests.app.support import clock, running, until
+from tests.app.fakes import FakeModel
+from tests.app.support import clock, running, serve_next, until
 
 pytestmark = pytest.mark.anyio
 
@@ -26,10 +26,23 @@ async def test_counters_start_at_zero() -> None:
 
 
 def test_a_service_that_was_not_started_has_written_nothing(tmp_path: Path) -> None:
-    log = open_log(tmp_path / "log")
-    unused: Any = None
-    service = Service(load_settings({"log": log.where}), ApiKeys(), (), unused, log, Host())
-    assert service.log is not None and not (tmp_path / "log").exists()
+    service = make_service(load_settings({"log": str(tmp_path / "log")}), {}, Host())
+    assert service.log is not None and not list(tmp_path.rglob("*.parquet"))
+
+
+async def test_host_is_told_when_models_are_ready_and_when_replaced_ones_have_ended() -> None:
+    class Told(Runtime):
+        times = 0
+
+        def models_changed(self) -> None:
+            self.times += 1
+
+    host = Told()
+    async with running(runtime=host, admin_keys="root") as app:
+        await until(lambda: host.times == 1)
+        serve_next(app, FakeModel("v2"))
+        assert (await app.client.post("/admin/reload", headers={"x-api-key": "root"})).status_code == 200
+        await until(lambda: host.times == 2)
 
 
 async def test_log_has_time_when_the_models_have_used_all_of_theirs(

@@ -24,34 +24,21 @@ from psc_core.model.pipeline import MAP
 
 @dataclass(frozen=True)
 class Received:
-    """A request as it arrived.
+    """A request as it arrived."""
 
-    Attributes:
-        wanted: The request without its binary data.
-        binary: The binary data of its input, if it has any.
-        body: The whole body, whose size decides whether it is parsed on a thread.
-    """
-
-    wanted: InferRequest
-    binary: memoryview | None
-    body: bytes
+    wanted: InferRequest  # the request without its binary data
+    binary: memoryview | None  # the binary data of its input, if it has any
+    body: bytes  # the whole body, whose size decides whether it is parsed on a thread
 
 
 @dataclass(frozen=True)
 class InferAnswer:
-    """A model's answer to the images of a request.
+    """A model's answer to the images of a request."""
 
-    Attributes:
-        served: The model that answered.
-        alpha: The false-alarm rate behind ``is_ood``.
-        tensors: The wanted outputs, in order.
-        as_binary: Maps the name of each output to whether the request asks for binary data.
-    """
-
-    served: ServedModel
-    alpha: float
-    tensors: list[OutputTensor]
-    as_binary: Mapping[str, bool]
+    served: ServedModel  # the model that answered
+    alpha: float  # the false-alarm rate behind ``is_ood``
+    tensors: list[OutputTensor]  # the wanted outputs, in order
+    as_binary: Mapping[str, bool]  # maps the name of each output to whether the request asks for binary data
 
 
 def find_model(service: Service, name: str, version: str | None) -> ServedModel:

@@ -21,17 +21,14 @@ from psc_core.tasks.outputs import FloatArray
 class TorchThreads(NamedTuple):
     """The numbers of threads that PyTorch uses on a CPU."""
 
-    full: int
-    """The number of threads of a network that runs on the device thread."""
-    quick: int
-    """The number of threads of a network that is quick enough for the event loop."""
+    full: int  # the number of threads of a network that runs on the device thread
+    quick: int  # the number of threads of a network that is quick enough for the event loop
 
 
 class Step(Protocol):
     """A way to compute batches."""
 
-    slots: int
-    """The number of batches that may be launched and not yet fetched."""
+    slots: int  # the number of batches that may be launched and not yet fetched
 
     def input(self, slot: int) -> Images:
         """Return the slot's host buffer (max_batch, C, H, W), which :meth:`launch` sends to the device."""

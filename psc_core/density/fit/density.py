@@ -8,10 +8,10 @@ Three coordinate systems, each one matrix product away from the one before; the 
     ``x = y diag(λ^(−1/2))``        unit total variance in every component
     ``w = x V``                     identity pooled within-class covariance, ``V = Σ_W(x)^(−1/2)``
 
-Class moments are the paper's: ``μ_c``, ``Σ_c`` with denominator ``n_c − 1`` and priors ``n_c / n``; a change
-of coordinates does not alter the fit.  An image with several labels weighs in the moments as often as it is labelled,
-but is one observation: with m_c images of n_c labelled examples, ``Σ_c`` is the mean square times ``m_c / (m_c − 1)``.
-Two departures apply only where the paper's estimate is poor:
+Class moments are the paper's (appendix B.2, equations 3 and 4): ``μ_c``, ``Σ_c`` with denominator ``n_c − 1`` and
+priors ``n_c / n``; a change of coordinates does not alter the fit.  An image with several labels weighs in the moments
+as often as it is labelled, but is one observation: with m_c images of n_c labelled examples, ``Σ_c`` is the mean square
+times ``m_c / (m_c − 1)``.  Two departures apply only where the paper's estimate is poor:
 
 * With fewer than ten images (beyond one a class) per component, covariances are shrunk
   (:func:`psc_core.numerics.linalg.covariance`) towards a multiple of the identity: in w that is the pooled covariance,

@@ -42,7 +42,7 @@ def fit_gates(
         constant = [name for name, low, high in zip(names, ascending[0], ascending[-1], strict=True) if low == high]
         raise FitError(f"expected readings that differ between images, those of {', '.join(constant)} are all equal")
     below = TEXTURE_COUNTS_BELOW if TEXTURE in names and len(names) > 1 else 1.0
-    return Gates(names, ascending.T, scales, calibration.float().sort(dim=0).values.T, below)
+    return Gates.of(names, ascending.T, scales, calibration.float().sort(dim=0).values.T, below)
 
 
 def tail_scales(ascending: Float[Tensor, "m gates"]) -> Float[Tensor, " gates"]:

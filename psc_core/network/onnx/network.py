@@ -45,7 +45,7 @@ class OnnxNetwork(LayeredNetwork):
     def __init__(self, model: ModelProto, origin: str) -> None:
         super().__init__()
         self.origin = origin
-        self._model = with_one_input(model, origin)
+        self._model = model
         self._sized: dict[Size, _Sized] = {}
         self.register_buffer("place", torch.empty(0), persistent=False)
         self.eval()
@@ -141,4 +141,4 @@ def open_onnx(path: Path) -> OnnxNetwork:
     Raises:
         NetworkError: If :mod:`.model` refuses the file, or it is not a network of one image input.
     """
-    return OnnxNetwork(read_model(path), path.name)
+    return OnnxNetwork(with_one_input(read_model(path), path.name), path.name)

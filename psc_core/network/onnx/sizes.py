@@ -77,19 +77,12 @@ def sizes_of(model: ModelProto, origin: str) -> dict[str, tuple[int, Shape]]:
 
 @dataclass(frozen=True)
 class _Walk:
-    """The sizes and the small constants of all tensors before the current operation.
+    """The sizes and the small constants of all tensors before the current operation."""
 
-    Attributes:
-        model: The model that is walked.
-        origin: The name of the model in messages.
-        sizes: The type and shape of each computed tensor; grows.
-        constants: The constants by name, and those computed from them; grows.
-    """
-
-    model: ModelProto
-    origin: str
-    sizes: dict[str, tuple[int, Shape]]
-    constants: dict[str, TensorProto]
+    model: ModelProto  # the model that is walked
+    origin: str  # the name of the model in messages
+    sizes: dict[str, tuple[int, Shape]]  # the type and shape of each computed tensor; grows
+    constants: dict[str, TensorProto]  # the constants by name, and those computed from them; grows
 
     def add(self, name: str, dtype: int, shape: Shape) -> None:
         """Record a tensor, or raise :class:`NetworkError` if it is too large."""

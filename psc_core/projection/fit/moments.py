@@ -1,4 +1,4 @@
-"""Measure channelwise mean and covariance of a layer's features (paper, Algorithm 2).
+"""Measure channelwise mean and covariance of a layer's features (paper, Algorithm 2, appendix A.2.2).
 
 Axes: B batch, C channels, d spatial positions (of all candidate layers, concatenated channel by channel).
 For every channel c,

@@ -1,4 +1,4 @@
-"""Decompose the correlation tensor into Tucker factors (paper, "Processing intermediates").
+"""Decompose the correlation tensor into Tucker factors (paper, section 4.2 and appendix A.2.1).
 
     R ≈ G ×₁ A ×₂ B ×₃ B        R (C, d, d), A (C, c_max), B (d, d_max)
 

@@ -60,24 +60,24 @@ class Calibrated(NamedTuple):
 
 
 class TaskFit:
-    """The way in which models of one task are fitted; ``FIT`` in ``fit.task`` of its folder is the only instance."""
+    """The way in which models of one task are fitted; ``FIT`` in ``fit.task`` of its folder is the only instance.
+
+    Attributes:
+        layer_quality: The quality that is measured after every layer besides NC1.
+        averages_candidate: Whether a head reads the candidate's features averaged over positions besides z, unless
+            settings forbid it.
+        thresholds: Names of the settings that set thresholds of this task alone.
+        compares_network_output: Whether a fit compares the network's output with the head's, where settings leave the
+            choice.
+        why_not_extended: The reason why no more images can extend a density of a fitted model; empty where they can.
+    """
 
     task_type: ClassVar[type[Task]]
-
     layer_quality: ClassVar[type[LayerQuality]] = NearestMean
-    """The quality that is measured after every layer besides NC1."""
-
     averages_candidate: ClassVar[bool] = False
-    """Whether a head reads the candidate's features averaged over positions besides z, unless settings forbid it."""
-
     thresholds: ClassVar[tuple[str, ...]] = ()
-    """Names of the settings that set thresholds of this task alone."""
-
     compares_network_output: ClassVar[bool] = False
-    """Whether a fit compares the network's output with the head's, where settings leave the choice."""
-
     why_not_extended: ClassVar[str] = ""
-    """The reason why no more images can extend a density of a fitted model; empty where they can."""
 
     def takes(self, data: ImageDataset) -> bool:
         """Return whether the images are labelled with what the task predicts."""

@@ -6,7 +6,7 @@ Nothing else was chosen on the calibration split.  With y the true number of an 
     ``[μ − q σ, μ + q σ]``,   q = the ⌈(n + 1)(1 − α)⌉-th smallest ``|y − μ| / σ`` of the calibration images
 
 and contains the true number of a future in-distribution image with probability ≥ 1 − α, over all images (split
-conformal with normalised residuals: Papadopoulos et al. 2002; Lei et al. 2018).
+conformal with normalised residuals: Papadopoulos et al. 2002; Lei et al. 2018, section 5.2).
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def decoder_on(pool: ThreadPoolExecutor, *, threads: int, inline_bytes: int) -> 
     """A decoder of the fake network's images, with room for them all."""
     return Decoder(
         pool,
-        MemoryBudget(1 << 30, processes=1, max_pixels=10_000),
+        MemoryBudget(1 << 30, 1 << 40, max_pixels=10_000),
         threads=threads,
         preprocess=PREPROCESS,
         max_pixels=10_000,

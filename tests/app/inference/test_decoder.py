@@ -50,7 +50,7 @@ class Hands:
         self._pieces: deque[Callable[[], Any]] = deque()
         self._decoder = Decoder(
             self,  # type: ignore[arg-type]
-            MemoryBudget(1 << 30, processes=1, max_pixels=10_000),
+            MemoryBudget(1 << 30, 1 << 40, max_pixels=10_000),
             threads=threads,
             preprocess=self,  # type: ignore[arg-type]
             max_pixels=9,

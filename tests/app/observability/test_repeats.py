@@ -31,11 +31,11 @@ def test_an_image_counts_again_when_as_many_others_came_since(images: list[int],
     for image in images:
         expected.append(image not in order[-remembered:])
         order = [other for other in order if other != image] + [image]
-    assert counted(RepeatFilter(DISTINCT, remembered=remembered), images) == expected
+    assert counted(RepeatFilter.of(DISTINCT, remembered=remembered), images) == expected
 
 
 def test_no_more_is_remembered_than_said() -> None:
-    repeats = RepeatFilter(DISTINCT, remembered=100)
+    repeats = RepeatFilter.of(DISTINCT, remembered=100)
     counted(repeats, list(range(100_000)))
     assert len(repeats._recent) == 100
 
@@ -43,7 +43,7 @@ def test_no_more_is_remembered_than_said() -> None:
 def test_repeats_count_where_calibration_images_are_equal() -> None:
     """Blank pages, say: seven in ten of the calibration images."""
     calibration = np.concatenate([np.arange(3.0), np.full(7, 5.0), [8.0, 9.0]])
-    repeats = RepeatFilter(calibration)
+    repeats = RepeatFilter.of(calibration)
     for score, counts in (
         (5.0, True),
         (np.nextafter(5.0, 0), True),
@@ -57,7 +57,7 @@ def test_repeats_count_where_calibration_images_are_equal() -> None:
 
 def test_images_equal_to_no_other_are_all_left_in() -> None:
     """What the bound on false alarms needs: a stream without repeats passes as it is."""
-    assert all(counted(RepeatFilter(DISTINCT), list(range(30_000))))
+    assert all(counted(RepeatFilter.of(DISTINCT), list(range(30_000))))
 
 
 def test_data_with_many_identical_images_raise_no_alarm() -> None:
@@ -71,7 +71,7 @@ def test_data_with_many_identical_images_raise_no_alarm() -> None:
 
         calibration, stream = scores(1000), scores(5000)
         p_values = served(calibration, stream)
-        monitor, repeats = monitor_of(1000, 0.05), RepeatFilter(calibration)
+        monitor, repeats = monitor_of(1000, 0.05), RepeatFilter.of(calibration)
         alarms += monitor.update(p_values[repeats.counts(p_values, stream.view(np.int64).tolist())])
     assert alarms == 0
 
@@ -82,7 +82,7 @@ def test_a_few_images_again_and_again_raise_no_alarm(times: int) -> None:
     for others in (0, 20):
         generator = np.random.default_rng(7)
         calibration = generator.normal(size=N)
-        monitor, repeats = monitor_of(N, 0.05, false_alarm_probability=1e-4), RepeatFilter(calibration)
+        monitor, repeats = monitor_of(N, 0.05, false_alarm_probability=1e-4), RepeatFilter.of(calibration)
         for _ in range(times):
             stream = np.concatenate([[-0.5, 0.3, 60.0], generator.normal(size=others)])
             p_values = served(calibration, stream)
@@ -93,7 +93,7 @@ def test_a_few_images_again_and_again_raise_no_alarm(times: int) -> None:
 
 def test_nobody_hides_an_image_by_sending_it_first() -> None:
     """Strange images that a client sent before others do are found as if these had been the first."""
-    monitor, repeats = monitor_of(N, 0.05), RepeatFilter(DISTINCT)
+    monitor, repeats = monitor_of(N, 0.05), RepeatFilter.of(DISTINCT)
     strange = served(DISTINCT, np.full(10, 1e9))
     images = list(range(10))
     alarms = sum(monitor.update(strange[repeats.counts(strange, images)]) for _ in range(2))
@@ -108,7 +108,7 @@ def test_a_stream_that_loops_over_more_images_than_are_remembered_raises_no_alar
         calibration, folder = generator.normal(size=N), generator.normal(size=300)
         monitor, repeats = (
             monitor_of(N, 0.05, false_alarm_probability=1e-4),
-            RepeatFilter(calibration, remembered=200),
+            RepeatFilter.of(calibration, remembered=200),
         )
         p_values = served(calibration, folder)
         for _ in range(30):

@@ -14,6 +14,7 @@ from psc_core.errors import NetworkError
 from psc_core.network.onnx.model import check_model, parse_model
 from psc_core.network.onnx.network import OnnxNetwork
 from psc_core.network.onnx.restore import restore_body
+from psc_core.network.onnx.rewrite import with_one_input
 from psc_core.network.onnx.sizes import sizes_of
 
 SIZE: Final = (1, 8, 8)
@@ -91,7 +92,7 @@ def check(data: bytes) -> None:
         model = parse_model(data, "net")
         check_model(model, "net")
         del model.graph.output[:-1]  # Logits come last.
-        OnnxNetwork(model, "net").list_layers(torch.ones(1, *SIZE), "all")
+        OnnxNetwork(with_one_input(model, "net"), "net").list_layers(torch.ones(1, *SIZE), "all")
     except NetworkError as error:
         assert len(str(error)) <= MAX_TEXT, str(error)
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,3 +49,17 @@ def test_a_head_reads_earlier_layers_one_of_which_is_the_textures(neighbours_bun
     torch.testing.assert_close(embedding.early, read[layers[-1]].mean(2))
     assert explanation["neighbour_image"].shape == (5, 1 + len(names), 3)
     torch.testing.assert_close(packed, model.predict(images).outputs.packed)
+
+
+def test_a_copy_shares_all_parts_but_the_new_ones(psc: PSC) -> None:
+    scorer = psc.pipeline.scorer
+    head, density = copy.deepcopy(scorer.head), copy.deepcopy(scorer.density)
+    assert scorer.with_head(head).parts == replace(scorer.parts, head=head)
+    assert scorer.with_densities(density, scorer.texture).parts == replace(scorer.parts, density=density)
+    assert scorer.with_backbone(psc.backbone, None).parts == replace(scorer.parts, backbone=psc.backbone, texture=None)
+
+
+def test_a_deep_copy_keeps_its_parts_and_attributes_one(psc: PSC) -> None:
+    scorer = copy.deepcopy(psc.pipeline.scorer)
+    assert {name: getattr(scorer, name) for name in vars(scorer.parts)} == vars(scorer.parts)
+    assert scorer.density is not psc.pipeline.scorer.density

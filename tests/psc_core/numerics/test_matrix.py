@@ -33,7 +33,7 @@ def sample(n: int = 240, dim: int = 5, classes: int = 3) -> tuple[Tensor, Tensor
 
 def in_file(values: Tensor, folder: Path) -> FeatureFile:
     """A file written in two halves, the second first."""
-    stored = FeatureFile(folder / "features", (values.shape[0], values.shape[1]))
+    stored = FeatureFile.create(folder / "features", (values.shape[0], values.shape[1]))
     half = len(values) // 2
     stored.write(torch.arange(half, len(values)), values[half:])
     stored.write(slice(0, half), values[:half])
@@ -100,7 +100,7 @@ def test_truncated_file_is_an_error(tmp_path: Path) -> None:
 
 
 def test_file_without_rows(tmp_path: Path) -> None:
-    assert FeatureFile(tmp_path / "features", (0, 4))[:].shape == (0, 4)
+    assert FeatureFile.create(tmp_path / "features", (0, 4))[:].shape == (0, 4)
 
 
 def test_blocks_are_bounded_by_widest_source(monkeypatch: pytest.MonkeyPatch) -> None:

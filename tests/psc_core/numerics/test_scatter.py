@@ -50,7 +50,7 @@ def measure(
 
 
 def centroid_distances(features: Tensor, means: Tensor) -> Tensor:
-    return Centroids(means.clone()).distances(features)
+    return Centroids.of(means.clone()).distances(features)
 
 
 @given(SEEDS, st.integers(1, 12), st.integers(1, 7), st.integers(1, 4), st.integers(1, 3), st.integers(1, 13))

@@ -1,4 +1,4 @@
-"""RBF centroids: the output layer of DUQ (van Amersfoort et al. 2020), fitted after the fact.
+"""RBF centroids: the output layer of DUQ (van Amersfoort et al. 2020, equation 1), fitted after the fact.
 
     ``e = φ E``,   ``k_c = exp(−‖e − e_c‖² / (2 D σ²))``,   ``probabilities = k^γ / Σ_c k_c^γ``
 

@@ -1,6 +1,6 @@
 """Bayesian logistic regression by a Kronecker-factored (KFAC) Laplace approximation, in closed form.
 
-The paper's g′ (section "Linear layers as PSCs").  Around the maximum a posteriori weights, the posterior of
+The paper's g′ (section 4.3 and appendix A.3).  Around the maximum a posteriori weights, the posterior of
 ``logits = W φ + b`` is Gaussian with precision (Ritter et al. 2018; weights and bias are separate blocks, as
 in laplace-torch, which fits it)
 

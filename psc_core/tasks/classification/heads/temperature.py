@@ -1,4 +1,4 @@
-"""The softmax of the network's logits divided by a temperature T (Guo et al. 2017), for base predictions.
+"""The softmax of the network's logits divided by a temperature T (Guo et al. 2017, equation 9), for base predictions.
 
 There is no posterior, so epistemic uncertainty is 0.
 """

@@ -1,7 +1,7 @@
 r"""Bayesian linear regression on z: a mean, a noise that may depend on the image, and what the weights leave unknown.
 
     y = b + wᵀφ + ε,   ε ~ N(0, σ²(φ)),   log σ²(φ) = c + vᵀφ
-    w ~ N(m, A⁻¹),   A = β ΦᵀΦ + α I,   b ~ N(ȳ, 1/(β n))                            (Bishop 2006, section 3.5)
+    w ~ N(m, A⁻¹),   A = β ΦᵀΦ + α I,   b ~ N(ȳ, 1/(β n))            (Bishop 2006, equations 3.53 and 3.54)
     mean = ȳ + mᵀφ,   aleatoric = σ(φ),   epistemic = √(φᵀA⁻¹φ + 1/(β n))
 
 φ are standardised features, n training images.  ``log σ²`` is kept within the range that it has on training images,

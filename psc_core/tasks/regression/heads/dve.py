@@ -1,10 +1,10 @@
 r"""Deep Vecchia ensemble (Jimenez & Katzfuss 2025, arXiv 2305.17063): a Gaussian process on each of several layers.
 
 Layer l reduces its standardised features φ to ``x_l = φ B_l``, Q ≤ 64 numbers in length-scales (ARD: one for each
-column of ``B_l``).  Numbers t have mean 0 and deviation 1.  With N, the m training images nearest in x_l
-(Vecchia 1988),
+column of ``B_l``).  Numbers t have mean 0 and deviation 1.  With N, the m training images nearest in x_l (Vecchia 1988)
+and the Matérn 5/2 kernel,
 
-    k(x, x') = s_l² (1 + √5 r + 5r²/3) exp(−√5 r),   r = ‖x − x'‖                                     (Matérn 5/2)
+    k(x, x') = s_l² (1 + √5 r + 5r²/3) exp(−√5 r),   r = ‖x − x'‖ (Rasmussen & Williams 2006, equation 4.17)
     μ_l = k_Nᵀ (K_NN + τ_l² I)⁻¹ t_N,   v_l = s_l² − k_Nᵀ (K_NN + τ_l² I)⁻¹ k_N,   σ_l² = v_l + τ_l²
 
 The layers are experts of a generalised product (Cao & Fleet 2014); one that learned more of this image counts for more:

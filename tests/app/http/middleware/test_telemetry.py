@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from app.auth import ApiKeys
 from app.http.middleware.telemetry import Telemetry
+from app.main import make_service
 from app.observability.tracing import current_trace
-from app.service import Host, Service
+from app.service import Host
 from app.settings import load_settings
 from tests.app.support import running
 
@@ -34,7 +34,7 @@ def serve(headers: list[tuple[bytes, bytes]]) -> tuple[dict[str, Any], list[dict
 
     scope = {"type": "http", "method": "POST", "path": "/predict", "headers": headers}
     unused = None
-    service = Service(load_settings(), ApiKeys(), (), unused, None, Host())  # type: ignore[arg-type]
+    service = make_service(load_settings(), {}, Host())
     asyncio.run(Telemetry(app, service=service)(scope, unused, send))  # type: ignore[arg-type]
     return seen, sent
 
