@@ -44,8 +44,10 @@ def add_verdict(writer: LogWriter, label: Label, *, seconds: float) -> Label:
     try:
         row = _row(writer, label, seconds)
         if label.image_sha256 is not None and label.image_sha256 != row[SHA256]:
-            of = "an image that was erased" if row[SHA256] is None else f"the image {row[SHA256]}"
-            raise ImageConflict(f"the row is of {of}, not of {label.image_sha256}; correct request_id or image_index")
+            shown = "an image that was erased" if row[SHA256] is None else f"the image {row[SHA256]}"
+            raise ImageConflict(
+                f"the row is of {shown}, not of {label.image_sha256}; correct request_id or image_index"
+            )
         checked = replace(label, image_sha256=row[SHA256], time=datetime.now(UTC), model=row["model"])
         if label.verdict == LABEL:
             text = read_model(writer.log, row["bundle_version"]).check_label(label.label or "")

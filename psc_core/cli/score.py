@@ -85,8 +85,8 @@ def score(args: argparse.Namespace) -> None:
             progress.update(count.images)
     if images == 0 and rank == 0:
         raise UsageError(f"{args.input} has no images")
-    of = f" of process {rank}" if world > 1 else ""
-    print(f"{args.out}: {images} images{of}, {there} of them were there already, {errors} with an error")
+    by_process = f" of process {rank}" if world > 1 else ""
+    print(f"{args.out}: {images} images{by_process}, {there} of them were there already, {errors} with an error")
 
 
 def open_parts(source: Path, column: str, size: int) -> Iterator[list[NamedImage]]:

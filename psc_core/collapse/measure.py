@@ -103,8 +103,8 @@ def _rounds(
     shard, step = compute.reducer.shard(train), feature_step(backbone)
     for ranges in group.rounds:
         statistics = [ClassScatter(len(train.classes), part.stop - part.start, compute.device) for part in ranges]
-        of = partial(columns_of, ranges=ranges)
-        add_statistics(statistics, shard, compute, f"{label}: class statistics", step, of)
+        take = partial(columns_of, ranges=ranges)
+        add_statistics(statistics, shard, compute, f"{label}: class statistics", step, take)
         for part, scatter in zip(ranges, statistics, strict=True):
             of_layer = sums[part.layer.name]
             of_layer.add(scatter)

@@ -43,9 +43,9 @@ class NearestMean(LayerQuality):
                 kept = torch.zeros(len(shard), len(self.selection.classes), dtype=torch.float64)
             hits = torch.zeros(len(ranges), self.selection.examples, dtype=torch.uint8, device=device)
             images = examples = 0
-            of = partial(columns_of, ranges=ranges)
+            take = partial(columns_of, ranges=ranges)
             step, description = feature_step(backbone), f"{label}: nearest mean"
-            for batch, _, found in distances_to_means(means, shard, self.compute, description, step, of):
+            for batch, _, found in distances_to_means(means, shard, self.compute, description, step, take):
                 where = slice(images, images := images + len(batch.images))
                 image_index, labels = batch.image_index.to(device), batch.labels.to(device)
                 at = shard_examples[examples : (examples := examples + len(labels))]

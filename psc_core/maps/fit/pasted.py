@@ -56,12 +56,12 @@ def _texture(channels: int, height: int, width: int, generator: torch.Generator)
     down, across = (torch.arange(side) // period for side in (height, width))
     which = _below(3, generator)
     if which == 0:
-        of = (down[:, None] + 0 * across) % 2
+        pattern = (down[:, None] + 0 * across) % 2
     elif which == 1:
-        of = (down[:, None] + across) % 2
+        pattern = (down[:, None] + across) % 2
     else:
-        of = torch.randint(0, 2, (height, width), generator=generator)
-    return colours[of].permute(2, 0, 1)
+        pattern = torch.randint(0, 2, (height, width), generator=generator)
+    return colours[pattern].permute(2, 0, 1)
 
 
 def _span(side: int, generator: torch.Generator) -> slice:

@@ -59,13 +59,13 @@ def measure_sizes(
     kept = torch.zeros(len(selection) if len(ranges) > 1 else 0, classes, dtype=torch.float64)
     for number, columns in enumerate(ranges):
         is_first = number == 0
-        of = partial(_columns, largest=largest, columns=columns, is_first=is_first)
+        take = partial(_columns, largest=largest, columns=columns, is_first=is_first)
         scaled = ClassScatter(classes, columns.stop - columns.start, device)
         statistics = [scaled, block] if is_first else [scaled]
-        add_statistics(statistics, train, compute, "class statistics", step, of)
+        add_statistics(statistics, train, compute, "class statistics", step, take)
         sums.add(scaled)
         seen = 0
-        for batch, found, (here,) in distances_to_means([scaled.means], selection, compute, "sizes", step, of):
+        for batch, found, (here,) in distances_to_means([scaled.means], selection, compute, "sizes", step, take):
             labels, image_index = batch.labels.to(device), batch.image_index.to(device)
             if len(ranges) > 1:
                 at = slice(seen, seen := seen + len(here))
