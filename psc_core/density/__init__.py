@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from psc_core.registry import Registry
+from psc_core.classes_by_name import ClassesByName
 
 if TYPE_CHECKING:
     from psc_core.density.base import Density
 
-DENSITIES: Final[Mapping[str, type[Density]]] = Registry(
+DENSITIES: Final[Mapping[str, type[Density]]] = ClassesByName(
     {
         "gda": "psc_core.density.gaussian:ClasswiseDensity",
         "tied": "psc_core.density.gaussian:TiedDensity",

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from psc_core.registry import Registry
+from psc_core.classes_by_name import ClassesByName
 
 if TYPE_CHECKING:
     from psc_core.tasks.classification.heads.base import ClassifierHead
 
-HEADS: Final[Mapping[str, type[ClassifierHead]]] = Registry(
+HEADS: Final[Mapping[str, type[ClassifierHead]]] = ClassesByName(
     {
         "laplace": "psc_core.tasks.classification.heads.laplace:LaplaceHead",
         "sngp": "psc_core.tasks.classification.heads.sngp:SngpHead",

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from psc_core.registry import Registry
+from psc_core.classes_by_name import ClassesByName
 
 if TYPE_CHECKING:
     from psc_core.tasks.regression.heads.base import RegressionHead
 
-HEADS: Final[Mapping[str, type[RegressionHead]]] = Registry(
+HEADS: Final[Mapping[str, type[RegressionHead]]] = ClassesByName(
     {
         "blr": "psc_core.tasks.regression.heads.blr:BayesianLinearHead",
         "dve": "psc_core.tasks.regression.heads.dve:DeepVecchiaHead",

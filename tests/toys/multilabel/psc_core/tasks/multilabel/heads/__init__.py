@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from psc_core.registry import Registry
+from psc_core.classes_by_name import ClassesByName
 
 if TYPE_CHECKING:
     from psc_core.tasks.multilabel.heads.base import LabelHead
 
-HEADS: Final[Mapping[str, type[LabelHead]]] = Registry(
+HEADS: Final[Mapping[str, type[LabelHead]]] = ClassesByName(
     {"logistic": "psc_core.tasks.multilabel.heads.logistic:LogisticHead"}
 )
 """Heads by kind; the first is the default."""

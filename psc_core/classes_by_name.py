@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import TypeVar
 
-Registered = TypeVar("Registered")
+AnyClass = TypeVar("AnyClass")
 
 
-class Registry(Mapping[str, type[Registered]]):
+class ClassesByName(Mapping[str, type[AnyClass]]):
     """A mapping from names to classes, in the order in which they are listed.
 
     Args:
@@ -19,9 +19,9 @@ class Registry(Mapping[str, type[Registered]]):
     def __init__(self, places: Mapping[str, str]) -> None:
         self._places = dict(places)
 
-    def __getitem__(self, name: str) -> type[Registered]:
+    def __getitem__(self, name: str) -> type[AnyClass]:
         module, _, class_name = self._places[name].partition(":")
-        found: type[Registered] = getattr(import_module(module), class_name)
+        found: type[AnyClass] = getattr(import_module(module), class_name)
         return found
 
     def __contains__(self, name: object) -> bool:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 import pytest
 
+from psc_core.classes_by_name import ClassesByName
 from psc_core.density import DENSITIES
 from psc_core.fitted import Fitted
-from psc_core.registry import Registry
 from psc_core.tasks import TASKS, module_of
 from psc_core.tasks.task import task_type
 
@@ -43,7 +43,7 @@ def test_names_are_listed_without_importing_any_class() -> None:
 
 
 def test_an_unknown_name_is_a_key_error() -> None:
-    classes: Registry[int] = Registry({"one": "builtins:int"})
+    classes: ClassesByName[int] = ClassesByName({"one": "builtins:int"})
     assert classes["one"] is int and "two" not in classes
     with pytest.raises(KeyError):
         classes["two"]
