@@ -104,8 +104,11 @@ def calibrate_on(model: FittedModel, loader: Any, **changes: Any) -> FittedModel
     settings, fit = settings_of(model, changes), task_fit(model.task.name)
     fit.check_same(model.task, model.classes, data)
     warn_of_repeated(data)
-    pipeline, found = calibrate_pipeline(model.pipeline, fit, data, settings)
-    return with_calibration(model, pipeline, found, data)
+    pipeline, calibrated = calibrate_pipeline(model.pipeline, fit, data, settings)
+    policy, warning = fit.kept_policy(calibrated.policy, model.policy, calibrated.metrics)
+    if warning:
+        warnings.warn(warning, stacklevel=3)
+    return with_calibration(model, pipeline, calibrated, data, policy=policy)
 
 
 def _warn_of_no_export(net: nn.Module, trial: Tensor, precision: str) -> None:

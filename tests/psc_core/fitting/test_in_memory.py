@@ -189,6 +189,7 @@ def test_a_network_that_no_bundle_can_hold_is_told_of_first(splits: tuple[Tensor
     PSC.fit(nn.Sequential(*layers), *splits, **settings)  # Without a warning.
 
 
+@pytest.mark.filterwarnings("ignore:the images show for no ambiguity threshold")
 def test_calibration_on_other_images(fitted: PSC, test: TensorDataset, tmp_path: Path) -> None:
     calibrated = fitted.calibrate(DataLoader(Subset(test, range(400)), batch_size=64, shuffle=True))
     inputs = test.tensors[0][400:]
@@ -212,6 +213,7 @@ def test_calibration_on_other_images(fitted: PSC, test: TensorDataset, tmp_path:
     assert from_bundle.calibrate(Subset(test, range(400)))(inputs).decision == after.decision
 
 
+@pytest.mark.filterwarnings("ignore:the images show for no ambiguity threshold")
 def test_calibration_keeps_the_rates_that_are_not_changed(fitted: PSC, test: TensorDataset, val: ImageDataset) -> None:
     few = Subset(test, range(30))
     with pytest.raises(UsageError, match="alpha"):
@@ -234,6 +236,14 @@ def test_calibration_keeps_the_rates_that_are_not_changed(fitted: PSC, test: Ten
         fitted.calibrate([(test.tensors[0][:30], test.tensors[1][:30] + 5)])
     with pytest.raises(DataError, match=r"the model's 10 classes in .*, got 10 \(unknown: nine; missing: 9\)"):
         fitted.calibrate(replace(val, classes=(*val.classes[:9], "nine")))
+
+
+def test_an_ambiguity_threshold_that_cannot_be_shown_stays(fitted: PSC, test: TensorDataset) -> None:
+    before = replace(fitted, policy=fitted.policy.model_copy(update={"ambiguity_threshold": 0.5}))
+    with pytest.warns(UserWarning, match=r"takes at least 2996 images .* stays at 0\.5 nats") as caught:
+        again = before.calibrate(Subset(test, range(50)), risk=0.001)
+    assert again.policy == before.policy
+    assert "--" not in str(caught[0].message), "a flag of a command line, which nobody called"
 
 
 def test_a_regression(angle_job: TinyJob, data_root: Path, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class ClassificationFit(TaskFit):
         if risk["threshold"] is not None:
             return found, ""
         guaranteed = risk[GUARANTEED_RISK]
-        nearest = "" if risk.get("nearest") is None else f", or --risk {risk['nearest']:g}"
+        nearest = "" if risk.get("nearest") is None else f", or a risk of {risk['nearest']:g}"
         text = (
             f"the images show for no ambiguity threshold that at most {guaranteed:.3g} of the accepted ones are "
             f"wrong, which takes at least {fewest(guaranteed)} images and few errors{nearest}; the threshold "
