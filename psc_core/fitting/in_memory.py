@@ -108,7 +108,9 @@ def calibrate_on(model: FittedModel, loader: Any, **changes: Any) -> FittedModel
     policy, warning = fit.kept_policy(calibrated.policy, model.policy, calibrated.metrics)
     if warning:
         warnings.warn(warning, stacklevel=3)
-    return with_calibration(model, pipeline, calibrated, data, policy=policy)
+    count = len(data)
+    entry = {"labels": count, "calibrated_on": count, "worth": count, "sha256": data.digest()}
+    return with_calibration(model, pipeline, calibrated, data, policy=policy, entry=entry)
 
 
 def _warn_of_no_export(net: nn.Module, trial: Tensor, precision: str) -> None:

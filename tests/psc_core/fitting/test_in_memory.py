@@ -19,9 +19,12 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from psc_core import PRESETS, PSC, PSCRegressor, fit_projection, fit_psc, load_model, measure_collapse, open_dataset
+from psc_core.bundle.manifest import HISTORY
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import DataError, LoaderWarning, NetworkError, UsageError
 from psc_core.model.base import TRIAL_IMAGES
+from psc_core.report.content import Content
+from psc_core.report.facts import facts_about
 from tests import tiny
 from tests.conftest import TinyJob
 
@@ -205,12 +208,20 @@ def test_calibration_on_other_images(fitted: PSC, test: TensorDataset, tmp_path:
     assert calibrated.policy.alpha == fitted.policy.alpha and calibrated.report["metrics"]["validation_images"] == 400
     assert calibrated.report["metrics"]["projection"] == fitted.report["metrics"]["projection"]
     assert calibrated.trial is not None and len(calibrated.trial) == TRIAL_IMAGES
-    versions = [model.save(tmp_path / name).version for name, model in (("one", fitted), ("two", calibrated))]
-    assert versions[0] != versions[1]
+    manifests = [model.save(tmp_path / name) for name, model in (("one", fitted), ("two", calibrated))]
+    assert manifests[0].version != manifests[1].version and HISTORY not in manifests[0].provenance
+    (entry,) = manifests[1].provenance[HISTORY]
+    assert (entry["from"], entry["labels"], entry["calibrated_on"], entry["worth"]) == ("", 400, 400, 400)
+    facts = facts_about(tmp_path / "two", manifests[1], calibrated.calibration, Content(manifests[1].version))
+    assert facts.calibrated_on == "400 labelled images that Python code gave to calibrate"
     again = load_model(tmp_path / "two", device="cpu", allow_factories=["tests.tiny:network"])
     assert again(inputs).decision == after.decision
     from_bundle = PSC.load(tmp_path / "one", device="cpu", allow_factories=["tests.tiny:network"])
-    assert from_bundle.calibrate(Subset(test, range(400)))(inputs).decision == after.decision
+    twice = from_bundle.calibrate(Subset(test, range(400)))
+    assert twice(inputs).decision == after.decision
+    history = twice.calibrate(Subset(test, range(50))).report["provenance"][HISTORY]
+    assert [each["from"] for each in history] == [manifests[0].version, ""]
+    assert history[0]["sha256"] != history[1]["sha256"]
 
 
 @pytest.mark.filterwarnings("ignore:the images show for no ambiguity threshold")
