@@ -166,7 +166,7 @@ def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:
     """Return the settings that a fitted model was calibrated with, after ``changes``.
 
     Raises:
-        UsageError: If calibration does not read one of the changed settings.
+        UsageError: If calibration does not read one of the changed settings, or it has another type.
     """
     known = (*COMMON, *task_fit(model.task.name).thresholds)
     if unread := changes.keys() - {*known}:
@@ -176,7 +176,7 @@ def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:
     names = {each.name for each in fields(FitSettings)}
     rates = {name: value for name, value in model.policy.model_dump().items() if name in names}
     risk = model.report.get("metrics", {}).get("risk", {}).get(GUARANTEED_RISK, FitSettings.risk)
-    return replace(FitSettings(risk=risk, device=model.device, **rates), **changes)
+    return FitSettings(risk=risk, device=model.device, **rates).changed(changes)
 
 
 @torch.inference_mode()

@@ -7,7 +7,7 @@ both are imported when they are first called, so a model that only predicts load
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -45,7 +45,7 @@ def fit(
     classes: Sequence[str] | None = None,
     target: Target | None = None,
     name: str,
-    **settings: Any,
+    settings: Mapping[str, Any],
 ) -> FittedModel:
     """Fit all stages to a copy of ``net``; mode, device and gradients of ``net`` itself stay as they are.
 
@@ -65,8 +65,8 @@ def fit(
         NetworkError: If the network cannot be copied, run or cut.
         FitError: If features cannot be fitted.
     """
+    chosen = FitSettings(device=device_of(net)).changed(settings)
     net = deep_copy(net)
-    chosen = FitSettings(**{"device": device_of(net), **settings})
     compute = chosen.compute()
     train = opened(loaders[0], "the training data", preprocessing, classes, target)
     of_task = task_fit(task)

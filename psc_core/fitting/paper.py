@@ -14,7 +14,6 @@ and the function decide them.  Each call checks and splits the images anew, in t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, cast
 
 from torch import nn
@@ -59,7 +58,7 @@ def measure_collapse(
         FitError: If features are not finite.
         NetworkError: If the network cannot be run or cut.
     """
-    settings = replace(settings or FitSettings(), **changes)
+    settings = (settings or FitSettings()).changed(changes)
     return stages.collapse(net, FitJob.of(_data(train, val, settings), settings))
 
 
@@ -233,7 +232,7 @@ def settings_for(candidate: Candidate, settings: FitSettings | None, changes: di
     chosen: dict[str, Any] = {} if report is None else {"epsilon": report.epsilon}
     if report is not None and report.seed is not None:
         chosen["seed"] = report.seed
-    wanted = replace(settings or FitSettings(**chosen), **changes)
+    wanted = (settings or FitSettings(**chosen)).changed(changes)
     for name, value in chosen.items():
         if getattr(wanted, name) != value:
             raise UsageError(

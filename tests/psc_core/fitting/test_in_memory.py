@@ -238,6 +238,10 @@ def test_calibration_keeps_the_rates_that_are_not_changed(fitted: PSC, test: Ten
     for name, value in (("device", "meta"), ("precision", "bf16"), ("max_memory", 1 << 30)):  # The model has them.
         with pytest.raises(UsageError, match=f"a classification does not read {name}; it takes"):
             fitted.calibrate(few, **{name: value})
+    with pytest.raises(UsageError, match=r"expected alpha of type float, got '0\.1' of type str"):
+        fitted.calibrate(few, alpha="0.1")
+    with pytest.raises(UsageError, match="expected batch_images of at least 1, got -5"):
+        fitted.calibrate(few, batch_images=-5)
     changed = fitted.calibrate(few, alpha=0.2, coverage=0.8, batch_images=7)
     assert (changed.policy.alpha, changed.policy.coverage) == (0.2, 0.8)
     assert fitted.calibrate(val).policy.alpha == fitted.policy.alpha
@@ -263,6 +267,12 @@ def test_a_regression(angle_job: TinyJob, data_root: Path, tmp_path: Path) -> No
         for split in ("train", "val", "test")
     }
     loaders = {split: pairs(data, data.values) for split, data in opened.items()}
+    for wrong, message in (
+        ({"max_width": -1.0}, r"expected max_width above 0, or None for no limit, got -1"),
+        ({"risk": 0.1}, "a regression does not read risk"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            PSCRegressor.fit(angle_job.net, loaders["train"], loaders["val"], **wrong)
     model = PSCRegressor.fit(
         angle_job.net, loaders["train"], DataLoader(loaders["val"], batch_size=7), target="angle", unit="degrees",
         layer="4", c_proj=4, d_proj=2, coverage=0.9, **STATISTICS,
@@ -274,6 +284,8 @@ def test_a_regression(angle_job: TinyJob, data_root: Path, tmp_path: Path) -> No
     assert torch.equal(calibrated(inputs).mean, model(inputs).mean)
     with pytest.raises(UsageError, match=r"a regression does not read risk; it takes .*max_width$"):
         model.calibrate(loaders["test"], risk=0.1)
+    with pytest.raises(UsageError, match=r"expected max_width above 0, or None for no limit, got -1"):
+        model.calibrate(loaders["test"], max_width=-1.0)
     assert len(calibrated.calibration) == len(loaders["test"]) and calibrated.policy.coverage == 0.9
     with pytest.raises(DataError, match=r"expected numbers of angle, degrees in .*, got angle, radians"):
         target = model.target.model_copy(update={"unit": "radians"})
@@ -362,8 +374,24 @@ def test_warnings_are_of_what_costs_guarantees(net: nn.Module, splits: tuple[Ten
     assert len(caught) == 3
 
 
-def test_unknown_settings_are_refused(net: nn.Module, splits: tuple[TensorDataset, TensorDataset]) -> None:
-    with pytest.raises(TypeError, match="alfa"):
-        PSC.fit(net, *splits, alfa=0.1)
-    with pytest.raises(UsageError, match="expected head of a classifier"):
-        PSC.fit(net, *splits, head="none")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"alfa": 0.1}, "expected a setting of a fit, got 'alfa'; did you mean alpha"),
+        ({"heads": "duq"}, "got 'heads'; did you mean head"),
+        ({"target": "age"}, "got 'target'; they are layer, "),
+        ({"task": "regression"}, "expected no task: PSC and fit_psc fit classifiers"),
+        ({"alpha": "0.1"}, "expected alpha of type float, got '0.1' of type str"),
+        ({"coverage": None}, "expected coverage of type float, got None"),
+        ({"head": 3}, r"expected head of type str \| None, got 3"),
+        ({"seed": True}, "expected seed of type int, got True of type bool"),
+        ({"batch_images": 0}, "expected batch_images of at least 1, got 0"),
+        ({"head": "none"}, "expected head of a classifier"),
+        ({"max_width": 3.0}, "a classifier does not read max_width"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(
+    net: nn.Module, splits: tuple[TensorDataset, TensorDataset], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        PSC.fit(net, *splits, **settings)

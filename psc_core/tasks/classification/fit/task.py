@@ -48,6 +48,7 @@ class ClassificationFit(TaskFit):
         return data.target is None
 
     def check(self, settings: FitSettings) -> None:
+        super().check(settings)
         check_fraction(settings.risk, "risk")
 
     def fit_head(self, job: HeadJob) -> ClassifierHead:
