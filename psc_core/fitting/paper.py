@@ -94,6 +94,7 @@ def fit_projection(
     Raises:
         UsageError: If the method or density is unknown, or the settings have another seed or epsilon than the
             candidate's.
+        DataError: If classes differ or have too few images.
         FitError: If features are constant, or sizes are larger than the layer allows.
         NetworkError: If the network cannot be cut.
     """
