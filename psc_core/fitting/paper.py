@@ -135,8 +135,8 @@ def fit_psc(
         torch.Size([3, 10])
 
     Args:
-        net: Trained network, from :func:`psc_core.load_network`; the result of another ``nn.Module`` predicts, but
-            cannot be saved, because a bundle names the function that builds its network.
+        net: Trained network, from :func:`psc_core.load_network` or of your own; a bundle names the function that builds
+            the former, and holds the latter as an ONNX graph, if it can be exported.
         candidate: The layer(s) it is cut behind.
         projection: From :func:`fit_projection`.
         train: Training images.
