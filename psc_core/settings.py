@@ -5,8 +5,9 @@ What needs torch is imported when a fit begins, so that the command line shows t
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final
 
 from psc_core.compute import BATCH_IMAGES, MAX_MEMORY
@@ -71,6 +72,15 @@ class FitSettings:
     seed: int = 0
     device: str | torch.device = "auto"  # auto, cpu, cuda or cuda:N; belongs to the machine, so no bundle records it
 
+    def changed(self, changes: Mapping[str, Any]) -> FitSettings:
+        """Return the settings with others by name, as Python functions take them.
+
+        Raises:
+            UsageError: If a name or the type of a value is none of the settings', or ``task`` is among them, which the
+                class or function decides.
+        """
+        return replace(self, **{name: _checked(name, value) for name, value in changes.items()})
+
     def of_task(self, task: str, heads: Collection[str]) -> FitSettings:
         """Return the settings for one task, with the task's first head if none is named."""
         return replace(self, task=task, head=self.head_of(heads))
@@ -86,7 +96,7 @@ class FitSettings:
             reducer: The group of processes that fit together; None: this process alone.
 
         Raises:
-            UsageError: If the precision is unknown or the device does not exist.
+            UsageError: If the precision is unknown, the device does not exist, or a batch has no images.
         """
         from psc_core.compute.device import resolve_device
         from psc_core.compute.distributed import Reducer
@@ -94,6 +104,8 @@ class FitSettings:
 
         if self.precision not in PRECISIONS:
             raise UsageError(f"expected a precision of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        if self.batch_images < 1:
+            raise UsageError(f"expected batch_images of at least 1, got {self.batch_images}")
         device, processes = resolve_device(self.device), reducer or Reducer()
         return Compute(device, self.precision, self.batch_images, processes, self.max_memory)
 
@@ -105,3 +117,26 @@ class FitSettings:
         """Return the settings that the stages in a checkpoint read, as JSON types."""
         last = {each.name for each in fields(self) if "last" in each.metadata}
         return {name: value for name, value in self.recorded().items() if name not in last}
+
+
+_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
+    "str": (str,), "int": (int,), "float": (float, int), "bool": (bool,), "None": (type(None),)
+}  # fmt: skip
+"""The types that a value may have, by the word in a field's annotation."""
+
+
+def _checked(name: str, value: Any) -> Any:
+    """Return the value for a setting; raises :class:`UsageError` if no function takes this name or such a value."""
+    if name == "task":
+        raise UsageError("expected no task: PSC and fit_psc fit classifiers, PSCRegressor and fit_regressor others")
+    annotations = {each.name: str(each.type) for each in fields(FitSettings) if each.name != "task"}
+    if name not in annotations:
+        nearest = get_close_matches(name, annotations, n=1)
+        known = f"did you mean {nearest[0]}?" if nearest else f"they are {', '.join(annotations)}"
+        raise UsageError(f"expected a setting of a fit, got {name!r}; {known}")
+    if name == "device":
+        return value  # Its type is torch's, which is not imported here; compute() refuses what is no device.
+    types: tuple[type, ...] = sum((_TYPES[word] for word in annotations[name].split(" | ")), ())
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        raise UsageError(f"expected {name} of type {annotations[name]}, got {value!r} of type {type(value).__name__}")
+    return float(value) if float in types and isinstance(value, int) else value

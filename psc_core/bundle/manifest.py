@@ -36,7 +36,7 @@ GRAPH: Final = "backbone.onnx"
 """The file for a network that no name can build, instead of its tensors."""
 
 HISTORY: Final = "recalibrations"
-"""The entry in a bundle's provenance that lists its recalibrations, the oldest first."""
+"""The entry in a bundle's provenance that lists its recalibrations, from Python or a log, the oldest first."""
 
 MAX_NAME: Final = 200
 """Maximum length of a model name, in characters."""

@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from psc_core.bundle.manifest import HISTORY
 from psc_core.calibration.conformal import check_rates
 from psc_core.calibration.weighted import effective_count, equal_scores
 from psc_core.compute.passes import Compute, track_images
@@ -37,6 +38,7 @@ from psc_core.tasks.fit.task import Calibrated, TaskFit, task_fit
 from psc_core.tasks.head import Scored
 from psc_core.tasks.policy import GUARANTEED_RISK, BasePolicy
 from psc_core.thumbnails.thumbnails import Thumbnails
+from psc_core.version import __version__
 
 COMMON: Final = ("alpha", "coverage", "batch_images")
 """Settings that calibration reads, whatever the task."""
@@ -111,8 +113,8 @@ def with_calibration(
     found: Calibrated,
     data: ImageDataset,
     *,
-    policy: BasePolicy | None = None,
-    provenance: Mapping[str, Any] | None = None,
+    policy: BasePolicy,
+    entry: Mapping[str, Any],
 ) -> FittedModel:
     """Return ``model`` with a pipeline that was calibrated again, and no version: no bundle holds it yet.
 
@@ -121,17 +123,22 @@ def with_calibration(
         pipeline: The pipeline from :func:`calibrate_pipeline`.
         found: The calibration from the same call.
         data: The images that calibrated it.
-        policy: The policy to keep in place of the one in ``found``.
-        provenance: The provenance to record in place of the model's.
+        policy: The policy of both, from :meth:`.TaskFit.kept_policy`.
+        entry: What the provenance records of the images; the version before and that of psc_core are added.
     """
     metrics = {**model.report.get("metrics", {}), **found.metrics}
-    origin = {} if provenance is None else {"provenance": provenance}
+    provenance = model.report.get("provenance", {})
+    entry = {"from": model.version, "psc_version": __version__, **entry}
     return replace(
         model,
         pipeline=pipeline,
         calibration=found.calibration,
-        policy=policy or found.policy,
-        report={**model.report, "metrics": rounded(metrics), **origin},
+        policy=policy,
+        report={
+            **model.report,
+            "metrics": rounded(metrics),
+            "provenance": {**provenance, HISTORY: [*provenance.get(HISTORY, []), entry]},
+        },
         version="",
         trial=trial_of(data),
     )
@@ -159,7 +166,7 @@ def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:
     """Return the settings that a fitted model was calibrated with, after ``changes``.
 
     Raises:
-        UsageError: If calibration does not read one of the changed settings.
+        UsageError: If calibration does not read one of the changed settings, or it has another type.
     """
     known = (*COMMON, *task_fit(model.task.name).thresholds)
     if unread := changes.keys() - {*known}:
@@ -169,7 +176,7 @@ def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:
     names = {each.name for each in fields(FitSettings)}
     rates = {name: value for name, value in model.policy.model_dump().items() if name in names}
     risk = model.report.get("metrics", {}).get("risk", {}).get(GUARANTEED_RISK, FitSettings.risk)
-    return replace(FitSettings(risk=risk, device=model.device, **rates), **changes)
+    return FitSettings(risk=risk, device=model.device, **rates).changed(changes)
 
 
 @torch.inference_mode()

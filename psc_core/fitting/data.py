@@ -81,10 +81,14 @@ class FitData:
 
     @classmethod
     def without_validation(cls, train: ImageDataset, *, seed: int, max_images: int | None) -> FitData:
-        """Return training images that stand in for validation images, for a stage that only chooses by them."""
+        """Return training images that stand in for validation images, for a stage that only chooses by them.
+
+        Raises:
+            DataError: If there are too few images.
+        """
         fit = task_fit_for(train)
         train = balanced(fit.labelled(train, train)[0], max_images, seed)
-        return cls(train, train, fit, seed, is_split=False)
+        return cls(train, train, fit, seed, is_split=False).checked()
 
     def checked(self) -> FitData:
         """Return the same images, after checking that a fit can use them.

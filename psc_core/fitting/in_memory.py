@@ -7,7 +7,7 @@ both are imported when they are first called, so a model that only predicts load
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -45,7 +45,7 @@ def fit(
     classes: Sequence[str] | None = None,
     target: Target | None = None,
     name: str,
-    **settings: Any,
+    settings: Mapping[str, Any],
 ) -> FittedModel:
     """Fit all stages to a copy of ``net``; mode, device and gradients of ``net`` itself stay as they are.
 
@@ -65,8 +65,8 @@ def fit(
         NetworkError: If the network cannot be copied, run or cut.
         FitError: If features cannot be fitted.
     """
+    chosen = FitSettings(device=device_of(net)).changed(settings)
     net = deep_copy(net)
-    chosen = FitSettings(**{"device": device_of(net), **settings})
     compute = chosen.compute()
     train = opened(loaders[0], "the training data", preprocessing, classes, target)
     of_task = task_fit(task)
@@ -104,8 +104,13 @@ def calibrate_on(model: FittedModel, loader: Any, **changes: Any) -> FittedModel
     settings, fit = settings_of(model, changes), task_fit(model.task.name)
     fit.check_same(model.task, model.classes, data)
     warn_of_repeated(data)
-    pipeline, found = calibrate_pipeline(model.pipeline, fit, data, settings)
-    return with_calibration(model, pipeline, found, data)
+    pipeline, calibrated = calibrate_pipeline(model.pipeline, fit, data, settings)
+    policy, warning = fit.kept_policy(calibrated.policy, model.policy, calibrated.metrics)
+    if warning:
+        warnings.warn(warning, stacklevel=3)
+    count = len(data)
+    entry = {"labels": count, "calibrated_on": count, "worth": count, "sha256": data.digest()}
+    return with_calibration(model, pipeline, calibrated, data, policy=policy, entry=entry)
 
 
 def _warn_of_no_export(net: nn.Module, trial: Tensor, precision: str) -> None:

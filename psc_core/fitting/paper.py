@@ -14,7 +14,6 @@ and the function decide them.  Each call checks and splits the images anew, in t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, cast
 
 from torch import nn
@@ -59,7 +58,7 @@ def measure_collapse(
         FitError: If features are not finite.
         NetworkError: If the network cannot be run or cut.
     """
-    settings = replace(settings or FitSettings(), **changes)
+    settings = (settings or FitSettings()).changed(changes)
     return stages.collapse(net, FitJob.of(_data(train, val, settings), settings))
 
 
@@ -95,6 +94,7 @@ def fit_projection(
     Raises:
         UsageError: If the method or density is unknown, or the settings have another seed or epsilon than the
             candidate's.
+        DataError: If classes differ or have too few images.
         FitError: If features are constant, or sizes are larger than the layer allows.
         NetworkError: If the network cannot be cut.
     """
@@ -135,8 +135,8 @@ def fit_psc(
         torch.Size([3, 10])
 
     Args:
-        net: Trained network, from :func:`psc_core.load_network`; the result of another ``nn.Module`` predicts, but
-            cannot be saved, because a bundle names the function that builds its network.
+        net: Trained network, from :func:`psc_core.load_network` or of your own; a bundle names the function that builds
+            the former, and holds the latter as an ONNX graph, if it can be exported.
         candidate: The layer(s) it is cut behind.
         projection: From :func:`fit_projection`.
         train: Training images.
@@ -233,7 +233,7 @@ def settings_for(candidate: Candidate, settings: FitSettings | None, changes: di
     chosen: dict[str, Any] = {} if report is None else {"epsilon": report.epsilon}
     if report is not None and report.seed is not None:
         chosen["seed"] = report.seed
-    wanted = replace(settings or FitSettings(**chosen), **changes)
+    wanted = (settings or FitSettings(**chosen)).changed(changes)
     for name, value in chosen.items():
         if getattr(wanted, name) != value:
             raise UsageError(

@@ -19,7 +19,6 @@ from typing import Any, Final
 
 import torch
 
-from psc_core.bundle.manifest import HISTORY
 from psc_core.calibration.weighted import effective_count, thinned
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
@@ -29,7 +28,6 @@ from psc_core.fitting.extend import Extension, extend
 from psc_core.model.base import FittedModel
 from psc_core.scoring.served import outputs_of
 from psc_core.tasks.fit.task import task_fit
-from psc_core.version import __version__
 
 CHOOSES: Final = 0.25
 """Fraction of the audit images that chooses the temperature of base predictions and how a density is extended."""
@@ -80,8 +78,8 @@ def recalibrate_from_audit(
             lines.append(f"temperature {now:.3g}, before {before:.3g}, by {len(real)} images, which do not calibrate")
     pipeline, calibrated = calibrate_pipeline(pipeline, fit, calibrates.of_class, settings, calibrates.weights)
     policy, warning = fit.kept_policy(calibrated.policy, model.policy, calibrated.metrics)
-    provenance = _with_history(model, audit, calibrates, extension)
-    found = with_calibration(model, pipeline, calibrated, calibrates.of_class, policy=policy, provenance=provenance)
+    entry = _entry(audit, calibrates, extension)
+    found = with_calibration(model, pipeline, calibrated, calibrates.of_class, policy=policy, entry=entry)
     lines += [
         f"alarms at alpha {policy.alpha:g} on audit images of a class: {_alarms(model, audit.of_class):.1%} "
         f"before, at most {policy.alpha:.1%} of such images now"
@@ -108,11 +106,9 @@ def _check_enough(real: ImageDataset, audit: Audit) -> None:
         )
 
 
-def _with_history(before: FittedModel, audit: Audit, calibrates: Audit, extension: Extension | None) -> dict[str, Any]:
-    provenance = before.report.get("provenance", {})
-    entry = {
-        "from": before.version,
-        "psc_version": __version__,
+def _entry(audit: Audit, calibrates: Audit, extension: Extension | None) -> dict[str, Any]:
+    """Return what the provenance records of the images."""
+    return {
         "days": list(audit.days),
         "labels": len(audit.of_class),
         "calibrated_on": len(calibrates.of_class),
@@ -121,8 +117,6 @@ def _with_history(before: FittedModel, audit: Audit, calibrates: Audit, extensio
         "sha256": audit.of_class.digest(),
         **({} if extension is None else {"extension": extension.to_json()}),
     }
-    history = [*provenance.get(HISTORY, []), entry]
-    return {**provenance, HISTORY: history}
 
 
 def _alarms(model: FittedModel, images: ImageDataset) -> float:

@@ -99,7 +99,9 @@ class PSCRegressor(FittedModel):
         from psc_core.fitting.in_memory import fit  # imported here, so that services load no fitting code
 
         of, predicted = LoaderPreprocessing(preprocess, mean, std), Target(name=target, unit=unit)
-        model = fit(cls.task_type.name, net, (train, val), preprocessing=of, target=predicted, name=name, **settings)
+        model = fit(
+            cls.task_type.name, net, (train, val), preprocessing=of, target=predicted, name=name, settings=settings
+        )
         return cast(PSCRegressor, model)
 
     if TYPE_CHECKING:

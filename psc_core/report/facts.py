@@ -42,8 +42,11 @@ class Facts:
         history = self.manifest.provenance.get(HISTORY)
         if not history:
             return "validation images of the fit"
-        first, last = history[-1]["days"]
-        return f"{history[-1]['calibrated_on']} labelled images of a service's audit slice, {first} to {last}"
+        count, days = history[-1]["calibrated_on"], history[-1].get("days")
+        if not days:
+            return f"{count} labelled images that Python code gave to calibrate"
+        first, last = days
+        return f"{count} labelled images of a service's audit slice, {first} to {last}"
 
     @property
     def extension(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from psc_core import FitSettings
@@ -30,10 +32,18 @@ def test_the_last_stage_alone_reads_what_a_checkpoint_does_not_know() -> None:
     assert set(settings.recorded()) - set(settings.of_stages()) == last
 
 
-@pytest.mark.parametrize("settings", [FitSettings(device="cpu", precision="fp8"), FitSettings(device="tpu")])
-def test_unknown_values_are_refused(settings: FitSettings) -> None:
-    with pytest.raises(UsageError, match=r"expected a (precision|device)"):
-        settings.compute()
+@pytest.mark.parametrize("settings", [{"precision": "fp8"}, {"device": "tpu"}, {"batch_images": 0}])
+def test_unknown_values_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=rf"expected (a )?{next(iter(settings))}"):
+        FitSettings(**{"device": "cpu", **settings}).compute()
+
+
+def test_settings_are_changed_by_name() -> None:
+    changed = FitSettings(seed=7).changed({"layers": "^4$", "no_second_scaling": True, "max_width": 3, "device": "cpu"})
+    assert changed == FitSettings(seed=7, layers="^4$", no_second_scaling=True, max_width=3.0, device="cpu")
+    assert isinstance(changed.max_width, float)
+    defaults = {name: value for name, value in FitSettings().recorded().items() if name != "task"}
+    assert FitSettings(seed=7).changed(defaults) == FitSettings(), "each annotation is read"
 
 
 def test_a_task_has_a_default_head() -> None:
@@ -49,5 +59,5 @@ def test_later_stages_take_the_seed_and_the_epsilon_of_the_candidate() -> None:
         settings_for(candidate, FitSettings(epsilon=0.1), {})
     with pytest.raises(UsageError, match=r"expected epsilon=0\.1, .* got 0\.2"):
         settings_for(candidate, None, {"epsilon": 0.2})
-    with pytest.raises(TypeError, match="hat"):
+    with pytest.raises(UsageError, match="expected a setting of a fit, got 'hat'"):
         settings_for(candidate, None, {"hat": 1})

@@ -111,7 +111,15 @@ class TaskFit:
         return f"{len(train.classes)} classes"
 
     def check(self, settings: FitSettings) -> None:
-        """Reject settings of this task alone; raises :class:`UsageError`."""
+        """Raise :class:`UsageError` for a threshold of another task, or one of this task that cannot be used."""
+        for name in TASKS:
+            other = task_fit(name)
+            for threshold in {*other.thresholds} - {*self.thresholds}:
+                if getattr(settings, threshold) != getattr(FitSettings, threshold):
+                    raise UsageError(
+                        f"a {self.task_type.noun} does not read {threshold}, which is for a {other.task_type.noun}; "
+                        "leave it out"
+                    )
 
     def relabelled(self, task: Task, data: ImageDataset, labels: Sequence[str]) -> ImageDataset:
         """Return images that are labelled as people said, by labels of :meth:`.Task.parse_label`.

@@ -35,6 +35,7 @@ class Thresholds(BaseThresholds):
         is_ood = outputs["ood_p_value"] <= self.ood_p_value
         decision = np.full(len(outputs), ACCEPT, np.int8)
         if self.policy.max_width is not None:
-            decision[upper - lower > self.policy.max_width] = ABSTAIN_UNCERTAIN
+            with np.errstate(over="ignore"):  # A limit may be beyond every float32.
+                decision[upper - lower > self.policy.max_width] = ABSTAIN_UNCERTAIN
         decision[is_ood] = ABSTAIN_OOD
         return Decisions(is_ood=is_ood, decision=decision, lower=lower, upper=upper)

@@ -61,7 +61,7 @@ def test_extends_the_density(
     out = tmp_path / "new"
     code, text, err = run(capsys, cli.main, [*words, "--log", str(tmp_path / "log"), "--out", str(out)])
     assert code == 0, err
-    assert "each of the 60 images outside the slice stands for" in text and "◀ chosen" in text
+    assert "each of the 60 images outside the slice counts this many times" in text and "◀ chosen" in text
     before, after = (read_bundle(folder) for folder in (tiny_bundle, out))
     for part in ("backbone", "projection", "head"):
         assert before.manifest.files[f"{part}.safetensors"] == after.manifest.files[f"{part}.safetensors"]

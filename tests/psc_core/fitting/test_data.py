@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from psc_core import FitSettings, fit_psc, measure_collapse
+from psc_core import FitSettings, fit_projection, fit_psc, measure_collapse
 from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.data.sources import ArraySource
@@ -82,6 +82,8 @@ def test_rejects_classes_of_fewer_than_two_images(
     labels[:count] = 3
     with pytest.raises(DataError, match=f"two training images of each class, got {count} of '3'"):
         measure_collapse(net, replace(train, labels=labels), val, settings=SETTINGS)
+    with pytest.raises(DataError, match=f"two training images of each class, got {count} of '3'"):
+        fit_projection(net, Candidate(("4",), ""), replace(train, labels=labels), settings=SETTINGS)
 
 
 def test_base_predictions_need_one_output_per_class(

@@ -19,9 +19,12 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from psc_core import PRESETS, PSC, PSCRegressor, fit_projection, fit_psc, load_model, measure_collapse, open_dataset
+from psc_core.bundle.manifest import HISTORY
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import DataError, LoaderWarning, NetworkError, UsageError
 from psc_core.model.base import TRIAL_IMAGES
+from psc_core.report.content import Content
+from psc_core.report.facts import facts_about
 from tests import tiny
 from tests.conftest import TinyJob
 
@@ -189,6 +192,7 @@ def test_a_network_that_no_bundle_can_hold_is_told_of_first(splits: tuple[Tensor
     PSC.fit(nn.Sequential(*layers), *splits, **settings)  # Without a warning.
 
 
+@pytest.mark.filterwarnings("ignore:the images show for no ambiguity threshold")
 def test_calibration_on_other_images(fitted: PSC, test: TensorDataset, tmp_path: Path) -> None:
     calibrated = fitted.calibrate(DataLoader(Subset(test, range(400)), batch_size=64, shuffle=True))
     inputs = test.tensors[0][400:]
@@ -204,14 +208,23 @@ def test_calibration_on_other_images(fitted: PSC, test: TensorDataset, tmp_path:
     assert calibrated.policy.alpha == fitted.policy.alpha and calibrated.report["metrics"]["validation_images"] == 400
     assert calibrated.report["metrics"]["projection"] == fitted.report["metrics"]["projection"]
     assert calibrated.trial is not None and len(calibrated.trial) == TRIAL_IMAGES
-    versions = [model.save(tmp_path / name).version for name, model in (("one", fitted), ("two", calibrated))]
-    assert versions[0] != versions[1]
+    manifests = [model.save(tmp_path / name) for name, model in (("one", fitted), ("two", calibrated))]
+    assert manifests[0].version != manifests[1].version and HISTORY not in manifests[0].provenance
+    (entry,) = manifests[1].provenance[HISTORY]
+    assert (entry["from"], entry["labels"], entry["calibrated_on"], entry["worth"]) == ("", 400, 400, 400)
+    facts = facts_about(tmp_path / "two", manifests[1], calibrated.calibration, Content(manifests[1].version))
+    assert facts.calibrated_on == "400 labelled images that Python code gave to calibrate"
     again = load_model(tmp_path / "two", device="cpu", allow_factories=["tests.tiny:network"])
     assert again(inputs).decision == after.decision
     from_bundle = PSC.load(tmp_path / "one", device="cpu", allow_factories=["tests.tiny:network"])
-    assert from_bundle.calibrate(Subset(test, range(400)))(inputs).decision == after.decision
+    twice = from_bundle.calibrate(Subset(test, range(400)))
+    assert twice(inputs).decision == after.decision
+    history = twice.calibrate(Subset(test, range(50))).report["provenance"][HISTORY]
+    assert [each["from"] for each in history] == [manifests[0].version, ""]
+    assert history[0]["sha256"] != history[1]["sha256"]
 
 
+@pytest.mark.filterwarnings("ignore:the images show for no ambiguity threshold")
 def test_calibration_keeps_the_rates_that_are_not_changed(fitted: PSC, test: TensorDataset, val: ImageDataset) -> None:
     few = Subset(test, range(30))
     with pytest.raises(UsageError, match="alpha"):
@@ -225,6 +238,10 @@ def test_calibration_keeps_the_rates_that_are_not_changed(fitted: PSC, test: Ten
     for name, value in (("device", "meta"), ("precision", "bf16"), ("max_memory", 1 << 30)):  # The model has them.
         with pytest.raises(UsageError, match=f"a classifier does not read {name}; it takes"):
             fitted.calibrate(few, **{name: value})
+    with pytest.raises(UsageError, match=r"expected alpha of type float, got '0\.1' of type str"):
+        fitted.calibrate(few, alpha="0.1")
+    with pytest.raises(UsageError, match="expected batch_images of at least 1, got -5"):
+        fitted.calibrate(few, batch_images=-5)
     changed = fitted.calibrate(few, alpha=0.2, coverage=0.8, batch_images=7)
     assert (changed.policy.alpha, changed.policy.coverage) == (0.2, 0.8)
     assert fitted.calibrate(val).policy.alpha == fitted.policy.alpha
@@ -236,12 +253,26 @@ def test_calibration_keeps_the_rates_that_are_not_changed(fitted: PSC, test: Ten
         fitted.calibrate(replace(val, classes=(*val.classes[:9], "nine")))
 
 
+def test_an_ambiguity_threshold_that_cannot_be_shown_stays(fitted: PSC, test: TensorDataset) -> None:
+    before = replace(fitted, policy=fitted.policy.model_copy(update={"ambiguity_threshold": 0.5}))
+    with pytest.warns(UserWarning, match=r"takes at least 2996 images .* stays at 0\.5 nats") as caught:
+        again = before.calibrate(Subset(test, range(50)), risk=0.001)
+    assert again.policy == before.policy
+    assert "--" not in str(caught[0].message), "a flag of a command line, which nobody called"
+
+
 def test_a_regression(angle_job: TinyJob, data_root: Path, tmp_path: Path) -> None:
     opened = {
         split: open_dataset(f"rotated-mnist:{data_root}", split=split, preprocess=MNIST)
         for split in ("train", "val", "test")
     }
     loaders = {split: pairs(data, data.values) for split, data in opened.items()}
+    for wrong, message in (
+        ({"max_width": -1.0}, r"expected max_width above 0, or None for no limit, got -1"),
+        ({"risk": 0.1}, "a regression does not read risk"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            PSCRegressor.fit(angle_job.net, loaders["train"], loaders["val"], **wrong)
     model = PSCRegressor.fit(
         angle_job.net, loaders["train"], DataLoader(loaders["val"], batch_size=7), target="angle", unit="degrees",
         layer="4", c_proj=4, d_proj=2, coverage=0.9, **STATISTICS,
@@ -253,6 +284,8 @@ def test_a_regression(angle_job: TinyJob, data_root: Path, tmp_path: Path) -> No
     assert torch.equal(calibrated(inputs).mean, model(inputs).mean)
     with pytest.raises(UsageError, match=r"a regression does not read risk; it takes .*max_width$"):
         model.calibrate(loaders["test"], risk=0.1)
+    with pytest.raises(UsageError, match=r"expected max_width above 0, or None for no limit, got -1"):
+        model.calibrate(loaders["test"], max_width=-1.0)
     assert len(calibrated.calibration) == len(loaders["test"]) and calibrated.policy.coverage == 0.9
     with pytest.raises(DataError, match=r"expected numbers of angle, degrees in .*, got angle, radians"):
         target = model.target.model_copy(update={"unit": "radians"})
@@ -341,8 +374,24 @@ def test_warnings_are_of_what_costs_guarantees(net: nn.Module, splits: tuple[Ten
     assert len(caught) == 3
 
 
-def test_unknown_settings_are_refused(net: nn.Module, splits: tuple[TensorDataset, TensorDataset]) -> None:
-    with pytest.raises(TypeError, match="alfa"):
-        PSC.fit(net, *splits, alfa=0.1)
-    with pytest.raises(UsageError, match="expected head of a classifier"):
-        PSC.fit(net, *splits, head="none")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"alfa": 0.1}, "expected a setting of a fit, got 'alfa'; did you mean alpha"),
+        ({"heads": "duq"}, "got 'heads'; did you mean head"),
+        ({"target": "age"}, "got 'target'; they are layer, "),
+        ({"task": "regression"}, "expected no task: PSC and fit_psc fit classifiers"),
+        ({"alpha": "0.1"}, "expected alpha of type float, got '0.1' of type str"),
+        ({"coverage": None}, "expected coverage of type float, got None"),
+        ({"head": 3}, r"expected head of type str \| None, got 3"),
+        ({"seed": True}, "expected seed of type int, got True of type bool"),
+        ({"batch_images": 0}, "expected batch_images of at least 1, got 0"),
+        ({"head": "none"}, "expected head of a classifier"),
+        ({"max_width": 3.0}, "a classifier does not read max_width"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(
+    net: nn.Module, splits: tuple[TensorDataset, TensorDataset], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        PSC.fit(net, *splits, **settings)

@@ -48,6 +48,7 @@ class ClassificationFit(TaskFit):
         return data.target is None
 
     def check(self, settings: FitSettings) -> None:
+        super().check(settings)
         check_fraction(settings.risk, "risk")
 
     def fit_head(self, job: HeadJob) -> ClassifierHead:
@@ -71,7 +72,7 @@ class ClassificationFit(TaskFit):
         if risk["threshold"] is not None:
             return found, ""
         guaranteed = risk[GUARANTEED_RISK]
-        nearest = "" if risk.get("nearest") is None else f", or --risk {risk['nearest']:g}"
+        nearest = "" if risk.get("nearest") is None else f", or a risk of {risk['nearest']:g}"
         text = (
             f"the images show for no ambiguity threshold that at most {guaranteed:.3g} of the accepted ones are "
             f"wrong, which takes at least {fewest(guaranteed)} images and few errors{nearest}; the threshold "

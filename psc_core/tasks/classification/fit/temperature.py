@@ -26,6 +26,7 @@ def retempered(
 ) -> TemperatureHead:
     """Return the head with a temperature refitted to its probabilities for m other examples, or itself.
 
+    What the record says of how the head was chosen stays.
     Log-probabilities serve as logits: they differ by a constant of each example, which cancels in the softmax.
     """
     temperature = head.temperature.cpu()
@@ -33,9 +34,8 @@ def retempered(
     factor = float(fitted.temperature)
     if factor == 1:
         return head
-    return TemperatureHead(
-        {"temperature": temperature * factor}, record={**fitted.record, "temperature": float(temperature) * factor}
-    )
+    record = {**head.record, **fitted.record, "temperature": float(temperature) * factor}
+    return TemperatureHead({"temperature": temperature * factor}, record=record)
 
 
 def better_of(

@@ -47,3 +47,9 @@ def test_an_interval_is_as_wide_as_its_ends_are_apart(mean: float, deviation: fl
     decided = Thresholds(policy, 0.05, 1.0).decide(Outputs(columns, SCORES, ()))
     assert (decided.decision == (decided.upper - decided.lower > np.float32(2 * deviation))).all()
     assert set(decided.decision.tolist()) == {0, 1}
+
+
+def test_a_limit_may_be_beyond_every_float32() -> None:
+    columns = np.ones((2, len(SCORES)), np.float32)
+    policy = ValuePolicy(alpha=0.05, max_width=1e300, coverage=0.9)
+    assert Thresholds(policy, 0.05, 1.0).decide(Outputs(columns, SCORES, ())).decision.tolist() == [0, 0]

@@ -29,9 +29,10 @@ def test_a_temperature_follows_from_the_probabilities() -> None:
     random = torch.Generator().manual_seed(0)
     logits = torch.randn(4000, 3, generator=random)
     labels = torch.multinomial((logits / 2).softmax(1), 1, generator=random)[:, 0]
-    served = TemperatureHead({"temperature": torch.tensor(0.5)}, record={"temperature": 0.5})
+    served = TemperatureHead({"temperature": torch.tensor(0.5)}, record={"temperature": 0.5, "nll_above_own": 0.1})
     new = retempered(served, served(logits).probabilities, labels)
     assert float(new.temperature) == new.record["temperature"] and abs(float(new.temperature) - 2) < 0.2
+    assert new.record["nll_above_own"] == 0.1 and new.record["val_nll"] > 0, "why the network itself predicts"
     assert retempered(new, new(logits).probabilities, labels) is new
 
 
