@@ -99,9 +99,15 @@ class PSC(FittedModel):
         """
         from psc_core.fitting.in_memory import fit  # imported here, so that services load no fitting code
 
-        of = LoaderPreprocessing(preprocess, mean, std)
+        preprocessing = LoaderPreprocessing(preprocess, mean, std)
         model = fit(
-            cls.task_type.name, net, (train, val), preprocessing=of, classes=classes, name=name, settings=settings
+            cls.task_type.name,
+            net,
+            (train, val),
+            preprocessing=preprocessing,
+            classes=classes,
+            name=name,
+            settings=settings,
         )
         return cast(PSC, model)
 
