@@ -55,14 +55,15 @@ class BasePrediction:
 
     def __getitem__(self: AnyPrediction, images: Positions) -> AnyPrediction:
         """Return the predictions for some of the images."""
-        if isinstance(images, slice):
-            images = np.arange(*images.indices(len(self)))  # Tensors take no negative step.
-        at = torch.as_tensor(images).cpu().reshape(-1)
-        if not at.numel():
-            at = at.long()  # torch makes floats of [].
-        decisions = self.decisions.at(at.numpy())
-        maps = None if self.maps is None else self.maps[at]
-        outputs = replace(self.outputs, packed=self.outputs.packed[at])
+        # Positions by numpy's rules, once for all parts: torch takes bytes for a mask, and no negative step.
+        index = images.cpu().numpy() if isinstance(images, Tensor) else images
+        if not isinstance(index, slice) and not np.size(index):
+            index = np.empty(0, np.int64)  # [] would be of floats.
+        at = np.ascontiguousarray(np.arange(len(self))[index]).reshape(-1)
+        decisions = self.decisions.at(at)
+        rows = torch.from_numpy(at)
+        maps = None if self.maps is None else self.maps[rows]
+        outputs = replace(self.outputs, packed=self.outputs.packed[rows])
         return replace(self, outputs=outputs, decisions=decisions, maps=maps)
 
     def __getattr__(self, name: str) -> Tensor:

@@ -98,6 +98,14 @@ def test_a_part_without_images(prediction: BasePrediction, at: Any) -> None:
     assert len(prediction[at]) == 0 and prediction[at].to_dict() == [] and prediction[at].decision == ()
 
 
+def test_parts_by_the_numbers_that_numpy_gives(prediction: BasePrediction) -> None:
+    order = np.argsort(prediction.ood_p_value.numpy())
+    for at in (order[::-1], order.astype(np.uint8), order.astype(np.uint16)):
+        part = prediction[at]
+        assert torch.equal(part.outputs.packed, prediction.outputs.packed[torch.from_numpy(at.astype(np.int64))])
+        assert np.array_equal(part.decisions.decision, prediction.decisions.decision[at])
+
+
 def test_predictions_are_compared_by_identity(prediction: BasePrediction) -> None:
     assert prediction == prediction and prediction != prediction[:] and len({prediction, prediction}) == 1
 
