@@ -301,6 +301,10 @@ class Settings(BaseSettings):
                 raise ValueError(
                     f"expected a bundle name of letters, digits, '.', '_', '-', got {name!r}; use NAME=DIR"
                 )
+            if name == "service":
+                raise ValueError(
+                    "expected a bundle name other than 'service', which names the service itself; use NAME=DIR"
+                )
         if self.compile and self.backend not in ("auto", "folded"):
             raise ValueError(f"expected backend auto or folded with compile, got {self.backend}; leave one out")
         if len(set(names)) < len(names):

@@ -82,6 +82,7 @@ def test_settings_are_frozen() -> None:
         ({"PSC_DRIFT_WINDOW": "1000001"}, "setting drift_window"),
         ({"PSC_BUNDLE": "a=x,a=y"}, "expected different bundle names"),
         ({"PSC_BUNDLE": "a b=x"}, "bundle name"),
+        ({"PSC_BUNDLE": "service=x"}, "other than 'service'"),
     ],
 )
 def test_rejects_unusable_values(environment: Environment, variables: dict[str, str], message: str) -> None:
