@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -10,6 +11,8 @@ from psc_core.tasks.decide import BaseDecisions, BaseThresholds
 from psc_core.tasks.outputs import FloatArray, Outputs
 from psc_core.tasks.regression.answer import DECISIONS
 from psc_core.tasks.regression.policy import ValuePolicy
+
+FINITE: Final = (np.finfo(np.float32).min, np.finfo(np.float32).max)
 
 ACCEPT, ABSTAIN_UNCERTAIN, ABSTAIN_OOD = range(len(DECISIONS))
 
@@ -30,8 +33,9 @@ class Thresholds(BaseThresholds):
 
     def decide(self, outputs: Outputs[FloatArray]) -> Decisions:
         """Return the decisions on n images; an interval is as wide as its float32 ends are apart."""
-        mean, half = outputs["mean"], self.quantile * np.hypot(outputs["aleatoric"], outputs["epistemic"])
-        lower, upper = (mean - half).astype(np.float32), (mean + half).astype(np.float32)
+        with np.errstate(over="ignore"):  # Ends beyond every float32 are the last one: JSON has no infinity.
+            mean, half = outputs["mean"], self.quantile * np.hypot(outputs["aleatoric"], outputs["epistemic"])
+            lower, upper = (np.clip(end, *FINITE).astype(np.float32) for end in (mean - half, mean + half))
         is_ood = outputs["ood_p_value"] <= self.ood_p_value
         decision = np.full(len(outputs), ACCEPT, np.int8)
         if self.policy.max_width is not None:

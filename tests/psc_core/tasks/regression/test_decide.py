@@ -53,3 +53,13 @@ def test_a_limit_may_be_beyond_every_float32() -> None:
     columns = np.ones((2, len(SCORES)), np.float32)
     policy = ValuePolicy(alpha=0.05, max_width=1e300, coverage=0.9)
     assert Thresholds(policy, 0.05, 1.0).decide(Outputs(columns, SCORES, ())).decision.tolist() == [0, 0]
+
+
+def test_an_interval_beyond_every_float32_ends_at_the_last() -> None:
+    columns = np.zeros((1, len(SCORES)), np.float32)
+    columns[:, SCORES.index("aleatoric")] = 1e30
+    columns[:, SCORES.index("ood_p_value")] = 1
+    policy = ValuePolicy(alpha=0.05, max_width=None, coverage=0.9)
+    decisions = Thresholds(policy, 0.05, 1e9).decide(Outputs(columns, SCORES, ()))
+    largest = np.finfo(np.float32).max
+    assert [decisions.lower.tolist(), decisions.upper.tolist()] == [[-largest], [largest]]
