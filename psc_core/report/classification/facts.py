@@ -21,8 +21,8 @@ RECORDED: Final[Mapping[str, str]] = {}
 
 def limits_of(policy: Policy, calibration: Calibration, metrics: Mapping[str, Any]) -> dict[str, float | None]:
     """Return the limits of decisions by the figure that shows them; None if no image is beyond."""
-    risk = metrics.get("risk", {"threshold": 0})
-    return {"entropies": None if risk["threshold"] is None else policy.ambiguity_threshold}
+    can_be_ambiguous = policy.can_be_ambiguous(calibration.num_classes)
+    return {"entropies": policy.ambiguity_threshold if can_be_ambiguous else None}
 
 
 def policy_lines(task: Classification, policy: Policy, limits: Mapping[str, float | None]) -> list[str]:

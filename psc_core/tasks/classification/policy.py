@@ -13,6 +13,15 @@ from psc_core.tasks.policy import GUARANTEED_RISK, Alpha, BasePolicy, Coverage
 FLOAT32_ROUNDING: Final = 1e-4
 """Tolerance for the rounding of float32, by which entropies and probabilities may leave their range."""
 
+
+def unreachable_entropy(num_classes: int) -> float:
+    """Return a threshold (nats) that no image exceeds: twice the largest entropy, log K, which float32 may round up.
+
+    A fit sets it where no threshold keeps the risk.
+    """
+    return 2.0 * math.log(num_classes)
+
+
 AmbiguityThreshold = Annotated[float, Field(ge=0, description="Ambiguous above this predictive entropy, nats.")]
 
 
@@ -23,12 +32,16 @@ class Policy(BasePolicy):
     ambiguity_threshold: AmbiguityThreshold
     coverage: Coverage
 
+    def can_be_ambiguous(self, num_classes: int) -> bool:
+        """Return whether the entropy of an image can be above the threshold."""
+        return self.ambiguity_threshold <= math.log(num_classes) + FLOAT32_ROUNDING
+
     def notes(self, classes: Sequence[str], metrics: Mapping[str, Any]) -> list[str]:
         """Return why no image is called ambiguous, where none can be."""
-        if self.ambiguity_threshold <= math.log(len(classes)) + FLOAT32_ROUNDING:
+        if self.can_be_ambiguous(len(classes)):
             return []
         risk = metrics.get("risk", {"threshold": self.ambiguity_threshold})
-        if risk["threshold"] is not None:
+        if risk["threshold"] is not None or self.ambiguity_threshold != unreachable_entropy(len(classes)):
             return [f"no image is called ambiguous: no entropy is above {self.ambiguity_threshold:.4g} nats"]
         nearest = risk.get("nearest")
         way_out = f"{nearest:g} is the nearest that one keeps: --risk {nearest:g}" if nearest else "raise --risk"

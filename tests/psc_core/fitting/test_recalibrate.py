@@ -99,7 +99,7 @@ def test_refuses_rates_that_the_images_cannot_keep(model: FittedModel, audit: Au
 def test_an_ambiguity_threshold_that_cannot_be_shown_stays(model: FittedModel, audit: Audit) -> None:
     found = recalibrate_from_audit(model, audit.at(torch.arange(50)), {"risk": 0.001})
     assert found.model.policy == model.policy
-    assert "takes at least 2996 images" in found.warnings[0] and "the threshold stays at" in found.warnings[0]
+    assert "takes at least 3152 images" in found.warnings[0] and "the threshold stays at" in found.warnings[0]
 
 
 @pytest.fixture(scope="module")

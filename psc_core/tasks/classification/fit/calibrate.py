@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import count as count_from
 from typing import Final
 
 import torch
@@ -101,11 +102,6 @@ def nearest_risk(entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"], *, r
     return next(kept, None)
 
 
-def unreachable_entropy(num_classes: int) -> float:
-    """Return a threshold (nats) that no image exceeds: twice the largest entropy, log K, which float32 may round up."""
-    return 2.0 * math.log(num_classes)
-
-
 def first_test(count: int, risk: float) -> int:
     """Return the number of images that the smallest threshold accepts.
 
@@ -119,3 +115,8 @@ def first_test(count: int, risk: float) -> int:
 def fewest(risk: float) -> int:
     """Return the number of images that pass without an error."""
     return math.ceil(math.log(1 - CONFIDENCE) / math.log(1 - risk)) + 1
+
+
+def fewest_to_show(risk: float) -> int:
+    """Return the number of images that show a threshold if none is wrong: a test accepts only a part of them."""
+    return next(n for n in count_from(fewest(risk)) if tolerant_ceil((n + 1) * LARGEST_QUANTILE) >= fewest(risk))

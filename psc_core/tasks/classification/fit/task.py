@@ -17,16 +17,15 @@ from psc_core.settings import FitSettings
 from psc_core.tasks.classification.fit.calibrate import (
     CONFIDENCE,
     ambiguity_threshold,
-    fewest,
+    fewest_to_show,
     fit_calibration,
     nearest_risk,
-    unreachable_entropy,
 )
 from psc_core.tasks.classification.fit.head import fit_head
 from psc_core.tasks.classification.fit.temperature import better_of, fit_temperature_head, retempered
 from psc_core.tasks.classification.heads.base import ClassifierHead
 from psc_core.tasks.classification.heads.temperature import TemperatureHead
-from psc_core.tasks.classification.policy import Policy
+from psc_core.tasks.classification.policy import Policy, unreachable_entropy
 from psc_core.tasks.classification.task import Classification
 from psc_core.tasks.fit.task import FIRST_LOOK_IMAGES, Calibrated, HeadJob, TaskFit, run_network
 from psc_core.tasks.head import Head, Scored
@@ -75,7 +74,7 @@ class ClassificationFit(TaskFit):
         nearest = "" if risk.get("nearest") is None else f", or a risk of {risk['nearest']:g}"
         text = (
             f"the images show for no ambiguity threshold that at most {guaranteed:.3g} of the accepted ones are "
-            f"wrong, which takes at least {fewest(guaranteed)} images and few errors{nearest}; the threshold "
+            f"wrong, which takes at least {fewest_to_show(guaranteed)} images and few errors{nearest}; the threshold "
             f"stays at {threshold:.4g} nats"
         )
         return found.model_copy(update={"ambiguity_threshold": threshold}), text

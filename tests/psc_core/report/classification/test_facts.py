@@ -9,6 +9,7 @@ import pytest
 from psc_core.bundle.io import Bundle, read_bundle
 from psc_core.report.content import Content, Role
 from psc_core.report.facts import facts_of
+from psc_core.tasks.classification.policy import unreachable_entropy
 from tests.psc_core.report.support import image_set
 
 
@@ -23,7 +24,9 @@ def test_warns_where_psc_loses_accuracy(shipped_bundle: Path) -> None:
 @pytest.mark.parametrize("reachable", [True, False])
 def test_says_whether_an_image_can_be_ambiguous(shipped_bundle: Path, reachable: bool) -> None:
     bundle = read_bundle(shipped_bundle)
-    policy = bundle.manifest.policy.model_copy(update={"ambiguity_threshold": 0.5 if reachable else 5.0})
+    policy = bundle.manifest.policy.model_copy(
+        update={"ambiguity_threshold": 0.5 if reachable else unreachable_entropy(10)}
+    )
     risk = {"promised": 0.01, "confidence": 0.95, "threshold": 0.5 if reachable else None, "nearest": 0.03}
     changes = {"metrics": {**bundle.manifest.metrics, "risk": risk}, "policy": policy}
     manifest = bundle.manifest.model_copy(update=changes)
@@ -35,3 +38,18 @@ def test_says_whether_an_image_can_be_ambiguous(shipped_bundle: Path, reachable:
         "warning: no image is called ambiguous: no entropy threshold keeps the error rate at 0.01 with 95% confidence"
     )
     assert (f"{warned}; 0.03 is the nearest that one keeps: --risk 0.03," in found.to_text()) == (not reachable)
+
+
+@pytest.mark.parametrize(("threshold", "limit"), [(0.39, 0.39), (3.0, None)])
+def test_a_threshold_that_the_images_do_not_show_decides_all_the_same(
+    shipped_bundle: Path, threshold: float, limit: float | None
+) -> None:
+    bundle = read_bundle(shipped_bundle)
+    policy = bundle.manifest.policy.model_copy(update={"ambiguity_threshold": threshold})
+    risk = {"promised": 0.01, "confidence": 0.95, "threshold": None, "nearest": 0.03}
+    changes = {"metrics": {**bundle.manifest.metrics, "risk": risk}, "policy": policy}
+    manifest = bundle.manifest.model_copy(update=changes)
+    found = facts_of(Bundle(bundle.path, manifest, bundle.parts), Content(manifest.version))
+    assert found.limits == {"entropies": limit}
+    assert ("no image is called ambiguous: no entropy is above 3 nats" in found.to_text()) == (limit is None)
+    assert "no entropy threshold keeps" not in found.to_text()

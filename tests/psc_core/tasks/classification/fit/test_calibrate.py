@@ -15,15 +15,25 @@ from psc_core.tasks.classification.decide import ACCEPT, Thresholds
 from psc_core.tasks.classification.fit.calibrate import (
     CONFIDENCE,
     ambiguity_threshold,
+    fewest_to_show,
     first_test,
     fit_calibration,
     nearest_risk,
-    unreachable_entropy,
 )
 from psc_core.tasks.classification.heads.base import entropy as predictive_entropy
-from psc_core.tasks.classification.policy import Policy
+from psc_core.tasks.classification.policy import Policy, unreachable_entropy
 from psc_core.tasks.outputs import Outputs, pack
 from tests.reference import calibration as naive
+
+
+@pytest.mark.parametrize("risk", [0.01, 0.05, 0.2])
+def test_fewest_images_that_show_a_threshold(risk: float) -> None:
+    n = fewest_to_show(risk)
+    shown = [
+        ambiguity_threshold(torch.linspace(0, 1, count), torch.ones(count, dtype=torch.bool), risk=risk) is not None
+        for count in (n - 1, n)
+    ]
+    assert shown == [False, True]
 
 
 def test_rejects_scores_that_are_not_finite() -> None:
