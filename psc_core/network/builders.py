@@ -102,7 +102,10 @@ def from_factory(spec: str, num_classes: int, model_args: Mapping[str, Any]) -> 
         inspect.signature(factory).bind(num_classes=num_classes, **model_args)
     except (TypeError, ValueError) as error:
         given = ", ".join(["num_classes", *model_args])
-        raise NetworkError(f"expected {spec} to take the arguments ({given}): {error}") from error
+        raise NetworkError(
+            f"expected {spec} to take the arguments ({given}): {error}; name a function that takes them and "
+            "returns the network"
+        ) from error
     net = factory(num_classes=num_classes, **model_args)
     if not isinstance(net, nn.Module):
         raise NetworkError(f"expected {spec} to return an nn.Module, got {type(net).__name__}")

@@ -56,7 +56,11 @@ def test_small_networks_equal_benchmark_networks(ours: str, factory: str) -> Non
     [
         (f"{HERE}:absent", {}, "cannot import"),
         ("no_such_package.nets:net", {}, "cannot import"),
-        (f"{HERE}:tiny", {"depth": 2}, "to take the arguments"),
+        (
+            f"{HERE}:tiny",
+            {"depth": 2},
+            r"the arguments \(num_classes, depth\): .*; name a function",
+        ),
         (f"{HERE}:not_a_network", {}, "return an nn.Module, got int"),
     ],
 )
