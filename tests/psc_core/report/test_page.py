@@ -15,6 +15,7 @@ from psc_core.report.classification import words
 from psc_core.report.content import Content
 from psc_core.report.facts import Facts, facts_of
 from psc_core.report.regression import words as regression_words
+from psc_core.tasks.classification.policy import unreachable_entropy
 from tests.psc_core.report.support import content, value_content
 
 
@@ -110,7 +111,9 @@ def test_names_are_plain_text(shipped: Facts, tmp_path: Path) -> None:
 
 def test_page_without_images(shipped: Facts, tmp_path: Path) -> None:
     risk = {"risk": {"promised": 0.05, "confidence": 0.95, "threshold": None}}
-    manifest = shipped.manifest.model_copy(update={"metrics": {**shipped.manifest.metrics, **risk}})
+    policy = shipped.manifest.policy.model_copy(update={"ambiguity_threshold": unreachable_entropy(10)})
+    changes = {"metrics": {**shipped.manifest.metrics, **risk}, "policy": policy}
+    manifest = shipped.manifest.model_copy(update=changes)
     bare = replace(shipped, content=Content(manifest.version), manifest=manifest)
     written = Page(page.write(bare, tmp_path).read_text())
     assert "No image is called ambiguous: all others are accepted" in written.text
