@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import io
 import json
 import logging.config
 import os
@@ -136,8 +137,20 @@ def run(arguments: Sequence[str]) -> int:
     return code
 
 
+def unbuffer_stderr() -> None:
+    """Write to standard error without a buffer, in this process and in its workers.
+
+    A buffer keeps what a full disk refuses, and every later flush raises: at the start of a worker and at exit too.
+    """
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    raw = getattr(getattr(sys.stderr, "buffer", None), "raw", None)
+    if raw is not None:
+        sys.stderr = io.TextIOWrapper(raw, sys.stderr.encoding, sys.stderr.errors, write_through=True)
+
+
 def main() -> None:
     """Run ``psc-serve``."""
+    unbuffer_stderr()
     try:
         code = run(sys.argv[1:])
     except PSCError as error:

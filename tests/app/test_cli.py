@@ -117,3 +117,30 @@ def test_demo_is_the_bundle_of_the_checkout_or_of_the_wheel(tmp_path: Path, monk
     wheel.mkdir(parents=True)
     (wheel / "manifest.json").write_text("{}")
     assert settings_from(["--demo"]).named_bundles[0][1] == wheel
+
+
+def test_a_standard_error_that_is_full_ends_nothing(tmp_path: Path) -> None:
+    """multiprocessing flushes it before it starts a worker, and Python at exit."""
+    script = tmp_path / "full.py"
+    script.write_text(
+        "import multiprocessing, os, sys\n"
+        "from app import cli\n"
+        "def work():\n"
+        "    assert os.environ['PYTHONUNBUFFERED'] == '1'\n"
+        "if __name__ == '__main__':\n"
+        "    cli.unbuffer_stderr()\n"
+        "    try:\n"
+        "        print('a line', file=sys.stderr)\n"
+        "        sys.exit('expected the line to be refused')\n"
+        "    except OSError:\n"
+        "        pass\n"
+        "    worker = multiprocessing.get_context('spawn').Process(target=work)\n"
+        "    worker.start()\n"
+        "    worker.join()\n"
+        "    sys.exit(worker.exitcode)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    environment["PYTHONPATH"] = str(ROOT)
+    with Path("/dev/full").open("w") as full:
+        run = subprocess.run([sys.executable, str(script)], stderr=full, env=environment, cwd=ROOT, check=False)
+    assert run.returncode == 0
