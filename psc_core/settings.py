@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Final
 
 from psc_core.compute import BATCH_IMAGES, MAX_MEMORY
@@ -120,7 +121,7 @@ class FitSettings:
 
 
 _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
-    "str": (str,), "int": (int,), "float": (float, int), "bool": (bool,), "None": (type(None),)
+    "str": (str,), "int": (Integral,), "float": (Real,), "bool": (bool,), "None": (type(None),)
 }  # fmt: skip
 """The types that a value may have, by the word in a field's annotation."""
 
@@ -139,4 +140,7 @@ def _checked(name: str, value: Any) -> Any:
     types: tuple[type, ...] = sum((_TYPES[word] for word in annotations[name].split(" | ")), ())
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         raise UsageError(f"expected {name} of type {annotations[name]}, got {value!r} of type {type(value).__name__}")
-    return float(value) if float in types and isinstance(value, int) else value
+    if Real in types and isinstance(value, Real):
+        return float(value)
+    # numpy's integers become Python's, which a manifest can hold.
+    return int(value) if Integral in types and isinstance(value, Integral) else value

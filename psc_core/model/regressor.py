@@ -98,9 +98,15 @@ class PSCRegressor(FittedModel):
         """
         from psc_core.fitting.in_memory import fit  # imported here, so that services load no fitting code
 
-        of, predicted = LoaderPreprocessing(preprocess, mean, std), Target(name=target, unit=unit)
+        preprocessing, predicted = LoaderPreprocessing(preprocess, mean, std), Target(name=target, unit=unit)
         model = fit(
-            cls.task_type.name, net, (train, val), preprocessing=of, target=predicted, name=name, settings=settings
+            cls.task_type.name,
+            net,
+            (train, val),
+            preprocessing=preprocessing,
+            target=predicted,
+            name=name,
+            settings=settings,
         )
         return cast(PSCRegressor, model)
 

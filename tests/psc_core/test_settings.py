@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from psc_core import FitSettings
@@ -36,6 +37,12 @@ def test_the_last_stage_alone_reads_what_a_checkpoint_does_not_know() -> None:
 def test_unknown_values_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=rf"expected (a )?{next(iter(settings))}"):
         FitSettings(**{"device": "cpu", **settings}).compute()
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    changed = FitSettings().changed({"seed": np.int64(7), "alpha": np.float32(0.5), "max_width": np.int32(3)})
+    assert [changed.seed, changed.alpha, changed.max_width] == [7, 0.5, 3.0]
+    assert [type(changed.seed), type(changed.alpha), type(changed.max_width)] == [int, float, float]
 
 
 def test_settings_are_changed_by_name() -> None:
