@@ -116,7 +116,7 @@ import torch
 from tests.second_reader import SecondReader
 
 for task, arguments in json.loads(sys.argv[1]).items():
-    assert main([*arguments, "--density", "spherical", "--out", task]) == 0
+    assert main([*arguments, "--density", "spherical", "--no-report", "--out", task]) == 0
     model = load_model(task, device="cpu", allow_factories=["tests.tiny:network"])
     density = model.pipeline.scorer.density
     assert (type(density).__name__, model.task.name) == ("SphericalDensity", task)

@@ -333,7 +333,7 @@ from psc_core import load_model, open_dataset
 from psc_core.cli.fit import main
 from tests.second_reader import SecondReader
 
-assert main([*arguments, "--head", kind, "--out", "bundle"]) == 0
+assert main([*arguments, "--head", kind, "--no-report", "--out", "bundle"]) == 0
 model, reader = load_model("bundle", device="cpu", allow_factories=["tests.tiny:network"]), SecondReader(Path("bundle"))
 head = model.pipeline.scorer.head
 assert head.kind == kind and model.task.name == task

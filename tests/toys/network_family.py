@@ -52,7 +52,7 @@ from psc_core.cli.fit import main
 
 for task, arguments in json.loads(sys.argv[1]).items():
     arguments[arguments.index("--model") + 1] = "tiny:network"
-    assert main([*arguments, "--out", task]) == 0
+    assert main([*arguments, "--no-report", "--out", task]) == 0
     assert load_model(task, device="cpu").task.name == task
     check_factory(task, Path(task) / "manifest.json", allowed=())  # psc-serve asks for no permission
 """

@@ -114,7 +114,7 @@ def fitted(job: TinyJob, fits: dict[str, tuple[str, ...]], data_root: Path, fold
 
     for name, flags in fits.items():
         changed = [flag.replace("DATA", str(data_root)) for flag in flags]
-        assert main([*job.args, *changed, "--out", str(folder / name)]) == 0
+        assert main([*job.args, *changed, "--no-report", "--out", str(folder / name)]) == 0
     return {name: folder / name for name in fits}
 
 

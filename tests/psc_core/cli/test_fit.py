@@ -94,7 +94,9 @@ def test_help_says_with_which_confidence_the_risk_is_kept() -> None:
 
 
 def test_max_images_are_balanced_and_recorded(tiny_job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
-    code, out, _ = run(capsys, cli.main, [*tiny_job.args, "--max-images", "300", "--out", str(tmp_path / "b")])
+    code, out, _ = run(
+        capsys, cli.main, [*tiny_job.args, "--max-images", "300", "--no-report", "--out", str(tmp_path / "b")]
+    )
     assert code == 0 and "300 images, 10 classes" in out
     provenance = read_bundle(tmp_path / "b").manifest.provenance
     assert provenance["settings"]["max_images"] == provenance["train"]["images"] == 300
@@ -312,7 +314,7 @@ def test_says_how_weights_were_found(tiny_job, tmp_path: Path, capsys: pytest.Ca
 
 def words_of(job: Job, **flags: str) -> list[str]:
     given = {"model": f"hf:{job.model}", "train": str(job.train), "val": str(job.val), **flags}
-    return [word for flag, value in given.items() for word in (f"--{flag}", value)]
+    return ["--no-report", *(word for flag, value in given.items() for word in (f"--{flag}", value))]
 
 
 def test_weights_are_required_where_no_folder_has_them(tiny_job, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]

@@ -106,7 +106,7 @@ def test_an_ambiguity_threshold_that_cannot_be_shown_stays(model: FittedModel, a
 def base(tiny_job: TinyJob, tmp_path_factory: pytest.TempPathFactory) -> FittedModel:
     """The network's own predictions."""
     bundle = tmp_path_factory.mktemp("base") / "bundle"
-    assert fit([*tiny_job.args, "--predictions", "base", "--out", str(bundle)]) == 0
+    assert fit([*tiny_job.args, "--predictions", "base", "--no-report", "--out", str(bundle)]) == 0
     return load_model(bundle, device="cpu", allow_factories=[FACTORY])
 
 

@@ -54,7 +54,8 @@ def test_the_networks_own_mean_is_kept(
     angle_job: TinyJob, turned: tuple[ImageDataset, ImageDataset], tmp_path: Path
 ) -> None:
     out = tmp_path / "base"
-    assert main([*angle_job.args, "--predictions", "base", "--ood-score", "density", "--out", str(out)]) == 0
+    words = ["--predictions", "base", "--ood-score", "density", "--no-report", "--out", str(out)]
+    assert main([*angle_job.args, *words]) == 0
     model = load_model(out, device="cpu", allow_factories=ALLOW)
     images = next(turned[1].batches(50)).images
     with torch.inference_mode():
