@@ -37,15 +37,10 @@ class ServedTask(Generic[AnyDecisions]):
     def documents(
         self, outputs: Outputs[FloatArray], decisions: AnyDecisions, classes: Sequence[str], **options: int
     ) -> list[dict[str, Any]]:
-        """Return one answer for each image, in a form that orjson can write.
-
-        Args:
-            outputs: The finite outputs for the images.
-            decisions: The decisions on the same images.
-            classes: The classes of the model.
-            options: The parameters of :attr:`query` that belong to the task and are no thresholds.
-        """
-        raise NotImplementedError
+        """Return one answer for each image, in a form that orjson can write, see :meth:`.BaseDecisions.columns`."""
+        columns = decisions.columns(outputs, classes, **options)
+        # Not strict: past the end of each array, numpy would raise an IndexError, which takes a microsecond.
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=False)]
 
     def explanations(
         self, explanation: Mapping[str, npt.NDArray[Any]], classes: Sequence[str], layers: Sequence[str]
@@ -102,15 +97,3 @@ def unusual_components(deviation: FloatArray) -> list[dict[str, Any]]:
     """Return the components along which one image deviates most, for an explanation."""
     unusual = np.argsort(-np.abs(deviation), kind="stable")[:UNUSUAL_COMPONENTS].tolist()
     return [{"component": component, "deviation": float(deviation[component])} for component in unusual]
-
-
-def score_members(outputs: Outputs[FloatArray]) -> list[dict[str, Any]]:
-    """Return the scores of each image's answer."""
-    return [dict(zip(outputs.scores, row, strict=False)) for row in outputs.packed]
-
-
-def gate_members(outputs: Outputs[FloatArray]) -> list[dict[str, Any]]:
-    """Return the member ``gates`` of each image's answer; no member for a model without gates."""
-    if not outputs.gates:
-        return [{}] * len(outputs)
-    return [{GATES_OUTPUT: dict(zip(outputs.gates, p_values, strict=True))} for p_values in outputs.gate_p_values]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -21,8 +22,14 @@ ACCEPT, ABSTAIN_UNCERTAIN, ABSTAIN_OOD = range(len(DECISIONS))
 class Decisions(BaseDecisions):
     """The decisions of a regression on n images."""
 
+    decision_names = DECISIONS
+
     lower: FloatArray  # (n,) ends of the interval, in the target's unit
     upper: FloatArray  # (n,)
+
+    def columns(self, outputs: Outputs[FloatArray], classes: Sequence[str], **options: int) -> dict[str, Any]:
+        first = dict.fromkeys(outputs.scores)  # The scores come before the interval; their values are the base's.
+        return {**first, "lower": self.lower, "upper": self.upper, **super().columns(outputs, classes)}
 
 
 @dataclass(frozen=True)

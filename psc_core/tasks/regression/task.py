@@ -76,8 +76,5 @@ class Regression(Task):
         deviation = torch.hypot(outputs["aleatoric"], outputs["epistemic"])
         return "means", (outputs["mean"] - other["mean"]) / deviation
 
-    def columns(self) -> dict[str, Any]:
-        return {"target": Target, **super().columns()}
-
 
 TASK: Final = Regression
