@@ -34,6 +34,9 @@ _DECISIONS: Final = (
 )
 """The decisions that ``log_images`` may name."""
 
+MAX_DECODE_THREADS: Final = 16
+"""The maximum number of threads that decode images where ``decode_threads`` is unset."""
+
 _LOG_FRACTION: Final = 0.2
 """The fraction of ``drain_seconds`` that is kept for the prediction log."""
 
@@ -116,7 +119,10 @@ class Settings(BaseSettings):
         "prediction log, if there is one.",
     )
     decode_threads: int | None = Field(
-        default=None, ge=1, le=1024, description="Threads that decode images; unset: one per CPU, at most 16."
+        default=None,
+        ge=1,
+        le=1024,
+        description=f"Threads that decode images; unset: one per CPU, at most {MAX_DECODE_THREADS}.",
     )
     inline_decode_bytes: int = Field(
         default=16 * 1024,
