@@ -11,7 +11,7 @@ import numpy as np
 from psc_core.tasks.decide import BaseDecisions, BaseThresholds
 from psc_core.tasks.outputs import FloatArray, Outputs
 from psc_core.tasks.regression.answer import DECISIONS
-from psc_core.tasks.regression.policy import ValuePolicy
+from psc_core.tasks.regression.policy import RegressionPolicy
 
 FINITE: Final = (np.finfo(np.float32).min, np.finfo(np.float32).max)
 
@@ -36,7 +36,7 @@ class Decisions(BaseDecisions):
 class Thresholds(BaseThresholds):
     """A regression's thresholds; ``quantile`` is half the width of an interval, in standard deviations."""
 
-    policy: ValuePolicy
+    policy: RegressionPolicy
 
     def decide(self, outputs: Outputs[FloatArray]) -> Decisions:
         """Return the decisions on n images; an interval is as wide as its float32 ends are apart."""

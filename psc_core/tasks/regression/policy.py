@@ -13,7 +13,7 @@ MaxWidth = Annotated[
 ]
 
 
-class ValuePolicy(BasePolicy):
+class RegressionPolicy(BasePolicy):
     """Decision thresholds of a regression."""
 
     alpha: Alpha

@@ -18,7 +18,7 @@ from psc_core.tasks.regression import NOUN, heads
 from psc_core.tasks.regression.answer import RESPONSE, ValuePrediction
 from psc_core.tasks.regression.calibration import Calibration
 from psc_core.tasks.regression.decide import ABSTAIN_OOD, ABSTAIN_UNCERTAIN
-from psc_core.tasks.regression.policy import ValuePolicy
+from psc_core.tasks.regression.policy import RegressionPolicy
 from psc_core.tasks.regression.prediction import Prediction
 from psc_core.tasks.task import Task
 
@@ -30,7 +30,7 @@ class Regression(Task):
     noun = NOUN
     response = RESPONSE
     answer = ValuePrediction
-    policy = ValuePolicy
+    policy = RegressionPolicy
     calibration = Calibration
     prediction_type = Prediction
     heads = heads.HEADS
