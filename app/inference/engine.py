@@ -93,7 +93,7 @@ class Engine:
         self._started: asyncio.Future[None] = self._loop.create_future()
         self._inline = False
         self._arrivals: list[tuple[QueuedRequest, Images]] = []
-        self._watched: dict[QueuedRequest, Callable[[], bool]] = {}
+        self._waiting: dict[QueuedRequest, Callable[[], bool] | None] = {}
         self._queue = RequestQueue(batcher, self._deliver)
         self._worker = DeviceWorker(
             self._queue,
@@ -174,8 +174,7 @@ class Engine:
             self._arrive(request, images)
         else:
             self._decode(request, images)
-        if disconnected is not None:
-            self._watched[request] = disconnected
+        self._waiting[request] = disconnected
         try:
             return await done
         except asyncio.CancelledError:
@@ -184,7 +183,7 @@ class Engine:
                 batcher.cancel(request)
             raise
         finally:
-            self._watched.pop(request, None)
+            del self._waiting[request]
 
     # The events of worker.WorkerEvents, which come on the worker's thread.
 
@@ -201,7 +200,7 @@ class Engine:
 
     def sweep(self) -> None:
         """Fail requests past their deadline and drop those whose clients left; to be called a few times a second."""
-        left = [request for request, disconnected in self._watched.items() if disconnected()]
+        left = [request for request, disconnected in self._waiting.items() if disconnected and disconnected()]
         with self._queue as batcher:
             for request in left:
                 batcher.cancel(request)
@@ -218,7 +217,8 @@ class Engine:
         """Finish the admitted requests, fail those left after ``within_s`` seconds, and end the thread."""
         self.stop_admitting("the model is shutting down; try again")
         end = time.monotonic() + within_s
-        while self._busy() and time.monotonic() < end:
+        # The handlers and not the queue, which is empty while the last answers are still on their way to the loop.
+        while self._waiting and time.monotonic() < end:
             self.sweep()
             await asyncio.sleep(0.01)
         with self._queue as batcher:
@@ -226,14 +226,10 @@ class Engine:
         self._queue.stop()
         end = time.monotonic() + min(5.0, max(0.1, end - time.monotonic()))
         # Polled and not joined: the join would need a thread, and if the device hangs, that thread keeps this model.
-        while self._worker.alive and time.monotonic() < end:
+        while (self._worker.alive or self._waiting) and time.monotonic() < end:
             await asyncio.sleep(0.01)
         if self.phase is not Phase.FAILED:
             self.phase = Phase.CLOSED
-
-    def _busy(self) -> bool:
-        with self._queue as batcher:
-            return not batcher.idle
 
     def _check_warm(self) -> None:
         if self.phase is Phase.WARMING:

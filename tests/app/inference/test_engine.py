@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -207,6 +208,21 @@ async def test_closing_finishes_what_was_admitted() -> None:
         assert [len(packed) for packed in answers] == [10] * 5
         await closing
         assert setup.engine.phase is Phase.CLOSED
+
+
+async def test_closing_waits_for_answers_on_their_way_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with engine() as setup:
+        on_their_way: list[tuple[Any, ...]] = []
+        monkeypatch.setattr(setup.engine, "_call_on_loop", lambda *call: on_their_way.append(call))
+        answer = asyncio.create_task(setup.arrays(pixels(1)))
+        await until(lambda: on_their_way)
+        closing = asyncio.create_task(setup.engine.close(within_s=60))
+        await asyncio.wait({closing}, timeout=0.2)  # Too long for an engine that does not wait, which is closed now.
+        assert not closing.done()
+        for action, *arguments in on_their_way:
+            action(*arguments)
+        await closing
+        assert answer.done() and len(await answer) == 1
 
 
 async def test_closing_gives_up_on_a_device_that_hangs() -> None:
