@@ -10,6 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from app.tasks.query import PredictQuery
+from psc_core.maps.picture import map_document
+from psc_core.model.base import FittedModel
+from psc_core.model.pipeline import MAP
 from psc_core.tasks import TASKS, module_of
 from psc_core.tasks.decide import AnyDecisions
 from psc_core.tasks.outputs import FloatArray, Outputs
@@ -41,6 +44,24 @@ class ServedTask(Generic[AnyDecisions]):
         columns = decisions.columns(outputs, classes, **options)
         # Not strict: past the end of each array, numpy would raise an IndexError, which takes a microsecond.
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=False)]
+
+    def explained(self, model: FittedModel, explanation: Mapping[str, npt.NDArray[Any]]) -> list[dict[str, Any]]:
+        """Return the :meth:`explanations`, with thumbnails of the nearest training images and maps where there are any.
+
+        Args:
+            model: The model that answered.
+            explanation: The arrays by name, whose first axis is the images.
+        """
+        documents = self.explanations(explanation, model.classes, model.head_layers)
+        thumbnails, layer_map = model.pipeline.thumbnails, model.pipeline.map
+        if thumbnails is not None:
+            nearest = zip(explanation["nearest_kept"], explanation["nearest_distance"], strict=True)
+            for document, (kept, distances) in zip(documents, nearest, strict=True):
+                document["nearest"] = thumbnails.documents(kept, distances, model.classes)
+        if layer_map is not None and MAP in explanation:
+            for document, grey in zip(documents, explanation[MAP], strict=True):
+                document["map"] = map_document(layer_map.layer, grey)
+        return documents
 
     def explanations(
         self, explanation: Mapping[str, npt.NDArray[Any]], classes: Sequence[str], layers: Sequence[str]
