@@ -43,6 +43,12 @@ _LOG_FRACTION: Final = 0.2
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
+def _threshold(declared: Any) -> Any:
+    """Return the field for a threshold of a policy, with the description that the policy's own field has."""
+    (field,) = declared.__metadata__
+    return Field(default=None, description=f"{field.description.removesuffix('.')}; unset: the bundle's own.")
+
+
 class Settings(BaseSettings):
     """The settings of one service process; each field has its own description."""
 
@@ -172,18 +178,10 @@ class Settings(BaseSettings):
         "keeps one, or requests sent at that very moment are lost.",
     )
 
-    alpha: Alpha | None = Field(default=None, description="`is_ood` when p ≤ alpha; unset: the bundle's own.")
-    ambiguity_threshold: AmbiguityThreshold | None = Field(
-        default=None, description="`abstain_ambiguous` above this predictive entropy, nats; unset: the bundle's own."
-    )
-    max_width: MaxWidth | None = Field(
-        default=None,
-        description="For regressions: `abstain_uncertain` if the interval is wider, in the target's unit; unset: the "
-        "bundle's own.",
-    )
-    coverage: Coverage | None = Field(
-        default=None, description="Coverage of `prediction_set`, or of intervals; unset: the bundle's own."
-    )
+    alpha: Alpha | None = _threshold(Alpha)
+    ambiguity_threshold: AmbiguityThreshold | None = _threshold(AmbiguityThreshold)
+    max_width: MaxWidth | None = _threshold(MaxWidth)
+    coverage: Coverage | None = _threshold(Coverage)
 
     api_keys: Keys = Field(
         default=(), description="Keys that may predict, separated by commas; empty: anyone may predict."

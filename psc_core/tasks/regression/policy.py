@@ -9,7 +9,7 @@ from pydantic import Field
 from psc_core.tasks.policy import Alpha, BasePolicy, Coverage
 
 MaxWidth = Annotated[
-    float, Field(gt=0, description="Uncertain where the interval is wider than this, in the target's unit.")
+    float, Field(gt=0, description="`abstain_uncertain` where the interval is wider than this, in the target's unit.")
 ]
 
 
