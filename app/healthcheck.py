@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import ssl
 import sys
-import urllib.request
 from typing import Final
+from urllib.request import HTTPSHandler, ProxyHandler, build_opener
 
 DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = "8000"
@@ -29,8 +29,10 @@ def is_ready() -> bool:
     # Kubernetes sets PSC_PORT=tcp://… for a service named psc, and the service then takes its default.
     port = port if port.isdigit() else DEFAULT_PORT
     url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/readyz"
+    # No proxy, which the environment may name for the service's own requests: it would answer for itself.
+    opener = build_opener(ProxyHandler({}), HTTPSHandler(context=context))
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS, context=context) as answer:
+        with opener.open(url, timeout=TIMEOUT_SECONDS) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False

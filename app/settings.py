@@ -34,10 +34,19 @@ _DECISIONS: Final = (
 )
 """The decisions that ``log_images`` may name."""
 
+MAX_DECODE_THREADS: Final = 16
+"""The maximum number of threads that decode images where ``decode_threads`` is unset."""
+
 _LOG_FRACTION: Final = 0.2
 """The fraction of ``drain_seconds`` that is kept for the prediction log."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def _threshold(declared: Any) -> Any:
+    """Return the field for a threshold of a policy, with the description that the policy's own field has."""
+    (field,) = declared.__metadata__
+    return Field(default=None, description=f"{field.description.removesuffix('.')}; unset: the bundle's own.")
 
 
 class Settings(BaseSettings):
@@ -116,7 +125,10 @@ class Settings(BaseSettings):
         "prediction log, if there is one.",
     )
     decode_threads: int | None = Field(
-        default=None, ge=1, le=1024, description="Threads that decode images; unset: one per CPU, at most 16."
+        default=None,
+        ge=1,
+        le=1024,
+        description=f"Threads that decode images; unset: one per CPU, at most {MAX_DECODE_THREADS}.",
     )
     inline_decode_bytes: int = Field(
         default=16 * 1024,
@@ -166,18 +178,10 @@ class Settings(BaseSettings):
         "keeps one, or requests sent at that very moment are lost.",
     )
 
-    alpha: Alpha | None = Field(default=None, description="`is_ood` when p ≤ alpha; unset: the bundle's own.")
-    ambiguity_threshold: AmbiguityThreshold | None = Field(
-        default=None, description="`abstain_ambiguous` above this predictive entropy, nats; unset: the bundle's own."
-    )
-    max_width: MaxWidth | None = Field(
-        default=None,
-        description="For regressions: `abstain_uncertain` if the interval is wider, in the target's unit; unset: the "
-        "bundle's own.",
-    )
-    coverage: Coverage | None = Field(
-        default=None, description="Coverage of `prediction_set`, or of intervals; unset: the bundle's own."
-    )
+    alpha: Alpha | None = _threshold(Alpha)
+    ambiguity_threshold: AmbiguityThreshold | None = _threshold(AmbiguityThreshold)
+    max_width: MaxWidth | None = _threshold(MaxWidth)
+    coverage: Coverage | None = _threshold(Coverage)
 
     api_keys: Keys = Field(
         default=(), description="Keys that may predict, separated by commas; empty: anyone may predict."

@@ -11,7 +11,7 @@ from psc_core.tasks.classification.task import Classification
 from psc_core.tasks.decide import BaseThresholds
 from psc_core.tasks.outputs import FloatArray, Outputs
 from psc_core.tasks.regression import decide as regression
-from psc_core.tasks.regression.policy import ValuePolicy
+from psc_core.tasks.regression.policy import RegressionPolicy
 from psc_core.tasks.regression.task import Regression
 from psc_core.tasks.task import Task
 
@@ -19,7 +19,7 @@ CLASSES = ("a", "b", "c")
 ONE_OF_EACH: dict[str, tuple[Task, BaseThresholds]] = {
     "regression": (
         Regression(target=Target(name="angle", unit="degrees")),
-        regression.Thresholds(ValuePolicy(alpha=0.05, max_width=2.0, coverage=0.9), 0.05, 2.0),
+        regression.Thresholds(RegressionPolicy(alpha=0.05, max_width=2.0, coverage=0.9), 0.05, 2.0),
     ),
     "classification": (
         Classification(),

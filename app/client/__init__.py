@@ -19,7 +19,7 @@ from psc_core.tasks.answer import ModelRef, Response
 from psc_core.tasks.classification.answer import ImagePrediction, PredictResponse
 from psc_core.tasks.classification.policy import Policy
 from psc_core.tasks.regression.answer import ValuePrediction, ValueResponse
-from psc_core.tasks.regression.policy import ValuePolicy
+from psc_core.tasks.regression.policy import RegressionPolicy
 
 __all__ = [
     "DEFAULT_URL",
@@ -39,13 +39,13 @@ __all__ = [
     "PredictResponse",
     "ProblemError",
     "Refused",
+    "RegressionPolicy",
     "Response",
     "Retry",
     "ServerFailed",
     "Target",
     "Unavailable",
     "ValueOptions",
-    "ValuePolicy",
     "ValuePrediction",
     "ValueResponse",
 ]

@@ -104,11 +104,6 @@ class Batcher:
         """The number of images reserved or queued."""
         return sum([ring.n_pending for ring in self._rings.values()])
 
-    @property
-    def idle(self) -> bool:
-        """Whether every request has finished."""
-        return not self._live
-
     def check(self, count: int, *, now: float, deadline: float, mode: RequestMode = RequestMode.PREDICT) -> None:
         """Refuse, before its body is read, a request that :meth:`reserve` would refuse.
 

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from app.errors import ImageRefused, NotReady, TooManyPixels
+from app.inference.arrivals import Arrivals
 from app.inference.batcher import Batcher
 from app.inference.decoder import Decoder, EncodedImage
 from app.inference.queue import RequestQueue
@@ -91,9 +92,7 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._started: asyncio.Future[None] = self._loop.create_future()
-        self._inline = False
-        self._arrivals: list[tuple[QueuedRequest, Images]] = []
-        self._watched: dict[QueuedRequest, Callable[[], bool]] = {}
+        self._waiting: dict[QueuedRequest, Callable[[], bool] | None] = {}
         self._queue = RequestQueue(batcher, self._deliver)
         self._worker = DeviceWorker(
             self._queue,
@@ -102,6 +101,7 @@ class Engine:
             name=f"psc-device-{name}",
             may_run_inline=batcher.max_delay_s == 0,
         )
+        self._arrivals = Arrivals(self._loop, self._queue, self._worker)
 
     @property
     def pending(self) -> int:
@@ -171,11 +171,10 @@ class Engine:
         with self._queue as batcher:
             request = batcher.reserve(len(images), now=now, deadline=now + self._deadline_s, mode=mode, waiter=done)
         if isinstance(images, np.ndarray):
-            self._arrive(request, images)
+            self._arrivals.add(request, images)
         else:
             self._decode(request, images)
-        if disconnected is not None:
-            self._watched[request] = disconnected
+        self._waiting[request] = disconnected
         try:
             return await done
         except asyncio.CancelledError:
@@ -184,7 +183,7 @@ class Engine:
                 batcher.cancel(request)
             raise
         finally:
-            self._watched.pop(request, None)
+            del self._waiting[request]
 
     # The events of worker.WorkerEvents, which come on the worker's thread.
 
@@ -201,7 +200,7 @@ class Engine:
 
     def sweep(self) -> None:
         """Fail requests past their deadline and drop those whose clients left; to be called a few times a second."""
-        left = [request for request, disconnected in self._watched.items() if disconnected()]
+        left = [request for request, disconnected in self._waiting.items() if disconnected and disconnected()]
         with self._queue as batcher:
             for request in left:
                 batcher.cancel(request)
@@ -218,7 +217,8 @@ class Engine:
         """Finish the admitted requests, fail those left after ``within_s`` seconds, and end the thread."""
         self.stop_admitting("the model is shutting down; try again")
         end = time.monotonic() + within_s
-        while self._busy() and time.monotonic() < end:
+        # The handlers and not the queue, which is empty while the last answers are still on their way to the loop.
+        while self._waiting and time.monotonic() < end:
             self.sweep()
             await asyncio.sleep(0.01)
         with self._queue as batcher:
@@ -226,14 +226,10 @@ class Engine:
         self._queue.stop()
         end = time.monotonic() + min(5.0, max(0.1, end - time.monotonic()))
         # Polled and not joined: the join would need a thread, and if the device hangs, that thread keeps this model.
-        while self._worker.alive and time.monotonic() < end:
+        while (self._worker.alive or self._waiting) and time.monotonic() < end:
             await asyncio.sleep(0.01)
         if self.phase is not Phase.FAILED:
             self.phase = Phase.CLOSED
-
-    def _busy(self) -> bool:
-        with self._queue as batcher:
-            return not batcher.idle
 
     def _check_warm(self) -> None:
         if self.phase is Phase.WARMING:
@@ -245,9 +241,9 @@ class Engine:
         def on_done(decoded: Images, error: Exception | None) -> None:
             self._observer.decoded(time.monotonic() - began)
             if error is None:
-                # This runs on a decode thread; only the loop touches arrivals, which therefore need no lock.
-                if self._inline:
-                    self._call_on_loop(self._arrive, request, decoded)
+                # This runs on a decode thread.
+                if self._arrivals.inline:
+                    self._call_on_loop(self._arrivals.add, request, decoded)
                 else:
                     self._queue.put([(request, decoded)])
                 return
@@ -263,31 +259,9 @@ class Engine:
                 self._decoder.decode_later(images, is_wanted=is_wanted, on_done=on_done)
             else:
                 self._observer.decoded(time.monotonic() - began)
-                self._arrive(request, decoded)
+                self._arrivals.add(request, decoded)
         except Exception as error:
             self._fail(request, error)
-
-    def _arrive(self, request: QueuedRequest, images: Images) -> None:
-        if not self._arrivals:
-            # Once per turn of the loop, so that all its arrivals cost one lock and one wake-up of the device thread.
-            self._loop.call_soon(self._put_arrivals)
-        self._arrivals.append((request, images))
-
-    def _put_arrivals(self) -> None:
-        arrivals, self._arrivals = self._arrivals, []
-        self._queue.put(arrivals)
-        if self._inline:
-            with self._queue as batcher:
-                full = batcher.pending >= batcher.max_batch
-            if full:
-                self._worker.run_due()
-            else:
-                self._loop.call_soon(self._run_unless_more_came)
-
-    def _run_unless_more_came(self) -> None:
-        """Compute the queued requests, unless the last turn of the loop brought more, which make a fuller batch."""
-        if not self._arrivals:
-            self._worker.run_due()
 
     def _fail(self, request: QueuedRequest, error: Exception) -> None:
         with self._queue as batcher:
@@ -320,7 +294,7 @@ class Engine:
             logger.debug("the event loop is closed; nobody waits for %s", action)
 
     def _ready(self, inline: bool) -> None:
-        self._inline = inline
+        self._arrivals.inline = inline
         # An engine that was told to drain while its thread warmed up goes on draining.
         if self.phase is Phase.WARMING:
             self.phase = Phase.READY

@@ -26,7 +26,7 @@ from app.memory import MemoryBudget
 from app.observability.drift import DriftMonitor
 from app.observability.metrics import Metrics
 from app.observability.recorder import ModelRecorder
-from app.settings import Settings
+from app.settings import MAX_DECODE_THREADS, Settings
 from app.tasks.base import ServedTask, served_task
 from psc_core.errors import BundleError, NetworkError, UsageError
 from psc_core.images.preprocess import Preprocess
@@ -139,7 +139,7 @@ class ModelStarter:
         self._memory = memory
         self._log = log
         self._threads = TorchThreads(settings.threads or torch.get_num_threads(), settings.threads or 1)
-        self._decode_threads = settings.decode_threads or min(16, len(os.sched_getaffinity(0)))
+        self._decode_threads = settings.decode_threads or min(MAX_DECODE_THREADS, len(os.sched_getaffinity(0)))
         self._pool = ThreadPoolExecutor(self._decode_threads, thread_name_prefix="psc-decode")
 
     async def start(self, name: str, model: FittedModel) -> ServedModel:

@@ -10,6 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from app.tasks.query import PredictQuery
+from psc_core.maps.picture import map_document
+from psc_core.model.base import FittedModel
+from psc_core.model.pipeline import MAP
 from psc_core.tasks import TASKS, module_of
 from psc_core.tasks.decide import AnyDecisions
 from psc_core.tasks.outputs import FloatArray, Outputs
@@ -37,15 +40,28 @@ class ServedTask(Generic[AnyDecisions]):
     def documents(
         self, outputs: Outputs[FloatArray], decisions: AnyDecisions, classes: Sequence[str], **options: int
     ) -> list[dict[str, Any]]:
-        """Return one answer for each image, in a form that orjson can write.
+        """Return one answer for each image, in a form that orjson can write, see :meth:`.BaseDecisions.columns`."""
+        columns = decisions.columns(outputs, classes, **options)
+        # Not strict: past the end of each array, numpy would raise an IndexError, which takes a microsecond.
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=False)]
+
+    def explained(self, model: FittedModel, explanation: Mapping[str, npt.NDArray[Any]]) -> list[dict[str, Any]]:
+        """Return the :meth:`explanations`, with thumbnails of the nearest training images and maps where there are any.
 
         Args:
-            outputs: The finite outputs for the images.
-            decisions: The decisions on the same images.
-            classes: The classes of the model.
-            options: The parameters of :attr:`query` that belong to the task and are no thresholds.
+            model: The model that answered.
+            explanation: The arrays by name, whose first axis is the images.
         """
-        raise NotImplementedError
+        documents = self.explanations(explanation, model.classes, model.head_layers)
+        thumbnails, layer_map = model.pipeline.thumbnails, model.pipeline.map
+        if thumbnails is not None:
+            nearest = zip(explanation["nearest_kept"], explanation["nearest_distance"], strict=True)
+            for document, (kept, distances) in zip(documents, nearest, strict=True):
+                document["nearest"] = thumbnails.documents(kept, distances, model.classes)
+        if layer_map is not None and MAP in explanation:
+            for document, grey in zip(documents, explanation[MAP], strict=True):
+                document["map"] = map_document(layer_map.layer, grey)
+        return documents
 
     def explanations(
         self, explanation: Mapping[str, npt.NDArray[Any]], classes: Sequence[str], layers: Sequence[str]
@@ -102,15 +118,3 @@ def unusual_components(deviation: FloatArray) -> list[dict[str, Any]]:
     """Return the components along which one image deviates most, for an explanation."""
     unusual = np.argsort(-np.abs(deviation), kind="stable")[:UNUSUAL_COMPONENTS].tolist()
     return [{"component": component, "deviation": float(deviation[component])} for component in unusual]
-
-
-def score_members(outputs: Outputs[FloatArray]) -> list[dict[str, Any]]:
-    """Return the scores of each image's answer."""
-    return [dict(zip(outputs.scores, row, strict=False)) for row in outputs.packed]
-
-
-def gate_members(outputs: Outputs[FloatArray]) -> list[dict[str, Any]]:
-    """Return the member ``gates`` of each image's answer; no member for a model without gates."""
-    if not outputs.gates:
-        return [{}] * len(outputs)
-    return [{GATES_OUTPUT: dict(zip(outputs.gates, p_values, strict=True))} for p_values in outputs.gate_p_values]

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from app.tasks.base import GATES_OUTPUT, Datatype, ServedTask, gate_members, score_members, unusual_components
+from app.tasks.base import GATES_OUTPUT, Datatype, ServedTask, unusual_components
 from app.tasks.query import PredictQuery
-from psc_core.tasks.classification.answer import DECISIONS, SCORES
+from psc_core.tasks.classification.answer import SCORES
 from psc_core.tasks.classification.decide import Decisions
 from psc_core.tasks.classification.policy import AmbiguityThreshold
 from psc_core.tasks.outputs import FloatArray, Outputs
@@ -43,38 +43,6 @@ class ServedClassification(ServedTask[Decisions]):
         "class_index": "INT64",
     }
     query = ClassQuery
-
-    def documents(
-        self,
-        outputs: Outputs[FloatArray],
-        decisions: Decisions,
-        classes: Sequence[str],
-        *,
-        top_k: int | None = None,
-        **options: int,
-    ) -> list[dict[str, Any]]:
-        """Return one ``ImagePrediction`` for each image, with its ``top_k`` classes if that is given."""
-        probabilities = np.ascontiguousarray(outputs.probabilities)
-        scores, gates, documents = score_members(outputs), gate_members(outputs), []
-        for image, class_index in enumerate(decisions.class_index.tolist()):
-            documents.append(
-                {
-                    "label": classes[class_index],
-                    "class_index": class_index,
-                    "confidence": decisions.confidence[image],
-                    **(
-                        {"probabilities": probabilities[image]}
-                        if top_k is None
-                        else {"top": _most_probable(probabilities[image], classes, top_k)}
-                    ),
-                    **scores[image],
-                    **gates[image],
-                    "is_ood": bool(decisions.is_ood[image]),
-                    "decision": DECISIONS[decisions.decision[image]],
-                    "prediction_set": [classes[k] for k in decisions.prediction_set[image].nonzero()[0].tolist()],
-                }
-            )
-        return documents
 
     def explanations(
         self, explanation: Mapping[str, npt.NDArray[Any]], classes: Sequence[str], layers: Sequence[str]
@@ -113,8 +81,3 @@ class ServedClassification(ServedTask[Decisions]):
 
 
 SERVED: Final = ServedClassification
-
-
-def _most_probable(probabilities: FloatArray, classes: Sequence[str], count: int) -> list[dict[str, Any]]:
-    best = np.argsort(-probabilities, kind="stable")[:count].tolist()
-    return [{"label": classes[k], "probability": probabilities[k]} for k in best]

@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from app.tasks.base import GATES_OUTPUT, Datatype, ServedTask, gate_members, score_members, unusual_components
+from app.tasks.base import GATES_OUTPUT, Datatype, ServedTask, unusual_components
 from app.tasks.query import PredictQuery
-from psc_core.tasks.outputs import FloatArray, Outputs
-from psc_core.tasks.regression.answer import DECISIONS, SCORES
+from psc_core.tasks.regression.answer import SCORES
 from psc_core.tasks.regression.decide import Decisions
 from psc_core.tasks.regression.policy import MaxWidth
 from psc_core.tasks.regression.task import Regression
@@ -39,22 +38,6 @@ class ServedRegression(ServedTask[Decisions]):
         "is_ood": "BOOL",
     }
     query = ValueQuery
-
-    def documents(
-        self, outputs: Outputs[FloatArray], decisions: Decisions, classes: Sequence[str], **options: int
-    ) -> list[dict[str, Any]]:
-        """Return one ``ValuePrediction`` for each image."""
-        return [
-            {
-                **scores,
-                "lower": decisions.lower[image],
-                "upper": decisions.upper[image],
-                **gates,
-                "is_ood": bool(decisions.is_ood[image]),
-                "decision": DECISIONS[decisions.decision[image]],
-            }
-            for image, (scores, gates) in enumerate(zip(score_members(outputs), gate_members(outputs), strict=True))
-        ]
 
     def explanations(
         self, explanation: Mapping[str, npt.NDArray[Any]], classes: Sequence[str], layers: Sequence[str]

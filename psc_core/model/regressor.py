@@ -9,7 +9,7 @@ from psc_core.images.loader_preprocessing import LoaderPreprocessing
 from psc_core.model.base import FittedModel
 from psc_core.target import Target
 from psc_core.tasks.regression.calibration import Calibration
-from psc_core.tasks.regression.policy import ValuePolicy
+from psc_core.tasks.regression.policy import RegressionPolicy
 from psc_core.tasks.regression.task import Regression
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class PSCRegressor(FittedModel):
 
     task: Regression
     calibration: Calibration = field(repr=False)
-    policy: ValuePolicy  # the default thresholds
+    policy: RegressionPolicy  # the default thresholds
 
     @property
     def target(self) -> Target:

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
-import torch
 from pydantic import BaseModel
 
 from psc_core.errors import UsageError
@@ -25,8 +24,10 @@ Columns = dict[str, list[Any]]
 
 
 def columns_of(prediction: BasePrediction, task: Task) -> Columns:
-    values = {name: prediction.column(name) for name in task.columns()}
-    return {name: each.tolist() if isinstance(each, torch.Tensor) else list(each) for name, each in values.items()}
+    """Return the columns of the model's task, null where its answers have no such field."""
+    same = {name: [value] * len(prediction) for name, value in task.model_dump().items()}
+    found = {**same, **prediction.columns()}
+    return {name: found.get(name, [None] * len(prediction)) for name in task.columns()}
 
 
 def merge(names: Sequence[str], errors: Sequence[str | None], scored: Columns) -> Columns:

@@ -5,7 +5,7 @@ Every folder has the same files, in the order in which an image meets them:
 =================== ===============================================================================================
 ``answer``          the fields of an answer, each declared once, with unit and meaning
 ``policy``          the thresholds that a user sets
-``decide``          thresholds, and the decisions that they make of outputs
+``decide``          thresholds, the decisions that they make of outputs, and the fields' values
 ``calibration``     the scores of calibration images, and the thresholds that a policy implies on them
 ``prediction``      what ``predict`` returns in Python
 ``task``            the :class:`.task.Task`: its names, its types, and how it does what every task does

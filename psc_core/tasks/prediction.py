@@ -14,7 +14,7 @@ from torch import Tensor
 
 from psc_core.errors import needs
 from psc_core.tables import aligned
-from psc_core.tasks.answer import ASKED_FOR, BaseAnswer
+from psc_core.tasks.answer import BaseAnswer
 from psc_core.tasks.decide import BaseDecisions
 from psc_core.tasks.outputs import Outputs
 
@@ -43,7 +43,6 @@ class BasePrediction:
     """
 
     answer: ClassVar[type[BaseAnswer]]
-    decision_names: ClassVar[tuple[str, ...]]
 
     outputs: Outputs[Tensor]
     decisions: BaseDecisions
@@ -89,21 +88,16 @@ class BasePrediction:
     @property
     def decision(self) -> tuple[str, ...]:
         """The name of each image's decision."""
-        return tuple(self.decision_names[code] for code in self.decisions.decision.tolist())
+        return tuple(self.decisions.decision_names[code] for code in self.decisions.decision.tolist())
 
-    def column(self, field: str) -> Sequence[Any] | Tensor:
-        """Return a field of the task's answer for every image, as :mod:`psc_core.scoring` writes it."""
-        if field == "gates":
-            rows = zip(*(p_values.tolist() for p_values in self.gates.values()), strict=True)
-            return [dict(zip(self.gates, row, strict=True)) for row in rows] or [None] * len(self)
-        values: Sequence[Any] | Tensor = getattr(self, field)
-        return values
+    def columns(self) -> dict[str, list[Any]]:
+        """Return the fields of the task's answer by name, each with a value of JSON types for every image."""
+        return {name: _listed(column) for name, column in self._columns().items()}
 
     def to_dict(self) -> list[dict[str, Any]]:
         """Return a dictionary for each image, of JSON types: the answer of ``POST /predict`` for it."""
-        names = [name for name in self._fields() if name != "gates" or self.outputs.gates]
-        columns = (_listed(self.column(name)) for name in names)
-        return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+        columns = self.columns()
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def to_pandas(self) -> DataFrame:
         """Return a table with a row for each image and a column for each field, ``gates.NAME`` for each gate.
@@ -112,24 +106,25 @@ class BasePrediction:
             UsageError: If pandas is not installed.
         """
         pandas = needs("to_pandas", "pandas", "pandas")
-        columns: dict[str, Any] = {}
-        for name in self._fields():
+        cells: dict[str, Any] = {}
+        for name, column in self._columns().items():
             if name == "gates":
-                columns |= {f"gates.{gate}": p_values.numpy() for gate, p_values in self.gates.items()}
+                cells |= {f"gates.{gate}": p_values.numpy() for gate, p_values in self.gates.items()}
             else:
-                columns[name] = _cells(self.column(name))
-        table: DataFrame = pandas.DataFrame(columns)
+                cells[name] = column if getattr(column, "ndim", 1) == 1 else column.tolist()
+        table: DataFrame = pandas.DataFrame(cells)
         return table
 
-    @classmethod
-    def _fields(cls) -> list[str]:
-        """Return the fields of an answer except those that a request asks for."""
-        return [name for name in cls.answer.model_fields if name not in ASKED_FOR]
+    def _columns(self) -> dict[str, Any]:
+        """Return the fields of the task's answer by name, in the order of their declaration."""
+        outputs = Outputs(self.outputs.packed.numpy(), self.outputs.scores, self.outputs.gates)
+        columns = self.decisions.columns(outputs, self.classes)
+        return {name: columns[name] for name in self.answer.model_fields if name in columns}
 
     def __repr__(self) -> str:
         """Return a line for all images and a table of the first ones."""
         counts = Counter(self.decision)
-        counted = ", ".join(f"{counts[name]} {name}" for name in self.decision_names if counts[name])
+        counted = ", ".join(f"{counts[name]} {name}" for name in self.decisions.decision_names if counts[name])
         title = f"{type(self).__name__} for {len(self)} image{'s' * (len(self) != 1)}{': ' * bool(counted)}{counted}"
         rows = [self.answer.model_validate(row).cells() for row in self[:SHOWN].to_dict()]
         if not rows:
@@ -139,16 +134,15 @@ class BasePrediction:
         return "\n".join([title, *aligned(table, left=()), *more])
 
 
-def _listed(column: Sequence[Any] | Tensor) -> list[Any]:
+def _listed(column: Any) -> list[Any]:
     """Return the cells of a column as JSON types."""
-    if isinstance(column, Tensor):
+    if isinstance(column, np.ndarray):
         listed: list[Any] = column.tolist()
         return listed
-    return [list(cell) if isinstance(cell, tuple) else cell for cell in column]
+    return [_plain(cell) for cell in column]
 
 
-def _cells(column: Sequence[Any] | Tensor) -> Any:
-    """Return a column of a table: an array of numbers, or a list of the values of each image."""
-    if isinstance(column, Tensor):
-        return column.numpy() if column.ndim == 1 else column.tolist()
-    return list(column)
+def _plain(cell: Any) -> Any:
+    if isinstance(cell, dict):
+        return {name: float(number) for name, number in cell.items()}
+    return list(cell) if isinstance(cell, tuple) else cell

@@ -122,8 +122,9 @@ class Task(BaseModel):
         return get_args(self.answer.model_fields["decision"].annotation)
 
     def columns(self) -> dict[str, Any]:
-        """Return the types of the columns that ``psc-score`` writes: an answer's fields except those on request."""
-        return {name: field.annotation for name, field in self.answer.model_fields.items() if name not in ASKED_FOR}
+        """Return the types of the columns that ``psc-score`` writes: own fields, and an answer's except on request."""
+        found = {**type(self).model_fields, **self.answer.model_fields}
+        return {name: field.annotation for name, field in found.items() if name not in ASKED_FOR}
 
     def difference(self, outputs: Outputs[Tensor], other: Outputs[Tensor]) -> tuple[str, Tensor]:
         """Return the name of the predicted quantity, and the difference in it of two outputs for the same images.

@@ -25,7 +25,7 @@ from psc_core.tasks.classification.task import Classification
 from psc_core.tasks.outputs import Matrix, Outputs, pack
 from psc_core.tasks.regression.answer import SCORES as VALUE_SCORES
 from psc_core.tasks.regression.calibration import Calibration as ValueCalibration
-from psc_core.tasks.regression.policy import ValuePolicy
+from psc_core.tasks.regression.policy import RegressionPolicy
 from psc_core.tasks.regression.task import Regression
 from psc_core.tasks.task import Task
 from psc_core.thumbnails.thumbnails import Thumbnails
@@ -228,7 +228,7 @@ class FakeValueModel(FakeModel):
     """The same of a regression."""
 
     pipeline: FakePipeline = field(default_factory=FakeValuePipeline)
-    policy: Any = field(default_factory=lambda: ValuePolicy(alpha=0.2, max_width=14.0, coverage=0.9))
+    policy: Any = field(default_factory=lambda: RegressionPolicy(alpha=0.2, max_width=14.0, coverage=0.9))
     task: Task = field(default_factory=lambda: Regression(target=Target(name="brightness", unit="%")))
     head_layers: tuple[str, ...] = ("layer3", "layer1")
     score_names: tuple[str, ...] = VALUE_SCORES

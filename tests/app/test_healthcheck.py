@@ -35,14 +35,14 @@ def test_follows_readiness() -> None:
 def test_asks_at_the_port_that_the_service_takes(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def refuse(url: str, **_: object) -> None:
+    def refuse(_: object, url: str, **__: object) -> None:
         asked.append(url)
         raise ConnectionRefusedError
 
     monkeypatch.setenv("PSC_PORT", value)
     monkeypatch.delenv("PSC_HOST", raising=False)
     monkeypatch.delenv("PSC_TLS_CERTIFICATE", raising=False)
-    monkeypatch.setattr("urllib.request.urlopen", refuse)
+    monkeypatch.setattr("urllib.request.OpenerDirector.open", refuse)
     assert not is_ready()
     assert asked == [f"http://{load_settings().host}:{load_settings().port}/readyz"]
 
@@ -71,6 +71,16 @@ def test_asks_at_the_address_that_the_service_listens_on(host: str, monkeypatch:
             monkeypatch.setenv("PSC_PORT", str(port))
             monkeypatch.delenv("PSC_TLS_CERTIFICATE", raising=False)
             assert is_ready()
+        finally:
+            server.shutdown()
+
+
+def test_asks_no_proxy() -> None:
+    with HTTPServer(("127.0.0.1", 0), Ready) as server:
+        Thread(target=server.serve_forever).start()
+        try:
+            proxies = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")
+            assert healthcheck(PSC_PORT=str(server.server_port), no_proxy="", NO_PROXY="", **proxies) == 0
         finally:
             server.shutdown()
 

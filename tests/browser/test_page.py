@@ -26,7 +26,7 @@ from psc_core.tasks.outputs import Outputs
 from psc_core.tasks.regression.answer import DECISIONS
 from psc_core.tasks.regression.answer import SCORES as VALUE_SCORES
 from psc_core.tasks.regression.decide import Thresholds
-from psc_core.tasks.regression.policy import ValuePolicy
+from psc_core.tasks.regression.policy import RegressionPolicy
 from tests.app.fakes import (
     FakeModel,
     FakePipeline,
@@ -358,7 +358,7 @@ def test_measures_an_interval_as_the_service_does(page: Driver) -> None:
     columns[:, VALUE_SCORES.index("mean")] = 1e6 + rng.uniform(0, 1e3, 200)
     columns[:, VALUE_SCORES.index("aleatoric")] = rng.uniform(0.05, 0.2, 200)
     columns[:, VALUE_SCORES.index("ood_p_value")] = 1
-    policy = ValuePolicy(alpha=0.1, max_width=0.25, coverage=0.9)
+    policy = RegressionPolicy(alpha=0.1, max_width=0.25, coverage=0.9)
     decided_here = Thresholds(policy, 0.1, 1.0).decide(Outputs(columns, VALUE_SCORES, ()))
     predictions = [
         {"ood_p_value": 1, "lower": low, "upper": high}

@@ -10,10 +10,13 @@ export const DECISIONS = {
   accept: "✓ Accept",
 };
 
+// As in psc_core/rates.py.
+const RANK_ROUNDING = 1e-9;
+
 // p ≤ alpha, where p is one of 1/(n + 1), 2/(n + 1), …, so that rounding cannot matter.
 export function isOod(p, alpha, { calibration }) {
   const steps = calibration.images + 1;
-  return Math.round(p * steps) <= Math.floor(alpha * steps * (1 + 1e-12));
+  return Math.round(p * steps) <= Math.floor(alpha * steps + RANK_ROUNDING);
 }
 
 // The service compares float32 numbers, of which JSON has the shortest decimals.

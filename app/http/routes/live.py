@@ -38,9 +38,14 @@ async def live(request: Request, name: str) -> RecentDocument:
     )
 
 
-@router.get("/models/{name}/examples", summary="Images to try")
+@router.get(
+    "/models/{name}/examples",
+    summary="Images to try",
+    description=f"List the image files in the folder `{TRY_FOLDER}` of the bundle, at most {MAX_FILES} of at most "
+    f"{MAX_FILE_BYTES >> 20} MiB.",
+)
 async def examples(request: Request, name: str) -> ExamplesDocument:
-    """List the image files in the folder `examples` of the bundle, at most 12."""
+    """List a model's images to try."""
     service = service_to_predict(request)
     service.registry.get(name)
     return ExamplesDocument(files=sorted(example_files(service, name)))

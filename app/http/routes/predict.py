@@ -19,8 +19,6 @@ from app.models.served import Predicted, ServedModel
 from app.service import service_to_predict
 from app.tasks.base import served_type
 from app.tasks.query import PredictQuery
-from psc_core.maps.picture import map_document
-from psc_core.model.pipeline import MAP
 from psc_core.tasks import TASKS
 from psc_core.tasks.policy import BasePolicy
 from psc_core.tasks.task import task_types
@@ -92,17 +90,7 @@ def predict_response(served: ServedModel, policy: BasePolicy, predicted: Predict
     model, (outputs, decisions, explanation) = served.model, predicted
     predictions = served.task.documents(outputs, decisions, model.classes, **options)
     if explanation:
-        explained = served.task.explanations(explanation, model.classes, model.head_layers)
-        for prediction, more in zip(predictions, explained, strict=True):
-            prediction["explanation"] = more
-    thumbnails = model.pipeline.thumbnails
-    if explanation and thumbnails is not None:
-        found = zip(predictions, explanation["nearest_kept"], explanation["nearest_distance"], strict=True)
-        for prediction, nearest, distances in found:
-            prediction["explanation"]["nearest"] = thumbnails.documents(nearest, distances, model.classes)
-    layer_map = model.pipeline.map if MAP in explanation else None
-    if layer_map is not None:
-        for prediction, grey in zip(predictions, explanation[MAP], strict=True):
-            prediction["explanation"]["map"] = map_document(layer_map.layer, grey)
+        for prediction, explained in zip(predictions, served.task.explained(model, explanation), strict=True):
+            prediction["explanation"] = explained
     document = {**served.identity, "policy": policy.model_dump(), "predictions": predictions}
     return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from psc_core.tasks.regression.calibration import Calibration
-from psc_core.tasks.regression.policy import ValuePolicy
+from psc_core.tasks.regression.policy import RegressionPolicy
 from psc_core.tasks.regression.task import Regression
 
 LOSS: Final = 0.05
@@ -19,13 +19,15 @@ RECORDED: Final[Mapping[str, str]] = {"rmse": "rmse", "r2": "r2", "nll": "nll_na
 """The metrics that are shown without images, with their names in the manifest."""
 
 
-def limits_of(policy: ValuePolicy, calibration: Calibration, metrics: Mapping[str, Any]) -> dict[str, float | None]:
+def limits_of(
+    policy: RegressionPolicy, calibration: Calibration, metrics: Mapping[str, Any]
+) -> dict[str, float | None]:
     """Return the limits of decisions by the figure that shows them; None if no image is beyond."""
     width = policy.max_width
     return {"deviations": None if width is None else width / 2 / calibration.quantile(policy.coverage)}
 
 
-def policy_lines(task: Regression, policy: ValuePolicy, limits: Mapping[str, float | None]) -> list[str]:
+def policy_lines(task: Regression, policy: RegressionPolicy, limits: Mapping[str, float | None]) -> list[str]:
     """Return the meaning of the policy besides the alarm, one line each."""
     widest = "" if policy.max_width is None else f"{policy.max_width:g} {task.target.unit}".rstrip()
     return [

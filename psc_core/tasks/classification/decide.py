@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +21,39 @@ ACCEPT, ABSTAIN_AMBIGUOUS, ABSTAIN_OOD = range(len(DECISIONS))
 class Decisions(BaseDecisions):
     """The decisions of a classifier on n images."""
 
+    decision_names = DECISIONS
+
     class_index: npt.NDArray[np.int64]  # (n,) the most probable class
     confidence: FloatArray  # (n,) its probability
     prediction_set: npt.NDArray[np.bool_]  # (n, K) the classes in the set
 
     def labels(self, classes: Sequence[str]) -> list[str]:
-        return [classes[k] for k in self.class_index.tolist()]
+        return list(map(classes.__getitem__, self.class_index.tolist()))
+
+    def columns(
+        self, outputs: Outputs[FloatArray], classes: Sequence[str], *, top_k: int | None = None, **options: int
+    ) -> dict[str, Any]:
+        """Return the fields of the answers, with the ``top_k`` most probable classes if that is given."""
+        probabilities = np.ascontiguousarray(outputs.probabilities)
+        return {
+            "label": self.labels(classes),
+            "class_index": self.class_index,
+            "confidence": self.confidence,
+            **(
+                {"probabilities": probabilities}
+                if top_k is None
+                else {"top": [_most_probable(row, classes, top_k) for row in probabilities]}
+            ),
+            **super().columns(outputs, classes),
+            "prediction_set": [
+                tuple(map(classes.__getitem__, members.nonzero()[0].tolist())) for members in self.prediction_set
+            ],
+        }
+
+
+def _most_probable(probabilities: FloatArray, classes: Sequence[str], count: int) -> list[dict[str, Any]]:
+    best = np.argsort(-probabilities, kind="stable")[:count].tolist()
+    return [{"label": classes[k], "probability": probabilities[k]} for k in best]
 
 
 @dataclass(frozen=True)

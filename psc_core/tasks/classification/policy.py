@@ -22,7 +22,9 @@ def unreachable_entropy(num_classes: int) -> float:
     return 2.0 * math.log(num_classes)
 
 
-AmbiguityThreshold = Annotated[float, Field(ge=0, description="Ambiguous above this predictive entropy, nats.")]
+AmbiguityThreshold = Annotated[
+    float, Field(ge=0, description="`abstain_ambiguous` above this predictive entropy, nats.")
+]
 
 
 class Policy(BasePolicy):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from psc_core.tasks.classification.answer import DECISIONS, ImagePrediction
+from psc_core.tasks.classification.answer import ImagePrediction
 from psc_core.tasks.classification.decide import Decisions
 from psc_core.tasks.prediction import BasePrediction
 
@@ -33,7 +31,6 @@ class Prediction(BasePrediction):
     """
 
     answer = ImagePrediction
-    decision_names = DECISIONS
 
     decisions: Decisions
 
@@ -60,8 +57,4 @@ class Prediction(BasePrediction):
     @property
     def prediction_set(self) -> tuple[tuple[str, ...], ...]:
         """The set of classes that contains the true one with the bundle's coverage, for each image."""
-        sets = self.decisions.prediction_set
-        return tuple(tuple(self.classes[k] for k in members.nonzero()[0].tolist()) for members in sets)
-
-    def column(self, field: str) -> Sequence[Any] | Tensor:
-        return self.labels if field == "label" else super().column(field)
+        return tuple(self._columns()["prediction_set"])

@@ -22,7 +22,7 @@ from psc_core.tasks.answer import (
     UnusualComponent,
     scores_of,
 )
-from psc_core.tasks.regression.policy import ValuePolicy
+from psc_core.tasks.regression.policy import RegressionPolicy
 
 ValueDecision = Literal["accept", "abstain_uncertain", "abstain_ood"]
 
@@ -95,7 +95,7 @@ class ValueResponse(Response):
     noun: ClassVar[str] = "a number"
 
     target: Target = Field(description="What the numbers are.")
-    policy: ValuePolicy = Field(description="The thresholds that were used.")
+    policy: RegressionPolicy = Field(description="The thresholds that were used.")
     predictions: list[ValuePrediction]
 
 

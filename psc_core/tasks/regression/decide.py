@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from psc_core.tasks.decide import BaseDecisions, BaseThresholds
 from psc_core.tasks.outputs import FloatArray, Outputs
 from psc_core.tasks.regression.answer import DECISIONS
-from psc_core.tasks.regression.policy import ValuePolicy
+from psc_core.tasks.regression.policy import RegressionPolicy
 
 FINITE: Final = (np.finfo(np.float32).min, np.finfo(np.float32).max)
 
@@ -21,15 +22,21 @@ ACCEPT, ABSTAIN_UNCERTAIN, ABSTAIN_OOD = range(len(DECISIONS))
 class Decisions(BaseDecisions):
     """The decisions of a regression on n images."""
 
+    decision_names = DECISIONS
+
     lower: FloatArray  # (n,) ends of the interval, in the target's unit
     upper: FloatArray  # (n,)
+
+    def columns(self, outputs: Outputs[FloatArray], classes: Sequence[str], **options: int) -> dict[str, Any]:
+        first = dict.fromkeys(outputs.scores)  # The scores come before the interval; their values are the base's.
+        return {**first, "lower": self.lower, "upper": self.upper, **super().columns(outputs, classes)}
 
 
 @dataclass(frozen=True)
 class Thresholds(BaseThresholds):
     """A regression's thresholds; ``quantile`` is half the width of an interval, in standard deviations."""
 
-    policy: ValuePolicy
+    policy: RegressionPolicy
 
     def decide(self, outputs: Outputs[FloatArray]) -> Decisions:
         """Return the decisions on n images; an interval is as wide as its float32 ends are apart."""

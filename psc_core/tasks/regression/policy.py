@@ -9,11 +9,11 @@ from pydantic import Field
 from psc_core.tasks.policy import Alpha, BasePolicy, Coverage
 
 MaxWidth = Annotated[
-    float, Field(gt=0, description="Uncertain where the interval is wider than this, in the target's unit.")
+    float, Field(gt=0, description="`abstain_uncertain` where the interval is wider than this, in the target's unit.")
 ]
 
 
-class ValuePolicy(BasePolicy):
+class RegressionPolicy(BasePolicy):
     """Decision thresholds of a regression."""
 
     alpha: Alpha

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from psc_core.target import Target
 from psc_core.tasks.prediction import BasePrediction
-from psc_core.tasks.regression.answer import DECISIONS, ValuePrediction
+from psc_core.tasks.regression.answer import ValuePrediction
 from psc_core.tasks.regression.decide import Decisions
 
 
@@ -23,7 +21,6 @@ class Prediction(BasePrediction):
     """
 
     answer = ValuePrediction
-    decision_names = DECISIONS
 
     decisions: Decisions
     target: Target
@@ -42,6 +39,3 @@ class Prediction(BasePrediction):
     def interval(self) -> Tensor:
         """``float32 (n, 2)`` both ends of the interval."""
         return torch.stack([self.lower, self.upper], dim=1)
-
-    def column(self, field: str) -> Sequence[Any] | Tensor:
-        return [self.target.model_dump()] * len(self) if field == "target" else super().column(field)

@@ -18,7 +18,7 @@ from psc_core.tasks.regression import NOUN, heads
 from psc_core.tasks.regression.answer import RESPONSE, ValuePrediction
 from psc_core.tasks.regression.calibration import Calibration
 from psc_core.tasks.regression.decide import ABSTAIN_OOD, ABSTAIN_UNCERTAIN
-from psc_core.tasks.regression.policy import ValuePolicy
+from psc_core.tasks.regression.policy import RegressionPolicy
 from psc_core.tasks.regression.prediction import Prediction
 from psc_core.tasks.task import Task
 
@@ -30,7 +30,7 @@ class Regression(Task):
     noun = NOUN
     response = RESPONSE
     answer = ValuePrediction
-    policy = ValuePolicy
+    policy = RegressionPolicy
     calibration = Calibration
     prediction_type = Prediction
     heads = heads.HEADS
@@ -75,9 +75,6 @@ class Regression(Task):
     def difference(self, outputs: Outputs[Tensor], other: Outputs[Tensor]) -> tuple[str, Tensor]:
         deviation = torch.hypot(outputs["aleatoric"], outputs["epistemic"])
         return "means", (outputs["mean"] - other["mean"]) / deviation
-
-    def columns(self) -> dict[str, Any]:
-        return {"target": Target, **super().columns()}
 
 
 TASK: Final = Regression

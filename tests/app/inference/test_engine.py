@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,22 +26,6 @@ from tests.app.inference.support import engine, stack
 from tests.app.support import until
 
 pytestmark = pytest.mark.anyio
-
-
-async def test_quick_step_waits_until_no_more_requests_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.inference.steps.eager.QUICK_SECONDS", 60.0)
-    async with engine(max_batch=8) as setup:
-
-        async def later(turns: int) -> None:
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            await setup.arrays(pixels(turns))
-
-        await asyncio.gather(*(later(turns) for turns in (0, 0, 1, 2, 20)))
-        assert setup.network.sizes == [4, 1]
-        setup.network.sizes.clear()
-        await asyncio.gather(*(later(turns) for turns in range(20)))
-        assert setup.network.sizes == [8, 8, 4]
 
 
 @pytest.mark.usefixtures("anywhere")
@@ -207,6 +192,21 @@ async def test_closing_finishes_what_was_admitted() -> None:
         assert [len(packed) for packed in answers] == [10] * 5
         await closing
         assert setup.engine.phase is Phase.CLOSED
+
+
+async def test_closing_waits_for_answers_on_their_way_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with engine() as setup:
+        on_their_way: list[tuple[Any, ...]] = []
+        monkeypatch.setattr(setup.engine, "_call_on_loop", lambda *call: on_their_way.append(call))
+        answer = asyncio.create_task(setup.arrays(pixels(1)))
+        await until(lambda: on_their_way)
+        closing = asyncio.create_task(setup.engine.close(within_s=60))
+        await asyncio.wait({closing}, timeout=0.2)  # Too long for an engine that does not wait, which is closed now.
+        assert not closing.done()
+        for action, *arguments in on_their_way:
+            action(*arguments)
+        await closing
+        assert answer.done() and len(await answer) == 1
 
 
 async def test_closing_gives_up_on_a_device_that_hangs() -> None:

@@ -12,7 +12,7 @@ from psc_core.target import Target
 from psc_core.tasks.outputs import Outputs
 from psc_core.tasks.regression.answer import SCORES, ValueExplanation, ValuePrediction
 from psc_core.tasks.regression.decide import Thresholds
-from psc_core.tasks.regression.policy import ValuePolicy
+from psc_core.tasks.regression.policy import RegressionPolicy
 from psc_core.tasks.regression.task import Regression
 
 SERVED = ServedRegression(Regression(target=Target(name="angle", unit="degrees")))
@@ -26,7 +26,7 @@ def read(documents: list[dict[str, Any]]) -> Any:
 
 def test_equals_the_naive_document() -> None:
     outputs = Outputs(np.array(ROWS, np.float32), SCORES, ("texture",))
-    policy = ValuePolicy(alpha=0.05, max_width=25.0, coverage=0.9)
+    policy = RegressionPolicy(alpha=0.05, max_width=25.0, coverage=0.9)
     decided = Thresholds(policy, 0.05, 2.0).decide(outputs)
     documents = read(SERVED.documents(outputs, decided, ("a", "b")))
     decisions = ("accept", "abstain_ood", "abstain_uncertain")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from psc_core.tasks import TASKS
+from psc_core.tasks.answer import ASKED_FOR
 from tests.tasks import CLASSES, ONE_OF_EACH, drawn
 
 
@@ -23,3 +24,23 @@ def test_decides_images_one_by_one(task: str, at: Any) -> None:
     for each in fields(decisions):
         assert getattr(some, each.name).tolist() == [getattr(decisions, each.name)[k].tolist() for k in positions]
     assert list(some.labels(CLASSES)) == [decisions.labels(CLASSES)[k] for k in positions]
+
+
+@pytest.mark.parametrize("gates", [(), ("texture", "kind")], ids=str)
+@pytest.mark.parametrize("task", TASKS)
+def test_gives_a_value_of_every_field_that_no_request_must_ask_for(task: str, gates: tuple[str, ...]) -> None:
+    of, thresholds = ONE_OF_EACH[task]
+    outputs = drawn(of, gates)
+    columns = thresholds.decide(outputs).columns(outputs, CLASSES)
+    assert {*columns} == {*of.answer.model_fields} - {*ASKED_FOR} - (set() if gates else {"gates"})
+    assert {len(column) for column in columns.values()} == {40}
+    assert all(np.array_equal(columns[name], outputs[name]) for name in outputs.scores)
+    if gates:
+        assert columns["gates"] == [dict(zip(gates, row, strict=True)) for row in outputs.gate_p_values]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_names_the_decisions_of_an_answer(task: str) -> None:
+    of, thresholds = ONE_OF_EACH[task]
+    decisions = thresholds.decide(drawn(of, ()))
+    assert decisions.decision_names == of.decision_names()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from psc_core.scoring.outputs import columns_of
 from psc_core.tasks import TASKS
 from psc_core.tasks.decide import BaseThresholds
 from psc_core.tasks.outputs import Outputs
@@ -35,7 +36,7 @@ def test_predictions_have_every_column(of_task: tuple[Task, BaseThresholds]) -> 
     prediction = task.prediction(packed, thresholds.decide(outputs), CLASSES)
     assert len(prediction) == 40 and {*prediction.decision} <= {*task.decision_names()}
     assert {*task.columns()} >= {*outputs.scores, "decision", "is_ood", "gates"}
-    assert all(len(prediction.column(name)) == 40 for name in task.columns())
+    assert all(len(column) == 40 for column in columns_of(prediction, task).values())
 
 
 def test_tells_predictions_apart(of_task: tuple[Task, BaseThresholds]) -> None:

@@ -25,7 +25,7 @@ from psc_core.tasks.regression.fit.bins import binned
 from psc_core.tasks.regression.fit.calibrate import fit_calibration
 from psc_core.tasks.regression.fit.head import fit_head
 from psc_core.tasks.regression.heads.base import RegressionHead
-from psc_core.tasks.regression.policy import ValuePolicy
+from psc_core.tasks.regression.policy import RegressionPolicy
 from psc_core.tasks.regression.task import Regression
 from psc_core.tasks.task import Task
 
@@ -95,7 +95,7 @@ class RegressionFit(TaskFit):
         values, mean = known_values(images.values), scored.scores["mean"]
         deviation = torch.hypot(scored.scores["aleatoric"], scored.scores["epistemic"])
         calibration = fit_calibration(ood_score, mean, deviation, values, weights)
-        policy = ValuePolicy(alpha=settings.alpha, max_width=settings.max_width, coverage=settings.coverage)
+        policy = RegressionPolicy(alpha=settings.alpha, max_width=settings.max_width, coverage=settings.coverage)
         if weights is not None:
             kept = thinned(weights)
             values, mean, deviation = values[kept], mean[kept], deviation[kept]

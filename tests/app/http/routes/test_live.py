@@ -9,6 +9,7 @@ import pytest
 from app.http.routes.live import MAX_FILE_BYTES, MAX_FILES
 from tests.app.fakes import FakeModel, png
 from tests.app.support import PNG, running
+from tests.conftest import ROOT
 
 pytestmark = pytest.mark.anyio
 
@@ -44,6 +45,14 @@ async def test_examples_are_the_images_in_the_bundle(tmp_path: Path) -> None:
         for number in range(20):
             (folder / f"c{number}.png").write_bytes(png(4))
         assert len((await app.client.get("/models/m/examples")).json()["files"]) == MAX_FILES
+
+
+async def test_documents_name_the_limits_of_examples() -> None:
+    async with running() as app:
+        operation = (await app.client.get("/openapi.json")).json()["paths"]["/models/{name}/examples"]["get"]
+    assert operation["description"].endswith(f"at most {MAX_FILES} of at most {MAX_FILE_BYTES >> 20} MiB.")
+    documented = (ROOT / "docs" / "service.md").read_text()
+    assert f"`examples` of the bundle, at most {MAX_FILES} of at most {MAX_FILE_BYTES >> 20} MiB |" in documented
 
 
 async def test_a_model_without_examples() -> None:

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from app.http.routes.page import SECURITY_HEADERS
+from psc_core.rates import RANK_ROUNDING
 from psc_core.tasks.classification.answer import PredictResponse
 from tests.app.support import running
 
@@ -35,6 +36,13 @@ async def test_headers_and_caching() -> None:
         redoc = await app.client.get("/redoc")
         assert (redoc.status_code, redoc.headers["location"]) == (307, "docs")
     assert "unsafe" not in SECURITY_HEADERS["Content-Security-Policy"]
+
+
+async def test_the_page_rounds_ranks_as_the_service_does() -> None:
+    async with running() as app:
+        text = (await app.client.get("/page/decide.js")).text
+    found = re.search(r"^const RANK_ROUNDING = (\S+);$", text, re.MULTILINE)
+    assert found is not None and float(found[1]) == RANK_ROUNDING
 
 
 async def test_the_example_is_an_answer_of_the_service() -> None:

@@ -10,7 +10,7 @@ import pytest
 from psc_core.bundle.io import read_bundle
 from psc_core.report.content import Content, Role
 from psc_core.report.facts import facts_of
-from psc_core.tasks.regression.policy import ValuePolicy
+from psc_core.tasks.regression.policy import RegressionPolicy
 from tests.psc_core.report.support import value_content, value_set
 
 
@@ -30,7 +30,7 @@ def test_an_interval_is_too_wide_above_a_deviation(angle_bundle: Path) -> None:
     manifest = read_bundle(angle_bundle).manifest
     found = facts_of(read_bundle(angle_bundle), value_content(manifest.version))
     assert found.limits == {"deviations": None}
-    policy = ValuePolicy(alpha=0.05, coverage=0.9, max_width=40.0)
+    policy = RegressionPolicy(alpha=0.05, coverage=0.9, max_width=40.0)
     limited = replace(found, manifest=manifest.model_copy(update={"policy": policy}))
     residuals = sorted(read_bundle(angle_bundle).parts["calibration"]["residuals"].tolist())
     rank = next(k for k in range(1, len(residuals) + 1) if k >= (len(residuals) + 1) * 0.9 - 1e-9)

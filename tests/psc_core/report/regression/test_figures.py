@@ -20,7 +20,7 @@ from psc_core.report.regression.sets import ValueSet
 from psc_core.target import Target
 from psc_core.tasks.regression.calibration import Calibration
 from psc_core.tasks.regression.fit.calibrate import fit_calibration
-from psc_core.tasks.regression.policy import ValuePolicy
+from psc_core.tasks.regression.policy import RegressionPolicy
 from tests.psc_core.report.support import value_set
 
 ANGLE = Target(name="angle", unit="degrees")
@@ -92,7 +92,7 @@ def test_deviations_have_the_limit_of_the_policy(angle_bundle: Path) -> None:
     bundle = read_bundle(angle_bundle)
     images = value_set("test", Role.TEST, [0.0] * 5)  # Deviations 1, 1.5, …, 3.
     deviations = Calibration.from_tensors(bundle.parts["calibration"]).quantile(0.9)
-    policy = ValuePolicy(alpha=0.05, coverage=0.9, max_width=2 * 1.75 * deviations)
+    policy = RegressionPolicy(alpha=0.05, coverage=0.9, max_width=2 * 1.75 * deviations)
     limited = Bundle(bundle.path, bundle.manifest.model_copy(update={"policy": policy}), bundle.parts)
     drawn = figures.draw(facts_of(limited, Content(bundle.manifest.version, (images,))))
     assert set(drawn) == {"deviations", "predictions", "coverage", "error-coverage"}

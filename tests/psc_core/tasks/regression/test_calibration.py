@@ -14,7 +14,7 @@ from psc_core.errors import BundleError, FitError, UsageError
 from psc_core.metrics.intervals import binomial_acceptance
 from psc_core.tasks.regression.calibration import Calibration
 from psc_core.tasks.regression.fit.calibrate import fit_calibration
-from psc_core.tasks.regression.policy import ValuePolicy
+from psc_core.tasks.regression.policy import RegressionPolicy
 
 
 def calibration(n: int, seed: int = 0) -> Calibration:
@@ -62,11 +62,11 @@ def test_intervals_hold_new_numbers_at_the_nominal_rate() -> None:
 
 def test_thresholds_of_a_policy() -> None:
     fitted = calibration(99)
-    thresholds = fitted.thresholds(ValuePolicy(alpha=0.05, max_width=3.0, coverage=0.9))
+    thresholds = fitted.thresholds(RegressionPolicy(alpha=0.05, max_width=3.0, coverage=0.9))
     assert thresholds.ood_p_value == pytest.approx(5.5 / 100)
     assert thresholds.quantile == fitted.quantile(0.9)
     with pytest.raises(UsageError, match="expected alpha"):
-        fitted.thresholds(ValuePolicy(alpha=0.001, max_width=None, coverage=0.9))
+        fitted.thresholds(RegressionPolicy(alpha=0.001, max_width=None, coverage=0.9))
 
 
 def test_survives_a_bundle() -> None:

@@ -8,7 +8,7 @@ import pytest
 from psc_core.tasks.outputs import Outputs
 from psc_core.tasks.regression.answer import DECISIONS, SCORES
 from psc_core.tasks.regression.decide import Thresholds
-from psc_core.tasks.regression.policy import ValuePolicy
+from psc_core.tasks.regression.policy import RegressionPolicy
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_the_policy_decides(limit: float | None, names: list[str]) -> None:
         "log_density": [0.0] * 4, "ood_score": [0.0] * 4, "ood_p_value": [0.9, 0.9, 0.05, 0.01],
     }  # fmt: skip
     outputs = Outputs(np.array([columns[name] for name in SCORES], np.float32).T, SCORES, ())
-    policy = ValuePolicy(alpha=0.05, max_width=limit, coverage=0.9)
+    policy = RegressionPolicy(alpha=0.05, max_width=limit, coverage=0.9)
     decisions = Thresholds(policy, float(np.float32(0.05)), 2.0).decide(outputs)
     assert [DECISIONS[code] for code in decisions.decision] == names
     assert decisions.lower.tolist() == [0.0, -24.0, -9.0, -199.0]
@@ -43,7 +43,7 @@ def test_an_interval_is_as_wide_as_its_ends_are_apart(mean: float, deviation: fl
     columns[:, SCORES.index("mean")] = mean * (1 + rng.uniform(0, 1e-3, 500))
     columns[:, SCORES.index("aleatoric")] = deviation * rng.uniform(0.9, 1.1, 500)
     columns[:, SCORES.index("ood_p_value")] = 1
-    policy = ValuePolicy(alpha=0.05, max_width=float(np.float32(2 * deviation)), coverage=0.9)
+    policy = RegressionPolicy(alpha=0.05, max_width=float(np.float32(2 * deviation)), coverage=0.9)
     decided = Thresholds(policy, 0.05, 1.0).decide(Outputs(columns, SCORES, ()))
     assert (decided.decision == (decided.upper - decided.lower > np.float32(2 * deviation))).all()
     assert set(decided.decision.tolist()) == {0, 1}
@@ -51,7 +51,7 @@ def test_an_interval_is_as_wide_as_its_ends_are_apart(mean: float, deviation: fl
 
 def test_a_limit_may_be_beyond_every_float32() -> None:
     columns = np.ones((2, len(SCORES)), np.float32)
-    policy = ValuePolicy(alpha=0.05, max_width=1e300, coverage=0.9)
+    policy = RegressionPolicy(alpha=0.05, max_width=1e300, coverage=0.9)
     assert Thresholds(policy, 0.05, 1.0).decide(Outputs(columns, SCORES, ())).decision.tolist() == [0, 0]
 
 
@@ -59,7 +59,7 @@ def test_an_interval_beyond_every_float32_ends_at_the_last() -> None:
     columns = np.zeros((1, len(SCORES)), np.float32)
     columns[:, SCORES.index("aleatoric")] = 1e30
     columns[:, SCORES.index("ood_p_value")] = 1
-    policy = ValuePolicy(alpha=0.05, max_width=None, coverage=0.9)
+    policy = RegressionPolicy(alpha=0.05, max_width=None, coverage=0.9)
     decisions = Thresholds(policy, 0.05, 1e9).decide(Outputs(columns, SCORES, ()))
     largest = np.finfo(np.float32).max
     assert [decisions.lower.tolist(), decisions.upper.tolist()] == [[-largest], [largest]]

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from app.tasks.base import GATES_OUTPUT, Datatype, ServedTask, gate_members, score_members, unusual_components
+from app.tasks.base import GATES_OUTPUT, Datatype, ServedTask, unusual_components
 from app.tasks.query import PredictQuery
-from psc_core.tasks.multilabel.answer import DECISIONS, SCORES
+from psc_core.tasks.multilabel.answer import SCORES
 from psc_core.tasks.multilabel.decide import Decisions
 from psc_core.tasks.multilabel.policy import MaxUndecided
 from psc_core.tasks.outputs import FloatArray, Outputs
@@ -37,24 +37,6 @@ class ServedMultiLabel(ServedTask[Decisions]):
         "is_ood": "BOOL",
     }
     query = LabelQuery
-
-    def documents(
-        self, outputs: Outputs[FloatArray], decisions: Decisions, classes: Sequence[str], **options: int
-    ) -> list[dict[str, Any]]:
-        """Return one ``LabelPrediction`` for each image."""
-        probabilities = np.ascontiguousarray(outputs.probabilities)
-        return [
-            {
-                "labels": [classes[k] for k in decisions.holds[image].nonzero()[0].tolist()],
-                "undecided": [classes[k] for k in decisions.undecided[image].nonzero()[0].tolist()],
-                "probabilities": probabilities[image],
-                **scores,
-                **gates,
-                "is_ood": bool(decisions.is_ood[image]),
-                "decision": DECISIONS[decisions.decision[image]],
-            }
-            for image, (scores, gates) in enumerate(zip(score_members(outputs), gate_members(outputs), strict=True))
-        ]
 
     def explanations(
         self, explanation: Mapping[str, npt.NDArray[Any]], classes: Sequence[str], layers: Sequence[str]

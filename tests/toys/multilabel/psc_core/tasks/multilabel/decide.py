@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +21,23 @@ ACCEPT, ABSTAIN_UNDECIDED, ABSTAIN_OOD = range(len(DECISIONS))
 class Decisions(BaseDecisions):
     """The decisions of a model of several labels on n images."""
 
+    decision_names = DECISIONS
+
     holds: npt.NDArray[np.bool_]  # (n, K) labels of at least even odds
     undecided: npt.NDArray[np.bool_]  # (n, K) labels of which both values are possible
     most_probable: npt.NDArray[np.int64]  # (n,) label
+
+    def columns(self, outputs: Outputs[FloatArray], classes: Sequence[str], **options: int) -> dict[str, Any]:
+        return {
+            "labels": _named(self.holds, classes),
+            "undecided": _named(self.undecided, classes),
+            "probabilities": np.ascontiguousarray(outputs.probabilities),
+            **super().columns(outputs, classes),
+        }
+
+
+def _named(chosen: npt.NDArray[np.bool_], classes: Sequence[str]) -> list[tuple[str, ...]]:
+    return [tuple(classes[k] for k in row.nonzero()[0].tolist()) for row in chosen]
 
 
 @dataclass(frozen=True)
