@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from psc_core.compute import BATCH_IMAGES
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.spec import open_dataset
+from psc_core.data.spec import is_table, open_dataset
 from psc_core.data.targets import known_values
 from psc_core.errors import UsageError
 from psc_core.evaluation.base import PRIMARY, ObservedRate, PlainNetwork, Report, observed_rate
@@ -88,8 +89,8 @@ def open_images(model: PSCRegressor, spec: str) -> ImageDataset:
         DataError: If the spec or the data set is invalid.
         UsageError: If a table lacks the model's target.
     """
-    target = model.target
-    return open_dataset(spec, split="test", preprocess=model.preprocess, target=target.name, unit=target.unit)
+    opened, target = partial(open_dataset, spec, split="test", preprocess=model.preprocess), model.target
+    return opened(target=target.name, unit=target.unit) if is_table(spec) else opened()
 
 
 def open_baselines(

@@ -58,6 +58,8 @@ def measure_collapse(
         FitError: If features are not finite.
         NetworkError: If the network cannot be run or cut.
     """
+    if "layer" in changes:
+        raise UsageError("expected no layer: all are measured; name one as report.candidate(layer)")
     settings = (settings or FitSettings()).changed(changes)
     return stages.collapse(net, FitJob.of(_data(train, val, settings), settings))
 
@@ -229,6 +231,8 @@ def settings_for(candidate: Candidate, settings: FitSettings | None, changes: di
         UsageError: If they have another seed, so that images of the calibration split chose the candidate, or another
             epsilon.
     """
+    if "layer" in changes:
+        raise UsageError("expected no layer: the candidate decides it; name one as report.candidate(layer)")
     report = candidate.report
     chosen: dict[str, Any] = {} if report is None else {"epsilon": report.epsilon}
     if report is not None and report.seed is not None:

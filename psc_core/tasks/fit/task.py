@@ -111,7 +111,9 @@ class TaskFit:
         return f"{len(train.classes)} classes"
 
     def check(self, settings: FitSettings) -> None:
-        """Raise :class:`UsageError` for a threshold of another task, or one of this task that cannot be used."""
+        """Raise :class:`UsageError` for a setting that this task does not read, or a threshold that cannot be used."""
+        if not self.averages_candidate and settings.head_input != FitSettings.head_input:
+            raise UsageError(f"a {self.task_type.noun} does not read head_input, its heads read z; leave it out")
         for name in TASKS:
             other = task_fit(name)
             for threshold in {*other.thresholds} - {*self.thresholds}:

@@ -65,6 +65,18 @@ def test_settings_are_given_by_name(net: torch.nn.Module, train: ImageDataset, v
         fit_projection(net, named.candidate(), train, val, seed=0)
 
 
+def test_a_layer_is_the_candidates(
+    net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
+) -> None:
+    for use in (
+        lambda: measure_collapse(net, train, val, layer="4"),
+        lambda: fit_projection(net, Candidate(("4",), ""), train, val, layer="4"),
+        lambda: fit_psc(net, Candidate(("4",), ""), projection, train, val, layer="4"),
+    ):
+        with pytest.raises(UsageError, match=r"expected no layer: .* report\.candidate\(layer\)"):
+            use()
+
+
 def test_projection_of_another_layer_is_refused(
     net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
 ) -> None:
