@@ -20,6 +20,7 @@ from torch import nn
 
 from psc_core.collapse.report import Candidate, CollapseReport
 from psc_core.data.dataset import ImageDataset
+from psc_core.data.loader_warnings import warn_of_overlap, warn_of_repeated
 from psc_core.errors import UsageError
 from psc_core.fitting import stages
 from psc_core.fitting.data import FitData
@@ -142,7 +143,7 @@ def fit_psc(
         candidate: The layer(s) it is cut behind.
         projection: From :func:`fit_projection`.
         train: Training images.
-        val: Validation images.
+        val: Validation images, none of them trained on; a :class:`psc_core.errors.LoaderWarning` says where they were.
         name: Model name.
         provenance: The origin that a bundle records.
         settings: The settings of all stages.
@@ -217,6 +218,9 @@ def _fit(
     """Return a model of type ``model_class``, which knows its task."""
     data = _data(*images, settings, model_class.task_type.name)
     job = FitJob.of(data, stages.checked(settings, data))
+    train, val = images
+    warn_of_overlap(train, val, train, val)
+    warn_of_repeated(val)
     return stages.fit_model(net, candidate, projection, job, **recorded).model
 
 
