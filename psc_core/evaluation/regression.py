@@ -24,7 +24,7 @@ from psc_core.errors import UsageError
 from psc_core.evaluation.base import PRIMARY, ObservedRate, PlainNetwork, Report, observed_rate
 from psc_core.metrics import ranking, regression
 from psc_core.model.regressor import PSCRegressor
-from psc_core.scoring.served import served
+from psc_core.scoring.dataset import scored_batches
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def score_images(
         UsageError: If the data is read through another preprocessing than the model's.
     """
     outputs, plain = [], []
-    for _, images, packed in served(model, data, batch_images):
+    for _, images, packed in scored_batches(model, data, batch_images):
         outputs.append(packed)
         if baselines is not None:
             plain.append(baselines.outputs(images)[:, 0].cpu())

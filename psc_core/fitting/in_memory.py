@@ -29,7 +29,7 @@ from psc_core.network.backbone import check_output, trial_input
 from psc_core.network.cut import deep_copy
 from psc_core.network.load import recipe_of
 from psc_core.network.onnx.export import check_exportable
-from psc_core.scoring.served import check_read_by
+from psc_core.scoring.dataset import check_read_by
 from psc_core.settings import FitSettings
 from psc_core.tasks.fit.task import task_fit
 from psc_core.version import __version__

@@ -40,7 +40,7 @@ class ClassificationFit(TaskFit):
     """The fit of a classifier."""
 
     task_type = Classification
-    thresholds = ("risk",)
+    threshold_settings = ("risk",)
     averages_candidate = True
     compares_network_output = True
 
