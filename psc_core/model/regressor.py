@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from psc_core.images.preprocess import Preprocess
     from psc_core.tasks.outputs import FloatArray, Outputs
     from psc_core.tasks.regression.decide import Decisions
-    from psc_core.tasks.regression.prediction import Prediction
+    from psc_core.tasks.regression.prediction import RegressionPrediction
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,8 +106,8 @@ class PSCRegressor(FittedModel):
 
     if TYPE_CHECKING:
 
-        def predict(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> Prediction: ...
+        def predict(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> RegressionPrediction: ...
 
-        def __call__(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> Prediction: ...
+        def __call__(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> RegressionPrediction: ...
 
         def decide(self, outputs: Outputs[FloatArray]) -> Decisions: ...
