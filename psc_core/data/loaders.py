@@ -46,7 +46,7 @@ JOINED: Final = 1024
 """Number of label tensors that are joined at a time, so that the labels of single examples take little memory."""
 
 
-def open_loader(
+def open_loader(  # noqa: PLR0913
     data: Any,
     *,
     preprocess: Preprocess | None = None,

@@ -111,7 +111,7 @@ def fit_projection(
     return stages.project(net, candidate, FitJob.of(data, settings))
 
 
-def fit_psc(
+def fit_psc(  # noqa: PLR0913
     net: nn.Module,
     candidate: Candidate,
     projection: FittedProjection,
@@ -165,7 +165,7 @@ def fit_psc(
     return cast(PSC, fitted)
 
 
-def fit_regressor(
+def fit_regressor(  # noqa: PLR0913
     net: nn.Module,
     candidate: Candidate,
     projection: FittedProjection,

@@ -44,7 +44,7 @@ class PSC(FittedModel):
     policy: Policy  # the default thresholds
 
     @classmethod
-    def fit(
+    def fit(  # noqa: PLR0913
         cls,
         net: nn.Module,
         train: Any,

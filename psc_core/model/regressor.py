@@ -51,7 +51,7 @@ class PSCRegressor(FittedModel):
         return self.task.target
 
     @classmethod
-    def fit(
+    def fit(  # noqa: PLR0913
         cls,
         net: nn.Module,
         train: Any,
