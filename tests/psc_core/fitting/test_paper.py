@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from psc_core import FitSettings, fit_projection, fit_psc, measure_collapse, open_loader
+from psc_core import FitSettings, fit_projection, fit_psc, fit_regressor, measure_collapse, open_loader
 from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset, balanced, concatenate
 from psc_core.errors import FitError, LoaderWarning, UsageError
@@ -88,6 +88,18 @@ def test_a_layer_is_the_candidates(
     ):
         with pytest.raises(UsageError, match=r"expected no layer: .* report\.candidate\(layer\)"):
             use()
+
+
+def test_settings_of_another_stage_are_refused(
+    net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
+) -> None:
+    with pytest.raises(UsageError, match="measure_collapse does not read alpha, fit_psc or fit_regressor does"):
+        measure_collapse(net, train, val, alpha=0.1)
+    with pytest.raises(UsageError, match="fit_projection does not read granularity, measure_collapse does"):
+        fit_projection(net, Candidate(("4",), ""), train, val, granularity="blocks")
+    for fit in (fit_psc, fit_regressor):
+        with pytest.raises(UsageError, match="does not read c_proj, d_proj, fit_projection does; leave out or give it"):
+            fit(net, Candidate(("4",), ""), projection, train, val, c_proj=4, d_proj=2)
 
 
 def test_projection_of_another_layer_is_refused(
