@@ -85,6 +85,8 @@ def open_loader(  # noqa: PLR0913
     """
     if unit and target is None:
         raise UsageError(f"expected a target beside unit={unit!r}, the name of the number that has it; give target too")
+    if target is not None and classes is not None:
+        raise UsageError("expected classes or a target, got both; images of a regression have no classes")
     wanted = None if target is None else Target(name=target, unit=unit)
     return read_loader(data, name, LoaderDescription(LoaderPreprocessing(preprocess, mean, std), classes, wanted))
 

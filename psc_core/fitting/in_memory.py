@@ -92,9 +92,8 @@ def fit(
 
 def calibrate_on(model: FittedModel, loader: Any, **changes: Any) -> FittedModel:
     """Return ``model`` calibrated on other images, see :meth:`.FittedModel.calibrate`."""
-    preprocessing, number = LoaderPreprocessing(model.preprocess), model.task.number()
-    classes = model.classes if number is None else None
-    data = opened(loader, "the calibration data", LoaderDescription(preprocessing, classes, number))
+    as_fitted = LoaderDescription(LoaderPreprocessing(model.preprocess), model.classes, model.task.number())
+    data = opened(loader, "the calibration data", as_fitted)
     check_read_by(model, data)
     settings, fit = settings_of(model, changes), task_fit(model.task.name)
     fit.check_same(model.task, model.classes, data)
@@ -133,16 +132,14 @@ def check_undescribed(data: ImageDataset, description: LoaderDescription) -> Non
     """
     if given := description.given():
         raise UsageError(
-            f"{data.name} is a data set, which has its own preprocessing and "
-            f"{'classes' if data.target is None else 'target'}; leave out {', '.join(given)}, or give them where the "
-            "data set is opened"
+            f"{data.name} is a data set, which says itself how its images are read and what their labels mean; leave "
+            f"out {', '.join(given)}, or give them where the data set is opened"
         )
 
 
 def described_as(data: ImageDataset) -> LoaderDescription:
     """Return the description of a loader whose images belong to those of a data set."""
-    classes = data.classes if data.target is None else None
-    return LoaderDescription(LoaderPreprocessing(data.preprocess), classes, data.target)
+    return LoaderDescription(LoaderPreprocessing(data.preprocess), data.classes, data.target)
 
 
 def device_of(net: nn.Module) -> torch.device:

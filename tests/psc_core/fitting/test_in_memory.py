@@ -361,7 +361,7 @@ def test_opened_data_and_loaders_go_together(net: nn.Module, train: ImageDataset
 def test_what_a_data_set_says_itself_is_refused(
     net: nn.Module, train: ImageDataset, val: ImageDataset, given: dict[str, Any], named: str
 ) -> None:
-    message = f"mnist is a data set, which has its own preprocessing and classes; leave out {named}, or give"
+    message = f"mnist is a data set, which says itself how its images are read .*; leave out {named}, or give"
     with pytest.raises(UsageError, match=message):
         PSC.fit(net, train, val, **given, **QUICK)
 
@@ -371,7 +371,7 @@ def test_a_target_that_a_data_set_has_is_refused(angle_job: TinyJob, data_root: 
         open_dataset(f"rotated-mnist:{data_root}", split=split, preprocess=MNIST) for split in ("train", "val")
     )
     quick: dict[str, Any] = {"layer": "4", "c_proj": 4, "d_proj": 2}
-    with pytest.raises(UsageError, match="its own preprocessing and target; leave out target, unit, or give"):
+    with pytest.raises(UsageError, match="what their labels mean; leave out target, unit, or give"):
         PSCRegressor.fit(angle_job.net, train, val, target="tilt", unit="radians", **quick)
     loader = DataLoader(pairs(val, val.values), batch_size=64)
     assert PSCRegressor.fit(angle_job.net, train, loader, **quick).target == train.target

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from psc_core.errors import UsageError
 from psc_core.images.loader_description import LoaderDescription
 from psc_core.images.loader_preprocessing import LoaderPreprocessing
 from psc_core.images.preprocess import PRESETS
@@ -23,8 +22,3 @@ from psc_core.target import UNNAMED, Target
 )
 def test_only_what_differs_from_the_defaults_is_given(description: LoaderDescription, given: tuple[str, ...]) -> None:
     assert description.given() == given
-
-
-def test_classes_and_a_target_exclude_each_other() -> None:
-    with pytest.raises(UsageError, match="expected classes or a target, got both"):
-        LoaderDescription(classes=("a", "b"), target=Target(name="age"))
