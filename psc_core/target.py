@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -20,3 +22,7 @@ class Target(BaseModel):
 
     def __str__(self) -> str:
         return f"{self.name}, {self.unit}" if self.unit else self.name
+
+
+UNNAMED: Final = Target(name="value")
+"""The target of numbers that nobody named."""

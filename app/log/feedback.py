@@ -13,7 +13,7 @@ from psc_core.log.labels import LABEL, Label, write_labels
 from psc_core.log.models import LoggedModel, read_model
 from psc_core.log.rows import find_row
 from psc_core.log.schema import SHA256
-from psc_core.log.source import open_image
+from psc_core.log.source import open_logged_image
 from psc_core.log.unreviewed import Unreviewed
 
 _MAX_WAIT_SECONDS: Final = 5.0
@@ -90,7 +90,7 @@ def logged_image(writer: LogWriter, name: str) -> tuple[Any, int]:
         LogUnavailable: If the log cannot be read.
     """
     try:
-        return open_image(writer.log, name)
+        return open_logged_image(writer.log, name)
     except FileNotFoundError as error:
         raise UnknownImage("the log has no such image; it was not stored, was erased or is too old") from error
     except OSError as error:

@@ -123,7 +123,8 @@ def _add_method_flags(group: _Group) -> None:
     _add_number(group, "--pca", "dimension the density works in")
     text = "what a classifier's head reads: z and the layer's features averaged over positions, or z, as in the paper"
     _add_choice(group, "--head-input", HEAD_INPUTS, text)
-    text = "what the OOD decision ranks: texture, kind and confidence together, or the density alone, as in the paper"
+    text = "what the OOD decision ranks: the gates texture, kind (the density) and confidence together, or the density "
+    text = f"{text}alone, as in the paper"
     _add_choice(group, "--ood-score", OOD_SCORES, text)
 
 

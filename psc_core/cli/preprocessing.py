@@ -61,6 +61,8 @@ def preprocess_from(args: argparse.Namespace, described: Preparation | None = No
         raise UsageError("expected --size (no crop) or --resize and --crop, got both; leave one out")
     if bool(args.resize) != bool(args.crop):
         raise UsageError("expected --resize and --crop together, got one; for no crop use --size")
+    if args.preset and args.preprocess:
+        raise UsageError("expected --preset or --preprocess, got both; leave one out, each is a whole preprocessing")
     if args.preprocess:
         start = named(args.preprocess)
     elif args.preset or described is None:

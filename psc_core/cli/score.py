@@ -19,7 +19,7 @@ from psc_core import arguments
 from psc_core.cli import flags
 from psc_core.errors import UsageError
 from psc_core.scoring import TABLE_FORMATS
-from psc_core.scoring.inputs import NamedImage, in_parts, named_images
+from psc_core.scoring.inputs import COLUMN, NamedImage, in_parts, named_images
 
 if TYPE_CHECKING:
     from psc_core.scoring.parts import PartWriter
@@ -41,7 +41,8 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="from psc-fit")
     cli.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the parts")
     cli.add_argument("--format", choices=TABLE_FORMATS, default=TABLE_FORMATS[0], help="of the parts (default: jsonl)")
-    cli.add_argument("--column", default="image", help="of a Parquet input: encoded images or paths (default: image)")
+    text = f"of a Parquet input: encoded images or paths (default: {COLUMN})"
+    cli.add_argument("--column", metavar="NAME", help=text)
     text = "folder of a grey PNG for each image, brighter is more anomalous: PART-ROW.png"
     cli.add_argument("--maps", type=Path, metavar="DIR", help=text)
     text = "images in a part, what an interruption can lose (default: 1024)"
@@ -62,6 +63,8 @@ def score(args: argparse.Namespace) -> None:
 
     process = Process.from_environment()
     rank, world = process.rank, process.world
+    if args.ray and world > 1:
+        raise UsageError(f"expected --ray or {world} processes of torchrun, got both; leave one out")
     device = args.device
     if world > 1 and device == "auto" and process.gpu is not None:
         device = f"cuda:{process.gpu}"
@@ -89,7 +92,7 @@ def score(args: argparse.Namespace) -> None:
     print(f"{args.out}: {images} images{by_process}, {there} of them were there already, {errors} with an error")
 
 
-def open_parts(source: Path, column: str, size: int) -> Iterator[list[NamedImage]]:
+def open_parts(source: Path, column: str | None, size: int) -> Iterator[list[NamedImage]]:
     """Return the parts of an input."""
     return in_parts(named_images(source, column), size)
 

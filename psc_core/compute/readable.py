@@ -89,11 +89,11 @@ def only_readable(dataset: ImageDataset, at_most: int) -> ImageDataset:
     if not at_most:
         return dataset
     found = find_unreadable(dataset, at_most)
-    check_count(at_most, found)
+    check_unreadable(at_most, found)
     return without(dataset, found)
 
 
-def check_count(at_most: int, *found: Unreadable) -> None:
+def check_unreadable(at_most: int, *found: Unreadable) -> None:
     """Raise :class:`DataError` if more than ``at_most`` images, of all data sets together, cannot be decoded."""
     count, reasons = sum(map(len, found)), [reason for each in found for reason in each.reasons]
     if count > at_most:

@@ -28,6 +28,7 @@ from psc_core.data.sources import TensorSource
 from psc_core.data.targets import measured
 from psc_core.errors import DataError, UsageError
 from psc_core.images.inputs import check_known, described, read_image
+from psc_core.images.loader_description import LoaderDescription
 from psc_core.images.loader_preprocessing import LoaderPreprocessing, Statistic
 from psc_core.images.preprocess import Preprocess
 from psc_core.target import Target
@@ -45,7 +46,7 @@ JOINED: Final = 1024
 """Number of label tensors that are joined at a time, so that the labels of single examples take little memory."""
 
 
-def open_loader(
+def open_loader(  # noqa: PLR0913
     data: Any,
     *,
     preprocess: Preprocess | None = None,
@@ -71,7 +72,8 @@ def open_loader(
         name: Name of the data set in messages and reports.
 
     Raises:
-        UsageError: If ``data`` is not a loader, does not fit on the disk, needs a ``preprocess`` or has another size.
+        UsageError: If ``data`` is not a loader, does not fit on the disk, needs a ``preprocess`` or has another size;
+            or if arguments contradict each other, or one has no effect.
         DataError: If a batch lacks images or labels, has another shape than the others, or labels out of range.
 
     Example:
@@ -81,8 +83,12 @@ def open_loader(
         >>> len(data), data.classes, next(data.batches(2)).images.dtype
         (100, ('0', '1', '2', '3'), torch.float32)
     """
+    if unit and target is None:
+        raise UsageError(f"expected a target beside unit={unit!r}, the name of the number that has it; give target too")
+    if target is not None and classes is not None:
+        raise UsageError("expected classes or a target, got both; images of a regression have no classes")
     wanted = None if target is None else Target(name=target, unit=unit)
-    return read_loader(data, name, LoaderPreprocessing(preprocess, mean, std), classes, wanted)
+    return read_loader(data, name, LoaderDescription(LoaderPreprocessing(preprocess, mean, std), classes, wanted))
 
 
 @dataclass(frozen=True)
@@ -95,10 +101,9 @@ class Spooled:
     high: tuple[float, ...]
 
 
-def read_loader(
-    data: Any, name: str, preprocessing: LoaderPreprocessing, classes: Sequence[str] | None, target: Target | None
-) -> ImageDataset:
-    """Return the examples of a loader as a classification data set, or as a regression one if ``target`` is given."""
+def read_loader(data: Any, name: str, description: LoaderDescription) -> ImageDataset:
+    """Return the images of a loader as a classification data set, or as a regression one if there is a target."""
+    preprocessing, classes, target = description.preprocessing, description.classes, description.target
     warn_of_random(data, name)
     spooled = spool(data, name, preprocessing.preprocess)
     warn_of_dropped(data, name, len(spooled.images))

@@ -24,7 +24,7 @@ from psc_core.data.builtin import BUILT_IN
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.sources import FileSource
 from psc_core.data.targets import TABLE_SUFFIXES, open_table
-from psc_core.errors import DataError
+from psc_core.errors import DataError, UsageError
 from psc_core.images import SUFFIXES
 from psc_core.images.files import files_below
 from psc_core.images.preprocess import Preprocess
@@ -53,6 +53,7 @@ def open_dataset(
 
     Raises:
         DataError: If the spec, the directory or its layout is invalid.
+        UsageError: If a table lacks the target, or ``target`` or ``unit`` is given and ``spec`` names no table.
 
     Example:
         >>> from psc_core import PRESETS, open_dataset
@@ -60,20 +61,44 @@ def open_dataset(
         >>> len(test), len(test.classes)
         (800, 10)
     """
-    body, mark, chosen = spec.rpartition("#")
-    if not mark or Path(spec).exists():  # a "#" may belong to the name
-        body, chosen = spec, ""
+    body, chosen = _parted(spec)
     split = chosen or split
     if split not in SPLITS:
         raise DataError(f"expected a split of {', '.join(SPLITS)}, got {split!r} in {spec!r}")
-    family, separator, rest = body.partition(":")
-    if separator and family in BUILT_IN:
-        return BUILT_IN[family](Path(rest), split, preprocess)
-    if separator and "/" not in family and not Path(body).exists():
-        return _from_factory(family, rest, split, preprocess)
-    if Path(body).suffix.lower() in TABLE_SUFFIXES and not Path(body).is_dir():
+    if is_table(spec):
         return open_table(Path(body), preprocess, target=target, unit=unit)
+    if target is not None or unit:
+        given = f"target {target!r}" if target is not None else f"unit {unit!r}"
+        raise UsageError(
+            f"{spec} is no table, so {given} has no effect; leave it out, or give a table of images and numbers "
+            f"({', '.join(TABLE_SUFFIXES)})"
+        )
+    family, rest = _family(body)
+    if family is not None and family in BUILT_IN:
+        return BUILT_IN[family](Path(rest), split, preprocess)
+    if family is not None:
+        return _from_factory(family, rest, split, preprocess)
     return image_folder(Path(body), preprocess, labelled_images=labelled_images, empty_classes=split != "train")
+
+
+def is_table(spec: str) -> bool:
+    """Return whether a spec names a table of images and numbers, the only data set that needs a target and a unit."""
+    body, _ = _parted(spec)
+    is_path = _family(body)[0] is None
+    return is_path and Path(body).suffix.lower() in TABLE_SUFFIXES and not Path(body).is_dir()
+
+
+def _family(body: str) -> tuple[str | None, str]:
+    """Return what a spec without its split has before and after a colon, or None and the spec if it is a path."""
+    family, separator, rest = body.partition(":")
+    is_named = separator and (family in BUILT_IN or ("/" not in family and not Path(body).exists()))
+    return (family, rest) if is_named else (None, body)
+
+
+def _parted(spec: str) -> tuple[str, str]:
+    """Return a spec without the split at its end, and that split; empty without one."""
+    body, mark, chosen = spec.rpartition("#")
+    return (spec, "") if not mark or Path(spec).exists() else (body, chosen)  # A "#" may belong to the name.
 
 
 def image_folder(

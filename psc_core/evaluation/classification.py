@@ -35,7 +35,7 @@ from psc_core.model.classifier import PSC
 from psc_core.network.backbone import trial_input
 from psc_core.network.layers import list_layers
 from psc_core.network.load import bounded_size, load_network
-from psc_core.scoring.served import served
+from psc_core.scoring.dataset import scored_batches
 from psc_core.tasks.classification.heads.base import entropy
 
 AMBIGUOUS_PREFIX: Final = "ambiguous"
@@ -149,7 +149,7 @@ def score_images(
     """
     parts = []
     labelled = data.classes == model.classes
-    for batch, images, packed in served(model, data, batch_images):
+    for batch, images, packed in scored_batches(model, data, batch_images):
         outputs, decisions = model.outputs(packed), model.decide(model.outputs(packed.numpy()))
         scores = {PRIMARY: outputs["ood_score"], ENTROPY: outputs["predictive_entropy"]}
         if model.predictions == "psc":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,13 +18,13 @@ from torch import Tensor, nn
 from psc_core.compute import BATCH_IMAGES
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.spec import open_dataset
+from psc_core.data.spec import is_table, open_dataset
 from psc_core.data.targets import known_values
 from psc_core.errors import UsageError
 from psc_core.evaluation.base import PRIMARY, ObservedRate, PlainNetwork, Report, observed_rate
 from psc_core.metrics import ranking, regression
 from psc_core.model.regressor import PSCRegressor
-from psc_core.scoring.served import served
+from psc_core.scoring.dataset import scored_batches
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,8 @@ def open_images(model: PSCRegressor, spec: str) -> ImageDataset:
         DataError: If the spec or the data set is invalid.
         UsageError: If a table lacks the model's target.
     """
-    target = model.target
-    return open_dataset(spec, split="test", preprocess=model.preprocess, target=target.name, unit=target.unit)
+    opened, target = partial(open_dataset, spec, split="test", preprocess=model.preprocess), model.target
+    return opened(target=target.name, unit=target.unit) if is_table(spec) else opened()
 
 
 def open_baselines(
@@ -114,7 +115,7 @@ def score_images(
         UsageError: If the data is read through another preprocessing than the model's.
     """
     outputs, plain = [], []
-    for _, images, packed in served(model, data, batch_images):
+    for _, images, packed in scored_batches(model, data, batch_images):
         outputs.append(packed)
         if baselines is not None:
             plain.append(baselines.outputs(images)[:, 0].cpu())

@@ -31,7 +31,7 @@ from psc_core.log.source import LoggedImages, is_stored
 from psc_core.log.store import Log
 from psc_core.metrics.intervals import RateInterval, weighted_interval, weighted_median
 from psc_core.model.base import FittedModel
-from psc_core.scoring.served import outputs_of
+from psc_core.scoring.dataset import dataset_outputs
 from psc_core.tasks.answer import ACCEPT
 from psc_core.tasks.outputs import FloatArray, Outputs
 from psc_core.tasks.task import Task
@@ -226,7 +226,7 @@ def replay(
         raise UsageError(f"{log.where} has no logged images of {name}; see --log-images and --log-audit of psc-serve")
     source, labels = LoggedImages(log, paths), torch.zeros(len(paths), dtype=torch.int64)
     images = labelled(f"the log {log.where}", model.classes, source, labels, model.preprocess)
-    outputs = model.outputs(outputs_of(model, images, "replay").packed.numpy())
+    outputs = model.outputs(dataset_outputs(model, images, "replay").packed.numpy())
     answers, scores, task = _answers(model, outputs), outputs["ood_score"].tolist(), model.task
     replayed = [Replayed(before, answers[at], scores[at], weight, at) for before, weight, at in rows]
     before, after, position = task.numbers(logged), task.numbers(outputs), [at for *_, at in rows]

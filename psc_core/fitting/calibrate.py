@@ -168,7 +168,7 @@ def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:
     Raises:
         UsageError: If calibration does not read one of the changed settings, or it has another type.
     """
-    known = (*COMMON, *task_fit(model.task.name).thresholds)
+    known = (*COMMON, *task_fit(model.task.name).threshold_settings)
     if unread := changes.keys() - {*known}:
         raise UsageError(
             f"calibration of a {model.task.noun} does not read {', '.join(sorted(unread))}; it takes {', '.join(known)}"

@@ -14,7 +14,7 @@ import torch
 
 from psc_core.calibration.conformal import check_rates
 from psc_core.compute.distributed import Reducer
-from psc_core.compute.readable import NONE, SHOWN_IMAGES, check_count, find_unreadable, without
+from psc_core.compute.readable import NONE, SHOWN_IMAGES, check_unreadable, find_unreadable, without
 from psc_core.data.cache import cached
 from psc_core.data.classes import check_same
 from psc_core.data.dataset import ImageDataset, balanced, split_validation
@@ -145,7 +145,7 @@ class FitData:
             return self, ()
         train = find_unreadable(self.train, at_most, reducer)
         val = find_unreadable(self.val, at_most - len(train), reducer) if len(train) <= at_most else NONE
-        check_count(at_most, train, val)
+        check_unreadable(at_most, train, val)
         count, reasons = len(train) + len(val), (*train.reasons, *val.reasons)[:SHOWN_IMAGES]
         if not count:
             return self, ()

@@ -84,7 +84,7 @@ class Extension:
         }
 
 
-class _Read(NamedTuple):
+class _DensityInputs(NamedTuple):
     """The features of n images that the densities read, on the CPU."""
 
     density_input: Float[Tensor, "n dim"]
@@ -141,7 +141,7 @@ def extend(model: FittedModel, more: ImageDataset, real: ImageDataset, compute: 
     return Extension(pipelines[chosen].with_scorer(scorers[chosen], gates=gates[chosen]), len(more), chosen, aurocs)
 
 
-def extended(pipeline: Pipeline, read: _Read, examples: int, times: int) -> Pipeline:
+def extended(pipeline: Pipeline, read: _DensityInputs, examples: int, times: int) -> Pipeline:
     """Return a pipeline whose densities have seen more images, each of them ``times`` times."""
     scorer, texture = pipeline.scorer, None
     found = extend_density(scorer.density, read.density_input, read.labels, examples=examples, times=times)
@@ -171,14 +171,14 @@ def _aurocs(gates: Gates | None, readings: Mapping[str, Float[Tensor, "n gates"]
 
 
 @torch.inference_mode()
-def _read(scorer: Scorer, data: ImageDataset, compute: Compute) -> _Read:
+def _read(scorer: Scorer, data: ImageDataset, compute: Compute) -> _DensityInputs:
     inputs, early, labels = [], [], []
     for batch in track_images(data, compute, "images more"):
         embedding = scorer.embed(batch.images.to(compute.device))
         inputs.append(embedding.density_input.cpu())
         early += [] if embedding.early is None else [embedding.early.cpu()]
         labels.append(batch.first_labels())
-    return _Read(torch.cat(inputs), torch.cat(early) if early else None, torch.cat(labels))
+    return _DensityInputs(torch.cat(inputs), torch.cat(early) if early else None, torch.cat(labels))
 
 
 def _made_up_readings(

@@ -1,8 +1,8 @@
 """Read a network once over a data set, and keep on disk the features that the last stage of a fit needs.
 
 The input is the network, cut behind the layers of :class:`Layers`, and a data set of images with n labelled examples;
-an image may carry several labels, and all its examples have the same features.  The output is a :class:`Read`, whose
-rows are the labelled examples, ordered by class, float32:
+an image may carry several labels, and all its examples have the same features.  The output is
+:class:`KeptFeatures`, whose rows are the labelled examples, ordered by class, float32:
 
     ``features.head_input``  (n, D + Σ C)    z, then each layer that the head reads besides it, averaged over positions
     ``features.network_output``  (n, outputs)    the output of the network as trained, where it may be served
@@ -55,7 +55,7 @@ class Layers(NamedTuple):
         return [features[self.names.index(layer)] for layer in layers]
 
 
-class Read(NamedTuple):
+class KeptFeatures(NamedTuple):
     """The features of n labelled examples that one pass keeps; the module docstring gives their shapes."""
 
     features: Features  # read by the head, with labels and image indices
@@ -83,7 +83,7 @@ def read(
     folder: Path,
     *,
     pooled: bool,
-) -> Read:
+) -> KeptFeatures:
     """Run the network over a data set and write the features of every labelled example to files in ``folder``.
 
     Args:
@@ -126,7 +126,7 @@ def read(
     labels = torch.arange(len(counts)).repeat_interleave(counts)
     values = dataset.subset(images).values
     ends = accumulate(channels[of_head:])
-    return Read(
+    return KeptFeatures(
         Features(kept[0].columns(0, sum(widths)), labels, images, widths, values, kept[-1] if layers.output else None),
         kept[0].columns(sum(widths), averaged) if pooled else z,
         {

@@ -7,8 +7,7 @@ both are imported when they are first called, so a model that only predicts load
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -18,20 +17,20 @@ from torch import Tensor, nn
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.loader_warnings import warn_of_overlap, warn_of_repeated
 from psc_core.data.loaders import read_loader
-from psc_core.errors import NetworkError
+from psc_core.errors import NetworkError, UsageError
 from psc_core.fitting import stages
 from psc_core.fitting.calibrate import calibrate_pipeline, settings_of, with_calibration
 from psc_core.fitting.data import FitData
 from psc_core.fitting.job import FitJob
+from psc_core.images.loader_description import LoaderDescription
 from psc_core.images.loader_preprocessing import LoaderPreprocessing
 from psc_core.model.base import FittedModel
 from psc_core.network.backbone import check_output, trial_input
 from psc_core.network.cut import deep_copy
 from psc_core.network.load import recipe_of
 from psc_core.network.onnx.export import check_exportable
-from psc_core.scoring.served import check_read_by
+from psc_core.scoring.dataset import check_read_by
 from psc_core.settings import FitSettings
-from psc_core.target import Target
 from psc_core.tasks.fit.task import task_fit
 from psc_core.version import __version__
 
@@ -40,10 +39,7 @@ def fit(
     task: str,
     net: nn.Module,
     loaders: tuple[Any, Any],
-    *,
-    preprocessing: LoaderPreprocessing,
-    classes: Sequence[str] | None = None,
-    target: Target | None = None,
+    description: LoaderDescription,
     name: str,
     settings: Mapping[str, Any],
 ) -> FittedModel:
@@ -53,14 +49,12 @@ def fit(
         task: One of :data:`psc_core.tasks.TASKS`.
         net: A network that returns logits, or one number for each image.
         loaders: The loaders of training and of validation images; an :class:`ImageDataset` is taken as it is.
-        preprocessing: How pixels became the inputs of the data, as far as the caller knows.
-        classes: Names of the classes; None names the network's outputs "0", "1", ….
-        target: Name and unit of a regression's numbers.
+        description: What the caller says of the loaders' images.
         name: The model's name.
         settings: Settings of :class:`.FitSettings`, by name; without a device it is the network's.
 
     Raises:
-        UsageError: If a loader or a setting cannot be used.
+        UsageError: If a loader or a setting cannot be used, or the training data are a data set with a description.
         DataError: If a batch cannot be used, or a class has too few images.
         NetworkError: If the network cannot be copied, run or cut.
         FitError: If features cannot be fitted.
@@ -68,21 +62,22 @@ def fit(
     chosen = FitSettings(device=device_of(net)).changed(settings)
     net = deep_copy(net)
     compute = chosen.compute()
-    train = opened(loaders[0], "the training data", preprocessing, classes, target)
+    if isinstance(loaders[0], ImageDataset):
+        check_undescribed(loaders[0], description)
+    train = opened(loaders[0], "the training data", description)
     of_task = task_fit(task)
     if of_task.takes(train):  # Before hours are spent on reading the others; otherwise the error comes below.
         device, outputs = compute.device, of_task.task(train).network_outputs(train.classes)
         try:
             check_output(net.to(device), trial_input(train.preprocess).to(device), outputs, name=type(net).__name__)
         except NetworkError as error:
-            if classes is None:
+            if description.classes is None:
                 raise
             if chosen.predictions == "auto":
                 warnings.warn(f"the head will predict, the network itself cannot: {error}", stacklevel=3)
         if train.preprocess.is_known and recipe_of(net) is None:
             _warn_of_no_export(net, trial_input(train.preprocess).to(device), chosen.precision)
-    preprocessing = replace(preprocessing, preprocess=train.preprocess, mean=None, std=None)
-    val = opened(loaders[1], "the validation data", preprocessing, train.classes, target)
+    val = opened(loaders[1], "the validation data", described_as(train))
     warn_of_overlap(*loaders, train, val)
     warn_of_repeated(val)
     data = FitData.of(train, val, seed=chosen.seed, task=task, max_images=chosen.max_images)
@@ -97,9 +92,8 @@ def fit(
 
 def calibrate_on(model: FittedModel, loader: Any, **changes: Any) -> FittedModel:
     """Return ``model`` calibrated on other images, see :meth:`.FittedModel.calibrate`."""
-    data = opened(
-        loader, "the calibration data", LoaderPreprocessing(model.preprocess), model.classes, model.task.number()
-    )
+    as_fitted = LoaderDescription(LoaderPreprocessing(model.preprocess), model.classes, model.task.number())
+    data = opened(loader, "the calibration data", as_fitted)
     check_read_by(model, data)
     settings, fit = settings_of(model, changes), task_fit(model.task.name)
     fit.check_same(model.task, model.classes, data)
@@ -125,11 +119,27 @@ def _warn_of_no_export(net: nn.Module, trial: Tensor, precision: str) -> None:
         )
 
 
-def opened(
-    loader: Any, name: str, preprocessing: LoaderPreprocessing, classes: Sequence[str] | None, target: Target | None
-) -> ImageDataset:
-    """Return the examples of a loader as a data set; a data set is returned as it is."""
-    return loader if isinstance(loader, ImageDataset) else read_loader(loader, name, preprocessing, classes, target)
+def opened(loader: Any, name: str, description: LoaderDescription) -> ImageDataset:
+    """Return the images of a loader as a data set; a data set is returned as it is."""
+    return loader if isinstance(loader, ImageDataset) else read_loader(loader, name, description)
+
+
+def check_undescribed(data: ImageDataset, description: LoaderDescription) -> None:
+    """Require that a caller says nothing of a data set, which says it itself.
+
+    Raises:
+        UsageError: If something is said; the message names the arguments.
+    """
+    if given := description.given():
+        raise UsageError(
+            f"{data.name} is a data set, which says itself how its images are read and what their labels mean; leave "
+            f"out {', '.join(given)}, or give them where the data set is opened"
+        )
+
+
+def described_as(data: ImageDataset) -> LoaderDescription:
+    """Return the description of a loader whose images belong to those of a data set."""
+    return LoaderDescription(LoaderPreprocessing(data.preprocess), data.classes, data.target)
 
 
 def device_of(net: nn.Module) -> torch.device:

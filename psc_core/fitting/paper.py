@@ -5,21 +5,23 @@
     projection = fit_projection(net, candidate, train, method="tucker")
     psc        = fit_psc(net, candidate, projection, train, val, head="laplace")
 
-Every setting of :class:`psc_core.FitSettings` can be given by its name, or all of them as ``settings``; the defaults
-agree with how the candidate was chosen.  ``layer`` and ``task`` are settings of ``psc-fit`` alone: here the candidate
-and the function decide them.  Each call checks and splits the images anew, in the same way for the same seed;
+The settings of :class:`psc_core.FitSettings` that a stage reads can be given by name, or all as ``settings``; the
+defaults agree with how the candidate was chosen.  ``layer`` and ``task`` are settings of ``psc-fit`` alone: here the
+candidate and the function decide them.  Each call checks and splits the images anew, in the same way for the same seed;
 ``psc-fit`` does that once and calls :mod:`.stages`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Collection, Mapping
+from dataclasses import fields
+from typing import Any, Final, cast
 
 from torch import nn
 
 from psc_core.collapse.report import Candidate, CollapseReport
 from psc_core.data.dataset import ImageDataset
+from psc_core.data.loader_warnings import warn_of_overlap, warn_of_repeated
 from psc_core.errors import UsageError
 from psc_core.fitting import stages
 from psc_core.fitting.data import FitData
@@ -29,6 +31,15 @@ from psc_core.model.classifier import PSC
 from psc_core.model.regressor import PSCRegressor
 from psc_core.projection.fit.report import FittedProjection
 from psc_core.settings import FitSettings
+
+LAST_STAGE: Final = "fit_psc or fit_regressor"
+
+READ_BY_ONE: Final[Mapping[str, tuple[str, ...]]] = {
+    "measure_collapse": ("layers", "granularity"),
+    "fit_projection": ("c_proj", "d_proj", "minimum_dim", "no_second_scaling"),
+    LAST_STAGE: tuple({each.name for each in fields(FitSettings) if "last" in each.metadata} - {"head_input"}),
+}
+"""The settings that one stage alone reads, by its function; the projection reads ``head_input`` too, for a warning."""
 
 
 def measure_collapse(
@@ -58,6 +69,7 @@ def measure_collapse(
         FitError: If features are not finite.
         NetworkError: If the network cannot be run or cut.
     """
+    check_read("measure_collapse", changes)
     settings = (settings or FitSettings()).changed(changes)
     return stages.collapse(net, FitJob.of(_data(train, val, settings), settings))
 
@@ -100,6 +112,7 @@ def fit_projection(
     """
     if method != "tucker":
         raise UsageError(f"expected method 'tucker', got {method!r}")
+    check_read("fit_projection", changes)
     settings = settings_for(candidate, settings, changes)
     if val is None:
         data = FitData.without_validation(train, seed=settings.seed, max_images=settings.max_images)
@@ -108,7 +121,7 @@ def fit_projection(
     return stages.project(net, candidate, FitJob.of(data, settings))
 
 
-def fit_psc(
+def fit_psc(  # noqa: PLR0913
     net: nn.Module,
     candidate: Candidate,
     projection: FittedProjection,
@@ -140,7 +153,7 @@ def fit_psc(
         candidate: The layer(s) it is cut behind.
         projection: From :func:`fit_projection`.
         train: Training images.
-        val: Validation images.
+        val: Validation images, none of them trained on; a :class:`psc_core.errors.LoaderWarning` says where they were.
         name: Model name.
         provenance: The origin that a bundle records.
         settings: The settings of all stages.
@@ -157,12 +170,13 @@ def fit_psc(
         FitError: If features or outputs cannot be fitted; the message says why.
         NetworkError: If the network cannot be cut.
     """
+    check_read(LAST_STAGE, changes)
     settings = settings_for(candidate, settings, changes)
     fitted = _fit(PSC, net, candidate, projection, (train, val), settings, name=name, provenance=provenance)
     return cast(PSC, fitted)
 
 
-def fit_regressor(
+def fit_regressor(  # noqa: PLR0913
     net: nn.Module,
     candidate: Candidate,
     projection: FittedProjection,
@@ -198,6 +212,7 @@ def fit_regressor(
         FitError: If features or outputs cannot be fitted; the message says why.
         NetworkError: If the network cannot be cut.
     """
+    check_read(LAST_STAGE, changes)
     settings = settings_for(candidate, settings, changes)
     fitted = _fit(PSCRegressor, net, candidate, projection, (train, val), settings, name=name, provenance=provenance)
     return cast(PSCRegressor, fitted)
@@ -215,11 +230,28 @@ def _fit(
     """Return a model of type ``model_class``, which knows its task."""
     data = _data(*images, settings, model_class.task_type.name)
     job = FitJob.of(data, stages.checked(settings, data))
+    train, val = images
+    warn_of_overlap(train, val, train, val)
+    warn_of_repeated(val)
     return stages.fit_model(net, candidate, projection, job, **recorded).model
 
 
 def _data(train: ImageDataset, val: ImageDataset, settings: FitSettings, task: str | None = None) -> FitData:
     return FitData.of(train, val, seed=settings.seed, task=task, max_images=settings.max_images)
+
+
+def check_read(stage: str, changes: Collection[str]) -> None:
+    """Require that a stage reads the settings that it is given by name.
+
+    Raises:
+        UsageError: If only another one does, or ``layer`` is given, which the candidate says.
+    """
+    if "layer" in changes:
+        raise UsageError("expected no layer: the candidate says it; name one as report.candidate(layer)")
+    for other, names in READ_BY_ONE.items():
+        unread = [name for name in changes if name in names]
+        if unread and other != stage:
+            raise UsageError(f"{stage} does not read {', '.join(unread)}, {other} does; leave out or give it there")
 
 
 def settings_for(candidate: Candidate, settings: FitSettings | None, changes: dict[str, Any]) -> FitSettings:

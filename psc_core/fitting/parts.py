@@ -29,7 +29,7 @@ from psc_core.density.base import Density
 from psc_core.density.fit.density import fit_density
 from psc_core.fitting.data import FitData
 from psc_core.fitting.early_layers import TEXTURE_DENSITY, ChosenGates, choose_gates, early_layers
-from psc_core.fitting.features import Layers, Read, cut, read
+from psc_core.fitting.features import KeptFeatures, Layers, cut, read
 from psc_core.fitting.job import FitJob
 from psc_core.fitting.maps import ChosenMap, choose_map
 from psc_core.images.preprocess import Pixels
@@ -127,7 +127,7 @@ class _Fitted(NamedTuple):
     thumbnails: Thumbnails | None
 
 
-def _fit_to_features(train: Read, selection: Read, job: FitJob) -> _Fitted:
+def _fit_to_features(train: KeptFeatures, selection: KeptFeatures, job: FitJob) -> _Fitted:
     """Fit density, head and early layers' densities to the training features; the selection split chooses."""
     data, settings, device = job.data, job.settings, job.compute.device
     classes = data.train.classes
@@ -161,7 +161,9 @@ def _layers(net: nn.Module, candidate: Candidate, job: FitJob) -> Layers:
     return Layers(candidate.layers, early if reads_layers else beside_z, early if with_gates else ())
 
 
-def _choose_map(scorer: Scorer, layers: Layers, train: Read, data: FitData, compute: Compute) -> ChosenMap | None:
+def _choose_map(
+    scorer: Scorer, layers: Layers, train: KeptFeatures, data: FitData, compute: Compute
+) -> ChosenMap | None:
     def features_of(images: Pixels) -> dict[str, Tensor]:
         features, _ = scorer.features(scorer.standardise(images))
         return dict(zip(layers.names, features, strict=True))
@@ -169,7 +171,7 @@ def _choose_map(scorer: Scorer, layers: Layers, train: Read, data: FitData, comp
     return choose_map(features_of, train.moments, data.selection, compute, data.seed)
 
 
-def _thumbnails(count: int, read: Read, density: Density, data: FitData) -> Thumbnails:
+def _thumbnails(count: int, read: KeptFeatures, density: Density, data: FitData) -> Thumbnails:
     """Return thumbnails of training images with their coordinates, from the features that were read."""
     kept = kept_images(data.train, count, data.seed)
     images, rows = read.features.images, torch.empty(len(data.train), dtype=torch.int64)

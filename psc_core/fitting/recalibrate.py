@@ -26,7 +26,7 @@ from psc_core.fitting.audit import Audit
 from psc_core.fitting.calibrate import calibrate_pipeline, settings_of, temper, with_calibration
 from psc_core.fitting.extend import Extension, extend
 from psc_core.model.base import FittedModel
-from psc_core.scoring.served import outputs_of
+from psc_core.scoring.dataset import dataset_outputs
 from psc_core.tasks.fit.task import task_fit
 
 CHOOSES: Final = 0.25
@@ -121,5 +121,5 @@ def _entry(audit: Audit, calibrates: Audit, extension: Extension | None) -> dict
 
 def _alarms(model: FittedModel, images: ImageDataset) -> float:
     """Return the fraction of the images that the model calls out of distribution."""
-    packed = outputs_of(model, images, "alarms").packed
+    packed = dataset_outputs(model, images, "alarms").packed
     return float(model.decide(model.outputs(packed.numpy())).is_ood.mean())

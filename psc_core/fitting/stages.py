@@ -35,7 +35,7 @@ from psc_core.projection.fit.ranks import choose_ranks
 from psc_core.projection.fit.report import FittedProjection, ProjectionReport
 from psc_core.settings import HEAD_INPUTS, OOD_SCORES, PREDICTIONS, FitSettings
 from psc_core.tasks.fit.task import one_of
-from psc_core.thumbnails.fit.choose import check_count
+from psc_core.thumbnails.fit.choose import check_thumbnail_count
 
 
 class FitResult(NamedTuple):
@@ -107,7 +107,7 @@ def checked(settings: FitSettings, data: FitData) -> FitSettings:
     fit.check(settings)
     data.check_rates(alpha=settings.alpha, coverage=settings.coverage)
     if settings.keep_examples is not None:
-        check_count(settings.keep_examples, len(data.train.classes))
+        check_thumbnail_count(settings.keep_examples, len(data.train.classes))
     return settings
 
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from PIL import Image, ImageOps
 
 from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, UnsupportedImage
-from psc_core.images.limits import DEFAULT_MAX_PIXELS, MAX_EXIF_BYTES, check_count, check_file, check_pixels
+from psc_core.images.limits import DEFAULT_MAX_PIXELS, MAX_EXIF_BYTES, check_file, check_limit, check_pixels
 from psc_core.images.turbo import decode_plain
 
 IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
@@ -89,7 +89,7 @@ def open_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> OpenImag
     cost = width * height * (_RUN_LENGTH_COST if run_length else 1)
     check_pixels(width, height, max_pixels // _RUN_LENGTH_COST if run_length else max_pixels)
     if run_length:
-        check_count("bytes of run-length code for these pixels", _RUN_BYTES * width * height + _HEADER, len(data))
+        check_limit("bytes of run-length code for these pixels", _RUN_BYTES * width * height + _HEADER, len(data))
     return OpenImage(image, data, cost)
 
 
@@ -116,7 +116,7 @@ def to_grey_or_rgb(image: Image.Image) -> Image.Image:
         UndecodableImage: If the image has too much EXIF or non-finite samples.
     """
     exif = max(len(image.info.get("exif") or b""), len(image.info.get("Raw profile type exif") or "") // 2)
-    check_count("bytes of EXIF", MAX_EXIF_BYTES, exif)
+    check_limit("bytes of EXIF", MAX_EXIF_BYTES, exif)
     image = ImageOps.exif_transpose(image)
     if image.mode in _WIDE_MODES:
         samples = np.asarray(image)

@@ -90,7 +90,7 @@ def check_pixels(width: int, height: int, max_pixels: int, what: str = "the head
         )
 
 
-def check_count(what: str, maximum: int, got: int) -> None:
+def check_limit(what: str, maximum: int, got: int) -> None:
     """Raise :class:`UndecodableImage` if there are more than ``maximum``."""
     if got > maximum:
         raise UndecodableImage(f"expected at most {maximum} {what}, got {got} or more; save the image again")
@@ -107,7 +107,7 @@ class _Reader(io.BytesIO):
 
     def read(self, size: int | None = -1, /) -> bytes:
         self._reads += 1
-        check_count("pieces in a file of this size", self._maximum, self._reads)
+        check_limit("pieces in a file of this size", self._maximum, self._reads)
         return super().read(size)
 
 
@@ -119,8 +119,8 @@ def _check_png(data: bytes) -> None:
         at += 12 + length
         chunks += 1
         profiles += chunk_type == b"iCCP"
-        check_count("colour profiles", _MAX_PROFILES, profiles)
-        check_count("chunks in a file of this size", maximum, chunks)
+        check_limit("colour profiles", _MAX_PROFILES, profiles)
+        check_limit("chunks in a file of this size", maximum, chunks)
 
 
 def _check_jpeg(data: bytes, max_pixels: int) -> None:
@@ -137,16 +137,16 @@ def _check_jpeg(data: bytes, max_pixels: int) -> None:
         length = max(2, int.from_bytes(data[at : at + 2], "big"))
         if marker == _SCAN:
             scans += 1
-            check_count("scans", MAX_SCANS, scans)
-            check_count("pixels in all scans together", _PASSES * max_pixels, scans * pixels)
+            check_limit("scans", MAX_SCANS, scans)
+            check_limit("pixels in all scans together", _PASSES * max_pixels, scans * pixels)
         elif marker in _FRAMES:
             height, width = struct.unpack(">HH", data[at + 3 : at + 7].ljust(4, b"\0"))
             check_pixels(width, height, max_pixels)
             pixels = max(pixels, width * height)
         elif marker == _APP1 and data.startswith(b"Exif\0\0", at + 2):
             exif += length
-            check_count("bytes of EXIF", MAX_EXIF_BYTES, exif)
-        check_count("segments", _MAX_PIECES, segments)
+            check_limit("bytes of EXIF", MAX_EXIF_BYTES, exif)
+        check_limit("segments", _MAX_PIECES, segments)
         at += length
 
 
@@ -155,14 +155,14 @@ def _check_tiff(data: bytes, max_pixels: int) -> None:
     order, big = "<" if data[:2] == b"II" else ">", data[2] == 43
     (at,) = struct.unpack_from(order + ("Q" if big else "L"), data, 8 if big else 4)
     (number,) = struct.unpack_from(order + ("Q" if big else "H"), data, at)
-    check_count("tags", _MAX_TAGS, number)
+    check_limit("tags", _MAX_TAGS, number)
     at += 8 if big else 2
     entry = struct.Struct(order + ("HHQ8s" if big else "HHL4s"))
     number = min(number, (len(data) - at) // entry.size)
     found: dict[int, int] = {}
     for tag, number_type, count, value in entry.iter_unpack(data[at : at + number * entry.size]):
         if number_type not in _TEXTS:
-            check_count(f"values of tag {tag}", _MAX_VALUES, count)
+            check_limit(f"values of tag {tag}", _MAX_VALUES, count)
         if tag not in (*_SIDES, _STRIP_BYTES, _TILE_BYTES):
             continue
         if number_type not in _NUMBERS or tag in found:
@@ -173,7 +173,7 @@ def _check_tiff(data: bytes, max_pixels: int) -> None:
         stored = value[:size] if size <= len(value) else data[start : start + size]
         found[tag] = int(np.frombuffer(stored, form, len(stored) // form.itemsize).sum(dtype=np.float64))
     for tag in (_STRIP_BYTES, _TILE_BYTES):
-        check_count("bytes of strips", _MAX_OVERLAP * len(data), found.get(tag, 0))
+        check_limit("bytes of strips", _MAX_OVERLAP * len(data), found.get(tag, 0))
     width, height, tile_width, tile_height = (found.get(tag, 0) for tag in _SIDES)
     if tile_width and tile_height:
         check_pixels(tile_width, tile_height, max_pixels, "a tile has")

@@ -71,7 +71,7 @@ def is_stored(sha256: str | None, path: str | None) -> bool:
     return path == image_path(sha256, PurePosixPath(path).suffix.removeprefix("."))
 
 
-def open_image(log: Log, name: str) -> tuple[Any, int]:
+def open_logged_image(log: Log, name: str) -> tuple[Any, int]:
     """Open a logged image; return the file, at its beginning, and its size in bytes.
 
     Args:

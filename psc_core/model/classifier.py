@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+from psc_core.images.loader_description import LoaderDescription
 from psc_core.images.loader_preprocessing import LoaderPreprocessing
 from psc_core.model.base import FittedModel
 from psc_core.tasks.classification.calibration import Calibration
@@ -43,7 +44,7 @@ class PSC(FittedModel):
     policy: Policy  # the default thresholds
 
     @classmethod
-    def fit(
+    def fit(  # noqa: PLR0913
         cls,
         net: nn.Module,
         train: Any,
@@ -92,24 +93,16 @@ class PSC(FittedModel):
                 by default the network's.
 
         Raises:
-            UsageError: If ``train`` or ``val`` is not a loader or does not fit on the disk, or a setting is invalid.
+            UsageError: If ``train`` or ``val`` is not a loader or does not fit on the disk, a setting is invalid, or an
+                :class:`psc_core.ImageDataset` comes with classes or a preprocessing, of which it has its own.
             DataError: If a batch cannot be used, or a class has too few images.
             FitError: If the features cannot be fitted; the message says why.
             NetworkError: If the network returns no logits, or cannot be copied or cut.
         """
         from psc_core.fitting.in_memory import fit  # imported here, so that services load no fitting code
 
-        preprocessing = LoaderPreprocessing(preprocess, mean, std)
-        model = fit(
-            cls.task_type.name,
-            net,
-            (train, val),
-            preprocessing=preprocessing,
-            classes=classes,
-            name=name,
-            settings=settings,
-        )
-        return cast(PSC, model)
+        description = LoaderDescription(LoaderPreprocessing(preprocess, mean, std), classes)
+        return cast(PSC, fit(cls.task_type.name, net, (train, val), description, name, settings))
 
     if TYPE_CHECKING:
 

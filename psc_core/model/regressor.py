@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+from psc_core.images.loader_description import LoaderDescription
 from psc_core.images.loader_preprocessing import LoaderPreprocessing
 from psc_core.model.base import FittedModel
-from psc_core.target import Target
+from psc_core.target import UNNAMED, Target
 from psc_core.tasks.regression.calibration import Calibration
 from psc_core.tasks.regression.policy import RegressionPolicy
 from psc_core.tasks.regression.task import Regression
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from psc_core.images.preprocess import Preprocess
     from psc_core.tasks.outputs import FloatArray, Outputs
     from psc_core.tasks.regression.decide import Decisions
-    from psc_core.tasks.regression.prediction import Prediction
+    from psc_core.tasks.regression.prediction import RegressionPrediction
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,13 +51,13 @@ class PSCRegressor(FittedModel):
         return self.task.target
 
     @classmethod
-    def fit(
+    def fit(  # noqa: PLR0913
         cls,
         net: nn.Module,
         train: Any,
         val: Any,
         *,
-        target: str = "value",
+        target: str = UNNAMED.name,
         unit: str = "",
         preprocess: Preprocess | None = None,
         mean: Statistic | None = None,
@@ -91,29 +92,22 @@ class PSCRegressor(FittedModel):
             settings: The settings of :func:`psc_core.fit_regressor`, ``layer`` and ``device``.
 
         Raises:
-            UsageError: If ``train`` or ``val`` is not a loader or does not fit on the disk, or a setting is invalid.
+            UsageError: If ``train`` or ``val`` is not a loader or does not fit on the disk, a setting is invalid, or an
+                :class:`psc_core.ImageDataset` comes with a target or a preprocessing, of which it has its own.
             DataError: If a batch cannot be used, or all numbers are equal.
             FitError: If the features cannot be fitted; the message says why.
             NetworkError: If the network cannot be copied or cut.
         """
         from psc_core.fitting.in_memory import fit  # imported here, so that services load no fitting code
 
-        preprocessing, predicted = LoaderPreprocessing(preprocess, mean, std), Target(name=target, unit=unit)
-        model = fit(
-            cls.task_type.name,
-            net,
-            (train, val),
-            preprocessing=preprocessing,
-            target=predicted,
-            name=name,
-            settings=settings,
-        )
-        return cast(PSCRegressor, model)
+        predicted = Target(name=target, unit=unit)
+        description = LoaderDescription(LoaderPreprocessing(preprocess, mean, std), target=predicted)
+        return cast(PSCRegressor, fit(cls.task_type.name, net, (train, val), description, name, settings))
 
     if TYPE_CHECKING:
 
-        def predict(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> Prediction: ...
+        def predict(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> RegressionPrediction: ...
 
-        def __call__(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> Prediction: ...
+        def __call__(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> RegressionPrediction: ...
 
         def decide(self, outputs: Outputs[FloatArray]) -> Decisions: ...

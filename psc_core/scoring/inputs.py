@@ -11,11 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from psc_core.errors import UsageError, needs
 from psc_core.images import SUFFIXES
 from psc_core.images.files import files_below
+
+COLUMN: Final = "image"
+"""The default column of a Parquet file."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +35,20 @@ def in_parts(images: Iterator[NamedImage], size: int) -> Iterator[list[NamedImag
         yield part
 
 
-def named_images(source: Path, column: str) -> Iterator[NamedImage]:
+def named_images(source: Path, column: str | None = None) -> Iterator[NamedImage]:
     """Return the images in a folder, a ``.parquet`` file (its ``column``) or a text file of paths.
 
     Raises:
-        UsageError: If there is no such file, folder or column, or pyarrow is not installed.
+        UsageError: If there is no such file, folder or column, pyarrow is not installed, or a column is given for what
+            has none.
     """
-    if source.is_dir():
-        return _folder(source)
-    if not source.is_file():
+    if not source.is_dir() and not source.is_file():
         raise UsageError(f"{source} does not exist; give a folder, a .parquet file or a text file of paths")
-    return _parquet(source, column) if source.suffix.lower() == ".parquet" else _paths(source)
+    if source.is_file() and source.suffix.lower() == ".parquet":
+        return _parquet(source, column or COLUMN)
+    if column:
+        raise UsageError(f"{source} has no columns, a .parquet file has; leave out the column {column!r}")
+    return _folder(source) if source.is_dir() else _paths(source)
 
 
 def _folder(root: Path) -> Iterator[NamedImage]:

@@ -34,6 +34,13 @@ AnyPrediction = TypeVar("AnyPrediction", bound="BasePrediction")
 class BasePrediction:
     """Predictions for n images; every score of the task's answer is an attribute, ``float32 (n,)``.
 
+    Example:
+        >>> from psc_core import PSC
+        >>> bundle = "artifacts/dirty-mnist-resnet18"
+        >>> prediction = PSC.load(bundle).predict([f"{bundle}/examples/{name}.png" for name in ("clean", "shirt")])
+        >>> isinstance(prediction, BasePrediction), prediction[prediction.ood_p_value.argsort()].decision
+        (True, ('abstain_ood', 'accept'))
+
     Attributes:
         outputs: The outputs of the network step.
         decisions: The decisions under the bundle's policy.

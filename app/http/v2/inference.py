@@ -75,7 +75,7 @@ async def infer(service: Service, name: str, version: str | None, received: Rece
         if served is before:  # Or a reload has swapped the model, whose input may have another size now.
             break
     task, classes, gates = served.task, served.model.classes, served.model.gates
-    as_binary = wanted.binary_outputs(outputs_of(served))
+    as_binary = wanted.binary_outputs(output_names(served))
     unknown = [output for output in as_binary if output not in task.tensors and output != MAP]
     if unknown:
         known = (*task.tensors, *([] if served.model.pipeline.map is None else [MAP]))
@@ -103,7 +103,7 @@ async def infer(service: Service, name: str, version: str | None, received: Rece
     return InferAnswer(served, thresholds.policy.alpha, tensors, as_binary)
 
 
-def outputs_of(served: ServedModel) -> tuple[str, ...]:
+def output_names(served: ServedModel) -> tuple[str, ...]:
     """Return the names of the outputs that a model returns unless the request names some.
 
     A model without gates leaves out theirs, though a request may name it.

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 
 from app.errors import UnsupportedMedia
 from app.http.uploads import parse, read_body, read_json_body
-from app.http.v2.inference import Received, find_model, outputs_of
+from app.http.v2.inference import Received, find_model, output_names
 from app.http.v2.inference import infer as infer_images
 from app.http.v2.schemas import (
     HEADER,
@@ -145,7 +145,7 @@ def metadata_of(served: ServedModel) -> ModelMetadata:
                 datatype=served.task.tensors[name],
                 shape=[-1, *served.task.tensor_shape(name, model.classes, model.gates)],
             )
-            for name in outputs_of(served)
+            for name in output_names(served)
         ]
         + _map_outputs(model.pipeline.map),
     )

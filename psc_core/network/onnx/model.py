@@ -48,7 +48,7 @@ _NOT_OF_TENSORS: Final = (
 _REFUSED: Final = frozenset(f"{_NOT_REPEATABLE} {_SIZED_BY_VALUES} {_NOT_OF_TENSORS}".split())
 
 
-def read_model(path: Path) -> ModelProto:
+def read_onnx(path: Path) -> ModelProto:
     """Read an ONNX file that the user names, with the constants in the files beside it.
 
     Raises:

@@ -15,7 +15,7 @@ from psc_core.errors import NetworkError
 from psc_core.network.layers import LayeredNetwork, LayerInfo
 from psc_core.network.onnx.body import OnnxBody
 from psc_core.network.onnx.graph import Graph
-from psc_core.network.onnx.model import read_model
+from psc_core.network.onnx.model import read_onnx
 from psc_core.network.onnx.rewrite import cut, with_any_batch, with_one_input, with_size
 from psc_core.network.onnx.sizes import BATCH, sizes_of
 
@@ -141,4 +141,4 @@ def open_onnx(path: Path) -> OnnxNetwork:
     Raises:
         NetworkError: If :mod:`.model` refuses the file, or it is not a network of one image input.
     """
-    return OnnxNetwork(with_one_input(read_model(path), path.name), path.name)
+    return OnnxNetwork(with_one_input(read_onnx(path), path.name), path.name)

@@ -14,7 +14,7 @@ from psc_core.tasks.prediction import BasePrediction
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Prediction(BasePrediction):
-    """Predictions for n images, on the CPU.
+    """Predictions of a classifier for n images, on the CPU.
 
     Every score of :class:`.answer.ImagePrediction` is an attribute, ``float32 (n,)``, as ``log_density``.
 

@@ -66,7 +66,7 @@ class TaskFit:
         layer_quality: The quality that is measured after every layer besides NC1.
         averages_candidate: Whether a head reads the candidate's features averaged over positions besides z, unless
             settings forbid it.
-        thresholds: Names of the settings that set thresholds of this task alone.
+        threshold_settings: Names of the settings that set thresholds of this task alone.
         compares_network_output: Whether a fit compares the network's output with the head's, where settings leave the
             choice.
         why_not_extended: The reason why no more images can extend a density of a fitted model; empty where they can.
@@ -75,7 +75,7 @@ class TaskFit:
     task_type: ClassVar[type[Task]]
     layer_quality: ClassVar[type[LayerQuality]] = NearestMean
     averages_candidate: ClassVar[bool] = False
-    thresholds: ClassVar[tuple[str, ...]] = ()
+    threshold_settings: ClassVar[tuple[str, ...]] = ()
     compares_network_output: ClassVar[bool] = False
     why_not_extended: ClassVar[str] = ""
 
@@ -111,10 +111,12 @@ class TaskFit:
         return f"{len(train.classes)} classes"
 
     def check(self, settings: FitSettings) -> None:
-        """Raise :class:`UsageError` for a threshold of another task, or one of this task that cannot be used."""
+        """Raise :class:`UsageError` for a setting that this task does not read, or a threshold that cannot be used."""
+        if not self.averages_candidate and settings.head_input != FitSettings.head_input:
+            raise UsageError(f"a {self.task_type.noun} does not read head_input, its heads read z; leave it out")
         for name in TASKS:
             other = task_fit(name)
-            for threshold in {*other.thresholds} - {*self.thresholds}:
+            for threshold in {*other.threshold_settings} - {*self.threshold_settings}:
                 if getattr(settings, threshold) != getattr(FitSettings, threshold):
                     raise UsageError(
                         f"a {self.task_type.noun} does not read {threshold}, which is for a {other.task_type.noun}; "

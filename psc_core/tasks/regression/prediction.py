@@ -14,10 +14,24 @@ from psc_core.tasks.regression.decide import Decisions
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Prediction(BasePrediction):
+class RegressionPrediction(BasePrediction):
     """Predictions of a regression for n images, on the CPU.
 
     Every score of :class:`.answer.ValuePrediction` is an attribute, ``float32 (n,)``, as ``mean``.
+
+    Example:
+        >>> from psc_core.tasks.outputs import Outputs
+        >>> from psc_core.tasks.regression.answer import SCORES
+        >>> from psc_core.tasks.regression.decide import Thresholds
+        >>> from psc_core.tasks.regression.policy import RegressionPolicy
+        >>> policy = RegressionPolicy(alpha=0.05, max_width=None, coverage=0.95)
+        >>> packed = torch.tensor([[50.0, 3.0, 4.0, -9.0, 9.0, 0.5], [20.0, 0.0, 1.0, -99.0, 99.0, 0.01]])
+        >>> decisions = Thresholds(policy, 0.05, 2.0).decide(Outputs(packed.numpy(), SCORES, ()))
+        >>> target = Target(name="age", unit="years")
+        >>> prediction = RegressionPrediction(Outputs(packed, SCORES, ()), decisions, ("low", "high"), target)
+        >>> prediction.mean, prediction.interval, prediction.decision
+        (tensor([50., 20.]), tensor([[40., 60.],
+                [18., 22.]]), ('accept', 'abstain_ood'))
     """
 
     answer = ValuePrediction

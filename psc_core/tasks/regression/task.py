@@ -19,7 +19,7 @@ from psc_core.tasks.regression.answer import RESPONSE, ValuePrediction
 from psc_core.tasks.regression.calibration import Calibration
 from psc_core.tasks.regression.decide import ABSTAIN_OOD, ABSTAIN_UNCERTAIN
 from psc_core.tasks.regression.policy import RegressionPolicy
-from psc_core.tasks.regression.prediction import Prediction
+from psc_core.tasks.regression.prediction import RegressionPrediction
 from psc_core.tasks.task import Task
 
 
@@ -32,7 +32,7 @@ class Regression(Task):
     answer = ValuePrediction
     policy = RegressionPolicy
     calibration = Calibration
-    prediction_type = Prediction
+    prediction_type = RegressionPrediction
     heads = heads.HEADS
     abstentions: ClassVar = {"ood": ABSTAIN_OOD, "uncertain": ABSTAIN_UNCERTAIN}
     has_numbers = True

@@ -18,7 +18,7 @@ from psc_core.images.preprocess import Pixels
 from psc_core.thumbnails.thumbnails import MAX_COUNT, SIDE
 
 
-def check_count(count: int, classes: int) -> None:
+def check_thumbnail_count(count: int, classes: int) -> None:
     """Check that the number of kept images covers the classes.
 
     Raises:

@@ -64,6 +64,7 @@ def test_json_file_as_in_a_manifest(tmp_path: Path) -> None:
     [
         ("--size 64 --crop 32", "leave one out"),
         ("--crop 32", "for no crop use --size"),
+        ("--preset mnist --preprocess nowhere.json", "expected --preset or --preprocess, got both"),
         ("--preprocess nowhere.json", r"nowhere.json: No such file"),
         ("--preprocess torchvision:ResNet50", "torchvision has no weights 'ResNet50'"),
         ("--preprocess torchvision:Raft_Large_Weights.C_T_V1", "not those of a classifier"),

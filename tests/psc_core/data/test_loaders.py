@@ -35,6 +35,19 @@ PAIRS = TensorDataset(INPUTS, LABELS)
 GREY = Preprocess("L", 3, 3, None, (0.5,), (0.5,))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"unit": "years"}, "expected a target beside unit='years'"),
+        ({"classes": ("a", "b", "c"), "target": "age"}, "expected classes or a target, got both"),
+        ({"mean": 0.5}, "expected both mean and std"),
+    ],
+)
+def test_arguments_that_cannot_act_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        open_loader(PAIRS, **arguments)
+
+
 class Stream(IterableDataset):  # type: ignore[type-arg]
     """Single examples of unknown number."""
 

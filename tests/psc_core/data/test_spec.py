@@ -8,7 +8,7 @@ from PIL import Image
 
 from psc_core.data.sources import FileSource
 from psc_core.data.spec import image_folder, open_dataset
-from psc_core.errors import DataError
+from psc_core.errors import DataError, UsageError
 from psc_core.images.preprocess import PRESETS
 from tests.psc_core.data.support import TINY, write_folder
 
@@ -95,6 +95,15 @@ def test_a_table_may_have_a_hash_in_its_name(tmp_path: Path) -> None:
     table.write_text("file,age\na/0.png,1\na/1.png,2\n")
     for spec in (str(table), f"{table}#val"):
         assert len(open_dataset(spec, split="train", preprocess=TINY)) == 2
+
+
+@pytest.mark.parametrize("given", [{"target": "age"}, {"unit": "years"}])
+def test_a_target_of_what_is_no_table_is_refused(tmp_path: Path, data_root: Path, given: dict[str, str]) -> None:
+    root = write_folder(tmp_path, {"a": 1, "b": 1})
+    ((name, value),) = given.items()
+    for spec in (str(root), f"{root}#val", f"mnist:{data_root}", f"rotated-mnist:{data_root}", "nowhere.module:make"):
+        with pytest.raises(UsageError, match=f"is no table, so {name} '{value}' has no effect; leave it out, or give"):
+            open_dataset(spec, split="train", preprocess=TINY, **given)  # type: ignore[arg-type]
 
 
 def test_hidden_folders_are_no_classes(tmp_path: Path) -> None:

@@ -350,6 +350,33 @@ def test_opened_data_and_loaders_go_together(net: nn.Module, train: ImageDataset
     assert torch.equal(psc(splits[1].tensors[0]).log_density, fitted(splits[1].tensors[0]).log_density)
 
 
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"classes": tuple("abcdefghij")}, "classes"),
+        ({"mean": (9.0,), "std": (9.0,)}, "mean, std"),
+        ({"preprocess": MNIST}, "preprocess"),
+    ],
+)
+def test_what_a_data_set_says_itself_is_refused(
+    net: nn.Module, train: ImageDataset, val: ImageDataset, given: dict[str, Any], named: str
+) -> None:
+    message = f"mnist is a data set, which says itself how its images are read .*; leave out {named}, or give"
+    with pytest.raises(UsageError, match=message):
+        PSC.fit(net, train, val, **given, **QUICK)
+
+
+def test_a_target_that_a_data_set_has_is_refused(angle_job: TinyJob, data_root: Path) -> None:
+    train, val = (
+        open_dataset(f"rotated-mnist:{data_root}", split=split, preprocess=MNIST) for split in ("train", "val")
+    )
+    quick: dict[str, Any] = {"layer": "4", "c_proj": 4, "d_proj": 2}
+    with pytest.raises(UsageError, match="what their labels mean; leave out target, unit, or give"):
+        PSCRegressor.fit(angle_job.net, train, val, target="tilt", unit="radians", **quick)
+    loader = DataLoader(pairs(val, val.values), batch_size=64)
+    assert PSCRegressor.fit(angle_job.net, train, loader, **quick).target == train.target
+
+
 class Noisy(Dataset):  # type: ignore[type-arg]
     def __init__(self, data: TensorDataset) -> None:
         self.data = data

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from psc_core import FitSettings, fit_projection, fit_psc, measure_collapse
+from psc_core import FitSettings, fit_projection, fit_psc, fit_regressor, measure_collapse, open_loader
 from psc_core.collapse.report import Candidate
-from psc_core.data.dataset import ImageDataset, balanced
-from psc_core.errors import FitError, UsageError
+from psc_core.data.dataset import ImageDataset, balanced, concatenate
+from psc_core.errors import FitError, LoaderWarning, UsageError
 from psc_core.projection.fit.report import FittedProjection
 
 SETTINGS = FitSettings(device="cpu")
@@ -63,6 +63,43 @@ def test_settings_are_given_by_name(net: torch.nn.Module, train: ImageDataset, v
     assert (named.seed, named.epsilon, named.pattern) == (3, 0.1, "^4$")
     with pytest.raises(UsageError, match="expected seed=3"):
         fit_projection(net, named.candidate(), train, val, seed=0)
+
+
+def test_validation_images_that_were_trained_on_are_warned_of(
+    net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
+) -> None:
+    more = concatenate("both", [val, train.subset(torch.arange(20))])
+    for data, count in ((train, len(train)), (more, 20)):
+        with pytest.warns(LoaderWarning, match=f"{count} of {len(data)} validation images are training images too"):
+            fit_psc(net, Candidate(("4",), ""), projection, train, data, head="duq", settings=SETTINGS)
+    with pytest.warns(LoaderWarning, match="validation images are repeated"):
+        twice = [(batch.images, batch.labels) for batch in val.batches(64)] * 2
+        loaded = open_loader(twice, preprocess=val.preprocess, classes=val.classes)
+        fit_psc(net, Candidate(("4",), ""), projection, train, loaded, head="duq", settings=SETTINGS)
+
+
+def test_a_layer_is_the_candidates(
+    net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
+) -> None:
+    for use in (
+        lambda: measure_collapse(net, train, val, layer="4"),
+        lambda: fit_projection(net, Candidate(("4",), ""), train, val, layer="4"),
+        lambda: fit_psc(net, Candidate(("4",), ""), projection, train, val, layer="4"),
+    ):
+        with pytest.raises(UsageError, match=r"expected no layer: .* report\.candidate\(layer\)"):
+            use()
+
+
+def test_settings_of_another_stage_are_refused(
+    net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
+) -> None:
+    with pytest.raises(UsageError, match="measure_collapse does not read alpha, fit_psc or fit_regressor does"):
+        measure_collapse(net, train, val, alpha=0.1)
+    with pytest.raises(UsageError, match="fit_projection does not read granularity, measure_collapse does"):
+        fit_projection(net, Candidate(("4",), ""), train, val, granularity="blocks")
+    for fit in (fit_psc, fit_regressor):
+        with pytest.raises(UsageError, match="does not read c_proj, d_proj, fit_projection does; leave out or give it"):
+            fit(net, Candidate(("4",), ""), projection, train, val, c_proj=4, d_proj=2)
 
 
 def test_projection_of_another_layer_is_refused(

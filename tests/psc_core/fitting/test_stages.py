@@ -40,6 +40,8 @@ def test_settings_get_the_head_of_the_task(data: FitData) -> None:
         ({"alpha": 1e-9}, "alpha"),
         ({"coverage": 1.5}, "coverage"),
         ({"keep_examples": -1}, "examples"),
+        ({"predictions": "base", "head": "duq"}, "expected no head beside predictions 'base'"),
+        ({"predictions": "base", "head_input": "z"}, "expected no head_input beside predictions 'base'"),
     ],
 )
 def test_unknown_options_and_rates_that_cannot_be_kept_are_refused(

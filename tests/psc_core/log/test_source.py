@@ -14,7 +14,7 @@ from psc_core.images.limits import DEFAULT_MAX_PIXELS
 from psc_core.images.preprocess import PRESETS
 from psc_core.log.images import INPUT, file_of
 from psc_core.log.schema import image_path
-from psc_core.log.source import LoggedImages, is_stored, open_image
+from psc_core.log.source import LoggedImages, is_stored, open_logged_image
 from psc_core.log.store import open_log
 from tests.logged import Logged, png, write_log
 
@@ -71,7 +71,7 @@ def test_opens_an_image_by_its_name_and_no_other_file(tmp_path: Path) -> None:
     image = Logged(content)
     log = write_log(tmp_path, [image])
     name = f"{image.sha256}.png"
-    file, size = open_image(log, name)
+    file, size = open_logged_image(log, name)
     with file:
         assert (file.read(), size) == (content, len(content))
     folder = tmp_path / "images" / image.sha256[:2]
@@ -92,7 +92,7 @@ def test_opens_an_image_by_its_name_and_no_other_file(tmp_path: Path) -> None:
     )
     for each in names:
         with pytest.raises(FileNotFoundError):
-            open_image(log, each)
+            open_logged_image(log, each)
     (folder / name).write_bytes(content + b"more")
     with pytest.raises(FileNotFoundError):
-        open_image(log, name)
+        open_logged_image(log, name)

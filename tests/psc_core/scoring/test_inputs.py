@@ -6,6 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from psc_core.errors import UsageError
 from psc_core.scoring.inputs import NamedImage, in_parts, named_images
 from tests.psc_core.scoring.support import rows_of
 
@@ -13,12 +16,19 @@ from tests.psc_core.scoring.support import rows_of
 def test_list_of_paths(folder: Path, scored: Path, tmp_path: Path) -> None:
     paths = [str(folder / row["item"]) for row in rows_of(scored)]
     (tmp_path / "list.txt").write_text("\n".join(paths[:3]) + "\n\n" + paths[3] + "\r\n")
-    assert [each.image for each in named_images(tmp_path / "list.txt", "")] == paths[:4]
+    assert [each.image for each in named_images(tmp_path / "list.txt")] == paths[:4]
+
+
+def test_a_column_is_of_parquet_files(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "list.txt").touch()
+    for source in (folder, tmp_path / "list.txt"):
+        with pytest.raises(UsageError, match=r"has no columns, a \.parquet file has; leave out the column 'picture'"):
+            named_images(source, "picture")
 
 
 def test_names_that_are_not_unicode(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"\xff.png")).touch()
-    (found,) = named_images(tmp_path, "")
+    (found,) = named_images(tmp_path)
     assert found.name == "\N{REPLACEMENT CHARACTER}.png"
     assert Path(str(found.image)).exists()
 

@@ -72,14 +72,15 @@ def test_a_table_needs_pandas(prediction: BasePrediction, monkeypatch: pytest.Mo
         prediction.to_pandas()
 
 
-def test_the_text_shows_the_first_images(prediction: BasePrediction) -> None:
+def test_the_text_shows_the_first_images(model: FittedModel, prediction: BasePrediction) -> None:
+    name = {"classification": "Prediction", "regression": "RegressionPrediction"}[model.task.name]
     title, header, *rows, more = repr(prediction).splitlines()
-    assert title.startswith("Prediction for 30 images: ") and "decision" in header and len(rows) == SHOWN
+    assert title.startswith(f"{name} for 30 images: ") and "decision" in header and len(rows) == SHOWN
     counts = [int(part.split()[0]) for part in title.partition(": ")[2].split(", ")]
     assert sum(counts) == 30 and more == f"… {30 - SHOWN} more"
     assert {len(row) for row in (header, *rows)} == {len(header)}
-    assert repr(prediction[:1]).splitlines()[0].startswith("Prediction for 1 image: 1 ")
-    assert repr(prediction[:0]) == "Prediction for 0 images"
+    assert repr(prediction[:1]).splitlines()[0].startswith(f"{name} for 1 image: 1 ")
+    assert repr(prediction[:0]) == f"{name} for 0 images"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from psc_core.calibration.weighted import thinned
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
+from psc_core.errors import UsageError
 from psc_core.metrics import classification
 from psc_core.rates import check_fraction
 from psc_core.settings import FitSettings
@@ -39,7 +40,7 @@ class ClassificationFit(TaskFit):
     """The fit of a classifier."""
 
     task_type = Classification
-    thresholds = ("risk",)
+    threshold_settings = ("risk",)
     averages_candidate = True
     compares_network_output = True
 
@@ -49,6 +50,12 @@ class ClassificationFit(TaskFit):
     def check(self, settings: FitSettings) -> None:
         super().check(settings)
         check_fraction(settings.risk, "risk")
+        if settings.predictions == "base":
+            for name, default in (("head", next(iter(self.task_type.heads))), ("head_input", FitSettings.head_input)):
+                if getattr(settings, name) not in (None, default):
+                    raise UsageError(
+                        f"expected no {name} beside predictions 'base', which are the network's own; leave one out"
+                    )
 
     def fit_head(self, job: HeadJob) -> ClassifierHead:
         """Return the head, the network's own logits with a temperature, or the better of both."""

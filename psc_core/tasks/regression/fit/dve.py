@@ -60,11 +60,11 @@ LEAST_NOISE: Final = 1e-4
 """Minimum τ² where the numbers have deviation 1."""
 
 RANGES: Final = ((-7.0, 7.0), (-7.0, 4.0), (-12.0, 1.0))
-"""Bounds of the parameters of a :class:`Process`, where the deviation of all axes together is 1."""
+"""Bounds of the parameters of a :class:`GaussianProcess`, where the deviation of all axes together is 1."""
 
 
-class Process(NamedTuple):
-    """Logarithms of the parameters of one layer's process."""
+class GaussianProcess(NamedTuple):
+    """The Gaussian process of one layer, by the logarithms of its parameters."""
 
     length: Float[Tensor, " reduced"]
     signal: Float[Tensor, ""]
@@ -160,24 +160,24 @@ def fit_process(
     t_val: Float[Tensor, " k"],
     m: int,
     generator: torch.Generator,
-) -> Process:
+) -> GaussianProcess:
     """Return the parameters of the least selection NLL that Adam reaches; ``x`` is in random order."""
     scale = x.var(0, correction=0).sum().sqrt().clamp(min=1e-6)
     x, x_val = x / scale, x_val / scale
-    best = Process(x.new_zeros(x.shape[1]), x.new_zeros(()), x.new_tensor(0.1).log())
+    best = GaussianProcess(x.new_zeros(x.shape[1]), x.new_zeros(()), x.new_tensor(0.1).log())
     parameters = [part.clone().requires_grad_() for part in best]
     least, since = selection_nll(x, t, x_val, t_val, m, best), 0
     optimizer = torch.optim.Adam(parameters, RATE)
     for step in range(1, STEPS + 1):
         chosen = torch.randint(0, len(x), (min(BATCH, len(x)),), generator=generator).to(x.device)
         optimizer.zero_grad()
-        torch.autograd.backward(vecchia_nll(x, t, chosen, m, Process(*parameters)))
+        torch.autograd.backward(vecchia_nll(x, t, chosen, m, GaussianProcess(*parameters)))
         optimizer.step()
         with torch.no_grad():
             for part, (low, high) in zip(parameters, RANGES, strict=True):
                 part.clamp_(low, high)
         if step % CHECK == 0:
-            now = Process(*(part.detach().clone() for part in parameters))
+            now = GaussianProcess(*(part.detach().clone() for part in parameters))
             nll = selection_nll(x, t, x_val, t_val, m, now)
             best, least, since = (now, nll, 0) if nll < least else (best, least, since + 1)
             if since == PATIENCE:
@@ -190,7 +190,7 @@ def vecchia_nll(
     t: Float[Tensor, " n"],
     chosen: Int[Tensor, " batch"],
     m: int,
-    process: Process,
+    process: GaussianProcess,
 ) -> Float[Tensor, ""]:
     """Return the mean NLL of the numbers of the ``chosen`` images, each given its m nearest earlier ones."""
     scale, (signal, noise) = (-process.length).exp(), process.variances
@@ -210,7 +210,7 @@ def selection_nll(
     x_val: Float[Tensor, "k reduced"],
     t_val: Float[Tensor, " k"],
     m: int,
-    process: Process,
+    process: GaussianProcess,
 ) -> float:
     """Return the mean NLL of selection images given their m nearest training images."""
     scale, (signal, noise) = (-process.length).exp(), process.variances

@@ -35,7 +35,7 @@ class RegressionFit(TaskFit):
 
     task_type = Regression
     layer_quality = LinearFit
-    thresholds = ("max_width",)
+    threshold_settings = ("max_width",)
 
     why_not_extended = "a regression's bundle does not keep where its bins part, which are the classes of its density"
 

@@ -61,10 +61,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def repeated(images: int, distinct: int = 200) -> ImageDataset:
-    """Noise with a class-dependent corner, ``distinct`` images again and again."""
+def repeated(images: int, seed: int, distinct: int = 200) -> ImageDataset:
+    """Noise from ``seed`` with a class-dependent corner, ``distinct`` images again and again."""
     labels = torch.arange(distinct) % CLASSES
-    pixels = np.random.default_rng(0).integers(0, 128, (distinct, 28, 28), dtype=np.uint8)
+    pixels = np.random.default_rng(seed).integers(0, 128, (distinct, 28, 28), dtype=np.uint8)
     pixels[:, :14, :14] += (labels.numpy()[:, None, None] * 30).astype(np.uint8)
     once = labelled("repeated", list("abcd"), ArraySource(pixels), labels, PRESETS["mnist"])
     at = torch.arange(images) % distinct
@@ -76,7 +76,7 @@ def maximum_bytes(images: int) -> int:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 64, 7, stride=4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     net = net.append(nn.Linear(64, CLASSES)).eval()
-    train, val = repeated(images), repeated(400)
+    train, val = repeated(images, seed=0), repeated(400, seed=1)
     with LiveBytes() as live:
         candidate = measure_collapse(net, train, val, settings=SETTINGS).candidate("0")
         projection = fit_projection(net, candidate, train, val, c_proj=64, d_proj=8, settings=SETTINGS)

@@ -77,6 +77,9 @@ def test_a_bundle_records_its_task(angle_bundle: Path) -> None:
         (("--task", "classification"), "the task of these images is regression"),
         (("--head", "laplace"), "expected head of a regression to be one of blr, dve"),
         (("--coverage", "0.999"), "expected coverage"),
+        (("--head-input", "z"), "a regression does not read head_input"),
+        (("--target", "angle"), "is no table, so target 'angle' has no effect"),
+        (("--unit", "degrees"), "is no table, so unit 'degrees' has no effect"),
     ],
 )
 def test_what_does_not_fit_is_refused(

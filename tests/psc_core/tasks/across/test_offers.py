@@ -17,7 +17,6 @@ OFFERS: dict[str, tuple[str, ...]] = {
     "psc_core.tasks.{}.decide": ("Decisions", "Thresholds"),
     "psc_core.tasks.{}.calibration": ("Calibration",),
     "psc_core.tasks.{}.heads": ("HEADS",),
-    "psc_core.tasks.{}.prediction": ("Prediction",),
     "psc_core.tasks.{}.task": ("TASK",),
     "psc_core.tasks.{}.fit.head": ("FITS",),
     "psc_core.tasks.{}.fit.task": ("FIT",),

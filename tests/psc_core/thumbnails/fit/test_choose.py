@@ -12,7 +12,7 @@ from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.sources import ArraySource
 from psc_core.errors import UsageError
 from psc_core.images.preprocess import PRESETS
-from psc_core.thumbnails.fit.choose import check_count, kept_images, thumbnails_of
+from psc_core.thumbnails.fit.choose import check_thumbnail_count, kept_images, thumbnails_of
 from psc_core.thumbnails.thumbnails import MAX_COUNT, SIDE
 
 
@@ -43,7 +43,7 @@ def test_images_of_several_labels_are_kept_only_where_a_class_has_no_others() ->
 @pytest.mark.parametrize("count", [9, MAX_COUNT + 1])
 def test_a_number_that_does_not_cover_the_classes_is_refused(count: int) -> None:
     with pytest.raises(UsageError, match=f"from 10, one training image of each class, to {MAX_COUNT}, got {count}"):
-        check_count(count, 10)
+        check_thumbnail_count(count, 10)
 
 
 @pytest.mark.parametrize(

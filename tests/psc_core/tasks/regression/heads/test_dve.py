@@ -17,7 +17,7 @@ from psc_core.errors import BundleError, FitError
 from psc_core.fitted import restore
 from psc_core.numerics import matrix
 from psc_core.tasks.regression.fit import dve
-from psc_core.tasks.regression.fit.dve import Process, reduction, vecchia_nll
+from psc_core.tasks.regression.fit.dve import GaussianProcess, reduction, vecchia_nll
 from psc_core.tasks.regression.heads import HEADS
 from psc_core.tasks.regression.heads import dve as served
 from psc_core.tasks.regression.heads.dve import DeepVecchiaHead, combine, condition, nearest_points
@@ -55,7 +55,7 @@ def head() -> DeepVecchiaHead:
 def test_likelihood_given_all_earlier_ones_is_exact(n: int, d: int, seed: int) -> None:
     x, t = points(n, d, seed)
     length = torch.linspace(-0.5, 0.5, d, dtype=torch.float64)
-    process = Process(length, torch.tensor(SIGNAL).double().log(), torch.tensor(NOISE).double().log())
+    process = GaussianProcess(length, torch.tensor(SIGNAL).double().log(), torch.tensor(NOISE).double().log())
     got = n * float(vecchia_nll(x, t, torch.arange(n), n - 1, process))
     signal, noise = (float(part) for part in process.variances)
     assert got == pytest.approx(reference.exact_process_nll(x / length.exp(), t, signal, noise), abs=1e-6)

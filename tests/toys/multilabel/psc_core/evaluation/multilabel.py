@@ -18,7 +18,7 @@ from psc_core.errors import UsageError
 from psc_core.evaluation.base import PRIMARY, ObservedRate, Report, observed_rate
 from psc_core.metrics import ranking
 from psc_core.model.base import FittedModel
-from psc_core.scoring.served import served
+from psc_core.scoring.dataset import scored_batches
 from psc_core.tasks.multilabel.fit.task import held
 
 
@@ -79,7 +79,7 @@ def score_images(
     model: FittedModel, data: ImageDataset, baselines: None = None, *, batch_images: int = 256
 ) -> ScoredLabels:
     """Send ``data`` through the served path once."""
-    return labels_of(model, torch.cat([packed for _, _, packed in served(model, data, batch_images)]))
+    return labels_of(model, torch.cat([packed for _, _, packed in scored_batches(model, data, batch_images)]))
 
 
 def labels_of(model: FittedModel, packed: Float[Tensor, "n columns"]) -> ScoredLabels:

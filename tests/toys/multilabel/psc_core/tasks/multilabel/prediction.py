@@ -12,7 +12,7 @@ from psc_core.tasks.prediction import BasePrediction
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Prediction(BasePrediction):
+class MultilabelPrediction(BasePrediction):
     """Predictions of several labels for n images, on the CPU."""
 
     answer = LabelPrediction

@@ -10,7 +10,7 @@ from psc_core.tasks.multilabel.answer import RESPONSE, LabelPrediction
 from psc_core.tasks.multilabel.calibration import Calibration
 from psc_core.tasks.multilabel.decide import ABSTAIN_OOD, ABSTAIN_UNDECIDED
 from psc_core.tasks.multilabel.policy import LabelPolicy
-from psc_core.tasks.multilabel.prediction import Prediction
+from psc_core.tasks.multilabel.prediction import MultilabelPrediction
 from psc_core.tasks.task import Agreement, Task
 
 
@@ -23,7 +23,7 @@ class MultiLabel(Task):
     answer = LabelPrediction
     policy = LabelPolicy
     calibration = Calibration
-    prediction_type = Prediction
+    prediction_type = MultilabelPrediction
     heads = heads.HEADS
     abstentions: ClassVar = {"ood": ABSTAIN_OOD, "undecided": ABSTAIN_UNDECIDED}
 

@@ -17,7 +17,7 @@ from psc_core.model.base import FittedModel
 from psc_core.tasks.outputs import Outputs
 
 
-def served(
+def scored_batches(
     model: FittedModel, data: ImageDataset, batch_images: int = BATCH_IMAGES, *, description: str = ""
 ) -> Iterator[tuple[Batch, Images, Float[Tensor, "batch columns"]]]:
     """Yield each batch of ``data``, its images on the model's device, and the pipeline's packed outputs on the CPU.
@@ -46,6 +46,6 @@ def check_read_by(model: FittedModel, data: ImageDataset) -> None:
 
 
 @torch.inference_mode()
-def outputs_of(model: FittedModel, data: ImageDataset, description: str) -> Outputs[Tensor]:
-    """Return the outputs for every image, on the CPU; raises the errors of :func:`served`."""
-    return model.outputs(torch.cat([packed for _, _, packed in served(model, data, description=description)]))
+def dataset_outputs(model: FittedModel, data: ImageDataset, description: str) -> Outputs[Tensor]:
+    """Return the outputs for every image, on the CPU; raises the errors of :func:`scored_batches`."""
+    return model.outputs(torch.cat([packed for _, _, packed in scored_batches(model, data, description=description)]))

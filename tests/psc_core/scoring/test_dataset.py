@@ -10,7 +10,7 @@ import torch
 
 from psc_core import PSC, open_dataset
 from psc_core.errors import UsageError
-from psc_core.scoring.served import outputs_of
+from psc_core.scoring.dataset import dataset_outputs
 from tests.attacks.forge import ALLOW
 
 
@@ -18,6 +18,6 @@ def test_outputs_are_those_of_predict(tiny_bundle: Path, data_root: Path) -> Non
     psc = PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
     data = open_dataset(f"mnist:{data_root}", split="test", preprocess=psc.preprocess).subset(torch.arange(70))
     expected = psc.compute(next(iter(data.batches(70))).images)
-    torch.testing.assert_close(outputs_of(psc, data, "test").packed, expected.packed, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(dataset_outputs(psc, data, "test").packed, expected.packed, rtol=1e-4, atol=1e-5)
     with pytest.raises(UsageError, match="read through the model's preprocessing"):
-        outputs_of(psc, replace(data, preprocess=replace(psc.preprocess, mean=(0.0,))), "test")
+        dataset_outputs(psc, replace(data, preprocess=replace(psc.preprocess, mean=(0.0,))), "test")
