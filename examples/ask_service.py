@@ -12,12 +12,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from app.client import DEFAULT_URL, Client, ClientError, ImagePrediction, Overloaded
+from app.client import DEFAULT_URL, ClassificationAnswer, Client, ClientError, Overloaded
 
 SHIPPED = Path(__file__).parents[1] / "artifacts" / "dirty-mnist-resnet18" / "examples"
 
 
-def what_to_do(prediction: ImagePrediction) -> str:
+def what_to_do(prediction: ClassificationAnswer) -> str:
     """What a program does with each decision."""
     if prediction.decision == "accept":
         return f"take {prediction.label}"

@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from psc_core.model.regressor import PSCRegressor as PSCRegressor
     from psc_core.network.load import load_network as load_network
     from psc_core.settings import FitSettings as FitSettings
-    from psc_core.tasks.classification.prediction import Prediction as Prediction
+    from psc_core.tasks.classification.prediction import ClassificationPrediction as ClassificationPrediction
     from psc_core.tasks.prediction import BasePrediction as BasePrediction
     from psc_core.tasks.regression.prediction import RegressionPrediction as RegressionPrediction
     from psc_core.version import __version__ as __version__
 
 _MODULES = {
     "BasePrediction": "tasks.prediction",
+    "ClassificationPrediction": "tasks.classification.prediction",
     "PRESETS": "images.preprocess",
     "PSC": "model.classifier",
     "PSCRegressor": "model.regressor",
     "FitSettings": "settings",
     "ImageDataset": "data.dataset",
-    "Prediction": "tasks.classification.prediction",
     "Preprocess": "images.preprocess",
     "RegressionPrediction": "tasks.regression.prediction",
     "__version__": "version",

@@ -6,7 +6,7 @@ import numpy as np
 
 from psc_core.target import Target
 from psc_core.tasks.classification import decide as classification
-from psc_core.tasks.classification.policy import Policy
+from psc_core.tasks.classification.policy import ClassificationPolicy
 from psc_core.tasks.classification.task import Classification
 from psc_core.tasks.decide import BaseThresholds
 from psc_core.tasks.outputs import FloatArray, Outputs
@@ -23,7 +23,7 @@ ONE_OF_EACH: dict[str, tuple[Task, BaseThresholds]] = {
     ),
     "classification": (
         Classification(),
-        classification.Thresholds(Policy(alpha=0.05, ambiguity_threshold=0.5, coverage=0.9), 0.05, 0.2),
+        classification.Thresholds(ClassificationPolicy(alpha=0.05, ambiguity_threshold=0.5, coverage=0.9), 0.05, 0.2),
     ),
 }
 """A task of each name, and thresholds of it."""

@@ -1,6 +1,6 @@
 """A typed client of the service, and its command line; neither needs torch."""
 
-from app.client.client import DEFAULT_URL, AsyncClient, ClassOptions, Client, Options, ValueOptions
+from app.client.client import DEFAULT_URL, AsyncClient, ClassificationOptions, Client, Options, RegressionOptions
 from app.client.errors import (
     BadAnswer,
     ClientError,
@@ -16,36 +16,36 @@ from app.client.errors import (
 from app.client.retry import Retry
 from psc_core.target import Target
 from psc_core.tasks.answer import ModelRef, Response
-from psc_core.tasks.classification.answer import ImagePrediction, PredictResponse
-from psc_core.tasks.classification.policy import Policy
-from psc_core.tasks.regression.answer import ValuePrediction, ValueResponse
+from psc_core.tasks.classification.answer import ClassificationAnswer, ClassificationResponse
+from psc_core.tasks.classification.policy import ClassificationPolicy
+from psc_core.tasks.regression.answer import RegressionAnswer, RegressionResponse
 from psc_core.tasks.regression.policy import RegressionPolicy
 
 __all__ = [
     "DEFAULT_URL",
     "AsyncClient",
     "BadAnswer",
-    "ClassOptions",
+    "ClassificationAnswer",
+    "ClassificationOptions",
+    "ClassificationPolicy",
+    "ClassificationResponse",
     "Client",
     "ClientError",
     "ConnectionFailed",
-    "ImagePrediction",
     "InputError",
     "ModelRef",
     "NotAllowed",
     "Options",
     "Overloaded",
-    "Policy",
-    "PredictResponse",
     "ProblemError",
     "Refused",
+    "RegressionAnswer",
+    "RegressionOptions",
     "RegressionPolicy",
+    "RegressionResponse",
     "Response",
     "Retry",
     "ServerFailed",
     "Target",
     "Unavailable",
-    "ValueOptions",
-    "ValuePrediction",
-    "ValueResponse",
 ]

@@ -38,11 +38,11 @@ from app.client.errors import (
 from app.client.retry import DEFAULT_RETRY, Retry, attempts
 from psc_core.errors import fault
 from psc_core.tasks.answer import Response, response_type
-from psc_core.tasks.classification.answer import PredictResponse
-from psc_core.tasks.regression.answer import ValueResponse
+from psc_core.tasks.classification.answer import ClassificationResponse
+from psc_core.tasks.regression.answer import RegressionResponse
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
-_METHODS: Final = {PredictResponse: "predict", ValueResponse: "predict_values"}
+_METHODS: Final = {ClassificationResponse: "predict", RegressionResponse: "predict_values"}
 """The answers that have a method of their own; :meth:`Client.ask` returns any answer."""
 
 AnyResponse = TypeVar("AnyResponse", bound=Response)
@@ -70,7 +70,7 @@ class Options(TypedDict, total=False):
     alpha: float | None
 
 
-class ClassOptions(Options, total=False):
+class ClassificationOptions(Options, total=False):
     """The options of a request to a classifier.
 
     Attributes:
@@ -82,7 +82,7 @@ class ClassOptions(Options, total=False):
     ambiguity_threshold: float | None
 
 
-class ValueOptions(Options, total=False):
+class RegressionOptions(Options, total=False):
     """The options of a request to a regression.
 
     Attributes:
@@ -254,31 +254,31 @@ class Client(_Base):
         """Close the connections."""
         self._http.close()
 
-    def predict(self, images: Sequence[ImageInput], **options: Unpack[ClassOptions]) -> PredictResponse:
+    def predict(self, images: Sequence[ImageInput], **options: Unpack[ClassificationOptions]) -> ClassificationResponse:
         """Classify images in one request.
 
         Args:
             images: At least one image: the path of a file, or its bytes.
-            options: See :class:`ClassOptions` and :class:`Options`.
+            options: See :class:`ClassificationOptions` and :class:`Options`.
 
         Raises:
             ClientError: If the request failed; see the subclasses.
             TypeError: If an option is unknown.
         """
-        return _expect(PredictResponse, self.ask(images, **_known(options, ClassOptions)))
+        return _expect(ClassificationResponse, self.ask(images, **_known(options, ClassificationOptions)))
 
-    def predict_values(self, images: Sequence[ImageInput], **options: Unpack[ValueOptions]) -> ValueResponse:
+    def predict_values(self, images: Sequence[ImageInput], **options: Unpack[RegressionOptions]) -> RegressionResponse:
         """Predict a number for each image by a regression, in one request.
 
         Args:
             images: See :meth:`predict`.
-            options: See :class:`ValueOptions` and :class:`Options`.
+            options: See :class:`RegressionOptions` and :class:`Options`.
 
         Raises:
             ClientError: If the request failed; see the subclasses.
             TypeError: If an option is unknown.
         """
-        return _expect(ValueResponse, self.ask(images, **_known(options, ValueOptions)))
+        return _expect(RegressionResponse, self.ask(images, **_known(options, RegressionOptions)))
 
     def ask(self, images: Sequence[ImageInput], **options: Any) -> Response:
         """Ask a model of any task about images, in one request.
@@ -331,13 +331,17 @@ class AsyncClient(_Base):
         """Close the connections."""
         await self._http.aclose()
 
-    async def predict(self, images: Sequence[ImageInput], **options: Unpack[ClassOptions]) -> PredictResponse:
+    async def predict(
+        self, images: Sequence[ImageInput], **options: Unpack[ClassificationOptions]
+    ) -> ClassificationResponse:
         """Predict as :meth:`Client.predict` does."""
-        return _expect(PredictResponse, await self.ask(images, **_known(options, ClassOptions)))
+        return _expect(ClassificationResponse, await self.ask(images, **_known(options, ClassificationOptions)))
 
-    async def predict_values(self, images: Sequence[ImageInput], **options: Unpack[ValueOptions]) -> ValueResponse:
+    async def predict_values(
+        self, images: Sequence[ImageInput], **options: Unpack[RegressionOptions]
+    ) -> RegressionResponse:
         """Predict as :meth:`Client.predict_values` does."""
-        return _expect(ValueResponse, await self.ask(images, **_known(options, ValueOptions)))
+        return _expect(RegressionResponse, await self.ask(images, **_known(options, RegressionOptions)))
 
     async def ask(self, images: Sequence[ImageInput], **options: Any) -> Response:
         """Ask as :meth:`Client.ask` does, reading the files on a thread."""

@@ -17,7 +17,7 @@ from psc_core.tasks.classification.policy import AmbiguityThreshold
 from psc_core.tasks.outputs import FloatArray, Outputs
 
 
-class ClassQuery(PredictQuery):
+class ClassificationQuery(PredictQuery):
     """The query parameters of a request to a classifier."""
 
     top_k: int | None = Field(
@@ -42,12 +42,12 @@ class ServedClassification(ServedTask[Decisions]):
         "label": "BYTES",
         "class_index": "INT64",
     }
-    query = ClassQuery
+    query = ClassificationQuery
 
     def explanations(
         self, explanation: Mapping[str, npt.NDArray[Any]], classes: Sequence[str], layers: Sequence[str]
     ) -> list[dict[str, Any]]:
-        """Return one ``Explanation`` for each image.
+        """Return one ``ClassificationExplanation`` for each image.
 
         ``aleatoric`` and ``epistemic`` are None if the head does not split its uncertainty.
         """

@@ -18,7 +18,7 @@ from psc_core.tasks.regression.policy import MaxWidth
 from psc_core.tasks.regression.task import Regression
 
 
-class ValueQuery(PredictQuery):
+class RegressionQuery(PredictQuery):
     """The query parameters of a request to a regression."""
 
     max_width: MaxWidth | None = Field(
@@ -37,12 +37,12 @@ class ServedRegression(ServedTask[Decisions]):
         **dict.fromkeys((*SCORES, "lower", "upper", GATES_OUTPUT), "FP32"),
         "is_ood": "BOOL",
     }
-    query = ValueQuery
+    query = RegressionQuery
 
     def explanations(
         self, explanation: Mapping[str, npt.NDArray[Any]], classes: Sequence[str], layers: Sequence[str]
     ) -> list[dict[str, Any]]:
-        """Return one ``ValueExplanation`` for each image."""
+        """Return one ``RegressionExplanation`` for each image."""
         return [
             {
                 "nearest_bin": classes[nearest],

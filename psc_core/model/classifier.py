@@ -9,7 +9,7 @@ from psc_core.images.loader_description import LoaderDescription
 from psc_core.images.loader_preprocessing import LoaderPreprocessing
 from psc_core.model.base import FittedModel
 from psc_core.tasks.classification.calibration import Calibration
-from psc_core.tasks.classification.policy import Policy
+from psc_core.tasks.classification.policy import ClassificationPolicy
 from psc_core.tasks.classification.task import Classification
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from psc_core.images.loader_preprocessing import Statistic
     from psc_core.images.preprocess import Preprocess
     from psc_core.tasks.classification.decide import Decisions
-    from psc_core.tasks.classification.prediction import Prediction
+    from psc_core.tasks.classification.prediction import ClassificationPrediction
     from psc_core.tasks.outputs import FloatArray, Outputs
 
 
@@ -41,7 +41,7 @@ class PSC(FittedModel):
 
     task: Classification = field(default_factory=Classification)
     calibration: Calibration = field(repr=False)
-    policy: Policy  # the default thresholds
+    policy: ClassificationPolicy  # the default thresholds
 
     @classmethod
     def fit(  # noqa: PLR0913
@@ -106,8 +106,8 @@ class PSC(FittedModel):
 
     if TYPE_CHECKING:
 
-        def predict(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> Prediction: ...
+        def predict(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> ClassificationPrediction: ...
 
-        def __call__(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> Prediction: ...
+        def __call__(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> ClassificationPrediction: ...
 
         def decide(self, outputs: Outputs[FloatArray]) -> Decisions: ...

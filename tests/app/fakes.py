@@ -20,7 +20,7 @@ from psc_core.maps.layer_map import LayerMap, PositionDensity
 from psc_core.target import Target
 from psc_core.tasks.classification.answer import SCORES
 from psc_core.tasks.classification.calibration import Calibration
-from psc_core.tasks.classification.policy import Policy
+from psc_core.tasks.classification.policy import ClassificationPolicy
 from psc_core.tasks.classification.task import Classification
 from psc_core.tasks.outputs import Matrix, Outputs, pack
 from psc_core.tasks.regression.answer import SCORES as VALUE_SCORES
@@ -167,7 +167,9 @@ class FakeModel:
 
     version: str = "v1"
     pipeline: FakePipeline = field(default_factory=FakePipeline)
-    policy: Policy = field(default_factory=lambda: Policy(alpha=0.2, ambiguity_threshold=0.5, coverage=0.9))
+    policy: ClassificationPolicy = field(
+        default_factory=lambda: ClassificationPolicy(alpha=0.2, ambiguity_threshold=0.5, coverage=0.9)
+    )
     backbone: FakeBackbone = field(default_factory=FakeBackbone)
     preprocess: Preprocess = PREPROCESS
     classes: tuple[str, ...] = CLASSES

@@ -16,7 +16,7 @@ from app.cli import parser, settings_from
 from app.reference import settings_table
 from app.settings import Settings, load_settings
 from psc_core.errors import UsageError
-from psc_core.tasks.classification.policy import Policy
+from psc_core.tasks.classification.policy import ClassificationPolicy
 from psc_core.tasks.policy import Alpha, BasePolicy, Coverage
 
 
@@ -186,5 +186,5 @@ def test_a_policy_may_have_thresholds_that_are_no_settings() -> None:
     assert settings.policy(Other(minimum_margin=3.0, alpha=0.05, coverage=0.9)) == Other(
         minimum_margin=3.0, alpha=0.2, coverage=0.9
     )
-    policy = settings.policy(Policy(alpha=0.05, ambiguity_threshold=1.0, coverage=0.9))
-    assert policy == Policy(alpha=0.2, ambiguity_threshold=0.5, coverage=0.9)
+    policy = settings.policy(ClassificationPolicy(alpha=0.05, ambiguity_threshold=1.0, coverage=0.9))
+    assert policy == ClassificationPolicy(alpha=0.2, ambiguity_threshold=0.5, coverage=0.9)

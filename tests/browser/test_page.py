@@ -21,7 +21,7 @@ import pytest
 from PIL import Image
 
 from psc_core.tasks import TASKS
-from psc_core.tasks.classification.policy import Policy
+from psc_core.tasks.classification.policy import ClassificationPolicy
 from psc_core.tasks.outputs import Outputs
 from psc_core.tasks.regression.answer import DECISIONS
 from psc_core.tasks.regression.answer import SCORES as VALUE_SCORES
@@ -524,7 +524,7 @@ def test_examples_and_the_last_images(driver: Driver, files: dict[str, Path], tm
 
 def test_two_models_side_by_side(driver: Driver, files: dict[str, Path]) -> None:
     strict = FakePipeline()
-    policy = Policy(alpha=0.2, ambiguity_threshold=0.9, coverage=0.9)
+    policy = ClassificationPolicy(alpha=0.2, ambiguity_threshold=0.9, coverage=0.9)
     with live_server({"first": FakeModel(), "second": FakeModel("v2", strict, policy)}) as url:
         driver.get(url)
         classify(driver, files["clear"], files["between"])

@@ -24,7 +24,7 @@ from psc_core.cli.report import parser as report_parser
 from psc_core.cli.score import parser as score_parser
 from psc_core.gates import combined
 from psc_core.gates.combined import GATES
-from psc_core.tasks.classification.answer import ImagePrediction
+from psc_core.tasks.classification.answer import ClassificationAnswer
 from tests.conftest import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -144,7 +144,7 @@ def test_documentation_site_builds_without_outside_hosts(tmp_path: Path) -> None
 @pytest.mark.parametrize("gate", GATES)
 def test_a_gate_has_one_meaning(gate: str) -> None:
     """In the API's schema, in the documents, and in the table of the module that computes it."""
-    told = re.search(rf"`{gate}` \(([^)]+)\)", ImagePrediction.model_fields["gates"].description or "")
+    told = re.search(rf"`{gate}` \(([^)]+)\)", ClassificationAnswer.model_fields["gates"].description or "")
     assert told and f"`{gate}` ({told[1]})" in (ROOT / "docs" / "service.md").read_text()
     assert re.search(rf"^\| `{gate}` \|.*\| {told[1]} \|$", (ROOT / "docs" / "method.md").read_text(), re.MULTILINE)
     assert re.search(rf"^``{gate}``.* {told[1]}(:|$)", combined.__doc__ or "", re.MULTILINE)

@@ -160,7 +160,7 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from psc_core.tasks.regression.heads.base import RegressionHead, ValueOutput
+from psc_core.tasks.regression.heads.base import RegressionHead, HeadOutput
 
 
 class RidgeHead(RegressionHead):
@@ -180,10 +180,10 @@ class RidgeHead(RegressionHead):
     root: Tensor
     noise: Tensor
 
-    def forward(self, z: Float[Tensor, "batch dim"]) -> ValueOutput:
+    def forward(self, z: Float[Tensor, "batch dim"]) -> HeadOutput:
         """Mean, the constant noise, and what the weights leave unknown."""
         phi = self.standardise(z)
-        return ValueOutput(phi @ self.weight + self.bias, self.noise.expand(len(z)), (phi @ self.root).norm(dim=1))
+        return HeadOutput(phi @ self.weight + self.bias, self.noise.expand(len(z)), (phi @ self.root).norm(dim=1))
 ''',
         )
     ],

@@ -95,16 +95,16 @@ A bundle with `task` = `multilabel` gives each label a probability of its own; K
             "ONE_OF_EACH: dict[str, tuple[Task, BaseThresholds]] = {\n",
             """ONE_OF_EACH: dict[str, tuple[Task, BaseThresholds]] = {
     "multilabel": (
-        MultiLabel(),
-        multilabel.Thresholds(LabelPolicy(alpha=0.05, max_undecided=0, coverage=0.9), 0.05, 0.3),
+        Multilabel(),
+        multilabel.Thresholds(MultilabelPolicy(alpha=0.05, max_undecided=0, coverage=0.9), 0.05, 0.3),
     ),
 """,
         ),
         (
             "from psc_core.tasks.outputs import FloatArray, Outputs\n",
             """from psc_core.tasks.multilabel import decide as multilabel
-from psc_core.tasks.multilabel.policy import LabelPolicy
-from psc_core.tasks.multilabel.task import MultiLabel
+from psc_core.tasks.multilabel.policy import MultilabelPolicy
+from psc_core.tasks.multilabel.task import Multilabel
 from psc_core.tasks.outputs import FloatArray, Outputs
 """,
         ),

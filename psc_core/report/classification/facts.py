@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from psc_core.tasks.classification.calibration import Calibration
-from psc_core.tasks.classification.policy import Policy
+from psc_core.tasks.classification.policy import ClassificationPolicy
 from psc_core.tasks.classification.task import Classification
 
 LOSS: Final = 0.01
@@ -19,13 +19,15 @@ RECORDED: Final[Mapping[str, str]] = {}
 """The metrics that are shown without images, with their names in the manifest: none."""
 
 
-def limits_of(policy: Policy, calibration: Calibration, metrics: Mapping[str, Any]) -> dict[str, float | None]:
+def limits_of(
+    policy: ClassificationPolicy, calibration: Calibration, metrics: Mapping[str, Any]
+) -> dict[str, float | None]:
     """Return the limits of decisions by the figure that shows them; None if no image is beyond."""
     can_be_ambiguous = policy.can_be_ambiguous(calibration.num_classes)
     return {"entropies": policy.ambiguity_threshold if can_be_ambiguous else None}
 
 
-def policy_lines(task: Classification, policy: Policy, limits: Mapping[str, float | None]) -> list[str]:
+def policy_lines(task: Classification, policy: ClassificationPolicy, limits: Mapping[str, float | None]) -> list[str]:
     """Return the meaning of the policy besides the alarm, one line each."""
     threshold = limits["entropies"]
     return [f"ambiguous: {'none' if threshold is None else f'predictive entropy above {threshold:.4g} nats'}"]

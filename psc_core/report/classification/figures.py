@@ -12,7 +12,7 @@ from torch import Tensor
 
 from psc_core.metrics.classification import ECE_BINS
 from psc_core.report import words
-from psc_core.report.classification.sets import ImageSet
+from psc_core.report.classification.sets import ClassificationSet
 from psc_core.report.facts import Facts
 from psc_core.report.figures import KNOWN, LIMIT, Figures, axes_of, scores
 
@@ -23,7 +23,7 @@ MAX_CONFUSED: Final = 20
 def draw(facts: Facts) -> Figures:
     sets, limit, last = facts.content.sets, facts.limits["entropies"], facts.measured
     found: Figures = {"entropies": scores(sets, "entropy", "predictive entropy, nats", limit)}
-    if isinstance(last, ImageSet):
+    if isinstance(last, ClassificationSet):
         found |= {
             "reliability": reliability(last),
             "risk-coverage": risk_coverage(last),
@@ -32,7 +32,7 @@ def draw(facts: Facts) -> Figures:
     return found
 
 
-def reliability(images: ImageSet) -> Figure | None:
+def reliability(images: ClassificationSet) -> Figure | None:
     """Draw the accuracy of each classifier against its confidence, in the bins of the ECE."""
     if not images.confidence:
         return None
@@ -49,7 +49,7 @@ def reliability(images: ImageSet) -> Figure | None:
     return figure
 
 
-def risk_coverage(images: ImageSet) -> Figure | None:
+def risk_coverage(images: ClassificationSet) -> Figure | None:
     """Draw the error rate of the accepted images against their fraction, the most confident first."""
     if not images.confidence:
         return None
@@ -70,7 +70,7 @@ def risk_coverage(images: ImageSet) -> Figure | None:
     return figure
 
 
-def confusion(images: ImageSet, classes: Sequence[str]) -> Figure | None:
+def confusion(images: ClassificationSet, classes: Sequence[str]) -> Figure | None:
     """Draw true against predicted classes, at most the :data:`MAX_CONFUSED` classes with the most errors."""
     if not len(images.labels):
         return None

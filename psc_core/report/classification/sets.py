@@ -28,7 +28,7 @@ SIDE: Final = 96
 
 
 @dataclass(frozen=True)
-class ImageSet(ScoredSet):
+class ClassificationSet(ScoredSet):
     """The scores of a classifier for n images."""
 
     entropy: Float[Tensor, " n"]  # predictive entropy, nats
@@ -38,13 +38,13 @@ class ImageSet(ScoredSet):
     correct: Mapping[str, Bool[Tensor, " examples"]] = field(default_factory=dict)  # by classifier
 
 
-SET: Final = ImageSet
+SET: Final = ClassificationSet
 """The type of the sets in a report."""
 
 
-def scored_set(name: str, role: Role, data: ImageDataset, scored: ScoredImages) -> ImageSet:
+def scored_set(name: str, role: Role, data: ImageDataset, scored: ScoredImages) -> ClassificationSet:
     """Return the data that reports keep of the scores of ``data``."""
-    return ImageSet(
+    return ClassificationSet(
         name,
         role,
         scored.ood[PRIMARY].float(),
@@ -58,11 +58,11 @@ def scored_set(name: str, role: Role, data: ImageDataset, scored: ScoredImages) 
     )
 
 
-def made_up_set(name: str, model: PSC, packed: Float[Tensor, "n columns"]) -> ImageSet:
+def made_up_set(name: str, model: PSC, packed: Float[Tensor, "n columns"]) -> ClassificationSet:
     """Return the data that reports keep of the packed outputs for made-up images."""
     outputs, none = model.outputs(packed), torch.empty(0, dtype=torch.int64)
     entropies, predicted = outputs["predictive_entropy"].float(), outputs.probabilities.argmax(1)
-    return ImageSet(name, Role.MADE_UP, outputs["ood_score"].float(), entropies, predicted, none)
+    return ClassificationSet(name, Role.MADE_UP, outputs["ood_score"].float(), entropies, predicted, none)
 
 
 def pictures_of(data: ImageDataset, scored: ScoredImages) -> tuple[Picture, ...]:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from psc_core.report.facts import Facts
 from psc_core.report.figures import KNOWN, LIMIT, UNKNOWN, Figures, axes_of, scores
-from psc_core.report.regression.sets import ValueSet
+from psc_core.report.regression.sets import RegressionSet
 from psc_core.target import Target
 from psc_core.tasks.regression.calibration import Calibration
 from psc_core.tasks.regression.task import Regression
@@ -26,7 +26,7 @@ def draw(facts: Facts) -> Figures:
     sets, target = facts.content.sets, cast(Regression, facts.manifest.task).target
     last, unit = facts.measured, f", {target.unit}" if target.unit else ""
     found: Figures = {"deviations": scores(sets, "deviation", f"predicted deviation{unit}", facts.limits["deviations"])}
-    if isinstance(last, ValueSet):
+    if isinstance(last, RegressionSet):
         found |= {
             "predictions": predictions(last, target),
             "coverage": coverage(last, cast(Calibration, facts.calibration)),
@@ -35,7 +35,7 @@ def draw(facts: Facts) -> Figures:
     return found
 
 
-def predictions(images: ValueSet, target: Target) -> Figure:
+def predictions(images: RegressionSet, target: Target) -> Figure:
     """Draw μ against y, and the diagonal."""
     figure, axis = axes_of(3.8, 3.4)
     ends = [float(images.values.min()), float(images.values.max())]
@@ -45,7 +45,7 @@ def predictions(images: ValueSet, target: Target) -> Figure:
     return figure
 
 
-def coverage(images: ValueSet, calibration: Calibration) -> Figure:
+def coverage(images: RegressionSet, calibration: Calibration) -> Figure:
     """Draw the fraction of true numbers inside the stated intervals, and those of N(μ, σ²), for each coverage."""
     figure, axis = axes_of(3.8, 3.4)
     axis.plot([0, 1], [0, 1], "--", lw=0.8, color=LIMIT)
@@ -63,7 +63,7 @@ def coverage(images: ValueSet, calibration: Calibration) -> Figure:
     return figure
 
 
-def error_coverage(images: ValueSet, target: Target) -> Figure:
+def error_coverage(images: RegressionSet, target: Target) -> Figure:
     """Draw the RMSE of the accepted images against their fraction, by smallest σ first and by smallest error first."""
     figure, axis = axes_of(3.8, 3.4)
     squares = (images.values - images.mean.double()).square()

@@ -16,7 +16,7 @@ from psc_core.report.content import Picture, Role, ScoredSet, parts_of
 
 
 @dataclass(frozen=True)
-class ValueSet(ScoredSet):
+class RegressionSet(ScoredSet):
     """The numbers that a regression predicts for n images, in the target's unit."""
 
     mean: Float[Tensor, " n"]
@@ -24,14 +24,14 @@ class ValueSet(ScoredSet):
     values: Float[Tensor, " m"]  # the true numbers; empty for images without them
 
 
-SET: Final = ValueSet
+SET: Final = RegressionSet
 """The type of the sets in a report."""
 
 
-def scored_set(name: str, role: Role, data: ImageDataset, scored: ScoredNumbers) -> ValueSet:
+def scored_set(name: str, role: Role, data: ImageDataset, scored: ScoredNumbers) -> RegressionSet:
     """Return the data that reports keep of the scores of ``data``; true numbers of OOD images are dropped."""
     values = data.values if role.is_known else None
-    return ValueSet(
+    return RegressionSet(
         name,
         role,
         scored.ood_score,
@@ -43,10 +43,10 @@ def scored_set(name: str, role: Role, data: ImageDataset, scored: ScoredNumbers)
     )
 
 
-def made_up_set(name: str, model: PSCRegressor, packed: Float[Tensor, "n columns"]) -> ValueSet:
+def made_up_set(name: str, model: PSCRegressor, packed: Float[Tensor, "n columns"]) -> RegressionSet:
     """Return the data that reports keep of the packed outputs for made-up images."""
     scored, none = numbers_of(model, packed), torch.empty(0, dtype=torch.float64)
-    return ValueSet(name, Role.MADE_UP, scored.ood_score, scored.mean, scored.deviation, none)
+    return RegressionSet(name, Role.MADE_UP, scored.ood_score, scored.mean, scored.deviation, none)
 
 
 def pictures_of(data: ImageDataset, scored: ScoredNumbers) -> tuple[Picture, ...]:

@@ -1,6 +1,6 @@
 """The answer of a classifier.
 
-To add an output: declare it in :class:`ImagePrediction` as a :data:`.Score` and compute it in
+To add an output: declare it in :class:`ClassificationAnswer` as a :data:`.Score` and compute it in
 :meth:`psc_core.tasks.classification.heads.base.ClassifierHead.scored`.
 """
 
@@ -24,7 +24,7 @@ from psc_core.tasks.answer import (
     UnusualComponent,
     scores_of,
 )
-from psc_core.tasks.classification.policy import Policy
+from psc_core.tasks.classification.policy import ClassificationPolicy
 
 Decision = Literal["accept", "abstain_ambiguous", "abstain_ood"]
 
@@ -39,7 +39,7 @@ class LabelProbability(Document):
     probability: float = Field(ge=0)
 
 
-class Explanation(BaseExplanation):
+class ClassificationExplanation(BaseExplanation):
     """The evidence for the decision on an image."""
 
     nearest_class: str = Field(description="Class at the smallest Mahalanobis distance.")
@@ -49,7 +49,7 @@ class Explanation(BaseExplanation):
     epistemic: float | None = Field(description="In `epistemic_unit` of `/model`; null for base predictions.")
 
 
-class ImagePrediction(BaseAnswer):
+class ClassificationAnswer(BaseAnswer):
     """The prediction for one image."""
 
     label: str = Field(description="The most probable class.")
@@ -76,7 +76,7 @@ class ImagePrediction(BaseAnswer):
     prediction_set: list[str] = Field(
         description="Set of classes that contains the true one with the nominal coverage."
     )
-    explanation: Explanation | None = Field(default=None, description="Only with `explain=true`.")
+    explanation: ClassificationExplanation | None = Field(default=None, description="Only with `explain=true`.")
 
     def cells(self) -> dict[str, str]:
         return {
@@ -89,17 +89,17 @@ class ImagePrediction(BaseAnswer):
         }
 
 
-class PredictResponse(Response):
+class ClassificationResponse(Response):
     """Predictions in the order of the images."""
 
     noun: ClassVar[str] = "classes"
 
-    policy: Policy = Field(description="The thresholds that were used.")
-    predictions: list[ImagePrediction]
+    policy: ClassificationPolicy = Field(description="The thresholds that were used.")
+    predictions: list[ClassificationAnswer]
 
 
-RESPONSE: Final = PredictResponse
+RESPONSE: Final = ClassificationResponse
 """The answer to a request."""
 
-SCORES: Final = scores_of(ImagePrediction)
+SCORES: Final = scores_of(ClassificationAnswer)
 """Names of the scores, in the order of their columns."""

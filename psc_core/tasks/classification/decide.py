@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from psc_core.tasks.classification.answer import DECISIONS
-from psc_core.tasks.classification.policy import Policy
+from psc_core.tasks.classification.policy import ClassificationPolicy
 from psc_core.tasks.decide import BaseDecisions, BaseThresholds
 from psc_core.tasks.outputs import FloatArray, Outputs
 
@@ -60,7 +60,7 @@ def _most_probable(probabilities: FloatArray, classes: Sequence[str], count: int
 class Thresholds(BaseThresholds):
     """A classifier's thresholds; ``quantile`` is the smallest probability with which a class is in a prediction set."""
 
-    policy: Policy
+    policy: ClassificationPolicy
 
     def decide(self, outputs: Outputs[FloatArray]) -> Decisions:
         """Return the decisions on n images; the most probable class is always in the prediction set."""

@@ -27,7 +27,7 @@ AmbiguityThreshold = Annotated[
 ]
 
 
-class Policy(BasePolicy):
+class ClassificationPolicy(BasePolicy):
     """Decision thresholds.  Only an image that is not out of distribution can be ambiguous."""
 
     alpha: Alpha

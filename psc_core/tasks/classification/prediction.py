@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from psc_core.tasks.classification.answer import ImagePrediction
+from psc_core.tasks.classification.answer import ClassificationAnswer
 from psc_core.tasks.classification.decide import Decisions
 from psc_core.tasks.prediction import BasePrediction
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Prediction(BasePrediction):
+class ClassificationPrediction(BasePrediction):
     """Predictions of a classifier for n images, on the CPU.
 
-    Every score of :class:`.answer.ImagePrediction` is an attribute, ``float32 (n,)``, as ``log_density``.
+    Every score of :class:`.answer.ClassificationAnswer` is an attribute, ``float32 (n,)``, as ``log_density``.
 
     Example:
         >>> from psc_core import PSC
@@ -30,7 +30,7 @@ class Prediction(BasePrediction):
         0      7       1.000    0.001      1147.28   0.8925    accept
     """
 
-    answer = ImagePrediction
+    answer = ClassificationAnswer
 
     decisions: Decisions
 

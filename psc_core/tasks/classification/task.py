@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 from psc_core.tasks.classification import NOUN, heads
-from psc_core.tasks.classification.answer import RESPONSE, ImagePrediction
+from psc_core.tasks.classification.answer import RESPONSE, ClassificationAnswer
 from psc_core.tasks.classification.calibration import Calibration
 from psc_core.tasks.classification.decide import ABSTAIN_AMBIGUOUS, ABSTAIN_OOD
 from psc_core.tasks.classification.heads.temperature import TemperatureHead
-from psc_core.tasks.classification.policy import Policy
-from psc_core.tasks.classification.prediction import Prediction
+from psc_core.tasks.classification.policy import ClassificationPolicy
+from psc_core.tasks.classification.prediction import ClassificationPrediction
 from psc_core.tasks.task import Agreement, Task
 
 
@@ -21,10 +21,10 @@ class Classification(Task):
     name = "classification"
     noun = NOUN
     response = RESPONSE
-    answer = ImagePrediction
-    policy = Policy
+    answer = ClassificationAnswer
+    policy = ClassificationPolicy
     calibration = Calibration
-    prediction_type = Prediction
+    prediction_type = ClassificationPrediction
     output_heads: ClassVar = {TemperatureHead.kind: TemperatureHead}
     heads = heads.HEADS
     abstentions: ClassVar = {"ood": ABSTAIN_OOD, "ambiguous": ABSTAIN_AMBIGUOUS}

@@ -24,9 +24,9 @@ from psc_core.tasks.answer import (
 )
 from psc_core.tasks.regression.policy import RegressionPolicy
 
-ValueDecision = Literal["accept", "abstain_uncertain", "abstain_ood"]
+Decision = Literal["accept", "abstain_uncertain", "abstain_ood"]
 
-DECISIONS: Final[tuple[str, ...]] = get_args(ValueDecision)
+DECISIONS: Final[tuple[str, ...]] = get_args(Decision)
 """Names of the decisions; :mod:`.decide` uses their positions as codes."""
 
 
@@ -46,7 +46,7 @@ class LayerNeighbours(Document):
     examples: list[NearExample] = Field(description="The nearest first.")
 
 
-class ValueExplanation(BaseExplanation):
+class RegressionExplanation(BaseExplanation):
     """The evidence for the decision on an image."""
 
     nearest_bin: str = Field(description="Bin of the target at the smallest Mahalanobis distance.")
@@ -57,7 +57,7 @@ class ValueExplanation(BaseExplanation):
     )
 
 
-class ValuePrediction(BaseAnswer):
+class RegressionAnswer(BaseAnswer):
     """The prediction of a regression for one image; `mean` to `upper` are in the target's unit, see `/model`."""
 
     mean: Score = Field(description="The predicted number.")
@@ -72,11 +72,11 @@ class ValuePrediction(BaseAnswer):
     ood_p_value: PValue
     gates: GatePValues = None
     is_ood: IsOod
-    decision: ValueDecision = Field(
+    decision: Decision = Field(
         description="`abstain_ood` if `is_ood`, else `abstain_uncertain` where the interval is wider than `max_width`, "
         "else `accept`."
     )
-    explanation: ValueExplanation | None = Field(default=None, description="Only with `explain=true`.")
+    explanation: RegressionExplanation | None = Field(default=None, description="Only with `explain=true`.")
 
     def cells(self) -> dict[str, str]:
         return {
@@ -89,18 +89,18 @@ class ValuePrediction(BaseAnswer):
         }
 
 
-class ValueResponse(Response):
+class RegressionResponse(Response):
     """Predictions of a regression in the order of the images."""
 
     noun: ClassVar[str] = "a number"
 
     target: Target = Field(description="What the numbers are.")
     policy: RegressionPolicy = Field(description="The thresholds that were used.")
-    predictions: list[ValuePrediction]
+    predictions: list[RegressionAnswer]
 
 
-RESPONSE: Final = ValueResponse
+RESPONSE: Final = RegressionResponse
 """The answer to a request."""
 
-SCORES: Final = scores_of(ValuePrediction)
+SCORES: Final = scores_of(RegressionAnswer)
 """Names of the scores, in the order of their columns."""

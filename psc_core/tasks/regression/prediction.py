@@ -9,7 +9,7 @@ from torch import Tensor
 
 from psc_core.target import Target
 from psc_core.tasks.prediction import BasePrediction
-from psc_core.tasks.regression.answer import ValuePrediction
+from psc_core.tasks.regression.answer import RegressionAnswer
 from psc_core.tasks.regression.decide import Decisions
 
 
@@ -17,7 +17,7 @@ from psc_core.tasks.regression.decide import Decisions
 class RegressionPrediction(BasePrediction):
     """Predictions of a regression for n images, on the CPU.
 
-    Every score of :class:`.answer.ValuePrediction` is an attribute, ``float32 (n,)``, as ``mean``.
+    Every score of :class:`.answer.RegressionAnswer` is an attribute, ``float32 (n,)``, as ``mean``.
 
     Example:
         >>> from psc_core.tasks.outputs import Outputs
@@ -34,7 +34,7 @@ class RegressionPrediction(BasePrediction):
                 [18., 22.]]), ('accept', 'abstain_ood'))
     """
 
-    answer = ValuePrediction
+    answer = RegressionAnswer
 
     decisions: Decisions
     target: Target

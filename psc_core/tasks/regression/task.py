@@ -15,7 +15,7 @@ from psc_core.target import Target
 from psc_core.tasks.head import Head
 from psc_core.tasks.outputs import FloatArray, Outputs
 from psc_core.tasks.regression import NOUN, heads
-from psc_core.tasks.regression.answer import RESPONSE, ValuePrediction
+from psc_core.tasks.regression.answer import RESPONSE, RegressionAnswer
 from psc_core.tasks.regression.calibration import Calibration
 from psc_core.tasks.regression.decide import ABSTAIN_OOD, ABSTAIN_UNCERTAIN
 from psc_core.tasks.regression.policy import RegressionPolicy
@@ -29,7 +29,7 @@ class Regression(Task):
     name = "regression"
     noun = NOUN
     response = RESPONSE
-    answer = ValuePrediction
+    answer = RegressionAnswer
     policy = RegressionPolicy
     calibration = Calibration
     prediction_type = RegressionPrediction

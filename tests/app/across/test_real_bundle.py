@@ -20,7 +20,7 @@ from app.settings import load_settings
 from psc_core import PSC
 from psc_core.data.spec import open_dataset
 from psc_core.images.preprocess import PRESETS
-from psc_core.tasks.classification.answer import PredictResponse
+from psc_core.tasks.classification.answer import ClassificationResponse
 from tests.app.support import until
 from tests.served import GUARD_SECONDS, serve
 
@@ -50,7 +50,7 @@ async def answer(client: httpx.AsyncClient, files: list[bytes], query: str = "")
     uploads = [("images", (f"{k}.png", data)) for k, data in enumerate(files)]
     response = await client.post("/predict" + query, files=uploads)
     assert response.status_code == 200, response.text
-    PredictResponse.model_validate_json(response.content)
+    ClassificationResponse.model_validate_json(response.content)
     document: dict[str, Any] = response.json()
     return document
 

@@ -16,7 +16,7 @@ from app.client import AsyncClient, BadAnswer
 from app.main import create_app
 from app.settings import load_settings
 from psc_core import PSCRegressor
-from psc_core.tasks.regression.answer import SCORES, ValueResponse
+from psc_core.tasks.regression.answer import SCORES, RegressionResponse
 from tests.app.across.test_real_bundle import ALLOW, digits
 from tests.app.support import until
 
@@ -49,7 +49,7 @@ async def test_answers_are_those_of_predict(
     ):
         response = await client.post("/predict", files=parts(digits))
         assert response.status_code == 200, response.text
-        document = ValueResponse.model_validate_json(response.content)
+        document = RegressionResponse.model_validate_json(response.content)
         assert document.target == model.target and document.policy == model.policy
         for row, got in enumerate(document.predictions):
             for name in SCORES:
@@ -60,7 +60,7 @@ async def test_answers_are_those_of_predict(
         assert {"accept", "abstain_ood"} <= {got.decision for got in document.predictions}
 
         explained = await client.post("/predict?explain=true", files=parts(digits[:4]))
-        told = ValueResponse.model_validate_json(explained.content).predictions[0].explanation
+        told = RegressionResponse.model_validate_json(explained.content).predictions[0].explanation
         assert told is not None and told.nearest_bin in model.classes
         assert len(told.bin_distances) == len(model.classes)
         if kind == "blr":

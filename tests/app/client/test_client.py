@@ -20,19 +20,19 @@ import pytest
 from app.client import (
     AsyncClient,
     BadAnswer,
+    ClassificationResponse,
     Client,
     ConnectionFailed,
     InputError,
     NotAllowed,
     Overloaded,
-    PredictResponse,
     ProblemError,
     Refused,
+    RegressionResponse,
     Response,
     Retry,
     ServerFailed,
     Unavailable,
-    ValueResponse,
 )
 from app.client.errors import retry_after_seconds
 from tests.app.client.support import MODEL, TRACERESPONSE, Script, answer, numbers, problem
@@ -40,16 +40,16 @@ from tests.app.fakes import png
 from tests.app.live import live_server
 
 RETRY = Retry()
-Send = Callable[..., PredictResponse]
+Send = Callable[..., ClassificationResponse]
 
 
-def send_sync(script: Script, *images: Any, retry: Retry = RETRY, **options: Any) -> PredictResponse:
+def send_sync(script: Script, *images: Any, retry: Retry = RETRY, **options: Any) -> ClassificationResponse:
     with Client("http://host/prefix", api_key="key", retry=retry, transport=script.transport) as client:
         return client.predict(images or [b"image"], **options)
 
 
-def send_async(script: Script, *images: Any, retry: Retry = RETRY, **options: Any) -> PredictResponse:
-    async def send() -> PredictResponse:
+def send_async(script: Script, *images: Any, retry: Retry = RETRY, **options: Any) -> ClassificationResponse:
+    async def send() -> ClassificationResponse:
         transport = script.transport
         async with AsyncClient("http://host/prefix/", api_key="key", retry=retry, transport=transport) as client:
             return await client.predict(images or [b"image"], **options)
@@ -120,7 +120,7 @@ def test_a_model_of_any_task_can_be_asked() -> None:
 
     with Client(transport=script.transport) as client:
         asked = [client.ask([b"image"], max_width=2.0, top_k=None), client.ask([b"image"], model="a", explain=True)]
-    assert [type(each) for each in asked] == [PredictResponse, ValueResponse]
+    assert [type(each) for each in asked] == [ClassificationResponse, RegressionResponse]
     assert [request.url.raw_path for request in script.requests] == [
         b"/predict?max_width=2.0", b"/models/a/predict?explain=true",
     ]  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from app.http.schemas import ProblemDocument
-from psc_core.tasks.classification.answer import SCORES, PredictResponse
+from psc_core.tasks.classification.answer import SCORES, ClassificationResponse
 from psc_core.tasks.outputs import Outputs
 from tests.app.fakes import CLASSES, outputs_of, pixels, png
 from tests.app.support import Running, until
@@ -29,7 +29,7 @@ def check_problem(response: httpx.Response, status: int, slug: str) -> dict[str,
 
 def check_predictions(response: httpx.Response, values: list[int]) -> list[dict[str, Any]]:
     assert response.status_code == 200, response.text
-    document = PredictResponse.model_validate_json(response.content)
+    document = ClassificationResponse.model_validate_json(response.content)
     assert len(document.predictions) == len(values)
     images = torch.from_numpy(np.stack([pixels(value)[None] for value in values]))
     outputs = Outputs(outputs_of(images).numpy(), SCORES, ())

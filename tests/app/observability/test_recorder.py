@@ -17,12 +17,12 @@ from app.observability.metrics import Metrics
 from app.observability.recorder import MAX_LABELS, OTHER, ModelRecorder
 from psc_core.tasks.classification.answer import SCORES
 from psc_core.tasks.classification.decide import Thresholds
-from psc_core.tasks.classification.policy import Policy
+from psc_core.tasks.classification.policy import ClassificationPolicy
 from psc_core.tasks.outputs import FloatArray, Outputs
 from tests.app.fakes import FakeModel, FakeValueModel
 from tests.app.observability.support import monitor_of
 
-POLICY = Policy(alpha=0.2, ambiguity_threshold=0.5, coverage=0.9)
+POLICY = ClassificationPolicy(alpha=0.2, ambiguity_threshold=0.5, coverage=0.9)
 THRESHOLDS = Thresholds(POLICY, POLICY.alpha, 1.0)
 CLASSES = ("a", "b")
 

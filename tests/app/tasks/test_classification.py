@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from app.tasks.classification import ServedClassification
-from psc_core.tasks.classification.answer import DECISIONS, SCORES, Explanation, ImagePrediction
+from psc_core.tasks.classification.answer import DECISIONS, SCORES, ClassificationAnswer, ClassificationExplanation
 from psc_core.tasks.classification.decide import Thresholds
-from psc_core.tasks.classification.policy import Policy
+from psc_core.tasks.classification.policy import ClassificationPolicy
 from psc_core.tasks.classification.task import Classification
 from psc_core.tasks.outputs import FloatArray, Outputs
 
@@ -33,14 +33,16 @@ packed_outputs = (
     .map(np.hstack)
 )
 policies = st.builds(
-    Policy,
+    ClassificationPolicy,
     alpha=st.floats(2**-20, 1 - 2**-20, width=32),
     ambiguity_threshold=fractions,
     coverage=st.just(0.9),
 )
 
 
-def documents(outputs: Outputs[FloatArray], probability: float, policy: Policy, top_k: int | None = None) -> list[Any]:
+def documents(
+    outputs: Outputs[FloatArray], probability: float, policy: ClassificationPolicy, top_k: int | None = None
+) -> list[Any]:
     """The documents as a client reads them."""
     decisions = Thresholds(policy, policy.alpha, probability).decide(outputs)
     built = SERVED.documents(outputs, decisions, CLASSES[: outputs.probabilities.shape[1]], top_k=top_k)
@@ -48,7 +50,7 @@ def documents(outputs: Outputs[FloatArray], probability: float, policy: Policy, 
     return parsed
 
 
-def naive(values: list[float], probability: float, policy: Policy, top_k: int | None) -> dict[str, Any]:
+def naive(values: list[float], probability: float, policy: ClassificationPolicy, top_k: int | None) -> dict[str, Any]:
     entropy, log_density, ood_score, p_value, epistemic, *probabilities = values
     best = max(range(3), key=lambda k: (probabilities[k], -k))
     is_ood = bool(p_value <= np.float32(policy.alpha))
@@ -86,7 +88,9 @@ def _rounded(value: Any) -> Any:
 
 
 @given(packed_outputs, fractions, policies, st.none() | st.integers(1, 4))
-def test_equals_the_naive_document(packed: FloatArray, probability: float, policy: Policy, top_k: int | None) -> None:
+def test_equals_the_naive_document(
+    packed: FloatArray, probability: float, policy: ClassificationPolicy, top_k: int | None
+) -> None:
     expected = [naive(values, probability, policy, top_k) for values in packed.tolist()]
     got = documents(Outputs(packed, SCORES, ()), probability, policy, top_k)
     for document, naive_document in zip(got, expected, strict=True):
@@ -95,16 +99,16 @@ def test_equals_the_naive_document(packed: FloatArray, probability: float, polic
 
 
 @given(packed_outputs, policies, st.none() | st.integers(1, 4))
-def test_has_the_declared_fields(packed: FloatArray, policy: Policy, top_k: int | None) -> None:
+def test_has_the_declared_fields(packed: FloatArray, policy: ClassificationPolicy, top_k: int | None) -> None:
     outputs = Outputs(packed, SCORES, ())
     outputs["ood_p_value"][:] = np.clip(outputs["ood_p_value"], 0, 1)
     for document in documents(outputs, 1.0, policy, top_k):
-        assert ImagePrediction.model_validate(document).model_dump(exclude_none=True) == document
+        assert ClassificationAnswer.model_validate(document).model_dump(exclude_none=True) == document
 
 
 def test_numbers_are_printed_in_few_digits() -> None:
     outputs = Outputs(np.array([[0.1, -0.3, 0.4, 0.7, 0.2, 0.25, 0.05, 0.7]], np.float32), SCORES, ())
-    policy = Policy(alpha=0.05, ambiguity_threshold=0.5, coverage=0.9)
+    policy = ClassificationPolicy(alpha=0.05, ambiguity_threshold=0.5, coverage=0.9)
     decisions = Thresholds(policy, policy.alpha, 1.0).decide(outputs)
     text = orjson.dumps(SERVED.documents(outputs, decisions, CLASSES), option=orjson.OPT_SERIALIZE_NUMPY)
     assert b'"predictive_entropy":0.1,"log_density":-0.3,"ood_score":0.4,"ood_p_value":0.7' in text
@@ -113,15 +117,15 @@ def test_numbers_are_printed_in_few_digits() -> None:
 def test_gates_are_named() -> None:
     row = [0.1, -0.3, 0.4, 0.5, 0.2, 0.25, 0.05, 0.7, 0.125, 0.75]
     outputs = Outputs(np.array([row], np.float32), SCORES, ("texture", "kind"))
-    (document,) = documents(outputs, 1.0, Policy(alpha=0.05, ambiguity_threshold=0.5, coverage=0.9))
+    (document,) = documents(outputs, 1.0, ClassificationPolicy(alpha=0.05, ambiguity_threshold=0.5, coverage=0.9))
     assert document["gates"] == {"texture": 0.125, "kind": 0.75}
     assert len(document["probabilities"]) == 3
-    assert ImagePrediction.model_validate(document).model_dump(exclude_none=True) == document
+    assert ClassificationAnswer.model_validate(document).model_dump(exclude_none=True) == document
 
 
 def test_threshold_beyond_every_float32_is_never_reached() -> None:
     outputs = Outputs(np.array([[3e38, 0, 0, 1, 0, 1.0]], np.float32), SCORES, ())
-    policy = Policy(alpha=0.05, ambiguity_threshold=1e300, coverage=0.9)
+    policy = ClassificationPolicy(alpha=0.05, ambiguity_threshold=1e300, coverage=0.9)
     assert documents(outputs, 1.0, policy)[0]["decision"] == "accept"
 
 
@@ -138,7 +142,7 @@ def test_explanation_names_the_most_unusual_components() -> None:
     split = {"aleatoric": np.array([0.5], np.float32), "epistemic": np.array([0.25], np.float32)}
     (document,) = SERVED.explanations(explanation(**split), CLASSES, ("layer3",))
     document["class_distances"] = document["class_distances"].tolist()
-    assert Explanation.model_validate(document).model_dump() == {**document, "map": None, "nearest": None}
+    assert ClassificationExplanation.model_validate(document).model_dump() == {**document, "map": None, "nearest": None}
     assert document["nearest_class"] == "ä"
     assert [each["component"] for each in document["unusual_components"]] == [1, 6, 4, 2, 0]
     assert [each["deviation"] for each in document["unusual_components"]] == [-4.0, 3.0, 2.0, 1.0, 0.5]

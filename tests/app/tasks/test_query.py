@@ -7,14 +7,14 @@ from typing import get_type_hints
 import pytest
 from pydantic import ValidationError
 
-from app.client import ClassOptions, Options, ValueOptions
+from app.client import ClassificationOptions, Options, RegressionOptions
 from app.tasks.base import served_type
 from app.tasks.query import PredictQuery
 
 
 def test_the_client_has_an_option_for_each_parameter() -> None:
     assert get_type_hints(Options).keys() - {"model"} == PredictQuery.model_fields.keys()
-    for options, task in ((ClassOptions, "classification"), (ValueOptions, "regression")):
+    for options, task in ((ClassificationOptions, "classification"), (RegressionOptions, "regression")):
         assert get_type_hints(options).keys() - {"model"} == served_type(task).query.model_fields.keys()
 
 

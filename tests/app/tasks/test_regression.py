@@ -10,7 +10,7 @@ import orjson
 from app.tasks.regression import ServedRegression
 from psc_core.target import Target
 from psc_core.tasks.outputs import Outputs
-from psc_core.tasks.regression.answer import SCORES, ValueExplanation, ValuePrediction
+from psc_core.tasks.regression.answer import SCORES, RegressionAnswer, RegressionExplanation
 from psc_core.tasks.regression.decide import Thresholds
 from psc_core.tasks.regression.policy import RegressionPolicy
 from psc_core.tasks.regression.task import Regression
@@ -41,7 +41,7 @@ def test_equals_the_naive_document() -> None:
             "decision": decision,
         }
         assert document == expected and list(document) == list(expected)
-        assert ValuePrediction.model_validate(document).model_dump(exclude_none=True) == document
+        assert RegressionAnswer.model_validate(document).model_dump(exclude_none=True) == document
 
 
 def test_explanation_names_the_nearest_examples_of_each_layer() -> None:
@@ -59,7 +59,7 @@ def test_explanation_names_the_nearest_examples_of_each_layer() -> None:
     (plain,) = read(SERVED.explanations(explanation, ("a", "b"), ("z",)))
     assert plain["nearest_bin"] == "b" and "nearest_examples" not in plain
     (told,) = read(SERVED.explanations({**explanation, **near}, ("a", "b"), ("z", "layer1")))
-    layers = ValueExplanation.model_validate(told).nearest_examples
+    layers = RegressionExplanation.model_validate(told).nearest_examples
     assert layers is not None
     assert [(each.layer, each.weight) for each in layers] == [("z", 0.75), ("layer1", 0.25)]
     assert [(each.image, each.value, each.distance) for each in layers[1].examples] == [(5, 3.0, 0.25), (7, 4.0, 2.0)]

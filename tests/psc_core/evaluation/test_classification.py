@@ -28,7 +28,7 @@ from psc_core.network.backbone import truncate
 from psc_core.tasks.classification.fit.calibrate import fit_calibration
 from psc_core.tasks.classification.heads.base import entropy
 from psc_core.tasks.classification.heads.temperature import TemperatureHead
-from psc_core.tasks.classification.policy import Policy
+from psc_core.tasks.classification.policy import ClassificationPolicy
 from psc_core.tasks.head import Scored
 from tests.reference import metrics as naive
 
@@ -86,7 +86,7 @@ def psc() -> PSC:
         backbone=truncate(nn.Sequential(nn.Conv2d(1, 1, 1)), ["0"], keep_output=False),
         classes=CLASSES,
         calibration=calibration,
-        policy=Policy(alpha=0.05, ambiguity_threshold=1.0, coverage=0.9),
+        policy=ClassificationPolicy(alpha=0.05, ambiguity_threshold=1.0, coverage=0.9),
         layers=("layer3",),
         name="formula",
         version="0" * 12,

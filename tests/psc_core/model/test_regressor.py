@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from psc_core import PSC, Prediction, PSCRegressor, RegressionPrediction
+from psc_core import PSC, ClassificationPrediction, PSCRegressor, RegressionPrediction
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.spec import open_dataset
 from psc_core.errors import BundleError
@@ -30,7 +30,7 @@ def test_images(model: PSCRegressor, data_root: Path) -> ImageDataset:
 def test_predicts_numbers_with_intervals(model: PSCRegressor, test_images: ImageDataset) -> None:
     batch = next(test_images.batches(400))
     got = model.predict(batch.images)
-    assert isinstance(got, RegressionPrediction) and not isinstance(got, Prediction)
+    assert isinstance(got, RegressionPrediction) and not isinstance(got, ClassificationPrediction)
     assert batch.values is not None and len(got) == 400
     assert float((got.mean - batch.values).square().mean().sqrt()) < 0.8 * float(batch.values.std())
     q = model.calibration.quantile(model.policy.coverage)

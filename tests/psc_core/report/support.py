@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from psc_core.report.classification.sets import ImageSet
+from psc_core.report.classification.sets import ClassificationSet
 from psc_core.report.content import Content, Picture, Role
-from psc_core.report.regression.sets import ValueSet
+from psc_core.report.regression.sets import RegressionSet
 
 NONE = torch.empty(0, dtype=torch.int64)
 
 
-def image_set(name: str, role: Role, scores: list[float], *, classes: int = 10) -> ImageSet:
+def image_set(name: str, role: Role, scores: list[float], *, classes: int = 10) -> ClassificationSet:
     """A set of which every second image is predicted right, with confidence 0.9."""
     n = len(scores)
     labels = torch.arange(n) % classes if role.is_known else NONE
     predicted = torch.where(torch.arange(n) % 2 == 0, torch.arange(n), torch.arange(n) + 1) % classes
     correct = {"psc": predicted == labels, "base": predicted != labels} if role.is_known else {}
-    return ImageSet(
+    return ClassificationSet(
         name,
         role,
         torch.tensor(scores),
@@ -32,11 +32,11 @@ def image_set(name: str, role: Role, scores: list[float], *, classes: int = 10) 
     )
 
 
-def value_set(name: str, role: Role, scores: list[float], *, own_rmse: float = 2.0) -> ValueSet:
+def value_set(name: str, role: Role, scores: list[float], *, own_rmse: float = 2.0) -> RegressionSet:
     """A set of which image i has the number i, the prediction i + 1 and the deviation 1 + i / 2."""
     values = torch.arange(len(scores), dtype=torch.float64)
     psc = {"rmse": 1.0, "r2": 0.5, "nll": 1.25, "crps": 0.75}
-    return ValueSet(
+    return RegressionSet(
         name,
         role,
         torch.tensor(scores),

@@ -13,7 +13,7 @@ from psc_core.metrics import regression
 from psc_core.model.classifier import PSC
 from psc_core.model.regressor import PSCRegressor
 from psc_core.report.content import Content, Role
-from psc_core.report.regression.sets import ValueSet
+from psc_core.report.regression.sets import RegressionSet
 from tests.conftest import TinyJob
 
 
@@ -38,14 +38,14 @@ def test_a_fit_keeps_what_it_served(tiny_bundle: Path, data_root: Path) -> None:
 def test_a_fit_keeps_the_numbers_that_it_served(angle_job: TinyJob, angle_bundle: Path, data_root: Path) -> None:
     kept = Content.load(angle_bundle, "regression")
     assert {images.role for images in kept.sets} == {Role.TRAINING, Role.VALIDATION, Role.MADE_UP}
-    assert kept.pictures == () and all(isinstance(images, ValueSet) for images in kept.sets)
+    assert kept.pictures == () and all(isinstance(images, RegressionSet) for images in kept.sets)
     model = PSCRegressor.load(angle_bundle, device="cpu", allow_factories=["tests.tiny:network"])
     val = open_dataset(f"rotated-mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
     _, calibration_split = split_validation(val, 0)
     images = torch.cat([batch.images for batch in calibration_split.batches(64)])
     prediction, values = model.predict(images), calibration_split.values
     validation = next(each for each in kept.sets if each.name == "validation")
-    assert isinstance(validation, ValueSet) and values is not None
+    assert isinstance(validation, RegressionSet) and values is not None
     assert torch.equal(validation.values, values)
     assert torch.allclose(validation.mean, prediction.mean, atol=1e-3)
     assert torch.allclose(validation.deviation, torch.hypot(prediction.aleatoric, prediction.epistemic), rtol=1e-4)
@@ -55,4 +55,6 @@ def test_a_fit_keeps_the_numbers_that_it_served(angle_job: TinyJob, angle_bundle
     assert validation.quality["base"] == {"rmse": pytest.approx(regression.rmse(own, values), rel=1e-4)}
     assert validation.quality["psc"]["crps"] == pytest.approx(model.report["metrics"]["crps"], rel=1e-4)
     (turned,) = (each for each in kept.sets if each.name == "turned")
-    assert isinstance(turned, ValueSet) and len(turned.mean) == 75 and len(turned.values) == 0 == len(turned.quality)
+    assert (
+        isinstance(turned, RegressionSet) and len(turned.mean) == 75 and len(turned.values) == 0 == len(turned.quality)
+    )

@@ -9,7 +9,7 @@ import torch
 from psc_core.bundle.io import read_bundle
 from psc_core.collapse.report import NC4, R2, CollapseReport, LayerCollapse
 from psc_core.report import figures
-from psc_core.report.classification.sets import ImageSet
+from psc_core.report.classification.sets import ClassificationSet
 from psc_core.report.content import Content, Role
 from psc_core.report.facts import facts_of
 from tests.psc_core.report.support import NONE, image_set
@@ -45,7 +45,7 @@ def test_scores_say_how_much_lies_above_the_limit() -> None:
 def test_groups_are_drawn_apart() -> None:
     whole = image_set("validation", Role.VALIDATION, [0.0, 1.0, 2.0])
     groups = {"clean": torch.tensor([0, 1]), "ambiguous": torch.tensor([2]), "empty": NONE}
-    parts = ImageSet(**{**vars(whole), "groups": groups})
+    parts = ClassificationSet(**{**vars(whole), "groups": groups})
     drawn = figures.scores([parts], "entropy", "entropy", None)
     assert drawn is not None
     names = [label.get_text() for label in drawn.axes[0].get_yticklabels()]

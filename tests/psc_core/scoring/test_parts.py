@@ -23,8 +23,8 @@ from psc_core.model.pipeline import Pipeline
 from psc_core.scoring.inputs import NamedImage, named_images
 from psc_core.scoring.outputs import errors_in
 from psc_core.scoring.parts import PartCount, PartWriter
-from psc_core.tasks.classification.answer import ImagePrediction
-from psc_core.tasks.regression.answer import ValuePrediction
+from psc_core.tasks.classification.answer import ClassificationAnswer
+from psc_core.tasks.regression.answer import RegressionAnswer
 from tests.conftest import ROOT, SHIPPED_BUNDLE
 from tests.psc_core.scoring.support import COUNT, PART, bytes_of, rows_of, run, write_hostile
 
@@ -111,8 +111,8 @@ def test_a_regression_gives_its_numbers(angle_bundle: Path, folder: Path, tmp_pa
     for image, row in enumerate(good):
         assert row.pop("target") == {"name": "angle", "unit": "degrees"}
         fields = {name: value for name, value in row.items() if name not in ("item", "error")}
-        assert list(fields) == [name for name in ValuePrediction.model_fields if name != "explanation"]
-        answer = ValuePrediction.model_validate(fields)
+        assert list(fields) == [name for name in RegressionAnswer.model_fields if name != "explanation"]
+        answer = RegressionAnswer.model_validate(fields)
         assert answer.decision == prediction.decision[image] and answer.is_ood == bool(prediction.is_ood[image])
         assert [answer.lower, answer.upper] == pytest.approx(prediction.interval[image].tolist(), rel=1e-4, abs=1e-3)
         for name in ("mean", "aleatoric", "epistemic", "log_density", "ood_score", "ood_p_value"):
@@ -123,14 +123,14 @@ def test_a_regression_gives_its_numbers(angle_bundle: Path, folder: Path, tmp_pa
 def test_a_part_of_a_regression_without_any_image(angle_bundle: Path, tmp_path: Path) -> None:
     model = PSCRegressor.load(angle_bundle, device="cpu", allow_factories=["tests.tiny:network"])
     assert PartWriter(model, tmp_path, "jsonl")(0, [NamedImage("a", b"")]).errors == 1
-    columns = [name for name in ValuePrediction.model_fields if name != "explanation"]
+    columns = [name for name in RegressionAnswer.model_fields if name != "explanation"]
     assert list(rows_of(tmp_path)[0]) == ["item", "target", *columns, "error"]
 
 
 def test_an_image_that_cannot_be_read_is_a_row_with_its_error(scored: Path) -> None:
     (bad,) = (row for row in rows_of(scored) if row["error"] is not None)
     assert bad["item"] == os.path.join("0", "damaged.png")  # noqa: PTH118
-    columns = [name for name in ImagePrediction.model_fields if name not in ("top", "explanation")]
+    columns = [name for name in ClassificationAnswer.model_fields if name not in ("top", "explanation")]
     assert list(bad) == ["item", *columns, "error"]
     assert {bad[name] for name in columns} == {None}
 

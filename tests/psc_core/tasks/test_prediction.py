@@ -73,7 +73,7 @@ def test_a_table_needs_pandas(prediction: BasePrediction, monkeypatch: pytest.Mo
 
 
 def test_the_text_shows_the_first_images(model: FittedModel, prediction: BasePrediction) -> None:
-    name = {"classification": "Prediction", "regression": "RegressionPrediction"}[model.task.name]
+    name = {"classification": "ClassificationPrediction", "regression": "RegressionPrediction"}[model.task.name]
     title, header, *rows, more = repr(prediction).splitlines()
     assert title.startswith(f"{name} for 30 images: ") and "decision" in header and len(rows) == SHOWN
     counts = [int(part.split()[0]) for part in title.partition(": ")[2].split(", ")]

@@ -83,7 +83,7 @@ def serve_and_ask(files: list[bytes]) -> None:
         np.testing.assert_allclose(tensors["probabilities"], expected.probabilities.numpy(), atol=1e-4)
 
         schemas = httpx.get(f"{server.url}/openapi.json").json()["components"]["schemas"]
-        assert {"LabelResponse", "PredictResponse", "ValueResponse"} <= {*schemas}
+        assert {"MultilabelResponse", "ClassificationResponse", "RegressionResponse"} <= {*schemas}
         one = {"content": files[0], "headers": {"content-type": "image/png"}}
         assert httpx.post(f"{server.url}/predict?alpha=0.5", **one).json()["policy"]["alpha"] == 0.5
         assert httpx.post(f"{server.url}/predict?max_undecided=3", **one).json()["policy"]["max_undecided"] == 3

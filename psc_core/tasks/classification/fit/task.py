@@ -26,7 +26,7 @@ from psc_core.tasks.classification.fit.head import fit_head
 from psc_core.tasks.classification.fit.temperature import better_of, fit_temperature_head, retempered
 from psc_core.tasks.classification.heads.base import ClassifierHead
 from psc_core.tasks.classification.heads.temperature import TemperatureHead
-from psc_core.tasks.classification.policy import Policy, unreachable_entropy
+from psc_core.tasks.classification.policy import ClassificationPolicy, unreachable_entropy
 from psc_core.tasks.classification.task import Classification
 from psc_core.tasks.fit.task import FIRST_LOOK_IMAGES, Calibrated, HeadJob, TaskFit, run_network
 from psc_core.tasks.head import Head, Scored
@@ -120,7 +120,7 @@ class ClassificationFit(TaskFit):
         if threshold is None:
             risk["nearest"] = nearest_risk(entropies, correct, risk=settings.risk)
             threshold = unreachable_entropy(calibration.num_classes)
-        policy = Policy(alpha=settings.alpha, ambiguity_threshold=threshold, coverage=settings.coverage)
+        policy = ClassificationPolicy(alpha=settings.alpha, ambiguity_threshold=threshold, coverage=settings.coverage)
         return Calibrated(calibration, policy, metrics)
 
     def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> str:

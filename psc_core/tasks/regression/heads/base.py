@@ -11,7 +11,7 @@ from psc_core.tasks.head import Head, Scored
 from psc_core.tasks.regression.answer import SCORES
 
 
-class ValueOutput(NamedTuple):
+class HeadOutput(NamedTuple):
     """Predictions of a batch, all in the target's unit."""
 
     mean: Float[Tensor, " batch"]
@@ -24,7 +24,7 @@ class RegressionHead(Head):
 
     score_names = SCORES
 
-    def forward(self, z: Float[Tensor, "batch dim"]) -> ValueOutput:
+    def forward(self, z: Float[Tensor, "batch dim"]) -> HeadOutput:
         """Return mean and standard deviations of a batch of feature vectors."""
         raise NotImplementedError
 

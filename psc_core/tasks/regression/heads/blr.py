@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from psc_core.tasks.regression.heads.base import RegressionHead, ValueOutput
+from psc_core.tasks.regression.heads.base import HeadOutput, RegressionHead
 
 
 class BayesianLinearHead(RegressionHead):
@@ -47,10 +47,10 @@ class BayesianLinearHead(RegressionHead):
     noise_bias: Tensor
     log_noise_range: Tensor
 
-    def forward(self, z: Float[Tensor, "batch dim"]) -> ValueOutput:
+    def forward(self, z: Float[Tensor, "batch dim"]) -> HeadOutput:
         """Return the mean, and the standard deviations of noise and of the weights."""
         phi = self.standardise(z)
         linear = functional.linear(phi, torch.stack([self.weight, self.noise_weight]))
         log_noise = (linear[:, 1] + self.noise_bias).clamp(self.log_noise_range[0], self.log_noise_range[1])
         variance = (phi @ self.root).square().sum(1) + self.bias_deviation.square()
-        return ValueOutput(linear[:, 0] + self.bias, (0.5 * log_noise).exp(), variance.sqrt())
+        return HeadOutput(linear[:, 0] + self.bias, (0.5 * log_noise).exp(), variance.sqrt())

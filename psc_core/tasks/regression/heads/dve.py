@@ -33,7 +33,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from psc_core.errors import FitError
-from psc_core.tasks.regression.heads.base import RegressionHead, ValueOutput
+from psc_core.tasks.regression.heads.base import HeadOutput, RegressionHead
 
 BLOCK: Final = 1 << 13
 """Number of support images that distances are computed to at once."""
@@ -127,16 +127,16 @@ class DeepVecchiaHead(RegressionHead):
             nearest.append(Neighbours(found.positions[:, :SHOWN], found.squared[:, :SHOWN]))
         return Experts(torch.stack(means), torch.stack(variances), nearest)
 
-    def forward(self, z: Float[Tensor, "batch dim"]) -> ValueOutput:
+    def forward(self, z: Float[Tensor, "batch dim"]) -> HeadOutput:
         """Return the mean, and the standard deviations of noise and of what the neighbours leave unknown."""
         return join([self._output(part) for part in torch.split(z, IMAGES)])
 
-    def _output(self, z: Float[Tensor, "batch dim"]) -> ValueOutput:
+    def _output(self, z: Float[Tensor, "batch dim"]) -> HeadOutput:
         experts = self.experts(z)
         product = combine(experts.mean, experts.variance, self.signal, self.noise)
         deviation = self.value_scale * self.deviation_factor
         left = (product.variance - product.noise).clamp(min=0)
-        return ValueOutput(
+        return HeadOutput(
             self.value_center + self.value_scale * product.mean.float(),
             deviation * product.noise.sqrt().float(),
             deviation * left.sqrt().float(),
@@ -156,9 +156,9 @@ class DeepVecchiaHead(RegressionHead):
         return {name: torch.cat(tensors) for name, tensors in zip(names, zip(*parts, strict=True), strict=True)}
 
 
-def join(parts: list[ValueOutput]) -> ValueOutput:
+def join(parts: list[HeadOutput]) -> HeadOutput:
     """Return the outputs of consecutive batches as one."""
-    return parts[0] if len(parts) == 1 else ValueOutput(*(torch.cat(part) for part in zip(*parts, strict=True)))
+    return parts[0] if len(parts) == 1 else HeadOutput(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
 
 def nearest_points(

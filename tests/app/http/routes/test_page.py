@@ -8,7 +8,7 @@ import pytest
 
 from app.http.routes.page import SECURITY_HEADERS
 from psc_core.rates import RANK_ROUNDING
-from psc_core.tasks.classification.answer import PredictResponse
+from psc_core.tasks.classification.answer import ClassificationResponse
 from tests.app.support import running
 
 pytestmark = pytest.mark.anyio
@@ -50,7 +50,7 @@ async def test_the_example_is_an_answer_of_the_service() -> None:
         page = (await app.client.get("/docs")).text
     found = re.search(r'id="answer">(.*?)</code>', page, re.DOTALL)
     assert found is not None
-    answer = PredictResponse.model_validate_json(re.sub("<.*?>", "", found[1]))
+    answer = ClassificationResponse.model_validate_json(re.sub("<.*?>", "", found[1]))
     assert answer.predictions[0].decision == "abstain_ambiguous"
 
 

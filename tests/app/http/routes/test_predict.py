@@ -13,7 +13,7 @@ from PIL import Image
 
 from app.runtime import Runtime
 from app.service import SWEEP_SECONDS
-from psc_core.tasks.classification.answer import PredictResponse
+from psc_core.tasks.classification.answer import ClassificationResponse
 from tests.app.fakes import (
     CLASSES,
     NOT_FINITE,
@@ -163,7 +163,7 @@ async def test_a_map_shows_where_an_image_is_strange() -> None:
     Image.fromarray(pixels).save(file, "PNG")
     async with running({"m": FakeModel(pipeline=FakePipelineWithMap())}) as app:
         response = await app.client.post("/predict?explain=true&map=true", content=file.getvalue(), headers=PNG)
-        document = PredictResponse.model_validate(response.json()).predictions[0].explanation
+        document = ClassificationResponse.model_validate(response.json()).predictions[0].explanation
         assert document is not None and document.map is not None
         assert document.map.layer == "layer1" and document.map.box == (5 / 8, 2 / 8, 1.0, 4 / 8)
         with Image.open(io.BytesIO(base64.b64decode(document.map.png))) as picture:
@@ -175,7 +175,7 @@ async def test_a_map_shows_where_an_image_is_strange() -> None:
 async def test_an_explanation_shows_the_nearest_training_images() -> None:
     async with running({"m": FakeModel(pipeline=FakePipelineWithThumbnails())}) as app:
         response = await app.client.post("/predict?explain=true", content=png(200), headers=PNG)
-        document = PredictResponse.model_validate(response.json()).predictions[0].explanation
+        document = ClassificationResponse.model_validate(response.json()).predictions[0].explanation
         assert document is not None and document.nearest is not None
         found = [(each.image, each.label, each.value) for each in document.nearest]
         assert found == [(30, "bright", None), (20, "middle", None), (10, "dark", None)]

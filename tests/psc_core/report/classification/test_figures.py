@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psc_core.report.classification import figures
-from psc_core.report.classification.sets import ImageSet
+from psc_core.report.classification.sets import ClassificationSet
 from psc_core.report.content import Role
 from tests.psc_core.report.support import image_set
 
@@ -28,7 +28,7 @@ def test_many_classes_show_those_with_errors() -> None:
     predicted = labels.clone()
     predicted[30:33] += 1
     whole = image_set("test", Role.TEST, [0.0] * len(labels))
-    images = ImageSet(**{**vars(whole), "labels": labels, "predicted": predicted})
+    images = ClassificationSet(**{**vars(whole), "labels": labels, "predicted": predicted})
     drawn = figures.confusion(images, [f"c{i}" for i in range(count)])
     assert drawn is not None
     names = [label.get_text() for label in drawn.axes[0].get_yticklabels()]

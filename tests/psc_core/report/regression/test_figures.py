@@ -16,7 +16,7 @@ from psc_core.bundle.io import Bundle, read_bundle
 from psc_core.report.content import Content, Role
 from psc_core.report.facts import facts_of
 from psc_core.report.regression import figures
-from psc_core.report.regression.sets import ValueSet
+from psc_core.report.regression.sets import RegressionSet
 from psc_core.target import Target
 from psc_core.tasks.regression.calibration import Calibration
 from psc_core.tasks.regression.fit.calibrate import fit_calibration
@@ -26,15 +26,17 @@ from tests.psc_core.report.support import value_set
 ANGLE = Target(name="angle", unit="degrees")
 
 
-def random_set(n: int, seed: int = 0) -> ValueSet:
+def random_set(n: int, seed: int = 0) -> RegressionSet:
     """Numbers with noise of the predicted deviation."""
     generator = torch.Generator().manual_seed(seed)
     mean, noise, scores = torch.randn(3, n, generator=generator)
     deviation = 0.5 + torch.rand(n, generator=generator)
-    return ValueSet("test", Role.TEST, scores, mean, deviation, mean.double() + deviation.double() * noise.double())
+    return RegressionSet(
+        "test", Role.TEST, scores, mean, deviation, mean.double() + deviation.double() * noise.double()
+    )
 
 
-def calibration_of(images: ValueSet) -> Calibration:
+def calibration_of(images: RegressionSet) -> Calibration:
     return fit_calibration(images.ood_score, images.mean, images.deviation, images.values)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from psc_core.tasks import TASKS, module_of
+from psc_core.tasks.task import task_type
 from tests.conftest import ROOT
 
 OFFERS: dict[str, tuple[str, ...]] = {
@@ -46,6 +47,13 @@ def test_offers_the_same_names_in_the_same_order(task: str, module: str) -> None
     own = [name for name in vars(found) if name in OFFERS[module]]
     assert own == list(OFFERS[module])
     assert [arguments(getattr(found, name)) for name in own] == [arguments(getattr(first, name)) for name in own]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_what_users_see_begins_with_the_task(task: str) -> None:
+    of = task_type(task)
+    seen = {"Answer": of.answer, "Policy": of.policy, "Response": of.response, "Prediction": of.prediction_type}
+    assert [each.__name__ for each in seen.values()] == [task.capitalize() + role for role in seen]
 
 
 def test_knows_every_module_that_is_found_by_name() -> None:

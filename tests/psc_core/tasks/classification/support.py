@@ -9,7 +9,7 @@ from psc_core.tasks.classification.answer import SCORES
 from psc_core.tasks.classification.calibration import Calibration
 from psc_core.tasks.classification.decide import Thresholds
 from psc_core.tasks.classification.fit.calibrate import fit_calibration
-from psc_core.tasks.classification.policy import Policy
+from psc_core.tasks.classification.policy import ClassificationPolicy
 from psc_core.tasks.outputs import Outputs
 
 
@@ -23,6 +23,6 @@ def calibrate(n: int = 200, classes: int = 4) -> Calibration:
 
 def prediction_sets(threshold: float, probabilities: Tensor) -> Tensor:
     packed = torch.cat([torch.zeros(len(probabilities), len(SCORES)), probabilities], 1)
-    policy = Policy(alpha=0.5, ambiguity_threshold=1.0, coverage=0.9)
+    policy = ClassificationPolicy(alpha=0.5, ambiguity_threshold=1.0, coverage=0.9)
     decisions = Thresholds(policy, 0.5, threshold).decide(Outputs(packed.numpy(), SCORES, ()))
     return torch.from_numpy(decisions.prediction_set)

@@ -16,19 +16,19 @@ from hypothesis import strategies as st
 from psc_core.errors import BundleError, UsageError
 from psc_core.tasks.classification.calibration import Calibration
 from psc_core.tasks.classification.fit.calibrate import fit_calibration
-from psc_core.tasks.classification.policy import Policy
+from psc_core.tasks.classification.policy import ClassificationPolicy
 from tests.psc_core.tasks.classification.support import calibrate, prediction_sets
 from tests.reference import calibration as naive
 
 
 def test_thresholds_of_a_policy() -> None:
     fitted = calibrate(99)
-    thresholds = fitted.thresholds(Policy(alpha=0.05, ambiguity_threshold=1.0, coverage=0.9))
+    thresholds = fitted.thresholds(ClassificationPolicy(alpha=0.05, ambiguity_threshold=1.0, coverage=0.9))
     assert thresholds.ood_p_value == pytest.approx(5.5 / 100)
     assert thresholds.quantile == fitted.quantile(0.9)
     assert fitted.ood_score_threshold(0.05) == sorted(fitted.ood_scores.tolist())[-5]
     with pytest.raises(UsageError, match="expected alpha"):
-        fitted.thresholds(Policy(alpha=0.001, ambiguity_threshold=1.0, coverage=0.9))
+        fitted.thresholds(ClassificationPolicy(alpha=0.001, ambiguity_threshold=1.0, coverage=0.9))
 
 
 @given(st.integers(0, 2**16), st.integers(5, 40), st.integers(50, 83))

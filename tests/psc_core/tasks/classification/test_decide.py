@@ -7,13 +7,13 @@ import dataclasses
 import torch
 
 from psc_core import PSC
-from psc_core.tasks.classification.policy import Policy
+from psc_core.tasks.classification.policy import ClassificationPolicy
 
 
 def test_decisions_follow_the_policy(psc: PSC, digits: torch.Tensor) -> None:
     middle = float(psc.predict(digits).predictive_entropy.median())
     prediction = dataclasses.replace(
-        psc, policy=Policy(alpha=0.5, ambiguity_threshold=middle, coverage=psc.policy.coverage)
+        psc, policy=ClassificationPolicy(alpha=0.5, ambiguity_threshold=middle, coverage=psc.policy.coverage)
     ).predict(digits)
     assert prediction.decision == tuple(
         "abstain_ood" if p <= 0.5 else "abstain_ambiguous" if h > middle else "accept"

@@ -21,7 +21,7 @@ from psc_core.tasks.classification.fit.calibrate import (
     nearest_risk,
 )
 from psc_core.tasks.classification.heads.base import entropy as predictive_entropy
-from psc_core.tasks.classification.policy import Policy, unreachable_entropy
+from psc_core.tasks.classification.policy import ClassificationPolicy, unreachable_entropy
 from psc_core.tasks.outputs import Outputs, pack
 from tests.reference import calibration as naive
 
@@ -96,6 +96,6 @@ def test_equal_probabilities_do_not_reach_the_unreachable_entropy(classes: int) 
     """Their entropy in float32 exceeds log K for a third of these K."""
     probabilities = torch.zeros(1, classes).softmax(1)
     scores = dict.fromkeys(SCORES, torch.ones(1)) | {"predictive_entropy": predictive_entropy(probabilities)}
-    policy = Policy(alpha=0.05, ambiguity_threshold=unreachable_entropy(classes), coverage=0.9)
+    policy = ClassificationPolicy(alpha=0.05, ambiguity_threshold=unreachable_entropy(classes), coverage=0.9)
     outputs = Outputs(pack(SCORES, scores, probabilities).numpy(), SCORES, ())
     assert Thresholds(policy, 0.05, 1.0).decide(outputs).decision == [ACCEPT]

@@ -20,7 +20,7 @@ PER_LABEL: Final[Mapping[str, Datatype]] = {"probabilities": "FP32", "holds": "B
 """Tensors with a number for each label."""
 
 
-class LabelQuery(PredictQuery):
+class MultilabelQuery(PredictQuery):
     """The query parameters of a request to a model of several labels."""
 
     max_undecided: MaxUndecided | None = Field(
@@ -28,7 +28,7 @@ class LabelQuery(PredictQuery):
     )
 
 
-class ServedMultiLabel(ServedTask[Decisions]):
+class ServedMultilabel(ServedTask[Decisions]):
     """The answers of a model of several labels."""
 
     tensors: ClassVar[Mapping[str, Datatype]] = {
@@ -36,12 +36,12 @@ class ServedMultiLabel(ServedTask[Decisions]):
         **dict.fromkeys((*SCORES, GATES_OUTPUT), "FP32"),
         "is_ood": "BOOL",
     }
-    query = LabelQuery
+    query = MultilabelQuery
 
     def explanations(
         self, explanation: Mapping[str, npt.NDArray[Any]], classes: Sequence[str], layers: Sequence[str]
     ) -> list[dict[str, Any]]:
-        """Return one ``LabelExplanation`` for each image."""
+        """Return one ``MultilabelExplanation`` for each image."""
         return [
             {"nearest_label": classes[nearest], "unusual_components": unusual_components(deviation)}
             for nearest, deviation in zip(
@@ -61,4 +61,4 @@ class ServedMultiLabel(ServedTask[Decisions]):
         return decisions.most_probable
 
 
-SERVED: Final = ServedMultiLabel
+SERVED: Final = ServedMultilabel

@@ -34,7 +34,7 @@ class ScoredLabels:
 
 
 @dataclass(frozen=True)
-class LabelReport(Report):
+class MultilabelReport(Report):
     """How good a model of several labels is on test images."""
 
     quality: Mapping[str, float]
@@ -98,11 +98,11 @@ def quality_of(scored: ScoredLabels, data: ImageDataset) -> dict[str, dict[str, 
 
 def compare(
     model: FittedModel, id_data: ImageDataset, inside: ScoredLabels, outside: Mapping[str, ScoredLabels]
-) -> LabelReport:
+) -> MultilabelReport:
     """Return the report of scored images: ``inside`` those of ``id_data``, ``outside`` out-of-distribution ones."""
     calibrated, true = len(model.calibration), held(id_data)
     given = torch.where(true, inside.probabilities, 1 - inside.probabilities)
-    return LabelReport(
+    return MultilabelReport(
         model={"name": model.name, "version": model.version, "layer": model.layer},
         id_name=id_data.name,
         images=len(id_data),

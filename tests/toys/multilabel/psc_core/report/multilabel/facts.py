@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from psc_core.tasks.multilabel.calibration import Calibration
-from psc_core.tasks.multilabel.policy import LabelPolicy
-from psc_core.tasks.multilabel.task import MultiLabel
+from psc_core.tasks.multilabel.policy import MultilabelPolicy
+from psc_core.tasks.multilabel.task import Multilabel
 
 DIGITS: Final = ".4f"
 """Format of a metric."""
@@ -16,12 +16,14 @@ RECORDED: Final[Mapping[str, str]] = {"accuracy": "accuracy", "exact": "exact"}
 """Metrics that are shown without images, and their names in the manifest."""
 
 
-def limits_of(policy: LabelPolicy, calibration: Calibration, metrics: Mapping[str, Any]) -> dict[str, float | None]:
+def limits_of(
+    policy: MultilabelPolicy, calibration: Calibration, metrics: Mapping[str, Any]
+) -> dict[str, float | None]:
     """Return the limits of decisions by the figure that shows them: none."""
     return {}
 
 
-def policy_lines(task: MultiLabel, policy: LabelPolicy, limits: Mapping[str, float | None]) -> list[str]:
+def policy_lines(task: Multilabel, policy: MultilabelPolicy, limits: Mapping[str, float | None]) -> list[str]:
     """Return what the policy means for this bundle beside the alarm, a line each."""
     return [f"undecided: more than {policy.max_undecided} labels that may as well be the other way"]
 

@@ -20,7 +20,7 @@ from psc_core.tasks.answer import (
     UnusualComponent,
     scores_of,
 )
-from psc_core.tasks.multilabel.policy import LabelPolicy
+from psc_core.tasks.multilabel.policy import MultilabelPolicy
 
 LabelDecision = Literal["accept", "abstain_undecided", "abstain_ood"]
 
@@ -28,14 +28,14 @@ DECISIONS: Final[tuple[str, ...]] = get_args(LabelDecision)
 """Names of the decisions; :mod:`.decide` uses their positions as codes."""
 
 
-class LabelExplanation(BaseExplanation):
+class MultilabelExplanation(BaseExplanation):
     """Why the image was decided as it was."""
 
     nearest_label: str = Field(description="Label at the smallest Mahalanobis distance.")
     unusual_components: list[UnusualComponent] = Field(description="The most deviating ones, largest first.")
 
 
-class LabelPrediction(BaseAnswer):
+class MultilabelAnswer(BaseAnswer):
     """The prediction of a model of several labels for one image."""
 
     labels: list[str] = Field(description="Labels that hold: those of at least even odds.")
@@ -52,7 +52,7 @@ class LabelPrediction(BaseAnswer):
         description="`abstain_ood` if `is_ood`, else `abstain_undecided` with more than `max_undecided` undecided "
         "labels, else `accept`."
     )
-    explanation: LabelExplanation | None = Field(default=None, description="Only with `explain=true`.")
+    explanation: MultilabelExplanation | None = Field(default=None, description="Only with `explain=true`.")
 
     def cells(self) -> dict[str, str]:
         return {
@@ -63,21 +63,21 @@ class LabelPrediction(BaseAnswer):
         }
 
 
-class LabelResponse(Response):
+class MultilabelResponse(Response):
     """Predictions of several labels in the order of the images."""
 
     noun: ClassVar[str] = "labels"
 
-    policy: LabelPolicy = Field(description="The thresholds that were used.")
-    predictions: list[LabelPrediction]
+    policy: MultilabelPolicy = Field(description="The thresholds that were used.")
+    predictions: list[MultilabelAnswer]
 
     @classmethod
     def is_of(cls, document: Mapping[str, Any]) -> bool:
         return super().is_of(document) and "max_undecided" in document["policy"]
 
 
-RESPONSE: Final = LabelResponse
+RESPONSE: Final = MultilabelResponse
 """The answer to a request."""
 
-SCORES: Final = scores_of(LabelPrediction)
+SCORES: Final = scores_of(MultilabelAnswer)
 """Names of the scores, in the order of their columns."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from psc_core.tasks.decide import BaseDecisions, BaseThresholds
 from psc_core.tasks.multilabel.answer import DECISIONS
-from psc_core.tasks.multilabel.policy import LabelPolicy
+from psc_core.tasks.multilabel.policy import MultilabelPolicy
 from psc_core.tasks.outputs import FloatArray, Outputs
 
 ACCEPT, ABSTAIN_UNDECIDED, ABSTAIN_OOD = range(len(DECISIONS))
@@ -44,7 +44,7 @@ def _named(chosen: npt.NDArray[np.bool_], classes: Sequence[str]) -> list[tuple[
 class Thresholds(BaseThresholds):
     """The thresholds of several labels; ``quantile`` is the smallest probability of a possible value of a label."""
 
-    policy: LabelPolicy
+    policy: MultilabelPolicy
 
     def decide(self, outputs: Outputs[FloatArray]) -> Decisions:
         """Return the decisions on n images."""

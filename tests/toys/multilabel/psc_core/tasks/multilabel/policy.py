@@ -11,7 +11,7 @@ from psc_core.tasks.policy import Alpha, BasePolicy, Coverage
 MaxUndecided = Annotated[int, Field(ge=0, description="Undecided with more undecided labels than this.")]
 
 
-class LabelPolicy(BasePolicy):
+class MultilabelPolicy(BasePolicy):
     """Decision thresholds of a model of several labels."""
 
     alpha: Alpha

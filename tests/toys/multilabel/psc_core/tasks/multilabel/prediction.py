@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from psc_core.tasks.multilabel.answer import LabelPrediction
+from psc_core.tasks.multilabel.answer import MultilabelAnswer
 from psc_core.tasks.multilabel.decide import Decisions
 from psc_core.tasks.prediction import BasePrediction
 
@@ -15,7 +15,7 @@ from psc_core.tasks.prediction import BasePrediction
 class MultilabelPrediction(BasePrediction):
     """Predictions of several labels for n images, on the CPU."""
 
-    answer = LabelPrediction
+    answer = MultilabelAnswer
 
     decisions: Decisions
 

@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
 from psc_core.tasks.multilabel import NOUN, heads
-from psc_core.tasks.multilabel.answer import RESPONSE, LabelPrediction
+from psc_core.tasks.multilabel.answer import RESPONSE, MultilabelAnswer
 from psc_core.tasks.multilabel.calibration import Calibration
 from psc_core.tasks.multilabel.decide import ABSTAIN_OOD, ABSTAIN_UNDECIDED
-from psc_core.tasks.multilabel.policy import LabelPolicy
+from psc_core.tasks.multilabel.policy import MultilabelPolicy
 from psc_core.tasks.multilabel.prediction import MultilabelPrediction
 from psc_core.tasks.task import Agreement, Task
 
 
-class MultiLabel(Task):
+class Multilabel(Task):
     """The task of a network with an independent output for each label."""
 
     name = "multilabel"
     noun = NOUN
     response = RESPONSE
-    answer = LabelPrediction
-    policy = LabelPolicy
+    answer = MultilabelAnswer
+    policy = MultilabelPolicy
     calibration = Calibration
     prediction_type = MultilabelPrediction
     heads = heads.HEADS
@@ -31,4 +31,4 @@ class MultiLabel(Task):
         return (("head.sizes.labels", len(manifest.classes), manifest.head and manifest.head.sizes.get("labels")),)
 
 
-TASK: Final = MultiLabel
+TASK: Final = Multilabel

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from psc_core.tasks.fit.standardisation import fit_standardisation
-from psc_core.tasks.multilabel.heads.base import LabelHead
+from psc_core.tasks.multilabel.heads.base import MultilabelHead
 from psc_core.tasks.multilabel.heads.logistic import LogisticHead
 
 PRIOR_PRECISIONS: Final = (1e2, 1e1, 1e0, 1e-1)
@@ -33,7 +33,7 @@ def fit_logistic(
     )
 
 
-FITS: Final[Mapping[str, Callable[..., LabelHead]]] = {"logistic": fit_logistic}
+FITS: Final[Mapping[str, Callable[..., MultilabelHead]]] = {"logistic": fit_logistic}
 """The fit of each kind in :data:`psc_core.tasks.multilabel.heads.HEADS`."""
 
 

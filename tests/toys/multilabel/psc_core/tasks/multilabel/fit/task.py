@@ -16,15 +16,15 @@ from psc_core.tasks.fit.task import Calibrated, Features, HeadJob, TaskFit, run_
 from psc_core.tasks.head import Scored
 from psc_core.tasks.multilabel.calibration import Calibration
 from psc_core.tasks.multilabel.fit.head import FITS
-from psc_core.tasks.multilabel.heads.base import LabelHead
-from psc_core.tasks.multilabel.policy import LabelPolicy
-from psc_core.tasks.multilabel.task import MultiLabel
+from psc_core.tasks.multilabel.heads.base import MultilabelHead
+from psc_core.tasks.multilabel.policy import MultilabelPolicy
+from psc_core.tasks.multilabel.task import Multilabel
 
 
-class MultiLabelFit(TaskFit):
+class MultilabelFit(TaskFit):
     """How a model of several labels is fitted: an example is an image with one label that holds."""
 
-    task_type = MultiLabel
+    task_type = Multilabel
     fits = FITS
 
     def takes(self, data: ImageDataset) -> bool:
@@ -36,7 +36,7 @@ class MultiLabelFit(TaskFit):
     def confidence_gate(self, *, ambiguous: bool) -> tuple[bool, str]:
         return False, "images have several labels by nature, so confidence is no gate"
 
-    def fit_head(self, job: HeadJob) -> LabelHead:
+    def fit_head(self, job: HeadJob) -> MultilabelHead:
         parts = (part for each in (job.train, job.selection) for part in _images_of(each, len(job.classes)))
         return FITS[job.kind](*(part.to(job.device) for part in parts))
 
@@ -53,7 +53,7 @@ class MultiLabelFit(TaskFit):
         missed = torch.where(true, 1 - scored.probabilities, scored.probabilities)
         scores = (ood_score.float(), missed.amax(1))
         calibration = Calibration(*(part[equal_scores(part, weights)] for part in scores))
-        policy = LabelPolicy(alpha=settings.alpha, max_undecided=0, coverage=settings.coverage)
+        policy = MultilabelPolicy(alpha=settings.alpha, max_undecided=0, coverage=settings.coverage)
         right = (scored.probabilities >= 0.5) == true
         metrics = {
             "validation_images": len(images),
@@ -69,7 +69,7 @@ class MultiLabelFit(TaskFit):
         )
 
 
-FIT: Final = MultiLabelFit()
+FIT: Final = MultilabelFit()
 
 
 def held(data: ImageDataset) -> Bool[Tensor, "n labels"]:

@@ -12,19 +12,19 @@ from psc_core.tasks.head import Head, Scored
 from psc_core.tasks.multilabel.answer import SCORES
 
 
-class LabelOutput(NamedTuple):
+class MultilabelOutput(NamedTuple):
     """Predictions of a batch."""
 
     probabilities: Float[Tensor, "batch labels"]
     epistemic: Float[Tensor, " batch"]  # in the head's own epistemic_unit
 
 
-class LabelHead(Head):
+class MultilabelHead(Head):
     """Base of the heads; subclasses add their ``layout`` and ``epistemic_unit``."""
 
     score_names = SCORES
 
-    def forward(self, z: Float[Tensor, "batch dim"]) -> LabelOutput:
+    def forward(self, z: Float[Tensor, "batch dim"]) -> MultilabelOutput:
         """Return probabilities and epistemic uncertainty of a batch of feature vectors."""
         raise NotImplementedError
 

@@ -7,10 +7,10 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from psc_core.tasks.multilabel.heads.base import LabelHead, LabelOutput
+from psc_core.tasks.multilabel.heads.base import MultilabelHead, MultilabelOutput
 
 
-class LogisticHead(LabelHead):
+class LogisticHead(MultilabelHead):
     """The head of the module's text."""
 
     kind = "logistic"
@@ -24,7 +24,7 @@ class LogisticHead(LabelHead):
     weight: Tensor
     bias: Tensor
 
-    def forward(self, z: Float[Tensor, "batch dim"]) -> LabelOutput:
+    def forward(self, z: Float[Tensor, "batch dim"]) -> MultilabelOutput:
         """Return the probability of each label, and how far the features are from their mean."""
         phi = self.standardise(z)
-        return LabelOutput((phi @ self.weight.T + self.bias).sigmoid(), phi.square().mean(1))
+        return MultilabelOutput((phi @ self.weight.T + self.bias).sigmoid(), phi.square().mean(1))
