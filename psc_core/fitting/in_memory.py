@@ -9,10 +9,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from psc_core.data.dataset import ImageDataset
@@ -26,7 +24,7 @@ from psc_core.fitting.job import FitJob
 from psc_core.images.loader_preprocessing import LoaderPreprocessing
 from psc_core.model.base import FittedModel
 from psc_core.network.backbone import check_output, trial_input
-from psc_core.network.cut import deep_copy
+from psc_core.network.live import device_of, readable_copy
 from psc_core.network.load import recipe_of
 from psc_core.network.onnx.export import check_exportable
 from psc_core.scoring.served import check_read_by
@@ -60,13 +58,13 @@ def fit(
         settings: Settings of :class:`.FitSettings`, by name; without a device it is the network's.
 
     Raises:
-        UsageError: If a loader or a setting cannot be used.
+        UsageError: If the network is no module, or a loader or a setting cannot be used.
         DataError: If a batch cannot be used, or a class has too few images.
         NetworkError: If the network cannot be copied, run or cut.
         FitError: If features cannot be fitted.
     """
+    net = readable_copy(net)
     chosen = FitSettings(device=device_of(net)).changed(settings)
-    net = deep_copy(net)
     compute = chosen.compute()
     train = opened(loaders[0], "the training data", preprocessing, classes, target)
     of_task = task_fit(task)
@@ -130,8 +128,3 @@ def opened(
 ) -> ImageDataset:
     """Return the examples of a loader as a data set; a data set is returned as it is."""
     return loader if isinstance(loader, ImageDataset) else read_loader(loader, name, preprocessing, classes, target)
-
-
-def device_of(net: nn.Module) -> torch.device:
-    """Return the device that the network is on."""
-    return next(chain(net.parameters(), net.buffers()), torch.empty(0)).device

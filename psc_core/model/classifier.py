@@ -75,7 +75,7 @@ class PSC(FittedModel):
             torch.Size([3, 4])
 
         Args:
-            net: A trained network of any type whose output is logits (batch, classes).
+            net: A trained network of any type whose output is logits (batch, classes), or a classifier of transformers.
             train: A DataLoader of training images, a data set of (image, label), any iterable of batches, or an
                 :class:`psc_core.ImageDataset`.  Floats are the network's inputs; Pillow images, ``uint8`` arrays and
                 tensors need a ``preprocess``.
