@@ -81,8 +81,9 @@ def image_folder(
 ) -> ImageDataset:
     """Open the images below ``root``; each of its folders is a class, in name order.
 
-    Hidden files and folders, such as a notebook's ``.ipynb_checkpoints`` and a Mac's ``._1.jpg``, are skipped.  Without ``labelled_images`` all images
-    form one class.  ``empty_classes`` accepts class folders without images, for test sets that lack a class.
+    Hidden files and folders, such as a notebook's ``.ipynb_checkpoints`` and a Mac's ``._1.jpg``, are skipped.  Without
+    ``labelled_images`` all images form one class.  ``empty_classes`` accepts class folders without images, for test
+    sets that lack a class.
 
     Raises:
         DataError: If it is not a directory, has no class folders, a class without images, or a name that is not UTF-8.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -216,7 +215,7 @@ def _folders(root: Path) -> Iterator[HumanAnswer]:
         raise DataError(f"{root} has no folders; make one for each class, and put the images of the class there")
     for folder in folders:
         for file in sorted(files_below(folder)):
-            if file.lower().endswith(SUFFIXES) and os.path.isfile(file):
+            if file.lower().endswith(SUFFIXES) and Path(file).is_file():
                 digest = hashlib.sha256(read_file(file)).hexdigest()
                 yield HumanAnswer(file, None, None, digest, folder.name, "folder", None)
 

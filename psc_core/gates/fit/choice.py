@@ -55,7 +55,7 @@ class GateChoice:
             numbers = (f"{value:.4f}" for value in (regret(self.aurocs, name), *self.aurocs[name].values()))
             rows.append([name, *numbers, "◀ chosen" * (name == self.chosen)])
         least = min(self.aurocs, key=partial(regret, self.aurocs))
-        among = "" if self.chosen == least or len(self.selectable) == len(self.aurocs) else " of those that may be chosen"
+        among = " of those that may be chosen" if least not in self.selectable else ""
         conclusion = f"gates: {self.chosen} has the least regret over made-up images{among}; {self.reason}"
         return "\n".join([*aligned(rows), conclusion])
 
