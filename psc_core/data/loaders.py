@@ -99,6 +99,7 @@ def read_loader(
     data: Any, name: str, preprocessing: LoaderPreprocessing, classes: Sequence[str] | None, target: Target | None
 ) -> ImageDataset:
     """Return the examples of a loader as a classification data set, or as a regression one if ``target`` is given."""
+    check_loader(data, name)
     warn_of_random(data, name)
     spooled = spool(data, name, preprocessing.preprocess)
     warn_of_dropped(data, name, len(spooled.images))
@@ -139,22 +140,34 @@ def spool(data: Any, name: str, preprocess: Preprocess | None) -> Spooled:
     return Spooled(images, _joined(labels, name), tuple(map(float, low)), tuple(map(float, high)))
 
 
+def check_loader(data: Any, name: str) -> None:
+    """Raise :class:`UsageError` if ``data`` is neither a loader nor a data set, with what to give instead."""
+    if isinstance(data, str | Path):
+        instead = "; open the folder with open_dataset(folder, split=…, preprocess=…)"
+    elif hasattr(data, "iterrows"):
+        instead = "; give its rows as pairs, list(zip(frame[…], frame[…])), of paths and class indices or numbers"
+    elif isinstance(data, Tensor | np.ndarray | bytes | Mapping) or not (
+        hasattr(data, "__iter__") or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+    ):
+        instead = ""
+    else:
+        return
+    raise UsageError(
+        f"expected a DataLoader, a data set of (image, label) or an iterable of batches for {name}, got "
+        f"{described(data)}{instead}"
+    )
+
+
 def elements(data: Any, name: str) -> Iterator[Any]:
     """Yield the batches of a loader or the single examples of a data set.
 
     Raises:
         UsageError: If ``data`` is neither.
     """
-    if isinstance(data, Tensor | np.ndarray | str | bytes | Mapping):
-        pass
-    elif hasattr(data, "__iter__"):
+    check_loader(data, name)
+    if hasattr(data, "__iter__"):
         return iter(data)
-    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return (data[index] for index in range(len(data)))  # many data sets never raise IndexError
-    raise UsageError(
-        f"expected a DataLoader, a data set of (image, label) or an iterable of batches for {name}, got "
-        f"{described(data)}"
-    )
+    return (data[index] for index in range(len(data)))  # many data sets never raise IndexError
 
 
 def batch_of(element: Any, where: str, preprocess: Preprocess | None) -> tuple[npt.NDArray[Any], Tensor]:
@@ -241,7 +254,9 @@ def _tensor_of(labels: Any, where: str) -> Tensor:
         parts = [torch.as_tensor(each) for each in labels] if isinstance(labels, list | tuple) else None
         found = torch.as_tensor(labels) if parts is None else torch.stack(parts)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"{where}: expected labels that are numbers, got {labels!r:.80}; encode them") from error
+        raise DataError(
+            f"{where}: expected labels that are numbers, got {labels!r:.80}; give the index of each in classes=[…]"
+        ) from error
     found = found.detach().cpu()
     return found[:, 0] if found.ndim == 2 and found.shape[1] == 1 else found
 
@@ -264,10 +279,12 @@ def _numbers(labels: Tensor, name: str) -> Tensor:
 def _class_indices(labels: Tensor, name: str, classes: int | None) -> Tensor:
     """Check class indices, (n,), or (n, r) if an image may belong to several classes."""
     if labels.is_floating_point() or labels.is_complex():
-        raise DataError(
-            f"{name}: expected class indices, got labels of {labels.dtype}; class indices are whole numbers, and for "
-            "numbers there is PSCRegressor.fit"
+        instead = (
+            "give labels.argmax(1) of one-hot ones"
+            if labels.ndim == 2
+            else "class indices are whole numbers, and for numbers there is PSCRegressor.fit"
         )
+        raise DataError(f"{name}: expected class indices, got labels of {labels.dtype}; {instead}")
     labels = labels.long()
     if labels.ndim > 2:
         raise DataError(f"{name}: expected one label for each image, got labels of shape {tuple(labels.shape)}")

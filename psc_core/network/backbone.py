@@ -271,6 +271,11 @@ def check_output(net: nn.Module, trial: Inputs, outputs: int, *, name: str) -> N
             f"expected {name} to return a logit for each of 2 classes, got one; wrap it in a module whose forward "
             "returns torch.cat([torch.zeros_like(logit), logit], 1), with the logit that the sigmoid would get"
         )
+    if outputs == 1 and first.ndim == 1:
+        raise NetworkError(
+            f"expected {name} to return a tensor of shape (1, 1) for one image, got {tuple(first.shape)}; keep the "
+            "axis of the number, or wrap it in a module whose forward returns self.net(x).reshape(-1, 1)"
+        )
     if tuple(first.shape) != (1, outputs):
         raise NetworkError(
             f"expected {name} to return a tensor of shape (1, {outputs}) for one image, got {tuple(first.shape)}; use "

@@ -398,6 +398,13 @@ def test_one_logit_for_two_classes_is_told_how_to_become_two(one: Callable[[Tens
         check_output(Gives(one), torch.randn(1, 3, 4, 4), 2, name="my:net")
 
 
+def test_a_number_without_its_axis_is_told_how_to_get_one() -> None:
+    with pytest.raises(
+        NetworkError, match=r"shape \(1, 1\) for one image, got \(1,\); keep the axis .*reshape\(-1, 1\)"
+    ):
+        check_output(Gives(lambda x: x[:, 0]), torch.randn(1, 3, 4, 4), 1, name="my:net")
+
+
 def test_an_output_of_the_right_form_is_accepted() -> None:
     check_output(Gives(lambda x: x.log_softmax(1)), torch.randn(1, 3, 4, 4), 3, name="my:net")
     check_output(Gives(lambda x: x), torch.randn(1, 3, 4, 4), 3, name="my:net")
