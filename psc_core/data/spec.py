@@ -102,7 +102,7 @@ def image_folder(
         if not files and not empty_classes:
             raise DataError(
                 f"class folder {label + 1} of {len(folders)}, {folder}, has no images "
-                f"({', '.join(SUFFIXES)}); add some or remove the folder"
+                f"({', '.join(SUFFIXES)}); add two or more, or remove the folder of a class that the network lacks"
             )
         names.append(np.array([os.fsencode(path.relative_to(root)) for path in files], dtype=np.bytes_))
     if not any(map(len, names)):

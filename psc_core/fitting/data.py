@@ -184,4 +184,7 @@ def check_classes(train: ImageDataset, val: ImageDataset) -> None:
     counts = torch.bincount(train.labels, minlength=len(train.classes))
     if counts.min() < 2:
         rare = train.classes[int(counts.argmin())]
-        raise DataError(f"expected at least two training images of each class, got {int(counts.min())} of {rare!r}")
+        raise DataError(
+            f"expected at least two training images of each class, got {int(counts.min())} of {rare!r}; add images of "
+            "it"
+        )
