@@ -20,9 +20,10 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import Subset
 
 from psc_core.data.dataset import ImageDataset, labelled
-from psc_core.data.loader_warnings import length_of, warn_of_dropped, warn_of_random, warn_of_range
+from psc_core.data.loader_warnings import dataset_of, length_of, warn_of_dropped, warn_of_random, warn_of_range
 from psc_core.data.scratch import scratch_file
 from psc_core.data.sources import TensorSource
 from psc_core.data.targets import measured
@@ -65,7 +66,8 @@ def open_loader(
         mean: The mean of each channel on the [0, 1] scale that the loader's transform subtracts; with ``std`` it stands
             for a ``preprocess`` that resizes files to the size of the inputs.
         std: The standard deviation of each channel that the loader's transform divides by.
-        classes: Class names; None for "0", "1", … up to the largest label.
+        classes: Class names; None for those of the data set (torchvision's ``classes``, Hugging Face's ``ClassLabel``),
+            or "0", "1", … up to the largest label.
         target: Name of the number that each image has instead of a class, for a regression.
         unit: Unit of that number.
         name: Name of the data set in messages and reports.
@@ -110,7 +112,7 @@ def read_loader(
     if target is not None:
         return measured(name, target, source, _numbers(spooled.labels, name), preprocess)
     labels = _class_indices(spooled.labels, name, None if classes is None else len(classes))
-    names = _numbered(int(labels.max()), name) if classes is None else tuple(classes)
+    names = _names_of(data, int(labels.max()), name) if classes is None else tuple(classes)
     return labelled(name, names, source, labels, preprocess)
 
 
@@ -296,6 +298,21 @@ def _class_indices(labels: Tensor, name: str, classes: int | None) -> Tensor:
                 "give labels.argmax(1)"
             )
     return labels
+
+
+def _names_of(data: Any, last: int, name: str) -> tuple[str, ...]:
+    """Return the class names of a data set of torchvision or Hugging Face, or "0" … "last" where it has no such."""
+    dataset = dataset_of(data)
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    features = getattr(dataset, "features", None)
+    of_labels = [features[key] for key in LABEL_KEYS if key in features] if isinstance(features, Mapping) else []
+    names = getattr(of_labels[0], "names", None) if of_labels else getattr(dataset, "classes", None)
+    # Labels that a transform changed, or of another number of classes, may not mean these names.
+    changed = getattr(dataset, "target_transform", None) is not None
+    if changed or not isinstance(names, list | tuple) or not all(isinstance(each, str) for each in names):
+        return _numbered(last, name)
+    return tuple(names) if len({*names}) == len(names) == last + 1 else _numbered(last, name)
 
 
 def _numbered(last: int, name: str) -> tuple[str, ...]:

@@ -52,7 +52,7 @@ def fit(
         net: A network that returns logits, or one number for each image.
         loaders: The loaders of training and of validation images; an :class:`ImageDataset` is taken as it is.
         preprocessing: How pixels became the inputs of the data, as far as the caller knows.
-        classes: Names of the classes; None names the network's outputs "0", "1", ….
+        classes: Names of the classes; None takes those of the training data set, or "0", "1", ….
         target: Name and unit of a regression's numbers.
         name: The model's name.
         settings: Settings of :class:`.FitSettings`, by name; without a device it is the network's.

@@ -243,6 +243,37 @@ def test_what_is_no_loader_is_told_what_would_be(data: Any, instead: str) -> Non
         open_loader(data)
 
 
+class Named(TensorDataset):
+    """Pairs whose data set has what torchvision's and Hugging Face's have beside them."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(INPUTS, LABELS)
+        vars(self).update(attributes)
+
+
+ANIMALS = ["cat", "dog", "eel"]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "classes"),
+    [
+        ({"classes": ANIMALS, "target_transform": None}, ("cat", "dog", "eel")),
+        ({"features": {"image": None, "label": SimpleNamespace(names=ANIMALS)}}, ("cat", "dog", "eel")),
+        ({"classes": ANIMALS, "target_transform": abs}, ("0", "1", "2")),
+        ({"classes": [*ANIMALS, "fox"]}, ("0", "1", "2")),
+        ({"classes": ["cat", "cat", "eel"]}, ("0", "1", "2")),
+        ({"classes": [1, 2, 3]}, ("0", "1", "2")),
+        ({"classes": 3, "features": 12}, ("0", "1", "2")),
+        ({"features": {"label": SimpleNamespace(dtype="int64")}}, ("0", "1", "2")),
+    ],
+)
+def test_names_are_those_of_the_data_set_where_they_fit(attributes: dict[str, Any], classes: tuple[str, ...]) -> None:
+    data = Named(**attributes)
+    for loader in (data, DataLoader(data, batch_size=4), DataLoader(Subset(Subset(data, range(9)), range(8)))):
+        assert open_loader(loader).classes == classes
+    assert open_loader(data, classes="abc").classes == ("a", "b", "c")
+
+
 def test_labels_are_of_the_classes() -> None:
     with pytest.raises(DataError, match=r"expected labels in 0…1, got 0…2"):
         open_loader(PAIRS, classes=("a", "b"))
