@@ -256,6 +256,8 @@ def check_output(net: nn.Module, trial: Inputs, outputs: int, *, name: str) -> N
     """
     try:
         first, second = net(trial), net(trial)
+    except NetworkError:
+        raise  # It names the network's file and the way on.
     except Exception as error:
         raise NetworkError(
             f"{name} cannot run an input of shape {tuple(trial.shape)}: {type(error).__name__}: {error}; check the "

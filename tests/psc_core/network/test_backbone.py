@@ -398,6 +398,14 @@ def test_one_logit_for_two_classes_is_told_how_to_become_two(one: Callable[[Tens
         check_output(Gives(one), torch.randn(1, 3, 4, 4), 2, name="my:net")
 
 
+def test_an_error_of_the_network_itself_is_kept() -> None:
+    def refuse(x: Tensor) -> Tensor:
+        raise NetworkError("net.onnx takes batches of 3 images only")
+
+    with pytest.raises(NetworkError, match=r"^net\.onnx takes batches of 3 images only$"):
+        check_output(Gives(refuse), torch.randn(1, 3, 4, 4), 3, name="onnx:net.onnx")
+
+
 def test_a_number_without_its_axis_is_told_how_to_get_one() -> None:
     with pytest.raises(
         NetworkError, match=r"shape \(1, 1\) for one image, got \(1,\); keep the axis .*reshape\(-1, 1\)"
