@@ -328,10 +328,10 @@ def _described(output: object) -> str:
 
 def _member(output: object, outputs: int) -> str:
     """Return the code that takes the logits from what a network returned instead: the first of their shape."""
-    members = output.items() if isinstance(output, Mapping) else ()
+    members = {**output} if isinstance(output, Mapping) else {}
     if isinstance(output, tuple | list):
-        members = enumerate(output)
-    fitting = (key for key, each in members if isinstance(each, Tensor) and tuple(each.shape) == (1, outputs))
+        members = dict(enumerate(output))
+    fitting = (key for key, each in members.items() if isinstance(each, Tensor) and tuple(each.shape) == (1, outputs))
     key = next(fitting, None)
     return ".logits" if key is None else f"[{key!r}]"
 
