@@ -121,7 +121,8 @@ def test_images_without_validation_stand_for_it(train: ImageDataset) -> None:
 
 def test_rejects_images_of_another_task(train: ImageDataset, val: ImageDataset) -> None:
     with pytest.raises(
-        UsageError, match=r"has 10 classes, .* regression .* the task of these images is classification"
+        UsageError,
+        match=r"has 10 classes, .* regression .* the task of these images is classification: folders give classes",
     ):
         FitData.of(train, val, task="regression")
     with pytest.raises(UsageError, match="a task of regression, classification, got 'sorting'"):
