@@ -32,6 +32,7 @@ from app.client import (
 from psc_core.arguments import positive, positive_number
 from psc_core.errors import ExitCode
 from psc_core.images import SUFFIXES
+from psc_core.images.files import files_below
 from psc_core.tables import aligned, print_any_text
 from psc_core.tasks.answer import BaseAnswer, Response
 from psc_core.version import __version__
@@ -143,7 +144,7 @@ def files(names: Sequence[str], recursive: bool) -> Iterator[str]:
         if not (recursive and Path(name).is_dir()):
             yield name
             continue
-        found = sorted(str(path) for path in Path(name).rglob("*") if path.suffix.lower() in SUFFIXES)
+        found = sorted(path for path in files_below(name) if path.lower().endswith(SUFFIXES))
         if not found:
             raise InputError(f"{name} has no images ({', '.join(SUFFIXES)}); name another folder")
         yield from found

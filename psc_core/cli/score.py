@@ -9,6 +9,7 @@ import argparse
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +25,11 @@ from psc_core.scoring.inputs import COLUMN, NamedImage, in_parts, named_images
 if TYPE_CHECKING:
     from psc_core.scoring.parts import PartWriter
 
-VERSION_FILE = "bundle-version"
+VERSION_FILE = "_bundle-version"
+"""The file of the bundle's version; readers of a folder of Parquet files skip names that begin with an underscore."""
+
+FORMER_VERSION_FILE = "bundle-version"
+"""The name of that file in folders that version 0.1.0 wrote."""
 
 _EXAMPLE = """examples:
   psc-score --bundle bundle images --out scores                  (a folder; scores/part-00000.jsonl, …)
@@ -123,6 +128,8 @@ def check_version(file: Path, version: str) -> None:
     Raises:
         UsageError: If the folder has outputs of another bundle, or something else under the file's name.
     """
+    with suppress(FileNotFoundError):  # Most folders have none, and another process may be first.
+        file.with_name(FORMER_VERSION_FILE).rename(file)
     if file.is_symlink() or (file.exists() and not file.is_file()):
         raise UsageError(f"{file} is a link or no regular file; remove it, or give another --out")
     if not file.exists():

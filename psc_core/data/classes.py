@@ -90,8 +90,8 @@ def _other_classes(images: Sequence[str], expected: Sequence[str], name: str, wh
     in_common = "in another order" if len(images) == len(expected) else "some share a name"
     return DataError(
         f"expected the {whose} {len(expected)} classes in {name}, got {len(images)} "
-        f"({'; '.join(differences) or in_common}); use images of the same classes, in folders named alike (an "
-        "empty one is enough for a class without images)"
+        f"({'; '.join(differences) or in_common}); use images of the same classes, in folders named alike (among "
+        "validation and test images an empty one is enough)"
     )
 
 

@@ -20,9 +20,10 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import Subset
 
 from psc_core.data.dataset import ImageDataset, labelled
-from psc_core.data.loader_warnings import length_of, warn_of_dropped, warn_of_random, warn_of_range
+from psc_core.data.loader_warnings import dataset_of, length_of, warn_of_dropped, warn_of_random, warn_of_range
 from psc_core.data.scratch import scratch_file
 from psc_core.data.sources import TensorSource
 from psc_core.data.targets import measured
@@ -66,7 +67,8 @@ def open_loader(  # noqa: PLR0913
         mean: The mean of each channel on the [0, 1] scale that the loader's transform subtracts; with ``std`` it stands
             for a ``preprocess`` that resizes files to the size of the inputs.
         std: The standard deviation of each channel that the loader's transform divides by.
-        classes: Class names; None for "0", "1", … up to the largest label.
+        classes: Class names; None for those of the data set (torchvision's ``classes``, Hugging Face's ``ClassLabel``),
+            or "0", "1", … up to the largest label.
         target: Name of the number that each image has instead of a class, for a regression.
         unit: Unit of that number.
         name: Name of the data set in messages and reports.
@@ -104,6 +106,7 @@ class Spooled:
 def read_loader(data: Any, name: str, description: LoaderDescription) -> ImageDataset:
     """Return the images of a loader as a classification data set, or as a regression one if there is a target."""
     preprocessing, classes, target = description.preprocessing, description.classes, description.target
+    check_loader(data, name)
     warn_of_random(data, name)
     spooled = spool(data, name, preprocessing.preprocess)
     warn_of_dropped(data, name, len(spooled.images))
@@ -114,7 +117,7 @@ def read_loader(data: Any, name: str, description: LoaderDescription) -> ImageDa
     if target is not None:
         return measured(name, target, source, _numbers(spooled.labels, name), preprocess)
     labels = _class_indices(spooled.labels, name, None if classes is None else len(classes))
-    names = _numbered(int(labels.max()), name) if classes is None else tuple(classes)
+    names = _names_of(data, int(labels.max()), name) if classes is None else tuple(classes)
     return labelled(name, names, source, labels, preprocess)
 
 
@@ -144,22 +147,34 @@ def spool(data: Any, name: str, preprocess: Preprocess | None) -> Spooled:
     return Spooled(images, _joined(labels, name), tuple(map(float, low)), tuple(map(float, high)))
 
 
+def check_loader(data: Any, name: str) -> None:
+    """Raise :class:`UsageError` if ``data`` is neither a loader nor a data set, with what to give instead."""
+    if isinstance(data, str | Path):
+        instead = "; open the folder with open_dataset(folder, split=…, preprocess=…)"
+    elif hasattr(data, "iterrows"):
+        instead = "; give its rows as pairs, list(zip(frame[…], frame[…])), of paths and class indices or numbers"
+    elif isinstance(data, Tensor | np.ndarray | bytes | Mapping) or not (
+        hasattr(data, "__iter__") or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+    ):
+        instead = ""
+    else:
+        return
+    raise UsageError(
+        f"expected a DataLoader, a data set of (image, label) or an iterable of batches for {name}, got "
+        f"{described(data)}{instead}"
+    )
+
+
 def elements(data: Any, name: str) -> Iterator[Any]:
     """Yield the batches of a loader or the single examples of a data set.
 
     Raises:
         UsageError: If ``data`` is neither.
     """
-    if isinstance(data, Tensor | np.ndarray | str | bytes | Mapping):
-        pass
-    elif hasattr(data, "__iter__"):
+    check_loader(data, name)
+    if hasattr(data, "__iter__"):
         return iter(data)
-    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return (data[index] for index in range(len(data)))  # many data sets never raise IndexError
-    raise UsageError(
-        f"expected a DataLoader, a data set of (image, label) or an iterable of batches for {name}, got "
-        f"{described(data)}"
-    )
+    return (data[index] for index in range(len(data)))  # many data sets never raise IndexError
 
 
 def batch_of(element: Any, where: str, preprocess: Preprocess | None) -> tuple[npt.NDArray[Any], Tensor]:
@@ -246,7 +261,9 @@ def _tensor_of(labels: Any, where: str) -> Tensor:
         parts = [torch.as_tensor(each) for each in labels] if isinstance(labels, list | tuple) else None
         found = torch.as_tensor(labels) if parts is None else torch.stack(parts)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"{where}: expected labels that are numbers, got {labels!r:.80}; encode them") from error
+        raise DataError(
+            f"{where}: expected labels that are numbers, got {labels!r:.80}; give the index of each in classes=[…]"
+        ) from error
     found = found.detach().cpu()
     return found[:, 0] if found.ndim == 2 and found.shape[1] == 1 else found
 
@@ -269,10 +286,12 @@ def _numbers(labels: Tensor, name: str) -> Tensor:
 def _class_indices(labels: Tensor, name: str, classes: int | None) -> Tensor:
     """Check class indices, (n,), or (n, r) if an image may belong to several classes."""
     if labels.is_floating_point() or labels.is_complex():
-        raise DataError(
-            f"{name}: expected class indices, got labels of {labels.dtype}; class indices are whole numbers, and for "
-            "numbers there is PSCRegressor.fit"
+        instead = (
+            "give labels.argmax(1) of one-hot ones"
+            if labels.ndim == 2
+            else "class indices are whole numbers, and for numbers there is PSCRegressor.fit"
         )
+        raise DataError(f"{name}: expected class indices, got labels of {labels.dtype}; {instead}")
     labels = labels.long()
     if labels.ndim > 2:
         raise DataError(f"{name}: expected one label for each image, got labels of shape {tuple(labels.shape)}")
@@ -284,6 +303,21 @@ def _class_indices(labels: Tensor, name: str, classes: int | None) -> Tensor:
                 "give labels.argmax(1)"
             )
     return labels
+
+
+def _names_of(data: Any, last: int, name: str) -> tuple[str, ...]:
+    """Return the class names of a data set of torchvision or Hugging Face, or "0" … "last" where it has no such."""
+    dataset = dataset_of(data)
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    features = getattr(dataset, "features", None)
+    of_labels = [features[key] for key in LABEL_KEYS if key in features] if isinstance(features, Mapping) else []
+    names = getattr(of_labels[0], "names", None) if of_labels else getattr(dataset, "classes", None)
+    # Labels that a transform changed, or of another number of classes, may not mean these names.
+    changed = getattr(dataset, "target_transform", None) is not None
+    if changed or not isinstance(names, list | tuple) or not all(isinstance(each, str) for each in names):
+        return _numbered(last, name)
+    return tuple(names) if len({*names}) == len(names) == last + 1 else _numbered(last, name)
 
 
 def _numbered(last: int, name: str) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from psc_core.data.sources import FileSource
 from psc_core.data.targets import TABLE_SUFFIXES, open_table
 from psc_core.errors import DataError, UsageError
 from psc_core.images import SUFFIXES
-from psc_core.images.files import files_below
+from psc_core.images.files import files_below, is_hidden
 from psc_core.images.preprocess import Preprocess
 
 SPLITS = ("train", "val", "test")
@@ -106,15 +106,16 @@ def image_folder(
 ) -> ImageDataset:
     """Open the images below ``root``; each of its folders is a class, in name order.
 
-    Hidden folders, such as a notebook's ``.ipynb_checkpoints``, are skipped.  Without ``labelled_images`` all images
-    form one class.  ``empty_classes`` accepts class folders without images, for test sets that lack a class.
+    Hidden files and folders, such as a notebook's ``.ipynb_checkpoints`` and a Mac's ``._1.jpg``, are skipped.  Without
+    ``labelled_images`` all images form one class.  ``empty_classes`` accepts class folders without images, for test
+    sets that lack a class.
 
     Raises:
         DataError: If it is not a directory, has no class folders, a class without images, or a name that is not UTF-8.
     """
     if not root.is_dir():
         raise DataError(f"{root} is not a directory; give a directory of images")
-    below = (entry for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    below = (entry for entry in root.iterdir() if entry.is_dir() and not is_hidden(entry.name))
     folders = sorted(below) if labelled_images else [root]
     if not folders:
         raise DataError(f"{root} has no class folders; lay out the images as class/file.png")
@@ -126,7 +127,7 @@ def image_folder(
         if not files and not empty_classes:
             raise DataError(
                 f"class folder {label + 1} of {len(folders)}, {folder}, has no images "
-                f"({', '.join(SUFFIXES)}); add some or remove the folder"
+                f"({', '.join(SUFFIXES)}); add two or more, or remove the folder of a class that the network lacks"
             )
         names.append(np.array([os.fsencode(path.relative_to(root)) for path in files], dtype=np.bytes_))
     if not any(map(len, names)):

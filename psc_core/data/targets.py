@@ -71,7 +71,10 @@ def open_table(path: Path, preprocess: Preprocess, *, target: str | None = None,
     """
     columns = _read_table(path)
     if FILE_COLUMN not in columns:
-        raise DataError(f"{path} has no column {FILE_COLUMN!r}, it has {', '.join(columns)}; add the images' paths")
+        raise DataError(
+            f"{path} has no column {FILE_COLUMN!r}, it has {', '.join(columns)}; give this name to the column of the "
+            "images' paths"
+        )
     others = [name for name in columns if name != FILE_COLUMN]
     if target is None and len(others) != 1:
         raise UsageError(f"{path} has the columns {', '.join(others) or 'none'} and files; choose one with --target")

@@ -70,7 +70,8 @@ class FitData:
         if not fit.takes(train):
             raise UsageError(
                 f"{train.name} has {task_fit_for(train).describe_labels(train)}, which a {fit.task_type.noun} does not "
-                f"predict; the task of these images is {task_fit_for(train).task_type.name}"
+                f"predict; the task of these images is {task_fit_for(train).task_type.name}: folders give classes, "
+                "tables give numbers"
             )
         if train.target != val.target:
             raise DataError(
@@ -184,4 +185,7 @@ def check_classes(train: ImageDataset, val: ImageDataset) -> None:
     counts = torch.bincount(train.labels, minlength=len(train.classes))
     if counts.min() < 2:
         rare = train.classes[int(counts.argmin())]
-        raise DataError(f"expected at least two training images of each class, got {int(counts.min())} of {rare!r}")
+        raise DataError(
+            f"expected at least two training images of each class, got {int(counts.min())} of {rare!r}; add images of "
+            "it"
+        )

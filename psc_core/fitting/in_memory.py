@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from psc_core.data.dataset import ImageDataset
@@ -26,7 +24,7 @@ from psc_core.images.loader_description import LoaderDescription
 from psc_core.images.loader_preprocessing import LoaderPreprocessing
 from psc_core.model.base import FittedModel
 from psc_core.network.backbone import check_output, trial_input
-from psc_core.network.cut import deep_copy
+from psc_core.network.live import device_of, readable_copy
 from psc_core.network.load import recipe_of
 from psc_core.network.onnx.export import check_exportable
 from psc_core.scoring.dataset import check_read_by
@@ -54,13 +52,14 @@ def fit(
         settings: Settings of :class:`.FitSettings`, by name; without a device it is the network's.
 
     Raises:
-        UsageError: If a loader or a setting cannot be used, or the training data are a data set with a description.
+        UsageError: If the network is no module, a loader or a setting cannot be used, or the training data are a data
+            set with a description.
         DataError: If a batch cannot be used, or a class has too few images.
         NetworkError: If the network cannot be copied, run or cut.
         FitError: If features cannot be fitted.
     """
+    net = readable_copy(net)
     chosen = FitSettings(device=device_of(net)).changed(settings)
-    net = deep_copy(net)
     compute = chosen.compute()
     if isinstance(loaders[0], ImageDataset):
         check_undescribed(loaders[0], description)
@@ -140,8 +139,3 @@ def check_undescribed(data: ImageDataset, description: LoaderDescription) -> Non
 def described_as(data: ImageDataset) -> LoaderDescription:
     """Return the description of a loader whose images belong to those of a data set."""
     return LoaderDescription(LoaderPreprocessing(data.preprocess), data.classes, data.target)
-
-
-def device_of(net: nn.Module) -> torch.device:
-    """Return the device that the network is on."""
-    return next(chain(net.parameters(), net.buffers()), torch.empty(0)).device

@@ -14,6 +14,9 @@ from psc_core.errors import ImageTooLarge, UnsupportedImage
 MAX_FILE_BYTES: Final = 256 << 20
 """Maximum size of an image file, bytes."""
 
+MAC_ARCHIVE: Final = "__MACOSX"
+"""The folder of a zip file from a Mac that holds a ``._NAME``, which is no image, for each file ``NAME``."""
+
 
 def read_file(path: str | Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
     """Return the content of a file or of the file that a link points to, at most ``max_bytes``.
@@ -35,16 +38,24 @@ def read_file(path: str | Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
         return file.read(status.st_size)
 
 
+def is_hidden(name: str) -> bool:
+    """Return whether a file or folder of this name is some program's: ``.ipynb_checkpoints``, a Mac's ``._1.jpg``."""
+    return name.startswith(".") or name == MAC_ARCHIVE
+
+
 def files_below(root: str | Path) -> Iterator[str]:
     """Yield the path of each file below a folder: its own files by name, then those of its subfolders.
 
-    Links to folders are not followed; folders that cannot be listed count as empty.
+    Hidden files and folders are skipped.  Links to folders are not followed; folders that cannot be listed count as
+    empty.
     """
     waiting = [os.fspath(root)]
     while waiting:
         folders: list[str] = []
         with suppress(OSError), os.scandir(waiting.pop()) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
+                if is_hidden(entry.name):
+                    continue
                 if not entry.is_dir():
                     yield entry.path
                 elif not entry.is_symlink():

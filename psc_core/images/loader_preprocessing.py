@@ -28,6 +28,8 @@ class LoaderPreprocessing:
     def __post_init__(self) -> None:
         if (self.mean is None) != (self.std is None):
             raise UsageError("expected both mean and std of the transform, got only one; give the other too")
+        if self.preprocess is not None:
+            check_preprocess(self.preprocess)
         if self.preprocess is not None and self.mean is not None:
             raise UsageError("expected a preprocess, or mean and std, got both; a preprocess has its own")
 
@@ -78,6 +80,15 @@ class ObservedPreprocess(Preprocess):
 
     def __str__(self) -> str:
         return f"{self.mode}, {self.height} × {self.width} inputs from a loader; preprocessing of files unknown"
+
+
+def check_preprocess(given: object) -> None:
+    """Raise :class:`UsageError` if ``given`` is no :class:`.Preprocess` but a transform, say, or a name."""
+    if not isinstance(given, Preprocess):
+        raise UsageError(
+            f"expected a Preprocess, got a {type(given).__name__}; say what it does to a file, as "
+            'Preprocess("RGB", 224, 224, 256, mean, std), or take one of PRESETS'
+        )
 
 
 def _each(statistic: Statistic, channels: int) -> tuple[float, ...]:

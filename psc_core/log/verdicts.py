@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 from psc_core.errors import DataError
 from psc_core.images import SUFFIXES
-from psc_core.images.files import read_file
+from psc_core.images.files import files_below, is_hidden, read_file
 from psc_core.log.labels import CANNOT_TELL, LABEL, NONE_OF_THE_CLASSES, Label
 from psc_core.log.models import LoggedModel, read_model
 from psc_core.log.rows import logged_model, models_in, read_rows
@@ -210,14 +210,14 @@ def _of_task(where: str, task: Mapping[str, Any]) -> HumanAnswer | None:
 
 
 def _folders(root: Path) -> Iterator[HumanAnswer]:
-    folders = sorted(each for each in root.iterdir() if each.is_dir() and not each.name.startswith("."))
+    folders = sorted(each for each in root.iterdir() if each.is_dir() and not is_hidden(each.name))
     if not folders:
         raise DataError(f"{root} has no folders; make one for each class, and put the images of the class there")
     for folder in folders:
-        for file in sorted(folder.rglob("*")):
-            if file.suffix.lower() in SUFFIXES and file.is_file():
+        for file in sorted(files_below(folder)):
+            if file.lower().endswith(SUFFIXES) and Path(file).is_file():
                 digest = hashlib.sha256(read_file(file)).hexdigest()
-                yield HumanAnswer(str(file), None, None, digest, folder.name, "folder", None)
+                yield HumanAnswer(file, None, None, digest, folder.name, "folder", None)
 
 
 def _answer(where: str, of: Mapping[str, Any], text: Any, source: Any, time: Any) -> HumanAnswer | None:

@@ -76,7 +76,7 @@ class PSC(FittedModel):
             torch.Size([3, 4])
 
         Args:
-            net: A trained network of any type whose output is logits (batch, classes).
+            net: A trained network of any type whose output is logits (batch, classes), or a classifier of transformers.
             train: A DataLoader of training images, a data set of (image, label), any iterable of batches, or an
                 :class:`psc_core.ImageDataset`.  Floats are the network's inputs; Pillow images, ``uint8`` arrays and
                 tensors need a ``preprocess``.
@@ -86,8 +86,8 @@ class PSC(FittedModel):
             mean: The mean of each channel that the loaders' transform subtracts.  With ``mean`` and ``std`` the model
                 can predict files and can be saved; without them only the range of the inputs is known.
             std: The standard deviation of each channel that the loaders' transform divides by.
-            classes: Class names; None names the network's outputs "0", "1", ….  If the classes are not the network's,
-                the head predicts, and a warning says so.
+            classes: Class names; None takes those of the training data set, or "0", "1", …, for the network's outputs.
+                If the classes are not the network's, the head predicts, and a warning says so.
             name: The name of the model.
             settings: The settings of :func:`psc_core.fit_psc`; ``layer``, to name the candidate layer; and ``device``,
                 by default the network's.

@@ -37,6 +37,9 @@ _CUT_ERROR = 1e-5
 _REPEATABLE = 1e-3
 """Maximum difference between two passes of one image, relative to the largest value; GPU kernels may vary."""
 
+_PROBABILITIES = 1e-3
+"""Maximum distance from 1 of the sum of an image's outputs that are taken for probabilities."""
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -253,6 +256,8 @@ def check_output(net: nn.Module, trial: Inputs, outputs: int, *, name: str) -> N
     """
     try:
         first, second = net(trial), net(trial)
+    except NetworkError:
+        raise  # It names the network's file and the way on.
     except Exception as error:
         raise NetworkError(
             f"{name} cannot run an input of shape {tuple(trial.shape)}: {type(error).__name__}: {error}; check the "
@@ -261,7 +266,17 @@ def check_output(net: nn.Module, trial: Inputs, outputs: int, *, name: str) -> N
     if not isinstance(first, Tensor):
         raise NetworkError(
             f"expected {name} to return a tensor of shape (1, {outputs}) for one image, got {_described(first)}; wrap "
-            "it in a module whose forward returns the logits alone, as self.net(x).logits"
+            f"it in a module whose forward returns the logits alone, as self.net(x){_member(first, outputs)}"
+        )
+    if outputs == 2 and first.numel() == 1:
+        raise NetworkError(
+            f"expected {name} to return a logit for each of 2 classes, got one; wrap it in a module whose forward "
+            "returns torch.cat([torch.zeros_like(logit), logit], 1), with the logit that the sigmoid would get"
+        )
+    if outputs == 1 and first.ndim == 1:
+        raise NetworkError(
+            f"expected {name} to return a tensor of shape (1, 1) for one image, got {tuple(first.shape)}; keep the "
+            "axis of the number, or wrap it in a module whose forward returns self.net(x).reshape(-1, 1)"
         )
     if tuple(first.shape) != (1, outputs):
         raise NetworkError(
@@ -272,6 +287,11 @@ def check_output(net: nn.Module, trial: Inputs, outputs: int, *, name: str) -> N
         raise NetworkError(
             f"expected finite outputs, {name} gives NaN or infinity for an image of noise; check its weights, and the "
             "mean and std of the preprocessing"
+        )
+    if outputs > 1 and bool((first >= 0).all()) and abs(float(first.sum()) - 1) < _PROBABILITIES:
+        raise NetworkError(
+            f"expected {name} to return logits, got probabilities, which sum to 1; leave out its softmax, or wrap it "
+            "in a module whose forward returns their logarithm, self.net(x).clamp_min(1e-12).log()"
         )
     try:
         _check_same(first, second)
@@ -304,6 +324,16 @@ def _described(output: object) -> str:
     if isinstance(output, Mapping):
         return f"a {type(output).__name__} of {', '.join(map(str, output))}"
     return f"a {type(output).__name__}" + (f" of {len(output)}" if isinstance(output, tuple | list) else "")
+
+
+def _member(output: object, outputs: int) -> str:
+    """Return the code that takes the logits from what a network returned instead: the first of their shape."""
+    members = {**output} if isinstance(output, Mapping) else {}
+    if isinstance(output, tuple | list):
+        members = dict(enumerate(output))
+    fitting = (key for key, each in members.items() if isinstance(each, Tensor) and tuple(each.shape) == (1, outputs))
+    key = next(fitting, None)
+    return ".logits" if key is None else f"[{key!r}]"
 
 
 def rebuild_backbone(

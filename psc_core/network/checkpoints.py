@@ -76,6 +76,10 @@ def read_checkpoint(path: Path) -> Any:
         return _read_archive(path)
     if head == _OLDER_FORM:
         return _load(path, _older_pickle(path), mmap=False)
+    if path.suffix == ".onnx":
+        raise NetworkError(
+            f"{path} holds a network, not a checkpoint of one; give --model onnx:{path}, without --weights"
+        )
     raise NetworkError(f"{path} is not a checkpoint that can be read; expected {KNOWN_SUFFIXES}")
 
 

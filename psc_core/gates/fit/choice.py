@@ -54,7 +54,9 @@ class GateChoice:
         for name in sorted(self.aurocs, key=partial(regret, self.aurocs)):
             numbers = (f"{value:.4f}" for value in (regret(self.aurocs, name), *self.aurocs[name].values()))
             rows.append([name, *numbers, "◀ chosen" * (name == self.chosen)])
-        conclusion = f"gates: {self.chosen} has the least regret over made-up images; {self.reason}"
+        least = min(self.aurocs, key=partial(regret, self.aurocs))
+        among = " of those that may be chosen" if least not in self.selectable else ""
+        conclusion = f"gates: {self.chosen} has the least regret over made-up images{among}; {self.reason}"
         return "\n".join([*aligned(rows), conclusion])
 
     def to_json(self) -> dict[str, Any]:

@@ -104,7 +104,8 @@ class OnnxNetwork(LayeredNetwork):
         one = _sized(model, self.origin, model.graph.input[0].type.tensor_type.shape.dim[0].dim_value)
         if one.graph.batch != 1:
             raise NetworkError(
-                f"{self.origin} takes batches of {one.graph.batch} images only; export it with a dynamic batch axis"
+                f"{self.origin} takes batches of {one.graph.batch} images only; export it with one image, images[:1], "
+                "or a dynamic batch axis"
             )
         try:
             several = _sized(with_any_batch(model), self.origin, BATCH)

@@ -207,7 +207,11 @@ def test_several_labels_of_an_image_and_one_hot_ones() -> None:
         ([INPUTS], r"batch 0: expected \(images, labels\), got a Tensor; put a single batch into a list"),
         ([{"pixels": INPUTS, "y": LABELS}], "expected one of pixel_values, .* in a mapping, got pixels, y"),
         ([(INPUTS, LABELS[:9])], "expected a label for each of 10 images, got 9"),
-        ([(INPUTS, ["cat"] * 10)], r"expected labels that are numbers, got \['cat'"),
+        (
+            [(INPUTS, ["cat"] * 10)],
+            r"expected labels that are numbers, got \['cat'.*; give the index of each in classes=",
+        ),
+        ([(INPUTS, torch.eye(10))], r"expected class indices, got labels of torch\.float32; give labels\.argmax\(1\)"),
         ([(INPUTS[:, :2], LABELS)], r"expected inputs \(n, 1 or 3 channels, height, width\), got \(10, 2, 4, 5\)"),
         ([(INPUTS[:, 0], LABELS)], r"grey images needs an axis for the channel, images\[:, None\]"),
         ([(INPUTS * torch.inf, LABELS)], "expected finite inputs"),
@@ -230,6 +234,57 @@ def test_batches_that_cannot_be_used(data: Any, said: str) -> None:
 def test_what_is_no_loader_is_refused(data: Any) -> None:
     with pytest.raises(UsageError, match="expected a DataLoader, a data set of"):
         inspect.unwrap(open_loader)(data)
+
+
+class DataFrame:
+    """What tells a table of pandas from other objects."""
+
+    def iterrows(self) -> Iterator[Any]:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("data", "instead"),
+    [
+        ("images/train", r"got a str; open the folder with open_dataset\("),
+        (Path("images/train"), r"got a PosixPath; open the folder with open_dataset\("),
+        (DataFrame(), r"got a DataFrame; give its rows as pairs, list\(zip\("),
+    ],
+)
+def test_what_is_no_loader_is_told_what_would_be(data: Any, instead: str) -> None:
+    with pytest.raises(UsageError, match=instead):
+        open_loader(data)
+
+
+class Named(TensorDataset):
+    """Pairs whose data set has what torchvision's and Hugging Face's have beside them."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(INPUTS, LABELS)
+        vars(self).update(attributes)
+
+
+ANIMALS = ["cat", "dog", "eel"]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "classes"),
+    [
+        ({"classes": ANIMALS, "target_transform": None}, ("cat", "dog", "eel")),
+        ({"features": {"image": None, "label": SimpleNamespace(names=ANIMALS)}}, ("cat", "dog", "eel")),
+        ({"classes": ANIMALS, "target_transform": abs}, ("0", "1", "2")),
+        ({"classes": [*ANIMALS, "fox"]}, ("0", "1", "2")),
+        ({"classes": ["cat", "cat", "eel"]}, ("0", "1", "2")),
+        ({"classes": [1, 2, 3]}, ("0", "1", "2")),
+        ({"classes": 3, "features": 12}, ("0", "1", "2")),
+        ({"features": {"label": SimpleNamespace(dtype="int64")}}, ("0", "1", "2")),
+    ],
+)
+def test_names_are_those_of_the_data_set_where_they_fit(attributes: dict[str, Any], classes: tuple[str, ...]) -> None:
+    data = Named(**attributes)
+    for loader in (data, DataLoader(data, batch_size=4), DataLoader(Subset(Subset(data, range(9)), range(8)))):
+        assert open_loader(loader).classes == classes
+    assert open_loader(data, classes="abc").classes == ("a", "b", "c")
 
 
 def test_labels_are_of_the_classes() -> None:

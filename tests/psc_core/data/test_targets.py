@@ -72,7 +72,7 @@ def test_reads_a_column_of_a_parquet_table(tmp_path: Path) -> None:
     ("text", "target", "error", "said"),
     [
         ("", None, DataError, "is empty"),
-        ("image,age\na.png,3\n", None, DataError, "no column 'file'"),
+        ("image,age\na.png,3\n", None, DataError, "no column 'file', it has image, age; give this name to the"),
         ("file,age\na.png,old\n", None, DataError, "row 1 has age 'old'"),
         ("file,age\na.png,3\nb.png\n", None, DataError, "row 2 has 1 values"),
         ("file,age,dose\na.png,3,1\n", None, UsageError, "choose one with --target"),

@@ -121,7 +121,8 @@ def test_images_without_validation_stand_for_it(train: ImageDataset) -> None:
 
 def test_rejects_images_of_another_task(train: ImageDataset, val: ImageDataset) -> None:
     with pytest.raises(
-        UsageError, match=r"has 10 classes, .* regression .* the task of these images is classification"
+        UsageError,
+        match=r"has 10 classes, .* regression .* the task of these images is classification: folders give classes",
     ):
         FitData.of(train, val, task="regression")
     with pytest.raises(UsageError, match="a task of regression, classification, got 'sorting'"):
@@ -173,7 +174,7 @@ def test_too_many_that_cannot_be_decoded_end_the_fit(folders: FitData) -> None:
 def test_a_class_without_images_that_can_be_decoded_ends_the_fit(folders: FitData, tmp_path: Path) -> None:
     for number in range(5):
         (tmp_path / "train" / "a" / f"{number}.png").write_bytes(b"")
-    with pytest.raises(DataError, match="at least two training images of each class, got 1 of 'a'"):
+    with pytest.raises(DataError, match="at least two training images of each class, got 1 of 'a'; add images of it"):
         folders.readable(10)
 
 

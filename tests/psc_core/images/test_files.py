@@ -63,6 +63,13 @@ def test_files_below_are_those_of_the_library(tmp_path: Path) -> None:
     assert [os.path.relpath(path, tmp_path) for path in found] == ["5", "a/4", "a/c/3", "b/1", "b/2", "b/d/6"]
 
 
+def test_hidden_files_and_folders_are_skipped(tmp_path: Path) -> None:
+    for name in (".DS_Store", "._1.jpg", "1.jpg", ".thumbnails/1.jpg", "__MACOSX/a/._1.jpg", "a/1.jpg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert [os.path.relpath(path, tmp_path) for path in files_below(tmp_path)] == ["1.jpg", "a/1.jpg"]
+
+
 def test_a_folder_may_be_deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Deeper than Python calls functions inside functions."""
     monkeypatch.chdir(tmp_path)

@@ -470,3 +470,9 @@ def test_reads_no_descriptor(tmp_path: Path) -> None:
     finally:
         os.close(reading)
         os.close(writing)
+
+
+def test_an_onnx_file_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "net.onnx").write_bytes(b"\x08\x08\x12\x00" * 16)
+    with pytest.raises(NetworkError, match=r"net\.onnx holds a network, .* give --model onnx:\S+net\.onnx"):
+        read_checkpoint(tmp_path / "net.onnx")

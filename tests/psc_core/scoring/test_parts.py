@@ -291,10 +291,18 @@ def test_parquet_in_and_out(folder: Path, scored: Path, tmp_path: Path) -> None:
         for row, expected in zip(rows, rows_of(scored), strict=True):
             assert row == {name: value for name, value in expected.items() if name != "item"}
         run(tmp_path / "images.parquet", out, "--format", "parquet", "--column", column)
+        assert parquet.read_table(out).num_rows == len(files), "the folder is a data set as it is"
     with pytest.raises(UsageError, match="no column 'x'; it has image, plain, number"):
         list(named_images(tmp_path / "images.parquet", "x"))
     with pytest.raises(UsageError, match="bytes, paths or structs"):
         list(named_images(tmp_path / "images.parquet", "number"))
+
+
+def test_a_folder_of_the_first_version_goes_on(folder: Path, scored: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(scored, tmp_path / "out")
+    (out / cli.VERSION_FILE).rename(out / cli.FORMER_VERSION_FILE)
+    run(folder, out)
+    assert bytes_of(out) == bytes_of(scored)
 
 
 @pytest.mark.parametrize(("source", "message"), [("missing", "does not exist"), ("", "has no images")])

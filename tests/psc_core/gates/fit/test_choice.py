@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +32,11 @@ def test_table_says_what_and_why() -> None:
     lines = CHOICE.table().splitlines()
     assert [line.split()[0] for line in lines] == ["gates", "best", "both", "far", "near", "gates:"]
     assert [line for line in lines if "◀ chosen" in line] == [lines[2]]
-    assert lines[-1] == "gates: both has the least regret over made-up images; no image has several labels"
+    assert lines[-1] == (
+        "gates: both has the least regret over made-up images of those that may be chosen; no image has several labels"
+    )
+    lines = replace(CHOICE, selectable=tuple(CHOICE.aurocs)).table().splitlines()
+    assert lines[-1] == "gates: best has the least regret over made-up images; no image has several labels"
 
 
 @given(
