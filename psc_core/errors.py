@@ -18,10 +18,11 @@ maps them to HTTP in one table (``app/http/problems.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from enum import IntEnum
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 
 class ExitCode(IntEnum):
@@ -100,6 +101,45 @@ def shortened(text: str, at_most: int = 200) -> str:
     return text if len(text) <= at_most else f"{text[:half]}…{text[-half:]}"
 
 
+def hint(name: str, known: Sequence[str]) -> str:
+    """Return the end of a message about a name that is not known: the nearest known name, or all of them."""
+    near = get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
+
+
+_OBJECT: Final = "expected an object"
+_WHOLE: Final = "expected a whole number"
+_BOOL: Final = "expected true or false"
+_FAULTS: Final[Mapping[str, str]] = {
+    "missing": "expected a value, got none",
+    "extra_forbidden": "unknown; leave it out",
+    "model_type": _OBJECT,
+    "model_attributes_type": _OBJECT,
+    "dict_type": _OBJECT,
+    "list_type": "expected a list",
+    "string_type": "expected text",
+    "int_type": _WHOLE,
+    "int_parsing": _WHOLE,
+    "int_from_float": _WHOLE,
+    "float_type": "expected a number",
+    "float_parsing": "expected a number",
+    "finite_number": "expected a finite number",
+    "bool_type": _BOOL,
+    "bool_parsing": _BOOL,
+    "literal_error": "expected {expected}",
+    "greater_than": "expected more than {gt:.15g}",
+    "greater_than_equal": "expected at least {ge:.15g}",
+    "less_than": "expected less than {lt:.15g}",
+    "less_than_equal": "expected at most {le:.15g}",
+    "string_too_short": "expected at least {min_length} characters",
+    "string_too_long": "expected at most {max_length} characters",
+    "string_pattern_mismatch": "expected text that matches {pattern}",
+    "too_short": "expected at least {min_length} items",
+    "too_long": "expected at most {max_length} items",
+}
+"""The messages of pydantic's errors by their type; pydantic's own name Python's classes."""
+
+
 def fault(item: Any, noun: str = "") -> str:
     """Format an error that pydantic found as ``"noun where: message"``.
 
@@ -107,7 +147,8 @@ def fault(item: Any, noun: str = "") -> str:
         item: One item of ``ValidationError.errors()``; if its ``loc`` is empty, only the message is returned.
         noun: The noun for the values: setting, parameter or field.
     """
-    where, message = ".".join(map(str, item["loc"])), item["msg"].removeprefix("Value error, ")
+    where, ours = ".".join(map(str, item["loc"])), _FAULTS.get(item["type"])
+    message = ours.format_map(item.get("ctx", {})) if ours else item["msg"].removeprefix("Value error, ")
     return f"{noun} {where}: {message}".lstrip() if where else message
 
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Final
 
 from psc_core.compute import BATCH_IMAGES, MAX_MEMORY
-from psc_core.errors import UsageError
+from psc_core.errors import UsageError, hint
 from psc_core.precision import PRECISIONS
 
 if TYPE_CHECKING:
@@ -132,9 +131,7 @@ def _checked(name: str, value: Any) -> Any:
         raise UsageError("expected no task: PSC and fit_psc fit classifiers, PSCRegressor and fit_regressor others")
     annotations = {each.name: str(each.type) for each in fields(FitSettings) if each.name != "task"}
     if name not in annotations:
-        nearest = get_close_matches(name, annotations, n=1)
-        known = f"did you mean {nearest[0]}?" if nearest else f"they are {', '.join(annotations)}"
-        raise UsageError(f"expected a setting of a fit, got {name!r}; {known}")
+        raise UsageError(f"expected a setting of a fit, got {name!r}; {hint(name, list(annotations))}")
     if name == "device":
         return value  # Its type is torch's, which is not imported here; compute() refuses what is no device.
     types: tuple[type, ...] = sum((_TYPES[word] for word in annotations[name].split(" | ")), ())

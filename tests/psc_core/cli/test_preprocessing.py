@@ -55,7 +55,7 @@ def test_json_file_as_in_a_manifest(tmp_path: Path) -> None:
     file.write_text(json.dumps(bicubic.to_json()))
     assert parsed("--preprocess", str(file)) == bicubic
     file.write_text('{"mode": "RGB", "size": 3}')
-    with pytest.raises(UsageError, match=r"preprocess.json: field height: Field required"):
+    with pytest.raises(UsageError, match=r"preprocess.json: field height: expected a value, got none"):
         parsed("--preprocess", str(file))
 
 

@@ -73,8 +73,8 @@ def test_rejects_wrong_shapes(bundle: Path, part: str) -> None:
         ("gates.images", 7, r"expected \(7, 150\) readings of the gates, got \(150, 150\)"),
         ("gates.names", ["texture", "colour"], "expected gates of texture"),
         ("gates.names", ["kind"], r"gates.names \(texture\) to be True, got False"),
-        ("gates.texture.counts_below", 0.0, "field gates.texture.counts_below: .*greater than 0"),
-        ("gates.texture.counts_below", 1.5, "field gates.texture.counts_below: .*less than or equal to 1"),
+        ("gates.texture.counts_below", 0.0, "field gates.texture.counts_below: .*expected more than 0"),
+        ("gates.texture.counts_below", 1.5, "field gates.texture.counts_below: .*expected at most 1"),
     ],
 )
 def test_rejects_other_gates(bundle: Path, where: str, value: Any, message: str) -> None:
