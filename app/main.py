@@ -6,7 +6,7 @@ import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from app.auth import ApiKeys
@@ -18,6 +18,7 @@ from app.http.middleware.limits import RequestLimits
 from app.http.middleware.problems import ProblemResponses
 from app.http.middleware.telemetry import Telemetry
 from app.http.openapi import Application
+from app.http.query import check_parameters
 from app.http.routes import feedback, live, model, operations, page, predict, review
 from app.http.v2 import repository
 from app.http.v2 import routes as v2
@@ -132,16 +133,16 @@ def _serving_grpc(app: FastAPI, service: Service) -> AbstractAsyncContextManager
 
 def _add_routes(app: FastAPI, service: Service) -> None:
     """Add the routes; some are there only if the settings ask for them."""
-    for routes in (predict, operations, model, live, v2, repository):
-        app.include_router(routes.router)
+    routers = [each.router for each in (predict, operations, model, live, v2, repository)]
     if service.log is not None:
-        app.include_router(feedback.router)
-        app.include_router(review.router)
+        routers += [feedback.router, review.router]
     if service.settings.grpc_port is not None:
         check_installed()
         from app.grpc import methods
 
-        app.include_router(methods.router)
+        routers.append(methods.router)
+    for router in routers:
+        app.include_router(router, dependencies=[Depends(check_parameters)])
     page.add_to(app, index=service.settings.page)
 
 

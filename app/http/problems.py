@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import orjson
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -53,7 +52,6 @@ from psc_core.errors import (
     PSCError,
     UndecodableImage,
     UnsupportedImage,
-    all_faults,
     shortened,
 )
 
@@ -184,11 +182,5 @@ async def on_http_exception(request: Request, error: Any) -> Response:
     return problem_response(problem, request.scope, request.app.state.service.metrics)
 
 
-async def on_invalid_parameters(request: Request, error: Any) -> Response:
-    """Answer query parameters that FastAPI refuses with 400, like every other malformed request."""
-    refused = MalformedRequest(all_faults(error.errors(), "parameter"))
-    return error_response(refused, request.scope, request.app.state.service.metrics)
-
-
-HANDLERS: Final[dict[Any, Any]] = {HTTPException: on_http_exception, RequestValidationError: on_invalid_parameters}
-"""The handlers of the framework's own errors; all others reach :mod:`app.http.middleware.problems`."""
+HANDLERS: Final[dict[Any, Any]] = {HTTPException: on_http_exception}
+"""The handler of the framework's own errors; all others reach :mod:`app.http.middleware.problems`."""

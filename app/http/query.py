@@ -8,25 +8,41 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from app.errors import MalformedRequest
-from psc_core.errors import all_faults
+from psc_core.errors import all_faults, hint, shortened
 
 Query = TypeVar("Query", bound=BaseModel)
 
 
-def parse_query(model: type[Query], request: Request) -> Query:
-    """Parse the query parameters of a request.
+async def check_parameters(request: Request) -> None:
+    """Refuse query parameters that the route does not describe, or that are repeated; a dependency of the routes.
 
-    FastAPI's own ``Query()`` is slower, and silently takes the last value of a repeated parameter.
+    FastAPI ignores unknown parameters, and silently takes the last value of a repeated one.
 
     Raises:
-        MalformedRequest: If a parameter is unknown or repeated, or its value is out of range.
+        MalformedRequest: If there is such a parameter.
     """
-    items = request.query_params.multi_items()
-    values = dict(items)
-    if len(values) < len(items):
-        raise MalformedRequest(f"give each parameter once, got {', '.join(name for name, _ in items)}")
+    given = [name for name, _ in request.query_params.multi_items()]
+    if not given:
+        return
+    described = (request.scope["route"].openapi_extra or {}).get("parameters", ())
+    known = [each["name"] for each in described if each["in"] == "query"]
+    for name in given:
+        if name not in known:
+            raise MalformedRequest(
+                f"no parameter {shortened(name)!r}; {hint(name, known) if known else 'leave it out'}"
+            )
+    if len(set(given)) < len(given):
+        raise MalformedRequest(f"give each parameter once, got {', '.join(given)}")
+
+
+def parse_query(model: type[Query], request: Request) -> Query:
+    """Parse the query parameters of a request, whose names :func:`check_parameters` has checked.
+
+    Raises:
+        MalformedRequest: If a value is out of range.
+    """
     try:
-        return model.model_validate_strings(values)
+        return model.model_validate_strings(dict(request.query_params))
     except ValidationError as error:
         raise MalformedRequest(all_faults(error.errors(), "parameter")) from error
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, Field
 
 from app.http.openapi import responses
+from app.http.query import parse_query, query_parameters
 from app.http.schemas import HealthDocument, ReadyDocument, ReloadDocument, ReloadedModel
 from app.service import service_of
 
-router = APIRouter()
+
+class _ReloadQuery(BaseModel):
+    model: str | None = Field(default=None, description="The model to reload; by default all.")
+
+
+router = APIRouter(responses=responses(400))
 
 
 @router.get("/healthz", summary="Liveness", tags=["health"])
@@ -50,19 +55,20 @@ async def metrics(request: Request) -> Response:
 
 
 @router.post(
-    "/admin/reload", summary="Reload bundles", tags=["admin"], responses=responses(400, 401, 403, 404, 409, 422, 503)
+    "/admin/reload",
+    summary="Reload bundles",
+    tags=["admin"],
+    responses=responses(401, 403, 404, 409, 422, 500, 503),
+    openapi_extra={"parameters": query_parameters(_ReloadQuery)},
 )
-async def reload(
-    request: Request,
-    model: Annotated[str | None, Query(description="The model to reload; by default all.")] = None,
-) -> ReloadDocument:
+async def reload(request: Request) -> ReloadDocument:
     """Load and warm up the new model beside the old one, then swap them; a bad bundle changes nothing.
 
     With several workers, the one that answers has reloaded by then; after that, all are replaced one by one.
     """
     service = service_of(request)
     service.keys.check_admin(request.headers)
-    changes = await service.reload(model)
+    changes = await service.reload(parse_query(_ReloadQuery, request).model)
     return ReloadDocument(
         reloaded=[ReloadedModel(name=name, previous_version=before, version=now) for name, before, now in changes]
     )

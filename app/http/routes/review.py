@@ -6,13 +6,14 @@ import json
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
-from fastapi import APIRouter, Query, Request
-from pydantic import Field
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
 from starlette.responses import StreamingResponse
 
 from app.http.openapi import responses
+from app.http.query import parse_query, query_parameters
 from app.http.routes.feedback import searched
 from app.http.schemas import ClassNames, PredictedNumber, TaskName
 from app.log.feedback import logged_image, to_review, wait_seconds
@@ -68,14 +69,17 @@ class ReviewDocument(Document):
     models: dict[str, ReviewedModel] = Field(description="Their models, by `bundle_version`.")
 
 
-router = APIRouter(tags=["feedback"])
+class _ReviewQuery(BaseModel):
+    limit: int = Field(default=12, ge=1, le=MAX_IMAGES, description="Maximum number of images.")
 
 
-@router.get("/feedback/images", summary="Images to review", responses=responses(400, 401, 403, 429, 503, 504))
-async def images(
-    request: Request,
-    limit: Annotated[int, Query(ge=1, le=MAX_IMAGES, description="Maximum number of images.")] = 12,
-) -> ReviewDocument:
+router = APIRouter(tags=["feedback"], responses=responses(400, 401, 403, 429, 503, 504))
+
+
+@router.get(
+    "/feedback/images", summary="Images to review", openapi_extra={"parameters": query_parameters(_ReviewQuery)}
+)
+async def images(request: Request) -> ReviewDocument:
     """List the newest logged images (with `--log`) that were neither accepted nor reviewed.
 
     `POST /feedback` takes a verdict on them.
@@ -83,7 +87,7 @@ async def images(
     service = service_of(request)
     service.keys.check_feedback(request.headers)
     seconds = wait_seconds(service.settings.deadline_seconds)
-    found, models = await searched(service, to_review, limit, seconds=seconds)
+    found, models = await searched(service, to_review, parse_query(_ReviewQuery, request).limit, seconds=seconds)
     return ReviewDocument(
         images=[_image(each) for each in found], models={version: _model(each) for version, each in models.items()}
     )
@@ -95,7 +99,7 @@ async def images(
     response_class=StreamingResponse,
     responses={
         200: {"content": {"image/*": {"schema": {"type": "string", "format": "binary"}}}},
-        **responses(401, 403, 404, 429, 503, 504),
+        **responses(404),
     },
 )
 async def image(request: Request, file: str) -> StreamingResponse:

@@ -5,22 +5,20 @@ Loading a model that is in service reads its bundle again, as ``POST /admin/relo
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from fastapi import APIRouter, Request
 
 from app.errors import MalformedRequest
-from app.http.v2.schemas import ErrorDocument, RepositoryModel
+from app.http.v2.schemas import RepositoryModel, errors
 from app.service import service_of, service_to_predict
 
-_ERRORS: Final[dict[int | str, dict[str, Any]]] = {
-    status: {"model": ErrorDocument} for status in (400, 401, 403, 404, 409, 422, 503)
-}
+_ERRORS: Final = errors(403, 404, 409, 422, 500, 503)
 
-router = APIRouter(prefix="/v2/repository", tags=["open inference protocol v2"])
+router = APIRouter(prefix="/v2/repository", tags=["open inference protocol v2"], responses=errors(400, 401))
 
 
-@router.post("/index", summary="Models of the repository", responses={401: {"model": ErrorDocument}})
+@router.post("/index", summary="Models of the repository")
 async def index(request: Request) -> list[RepositoryModel]:
     """List every model, its version and whether it answers."""
     registry = service_to_predict(request).registry

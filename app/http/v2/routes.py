@@ -20,7 +20,6 @@ from app.http.v2.schemas import (
     HEADER,
     INFER_BODY,
     INFER_PARAMETERS,
-    ErrorDocument,
     InferResponse,
     ModelMetadata,
     ModelReadyDocument,
@@ -28,6 +27,7 @@ from app.http.v2.schemas import (
     ServerMetadata,
     ServerReadyDocument,
     TensorMetadata,
+    errors,
 )
 from app.http.v2.tensors import build_response, parse_request
 from app.models.served import ServedModel
@@ -36,14 +36,8 @@ from psc_core.maps.layer_map import LayerMap
 from psc_core.model.pipeline import MAP
 from psc_core.version import __version__
 
-
-def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the ``responses=`` of a route that can answer with errors of these statuses."""
-    return {status: {"model": ErrorDocument} for status in statuses}
-
-
-_METADATA_ERRORS: Final = _errors(401, 404, 503)
-_INFER_ERRORS: Final = _errors(400, 401, 404, 408, 413, 415, 422, 429, 500, 503, 504)
+_METADATA_ERRORS: Final = errors(401, 404, 503)
+_INFER_ERRORS: Final = errors(401, 404, 408, 413, 415, 422, 429, 500, 503, 504)
 _INFER: Final[Mapping[str, Any]] = {
     "response_model": InferResponse,
     "responses": {
@@ -53,7 +47,7 @@ _INFER: Final[Mapping[str, Any]] = {
     "openapi_extra": {"requestBody": INFER_BODY, "parameters": INFER_PARAMETERS},
 }
 
-router = APIRouter(prefix="/v2", tags=["open inference protocol v2"])
+router = APIRouter(prefix="/v2", tags=["open inference protocol v2"], responses=errors(400))
 
 
 @router.get("", summary="Server metadata")
@@ -96,7 +90,7 @@ async def version_metadata(request: Request, name: str, version: str) -> ModelMe
 @router.get(
     "/models/{name}/ready",
     response_model=ModelReadyDocument,
-    responses={503: {"model": ModelReadyDocument}, **_errors(404)},
+    responses={503: {"model": ModelReadyDocument}, **errors(404)},
     summary="Model readiness",
 )
 async def model_ready(request: Request, response: Response, name: str) -> ModelReadyDocument:
@@ -107,7 +101,7 @@ async def model_ready(request: Request, response: Response, name: str) -> ModelR
 @router.get(
     "/models/{name}/versions/{version}/ready",
     response_model=ModelReadyDocument,
-    responses={503: {"model": ModelReadyDocument}, **_errors(404)},
+    responses={503: {"model": ModelReadyDocument}, **errors(404)},
     summary="Readiness of a model's version",
 )
 async def version_ready(request: Request, response: Response, name: str, version: str) -> ModelReadyDocument:

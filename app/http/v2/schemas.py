@@ -26,6 +26,11 @@ class ErrorDocument(Document):
     error: str
 
 
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the ``responses=`` of a route that can answer with errors of these statuses."""
+    return {status: {"model": ErrorDocument} for status in statuses}
+
+
 class ServerMetadata(Document):
     """The server and what it supports."""
 
