@@ -50,13 +50,14 @@ def add_verdict(writer: LogWriter, label: Label, *, seconds: float) -> Label:
             )
         checked = replace(label, image_sha256=row[SHA256], time=datetime.now(UTC), model=row["model"])
         if label.verdict == LABEL:
-            text = read_model(writer.log, row["bundle_version"]).check_label(label.label or "")
-            checked = replace(checked, label=text)
+            model = read_model(writer.log, row["bundle_version"])
+            try:
+                checked = replace(checked, label=model.check_label(label.label or ""))
+            except DataError as error:
+                raise UnusableLabel(str(error)) from error
         write_labels(writer.log, [checked])
-    except DataError as error:
-        raise UnusableLabel(str(error)) from error
-    except OSError as error:
-        raise LogUnavailable("the prediction log cannot be read or written now; try again later") from error
+    except (OSError, DataError) as error:
+        raise LogUnavailable("the prediction log cannot be used now; psc-log review names a damaged file") from error
     return checked
 
 

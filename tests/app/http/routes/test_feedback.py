@@ -87,6 +87,20 @@ async def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         assert (await give(app, request_id=name, label="dark"))[1]["type"] == "urn:psc:problem:log-unavailable"
 
 
+@pytest.mark.parametrize("damaged", ["day=*/*.parquet", "*.json"])
+async def test_a_damaged_log_is_no_fault_of_the_client(tmp_path: Path, damaged: str) -> None:
+    async with running(log=str(tmp_path), **KEYS) as app:
+        name = await predict(app, 0)
+        assert (await give(app, request_id=name, label="dark"))[0] == 200
+        files = [path for path in tmp_path.rglob(damaged) if path.is_file()]
+        assert files
+        for path in files:
+            path.write_bytes(b"PAR1 torn")
+        status, problem = await give(app, request_id=name, label="dark")
+        assert (status, problem["type"]) == (503, "urn:psc:problem:log-unavailable")
+        assert str(tmp_path) not in problem["detail"]
+
+
 async def test_keys_of_its_own(tmp_path: Path) -> None:
     body = {"request_id": "x", "label": "dark"}
     async with running(log=str(tmp_path), **KEYS) as app:
