@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Final, TypeVar
 
 from starlette.requests import Request
 
 from app.auth import ApiKeys
+from app.errors import DeadlineExceeded, LogUnavailable
 from app.log.writer import LogWriter
 from app.memory import MemoryBudget
 from app.models.registry import Registry
@@ -22,6 +24,8 @@ from psc_core.compute.allocator import release_freed_memory
 from psc_core.errors import DeviceError, ExitCode, PSCError
 
 logger = logging.getLogger("psc.service")
+
+Found = TypeVar("Found")
 
 SWEEP_SECONDS: Final = 0.05
 """The seconds between two checks of deadlines, clients, models, recorded predictions, memory, file descriptors."""
@@ -172,6 +176,22 @@ class Service:
             await self.registry.reload_when_free()
         except PSCError as error:
             logger.error("reload failed, the old models stay: %s", error)
+
+    async def search_log(self, work: Callable[[LogWriter], Found]) -> Found:
+        """Run ``work`` on the prediction log in the thread that searches it.
+
+        Raises:
+            DeadlineExceeded: If it took longer than ``deadline_seconds``.
+            LogUnavailable: If there is no log.
+        """
+        if self.log is None:  # Unreachable: without a log, the application has no route that searches it.
+            raise LogUnavailable("there is no prediction log; serve with --log")
+        seconds = self.settings.deadline_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                return await asyncio.get_running_loop().run_in_executor(self.searcher, work, self.log)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the log was not searched within {seconds:g} s; try again") from error
 
     def refresh_metrics(self) -> None:
         """Bring the metrics up to date, before each scrape and with each sweep."""

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from datetime import UTC, datetime
-from functools import partial
-from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
+from typing import Final, Self
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from app.errors import DeadlineExceeded, LogUnavailable, MalformedRequest
+from app.errors import MalformedRequest
 from app.http.json_body import load_json
 from app.http.openapi import responses
 from app.http.uploads import parse, read_json_body
 from app.log.feedback import add_verdict, wait_seconds
-from app.log.writer import LogWriter
-from app.service import Service, service_of
+from app.service import service_of
 from psc_core.errors import fault
 from psc_core.log.labels import LABEL, Label, Verdict
 from psc_core.tasks.answer import Document
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class Feedback(BaseModel):
@@ -68,10 +61,7 @@ class FeedbackDocument(Document):
     label: str | None
 
 
-_BODY: Final[dict[str, Any]] = {
-    "required": True,
-    "content": {"application/json": {"schema": Feedback.model_json_schema()}},
-}
+_BODY: Final = {"required": True, "content": {"application/json": {"schema": Feedback.model_json_schema()}}}
 
 router = APIRouter(tags=["feedback"])
 
@@ -91,28 +81,7 @@ async def feedback(request: Request) -> FeedbackDocument:
         given = Feedback.model_validate(await parse(service.parser, body, load_json, body))
     except ValidationError as error:
         raise MalformedRequest(fault(error.errors(include_input=False, include_url=False)[0], "member")) from error
-    label = await searched(
-        service, add_verdict, given.to_label(), seconds=wait_seconds(service.settings.deadline_seconds)
-    )
+    seconds = wait_seconds(service.settings.deadline_seconds)
+    label = await service.search_log(lambda log: add_verdict(log, given.to_label(), seconds=seconds))
     service.metrics.psc_feedback_total.labels(verdict=label.verdict).inc()
     return FeedbackDocument(**{name: getattr(label, name) for name in FeedbackDocument.model_fields})
-
-
-async def searched(
-    service: Service, work: Callable[Concatenate[LogWriter, P], R], *args: P.args, **kwargs: P.kwargs
-) -> R:
-    """Run ``work`` on the prediction log in the thread that searches it.
-
-    Raises:
-        DeadlineExceeded: If it took longer than ``deadline_seconds``.
-        LogUnavailable: If there is no log.
-    """
-    log, seconds = service.log, service.settings.deadline_seconds
-    if log is None:  # Unreachable: without a log, the application has none of these routes.
-        raise LogUnavailable("there is no prediction log; serve with --log")
-    try:
-        async with asyncio.timeout(seconds):
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(service.searcher, partial(work, log, *args, **kwargs))
-    except TimeoutError as error:
-        raise DeadlineExceeded(f"the log was not searched within {seconds:g} s; try again") from error

@@ -14,7 +14,6 @@ from starlette.responses import StreamingResponse
 
 from app.http.openapi import responses
 from app.http.query import parse_query, query_parameters
-from app.http.routes.feedback import searched
 from app.http.schemas import ClassNames, PredictedNumber, TaskName
 from app.log.feedback import logged_image, to_review, wait_seconds
 from app.service import service_of
@@ -87,7 +86,8 @@ async def images(request: Request) -> ReviewDocument:
     service = service_of(request)
     service.keys.check_feedback(request.headers)
     seconds = wait_seconds(service.settings.deadline_seconds)
-    found, models = await searched(service, to_review, parse_query(_ReviewQuery, request).limit, seconds=seconds)
+    query = parse_query(_ReviewQuery, request)
+    found, models = await service.search_log(lambda log: to_review(log, query.limit, seconds=seconds))
     return ReviewDocument(
         images=[_image(each) for each in found], models={version: _model(each) for version, each in models.items()}
     )
@@ -106,7 +106,7 @@ async def image(request: Request, file: str) -> StreamingResponse:
     """Return one of these images, with its bytes as received."""
     service = service_of(request)
     service.keys.check_feedback(request.headers)
-    opened, size = await searched(service, logged_image, file)
+    opened, size = await service.search_log(lambda log: logged_image(log, file))
     media_type = MEDIA_TYPES.get(file.rpartition(".")[2], "application/octet-stream")
     return StreamingResponse(_blocks(opened), headers={**_HEADERS, "Content-Length": str(size)}, media_type=media_type)
 
