@@ -174,8 +174,8 @@ class Service:
         """Reload every bundle once no other reload is running; a failure is logged and changes nothing."""
         try:
             await self.registry.reload_when_free()
-        except PSCError as error:
-            logger.error("reload failed, the old models stay: %s", error)
+        except Exception as error:
+            logger.error("reload failed, the old models stay: %s", error, exc_info=not isinstance(error, PSCError))
 
     async def search_log(self, work: Callable[[LogWriter], Found]) -> Found:
         """Run ``work`` on the prediction log in the thread that searches it.

@@ -15,7 +15,6 @@ from app.inference.engine import Phase
 from app.models.served import ModelStarter, ServedModel
 from app.models.sources import ModelSource
 from app.observability.metrics import Metrics
-from psc_core.errors import DeviceError, PSCError
 
 logger = logging.getLogger("psc.registry")
 
@@ -126,15 +125,12 @@ class Registry:
             try:
                 for each in names:
                     fresh.append(await self._start(each))
-            except BaseException as error:
+            except BaseException:
                 for served in fresh:
                     await served.engine.close(within_s=0)
                 for each in names:
                     self._metrics.psc_reloads_total.labels(model=each, result="failed").inc()
-                if isinstance(error, PSCError) or not isinstance(error, Exception):
-                    raise
-                logger.exception("a model could not be loaded")
-                raise DeviceError(f"a model could not be loaded ({type(error).__name__}); the old ones stay") from error
+                raise
         changes = []
         for served in fresh:
             old = self._served.get(served.name)
