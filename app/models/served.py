@@ -84,6 +84,11 @@ class ServedModel:
         except UsageError as error:
             raise UnattainableAlpha(str(error)) from error
 
+    def check_map(self, mode: RequestMode) -> None:
+        """Raise :class:`UnavailableMap` if the request asks for a map, and the model has none."""
+        if mode.has_map and self.model.pipeline.map is None:
+            raise UnavailableMap(f"model {self.name!r} was fitted without a map; leave out map")
+
     async def predict(
         self,
         images: Sequence[EncodedImage] | Images,
@@ -106,8 +111,7 @@ class ServedModel:
             UnavailableMap: If the request asks for a map, and the model has none.
             ServiceError: See :meth:`app.inference.engine.Engine.predict`.
         """
-        if mode.has_map and self.model.pipeline.map is None:
-            raise UnavailableMap(f"model {self.name!r} was fitted without a map; leave out map")
+        self.check_map(mode)
         result = await self.engine.predict(images, disconnected=disconnected, mode=mode)
         outputs = self.model.outputs(result.packed)
         decisions = thresholds.decide(outputs)

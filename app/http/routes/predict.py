@@ -20,13 +20,14 @@ from app.service import service_to_predict
 from app.tasks.base import served_type
 from app.tasks.query import PredictQuery
 from psc_core.tasks import TASKS
+from psc_core.tasks.decide import BaseThresholds
 from psc_core.tasks.policy import BasePolicy
 from psc_core.tasks.task import task_types
 
 _Query: Final[type[PredictQuery]] = create_model(
     "PredictQuery", __base__=tuple(served_type(name).query for name in reversed(TASKS))
 )
-"""The parameters of all tasks: which task is asked is known when the body has arrived."""
+"""The parameters of all tasks, any of which may be asked."""
 
 _ROUTE: Final[dict[str, Any]] = {
     "response_model": Union[*(task.response for task in task_types())],
@@ -61,18 +62,27 @@ async def _predict(request: Request, name: str | None) -> Response:
     mode = RequestMode.PREDICT
     if query.explain:
         mode = RequestMode.EXPLAIN_WITH_MAP if query.map else RequestMode.EXPLAIN
-    registry.get(name).engine.check_room(mode)
+    served = registry.get(name)
+    thresholds, options = _asked_of(served, query, mode)
+    served.engine.check_room(mode)
     limits = UploadLimits(settings.max_images_per_request, settings.max_fields, settings.upload_seconds)
     images = await read_images(request, limits, service.parser)
-    served = registry.get(name)  # Again: a reload may have swapped the model while the body arrived.
+    before, served = served, registry.get(name)
+    if served is not before:  # A reload has swapped the model while the body arrived.
+        thresholds, options = _asked_of(served, query, mode)
+    disconnected = partial(has_disconnected, request.receive)
+    predicted = await served.predict(images, thresholds, disconnected=disconnected, mode=mode, monitor=query.monitor)
+    return Response(predict_response(served, thresholds.policy, predicted, **options), media_type="application/json")
+
+
+def _asked_of(served: ServedModel, query: PredictQuery, mode: RequestMode) -> tuple[BaseThresholds, dict[str, int]]:
+    """Return the thresholds of a request and its other parameters, if the model has them all."""
     task, options = served.model.task, query.model_dump(exclude_none=True, exclude={"explain", "map", "monitor"})
     changes = {name: options.pop(name) for name in options.keys() & task.policy.model_fields}
     if unknown := sorted(options.keys() - served.task.query.model_fields):
         raise MalformedRequest(f"model {served.name!r} is a {task.noun}, which has no {unknown[0]}; leave it out")
-    thresholds = served.thresholds_with(**changes)
-    disconnected = partial(has_disconnected, request.receive)
-    predicted = await served.predict(images, thresholds, disconnected=disconnected, mode=mode, monitor=query.monitor)
-    return Response(predict_response(served, thresholds.policy, predicted, **options), media_type="application/json")
+    served.check_map(mode)
+    return served.thresholds_with(**changes), options
 
 
 def predict_response(served: ServedModel, policy: BasePolicy, predicted: Predicted, **options: int) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from tests.app.fakes import (
     png,
 )
 from tests.app.http.support import check_predictions, check_problem, hold
-from tests.app.support import PNG, running, until
+from tests.app.support import PNG, running, serve_next, until
 
 pytestmark = pytest.mark.anyio
 
@@ -121,6 +122,34 @@ async def test_what_a_task_does_not_have_is_refused(model: type[FakeModel], quer
         name = query.partition("=")[0]
         said = check_problem(response, 400, "malformed")["detail"]
         assert said == f"model 'm' is a {noun}, which has no {name}; leave it out"
+
+
+@pytest.mark.parametrize(
+    ("query", "status"), [("max_width=3", 400), ("alpha=0.001", 422), ("explain=true&map=true", 422), ("topk=2", 400)]
+)
+async def test_what_the_model_cannot_do_is_refused_before_the_body_is_read(query: str, status: int) -> None:
+    read = False
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal read
+        read = True
+        yield png(1)
+
+    async with running() as app:
+        assert (await app.client.post(f"/predict?{query}", content=body(), headers=PNG)).status_code == status
+        assert not read
+
+
+async def test_a_model_that_is_swapped_while_the_body_arrives_is_asked_again() -> None:
+    async with running() as app:
+
+        async def body() -> AsyncIterator[bytes]:
+            serve_next(app, FakeValueModel())
+            await app.service.reload(None)
+            yield png(1)
+
+        response = await app.client.post("/predict?top_k=2", content=body(), headers=PNG)
+        assert "which has no top_k" in check_problem(response, 400, "malformed")["detail"]
 
 
 async def test_top_k_replaces_the_full_list() -> None:
