@@ -18,14 +18,10 @@ class Arrivals:
     Args:
         loop: The event loop.
         queue: The queue that takes them.
-        worker: Computes them.
-
-    Attributes:
-        inline: Whether ``worker`` computes on the event loop.
+        worker: Computes them, on the event loop if it is ``inline``.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, queue: RequestQueue, worker: DeviceWorker) -> None:
-        self.inline = False
         self._loop = loop
         self._queue = queue
         self._worker = worker
@@ -43,7 +39,7 @@ class Arrivals:
     def _put(self) -> None:
         arrived, self._requests = self._requests, []
         self._queue.put(arrived)
-        if self.inline:
+        if self._worker.inline:
             with self._queue as batcher:
                 full = batcher.pending >= batcher.max_batch
             if full:

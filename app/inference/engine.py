@@ -187,8 +187,8 @@ class Engine:
 
     # The events of worker.WorkerEvents, which come on the worker's thread.
 
-    def worker_ready(self, inline: bool) -> None:
-        self._call_on_loop(self._ready, inline)
+    def worker_ready(self) -> None:
+        self._call_on_loop(self._ready)
 
     def worker_failed(self, error: Exception) -> None:
         self._call_on_loop(self._device_failed, error)
@@ -242,7 +242,7 @@ class Engine:
             self._observer.decoded(time.monotonic() - began)
             if error is None:
                 # This runs on a decode thread.
-                if self._arrivals.inline:
+                if self._worker.inline:
                     self._call_on_loop(self._arrivals.add, request, decoded)
                 else:
                     self._queue.put([(request, decoded)])
@@ -293,8 +293,7 @@ class Engine:
             # asyncio raises RuntimeError for a closed loop, which the device thread may outlive.
             logger.debug("the event loop is closed; nobody waits for %s", action)
 
-    def _ready(self, inline: bool) -> None:
-        self._arrivals.inline = inline
+    def _ready(self) -> None:
         # An engine that was told to drain while its thread warmed up goes on draining.
         if self.phase is Phase.WARMING:
             self.phase = Phase.READY

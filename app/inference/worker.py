@@ -38,8 +38,8 @@ class _Launched(NamedTuple):
 class WorkerEvents(Protocol):
     """The events that a worker reports, on the thread that computes."""
 
-    def worker_ready(self, inline: bool) -> None:
-        """React when every shape is warm; with ``inline``, :meth:`DeviceWorker.run_due` is to compute the batches."""
+    def worker_ready(self) -> None:
+        """React when every shape is warm."""
 
     def worker_failed(self, error: Exception) -> None:
         """React to the death of the device."""
@@ -57,6 +57,9 @@ class DeviceWorker:
         events: Is told of the end of warm-up, of each batch, and of the device's death.
         name: The name of the thread.
         may_run_inline: Whether a quick step may run on the thread that calls :meth:`run_due`.
+
+    Attributes:
+        inline: Whether :meth:`run_due` is to compute the batches; known when the worker is ready.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class DeviceWorker:
         name: str,
         may_run_inline: bool = False,
     ) -> None:
+        self.inline = False
         self._queue = queue
         self._step = step
         self._events = events
@@ -99,14 +103,14 @@ class DeviceWorker:
 
     def _run(self) -> None:
         try:
-            inline = self._step.warm_up() and self._may_run_inline
+            self.inline = self._step.warm_up() and self._may_run_inline
             check_device(self._step)
         except Exception as error:
             self._end("the network failed while it was warmed up", error)
             return
-        self._events.worker_ready(inline)
+        self._events.worker_ready()
         try:
-            while not inline and (not self._queue.stopped or self._launched):
+            while not self.inline and (not self._queue.stopped or self._launched):
                 self._advance()
         except Exception as error:
             self._end("the compute device failed", error)
