@@ -11,7 +11,7 @@ row-major, each ``BYTES`` element after its 4-byte length.  In JSON, data may be
 are base64 text, because a JSON string cannot hold the bytes of an image.
 
 A request has exactly one input: ``images`` (``UINT8``, NHWC or NCHW, of the network's input size) or
-``encoded_images`` (``BYTES``, image files).  This module knows nothing of HTTP.
+``encoded_images`` (``BYTES``, image files).  gRPC requests pass through here too.
 """
 
 from __future__ import annotations
