@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
 from fastapi import Depends, FastAPI
+from starlette.exceptions import HTTPException
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from app.auth import ApiKeys
@@ -75,7 +76,7 @@ def create_app(
         redirect_slashes=False,
         docs_url=None,  # FastAPI's own page loads Swagger UI from another host.
         redoc_url=None,
-        exception_handlers=problems.HANDLERS,
+        exception_handlers={HTTPException: problems.on_http_exception},
         telemetry={
             "tracing": settings.otel,
             "operation_spans": False,

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import orjson
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
@@ -122,7 +121,7 @@ def problem_of(error: BaseException) -> Problem:
     cause: BaseException = error.cause if isinstance(error, ImageRefused) else error
     row = next((TABLE[base] for base in type(cause).__mro__ if base in TABLE), None)
     if row is None:
-        return _problem(INTERNAL, "an internal error was logged under this request's id; report it with the id")
+        return make_problem(INTERNAL, "an internal error was logged under this request's id; report it with the id")
     headers: dict[str, str] = {}
     members: dict[str, Any] = {}
     if isinstance(error, ImageRefused):
@@ -136,12 +135,13 @@ def problem_of(error: BaseException) -> Problem:
         headers["www-authenticate"] = 'Bearer realm="psc"'
     if isinstance(cause, (BodyTooLarge, SlowUpload)):
         headers["connection"] = "close"
-    return _problem(row, str(error), headers, **members)
+    return make_problem(row, str(error), headers, **members)
 
 
-def _problem(
+def make_problem(
     row: tuple[int, str, str], detail: str, headers: Mapping[str, str] | None = None, **members: Any
 ) -> Problem:
+    """Return the problem of a row of :data:`TABLE`, with a detail that is not too long."""
     status, slug, title = row
     detail = shortened(detail, MAX_DETAIL)
     document = ProblemDocument(type=TYPE_PREFIX + slug, title=title, status=status, detail=detail, **members)
@@ -176,11 +176,7 @@ def problem_response(problem: Problem, scope: Scope, metrics: Metrics) -> Respon
 
 
 async def on_http_exception(request: Request, error: Any) -> Response:
-    """Answer a request whose path or method has no route."""
+    """Answer a request whose path or method has no route; other errors reach :mod:`app.http.middleware.problems`."""
     slug, title = ROUTING.get(error.status_code, (f"http-{error.status_code}", "Request refused"))
-    problem = _problem((error.status_code, slug, title), str(error.detail), error.headers)
+    problem = make_problem((error.status_code, slug, title), str(error.detail), error.headers)
     return problem_response(problem, request.scope, request.app.state.service.metrics)
-
-
-HANDLERS: Final[dict[Any, Any]] = {HTTPException: on_http_exception}
-"""The handler of the framework's own errors; all others reach :mod:`app.http.middleware.problems`."""

@@ -22,8 +22,6 @@ async def check_parameters(request: Request) -> None:
         MalformedRequest: If there is such a parameter.
     """
     given = [name for name, _ in request.query_params.multi_items()]
-    if not given:
-        return
     described = (request.scope["route"].openapi_extra or {}).get("parameters", ())
     known = [each["name"] for each in described if each["in"] == "query"]
     for name in given:

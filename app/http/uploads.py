@@ -18,13 +18,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
-from app.errors import (
-    ClientGone,
-    MalformedRequest,
-    SlowUpload,
-    TooManyImages,
-    UnsupportedMedia,
-)
+from app.errors import ClientGone, MalformedRequest, SlowUpload, TooManyImages, UnsupportedMedia
 from app.http.json_body import counted, has_more, parsed
 from app.inference.decoder import EncodedImage
 

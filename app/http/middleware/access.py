@@ -11,8 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from app.http.middleware.limits import is_probe
-from app.http.problems import MEDIA_TYPE, TYPE_PREFIX
-from app.http.schemas import ProblemDocument
+from app.http.problems import MEDIA_TYPE, make_problem
 
 
 class HostAllowList(TrustedHostMiddleware):
@@ -33,12 +32,7 @@ class ProblemCORS(CORSMiddleware):
         if response.status_code != HTTPStatus.BAD_REQUEST:
             return response
         detail = f"{bytes(response.body).decode()}; allow it with the setting cors_origins"
-        document = ProblemDocument(
-            type=f"{TYPE_PREFIX}cors",
-            title="Cross-origin request refused",
-            status=HTTPStatus.BAD_REQUEST,
-            detail=detail,
-        )
+        problem = make_problem((response.status_code, "cors", "Cross-origin request refused"), detail)
         del response.headers["content-length"], response.headers["content-type"]
-        body = document.model_dump_json(exclude_none=True).encode()
-        return Response(body, HTTPStatus.BAD_REQUEST, dict(response.headers), media_type=MEDIA_TYPE)
+        body = problem.document.model_dump_json(exclude_none=True).encode()
+        return Response(body, response.status_code, dict(response.headers), media_type=MEDIA_TYPE)
