@@ -56,6 +56,16 @@ async def test_what_is_wrong_is_said_on_every_route(tmp_path: Path, request_line
         assert await app.metric('psc_reloads_total{model="m",result="ok"}') == 0
 
 
+async def test_no_described_route_takes_another_parameter(tmp_path: Path) -> None:
+    async with running(admin_keys="root", feedback_keys="root", log=str(tmp_path)) as app:
+        for path, operations in app.app.openapi()["paths"].items():
+            url = path.replace("{name}", "m").replace("{version}", "v1").replace("{file}", "x.png")
+            for method, operation in operations.items():
+                answer = await app.client.request(method, f"{url}?no_such=1", headers={"X-API-Key": "root"})
+                assert answer.status_code == 400 and "no_such" in answer.text, path
+                assert "400" in operation["responses"]
+
+
 async def test_a_page_may_have_any_query() -> None:
     """Its address is the reader's: mail programs and advertisers add parameters to links."""
     async with running() as app:
