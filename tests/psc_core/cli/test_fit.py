@@ -289,6 +289,8 @@ def test_few_images_that_cannot_be_decoded_are_left_out(  # type: ignore[no-unty
     ]
     for file in bad:
         file.write_bytes(file.read_bytes()[:40])
+    bad[-1].unlink()
+    bad[-1].symlink_to("nowhere.png")
     out, said = tmp_path / "b", "left out 3 that cannot be decoded: 1 of"
     code, printed, err = run(capsys, cli.main, [*folder_args, "--max-bad-images", "2", "--out", str(out)])
     assert code == 2 and "expected at most 2 images that cannot be decoded, found more: " in err and str(bad[0]) in err
@@ -306,7 +308,8 @@ def test_few_images_that_cannot_be_decoded_are_left_out(  # type: ignore[no-unty
         patch.setattr(stages, "collapse", lambda *_: pytest.fail("the stage was kept"))
         code, printed, err = run(capsys, cli.main, [*folder_args, "--out", str(out)])
     assert code == 0 and said in printed, err
-    assert all(f"left out: {file}" in printed for file in bad)
+    assert all(f"left out: {file}" in printed for file in bad[:-1])
+    assert f"left out: cannot read the image {bad[-1]}: No such file or directory; " in printed
     provenance = read_bundle(out).manifest.provenance
     assert [provenance[split][key] for split in ("train", "val") for key in ("images", "left_out")] == [119, 1, 38, 2]
 
