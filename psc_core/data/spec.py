@@ -29,6 +29,7 @@ from psc_core.errors import DataError, UsageError
 from psc_core.images import SUFFIXES
 from psc_core.images.files import files_below, is_hidden
 from psc_core.images.preprocess import Preprocess
+from psc_core.images.transforms import as_preprocess
 
 SPLITS = ("train", "val", "test")
 
@@ -37,7 +38,7 @@ def open_dataset(
     spec: str,
     *,
     split: str,
-    preprocess: Preprocess,
+    preprocess: Any,
     labelled_images: bool = True,
     task: str | None = None,
     target: str | None = None,
@@ -48,7 +49,8 @@ def open_dataset(
     Args:
         split: ``"train"``, ``"val"`` or ``"test"``.  A directory is the same for every split, but each of its class
             folders must hold images only for ``"train"``.
-        preprocess: How the images are read.
+        preprocess: How the images are read: a :class:`psc_core.Preprocess`, or what else
+            :func:`psc_core.images.transforms.as_preprocess` takes.
         labelled_images: If false, all images of a directory or table form one class (out-of-distribution sets).
         task: What the images are for, which says whether numbers in a table are class indices (``"classification"``)
             or numbers (``"regression"``); None: numbers are numbers, text is classes.
@@ -65,6 +67,7 @@ def open_dataset(
         >>> len(test), len(test.classes)
         (800, 10)
     """
+    preprocess = as_preprocess(preprocess)
     body, chosen = _parted(spec)
     split = chosen or split
     if split not in SPLITS:

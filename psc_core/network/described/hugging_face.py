@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError, needs
+from psc_core.images.preparation import Preparation, read_processor
 from psc_core.images.preprocess import PRESETS
 from psc_core.network.described import timm
-from psc_core.network.described.base import Described, Preparation
+from psc_core.network.described.base import Described
 from psc_core.network.described.files import read_json, weights_in
-from psc_core.network.described.preparation import read_processor
 
 CONFIG: Final = "config.json"
 PROCESSOR: Final = "preprocessor_config.json"
