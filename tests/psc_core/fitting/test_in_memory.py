@@ -180,12 +180,16 @@ class Branching(nn.Sequential):
         return logits
 
 
-def test_a_network_that_no_bundle_can_hold_is_told_of_first(splits: tuple[TensorDataset, TensorDataset]) -> None:
+def test_a_network_that_no_bundle_can_hold_is_told_of_first(
+    splits: tuple[TensorDataset, TensorDataset], capfd: pytest.CaptureFixture[str]
+) -> None:
     torch.manual_seed(0)
     layers = (nn.Conv2d(1, 8, 3, stride=4), nn.ReLU(), nn.Flatten(), nn.Linear(392, 10))
     settings = {**QUICK, **STATISTICS, "layer": "0"}
     with pytest.warns(UserWarning, match=r"cannot be saved: the network after 0 has no ONNX model: .* = load_network"):
         psc = PSC.fit(Branching(*layers), *splits, **settings)
+    printed = "".join(capfd.readouterr())
+    assert "def forward" not in printed and "user code" not in printed
     assert len(psc(splits[1].tensors[0][:5])) == 5
     with pytest.raises(NetworkError, match="has no ONNX model"):
         psc.save("never")
