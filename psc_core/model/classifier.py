@@ -86,7 +86,8 @@ class PSC(FittedModel):
             mean: The mean of each channel that the loaders' transform subtracts.  With ``mean`` and ``std`` the model
                 can predict files and can be saved; without them only the range of the inputs is known.
             std: The standard deviation of each channel that the loaders' transform divides by.
-            classes: Class names; None takes those of the training data set, or "0", "1", …, for the network's outputs.
+            classes: Class names; None takes those of the training data set, else those that a network of transformers
+                has in its configuration, else "0", "1", …, for the network's outputs.
                 If the classes are not the network's, the head predicts, and a warning says so.
             name: The name of the model.
             settings: The settings of :func:`psc_core.fit_psc`; ``layer``, to name the candidate layer; and ``device``,

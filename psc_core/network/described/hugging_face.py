@@ -54,6 +54,18 @@ class Logits(nn.Module):
         return logits
 
 
+def classes_of(net: object) -> tuple[str, ...] | None:
+    """Return the class names of a network that :class:`Logits` holds, by its configuration; None if it says none.
+
+    Raises:
+        NetworkError: If the names are not those of the outputs.
+    """
+    labels = getattr(getattr(getattr(net, "model", None), "config", None), "id2label", None)
+    if not isinstance(net, Logits) or not isinstance(labels, dict):
+        return None
+    return _labels({"id2label": {str(index): name for index, name in labels.items()}}, Path("the network's config"))[1]
+
+
 def describe(folder: Path) -> Described:
     """Read the description of a network in a folder of transformers or timm, from its JSON files only.
 

@@ -27,6 +27,7 @@ from psc_core.report.content import Content
 from psc_core.report.facts import facts_about
 from tests import tiny
 from tests.conftest import TinyJob
+from tests.folders import transformer
 
 MNIST = PRESETS["mnist"]
 TRANSFORM = transforms.Compose(
@@ -170,6 +171,18 @@ def test_a_network_from_a_factory_is_saved(fitted: PSC, test: TensorDataset, tmp
     inputs = test.tensors[0][:50]
     assert again(inputs).decision == fitted(inputs).decision
     assert again.trial is None and again.report["provenance"]["settings"]["layer"] == "4"
+
+
+def test_a_transformer_names_classes_that_nobody_named() -> None:
+    pytest.importorskip("transformers")
+    names, net = ("cat", "dog"), transformer("vit", ("cat", "dog"))
+    images = [(torch.rand(3, 32, 32) * 2 - 1, i % 2) for i in range(200)]
+    settings: dict[str, Any] = {"mean": 0.5, "std": 0.5, "layer": "model.vit.layers.0", "head": "duq"}
+    assert PSC.fit(net, images[:100], images[100:], **settings).classes == names
+    given = PSC.fit(net, images[:100], images[100:], classes=("a", "b"), **settings)
+    assert given.classes == ("a", "b")
+    net.config.id2label = {0: "LABEL_0", 1: "LABEL_1"}
+    assert PSC.fit(net, images[:100], images[100:], **settings).classes == ("0", "1")
 
 
 class Branching(nn.Sequential):
