@@ -9,7 +9,6 @@ import argparse
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 VERSION_FILE = "_bundle-version"
 """The file of the bundle's version; readers of a folder of Parquet files skip names that begin with an underscore."""
 
-FORMER_VERSION_FILE = "bundle-version"
-"""The name of that file in folders that version 0.1.0 wrote."""
 
 _EXAMPLE = """examples:
   psc-score --bundle bundle images --out scores                  (a folder; scores/part-00000.jsonl, …)
@@ -128,8 +125,6 @@ def check_version(file: Path, version: str) -> None:
     Raises:
         UsageError: If the folder has outputs of another bundle, or something else under the file's name.
     """
-    with suppress(FileNotFoundError):  # Most folders have none, and another process may be first.
-        file.with_name(FORMER_VERSION_FILE).rename(file)
     if file.is_symlink() or (file.exists() and not file.is_file()):
         raise UsageError(f"{file} is a link or no regular file; remove it, or give another --out")
     if not file.exists():

@@ -298,13 +298,6 @@ def test_parquet_in_and_out(folder: Path, scored: Path, tmp_path: Path) -> None:
         list(named_images(tmp_path / "images.parquet", "number"))
 
 
-def test_a_folder_of_the_first_version_goes_on(folder: Path, scored: Path, tmp_path: Path) -> None:
-    out = shutil.copytree(scored, tmp_path / "out")
-    (out / cli.VERSION_FILE).rename(out / cli.FORMER_VERSION_FILE)
-    run(folder, out)
-    assert bytes_of(out) == bytes_of(scored)
-
-
 @pytest.mark.parametrize(("source", "message"), [("missing", "does not exist"), ("", "has no images")])
 def test_rejects_an_input_without_images(
     source: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
