@@ -104,7 +104,7 @@ def shortened(text: str, at_most: int = 200) -> str:
 def hint(name: str, known: Sequence[str]) -> str:
     """Return the end of a message about a name that is not known: the nearest known name, or all of them."""
     near = get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
+    return f"did you mean {near[0]}?" if near else f"they are {', '.join(known)}"
 
 
 _OBJECT: Final = "expected an object"

@@ -26,9 +26,8 @@ async def check_parameters(request: Request) -> None:
     known = [each["name"] for each in described if each["in"] == "query"]
     for name in given:
         if name not in known:
-            raise MalformedRequest(
-                f"no parameter {shortened(name)!r}; {hint(name, known) if known else 'leave it out'}"
-            )
+            remedy = hint(name, known) if known else "leave it out"
+            raise MalformedRequest(f"there is no parameter {shortened(name)}; {remedy}")
     if len(set(given)) < len(given):
         raise MalformedRequest(f"give each parameter once, got {', '.join(given)}")
 

@@ -81,4 +81,4 @@ def test_faults_are_said_in_plain_words(values: dict[str, object], said: str) ->
 
 def test_a_name_that_is_not_known_is_met_with_the_nearest() -> None:
     assert hint("modle", ["model", "limit"]) == "did you mean model?"
-    assert hint("zz", ["model", "limit"]) == "choose from model, limit"
+    assert hint("zz", ["model", "limit"]) == "they are model, limit"
