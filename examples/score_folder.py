@@ -23,7 +23,7 @@ bundle, images = map(Path, sys.argv[1:3]) if len(sys.argv) > 2 else (SHIPPED, SH
 
 scores = scratch()  # Yours to keep: a run that was interrupted goes on where it stopped.
 writer = PartWriter(load_model(bundle), scores, "jsonl")  # or "parquet"
-for part in write_parts(writer, in_parts(named_images(images, "image"), 1024)):
+for part in write_parts(writer, in_parts(named_images(images), 1024)):
     print(f"{part.images} images, {part.errors} with an error")
 
 for file in sorted(scores.glob("*.jsonl")):

@@ -119,7 +119,7 @@ def test_the_gallery_shows_lines_of_the_example(name: str) -> None:
 
 def test_in_memory(here: Here) -> None:
     said = here("in_memory.py")
-    assert "Prediction for 200 images: " in said and "the most unusual digit: abstain_ood" in said
+    assert "ClassificationPrediction for 200 images: " in said and "the most unusual digit: abstain_ood" in said
     digits, clothes = map(float, re.findall(r"([\d.]+)% are called out", said))
     assert digits < 15 and clothes > 85
     again = re.search(r"calibrated on 600 images: ([\d.]+)% of the digits\n$", said)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from app.errors import MalformedRequest
-from psc_core.errors import all_faults
+from psc_core.errors import fault, shortened
 
 Query = TypeVar("Query", bound=BaseModel)
 
@@ -28,7 +30,17 @@ def parse_query(model: type[Query], request: Request) -> Query:
     try:
         return model.model_validate_strings(values)
     except ValidationError as error:
-        raise MalformedRequest(all_faults(error.errors(), "parameter")) from error
+        raise MalformedRequest("; ".join(_fault(item, model.model_fields) for item in error.errors())) from error
+
+
+def _fault(item: Any, known: Iterable[str]) -> str:
+    """Format an error that pydantic found; of an unknown parameter it names the nearest one."""
+    if item["type"] != "extra_forbidden":
+        return fault(item, "parameter")
+    name = str(item["loc"][0])
+    nearest = get_close_matches(name, known, n=1)
+    remedy = f"did you mean {nearest[0]}?" if nearest else f"they are {', '.join(known)}"
+    return f"there is no parameter {shortened(name)}; {remedy}"
 
 
 def query_parameters(model: type[BaseModel]) -> list[dict[str, Any]]:

@@ -40,7 +40,9 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument(
         "--id", required=True, metavar="DIR", help="in-distribution test images, labelled, or with numbers"
     )
-    text = "out-of-distribution images; repeat for more"
+    text = "column of the tables that holds the classes or numbers (default: the only one; of numbers, the bundle's)"
+    cli.add_argument("--target", metavar="NAME", help=text)
+    text = "out-of-distribution images, a directory or a table; repeat for more"
     cli.add_argument("--ood", action="append", default=[], metavar="NAME=DIR", help=text)
     beside = cli.add_argument_group("baselines (all three or none)")
     beside.add_argument("--weights", type=Path, metavar="FILE", help="the whole network's checkpoint, as for psc-fit")
@@ -74,14 +76,16 @@ def evaluate(args: argparse.Namespace) -> None:
     model_class = model_class_of(bundle.manifest.task)
     model = model_class.from_bundle(bundle, device=args.device, allow_factories=args.allow_factories).probed()
     task = module_of(model.task.name, "psc_core.evaluation.{}")
-    id_data = task.open_images(model, args.id)
+    id_data = task.open_images(model, args.id, target=args.target)
     check_images(model, id_data)
     ood = open_others(args.ood, model.preprocess)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
     baselines = None
     if all(given):
-        baselines = task.open_baselines(model, args.weights, args.train, args.val, batch_images=args.batch_images)
+        baselines = task.open_baselines(
+            model, args.weights, args.train, args.val, target=args.target, batch_images=args.batch_images
+        )
     found = measure(model, id_data, ood, baselines, batch_images=args.batch_images)
     print(found.report.to_text())
     if args.out:

@@ -32,9 +32,9 @@ _EXAMPLE = """example:
 
   psc-fit --task regression … --train images/train.csv --val images/val.csv --target age --unit years --out bundle
 
-data sets: a directory class/file.png, a table of images and numbers (.csv, .parquet), mnist:ROOT, fashion-mnist:ROOT,
-ambiguous-mnist:ROOT, dirty-mnist:ROOT, cifar10:ROOT, rotated-mnist:ROOT, or package.module:factory.  Several processes:
-torchrun --nproc-per-node N -m psc_core.cli --distributed …
+data sets: a directory class/file.png, a table of images with their classes or numbers (.csv, .tsv, .parquet),
+mnist:ROOT, fashion-mnist:ROOT, ambiguous-mnist:ROOT, dirty-mnist:ROOT, cifar10:ROOT, rotated-mnist:ROOT, or
+package.module:factory.  Several processes: torchrun --nproc-per-node N -m psc_core.cli --distributed …
 """
 
 
@@ -72,9 +72,9 @@ def _add_network_flags(group: _Group) -> None:
 
 
 def _add_data_flags(group: _Group) -> None:
-    group.add_argument("--train", required=True, metavar="DIR", help="training images")
+    group.add_argument("--train", required=True, metavar="DIR", help="training images, a directory or a table")
     group.add_argument("--val", required=True, metavar="DIR", help="validation images, none of them trained on")
-    text = "column of the tables that holds the numbers (default: the only one)"
+    text = "column of the tables that holds the classes or numbers (default: the only one beside the files)"
     group.add_argument("--target", metavar="NAME", help=text)
     group.add_argument("--unit", default="", help="of the numbers in the tables")
 
@@ -90,7 +90,8 @@ def _add_bundle_flags(group: _Group) -> None:
 
 
 def _add_answer_flags(group: _Group) -> None:
-    _add_choice(group, "--task", TASKS[::-1], "what the network predicts: a class, or one number")
+    text = "what the network predicts: a class, also where a table holds class indices, or one number"
+    group.add_argument("--task", choices=TASKS[::-1], help=f"{text} (default: {FitSettings.task})")
     text = "auto: the better on validation images; psc: the head's; base: the network's own, divided by a temperature"
     _add_choice(group, "--predictions", PREDICTIONS, text)
     heads_of = {task: tuple(module_of(task, "psc_core.tasks.{}.heads").HEADS) for task in TASKS[::-1]}

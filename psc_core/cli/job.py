@@ -102,8 +102,8 @@ def open_job(args: argparse.Namespace) -> Job:
     if args.weights is None and not described.weights:
         raise UsageError(f"expected --weights FILE, the trained weights of {args.model}, which has none with it")
     data, order_note = open_images(args, described)
-    given = {field.name: getattr(args, field.name) for field in fields(FitSettings) if hasattr(args, field.name)}
-    settings = checked(FitSettings(**given), data)
+    given = {field.name: getattr(args, field.name, None) for field in fields(FitSettings)}
+    settings = checked(FitSettings(**{name: value for name, value in given.items() if value is not None}), data)
     out = args.out.resolve()
     name = args.name or out.name
     check_target(out)
@@ -122,11 +122,11 @@ def open_images(args: argparse.Namespace, described: Described) -> tuple[FitData
         UsageError: If validation images are training images.
     """
     preprocess = preprocessing.preprocess_from(args, described.preparation)
-    opened = partial(open_dataset, preprocess=preprocess, target=args.target, unit=args.unit)
+    opened = partial(open_dataset, preprocess=preprocess, task=args.task, target=args.target, unit=args.unit)
     train, note = in_network_order(opened(args.train, split="train"), described.classes)
-    val, _ = in_network_order(opened(args.val, split="val"), described.classes)
+    val, _ = in_network_order(opened(args.val, split="val").in_order(train.classes), described.classes)
     check_disjoint(train, val)  # Before --max-images leaves out training images, which the network has seen too.
-    return FitData.of(train, val, seed=args.seed, task=args.task, max_images=args.max_images), note
+    return FitData.of(train, val, seed=args.seed, task=args.task or FitSettings.task, max_images=args.max_images), note
 
 
 def check_disjoint(train: ImageDataset, val: ImageDataset) -> None:

@@ -21,8 +21,8 @@ from psc_core.errors import UsageError, fault, needs
 from psc_core.images import INTERPOLATIONS, PRESET_FIELDS
 
 if TYPE_CHECKING:
+    from psc_core.images.preparation import Aspect, Preparation
     from psc_core.images.preprocess import Preprocess
-    from psc_core.network.described.base import Aspect, Preparation
 
 DEFAULT: Final = "imagenet"
 """Preset for networks that say nothing of their preprocessing."""
@@ -133,7 +133,7 @@ def from_torchvision(name: str) -> Preprocess:
     """Return the preprocessing of torchvision's weights, named as ``ResNet50_Weights.IMAGENET1K_V2``."""
     from torchvision.models import get_weight
 
-    from psc_core.images.preprocess import Preprocess
+    from psc_core.images.preparation import read_torchvision
 
     try:
         transforms = get_weight(name).transforms()
@@ -141,32 +141,22 @@ def from_torchvision(name: str) -> Preprocess:
         raise UsageError(
             f"torchvision has no weights {name!r}; they are called as ResNet50_Weights.IMAGENET1K_V2"
         ) from error
-    try:
-        (side,), (resize,) = transforms.crop_size, transforms.resize_size
-        mean, std, interpolation = transforms.mean, transforms.std, transforms.interpolation.value
-    except (AttributeError, ValueError) as error:
-        raise UsageError(f"the transforms of {name} are not those of a classifier; give a JSON file") from error
-    return Preprocess("RGB", side, side, resize, tuple(mean), tuple(std), supported(interpolation, name))
+    return followed(read_torchvision(transforms, name))
 
 
 def from_timm(name: str) -> Preprocess:
     """Return the preprocessing of a timm model, named as ``resnet50.a1_in1k``."""
-    from psc_core.network.described.preparation import read_timm
+    from psc_core.images.preparation import read_timm
 
     timm = needs(f"timm:{name}", "timm", "timm")
     config = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
     if config is None:
         raise UsageError(f"timm has no model {name!r}")
-    found = read_timm(asdict(config), name)
+    return followed(read_timm(asdict(config), name))
+
+
+def followed(found: Preparation) -> Preprocess:
+    """Return a preprocessing that PSC can follow in every part; raises :class:`UsageError`."""
     for reason in found.unlike.values():
         raise UsageError(f"{reason}; give a JSON file")
     return found.preprocess
-
-
-def supported(interpolation: str, name: str) -> str:
-    """Return ``interpolation`` where images can be resized by it; raises :class:`UsageError`."""
-    if interpolation not in INTERPOLATIONS:
-        raise UsageError(
-            f"{name} resizes by {interpolation!r}, PSC by {' or '.join(INTERPOLATIONS)}; choose one by a JSON file"
-        )
-    return interpolation

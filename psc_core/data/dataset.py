@@ -69,6 +69,7 @@ class ImageDataset:
     groups: Mapping[str, Tensor] = field(default_factory=dict)  # subsets for reports, int64 positions in this data set
     target: Target | None = None  # regression only
     values: Tensor | None = None  # float64 (n,), the target's values, regression only
+    names_empty_classes: bool = True  # False for a table, which cannot name a class without images
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -97,8 +98,13 @@ class ImageDataset:
         return bool((self.labels != firsts).any())
 
     def in_order(self, classes: Sequence[str]) -> ImageDataset:
-        """Return the data set with its labels in the order of ``classes``, or unchanged if the class names differ."""
-        if {*classes} != {*self.classes} or len(classes) != len(self.classes) or tuple(classes) == self.classes:
+        """Return the data set with its labels in the order of ``classes``, or unchanged if the class names differ.
+
+        Classes without images may be missing where the data set cannot name them.
+        """
+        absent = {*classes} - {*self.classes}
+        is_whole = len({*classes}) == len(classes) and {*self.classes} <= {*classes}
+        if tuple(classes) == self.classes or not is_whole or (absent and self.names_empty_classes):
             return self
         position = {name: label for label, name in enumerate(classes)}
         moved = torch.tensor([position[name] for name in self.classes])

@@ -50,7 +50,7 @@ JOINED: Final = 1024
 def open_loader(  # noqa: PLR0913
     data: Any,
     *,
-    preprocess: Preprocess | None = None,
+    preprocess: Any = None,
     mean: Statistic | None = None,
     std: Statistic | None = None,
     classes: Sequence[str] | None = None,
@@ -90,7 +90,7 @@ def open_loader(  # noqa: PLR0913
     if target is not None and classes is not None:
         raise UsageError("expected classes or a target, got both; images of a regression have no classes")
     wanted = None if target is None else Target(name=target, unit=unit)
-    return read_loader(data, name, LoaderDescription(LoaderPreprocessing(preprocess, mean, std), classes, wanted))
+    return read_loader(data, name, LoaderDescription(LoaderPreprocessing.of(preprocess, mean, std), classes, wanted))
 
 
 @dataclass(frozen=True)

@@ -132,15 +132,20 @@ class FileSource:
             return preprocess.from_bytes(read_file(path))
 
     def fingerprint(self, index: int) -> bytes:
-        path = self.path(index)
-        with _naming(path):
-            return bytes(self.names[index]) + f"\0{path.stat().st_size}\n".encode()
+        size, _ = self._size_and_time(index)
+        return bytes(self.names[index]) + f"\0{size}\n".encode()
 
     def modified_ns(self, index: int) -> int:
         """Return the time of the last change of the file of image ``index``, in nanoseconds since 1970."""
-        path = self.path(index)
-        with _naming(path):
-            return path.stat().st_mtime_ns
+        return self._size_and_time(index)[1]
+
+    def _size_and_time(self, index: int) -> tuple[int, int]:
+        """Return both as -1 where there is no file, at a dangling link; reading it fails, as of a damaged image."""
+        try:
+            status = self.path(index).stat()
+        except OSError:
+            return -1, -1
+        return status.st_size, status.st_mtime_ns
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Open a data set by its *spec*:
 
 * ``DIR``: the ImageFolder layout, ``class/file.png``;
-* ``FILE.csv`` or ``FILE.parquet``: a table of image files and numbers, for a regression (:mod:`psc_core.data.targets`);
+* ``FILE.csv``, ``FILE.tsv`` or ``FILE.parquet``: a table of image files and their classes, or their numbers
+  (:mod:`psc_core.data.table`);
 * ``mnist:ROOT``, ``fashion-mnist:ROOT``, ``ambiguous-mnist:ROOT``, ``dirty-mnist:ROOT``, ``cifar10:ROOT``,
   ``rotated-mnist:ROOT``: a named data set whose files are below ``ROOT`` (:mod:`psc_core.data.builtin`);
 * ``package.module:factory``: a function ``factory(split=…, preprocess=…) -> ImageDataset``.
@@ -23,11 +24,12 @@ import torch
 from psc_core.data.builtin import BUILT_IN
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.sources import FileSource
-from psc_core.data.targets import TABLE_SUFFIXES, open_table
+from psc_core.data.table import TABLE_SUFFIXES, open_table
 from psc_core.errors import DataError, UsageError
 from psc_core.images import SUFFIXES
 from psc_core.images.files import files_below, is_hidden
 from psc_core.images.preprocess import Preprocess
+from psc_core.images.transforms import as_preprocess
 
 SPLITS = ("train", "val", "test")
 
@@ -36,8 +38,9 @@ def open_dataset(
     spec: str,
     *,
     split: str,
-    preprocess: Preprocess,
+    preprocess: Any,
     labelled_images: bool = True,
+    task: str | None = None,
     target: str | None = None,
     unit: str = "",
 ) -> ImageDataset:
@@ -46,9 +49,12 @@ def open_dataset(
     Args:
         split: ``"train"``, ``"val"`` or ``"test"``.  A directory is the same for every split, but each of its class
             folders must hold images only for ``"train"``.
-        preprocess: How the images are read.
-        labelled_images: If false, all images below a directory form one class (out-of-distribution sets).
-        target: The column of a table that holds the numbers; None if there is only one.
+        preprocess: How the images are read: a :class:`psc_core.Preprocess`, or what else
+            :func:`psc_core.images.transforms.as_preprocess` takes.
+        labelled_images: If false, all images of a directory or table form one class (out-of-distribution sets).
+        task: What the images are for, which says whether numbers in a table are class indices (``"classification"``)
+            or numbers (``"regression"``); None: numbers are numbers, text is classes.
+        target: The column of a table that holds the classes or numbers; None if there is only one.
         unit: The unit of the numbers in a table.
 
     Raises:
@@ -61,16 +67,17 @@ def open_dataset(
         >>> len(test), len(test.classes)
         (800, 10)
     """
+    preprocess = as_preprocess(preprocess)
     body, chosen = _parted(spec)
     split = chosen or split
     if split not in SPLITS:
         raise DataError(f"expected a split of {', '.join(SPLITS)}, got {split!r} in {spec!r}")
     if is_table(spec):
-        return open_table(Path(body), preprocess, target=target, unit=unit)
+        return open_table(Path(body), preprocess, labelled_images=labelled_images, task=task, target=target, unit=unit)
     if target is not None or unit:
         given = f"target {target!r}" if target is not None else f"unit {unit!r}"
         raise UsageError(
-            f"{spec} is no table, so {given} has no effect; leave it out, or give a table of images and numbers "
+            f"{spec} is no table, so {given} has no effect; leave it out, or give a table of images "
             f"({', '.join(TABLE_SUFFIXES)})"
         )
     family, rest = _family(body)
@@ -82,7 +89,7 @@ def open_dataset(
 
 
 def is_table(spec: str) -> bool:
-    """Return whether a spec names a table of images and numbers, the only data set that needs a target and a unit."""
+    """Return whether a spec names a table, the only data set that may need a target and a unit."""
     body, _ = _parted(spec)
     is_path = _family(body)[0] is None
     return is_path and Path(body).suffix.lower() in TABLE_SUFFIXES and not Path(body).is_dir()

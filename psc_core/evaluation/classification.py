@@ -22,7 +22,7 @@ from psc_core.compute import BATCH_IMAGES
 from psc_core.compute.passes import Compute
 from psc_core.data.classes import check_same
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.spec import open_dataset
+from psc_core.data.spec import is_table, open_dataset
 from psc_core.errors import UsageError
 from psc_core.evaluation.base import PRIMARY, observed_rate
 from psc_core.evaluation.baselines import Baselines, PlainClassifier, fit_baselines
@@ -74,16 +74,27 @@ class ScoredImages:
         )
 
 
-def open_images(model: PSC, spec: str) -> ImageDataset:
-    """Open the labelled test images that ``spec`` names, with the classes in the model's order.
+def open_images(model: PSC, spec: str, *, split: str = "test", target: str | None = None) -> ImageDataset:
+    """Open the labelled images that ``spec`` names, with the classes in the model's order.
+
+    Args:
+        model: The fitted model.
+        spec: The images.
+        split: One of :data:`psc_core.data.spec.SPLITS`.
+        target: The column of a table that holds the classes; None if there is only one.
 
     Raises:
         DataError: If the spec or the data set is invalid.
     """
-    return open_dataset(spec, split="test", preprocess=model.preprocess).in_order(model.classes)
+    data = open_dataset(
+        spec, split=split, preprocess=model.preprocess, task=model.task.name, target=target if is_table(spec) else None
+    )
+    return data.in_order(model.classes)
 
 
-def open_baselines(model: PSC, weights: Path, train: str, val: str, *, batch_images: int = BATCH_IMAGES) -> Baselines:
+def open_baselines(
+    model: PSC, weights: Path, train: str, val: str, *, target: str | None = None, batch_images: int = BATCH_IMAGES
+) -> Baselines:
     """Fit the other detectors on the network that the model was cut from.
 
     Args:
@@ -91,6 +102,7 @@ def open_baselines(model: PSC, weights: Path, train: str, val: str, *, batch_ima
         weights: The checkpoint of the whole network.
         train: The spec of the training images.
         val: The spec of the validation images.
+        target: The column of a table that holds the classes; None if there is only one.
         batch_images: Maximum number of images in a batch.
 
     Raises:
@@ -98,10 +110,7 @@ def open_baselines(model: PSC, weights: Path, train: str, val: str, *, batch_ima
         UsageError: If the network has no layer before its output, or no name builds it from a checkpoint.
     """
     net = _whole_network(model, weights)
-    images = [
-        open_dataset(spec, split=split, preprocess=model.preprocess).in_order(model.classes)
-        for spec, split in ((train, "train"), (val, "val"))
-    ]
+    images = [open_images(model, spec, split=split, target=target) for spec, split in ((train, "train"), (val, "val"))]
     for data in images:
         check_same(data, model.classes, "model's")
     layers = list_layers(net, trial_input(model.preprocess))

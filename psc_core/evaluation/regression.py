@@ -82,19 +82,28 @@ class RegressionReport(Report):
         return asdict(self)
 
 
-def open_images(model: PSCRegressor, spec: str) -> ImageDataset:
-    """Open the test images with numbers that ``spec`` names.
+def open_images(model: PSCRegressor, spec: str, *, split: str = "test", target: str | None = None) -> ImageDataset:
+    """Open the images with numbers that ``spec`` names; ``target`` is the column of a table, by default the model's.
 
     Raises:
         DataError: If the spec or the data set is invalid.
-        UsageError: If a table lacks the model's target.
+        UsageError: If a table lacks the target.
     """
-    opened, target = partial(open_dataset, spec, split="test", preprocess=model.preprocess), model.target
-    return opened(target=target.name, unit=target.unit) if is_table(spec) else opened()
+    opened, wanted = partial(open_dataset, spec, split=split, preprocess=model.preprocess), model.target
+    if not is_table(spec):
+        return opened()
+    data = opened(task=model.task.name, target=target or wanted.name, unit=wanted.unit)
+    return replace(data, target=wanted)
 
 
 def open_baselines(
-    model: PSCRegressor, weights: Path, train: str, val: str, *, batch_images: int = BATCH_IMAGES
+    model: PSCRegressor,
+    weights: Path,
+    train: str,
+    val: str,
+    *,
+    target: str | None = None,
+    batch_images: int = BATCH_IMAGES,
 ) -> NoReturn:
     """Raise :class:`UsageError`, because a regression has no baselines."""
     raise UsageError("a regression has no baselines; leave out --weights, --train and --val")

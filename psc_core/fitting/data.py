@@ -71,8 +71,8 @@ class FitData:
         if not fit.takes(train):
             raise UsageError(
                 f"{train.name} has {task_fit_for(train).describe_labels(train)}, which a {fit.task_type.noun} does not "
-                f"predict; the task of these images is {task_fit_for(train).task_type.name}: folders give classes, "
-                "tables give numbers"
+                f"predict; the task of these images is {task_fit_for(train).task_type.name}: folders give classes, and "
+                "tables too where they hold names, or class indices that are opened with --task classification"
             )
         if train.target != val.target:
             raise DataError(

@@ -9,8 +9,8 @@ The density and that of an early layer see each of the m images as one more trai
 perhaps a million.  How many it stands for is chosen by AUROC on made-up images, as a fit chooses its gates
 (:mod:`psc_core.gates.fit.choice`): the audit images are real, and altered ones are out of distribution.  The number of
 :data:`TIMES` with the least regret is chosen, among those that lose at most :data:`LARGEST_LOSS` of AUROC on every
-transform; 0 leaves the densities as they are.  Extended densities give other readings, so the p-values of their gates
-come from the same real images.
+transform; 0 leaves model and gates as they are.  Extended densities give other readings, so the p-values of their gates
+come from the same real images; those of 0 do too while they are compared, or the gates would win and not the density.
 """
 
 from __future__ import annotations
@@ -132,13 +132,12 @@ def extend(model: FittedModel, more: ImageDataset, real: ImageDataset, compute: 
     scorers = {times: pipeline.scorer for times, pipeline in pipelines.items()}
     names = model.gates or (DENSITY,)
     readings = _made_up_readings(scorers, names, real, compute, mixed=MIXED in transforms)
-    gates: dict[int, Gates | None] = {0: model.pipeline.gates}
-    for times in TIMES[1:]:
-        inside = readings[times][REAL]
-        gates[times] = fit_gates(names, inside, inside) if model.gates else None
+    inside = {times: of_transform[REAL] for times, of_transform in readings.items()}
+    gates = {times: fit_gates(names, inside[times], inside[times]) if model.gates else None for times in TIMES}
     aurocs = {times: _aurocs(gates[times], readings[times]) for times in TIMES}
     chosen = _choose(aurocs)
-    return Extension(pipelines[chosen].with_scorer(scorers[chosen], gates=gates[chosen]), len(more), chosen, aurocs)
+    pipeline = pipelines[chosen].with_scorer(scorers[chosen], gates=gates[chosen]) if chosen else model.pipeline
+    return Extension(pipeline, len(more), chosen, aurocs)
 
 
 def extended(pipeline: Pipeline, read: _DensityInputs, examples: int, times: int) -> Pipeline:

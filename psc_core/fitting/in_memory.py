@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from psc_core.images.loader_description import LoaderDescription
 from psc_core.images.loader_preprocessing import LoaderPreprocessing
 from psc_core.model.base import FittedModel
 from psc_core.network.backbone import check_output, trial_input
+from psc_core.network.described.hugging_face import classes_of
 from psc_core.network.live import device_of, readable_copy
 from psc_core.network.load import recipe_of
 from psc_core.network.onnx.export import check_exportable
@@ -64,6 +66,8 @@ def fit(
     if isinstance(loaders[0], ImageDataset):
         check_undescribed(loaders[0], description)
     train = opened(loaders[0], "the training data", description)
+    if not isinstance(loaders[0], ImageDataset) and description.classes is None:
+        train = _named_by(net, train)
     of_task = task_fit(task)
     if of_task.takes(train):  # Before hours are spent on reading the others; otherwise the error comes below.
         device, outputs = compute.device, of_task.task(train).network_outputs(train.classes)
@@ -104,6 +108,13 @@ def calibrate_on(model: FittedModel, loader: Any, **changes: Any) -> FittedModel
     count = len(data)
     entry = {"labels": count, "calibrated_on": count, "worth": count, "sha256": data.digest()}
     return with_calibration(model, pipeline, calibrated, data, policy=policy, entry=entry)
+
+
+def _named_by(net: nn.Module, train: ImageDataset) -> ImageDataset:
+    """Return images whose classes nobody named, "0", "1", …, with the names that a network of transformers has."""
+    names = classes_of(net) or ()
+    is_unnamed = train.target is None and train.classes == tuple(map(str, range(len(names))))
+    return replace(train, classes=names) if is_unnamed and len({*names}) == len(names) else train
 
 
 def _warn_of_no_export(net: nn.Module, trial: Tensor, precision: str) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from psc_core.errors import UsageError
 from psc_core.images.preprocess import Preprocess, mode_of
+from psc_core.images.transforms import as_preprocess
 
 Statistic = float | Sequence[float] | Tensor | npt.NDArray[Any]
 """The mean or the standard deviation of each channel, or one number for all channels."""
@@ -28,10 +29,13 @@ class LoaderPreprocessing:
     def __post_init__(self) -> None:
         if (self.mean is None) != (self.std is None):
             raise UsageError("expected both mean and std of the transform, got only one; give the other too")
-        if self.preprocess is not None:
-            check_preprocess(self.preprocess)
         if self.preprocess is not None and self.mean is not None:
             raise UsageError("expected a preprocess, or mean and std, got both; a preprocess has its own")
+
+    @classmethod
+    def of(cls, preprocess: Any, mean: Statistic | None, std: Statistic | None) -> LoaderPreprocessing:
+        """Return what a caller states, whose preprocess :func:`.as_preprocess` takes; None is none."""
+        return cls(None if preprocess is None else as_preprocess(preprocess), mean, std)
 
     def preprocess_of(self, shape: tuple[int, ...], low: Sequence[float], high: Sequence[float]) -> Preprocess:
         """Return the preprocess for inputs of ``shape`` (channels, height, width) with values from ``low`` to ``high``.
@@ -80,15 +84,6 @@ class ObservedPreprocess(Preprocess):
 
     def __str__(self) -> str:
         return f"{self.mode}, {self.height} × {self.width} inputs from a loader; preprocessing of files unknown"
-
-
-def check_preprocess(given: object) -> None:
-    """Raise :class:`UsageError` if ``given`` is no :class:`.Preprocess` but a transform, say, or a name."""
-    if not isinstance(given, Preprocess):
-        raise UsageError(
-            f"expected a Preprocess, got a {type(given).__name__}; say what it does to a file, as "
-            'Preprocess("RGB", 224, 224, 256, mean, std), or take one of PRESETS'
-        )
 
 
 def _each(statistic: Statistic, channels: int) -> tuple[float, ...]:

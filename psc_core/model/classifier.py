@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from psc_core.images.inputs import ImageLike
     from psc_core.images.loader_preprocessing import Statistic
-    from psc_core.images.preprocess import Preprocess
     from psc_core.tasks.classification.decide import Decisions
     from psc_core.tasks.classification.prediction import ClassificationPrediction
     from psc_core.tasks.outputs import FloatArray, Outputs
@@ -50,7 +49,7 @@ class PSC(FittedModel):
         train: Any,
         val: Any,
         *,
-        preprocess: Preprocess | None = None,
+        preprocess: Any = None,
         mean: Statistic | None = None,
         std: Statistic | None = None,
         classes: Sequence[str] | None = None,
@@ -82,11 +81,13 @@ class PSC(FittedModel):
                 tensors need a ``preprocess``.
             val: Validation images in the same form, none of them used for training: half of them select, half
                 calibrate.
-            preprocess: How files become inputs, if they are more than resized.
+            preprocess: How files become inputs, if they are more than resized: a :class:`psc_core.Preprocess`, the
+                transforms of torchvision's weights, ``pretrained_cfg`` of timm or an image processor of transformers.
             mean: The mean of each channel that the loaders' transform subtracts.  With ``mean`` and ``std`` the model
                 can predict files and can be saved; without them only the range of the inputs is known.
             std: The standard deviation of each channel that the loaders' transform divides by.
-            classes: Class names; None takes those of the training data set, or "0", "1", …, for the network's outputs.
+            classes: Class names; None takes those of the training data set, else those that a network of transformers
+                has in its configuration, else "0", "1", …, for the network's outputs.
                 If the classes are not the network's, the head predicts, and a warning says so.
             name: The name of the model.
             settings: The settings of :func:`psc_core.fit_psc`; ``layer``, to name the candidate layer; and ``device``,
@@ -101,7 +102,7 @@ class PSC(FittedModel):
         """
         from psc_core.fitting.in_memory import fit  # imported here, so that services load no fitting code
 
-        description = LoaderDescription(LoaderPreprocessing(preprocess, mean, std), classes)
+        description = LoaderDescription(LoaderPreprocessing.of(preprocess, mean, std), classes)
         return cast(PSC, fit(cls.task_type.name, net, (train, val), description, name, settings))
 
     if TYPE_CHECKING:

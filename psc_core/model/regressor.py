@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from psc_core.images.inputs import ImageLike
     from psc_core.images.loader_preprocessing import Statistic
-    from psc_core.images.preprocess import Preprocess
     from psc_core.tasks.outputs import FloatArray, Outputs
     from psc_core.tasks.regression.decide import Decisions
     from psc_core.tasks.regression.prediction import RegressionPrediction
@@ -59,7 +58,7 @@ class PSCRegressor(FittedModel):
         *,
         target: str = UNNAMED.name,
         unit: str = "",
-        preprocess: Preprocess | None = None,
+        preprocess: Any = None,
         mean: Statistic | None = None,
         std: Statistic | None = None,
         name: str = "psc",
@@ -101,7 +100,7 @@ class PSCRegressor(FittedModel):
         from psc_core.fitting.in_memory import fit  # imported here, so that services load no fitting code
 
         predicted = Target(name=target, unit=unit)
-        description = LoaderDescription(LoaderPreprocessing(preprocess, mean, std), target=predicted)
+        description = LoaderDescription(LoaderPreprocessing.of(preprocess, mean, std), target=predicted)
         return cast(PSCRegressor, fit(cls.task_type.name, net, (train, val), description, name, settings))
 
     if TYPE_CHECKING:

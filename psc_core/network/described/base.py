@@ -5,23 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from psc_core.images.preprocess import Preprocess
-
-Aspect = Literal["whole", "size", "interpolation", "statistics"]
-"""The parts of a preprocessing that flags can replace: all of it; size and crop; the filter; mean and deviation."""
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """The preprocessing with which a network was trained, as far as PSC supports it.
-
-    ``unlike`` has a sentence for each part in which ``preprocess`` only approximates the description.
-    """
-
-    preprocess: Preprocess
-    unlike: Mapping[Aspect, str] = field(default_factory=dict)
+from psc_core.images.preparation import Preparation
 
 
 @dataclass(frozen=True)

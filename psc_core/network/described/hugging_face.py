@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError, needs
+from psc_core.images.preparation import Preparation, read_processor
 from psc_core.images.preprocess import PRESETS
 from psc_core.network.described import timm
-from psc_core.network.described.base import Described, Preparation
+from psc_core.network.described.base import Described
 from psc_core.network.described.files import read_json, weights_in
-from psc_core.network.described.preparation import read_processor
 
 CONFIG: Final = "config.json"
 PROCESSOR: Final = "preprocessor_config.json"
@@ -52,6 +52,18 @@ class Logits(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         logits: Tensor = self.model(pixel_values=images, return_dict=True).logits
         return logits
+
+
+def classes_of(net: object) -> tuple[str, ...] | None:
+    """Return the class names of a network that :class:`Logits` holds, by its configuration; None if it says none.
+
+    Raises:
+        NetworkError: If the names are not those of the outputs.
+    """
+    labels = getattr(getattr(getattr(net, "model", None), "config", None), "id2label", None)
+    if not isinstance(net, Logits) or not isinstance(labels, dict):
+        return None
+    return _labels({"id2label": {str(index): name for index, name in labels.items()}}, Path("the network's config"))[1]
 
 
 def describe(folder: Path) -> Described:

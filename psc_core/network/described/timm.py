@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from psc_core.errors import NetworkError
+from psc_core.images.preparation import read_timm
 from psc_core.network.described.base import Described
 from psc_core.network.described.files import read_json, weights_in
-from psc_core.network.described.preparation import read_timm
 
 CONFIG: Final = "config.json"
 WEIGHT_FILES: Final = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")

@@ -16,6 +16,7 @@ import contextlib
 import copy
 import hashlib
 import importlib.metadata
+import io
 import json
 import logging
 import os
@@ -23,7 +24,7 @@ import stat
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Final
@@ -151,7 +152,7 @@ def export_here(backbone: Backbone, size: Size) -> bytes:
     """
     needs("a network that no name builds is stored as an ONNX graph, which", "onnx", *PACKAGES, error=NetworkError)
     try:
-        with warnings.catch_warnings(action="ignore"), torch.inference_mode(False):
+        with _silence(), torch.inference_mode(False):
             return _exported(_without_stop(copy.deepcopy(backbone).cpu()), size)
     except Exception as error:  # the network's own code may raise any error
         cause: BaseException = error
@@ -161,6 +162,22 @@ def export_here(backbone: Backbone, size: Size) -> bytes:
         raise NetworkError(
             f"the network after {'+'.join(backbone.layers)} has no ONNX model: {reason[:300]}"
         ) from error
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Drop what PyTorch says while it exports: of a network that it cannot hold, it prints the graph, by pages."""
+    shapes = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    shapes.addFilter(_drop)
+    try:
+        with warnings.catch_warnings(action="ignore"), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        shapes.removeFilter(_drop)
+
+
+def _drop(_record: logging.LogRecord) -> bool:
+    return False
 
 
 def check_exportable(net: nn.Module, trial: Tensor, precision: str) -> None:

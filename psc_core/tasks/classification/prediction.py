@@ -25,7 +25,7 @@ class ClassificationPrediction(BasePrediction):
         >>> prediction.labels, prediction.prediction_set, prediction.predictive_entropy < 0.1
         (('7',), (('7',),), tensor([True]))
         >>> prediction
-        Prediction for 1 image: 1 accept
+        ClassificationPrediction for 1 image: 1 accept
            label  confidence  entropy  log density  p-value  decision
         0      7       1.000    0.001      1147.28   0.8925    accept
     """

@@ -22,3 +22,13 @@ pytestmark = pytest.mark.anyio
 async def test_bad_parameters_are_400(query: str) -> None:
     async with running() as app:
         check_problem(await app.client.post(f"/predict?{query}", content=png(1), headers=PNG), 400, "malformed")
+
+
+async def test_an_unknown_parameter_is_told_the_nearest() -> None:
+    async with running() as app:
+        for query, said in (
+            ("topk=2", "there is no parameter topk; did you mean top_k?"),
+            ("x=1", "there is no parameter x; they are explain, map, monitor, alpha, "),
+        ):
+            found = await app.client.post(f"/predict?{query}", content=png(1), headers=PNG)
+            assert said in found.json()["detail"]

@@ -14,7 +14,7 @@ import psc_core
 def test_package_lists_its_names() -> None:
     assert set(psc_core.__all__) == set(dir(psc_core)) == set(psc_core._MODULES)
     assert all(getattr(psc_core, name) is not None for name in psc_core.__all__)
-    with pytest.raises(AttributeError, match="it has BasePrediction, PRESETS, PSC"):
+    with pytest.raises(AttributeError, match="it has BasePrediction, ClassificationPrediction, PRESETS, PSC"):
         psc_core.nonsense  # noqa: B018
 
 

@@ -14,6 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from psc_core.bundle.io import read_bundle
+from psc_core.cli import evaluate as cli_eval
 from psc_core.cli import fit as cli
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.sources import FileSource
@@ -229,6 +230,35 @@ def test_folders_that_differ_are_told_before_the_network_is_loaded(
     assert code == 2 and f"classes in {tmp_path / 'val'}, got 9 (missing: 7); use" in err
 
 
+def table_of(root: Path, without: str = "") -> str:
+    """A table of the images in class folders, as Kaggle gives it, with one column more."""
+    files = [file for file in sorted(root.rglob("*.png")) if file.parent.name != without]
+    lines = [f"{file.relative_to(root)},{file.parent.name},{index}" for index, file in enumerate(files)]
+    table = root / "labels.csv"
+    table.write_text("\n".join(["id,label,row", *lines]))
+    return str(table)
+
+
+def test_tables_of_classes_are_fitted_and_evaluated(folder_args: list[str], tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    """Validation and test images may lack a class: no row of a table can name one without images."""
+    args, bundle = [*folder_args, "--target", "label"], str(tmp_path / "b")
+    args[args.index("--train") + 1] = table_of(tmp_path / "train")
+    args[args.index("--val") + 1] = val = table_of(tmp_path / "val", without="7")
+    code, _, err = run(capsys, cli.main, [*args, "--out", bundle])
+    assert code == 2 and "labels.csv has numbers of label, which a classifier does not predict; " in err
+    assert "class indices that are opened with --task classification" in err
+    code, out, err = run(capsys, cli.main, [*args, "--task", "classification", "--out", bundle])
+    assert code == 0 and "120 images, 10 classes" in out, err
+    assert read_bundle(tmp_path / "b").manifest.classes == tuple("0123456789")
+
+    words = ["--bundle", bundle, "--device", "cpu", "--allow-factories", "tests.tiny:network"]
+    words += ["--ood", f"same={val}", "--id", val]
+    code, _, err = run(capsys, cli_eval.main, words)
+    assert code == 2 and "has the columns label, row beside that of the files, 'id'; choose one with --target" in err
+    code, out, err = run(capsys, cli_eval.main, [*words, "--target", "label"])
+    assert code == 0 and "labels.csv: 36 images" in out and "same" in out, err
+
+
 def test_an_output_of_the_wrong_form_is_told_before_any_image_is_decoded(
     folder_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,6 +289,8 @@ def test_few_images_that_cannot_be_decoded_are_left_out(  # type: ignore[no-unty
     ]
     for file in bad:
         file.write_bytes(file.read_bytes()[:40])
+    bad[-1].unlink()
+    bad[-1].symlink_to("nowhere.png")
     out, said = tmp_path / "b", "left out 3 that cannot be decoded: 1 of"
     code, printed, err = run(capsys, cli.main, [*folder_args, "--max-bad-images", "2", "--out", str(out)])
     assert code == 2 and "expected at most 2 images that cannot be decoded, found more: " in err and str(bad[0]) in err
@@ -276,7 +308,8 @@ def test_few_images_that_cannot_be_decoded_are_left_out(  # type: ignore[no-unty
         patch.setattr(stages, "collapse", lambda *_: pytest.fail("the stage was kept"))
         code, printed, err = run(capsys, cli.main, [*folder_args, "--out", str(out)])
     assert code == 0 and said in printed, err
-    assert all(f"left out: {file}" in printed for file in bad)
+    assert all(f"left out: {file}" in printed for file in bad[:-1])
+    assert f"left out: cannot read the image {bad[-1]}: No such file or directory; " in printed
     provenance = read_bundle(out).manifest.provenance
     assert [provenance[split][key] for split in ("train", "val") for key in ("images", "left_out")] == [119, 1, 38, 2]
 

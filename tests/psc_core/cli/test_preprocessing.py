@@ -11,8 +11,8 @@ import pytest
 
 from psc_core.cli.preprocessing import add_flags, preprocess_from
 from psc_core.errors import UsageError
+from psc_core.images.preparation import Aspect, Preparation
 from psc_core.images.preprocess import PRESETS, Preprocess
-from psc_core.network.described.base import Aspect, Preparation
 
 
 def parsed(*words: str, described: Preparation | None = None) -> Preprocess:

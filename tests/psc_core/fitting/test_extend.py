@@ -131,6 +131,16 @@ def test_thumbnails_move_with_the_density(model: FittedModel, audit: Audit, more
     assert not torch.equal(new.scorer.texture.centres, scorer.texture.centres)
 
 
+def test_gates_alone_do_not_win(
+    model: FittedModel, audit: Audit, more: ImageDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The audit images are another camera's, so gates fitted to them are better; the densities are the same here."""
+    monkeypatch.setattr(extend, "extended", lambda pipeline, *_: pipeline)
+    found = extend.extend(model, more, audit.of_class, extend.Compute(model.device))
+    assert [*found.aurocs.values()] == [found.aurocs[0]] * len(TIMES)
+    assert found.times == 0 and found.pipeline is model.pipeline and "the density stays as it is" in found.warning()
+
+
 def test_a_density_that_loses_stays(
     model: FittedModel, audit: Audit, more: ImageDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:

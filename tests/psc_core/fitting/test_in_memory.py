@@ -27,6 +27,7 @@ from psc_core.report.content import Content
 from psc_core.report.facts import facts_about
 from tests import tiny
 from tests.conftest import TinyJob
+from tests.folders import transformer
 
 MNIST = PRESETS["mnist"]
 TRANSFORM = transforms.Compose(
@@ -172,6 +173,18 @@ def test_a_network_from_a_factory_is_saved(fitted: PSC, test: TensorDataset, tmp
     assert again.trial is None and again.report["provenance"]["settings"]["layer"] == "4"
 
 
+def test_a_transformer_names_classes_that_nobody_named() -> None:
+    pytest.importorskip("transformers")
+    names, net = ("cat", "dog"), transformer("vit", ("cat", "dog"))
+    images = [(torch.rand(3, 32, 32) * 2 - 1, i % 2) for i in range(200)]
+    settings: dict[str, Any] = {"mean": 0.5, "std": 0.5, "layer": "model.vit.layers.0", "head": "duq"}
+    assert PSC.fit(net, images[:100], images[100:], **settings).classes == names
+    given = PSC.fit(net, images[:100], images[100:], classes=("a", "b"), **settings)
+    assert given.classes == ("a", "b")
+    net.config.id2label = {0: "LABEL_0", 1: "LABEL_1"}
+    assert PSC.fit(net, images[:100], images[100:], **settings).classes == ("0", "1")
+
+
 class Branching(nn.Sequential):
     """What it computes depends on values, so no graph can hold it."""
 
@@ -180,12 +193,16 @@ class Branching(nn.Sequential):
         return logits
 
 
-def test_a_network_that_no_bundle_can_hold_is_told_of_first(splits: tuple[TensorDataset, TensorDataset]) -> None:
+def test_a_network_that_no_bundle_can_hold_is_told_of_first(
+    splits: tuple[TensorDataset, TensorDataset], capfd: pytest.CaptureFixture[str]
+) -> None:
     torch.manual_seed(0)
     layers = (nn.Conv2d(1, 8, 3, stride=4), nn.ReLU(), nn.Flatten(), nn.Linear(392, 10))
     settings = {**QUICK, **STATISTICS, "layer": "0"}
     with pytest.warns(UserWarning, match=r"cannot be saved: the network after 0 has no ONNX model: .* = load_network"):
         psc = PSC.fit(Branching(*layers), *splits, **settings)
+    printed = "".join(capfd.readouterr())
+    assert "def forward" not in printed and "user code" not in printed
     assert len(psc(splits[1].tensors[0][:5])) == 5
     with pytest.raises(NetworkError, match="has no ONNX model"):
         psc.save("never")

@@ -8,11 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from psc_core import PRESETS
 from psc_core.errors import UsageError
-from psc_core.images.loader_preprocessing import LoaderPreprocessing, ObservedPreprocess, check_preprocess
+from psc_core.images.loader_preprocessing import LoaderPreprocessing, ObservedPreprocess
 
 
 def test_mean_and_std_make_a_preprocess_of_the_inputs_size() -> None:
@@ -57,10 +56,3 @@ def test_half_of_the_statistics_or_both_ways_are_refused() -> None:
         LoaderPreprocessing(mean=(0.0,) * 4, std=(1.0,) * 4).preprocess_of((4, 2, 2), [0.0], [1.0])
     with pytest.raises(UsageError, match="expected 3 means"):
         LoaderPreprocessing(mean=(0.5,) * 2, std=(0.5,) * 2).preprocess_of((3, 2, 2), [0.0], [1.0])
-
-
-@pytest.mark.parametrize("other", ["imagenet", nn.Identity()])
-def test_what_is_no_preprocess_is_refused_with_what_is(other: object) -> None:
-    with pytest.raises(UsageError, match=r"expected a Preprocess, got a (str|Identity); .* or take one of PRESETS"):
-        check_preprocess(other)
-    check_preprocess(PRESETS["imagenet"])

@@ -46,6 +46,9 @@ class ClassificationFit(TaskFit):
     def takes(self, data: ImageDataset) -> bool:
         return data.target is None
 
+    def labelled(self, train: ImageDataset, val: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
+        return train, val if val.names_empty_classes else val.in_order(train.classes)
+
     def check(self, settings: FitSettings) -> None:
         super().check(settings)
         if settings.predictions == "base":

@@ -60,12 +60,14 @@ class MultilabelReport(Report):
         return asdict(self)
 
 
-def open_images(model: FittedModel, spec: str) -> ImageDataset:
-    """Open the test images with labels that ``spec`` names."""
-    return open_dataset(spec, split="test", preprocess=model.preprocess)
+def open_images(model: FittedModel, spec: str, *, split: str = "test", target: str | None = None) -> ImageDataset:
+    """Open the images with labels that ``spec`` names."""
+    return open_dataset(spec, split=split, preprocess=model.preprocess)
 
 
-def open_baselines(model: FittedModel, weights: Path, train: str, val: str, *, batch_images: int = 256) -> NoReturn:
+def open_baselines(
+    model: FittedModel, weights: Path, train: str, val: str, *, target: str | None = None, batch_images: int = 256
+) -> NoReturn:
     """Refuse, by :class:`UsageError`: there are none."""
     raise UsageError("a model of several labels has no baselines; leave out --weights, --train and --val")
 

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from psc_core.errors import NetworkError
+from psc_core.images.preparation import read_processor, read_timm
 from psc_core.images.preprocess import Preprocess
-from psc_core.network.described.preparation import read_processor, read_timm
 
 CONFIG = {"model_type": "vit", "num_channels": 3, "image_size": 224}
 STATISTICS = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.25, 0.3]}

@@ -1,4 +1,4 @@
-"""Read the preprocessing of transformers, ``preprocessor_config.json``, and timm, ``pretrained_cfg``.
+"""Read the preprocessing of transformers, ``preprocessor_config.json``, timm, ``pretrained_cfg``, and torchvision.
 
 A :class:`psc_core.images.preprocess.Preprocess` resizes to the input, or resizes the shorter side and crops the centre,
 bilinearly or bicubically, antialiased; then it standardises.  Deviations from this are reported part by part, so that
@@ -20,14 +20,17 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from psc_core.errors import NetworkError, UsageError, fault
 from psc_core.images import INTERPOLATIONS
 from psc_core.images.preprocess import PRESETS, Preprocess
-from psc_core.network.described.base import Aspect, Preparation
+
+Aspect = Literal["whole", "size", "interpolation", "statistics"]
+"""The parts of a preprocessing that flags can replace: all of it; size and crop; the filter; mean and deviation."""
 
 BOTH_SIDES: Final = ("ViT", "DeiT", "Beit", "Blip", "DINOv3ViT", "EfficientNet", "Pvt", "Segformer", "Siglip")
 SHORTER_SIDE: Final = ("Bit", "CLIP", "ConvNext", "Levit", "MobileNetV1", "MobileNetV2", "PoolFormer")
@@ -43,6 +46,17 @@ _UNKNOWN_STEPS: Final = ("do_pad", "do_flip_channel_order", "do_color_quantize",
 
 Geometry = tuple[int, int, int | None]
 """(height, width, resize) of a :class:`Preprocess`."""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """The preprocessing with which a network was trained, as far as PSC supports it.
+
+    ``unlike`` has a sentence for each part in which ``preprocess`` only approximates the description.
+    """
+
+    preprocess: Preprocess
+    unlike: Mapping[Aspect, str] = field(default_factory=dict)
 
 
 class _Processor(BaseModel):
@@ -166,6 +180,19 @@ def read_timm(written: Mapping[str, Any], origin: str) -> Preparation:
         unlike["statistics"] = f"{origin} has {len(mean)} means and {len(std)} deviations for {channels} channels"
         mean, std = ((0.5,) * channels,) * 2
     return Preparation(_preprocess(channels, (height, width, resize), mean, std, interpolation, origin), unlike)
+
+
+def read_torchvision(transforms: Any, origin: str) -> Preparation:
+    """Read the transforms of torchvision's weights, an ``ImageClassification``."""
+    try:
+        (side,), (resize,) = transforms.crop_size, transforms.resize_size
+        mean, std, interpolation = transforms.mean, transforms.std, transforms.interpolation.value
+    except (AttributeError, ValueError):
+        return Preparation(PRESETS["imagenet"], {"whole": f"the transforms of {origin} are not those of a classifier"})
+    unlike: dict[Aspect, str] = {}
+    if interpolation not in INTERPOLATIONS:
+        unlike["interpolation"], interpolation = f"{origin} resizes by the filter {interpolation!r}", "bicubic"
+    return Preparation(_preprocess(3, (side, side, resize), mean, std, interpolation, origin), unlike)
 
 
 @contextmanager

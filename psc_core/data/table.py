@@ -1,0 +1,170 @@
+"""Images with a class or a number each, from a table: a ``.csv`` or ``.tsv`` with a header, or a ``.parquet``.
+
+The column :data:`FILE_COLUMN`, or the first one where none has this name, holds paths, absolute or relative to the
+table's folder.  Another column holds a class name, a class index or a number for each image.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from psc_core.data.dataset import ImageDataset, labelled
+from psc_core.data.sources import FileSource
+from psc_core.data.targets import measured
+from psc_core.errors import DataError, UsageError
+from psc_core.images.preprocess import Preprocess
+from psc_core.target import Target
+
+FILE_COLUMN: Final = "file"
+"""The name of the column of paths."""
+
+TABLE_SUFFIXES: Final = (".csv", ".tsv", ".parquet")
+
+
+def open_table(
+    path: Path,
+    preprocess: Preprocess,
+    *,
+    labelled_images: bool = True,
+    task: str | None = None,
+    target: str | None = None,
+    unit: str = "",
+) -> ImageDataset:
+    """Open the images that a table lists, with what one of its columns says of them.
+
+    Args:
+        path: The table.
+        preprocess: How the images are read.
+        labelled_images: If false, all images form one class, and no column but that of the files is read.
+        task: ``"regression"`` reads the column as numbers, another task as classes; None lets the column decide:
+            numbers are numbers, text is classes.
+        target: The name of the column; None if there is only one.
+        unit: The unit of the numbers.
+
+    Raises:
+        DataError: If the table cannot be read, none of its files exists, or an entry is neither class nor number.
+        UsageError: If ``target`` is not one of its columns, or is None and there are several, or classes get a unit.
+    """
+    columns = _read_table(path)
+    file_column = FILE_COLUMN if FILE_COLUMN in columns else next(iter(columns))
+    source = _files_of(path, file_column, columns[file_column])
+    if not labelled_images:
+        return labelled(str(path), [path.stem], source, torch.zeros(len(source), dtype=torch.int64), preprocess)
+    others = [name for name in columns if name != file_column]
+    shown = f"the columns {', '.join(others) or 'none'} beside that of the files, {file_column!r}"
+    if target is None and len(others) != 1:
+        raise UsageError(f"{path} has {shown}; choose one with --target")
+    column = target or others[0]
+    if column not in others:
+        raise UsageError(f"{path} has no column {column!r}, it has {shown}; choose one with --target")
+    entries = [entry.strip() if isinstance(entry, str) else entry for entry in columns[column]]
+    numbers = list(map(_number, entries))
+    if task == "regression" or (task is None and any(number is not None for number in numbers)):
+        values = _checked_numbers(path, column, entries, numbers)
+        return measured(str(path), Target(name=column, unit=unit), source, values, preprocess)
+    if unit:
+        raise UsageError(f"{path} has classes in {column!r}, which have no unit; leave out the unit {unit!r}")
+    names = _class_names(path, column, entries, numbers)
+    # Class indices count in their own order: "10" comes after "9".
+    classes = sorted({*names}, key=(lambda name: (int(name), name)) if None not in numbers else None)
+    position = {name: label for label, name in enumerate(classes)}
+    data = labelled(str(path), classes, source, torch.tensor([position[name] for name in names]), preprocess)
+    return replace(data, names_empty_classes=False)
+
+
+def _files_of(path: Path, column: str, entries: Sequence[Any]) -> FileSource:
+    """Return the files of a table; raise :class:`DataError` if there are none, or none of them exists."""
+    if not entries:
+        raise DataError(f"{path} has no rows; give one for each image")
+    source = FileSource(path.parent, np.array([os.fsencode(str(entry)) for entry in entries], dtype=np.bytes_))
+    if not any(source.path(index).exists() for index in range(len(source))):
+        raise DataError(
+            f"{path}: none of the files in the column {column!r} exists, the first is {source.path(0)}; give paths "
+            f"with their suffixes, relative to the table's folder, in the column {FILE_COLUMN!r} or in the first one"
+        )
+    return source
+
+
+def _number(entry: Any) -> float | None:
+    try:
+        return float(entry)
+    except (TypeError, ValueError):
+        return None
+
+
+def _checked_numbers(path: Path, column: str, entries: Sequence[Any], numbers: Sequence[float | None]) -> torch.Tensor:
+    """Return the numbers of a column, float64."""
+    for row, (entry, number) in enumerate(zip(entries, numbers, strict=True), 1):
+        if number is None:
+            raise DataError(
+                f"{path}: row {row} has {column} {entry!r}, expected a number; correct it, or give --task "
+                "classification if these are classes"
+            )
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def _class_names(path: Path, column: str, entries: Sequence[Any], numbers: Sequence[float | None]) -> list[str]:
+    """Return the class name of each row; where all are numbers, these are class indices, and 3.0 is "3"."""
+    are_indices = None not in numbers
+    names: list[str] = []
+    for row, (entry, number) in enumerate(zip(entries, numbers, strict=True), 1):
+        if entry is None or entry == "":
+            raise DataError(f"{path}: row {row} has no {column}; give its class, or leave the image out")
+        if are_indices and not (number is not None and math.isfinite(number) and number == int(number)):
+            raise DataError(
+                f"{path}: row {row} has {column} {entry!r}, expected a class name or index; numbers are of --task "
+                "regression"
+            )
+        names.append(str(int(number)) if are_indices and number is not None else str(entry))
+    return names
+
+
+def _read_table(path: Path) -> dict[str, list[Any]]:
+    """Read the columns of a table by name."""
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        try:
+            from pyarrow import parquet
+            from pyarrow.lib import ArrowException
+        except ImportError as error:
+            raise UsageError(f"{path} needs pyarrow; pip install 'psc[parquet]'") from error
+        try:
+            table = parquet.ParquetFile(path).read()
+        except (OSError, ArrowException) as error:
+            raise DataError(f"cannot read the table {path}: {error}") from error
+        _check_names(path, table.column_names)
+        columns: dict[str, list[Any]] = table.to_pydict()
+        return columns
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            # Blank lines are not rows.
+            rows = [row for row in csv.reader(file, delimiter="\t" if suffix == ".tsv" else ",") if row]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"cannot read the table {path}: {error}") from error
+    if not rows:
+        raise DataError(f"{path} is empty; give a table with a header, as file,label")
+    header = rows[0]
+    _check_names(path, header)
+    for number, row in enumerate(rows[1:], 1):
+        if len(row) != len(header):
+            raise DataError(f"{path}: row {number} has {len(row)} values, the header {len(header)}; correct the row")
+    return {name: [row[at] for row in rows[1:]] for at, name in enumerate(header)}
+
+
+def _check_names(path: Path, columns: Sequence[str]) -> None:
+    """Raise :class:`DataError` if a table has no columns, or two of the same name."""
+    if not columns:
+        raise DataError(f"{path} has no columns; give a table with a header, as file,label")
+    name, count = Counter(columns).most_common(1)[0]
+    if count > 1:
+        raise DataError(f"{path} has the column {name!r} twice; name each column once")

@@ -1,0 +1,188 @@
+"""Tables of images with their classes or numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from psc_core.data.spec import open_dataset
+from psc_core.errors import DataError, UsageError
+from psc_core.target import Target
+from tests.psc_core.data.support import TINY
+
+AGE = Target(name="age", unit="years")
+
+
+def table(folder: Path, text: str) -> str:
+    Image.new("L", (3, 3), 7).save(folder / "a.png")
+    Image.new("L", (3, 3), 9).save(folder / "b.png")
+    (folder / "ages.csv").write_text(text)
+    return str(folder / "ages.csv")
+
+
+def test_reads_a_csv_beside_its_images(tmp_path: Path) -> None:
+    data = open_dataset(table(tmp_path, "file,age\na.png,3\nb.png,4.5\n"), split="train", preprocess=TINY, unit="years")
+    assert (data.target, data.values.tolist() if data.values is not None else None) == (AGE, [3.0, 4.5])
+    assert [int(data.image(i)[0, 0, 0]) for i in range(2)] == [7, 9]
+
+
+def test_the_suffix_of_a_table_may_be_of_any_case(tmp_path: Path) -> None:
+    text = "file,age\na.png,3\nb.png,4.5\n"
+    path = Path(table(tmp_path, text)).rename(tmp_path / "AGES.CSV")
+    assert len(open_dataset(str(path), split="train", preprocess=TINY)) == 2
+
+
+def test_reads_a_column_of_a_parquet_table(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table(tmp_path, "")
+    columns = {"file": ["b.png", "a.png"], "age": [1, 2], "dose": [0.5, 0.25]}
+    parquet.write_table(pa.table(columns), tmp_path / "t.parquet")
+    data = open_dataset(str(tmp_path / "t.parquet"), split="val", preprocess=TINY, target="dose")
+    assert data.target == Target(name="dose") and data.values is not None and data.values.tolist() == [0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "error", "said"),
+    [
+        ("", None, DataError, "is empty"),
+        (
+            "age,image\n3,a.png\n",
+            None,
+            DataError,
+            r"none of the files in the column 'age' exists, the first is .*3;",
+        ),
+        (
+            "id,label\na,cat\nb,dog\n",
+            None,
+            DataError,
+            "column 'id' exists, the first is .*a; give paths",
+        ),
+        (
+            "file,age\na.png,3\nb.png,old\n",
+            None,
+            DataError,
+            "row 2 has age 'old', expected a number; correct it, or give",
+        ),
+        ("file,age\na.png,3\nb.png\n", None, DataError, "row 2 has 1 values"),
+        ("file,age,dose\na.png,3,1\n", None, UsageError, "choose one with --target"),
+        ("file,age\na.png,3\n", "dose", UsageError, "no column 'dose', it has the columns age beside"),
+        ("file,age\na.png,nan\n", None, DataError, "finite numbers"),
+        ("file,age,age\na.png,3,4\n", None, DataError, "has the column 'age' twice; name each column once"),
+        ("\n\n", None, DataError, "is empty"),
+        ("file,age\n", None, DataError, "has no rows"),
+        ("file\na.png\n", None, UsageError, "has the columns none beside that of the files, 'file'; choose"),
+        (
+            "file,kind\na.png,cat\nb.png,\n",
+            None,
+            DataError,
+            "row 2 has no kind; give its class, or leave the image out",
+        ),
+    ],
+)
+def test_bad_tables_say_what_is_wrong(
+    tmp_path: Path, text: str, target: str | None, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        open_dataset(table(tmp_path, text), split="train", preprocess=TINY, target=target)
+
+
+def test_blank_lines_of_a_csv_are_no_rows(tmp_path: Path) -> None:
+    data = open_dataset(table(tmp_path, "file,age\n\na.png,3\nb.png,4\n\n"), split="train", preprocess=TINY)
+    assert data.values is not None and data.values.tolist() == [3.0, 4.0]
+
+
+def test_two_columns_of_one_name_are_refused_in_a_parquet_table(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    columns = [pa.array(["a.png"]), pa.array([1]), pa.array([2])]
+    parquet.write_table(pa.table(columns, names=["file", "age", "age"]), tmp_path / "t.parquet")
+    with pytest.raises(DataError, match="has the column 'age' twice"):
+        open_dataset(str(tmp_path / "t.parquet"), split="train", preprocess=TINY)
+
+
+def test_missing_and_damaged_tables(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot read the table"):
+        open_dataset(str(tmp_path / "none.csv"), split="train", preprocess=TINY)
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DataError, match="cannot read the table"):
+        open_dataset(str(tmp_path / "bad.parquet"), split="train", preprocess=TINY)
+
+
+CLASSES = "id,label\na.png,dog\nb.png, cat\n"
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "parquet"])
+def test_text_is_classes(tmp_path: Path, suffix: str) -> None:
+    path = Path(table(tmp_path, CLASSES)).rename(tmp_path / f"t.{suffix}")
+    if suffix == "tsv":
+        path.write_text(CLASSES.replace(",", "\t"))
+    elif suffix == "parquet":
+        pa, parquet = (pytest.importorskip(f"pyarrow{part}") for part in ("", ".parquet"))
+        parquet.write_table(pa.table({"id": ["a.png", "b.png"], "label": ["dog", "cat"]}), path)
+    data = open_dataset(str(path), split="train", preprocess=TINY)
+    assert (data.target, data.classes, data.labels.tolist()) == (None, ("cat", "dog"), [1, 0])
+    assert [int(data.image(i)[0, 0, 0]) for i in range(2)] == [7, 9]
+
+
+def test_paths_may_be_absolute_and_the_column_of_files_anywhere(tmp_path: Path) -> None:
+    (tmp_path / "labels").mkdir()
+    path = Path(table(tmp_path, "")).with_name("labels") / "t.csv"
+    path.write_text(f"label,file,source\ndog,{tmp_path}/a.png,x\ncat,../b.png,y\n")
+    data = open_dataset(str(path), split="train", preprocess=TINY, target="label")
+    assert [int(data.image(i)[0, 0, 0]) for i in range(2)] == [7, 9]
+
+
+@pytest.mark.parametrize(("labels", "classes"), [(("10", "9"), ("9", "10")), (("1.0", "0"), ("0", "1"))])
+def test_class_indices_are_classes_by_request_in_their_own_order(
+    tmp_path: Path, labels: tuple[str, str], classes: tuple[str, str]
+) -> None:
+    path = table(tmp_path, "id,label\na.png,{}\nb.png,{}\n".format(*labels))
+    assert open_dataset(path, split="train", preprocess=TINY).target == Target(name="label")
+    data = open_dataset(path, split="train", preprocess=TINY, task="classification")
+    assert (data.target, data.classes, data.labels.tolist()) == (None, classes, [1, 0])
+
+
+def test_classes_may_look_like_numbers_in_part_by_request(tmp_path: Path) -> None:
+    path = table(tmp_path, "id,label\na.png,7\nb.png,other\n")
+    assert open_dataset(path, split="train", preprocess=TINY, task="classification").classes == ("7", "other")
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "error", "said"),
+    [
+        (
+            "id,age\na.png,3\nb.png,4.5\n",
+            {"task": "classification"},
+            DataError,
+            "row 2 has age '4.5', expected a class",
+        ),
+        (CLASSES, {"task": "regression"}, DataError, "row 1 has label 'dog', expected a number"),
+        (
+            CLASSES,
+            {"unit": "years"},
+            UsageError,
+            "has classes in 'label', which have no unit; leave out the unit 'years'",
+        ),
+    ],
+)
+def test_a_table_for_another_task_is_refused(
+    tmp_path: Path, text: str, given: dict[str, str], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        open_dataset(table(tmp_path, text), split="train", preprocess=TINY, **given)  # type: ignore[arg-type]
+
+
+def test_a_table_without_labels_needs_only_files(tmp_path: Path) -> None:
+    path = table(tmp_path, "file,age,dose\na.png,3,1\nb.png,,2\n")
+    data = open_dataset(path, split="test", preprocess=TINY, labelled_images=False)
+    assert (data.target, data.classes, data.labels.tolist()) == (None, ("ages",), [0, 0])
+
+
+def test_a_table_may_lack_classes_of_others(tmp_path: Path) -> None:
+    data = open_dataset(table(tmp_path, CLASSES), split="val", preprocess=TINY)
+    ordered = data.in_order(("dog", "bird", "cat"))
+    assert (ordered.classes, ordered.labels.tolist()) == (("dog", "bird", "cat"), [0, 2])
+    assert data.in_order(("dog", "bird")) is data
