@@ -1,4 +1,4 @@
-"""Parse the values that command lines take as text: types for argparse, and ``key=value`` pairs."""
+"""The ranges of arguments, of command lines and Python alike, and values that command lines take as text."""
 
 from __future__ import annotations
 
@@ -7,12 +7,56 @@ import math
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import date
 from typing import Any, Final
 
 from psc_core.errors import UsageError
 
 _UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that an argument may be, those between two bounds that are not among them.
+
+    Example:
+        >>> 0.5 in FRACTION, 1.0 in FRACTION, POSITIVE.parse("3")
+        (True, False, 3)
+    """
+
+    noun: str  # as messages name it
+    kind: type[int] | type[float]
+    above: int | float
+    below: int | float = math.inf
+
+    def __contains__(self, value: Any) -> bool:
+        return bool(self.above < value < self.below)  # NaN is in none.
+
+    def parse(self, text: str) -> Any:
+        """Return the number in ``text`` (argparse type)."""
+        return self._parsed(text, self.noun)
+
+    def parse_or_auto(self, text: str) -> Any:
+        """Return the number in ``text``, or None for ``"auto"`` (argparse type)."""
+        return None if text == "auto" else self._parsed(text, f"{self.noun} or auto")
+
+    def _parsed(self, text: str, wanted: str) -> Any:
+        with suppress(ValueError):
+            if (value := self.kind(text)) in self:
+                return value
+        raise ArgumentTypeError(f"expected {wanted}, got {text!r}")
+
+
+POSITIVE: Final = Range("a positive integer", int, 0)
+WHOLE: Final = Range("0 or a positive integer", int, -1)
+SEED: Final = Range("a whole number from 0 to 2**63 - 1", int, -1, 1 << 63)
+POSITIVE_NUMBER: Final = Range("a number above 0", float, 0)
+FRACTION: Final = Range("a number between 0 and 1", float, 0, 1)
+
+positive, whole, positive_number = POSITIVE.parse, WHOLE.parse, POSITIVE_NUMBER.parse
+open_unit_interval = FRACTION.parse
 
 
 def by_commas(text: str) -> list[str]:
@@ -44,54 +88,9 @@ def day(text: str) -> str:
     raise ArgumentTypeError(f"expected a day as YYYY-MM-DD, got {text!r}")
 
 
-def positive(text: str, wanted: str = "a positive integer") -> int:
-    """Parse a positive integer (argparse type)."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"expected {wanted}, got {text!r}")
-    return int(text)
-
-
-def whole(text: str) -> int:
-    """Parse zero or a positive integer (argparse type)."""
-    return 0 if text == "0" else positive(text, "0 or a positive integer")
-
-
-def positive_or_auto(text: str) -> int | None:
-    """Parse a positive integer, or return None for ``"auto"`` (argparse type)."""
-    return None if text == "auto" else positive(text, "a positive integer or auto")
-
-
-def seed(text: str) -> int:
-    """Parse a seed (argparse type)."""
-    if not text.isdecimal() or int(text) >= 1 << 63:
-        raise ArgumentTypeError(f"expected a whole number from 0 to 2**63 - 1, got {text!r}")
-    return int(text)
-
-
 def byte_count(text: str) -> int:
     """Parse ``"512M"``, ``"2G"`` or a plain number of bytes (argparse type)."""
     match = re.fullmatch(r"(\d+)([kmg]?)i?b?", text.strip().lower())
     if not match or int(match[1]) < 1:
         raise ArgumentTypeError(f"expected a size such as 512M or 2G, got {text!r}")
     return int(match[1]) * _UNITS[match[2]]
-
-
-def positive_number(text: str) -> float:
-    """Parse a finite number above 0 (argparse type)."""
-    return _number(text, math.inf, "a number above 0")
-
-
-def open_unit_interval(text: str) -> float:
-    """Parse a number strictly between 0 and 1 (argparse type)."""
-    return _number(text, 1.0, "a number between 0 and 1")
-
-
-def _number(text: str, below: float, wanted: str) -> float:
-    """Parse a number strictly between 0 and ``below``."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < below:
-        raise ArgumentTypeError(f"expected {wanted}, got {text!r}")
-    return value

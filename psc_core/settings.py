@@ -6,10 +6,11 @@ What needs torch is imported when a fit begins, so that the command line shows t
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Final
 
+from psc_core.arguments import FRACTION, POSITIVE, POSITIVE_NUMBER, SEED, Range
 from psc_core.compute import BATCH_IMAGES, MAX_MEMORY
 from psc_core.errors import UsageError, hint
 from psc_core.precision import PRECISIONS
@@ -23,8 +24,13 @@ if TYPE_CHECKING:
 EPSILON: Final = 0.2
 """The cutoff ε on NC1 below which a layer has collapsed, as in the paper."""
 
-_LAST: Final = {"last": True}
+_LAST: Final[dict[str, Any]] = {"last": True}
 """Marks settings that only the last stage reads; an interrupted fit may resume with other values of these."""
+
+_COUNT: Final[dict[str, Any]] = {"range": POSITIVE}
+_RATE: Final[dict[str, Any]] = {"range": FRACTION}
+_WIDTH: Final[dict[str, Any]] = {"range": POSITIVE_NUMBER}
+_SEED: Final[dict[str, Any]] = {"range": SEED}
 
 PREDICTIONS: Final = ("auto", "psc", "base")
 """The sources of a model's predictions: the better of the two, the fitted head, or the network itself."""
@@ -40,6 +46,9 @@ OOD_SCORES: Final = ("gates", "density")
 class FitSettings:
     """The settings of all stages, named as the flags and the provenance of a bundle name them.
 
+    Raises:
+        UsageError: If a value has another type than its setting, or is outside of its range.
+
     Example:
         >>> FitSettings(device="cpu", batch_images=32).compute().batch_size
         32
@@ -49,37 +58,43 @@ class FitSettings:
     layer: str = "auto"  # candidate layer; auto: chosen by collapse
     layers: str | None = None  # regular expression of the layers to measure; None: all
     granularity: str = "operations"
-    epsilon: float = EPSILON
-    c_proj: int | None = None  # None: chosen by the fit, and so are d_proj and pca
-    d_proj: int | None = None
-    minimum_dim: int = 64
+    epsilon: float = field(default=EPSILON, metadata=_RATE)
+    c_proj: int | None = field(default=None, metadata=_COUNT)  # None: chosen by the fit, and so are d_proj and pca
+    d_proj: int | None = field(default=None, metadata=_COUNT)
+    minimum_dim: int = field(default=64, metadata=_COUNT)
     no_second_scaling: bool = False
     density: str = "pooled++"
-    pca: int | None = field(default=None, metadata=_LAST)
+    pca: int | None = field(default=None, metadata=_LAST | _COUNT)
     head: str | None = field(default=None, metadata=_LAST)  # None: the first of the task's heads
     head_input: str = field(default="both", metadata=_LAST)  # classification only
     predictions: str = field(default="auto", metadata=_LAST)
-    alpha: float = field(default=0.05, metadata=_LAST)
-    coverage: float = field(default=0.95, metadata=_LAST)
-    risk: float = field(default=0.05, metadata=_LAST)  # classification only
-    max_width: float | None = field(default=None, metadata=_LAST)  # regression only, target's unit; None: no limit
+    alpha: float = field(default=0.05, metadata=_LAST | _RATE)
+    coverage: float = field(default=0.95, metadata=_LAST | _RATE)
+    risk: float = field(default=0.05, metadata=_LAST | _RATE)  # classification only
+    # Of an interval, in the target's unit, regression only; None: no limit.
+    max_width: float | None = field(default=None, metadata=_LAST | _WIDTH)
     ood_score: str = field(default="gates", metadata=_LAST)
-    keep_examples: int | None = field(default=None, metadata=_LAST)  # training images kept as thumbnails; None: none
+    # Training images kept as thumbnails; None: none.
+    keep_examples: int | None = field(default=None, metadata=_LAST | _COUNT)
     precision: str = "fp32"
-    batch_images: int = BATCH_IMAGES
-    max_images: int | None = None  # training images to use, balanced over classes; None: all
-    max_memory: int = MAX_MEMORY  # bytes
-    seed: int = 0
+    batch_images: int = field(default=BATCH_IMAGES, metadata=_COUNT)
+    max_images: int | None = field(default=None, metadata=_COUNT)  # training images, balanced over classes; None: all
+    max_memory: int = field(default=MAX_MEMORY, metadata=_COUNT)  # bytes
+    seed: int = field(default=0, metadata=_SEED)
     device: str | torch.device = "auto"  # auto, cpu, cuda or cuda:N; belongs to the machine, so no bundle records it
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            _check(each, getattr(self, each.name))
 
     def changed(self, changes: Mapping[str, Any]) -> FitSettings:
         """Return the settings with others by name, as Python functions take them.
 
         Raises:
-            UsageError: If a name or the type of a value is none of the settings', or ``task`` is among them, which the
-                class or function decides.
+            UsageError: If a name is none of the settings', a value has another type or is outside of its range, or
+                ``task`` is among them, which the class or function decides.
         """
-        return replace(self, **{name: _checked(name, value) for name, value in changes.items()})
+        return replace(self, **{name: _as_python(_field(name), value) for name, value in changes.items()})
 
     def of_task(self, task: str, heads: Collection[str]) -> FitSettings:
         """Return the settings for one task, with the task's first head if none is named."""
@@ -96,7 +111,7 @@ class FitSettings:
             reducer: The group of processes that fit together; None: this process alone.
 
         Raises:
-            UsageError: If the precision is unknown, the device does not exist, or a batch has no images.
+            UsageError: If the precision is unknown, or the device does not exist.
         """
         from psc_core.compute.device import resolve_device
         from psc_core.compute.distributed import Reducer
@@ -104,8 +119,6 @@ class FitSettings:
 
         if self.precision not in PRECISIONS:
             raise UsageError(f"expected a precision of {', '.join(PRECISIONS)}, got {self.precision!r}")
-        if self.batch_images < 1:
-            raise UsageError(f"expected batch_images of at least 1, got {self.batch_images}")
         device, processes = resolve_device(self.device), reducer or Reducer()
         return Compute(device, self.precision, self.batch_images, processes, self.max_memory)
 
@@ -119,25 +132,50 @@ class FitSettings:
         return {name: value for name, value in self.recorded().items() if name not in last}
 
 
+RANGES: Final[Mapping[str, Range]] = {
+    each.name: each.metadata["range"] for each in fields(FitSettings) if "range" in each.metadata
+}
+"""The numbers that a setting may be, by its name; the flags of ``psc-fit`` have the same."""
+
 _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
     "str": (str,), "int": (Integral,), "float": (Real,), "bool": (bool,), "None": (type(None),)
 }  # fmt: skip
 """The types that a value may have, by the word in a field's annotation."""
 
 
-def _checked(name: str, value: Any) -> Any:
-    """Return the value for a setting; raises :class:`UsageError` if no function takes this name or such a value."""
+def _field(name: str) -> Field[Any]:
+    """Return the field of a setting by name; raise :class:`UsageError` if no function takes this name."""
     if name == "task":
         raise UsageError("expected no task: PSC and fit_psc fit classifiers, PSCRegressor and fit_regressor others")
-    annotations = {each.name: str(each.type) for each in fields(FitSettings) if each.name != "task"}
-    if name not in annotations:
-        raise UsageError(f"expected a setting of a fit, got {name!r}; {hint(name, list(annotations))}")
-    if name == "device":
-        return value  # Its type is torch's, which is not imported here; compute() refuses what is no device.
-    types: tuple[type, ...] = sum((_TYPES[word] for word in annotations[name].split(" | ")), ())
+    known = {each.name: each for each in fields(FitSettings) if each.name != "task"}
+    if name not in known:
+        raise UsageError(f"expected a setting of a fit, got {name!r}; {hint(name, list(known))}")
+    return known[name]
+
+
+def _types_of(each: Field[Any]) -> tuple[type, ...]:
+    return sum((_TYPES[word] for word in str(each.type).split(" | ")), ())
+
+
+def _check(each: Field[Any], value: Any) -> None:
+    """Raise :class:`UsageError` if a value has another type than the setting, or is outside of its range."""
+    if each.name == "device":
+        return  # Its type is torch's, which is not imported here; compute() refuses what is no device.
+    types = _types_of(each)
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-        raise UsageError(f"expected {name} of type {annotations[name]}, got {value!r} of type {type(value).__name__}")
+        raise UsageError(f"expected {each.name} of type {each.type}, got {value!r} of type {type(value).__name__}")
+    wanted = each.metadata.get("range")
+    if wanted is not None and value is not None and value not in wanted:
+        or_none = " or None" if type(None) in types else ""
+        raise UsageError(f"expected {each.name} to be {wanted.noun}{or_none}, got {value}")
+
+
+def _as_python(each: Field[Any], value: Any) -> Any:
+    """Return numpy's numbers as Python's, which a manifest can hold, and anything else as it is, once checked."""
+    _check(each, value)
+    if each.name == "device" or isinstance(value, bool):
+        return value
+    types = _types_of(each)
     if Real in types and isinstance(value, Real):
         return float(value)
-    # numpy's integers become Python's, which a manifest can hold.
     return int(value) if Integral in types and isinstance(value, Integral) else value

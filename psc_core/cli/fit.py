@@ -16,7 +16,7 @@ from psc_core.cli import flags, preprocessing
 from psc_core.density import DENSITIES
 from psc_core.network import GRANULARITIES, LIBRARIES
 from psc_core.precision import PRECISIONS
-from psc_core.settings import HEAD_INPUTS, OOD_SCORES, PREDICTIONS, FitSettings
+from psc_core.settings import HEAD_INPUTS, OOD_SCORES, PREDICTIONS, RANGES, FitSettings
 from psc_core.tasks import TASKS, module_of
 
 MAX_BAD_IMAGES: Final = 10
@@ -103,11 +103,11 @@ def _add_answer_flags(group: _Group) -> None:
     _add_rate(group, "--coverage", "coverage of the prediction sets, or of a regression's intervals")
     _add_rate(group, "--risk", "error rate that images below the ambiguity threshold keep, with 95 %% confidence")
     text = "width above which an interval makes a number uncertain, in its unit, of a regression (default: no limit)"
-    group.add_argument("--max-width", type=arguments.positive_number, metavar="WIDTH", help=text)
+    group.add_argument("--max-width", type=RANGES["max_width"].parse, metavar="WIDTH", help=text)
     text = (
         "keep thumbnails of N training images, some of each class, to show what an image is nearest to (default: none)"
     )
-    group.add_argument("--keep-examples", type=arguments.positive, metavar="N", help=text)
+    group.add_argument("--keep-examples", type=RANGES["keep_examples"].parse, metavar="N", help=text)
 
 
 def _add_method_flags(group: _Group) -> None:
@@ -134,7 +134,7 @@ def _add_run_flags(group: _Group) -> None:
     _add_choice(group, "--precision", PRECISIONS, "of the network, while fitting and served")
     _add_number(group, "--batch-images", "images sent through the network at once")
     text = "fit on at most N training images, balanced over classes (default: all)"
-    group.add_argument("--max-images", type=arguments.positive, metavar="N", help=text)
+    group.add_argument("--max-images", type=RANGES["max_images"].parse, metavar="N", help=text)
     budget = FitSettings.max_memory
     text = f"budget of one stage's statistics (default: {budget >> 30}G)"
     group.add_argument("--max-memory", type=arguments.byte_count, default=budget, metavar="SIZE", help=text)
@@ -150,12 +150,12 @@ def _add_run_flags(group: _Group) -> None:
     group.add_argument("--dry-run", action="store_true", help=text)
     group.add_argument("--fresh", action="store_true", help="ignore the checkpoint of an interrupted run")
     text = "splits the validation images and seeds the head (default: 0)"
-    group.add_argument("--seed", type=arguments.seed, default=0, metavar="N", help=text)
+    group.add_argument("--seed", type=RANGES["seed"].parse, default=0, metavar="N", help=text)
 
 
 def _add_number(group: _Group, flag: str, text: str) -> None:
-    default = _default_of(flag)
-    parse, shown = (arguments.positive_or_auto, "auto") if default is None else (arguments.positive, default)
+    default, wanted = _default_of(flag), RANGES[_name_of(flag)]
+    parse, shown = (wanted.parse_or_auto, "auto") if default is None else (wanted.parse, default)
     metavar = "N|auto" if default is None else "N"
     group.add_argument(flag, type=parse, default=default, metavar=metavar, help=f"{text} (default: {shown})")
 
@@ -166,12 +166,16 @@ def _add_choice(group: _Group, flag: str, choices: Sequence[str], text: str) -> 
 
 
 def _add_rate(group: _Group, flag: str, text: str) -> None:
-    default = _default_of(flag)
-    group.add_argument(flag, type=arguments.open_unit_interval, default=default, help=f"{text} (default: {default})")
+    default, parse = _default_of(flag), RANGES[_name_of(flag)].parse
+    group.add_argument(flag, type=parse, default=default, help=f"{text} (default: {default})")
 
 
 def _default_of(flag: str) -> Any:
-    return getattr(FitSettings, flag.removeprefix("--").replace("-", "_"))
+    return getattr(FitSettings, _name_of(flag))
+
+
+def _name_of(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def fit(args: argparse.Namespace) -> None:

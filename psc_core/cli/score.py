@@ -89,7 +89,7 @@ def score(args: argparse.Namespace) -> None:
             there += 0 if count.written else count.images
             progress.update(count.images)
     if images == 0 and rank == 0:
-        raise UsageError(f"{args.input} has no images")
+        raise UsageError(f"{args.input} has no images; give a folder, a .parquet file or a text file that has some")
     by_process = f" of process {rank}" if world > 1 else ""
     print(f"{args.out}: {images} images{by_process}, {there} of them were there already, {errors} with an error")
 

@@ -36,7 +36,6 @@ from psc_core.errors import FitError
 from psc_core.network.backbone import Backbone, feature_step, trial_input, truncate
 from psc_core.network.layers import list_layers, select_layers
 from psc_core.numerics.scatter import ClassScatter, ScatterSums
-from psc_core.rates import check_fraction
 from psc_core.settings import FitSettings
 
 
@@ -62,11 +61,10 @@ def measure_layers(
 
     Raises:
         FitError: If features are not finite.
-        UsageError: If ε is outside (0, 1), or a pattern matches no layer.
+        UsageError: If a pattern matches no layer.
         NetworkError: If the network cannot be run or cut.
     """
     epsilon, pattern = settings.epsilon, settings.layers
-    check_fraction(epsilon, "epsilon")
     compute = replace(compute, precision="fp32")
     trial = trial_input(train.preprocess).to(compute.device)
     every = list_layers(net.to(compute.device), trial, granularity=settings.granularity)

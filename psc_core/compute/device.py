@@ -22,7 +22,7 @@ def resolve_device(name: str | torch.device) -> torch.device:
     unknown = UsageError(f"expected a device auto, cpu, cuda or cuda:N, got {name!r}")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise unknown from error
     if device.type not in ("cpu", "cuda"):
         raise unknown

@@ -6,7 +6,9 @@ The validation split of each consists of training images at fixed positions.
 from __future__ import annotations
 
 import gzip
+import math
 import tarfile
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -44,13 +46,15 @@ def read_idx(path: Path, *, ndim: int | None = None) -> npt.NDArray[np.uint8]:
     packed = path.with_name(path.name + ".gz")
     try:
         data = gzip.decompress(packed.read_bytes()) if packed.exists() else path.read_bytes()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read the IDX file {packed} or {path}: {error}") from error
     if len(data) < 4 or data[:3] != b"\x00\x00\x08":
         raise DataError(f"{path}: expected an IDX header of unsigned bytes, got {data[:4]!r}")
     axes = data[3]
+    if not 1 <= axes <= len(data) // 4 - 1:
+        raise DataError(f"{path}: expected the length of each of {axes} axes, got {len(data)} bytes")
     shape = tuple(int(n) for n in np.frombuffer(data, ">u4", count=axes, offset=4))
-    if (ndim is not None and axes != ndim) or len(data) != 4 + 4 * axes + int(np.prod(shape)):
+    if (ndim is not None and axes != ndim) or len(data) != 4 + 4 * axes + math.prod(shape):
         raise DataError(
             f"{path}: expected {ndim or axes} axes and {shape} bytes, got {axes} axes and "
             f"{len(data) - 4 - 4 * axes} bytes"
@@ -68,7 +72,7 @@ def read_tar(path: Path, prefix: str) -> dict[str, bytes]:
         with tarfile.open(path) as tar:
             members = sorted((m for m in tar if m.isfile() and m.name.startswith(prefix)), key=lambda m: m.name)
             files = {member.name: file.read() for member in members if (file := tar.extractfile(member))}
-    except (OSError, tarfile.TarError, EOFError) as error:
+    except (OSError, tarfile.TarError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read the tar archive {path}: {error}") from error
     if not files:
         raise DataError(f"{path} has no files below {prefix}; give the whole archive")

@@ -63,7 +63,8 @@ class FitData:
             max_images: Number of training images to use, balanced over classes; None for all.
 
         Raises:
-            UsageError: If the images are not labelled with what the task predicts.
+            UsageError: If the images are not labelled with what the task predicts, or the two are read through
+                different preprocessing.
             DataError: If classes or numbers differ between the two, or there are too few images.
         """
         fit = task_fit_for(train) if task is None else task_fit(task)
@@ -95,9 +96,11 @@ class FitData:
         """Return the same images, after checking that a fit can use them.
 
         Raises:
+            UsageError: If the two are read through different preprocessing.
             DataError: If classes differ between the two, there are too few images, or nothing can be measured on a
                 half.
         """
+        check_preprocessing(self.train, self.val)
         check_classes(self.train, self.val)
         for half in self._halves:
             self.task_fit.check_half(half)
@@ -171,6 +174,19 @@ class FitData:
             check_rates(len(self.calibration), alpha=alpha, coverage=coverage)
         except UsageError as error:
             raise UsageError(f"{error} (half of the {len(self.val)} validation images calibrate)") from error
+
+
+def check_preprocessing(train: ImageDataset, val: ImageDataset) -> None:
+    """Require images that become inputs in the same way: the model takes that of the training images.
+
+    Raises:
+        UsageError: If they do not.
+    """
+    if different := train.preprocess.differences(val.preprocess):
+        raise UsageError(
+            f"expected {val.name} to be read through the training images' preprocessing {train.preprocess}, got "
+            f"{val.preprocess}, with another {', '.join(different)}; open both with the same preprocess"
+        )
 
 
 def check_classes(train: ImageDataset, val: ImageDataset) -> None:

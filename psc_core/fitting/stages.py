@@ -49,7 +49,7 @@ def collapse(net: nn.Module, job: FitJob) -> CollapseReport:
     """Measure NC1 on the training images and NC4 (for a regression R²) on the selection split, after every layer.
 
     Raises:
-        UsageError: If a setting is unknown, ε is outside (0, 1), or a pattern matches no layer.
+        UsageError: If a setting is unknown, or a pattern matches no layer.
         FitError: If features are not finite.
         NetworkError: If the network cannot be run or cut.
     """
@@ -95,7 +95,7 @@ def checked(settings: FitSettings, data: FitData) -> FitSettings:
     """Return the settings with the task of the images and, where no head is named, the task's first.
 
     Raises:
-        UsageError: If an option is unknown, or a rate is outside (0, 1) or cannot be kept by so few validation images.
+        UsageError: If an option is unknown, or a rate cannot be kept by so few validation images.
     """
     fit = data.task_fit
     settings = settings.of_task(fit.task_type.name, fit.task_type.heads)

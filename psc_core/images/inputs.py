@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ def as_batch(images: Sequence[ImageLike] | Tensor, preprocess: Preprocess) -> Im
         return _tensor_batch(images, preprocess)
     if isinstance(images, (str, bytes, Path, Image.Image, np.ndarray)):
         raise UsageError(f"expected a list of images or a tensor, got {described(images)}; put it into a list")
+    if not isinstance(images, Iterable):
+        raise UsageError(f"expected a list of images or a tensor, got {described(images)}")
     pixels = [read_image(image, preprocess) for image in images]
     return torch.from_numpy(np.stack(pixels)) if pixels else torch.empty((0, *preprocess.shape), dtype=torch.uint8)
 
@@ -99,4 +101,4 @@ def described(image: Any) -> str:
     """Describe an object that was given as an image, for an error message."""
     if isinstance(image, np.ndarray):
         return f"an array of {image.dtype} {image.shape}"
-    return f"a {type(image).__name__}"
+    return "None" if image is None else f"a {type(image).__name__}"

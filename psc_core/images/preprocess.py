@@ -8,6 +8,7 @@ by a loader of the user, and pass the device half unchanged; :meth:`Preprocess.t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Final
@@ -49,6 +50,9 @@ On CPUs with AVX2, decoding and resizing a photograph take a sixth to a third le
 gives the same pixels, but more slowly.  The two differ by at most 1 of 255; for tall images, whose columns Pillow
 resizes before the rows, by more where a bicubic filter overshoots.
 """
+
+_ROUNDING: Final = 1e-6
+"""Largest relative difference of two means or deviations that may be the same number, once kept as float32."""
 
 _MAX_ENLARGED: Final = 4
 """Maximum size of a resized image that PyTorch makes, in crops: unlike Pillow it resizes the whole and then crops."""
@@ -201,6 +205,22 @@ class Preprocess:
         scale, shift = (part.to(images.device) for part in self.scale_and_shift())
         return ((images - shift) / scale).clamp(0, 255).round().to(torch.uint8)
 
+    def differences(self, other: Preprocess) -> tuple[str, ...]:
+        """Return the names of the attributes in which the two differ by more than the rounding of a float32.
+
+        Two of unknown preprocessing are compared by their shapes alone; one of each kind differs in its description.
+
+        Example:
+            >>> PRESETS["mnist"].differences(Preprocess("L", 32, 32, None, (0.5,), (0.5,)))
+            ('height', 'width', 'mean', 'std')
+        """
+        if self.is_known != other.is_known:
+            return ("description",)
+        if not self.is_known:
+            return () if self.shape == other.shape else ("shape",)
+        ours, theirs = asdict(self), asdict(other)
+        return tuple(name for name, value in ours.items() if not _is_close(value, theirs[name]))
+
     def __str__(self) -> str:
         size = f"{self.height} × {self.width} pixels"
         resized = f"resized to {size}" if self.resize is None else f"shorter side to {self.resize}, centre {size}"
@@ -218,6 +238,13 @@ def standardise(images: Images, scale: Float[Tensor, "channels 1 1"], shift: Flo
     if images.is_floating_point():
         return images.clone()  # a copy, because a network may change its input in place
     return images.float().mul_(scale).add_(shift)
+
+
+def _is_close(one: Any, other: Any) -> bool:
+    """Return whether two attributes are the same, numbers of channels up to :data:`_ROUNDING`."""
+    if not isinstance(one, tuple) or len(one) != len(other):
+        return bool(one == other)
+    return all(math.isclose(a, b, rel_tol=_ROUNDING) for a, b in zip(one, other, strict=True))
 
 
 def mode_of(channels: int) -> str:

@@ -27,15 +27,17 @@ def logged_model(log: Log, name: str | None) -> str:
     """Return the name of a model that has rows; None asks for the only one.
 
     Raises:
-        UsageError: If there is no model of this name, or ``name`` is None and there is not exactly one.
+        UsageError: If there are no rows, no model of this name, or ``name`` is None and there is not exactly one.
         OSError: If the log cannot be read.
     """
     names = models_in(log)
+    if not names:
+        raise UsageError(f"{log.where} has no rows; give the folder that psc-serve --log writes")
     if name is None and len(names) == 1:
         return names[0]
     if name is None or name not in names:
-        given = f"no model {name}" if name else "several models" if names else "no model"
-        raise UsageError(f"{log.where} has rows of {given}; it has {', '.join(names) or 'none'}, name one by --model")
+        given = f"has no rows of model {name}" if name else "has rows of several models"
+        raise UsageError(f"{log.where} {given}; it has {', '.join(names)}, name one by --model")
     return name
 
 

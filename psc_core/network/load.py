@@ -115,8 +115,10 @@ def recipe_for(spec: str, described: Described, num_classes: int | None, model_a
     """Return the recipe of the network of a spec, from its description and what the caller adds to it.
 
     Raises:
-        NetworkError: If neither says the number of classes, or they say different ones.
+        NetworkError: If neither says the number of classes, they say different ones, or it is below 1.
     """
+    if num_classes is not None and num_classes < 1:
+        raise NetworkError(f"expected num_classes of at least 1, got {num_classes}")
     outputs = num_classes or described.outputs
     if outputs is None:
         raise NetworkError(f"{spec} does not say its number of classes; give num_classes")

@@ -38,10 +38,10 @@ def check_read_by(model: FittedModel, data: ImageDataset) -> None:
     Raises:
         UsageError: If it is read through another one.
     """
-    if data.preprocess != model.preprocess:
+    if different := model.preprocess.differences(data.preprocess):
         raise UsageError(
             f"expected {data.name} to be read through the model's preprocessing {model.preprocess}, got "
-            f"{data.preprocess}; open it with preprocess=model.preprocess"
+            f"{data.preprocess}, with another {', '.join(different)}; open it with preprocess=model.preprocess"
         )
 
 

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-from psc_core.errors import UsageError, needs
+from psc_core.errors import DataError, UsageError, needs
 from psc_core.images import SUFFIXES
 from psc_core.images.files import files_below
 
@@ -41,6 +41,7 @@ def named_images(source: Path, column: str | None = None) -> Iterator[NamedImage
     Raises:
         UsageError: If there is no such file, folder or column, pyarrow is not installed, or a column is given for what
             has none.
+        DataError: If a Parquet file is damaged, when the images are reached.
     """
     if not source.is_dir() and not source.is_file():
         raise UsageError(f"{source} does not exist; give a folder, a .parquet file or a text file of paths")
@@ -65,14 +66,19 @@ def _paths(file: Path) -> Iterator[NamedImage]:
 
 
 def _parquet(file: Path, column: str) -> Iterator[NamedImage]:
+    try:
+        for row, value in enumerate(_cells(file, column)):
+            yield NamedImage(str(row), _encoded(value, file))
+    except (needs("Parquet", "parquet", "pyarrow").ArrowException, OSError) as error:
+        raise DataError(f"{file} cannot be read as Parquet ({' '.join(str(error).split())}); write it again") from error
+
+
+def _cells(file: Path, column: str) -> Iterator[Any]:
     table = pyarrow_parquet().ParquetFile(file)
     if column not in table.schema_arrow.names:
         raise UsageError(f"{file} has no column {column!r}; it has {', '.join(table.schema_arrow.names)}")
-    row = 0
     for batch in table.iter_batches(batch_size=256, columns=[column]):
-        for value in batch.column(0):
-            yield NamedImage(str(row), _encoded(value.as_py(), file))
-            row += 1
+        yield from batch.column(0).to_pylist()
 
 
 def _printable(path: str) -> str:

@@ -18,7 +18,9 @@ REPORT = CollapseReport((), epsilon=0.1, granularity="blocks", pattern=None, tra
 
 
 def test_flags_have_the_defaults() -> None:
-    assert vars(parser().parse_args(NEEDED)).items() >= FitSettings().recorded().items()
+    given = {**vars(parser().parse_args(NEEDED)), "task": FitSettings.task}  # None lets the columns of a table decide.
+    for name, value in FitSettings().recorded().items():
+        assert given[name] == value, name
 
 
 def test_a_bundle_records_what_no_machine_decides() -> None:
@@ -37,6 +39,46 @@ def test_the_last_stage_alone_reads_what_a_checkpoint_does_not_know() -> None:
 def test_unknown_values_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=rf"expected (a )?{next(iter(settings))}"):
         FitSettings(**{"device": "cpu", **settings}).compute()
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "wanted"),
+    [
+        ("max_images", -1, "a positive integer or None"),
+        ("max_images", 0, "a positive integer or None"),
+        ("c_proj", 0, "a positive integer or None"),
+        ("d_proj", -2, "a positive integer or None"),
+        ("pca", -3, "a positive integer or None"),
+        ("keep_examples", 0, "a positive integer or None"),
+        ("minimum_dim", -3, "a positive integer"),
+        ("max_memory", -5, "a positive integer"),
+        ("batch_images", 0, "a positive integer"),
+        ("seed", 2**70, "a whole number from 0 to 2**63 - 1"),
+        ("seed", -1, "a whole number from 0 to 2**63 - 1"),
+        ("epsilon", 1.0, "a number between 0 and 1"),
+        ("alpha", 0.0, "a number between 0 and 1"),
+        ("coverage", 95.0, "a number between 0 and 1"),
+        ("risk", float("nan"), "a number between 0 and 1"),
+        ("max_width", -1.0, "a number above 0 or None"),
+        ("max_width", float("inf"), "a number above 0 or None"),
+    ],
+)
+def test_values_out_of_range_are_refused_at_both_doors(
+    name: str, wrong: float, wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for door in (lambda: FitSettings(**{name: wrong}), lambda: FitSettings().changed({name: wrong})):
+        with pytest.raises(UsageError) as caught:
+            door()
+        assert str(caught.value) == f"expected {name} to be {wanted}, got {wrong}"
+    with pytest.raises(SystemExit):
+        parser().parse_args([*NEEDED, f"--{name.replace('_', '-')}={wrong}"])
+    expected = "a size such as" if name == "max_memory" else f"expected {wanted.removesuffix(' or None')}"
+    assert expected in capsys.readouterr().err
+
+
+def test_a_setting_of_another_type_is_refused_before_it_is_compared() -> None:
+    with pytest.raises(UsageError, match="expected epsilon of type float, got 'a' of type str"):
+        FitSettings().changed({"epsilon": "a"})
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

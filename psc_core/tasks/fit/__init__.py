@@ -1,1 +1,1 @@
-"""Settings, standardisation and the interface that the fits of all tasks share."""
+"""Standardisation and the interface that the fits of all tasks share."""

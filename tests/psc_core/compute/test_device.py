@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
@@ -19,3 +21,8 @@ def test_resolves_names_and_devices() -> None:
 def test_rejects_unknown_devices(name: str) -> None:
     with pytest.raises(UsageError, match="device"):
         resolve_device(name)
+
+
+def test_rejects_what_names_no_device() -> None:
+    with pytest.raises(UsageError, match="expected a device auto, cpu, cuda or cuda:N, got None"):
+        inspect.unwrap(resolve_device)(None)  # type: ignore[arg-type]  # Without the type checks of the tests.

@@ -36,7 +36,15 @@ def test_dirty_mnist_has_ten_training_labels_per_ambiguous_image(data_root: Path
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\x00\x00\x08", b"\x00\x00\x09\x01\x00\x00\x00\x01\x00", b"\x00\x00\x08\x01\x00\x00\x00\x05\x01"]
+    "content",
+    [
+        b"",
+        b"\x00\x00\x08",
+        b"\x00\x00\x08\x00",
+        b"\x00\x00\x08\x03\x00\x00",
+        b"\x00\x00\x09\x01\x00\x00\x00\x01\x00",
+        b"\x00\x00\x08\x01\x00\x00\x00\x05\x01",
+    ],
 )
 def test_names_damaged_idx_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.gz").write_bytes(gzip.compress(content))
@@ -44,10 +52,12 @@ def test_names_damaged_idx_file(tmp_path: Path, content: bytes) -> None:
         read_idx(tmp_path / "x")
 
 
-def test_names_truncated_gzip(tmp_path: Path) -> None:
-    (tmp_path / "x.gz").write_bytes(gzip.compress(b"\x00\x00\x08\x01\x00\x00\x00\x05hello")[:-9])
-    with pytest.raises(DataError, match="cannot read the IDX file"):
-        read_idx(tmp_path / "x")
+def test_names_damaged_gzip(tmp_path: Path) -> None:
+    packed = gzip.compress(b"\x00\x00\x08\x01\x00\x00\x00\x05hello")
+    for damaged in (packed[:-9], packed[:10] + b"\xff" * 9 + packed[19:]):
+        (tmp_path / "x.gz").write_bytes(damaged)
+        with pytest.raises(DataError, match="cannot read the IDX file"):
+            read_idx(tmp_path / "x")
 
 
 def test_names_missing_archive(tmp_path: Path) -> None:

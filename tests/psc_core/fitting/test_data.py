@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from psc_core import FitSettings, fit_projection, fit_psc, measure_collapse
+from psc_core import (
+    PSC,
+    FitSettings,
+    PSCRegressor,
+    fit_projection,
+    fit_psc,
+    fit_regressor,
+    measure_collapse,
+    open_dataset,
+    open_loader,
+)
 from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.data.sources import ArraySource
@@ -18,6 +28,7 @@ from psc_core.data.spec import image_folder
 from psc_core.data.targets import measured
 from psc_core.errors import DataError, FitError, UsageError
 from psc_core.fitting.data import FitData
+from psc_core.images.preprocess import Preprocess
 from psc_core.projection.fit.report import FittedProjection
 from psc_core.target import Target
 from tests.psc_core.data.support import TINY, write_folder
@@ -43,7 +54,7 @@ def test_rejects_unattainable_rates(
         ({"head": "mlp"}, "head of a classifier to be one of laplace"),
         ({"density": "kde"}, "density of a classifier to be one of gda"),
         ({"ood_score": "entropy"}, "ood_score of a classifier to be one of gates, density, got 'entropy'"),
-        ({"risk": 1.0}, "risk between 0 and 1"),
+        ({"risk": 1.0}, "risk to be a number between 0 and 1, got 1.0"),
     ],
 )
 def test_rejects_invalid_options_before_any_image_is_read(
@@ -112,6 +123,51 @@ def test_rejects_another_target_for_validation() -> None:
     age, dose = (measured("some", Target(name=name), source, two, TINY) for name in ("age", "dose"))
     with pytest.raises(DataError, match="got age and dose"):
         FitData.of(age, dose)
+
+
+@pytest.mark.parametrize("changes", [{"resize": 32}, {"height": 32, "width": 32}, {"resizer": "pillow"}])
+def test_every_door_refuses_validation_images_with_other_preprocessing(
+    net: torch.nn.Module,
+    train: ImageDataset,
+    val: ImageDataset,
+    projection: FittedProjection,
+    data_root: Path,
+    changes: dict[str, Any],
+) -> None:
+    candidate, other = Candidate(("4",), "by hand"), replace(val, preprocess=replace(val.preprocess, **changes))
+    angles, numbers = (
+        open_dataset(f"rotated-mnist:{data_root}", split=split, preprocess=each.preprocess)
+        for split, each in (("train", train), ("val", other))
+    )
+    regression = torch.nn.Sequential(*list(net)[:-1], torch.nn.Linear(16, 1)).eval()  # type: ignore[call-overload]
+    doors = (
+        lambda: PSC.fit(net, train, other),
+        lambda: PSCRegressor.fit(regression, angles, numbers),
+        lambda: measure_collapse(net, train, other, settings=SETTINGS),
+        lambda: fit_projection(net, candidate, train, other, settings=SETTINGS),
+        lambda: fit_psc(net, candidate, projection, train, other, settings=SETTINGS),
+        lambda: fit_regressor(regression, candidate, projection, angles, numbers, settings=SETTINGS),
+    )
+    for door in doors:
+        with pytest.raises(UsageError, match=rf"preprocessing L.*, got L.*another {', '.join(changes)}; open both"):
+            door()
+
+
+def test_loaders_that_describe_the_same_are_fitted_together() -> None:
+    def opened(count: int, **description: Any) -> ImageDataset:
+        return open_loader([(torch.rand(count, 1, 4, 4), torch.arange(count) % 2)], **description)
+
+    described = {"mean": (0.485,), "std": (0.229,)}
+    as_tensors = {name: torch.tensor(values) for name, values in described.items()}
+    assert FitData.of(opened(8, **described), opened(8, **as_tensors))
+    whole = opened(8, preprocess=Preprocess("L", 4, 4, None, (0.485,), (0.229,)))
+    assert FitData.of(whole, opened(8, **described))
+    assert FitData.of(opened(8), opened(8)), "two that say nothing, with other ranges"
+    with pytest.raises(UsageError, match=r"4 × 4 inputs from a loader.* with another description; open both"):
+        FitData.of(whole, opened(8))
+    small = open_loader([(torch.rand(8, 1, 2, 2), torch.arange(8) % 2)])
+    with pytest.raises(UsageError, match=r"4 × 4 inputs .*2 × 2 inputs .* another shape; open both"):
+        FitData.of(opened(8), small)
 
 
 def test_images_without_validation_stand_for_it(train: ImageDataset) -> None:

@@ -257,7 +257,7 @@ def test_calibration_keeps_the_rates_that_are_not_changed(fitted: PSC, test: Ten
             fitted.calibrate(few, **{name: value})
     with pytest.raises(UsageError, match=r"expected alpha of type float, got '0\.1' of type str"):
         fitted.calibrate(few, alpha="0.1")
-    with pytest.raises(UsageError, match="expected batch_images of at least 1, got -5"):
+    with pytest.raises(UsageError, match="expected batch_images to be a positive integer, got -5"):
         fitted.calibrate(few, batch_images=-5)
     changed = fitted.calibrate(few, alpha=0.2, coverage=0.8, batch_images=7)
     assert (changed.policy.alpha, changed.policy.coverage) == (0.2, 0.8)
@@ -285,7 +285,7 @@ def test_a_regression(angle_job: TinyJob, data_root: Path, tmp_path: Path) -> No
     }
     loaders = {split: pairs(data, data.values) for split, data in opened.items()}
     for wrong, message in (
-        ({"max_width": -1.0}, r"expected max_width above 0, or None for no limit, got -1"),
+        ({"max_width": -1.0}, r"expected max_width to be a number above 0 or None, got -1"),
         ({"risk": 0.1}, "a regression does not read risk"),
     ):
         with pytest.raises(UsageError, match=message):
@@ -301,7 +301,7 @@ def test_a_regression(angle_job: TinyJob, data_root: Path, tmp_path: Path) -> No
     assert torch.equal(calibrated(inputs).mean, model(inputs).mean)
     with pytest.raises(UsageError, match=r"a regression does not read risk; it takes .*max_width$"):
         model.calibrate(loaders["test"], risk=0.1)
-    with pytest.raises(UsageError, match=r"expected max_width above 0, or None for no limit, got -1"):
+    with pytest.raises(UsageError, match=r"expected max_width to be a number above 0 or None, got -1"):
         model.calibrate(loaders["test"], max_width=-1.0)
     assert len(calibrated.calibration) == len(loaders["test"]) and calibrated.policy.coverage == 0.9
     with pytest.raises(DataError, match=r"expected numbers of angle, degrees in .*, got angle, radians"):
@@ -429,7 +429,7 @@ def test_warnings_are_of_what_costs_guarantees(net: nn.Module, splits: tuple[Ten
         ({"coverage": None}, "expected coverage of type float, got None"),
         ({"head": 3}, r"expected head of type str \| None, got 3"),
         ({"seed": True}, "expected seed of type int, got True of type bool"),
-        ({"batch_images": 0}, "expected batch_images of at least 1, got 0"),
+        ({"batch_images": 0}, "expected batch_images to be a positive integer, got 0"),
         ({"head": "none"}, "expected head of a classifier"),
         ({"max_width": 3.0}, "a classifier does not read max_width"),
     ],

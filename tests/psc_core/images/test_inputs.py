@@ -53,6 +53,12 @@ def test_rejects_a_single_image(psc: PSC, image: Any) -> None:
         inspect.unwrap(read_image)(1, psc.preprocess)
 
 
+@pytest.mark.parametrize(("given", "named"), [(None, "None"), (3, "a int")])
+def test_rejects_what_holds_no_images(psc: PSC, given: Any, named: str) -> None:
+    with pytest.raises(UsageError, match=f"expected a list of images or a tensor, got {named}$"):
+        inspect.unwrap(as_batch)(given, psc.preprocess)
+
+
 def test_pixels_need_a_known_preprocess() -> None:
     observed = LoaderPreprocessing().preprocess_of((1, 4, 4), [-1.0], [1.0])
     inputs = torch.rand(2, 1, 4, 4)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from psc_core.errors import DataError
-from psc_core.log.rows import days_of, find_row, models_in, read_rows
+from psc_core.errors import DataError, UsageError
+from psc_core.log.rows import days_of, find_row, logged_model, models_in, read_rows
 from psc_core.log.schema import row_schema, scores_in
+from psc_core.log.store import open_log
 from psc_core.tasks.classification.answer import SCORES
 from tests.psc_core.log.support import add_values, digest, make_log, put_rows, row
 
@@ -32,6 +33,20 @@ def test_find_row(tmp_path: Path) -> None:
     log = make_log(tmp_path)
     assert find_row(log, "r2", 0) == {"image_sha256": digest(2), "bundle_version": "v1", "model": "m"}
     assert find_row(log, "r2", 1) is None and find_row(log, "r", 0) is None
+
+
+@pytest.mark.parametrize("name", [None, "digits"])
+def test_a_log_without_rows_says_which_folder_is_meant(tmp_path: Path, name: str | None) -> None:
+    log = open_log(tmp_path / "none")
+    with pytest.raises(UsageError, match=r"none has no rows; give the folder that psc-serve --log writes$"):
+        logged_model(log, name)
+
+
+def test_a_model_of_several_is_named(tmp_path: Path) -> None:
+    log = make_log(tmp_path)
+    assert logged_model(log, "m") == logged_model(log, None) == "m"
+    with pytest.raises(UsageError, match=r"has no rows of model x; it has m, name one by --model$"):
+        logged_model(log, "x")
 
 
 def test_damaged_file_is_named(tmp_path: Path) -> None:

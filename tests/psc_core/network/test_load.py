@@ -89,3 +89,9 @@ def test_network_with_versioned_weights(tmp_path: Path) -> None:
     safetensors.torch.save_file(trained.state_dict(), tmp_path / "net.safetensors")
     net = load_network("torchvision:mnasnet0_5", weights=tmp_path / "net.safetensors", num_classes=3)
     assert all(torch.equal(tensor, net.state_dict()[name]) for name, tensor in trained.state_dict().items())
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_network_has_a_class(count: int) -> None:
+    with pytest.raises(NetworkError, match=f"expected num_classes of at least 1, got {count}"):
+        load_network("torchvision:resnet18", num_classes=count)

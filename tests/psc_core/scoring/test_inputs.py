@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from psc_core.errors import UsageError
+from psc_core.errors import DataError, UsageError
 from psc_core.scoring.inputs import NamedImage, in_parts, named_images
 from tests.psc_core.scoring.support import rows_of
 
@@ -24,6 +24,17 @@ def test_a_column_is_of_parquet_files(folder: Path, tmp_path: Path) -> None:
     for source in (folder, tmp_path / "list.txt"):
         with pytest.raises(UsageError, match=r"has no columns, a \.parquet file has; leave out the column 'picture'"):
             named_images(source, "picture")
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    whole, torn, noise = (tmp_path / f"{name}.parquet" for name in ("whole", "torn", "noise"))
+    pq.write_table(pa.table({"image": [b"some bytes"] * 9}), whole)
+    torn.write_bytes(whole.read_bytes()[:4] + b"\xff" * 20 + whole.read_bytes()[24:])  # The first page of the column.
+    noise.write_bytes(b"PAR1 is not enough")
+    for file in (torn, noise):
+        with pytest.raises(DataError, match=rf"{file.name} cannot be read as Parquet \(.*\); write it again"):
+            list(named_images(file))
 
 
 def test_names_that_are_not_unicode(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
 from psc_core.metrics import classification
-from psc_core.rates import check_fraction
 from psc_core.settings import FitSettings
 from psc_core.tasks.classification.fit.calibrate import (
     CONFIDENCE,
@@ -52,7 +51,6 @@ class ClassificationFit(TaskFit):
 
     def check(self, settings: FitSettings) -> None:
         super().check(settings)
-        check_fraction(settings.risk, "risk")
         if settings.predictions == "base":
             for name, default in (("head", next(iter(self.task_type.heads))), ("head_input", FitSettings.head_input)):
                 if getattr(settings, name) not in (None, default):

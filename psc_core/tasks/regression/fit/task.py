@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -16,7 +15,7 @@ from psc_core.collapse.linear import LinearFit
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.targets import known_values
-from psc_core.errors import DataError, UsageError
+from psc_core.errors import DataError
 from psc_core.metrics import regression
 from psc_core.settings import FitSettings
 from psc_core.tasks.fit.task import FIRST_LOOK_IMAGES, Calibrated, HeadJob, TaskFit, run_network
@@ -51,14 +50,6 @@ class RegressionFit(TaskFit):
             raise DataError(
                 f"expected numbers that differ in each half of the validation images, of {images.name} all "
                 f"{len(values)} of one half are {float(values[0]):g}; give more validation images"
-            )
-
-    def check(self, settings: FitSettings) -> None:
-        super().check(settings)
-        if settings.max_width is not None and not 0 < settings.max_width < math.inf:
-            raise UsageError(
-                f"expected max_width above 0, or None for no limit, got {settings.max_width:g}; it is the width of an "
-                "interval, in the target's unit"
             )
 
     def task(self, train: ImageDataset) -> Regression:
