@@ -6,7 +6,7 @@ import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
-from fastapi import Depends, FastAPI
+from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
@@ -19,7 +19,6 @@ from app.http.middleware.limits import RequestLimits
 from app.http.middleware.problems import ProblemResponses
 from app.http.middleware.telemetry import Telemetry
 from app.http.openapi import Application
-from app.http.query import check_parameters
 from app.http.routes import feedback, live, model, operations, page, predict, review
 from app.http.v2 import repository
 from app.http.v2 import routes as v2
@@ -134,16 +133,16 @@ def _serving_grpc(app: FastAPI, service: Service) -> AbstractAsyncContextManager
 
 def _add_routes(app: FastAPI, service: Service) -> None:
     """Add the routes; some are there only if the settings ask for them."""
-    routers = [each.router for each in (predict, operations, model, live, v2, repository)]
+    for routes in (predict, operations, model, live, v2, repository):
+        app.include_router(routes.router)
     if service.log is not None:
-        routers += [feedback.router, review.router]
+        app.include_router(feedback.router)
+        app.include_router(review.router)
     if service.settings.grpc_port is not None:
         check_installed()
         from app.grpc import methods
 
-        routers.append(methods.router)
-    for router in routers:
-        app.include_router(router, dependencies=[Depends(check_parameters)])
+        app.include_router(methods.router)
     page.add_to(app, index=service.settings.page)
 
 

@@ -13,31 +13,20 @@ from psc_core.errors import all_faults, hint, shortened
 Query = TypeVar("Query", bound=BaseModel)
 
 
-async def check_parameters(request: Request) -> None:
-    """Refuse query parameters that the route does not describe, or that are repeated; a dependency of the routes.
+def parse_query(model: type[Query], request: Request) -> Query:
+    """Parse the query parameters of a request to a route that takes some; those that take none ignore them.
 
-    FastAPI ignores unknown parameters, and silently takes the last value of a repeated one.
+    FastAPI would ignore unknown parameters, and silently take the last value of a repeated one.
 
     Raises:
-        MalformedRequest: If there is such a parameter.
+        MalformedRequest: If a parameter is unknown, repeated or out of range.
     """
     given = [name for name, _ in request.query_params.multi_items()]
-    described = (request.scope["route"].openapi_extra or {}).get("parameters", ())
-    known = [each["name"] for each in described if each["in"] == "query"]
     for name in given:
-        if name not in known:
-            remedy = hint(name, known) if known else "leave it out"
-            raise MalformedRequest(f"there is no parameter {shortened(name)}; {remedy}")
+        if name not in model.model_fields:
+            raise MalformedRequest(f"there is no parameter {shortened(name)}; {hint(name, [*model.model_fields])}")
     if len(set(given)) < len(given):
         raise MalformedRequest(f"give each parameter once, got {', '.join(given)}")
-
-
-def parse_query(model: type[Query], request: Request) -> Query:
-    """Parse the query parameters of a request, whose names :func:`check_parameters` has checked.
-
-    Raises:
-        MalformedRequest: If a value is out of range.
-    """
     try:
         return model.model_validate_strings(dict(request.query_params))
     except ValidationError as error:

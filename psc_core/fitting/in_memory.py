@@ -113,7 +113,7 @@ def calibrate_on(model: FittedModel, loader: Any, **changes: Any) -> FittedModel
 def _named_by(net: nn.Module, train: ImageDataset) -> ImageDataset:
     """Return images whose classes nobody named, "0", "1", …, with the names that a network of transformers has."""
     names = classes_of(net) or ()
-    is_unnamed = train.target is None and train.classes == tuple(map(str, range(len(names))))
+    is_unnamed = train.classes == tuple(map(str, range(len(names))))
     return replace(train, classes=names) if is_unnamed and len({*names}) == len(names) else train
 
 
