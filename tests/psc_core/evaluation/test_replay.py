@@ -76,7 +76,7 @@ def test_without_an_audit_slice_nothing_is_said_of_all(model: FittedModel, tmp_p
     write(found, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "nothing is known of images that were not stored" in page and "<i>" not in page and "&lt;i&gt;" in page
-    with pytest.raises(UsageError, match="rows of no model"):
+    with pytest.raises(UsageError, match="has no rows; give the folder"):
         replay(open_log(tmp_path / "none"), model)
     log = write_log(tmp_path / "unstored", [Logged(image.content, stored=False)])
     with pytest.raises(UsageError, match="no logged images of digits; see --log-images"):

@@ -107,9 +107,9 @@ def test_names_and_classes_that_are_not_there(model: FittedModel, tmp_path: Path
         read_audit(log, model, "digits")
     with pytest.raises(UsageError, match="rows of several models; it has digits, other, name one by --model"):
         read_audit(log, model)
-    with pytest.raises(UsageError, match="no model shoes; it has digits, other"):
+    with pytest.raises(UsageError, match="no rows of model shoes; it has digits, other"):
         read_audit(log, model, "shoes")
-    with pytest.raises(UsageError, match="rows of no model; it has none"):
+    with pytest.raises(UsageError, match="has no rows; give the folder"):
         read_audit(open_log(tmp_path / "empty"), model)
 
 

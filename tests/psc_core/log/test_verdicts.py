@@ -105,7 +105,7 @@ def test_image_of_two_models_is_labelled_for_the_one_that_could_have_said_it(tmp
         read("4.csv")
     with pytest.raises(DataError, match=r"line 2: expected one of the model's classes"):
         read("cat.csv", "digits")
-    with pytest.raises(UsageError, match="no model shoes"):
+    with pytest.raises(UsageError, match="no rows of model shoes"):
         read("cat.csv", "shoes")
 
 
