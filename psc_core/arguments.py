@@ -14,6 +14,9 @@ from typing import Any, Final
 
 from psc_core.errors import UsageError
 
+_WHOLE_NUMBER: Final = re.compile(r"0|[0-9]*[1-9][0-9]*")
+"""What is read as an integer; Python itself would read "1_0" and " 5" too."""
+
 _UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
@@ -44,7 +47,8 @@ class Range:
 
     def _parsed(self, text: str, wanted: str) -> Any:
         with suppress(ValueError):
-            if (value := self.kind(text)) in self:
+            value = self.kind(text)
+            if value in self and (self.kind is float or _WHOLE_NUMBER.fullmatch(text)):
                 return value
         raise ArgumentTypeError(f"expected {wanted}, got {text!r}")
 

@@ -101,10 +101,18 @@ def shortened(text: str, at_most: int = 200) -> str:
     return text if len(text) <= at_most else f"{text[:half]}…{text[-half:]}"
 
 
-def hint(name: str, known: Sequence[str]) -> str:
-    """Return the end of a message about a name that is not known: the nearest known name, or all of them."""
-    near = get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"they are {', '.join(known)}"
+def hint(name: str, known: Sequence[str], otherwise: str | None = None) -> str:
+    """Return the end of a message about a name that is not known: the nearest known names, or else all of them.
+
+    Args:
+        name: The name that was given.
+        known: The known names.
+        otherwise: What to say in place of all names, where there are many.
+    """
+    near = get_close_matches(name, known)
+    if not near:
+        return otherwise or f"they are {', '.join(known)}"
+    return f"did you mean {', '.join(near)}?"
 
 
 _OBJECT: Final = "expected an object"

@@ -46,6 +46,7 @@ from psc_core.report.content import Content
 from psc_core.report.facts import facts_about
 from psc_core.settings import FitSettings
 from psc_core.tasks.fit.task import FIRST_LOOK_IMAGES
+from psc_core.tasks.task import task_type
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,8 @@ def open_images(args: argparse.Namespace, described: Described) -> tuple[FitData
         UsageError: If validation images are training images.
     """
     preprocess = preprocessing.preprocess_from(args, described.preparation)
-    opened = partial(open_dataset, preprocess=preprocess, task=args.task, target=args.target, unit=args.unit)
+    numbers = None if args.task is None else task_type(args.task).has_numbers
+    opened = partial(open_dataset, preprocess=preprocess, numbers=numbers, target=args.target, unit=args.unit)
     train, note = in_network_order(opened(args.train, split="train"), described.classes)
     val, _ = in_network_order(opened(args.val, split="val").in_order(train.classes), described.classes)
     check_disjoint(train, val)  # Before --max-images leaves out training images, which the network has seen too.

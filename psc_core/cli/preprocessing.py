@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 DEFAULT: Final = "imagenet"
 """Preset for networks that say nothing of their preprocessing."""
 
+_REMEDY: Final = "give a JSON file"
+
 
 def add_flags(cli: argparse.ArgumentParser) -> None:
     """Add the flags that :func:`preprocess_from` reads."""
@@ -141,7 +143,7 @@ def from_torchvision(name: str) -> Preprocess:
         raise UsageError(
             f"torchvision has no weights {name!r}; they are called as ResNet50_Weights.IMAGENET1K_V2"
         ) from error
-    return followed(read_torchvision(transforms, name))
+    return read_torchvision(transforms, name).whole(_REMEDY)
 
 
 def from_timm(name: str) -> Preprocess:
@@ -152,11 +154,4 @@ def from_timm(name: str) -> Preprocess:
     config = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
     if config is None:
         raise UsageError(f"timm has no model {name!r}")
-    return followed(read_timm(asdict(config), name))
-
-
-def followed(found: Preparation) -> Preprocess:
-    """Return a preprocessing that PSC can follow in every part; raises :class:`UsageError`."""
-    for reason in found.unlike.values():
-        raise UsageError(f"{reason}; give a JSON file")
-    return found.preprocess
+    return read_timm(asdict(config), name).whole(_REMEDY)

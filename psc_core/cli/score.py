@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 VERSION_FILE = "_bundle-version"
 """The file of the bundle's version; readers of a folder of Parquet files skip names that begin with an underscore."""
 
-
 _EXAMPLE = """examples:
   psc-score --bundle bundle images --out scores                  (a folder; scores/part-00000.jsonl, …)
   psc-score --bundle bundle images.parquet --column image --out scores --format parquet

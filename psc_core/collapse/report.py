@@ -20,10 +20,9 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from difflib import get_close_matches
 from typing import Any, Final
 
-from psc_core.errors import UsageError
+from psc_core.errors import UsageError, hint
 from psc_core.network.layers import LayerInfo
 from psc_core.tables import aligned
 
@@ -114,8 +113,8 @@ class CollapseReport:
             if layer.name == name:
                 return layer
         names = [layer.name for layer in self.layers]
-        near = get_close_matches(name, names, n=3) or names[-4:]
-        raise UsageError(f"expected one of the measured layers, got {name!r}; some are {', '.join(near)}")
+        near = hint(name, names, f"the last are {', '.join(names[-4:])}")
+        raise UsageError(f"expected one of the measured layers, got {name!r}; {near}")
 
     def named(self, layer: LayerCollapse) -> str:
         """Return a layer's name with its numbers, as text."""

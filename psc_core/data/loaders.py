@@ -166,12 +166,7 @@ def check_loader(data: Any, name: str) -> None:
 
 
 def elements(data: Any, name: str) -> Iterator[Any]:
-    """Yield the batches of a loader or the single examples of a data set.
-
-    Raises:
-        UsageError: If ``data`` is neither.
-    """
-    check_loader(data, name)
+    """Yield the batches of a loader or the single examples of a data set."""
     if hasattr(data, "__iter__"):
         return iter(data)
     return (data[index] for index in range(len(data)))  # many data sets never raise IndexError

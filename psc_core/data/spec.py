@@ -24,7 +24,7 @@ import torch
 from psc_core.data.builtin import BUILT_IN
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.sources import FileSource
-from psc_core.data.table import TABLE_SUFFIXES, open_table
+from psc_core.data.table import TABLE_SUFFIXES, Column, open_table
 from psc_core.errors import DataError, UsageError
 from psc_core.images import SUFFIXES
 from psc_core.images.files import files_below, is_hidden
@@ -40,7 +40,7 @@ def open_dataset(
     split: str,
     preprocess: Any,
     labelled_images: bool = True,
-    task: str | None = None,
+    numbers: bool | None = None,
     target: str | None = None,
     unit: str = "",
 ) -> ImageDataset:
@@ -52,8 +52,8 @@ def open_dataset(
         preprocess: How the images are read: a :class:`psc_core.Preprocess`, or what else
             :func:`psc_core.images.transforms.as_preprocess` takes.
         labelled_images: If false, all images of a directory or table form one class (out-of-distribution sets).
-        task: What the images are for, which says whether numbers in a table are class indices (``"classification"``)
-            or numbers (``"regression"``); None: numbers are numbers, text is classes.
+        numbers: Whether a table holds numbers or, if false, class names or indices; None: numbers are numbers, text is
+            classes.
         target: The column of a table that holds the classes or numbers; None if there is only one.
         unit: The unit of the numbers in a table.
 
@@ -73,7 +73,7 @@ def open_dataset(
     if split not in SPLITS:
         raise DataError(f"expected a split of {', '.join(SPLITS)}, got {split!r} in {spec!r}")
     if is_table(spec):
-        return open_table(Path(body), preprocess, labelled_images=labelled_images, task=task, target=target, unit=unit)
+        return open_table(Path(body), preprocess, Column(target, numbers, unit) if labelled_images else None)
     if target is not None or unit:
         given = f"target {target!r}" if target is not None else f"unit {unit!r}"
         raise UsageError(

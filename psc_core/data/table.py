@@ -11,7 +11,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,55 +31,52 @@ FILE_COLUMN: Final = "file"
 TABLE_SUFFIXES: Final = (".csv", ".tsv", ".parquet")
 
 
-def open_table(
-    path: Path,
-    preprocess: Preprocess,
-    *,
-    labelled_images: bool = True,
-    task: str | None = None,
-    target: str | None = None,
-    unit: str = "",
-) -> ImageDataset:
-    """Open the images that a table lists, with what one of its columns says of them.
+@dataclass(frozen=True)
+class Column:
+    """What a table says of each image, in one of its columns."""
 
-    Args:
-        path: The table.
-        preprocess: How the images are read.
-        labelled_images: If false, all images form one class, and no column but that of the files is read.
-        task: ``"regression"`` reads the column as numbers, another task as classes; None lets the column decide:
-            numbers are numbers, text is classes.
-        target: The name of the column; None if there is only one.
-        unit: The unit of the numbers.
+    name: str | None = None  # None: the only one beside that of the files
+    numbers: bool | None = None  # true: numbers; false: class names or indices; None: numbers are numbers, text classes
+    unit: str = ""  # of the numbers
+
+
+def open_table(path: Path, preprocess: Preprocess, column: Column | None) -> ImageDataset:
+    """Open the images that a table lists, with what a column says of them; without one, all images form one class.
 
     Raises:
         DataError: If the table cannot be read, none of its files exists, or an entry is neither class nor number.
-        UsageError: If ``target`` is not one of its columns, or is None and there are several, or classes get a unit.
+        UsageError: If the column is not in the table, or has no name and is not the only one, or classes get a unit.
     """
     columns = _read_table(path)
     file_column = FILE_COLUMN if FILE_COLUMN in columns else next(iter(columns))
-    source = _files_of(path, file_column, columns[file_column])
-    if not labelled_images:
+    source = _files_of(path, file_column, columns.pop(file_column))
+    if column is None:
         return labelled(str(path), [path.stem], source, torch.zeros(len(source), dtype=torch.int64), preprocess)
-    others = [name for name in columns if name != file_column]
-    shown = f"the columns {', '.join(others) or 'none'} beside that of the files, {file_column!r}"
-    if target is None and len(others) != 1:
-        raise UsageError(f"{path} has {shown}; choose one with --target")
-    column = target or others[0]
-    if column not in others:
-        raise UsageError(f"{path} has no column {column!r}, it has {shown}; choose one with --target")
-    entries = [entry.strip() if isinstance(entry, str) else entry for entry in columns[column]]
+    name = _chosen(path, column.name, [*columns], file_column)
+    entries = [entry.strip() if isinstance(entry, str) else entry for entry in columns[name]]
     numbers = list(map(_number, entries))
-    if task == "regression" or (task is None and any(number is not None for number in numbers)):
-        values = _checked_numbers(path, column, entries, numbers)
-        return measured(str(path), Target(name=column, unit=unit), source, values, preprocess)
-    if unit:
-        raise UsageError(f"{path} has classes in {column!r}, which have no unit; leave out the unit {unit!r}")
-    names = _class_names(path, column, entries, numbers)
+    if column.numbers or (column.numbers is None and any(number is not None for number in numbers)):
+        values = _checked_numbers(path, name, entries, numbers)
+        return measured(str(path), Target(name=name, unit=column.unit), source, values, preprocess)
+    if column.unit:
+        raise UsageError(f"{path} has classes in {name!r}, which have no unit; leave out the unit {column.unit!r}")
+    labels = _class_names(path, name, entries, numbers)
     # Class indices count in their own order: "10" comes after "9".
-    classes = sorted({*names}, key=(lambda name: (int(name), name)) if None not in numbers else None)
-    position = {name: label for label, name in enumerate(classes)}
-    data = labelled(str(path), classes, source, torch.tensor([position[name] for name in names]), preprocess)
+    classes = sorted({*labels}, key=(lambda label: (int(label), label)) if None not in numbers else None)
+    position = {label: index for index, label in enumerate(classes)}
+    data = labelled(str(path), classes, source, torch.tensor([position[label] for label in labels]), preprocess)
     return replace(data, names_empty_classes=False)
+
+
+def _chosen(path: Path, name: str | None, others: Sequence[str], file_column: str) -> str:
+    """Return the name of the column to read among those beside the files'; raises :class:`UsageError`."""
+    shown = f"the columns {', '.join(others) or 'none'} beside that of the files, {file_column!r}"
+    if name is None and len(others) != 1:
+        raise UsageError(f"{path} has {shown}; choose one with --target")
+    chosen = name or others[0]
+    if chosen not in others:
+        raise UsageError(f"{path} has no column {chosen!r}, it has {shown}; choose one with --target")
+    return chosen
 
 
 def _files_of(path: Path, column: str, entries: Sequence[Any]) -> FileSource:

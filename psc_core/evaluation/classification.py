@@ -86,9 +86,8 @@ def open_images(model: PSC, spec: str, *, split: str = "test", target: str | Non
     Raises:
         DataError: If the spec or the data set is invalid.
     """
-    data = open_dataset(
-        spec, split=split, preprocess=model.preprocess, task=model.task.name, target=target if is_table(spec) else None
-    )
+    target = target if is_table(spec) else None
+    data = open_dataset(spec, split=split, preprocess=model.preprocess, numbers=False, target=target)
     return data.in_order(model.classes)
 
 

@@ -92,7 +92,7 @@ def open_images(model: PSCRegressor, spec: str, *, split: str = "test", target: 
     opened, wanted = partial(open_dataset, spec, split=split, preprocess=model.preprocess), model.target
     if not is_table(spec):
         return opened()
-    data = opened(task=model.task.name, target=target or wanted.name, unit=wanted.unit)
+    data = opened(numbers=True, target=target or wanted.name, unit=wanted.unit)
     return replace(data, target=wanted)
 
 

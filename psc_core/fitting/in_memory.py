@@ -63,10 +63,10 @@ def fit(
     net = readable_copy(net)
     chosen = FitSettings(device=device_of(net)).changed(settings)
     compute = chosen.compute()
-    if isinstance(loaders[0], ImageDataset):
-        check_undescribed(loaders[0], description)
     train = opened(loaders[0], "the training data", description)
-    if not isinstance(loaders[0], ImageDataset) and description.classes is None:
+    if train is loaders[0]:
+        check_undescribed(train, description)
+    elif description.classes is None:
         train = _named_by(net, train)
     of_task = task_fit(task)
     if of_task.takes(train):  # Before hours are spent on reading the others; otherwise the error comes below.

@@ -58,6 +58,12 @@ class Preparation:
     preprocess: Preprocess
     unlike: Mapping[Aspect, str] = field(default_factory=dict)
 
+    def whole(self, remedy: str) -> Preprocess:
+        """Return the preprocessing if PSC supports every part of it; raise :class:`UsageError` with a remedy if not."""
+        for reason in self.unlike.values():
+            raise UsageError(f"{reason}; {remedy}")
+        return self.preprocess
+
 
 class _Processor(BaseModel):
     """The fields of ``preprocessor_config.json`` that describe how an image becomes an input."""

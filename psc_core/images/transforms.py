@@ -36,9 +36,7 @@ def as_preprocess(given: Any) -> Preprocess:
     found = _read(given)
     if found is None:
         raise UsageError(f"expected a Preprocess, got a {type(given).__name__}; {_REMEDY}")
-    for reason in found.unlike.values():
-        raise UsageError(f"{reason}; {_REMEDY}")
-    return found.preprocess
+    return found.whole(_REMEDY)
 
 
 def _read(given: Any) -> Preparation | None:

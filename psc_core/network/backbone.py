@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from psc_core.errors import BundleError, NetworkError, UsageError
+from psc_core.errors import BundleError, NetworkError, UsageError, hint
 from psc_core.images.preprocess import Inputs, Preprocess
 from psc_core.network.cut import HookedNetwork, HookPlan, cut_graph, plan_stop
 from psc_core.network.fuse import fuse, images_format
@@ -190,8 +189,8 @@ def truncate(net: nn.Module, layers: Sequence[str], *, keep_output: bool, trial:
     modules = dict(net.named_modules())
     for name in layers:
         if name.removesuffix(INPUT_SUFFIX) not in modules or not name:
-            near = ", ".join(get_close_matches(name, list(modules), n=3)) or "see list_layers"
-            raise NetworkError(f"{type(net).__name__} has no layer {name!r}; similar names: {near}")
+            near = hint(name, list(modules), "see list_layers")
+            raise NetworkError(f"{type(net).__name__} has no layer {name!r}; {near}")
     if len(set(layers)) != len(layers) or not layers:
         raise NetworkError(f"expected at least one layer, each once, got {list(layers)}")
     if trial is not None:

@@ -5,15 +5,16 @@ Each library is imported only when one of its networks is built; torchvision alo
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from torch import nn
 
-from psc_core.errors import NetworkError, needs
+from psc_core.errors import NetworkError, hint, needs
+
+_ELSEWHERE: Final = "see its documentation for names"
 
 
 def from_torchvision(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.Module:
@@ -21,7 +22,7 @@ def from_torchvision(name: str, num_classes: int, model_args: Mapping[str, Any])
 
     known = torchvision.models.list_models(module=torchvision.models)
     if name not in known:
-        raise NetworkError(f"torchvision has no classification network {name!r}; {_near(name, known)}")
+        raise NetworkError(f"torchvision has no classification network {name!r}; {hint(name, known, _ELSEWHERE)}")
     args = dict(model_args)
     stem, in_channels = args.pop("stem", None), args.pop("in_channels", None)
     if stem not in (None, "small"):
@@ -82,7 +83,7 @@ def from_timm(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.
     if "in_channels" in args:
         args["in_chans"] = args.pop("in_channels")
     if not timm.is_model(name):
-        raise NetworkError(f"timm has no network {name!r}; {_near(name, timm.list_models())}")
+        raise NetworkError(f"timm has no network {name!r}; {hint(name, timm.list_models(), _ELSEWHERE)}")
     try:
         net: nn.Module = timm.create_model(name, pretrained=False, num_classes=num_classes, **args)
     except (TypeError, ValueError, AssertionError) as error:
@@ -116,8 +117,3 @@ BUILDERS: Mapping[str, Callable[[str, int, Mapping[str, Any]], nn.Module]] = {
     "torchvision": from_torchvision,
     "timm": from_timm,
 }
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=3)
-    return f"did you mean {', '.join(close)}?" if close else "see its documentation for names"

@@ -25,7 +25,7 @@ VALUES: dict[Callable[[str], Any], dict[str, Any]] = {
 REFUSED = {
     arguments.day: ("a day as YYYY-MM-DD", ["2026-02-30", "20260228", "today"]),
     arguments.positive: ("a positive integer", ["0", "-1", "1.5", "many", ""]),
-    arguments.whole: ("0 or a positive integer", ["-1", "1.5", "x"]),
+    arguments.whole: ("0 or a positive integer", ["-1", "1.5", "x", "00", " 5", "1_0"]),
     arguments.POSITIVE.parse_or_auto: ("a positive integer or auto", ["0", "none"]),
     arguments.SEED.parse: ("a whole number from 0 to 2**63 - 1", ["-1", str(2**63), "x"]),
     arguments.byte_count: ("a size such as 512M or 2G", ["0", "1.5G", "lots", "1T"]),

@@ -19,7 +19,7 @@ MAX_FILES: Final = 12
 MAX_FILE_BYTES: Final = 1 << 20
 """The maximum size of an image to try, bytes; larger files are not shown."""
 
-router = APIRouter(tags=["model"], responses=responses(400, 401, 404, 503))
+router = APIRouter(tags=["model"], responses=responses(401, 404, 503))
 
 
 @router.get("/models/{name}/live", summary="The last images of a model")

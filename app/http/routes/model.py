@@ -14,7 +14,7 @@ from app.service import service_to_predict
 
 _BINS: Final = 40
 
-router = APIRouter(tags=["model"], responses=responses(400, 401, 503))
+router = APIRouter(tags=["model"], responses=responses(401, 503))
 
 
 @router.get("/model", summary="The default model")

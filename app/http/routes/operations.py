@@ -15,7 +15,7 @@ class _ReloadQuery(BaseModel):
     model: str | None = Field(default=None, description="The model to reload; by default all.")
 
 
-router = APIRouter(responses=responses(400))
+router = APIRouter()
 
 
 @router.get("/healthz", summary="Liveness", tags=["health"])
@@ -58,7 +58,7 @@ async def metrics(request: Request) -> Response:
     "/admin/reload",
     summary="Reload bundles",
     tags=["admin"],
-    responses=responses(401, 403, 404, 409, 422, 500, 503),
+    responses=responses(400, 401, 403, 404, 409, 422, 500, 503),
     openapi_extra={"parameters": query_parameters(_ReloadQuery)},
 )
 async def reload(request: Request) -> ReloadDocument:

@@ -72,11 +72,14 @@ class _ReviewQuery(BaseModel):
     limit: int = Field(default=12, ge=1, le=MAX_IMAGES, description="Maximum number of images.")
 
 
-router = APIRouter(tags=["feedback"], responses=responses(400, 401, 403, 429, 503, 504))
+router = APIRouter(tags=["feedback"], responses=responses(401, 403, 429, 503, 504))
 
 
 @router.get(
-    "/feedback/images", summary="Images to review", openapi_extra={"parameters": query_parameters(_ReviewQuery)}
+    "/feedback/images",
+    summary="Images to review",
+    responses=responses(400),
+    openapi_extra={"parameters": query_parameters(_ReviewQuery)},
 )
 async def images(request: Request) -> ReviewDocument:
     """List the newest logged images (with `--log`) that were neither accepted nor reviewed.

@@ -13,9 +13,9 @@ from app.errors import MalformedRequest
 from app.http.v2.schemas import RepositoryModel, errors
 from app.service import service_of, service_to_predict
 
-_ERRORS: Final = errors(403, 404, 409, 422, 500, 503)
+_ERRORS: Final = errors(400, 403, 404, 409, 422, 500, 503)
 
-router = APIRouter(prefix="/v2/repository", tags=["open inference protocol v2"], responses=errors(400, 401))
+router = APIRouter(prefix="/v2/repository", tags=["open inference protocol v2"], responses=errors(401))
 
 
 @router.post("/index", summary="Models of the repository")

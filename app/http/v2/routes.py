@@ -37,7 +37,7 @@ from psc_core.model.pipeline import MAP
 from psc_core.version import __version__
 
 _METADATA_ERRORS: Final = errors(401, 404, 503)
-_INFER_ERRORS: Final = errors(401, 404, 408, 413, 415, 422, 429, 500, 503, 504)
+_INFER_ERRORS: Final = errors(400, 401, 404, 408, 413, 415, 422, 429, 500, 503, 504)
 _INFER: Final[Mapping[str, Any]] = {
     "response_model": InferResponse,
     "responses": {
@@ -47,7 +47,7 @@ _INFER: Final[Mapping[str, Any]] = {
     "openapi_extra": {"requestBody": INFER_BODY, "parameters": INFER_PARAMETERS},
 }
 
-router = APIRouter(prefix="/v2", tags=["open inference protocol v2"], responses=errors(400))
+router = APIRouter(prefix="/v2", tags=["open inference protocol v2"])
 
 
 @router.get("", summary="Server metadata")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from psc_core.errors import NetworkError
+from psc_core.errors import NetworkError, hint
 from psc_core.network.layers import LayeredNetwork, LayerInfo
 from psc_core.network.onnx.body import OnnxBody
 from psc_core.network.onnx.graph import Graph
@@ -74,8 +73,8 @@ class OnnxNetwork(LayeredNetwork):
         for name in layers:
             layer = sized.graph.layer(name)
             if layer is None:
-                near = ", ".join(get_close_matches(name, list(sized.graph.sizes), n=3)) or "see list_layers"
-                raise NetworkError(f"{self.origin} has no layer {name!r}; similar names: {near}")
+                near = hint(name, list(sized.graph.sizes), "see list_layers")
+                raise NetworkError(f"{self.origin} has no layer {name!r}; {near}")
             found.append(layer)
         logits = (sized.graph.logits, sized.graph.classes) if keep_output else None
         return OnnxBody(cut(sized.model, found, logits).SerializeToString()).to(self.place.device)

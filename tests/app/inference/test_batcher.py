@@ -122,6 +122,7 @@ class Simulation(RuleBasedStateMachine):
         assert self.batcher.pending == sum(request.count - request.n_taken for request in alive) <= self.max_queue
         assert len(self.finished) == len(set(self.finished))
         assert set(self.finished) == {request for request in self.admitted if request.state is State.FINISHED}
+        assert set(self.batcher._live) == set(alive), "a finished request is kept, or a live one forgotten"
 
     @invariant()
     def aligned(self) -> None:
@@ -140,7 +141,7 @@ class Simulation(RuleBasedStateMachine):
         while (batch := self.batcher.take(self.now)) is not None:
             complete(self.batcher, batch, self.now)
         self.gather()
-        assert set(self.finished) == set(self.admitted), "a request was lost"
+        assert not self.batcher._live and set(self.finished) == set(self.admitted), "a request was lost"
 
 
 TestSimulation = Simulation.TestCase

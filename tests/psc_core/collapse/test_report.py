@@ -30,7 +30,7 @@ def test_caller_can_name_layer() -> None:
     chosen = table.candidate("p")
     assert chosen.layers == ("p",) and "named by the caller" in chosen.reason
     assert table.nc4_of(chosen) == 0.99
-    with pytest.raises(UsageError, match="measured layers, got 'b'; some are"):
+    with pytest.raises(UsageError, match="measured layers, got 'b'; did you mean bb"):
         table.candidate("b")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -141,13 +142,13 @@ def test_class_indices_are_classes_by_request_in_their_own_order(
 ) -> None:
     path = table(tmp_path, "id,label\na.png,{}\nb.png,{}\n".format(*labels))
     assert open_dataset(path, split="train", preprocess=TINY).target == Target(name="label")
-    data = open_dataset(path, split="train", preprocess=TINY, task="classification")
+    data = open_dataset(path, split="train", preprocess=TINY, numbers=False)
     assert (data.target, data.classes, data.labels.tolist()) == (None, classes, [1, 0])
 
 
 def test_classes_may_look_like_numbers_in_part_by_request(tmp_path: Path) -> None:
     path = table(tmp_path, "id,label\na.png,7\nb.png,other\n")
-    assert open_dataset(path, split="train", preprocess=TINY, task="classification").classes == ("7", "other")
+    assert open_dataset(path, split="train", preprocess=TINY, numbers=False).classes == ("7", "other")
 
 
 @pytest.mark.parametrize(
@@ -155,11 +156,11 @@ def test_classes_may_look_like_numbers_in_part_by_request(tmp_path: Path) -> Non
     [
         (
             "id,age\na.png,3\nb.png,4.5\n",
-            {"task": "classification"},
+            {"numbers": False},
             DataError,
             "row 2 has age '4.5', expected a class",
         ),
-        (CLASSES, {"task": "regression"}, DataError, "row 1 has label 'dog', expected a number"),
+        (CLASSES, {"numbers": True}, DataError, "row 1 has label 'dog', expected a number"),
         (
             CLASSES,
             {"unit": "years"},
@@ -169,10 +170,10 @@ def test_classes_may_look_like_numbers_in_part_by_request(tmp_path: Path) -> Non
     ],
 )
 def test_a_table_for_another_task_is_refused(
-    tmp_path: Path, text: str, given: dict[str, str], error: type[Exception], said: str
+    tmp_path: Path, text: str, given: dict[str, Any], error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error, match=said):
-        open_dataset(table(tmp_path, text), split="train", preprocess=TINY, **given)  # type: ignore[arg-type]
+        open_dataset(table(tmp_path, text), split="train", preprocess=TINY, **given)
 
 
 def test_a_table_without_labels_needs_only_files(tmp_path: Path) -> None:

@@ -245,7 +245,12 @@ def test_layers_come_in_requested_order() -> None:
 
 @pytest.mark.parametrize(
     ("layers", "text"),
-    [(["layer5.0"], "similar names"), ([""], "no layer ''"), ([], "at least one"), (["conv1", "conv1"], "each once")],
+    [
+        (["layer5.0"], "did you mean layer"),
+        ([""], "no layer ''"),
+        ([], "at least one"),
+        (["conv1", "conv1"], "each once"),
+    ],
 )
 def test_rejects_unknown_or_repeated_layers(layers: list[str], text: str) -> None:
     with pytest.raises(NetworkError, match=text):

@@ -223,7 +223,7 @@ def test_says_what_a_file_must_be(tmp_path: Path) -> None:
         open_onnx(file)(torch.zeros(1, 3, 32, 32))
     with pytest.raises(NetworkError, match="expected images"):
         open_onnx(file)(torch.zeros(3, 16, 16))
-    with pytest.raises(NetworkError, match=r"has no layer 'conv2d_9'; similar names: conv2d"):
+    with pytest.raises(NetworkError, match=r"has no layer 'conv2d_9'; did you mean conv2d"):
         truncate(open_onnx(file), ["conv2d_9"], keep_output=False, trial=X[:1])
     with pytest.raises(NetworkError, match="pass a trial input"):
         truncate(open_onnx(file), ["conv2d"], keep_output=False)
