@@ -7,7 +7,7 @@ EDITS = {
             """def from_tiny(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.Module:
     tiny = importlib.import_module("tests.tiny")
     if name != "network":
-        raise NetworkError(f"tiny has no network {name!r}; {_near(name, ['network'])}")
+        raise NetworkError(f"tiny has no network {name!r}; {hint(name, ['network'])}")
     try:
         net: nn.Module = tiny.network(num_classes, **model_args)
     except TypeError as error:
