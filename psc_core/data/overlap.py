@@ -22,7 +22,7 @@ COMPARED_VALUES: Final = 4096
 
 
 def shared_images(train: ImageDataset, val: ImageDataset) -> int:
-    """Return how many images of ``val`` are images of ``train``; copies in files count if their names are the same."""
+    """Return how many images of ``val`` are images of ``train``; of files their copies count, whatever their names."""
     positions = {key: position for position, key in enumerate(image_keys(val))}  # Of the smaller set, to save memory.
     shared: set[bytes] = set()
     for position, key in enumerate(image_keys(train)):
@@ -35,8 +35,8 @@ def image_keys(data: ImageDataset) -> Iterator[bytes]:
     """Yield a key for each image; copies of it have the same key, and of other images in a data set only few."""
     for index in data.indices.tolist():
         match data.source:
-            case FileSource(names=names):
-                key = bytes(names[index])  # Without its size, which would take a system call for each image.
+            case FileSource() as files:
+                key = files.sample(index)
             case TensorSource(images=images):
                 values = images[index].reshape(-1)
                 key = values[:: max(1, len(values) // COMPARED_VALUES)].tobytes()

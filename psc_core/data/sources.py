@@ -14,7 +14,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from psc_core.errors import DataError, ImageError
-from psc_core.images.files import read_file
+from psc_core.images.files import read_file, sample_file
 from psc_core.images.preprocess import Preprocess
 
 RawImage = npt.NDArray[np.uint8] | npt.NDArray[np.float32]
@@ -134,6 +134,13 @@ class FileSource:
     def fingerprint(self, index: int) -> bytes:
         size, _ = self._size_and_time(index)
         return bytes(self.names[index]) + f"\0{size}\n".encode()
+
+    def sample(self, index: int) -> bytes:
+        """Return bytes that copies of the file have too; its name's where it cannot be read."""
+        try:
+            return sample_file(self.path(index))
+        except (ImageError, OSError):
+            return bytes(self.names[index])
 
     def modified_ns(self, index: int) -> int:
         """Return the time of the last change of the file of image ``index``, in nanoseconds since 1970."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from psc_core.errors import ImageTooLarge, UnsupportedImage
 
@@ -16,6 +16,10 @@ MAX_FILE_BYTES: Final = 256 << 20
 
 MAC_ARCHIVE: Final = "__MACOSX"
 """The folder of a zip file from a Mac that holds a ``._NAME``, which is no image, for each file ``NAME``."""
+
+
+SAMPLED_BYTES: Final = 64
+"""Number of bytes that :func:`sample_file` takes at each of two places."""
 
 
 def read_file(path: str | Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
@@ -27,15 +31,39 @@ def read_file(path: str | Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
         OSError: If it cannot be read, for example because it is a folder.
         ValueError: If no file can have this path.
     """
+    with _opened(path) as (file, size):
+        # A sparse file claims gigabytes that it does not store; of one that grows only this size is read.
+        if size > max_bytes:
+            raise ImageTooLarge(f"expected a file of at most {max_bytes} bytes, got {size}")
+        return file.read(size)
+
+
+def sample_file(path: str | Path) -> bytes:
+    """Return a few bytes of a file that its copies have too, whatever their names, and other images hardly ever.
+
+    They are its size, and bytes of its middle and of its end: images of one camera begin alike.
+
+    Raises:
+        UnsupportedImage: If it is not a regular file.
+        OSError: If it cannot be read.
+    """
+    with _opened(path) as (file, size):
+        parts = [size.to_bytes(8)]
+        for start in (size // 2, max(0, size - SAMPLED_BYTES)):
+            file.seek(start)
+            parts.append(file.read(SAMPLED_BYTES))
+        return b"".join(parts)
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[tuple[BinaryIO, int]]:
+    """Open a regular file for reading; yields it and its size."""
     # Non-blocking, because opening a pipe blocks until somebody writes to it.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise UnsupportedImage("expected a regular file, got a pipe or a device; remove it")
-        # A sparse file claims gigabytes that it does not store; of one that grows only this size is read.
-        if status.st_size > max_bytes:
-            raise ImageTooLarge(f"expected a file of at most {max_bytes} bytes, got {status.st_size}")
-        return file.read(status.st_size)
+        yield file, status.st_size
 
 
 def is_hidden(name: str) -> bool:

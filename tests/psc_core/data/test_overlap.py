@@ -66,6 +66,14 @@ def test_copies_of_files_are_told_from_other_files_of_equal_names_and_sizes(tmp_
     assert shared_images(train, others) == 1
 
 
+def test_copies_of_files_under_other_names(tmp_path: Path) -> None:
+    train, val = folder(tmp_path / "train", 0), tmp_path / "val"
+    for number, file in enumerate((tmp_path / "train").rglob("*.bmp")):
+        (val / file.parent.name).mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, val / file.parent.name / f"copy ({number}).bmp")
+    assert shared_images(train, image_folder(val, MNIST)) == 12
+
+
 def test_a_kept_folder(tmp_path: Path) -> None:
     train, others = folder(tmp_path / "train", 0, HALVED), folder(tmp_path / "others", 100, HALVED)
     kept = cached(train)

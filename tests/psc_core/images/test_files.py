@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from psc_core.errors import ImageTooLarge, UnsupportedImage
-from psc_core.images.files import MAX_FILE_BYTES, files_below, read_file
+from psc_core.images.files import MAX_FILE_BYTES, files_below, read_file, sample_file
 
 
 def test_reads_files_and_links_to_them(tmp_path: Path) -> None:
@@ -24,8 +24,22 @@ def test_refuses_what_has_no_end(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
     for name in ("pipe", "zero"):
-        with pytest.raises(UnsupportedImage, match="expected a regular file"):
-            read_file(tmp_path / name)
+        for read in (read_file, sample_file):
+            with pytest.raises(UnsupportedImage, match="expected a regular file"):
+                read(tmp_path / name)
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, 10_000])
+def test_a_sample_tells_files_apart_by_their_middle_end_and_size(tmp_path: Path, size: int) -> None:
+    data = bytes(size)
+    files = [data, b"1" + data] + (
+        [data[: size // 2] + b"1" + data[size // 2 + 1 :], data[1:] + b"1"] if size > 1 else []
+    )
+    for number, each in enumerate(files):
+        (tmp_path / f"{number}").write_bytes(each)
+        (tmp_path / f"copy of {number}").write_bytes(each)
+        assert sample_file(tmp_path / f"{number}") == sample_file(tmp_path / f"copy of {number}")
+    assert len({sample_file(tmp_path / f"{number}") for number in range(len(files))}) == len(files)
 
 
 def test_refuses_a_file_that_claims_too_much(tmp_path: Path) -> None:
