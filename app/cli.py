@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     flags.add_argument("--version", action="version", version=f"psc {__version__}")
-    flags.add_argument("--demo", action="store_true", help="serve the digits that PSC is shipped with")
+    flags.add_argument("--demo", action="store_true", help="serve the digits that PSC ships with")
     for name, field in Settings.model_fields.items():
         default = default_text(name)
         text = (field.description or "").replace("%", "%%") + (f" (default: {default})" if default else "")
@@ -63,6 +63,8 @@ def default_text(name: str) -> str:
     default = Settings.model_fields[name].default
     if default is None or default in ((), ""):
         return ""
+    if isinstance(default, tuple):
+        return ",".join(default)
     return str(default).lower() if isinstance(default, bool) else str(default)
 
 

@@ -75,21 +75,26 @@ class Settings(BaseSettings):
         le=65535,
         description="Port on which the v2 protocol is also served over gRPC (extra `psc[grpc]`); unset: no gRPC.",
     )
-    workers: int = Field(default=1, ge=1, le=1024, description="Processes, each with its own copy of the models.")
+    workers: int = Field(
+        default=1, ge=1, le=1024, description="Number of worker processes, each with its own copy of the models."
+    )
     device: str = Field(
-        default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="`auto`, `cpu`, `cuda` or `cuda:N`."
+        default="auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="Device of the networks: `auto`, `cpu`, `cuda` or `cuda:N`.",
     )
     threads: int | None = Field(
         default=None,
         ge=1,
         le=1024,
-        description="CPU threads of the network; unset: torch's choice divided by the workers, or one thread if a full "
-        "batch takes less than 2 ms.",
+        description="Number of CPU threads of the network; unset: torch's choice divided by the workers, or one thread "
+        "if a full batch takes less than 2 ms.",
     )
     backend: Literal["auto", Backend] = Field(
         default="auto",
-        description="How the network runs on a CPU: `folded` (batch normalisation folded into convolutions), `plain`, "
-        "`onnx` (ONNX Runtime, extra `psc[onnx]`); `auto` measures them and takes the fastest on this machine.",
+        description="Backend of the network on a CPU: `folded` (batch normalisation folded into convolutions), "
+        "`plain`, `onnx` (ONNX Runtime, extra `psc[onnx]`); `auto` measures them and takes the fastest on this "
+        "machine.",
     )
     compile: bool = Field(default=False, description="Run the network through `torch.compile`.")
     allow_factories: Texts = Field(
@@ -109,14 +114,14 @@ class Settings(BaseSettings):
         default=0.0,
         ge=0,
         le=60_000,
-        description="How long a batch waits to fill, milliseconds; 0: only for images that are being decoded, if that "
-        "saves time.",
+        description="Longest time that a batch waits to fill, milliseconds; 0: it waits only for images that are being "
+        "decoded, if that saves time.",
     )
     max_queue_images: int = Field(
         default=2048, ge=1, description="Maximum number of images admitted and not yet on the device; beyond it: 429."
     )
     deadline_seconds: float = Field(
-        default=10.0, gt=0, description="Time in which an admitted request is answered, seconds; after it: 504."
+        default=10.0, gt=0, description="Time in which an admitted request must be answered, seconds; after it: 504."
     )
     drain_seconds: float = Field(
         default=30.0,
@@ -128,13 +133,13 @@ class Settings(BaseSettings):
         default=None,
         ge=1,
         le=1024,
-        description=f"Threads that decode images; unset: one per CPU, at most {MAX_DECODE_THREADS}.",
+        description=f"Number of threads that decode images; unset: one per CPU, at most {MAX_DECODE_THREADS}.",
     )
     inline_decode_bytes: int = Field(
         default=16 * 1024,
         ge=0,
-        description="Requests of at most this many bytes, and of few pixels, are decoded without a thread, because "
-        "handing them over would take longer than decoding them.",
+        description="Largest request, bytes, that is decoded without a thread if its pixels are few too, because "
+        "handing it over would take longer than decoding it.",
     )
 
     max_body_bytes: int = Field(default=64 << 20, ge=1, description="Largest request body, bytes.")
@@ -146,8 +151,8 @@ class Settings(BaseSettings):
     max_buffered_bytes: int = Field(
         default=1 << 30,
         ge=1,
-        description="Memory that all requests may hold at once, bytes: twice their bodies, and images that are being "
-        "decoded or wait; beyond it: 429. At most a quarter of the container's or machine's memory per worker.",
+        description="Memory that all requests may hold at once, bytes: twice their bodies, and images being decoded or "
+        "waiting; beyond it: 429. At most a quarter of the container's or machine's memory per worker.",
     )
     max_images_per_request: int = Field(default=512, ge=1, description="Maximum number of images in one request.")
     max_pixels: int = Field(
@@ -174,8 +179,8 @@ class Settings(BaseSettings):
     keep_alive_seconds: int = Field(
         default=75,
         ge=1,
-        description="Time after which an idle connection is closed, seconds; it must be longer than a proxy in front "
-        "keeps one, or requests sent at that very moment are lost.",
+        description="Time after which an idle connection is closed, seconds; must be longer than that of a proxy in "
+        "front, or requests sent at that very moment are lost.",
     )
 
     alpha: Alpha | None = _threshold(Alpha)
@@ -190,7 +195,9 @@ class Settings(BaseSettings):
     admin_keys: Keys = Field(
         default=(), description="Keys that may reload bundles, separated by commas; empty: `/admin` is off."
     )
-    admin_keys_file: Path | None = Field(default=None, description="File of keys that may reload, one per line.")
+    admin_keys_file: Path | None = Field(
+        default=None, description="File of keys that may reload bundles, one per line."
+    )
     feedback_keys: Keys = Field(
         default=(), description="Keys that may send `/feedback`, separated by commas; empty: only admin keys may."
     )
@@ -198,19 +205,21 @@ class Settings(BaseSettings):
         default=None, description="File of keys that may send `/feedback`, one per line."
     )
     cors_origins: Texts = Field(
-        default=(), description="Origins from which browsers may call, separated by commas; `*`: all."
+        default=(), description="Origins from which browsers may call the service, separated by commas; `*`: all."
     )
     allowed_hosts: Texts = Field(
         default=(),
         description="Accepted `Host` headers, separated by commas, such as `*.example.org`; empty: all.",
     )
     root_path: str = Field(default="", description="Path under which a proxy publishes the service.")
-    tls_certificate: Path | None = Field(default=None, description="PEM certificate chain; set: HTTPS.")
+    tls_certificate: Path | None = Field(
+        default=None, description="PEM certificate chain; if set, the service speaks HTTPS only."
+    )
     tls_key: Path | None = Field(default=None, description="PEM private key of the certificate.")
 
     page: bool = Field(default=True, description="Serve the page at `/`.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Lowest level that is logged."
+        default="info", description="Lowest level that is logged: `debug`, `info`, `warning` or `error`."
     )
     access_log: bool = Field(
         default=False,
@@ -226,11 +235,11 @@ class Settings(BaseSettings):
         default=0.01,
         ge=0,
         le=1,
-        description="Fraction of all images, drawn at random, that get a row and are stored: those to calibrate on.",
+        description="Fraction of all images, drawn at random, that get a row and are stored, for `psc-recalibrate`.",
     )
     log_images: Texts = Field(
         default=("abstained",),
-        description="Images that get a row and are stored, by decision: `abstained` or a decision, each perhaps with "
+        description="Images that get a row and are stored, by decision: `abstained` or a decision, optionally with "
         "`:FRACTION`, separated by commas, such as `abstain_ood,accept:0.01`; empty: only those of `log_audit`.",
     )
     log_days: int | None = Field(
@@ -248,7 +257,7 @@ class Settings(BaseSettings):
     log_buffer_bytes: int = Field(
         default=64 << 20,
         ge=1 << 16,
-        description="Memory of each worker for rows and images that are not written yet, bytes; beyond it they are "
+        description="Memory of each worker for rows and images that are not yet written, bytes; beyond it they are "
         "dropped.",
     )
     otel: bool = Field(default=False, description="Export traces with OpenTelemetry (extra `psc[otel]`).")

@@ -87,25 +87,27 @@ def parser(environment: Mapping[str, str] | None = None) -> argparse.ArgumentPar
     )
     cli.add_argument("--version", action="version", version=f"psc {__version__}")
     cli.add_argument("images", nargs="+", metavar="IMAGE", help="image file: JPEG, PNG, WebP, BMP, GIF, TIFF")
-    cli.add_argument("-r", "--recursive", action="store_true", help="replace a folder by all images below it")
+    cli.add_argument("-r", "--recursive", action="store_true", help="ask about all images below a folder")
     cli.add_argument(
         "--url",
         default=(environment or {}).get(URL_VARIABLE, DEFAULT_URL),
         help=f"URL of the service (default: {URL_VARIABLE}, else {DEFAULT_URL})",
     )
     cli.add_argument("--model", metavar="NAME", help="name of the model (default: the service's default model)")
-    text = "write a map of each image to this folder: a grey PNG, named by number and file, of where it is unusual"
+    text = "folder for a grey PNG of each image, NUMBER-FILE.png, brighter where it is more anomalous"
     cli.add_argument("--maps", type=Path, metavar="DIR", help=text)
-    text = "leave the images out of the service's drift and metrics, for example in a test"
+    text = "keep the images out of the service's drift monitor and metrics, for example in a test"
     cli.add_argument("--no-monitor", action="store_true", help=text)
-    cli.add_argument("--json", action="store_true", help="print one JSON object a line instead of a table")
-    cli.add_argument("--batch-size", type=positive, default=32, metavar="N", help="images per request (default: 32)")
+    cli.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
+    cli.add_argument(
+        "--batch-size", type=positive, default=32, metavar="N", help="number of images per request (default: 32)"
+    )
     cli.add_argument(
         "--timeout",
         type=positive_number,
         default=60.0,
         metavar="SECONDS",
-        help="longest time without an answer (default: 60)",
+        help="longest time to wait for an answer (default: 60)",
     )
     return cli
 

@@ -34,25 +34,23 @@ _EXAMPLE = """example:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line of ``psc-eval``."""
-    description = "Accuracy or error, calibration, OOD detection and nominal rates of a bundle."
+    description = "Measure accuracy or error, calibration, OOD detection and nominal rates of a bundle."
     cli = flags.command("psc-eval", description, _EXAMPLE)
-    cli.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="from psc-fit")
-    cli.add_argument(
-        "--id", required=True, metavar="DIR", help="in-distribution test images, labelled, or with numbers"
-    )
-    text = "column of the tables that holds the classes or numbers (default: the only one; of numbers, the bundle's)"
+    cli.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="bundle to measure")
+    cli.add_argument("--id", required=True, metavar="DIR", help="in-distribution test images, with labels or numbers")
+    text = "column of the tables with the classes or numbers (default: the only one; for numbers, the bundle's)"
     cli.add_argument("--target", metavar="NAME", help=text)
-    text = "out-of-distribution images, a directory or a table; repeat for more"
+    text = "out-of-distribution images: a name, and a directory or a table; may be repeated"
     cli.add_argument("--ood", action="append", default=[], metavar="NAME=DIR", help=text)
     beside = cli.add_argument_group("baselines (all three or none)")
-    beside.add_argument("--weights", type=Path, metavar="FILE", help="the whole network's checkpoint, as for psc-fit")
-    beside.add_argument("--train", metavar="DIR", help="training images")
-    beside.add_argument("--val", metavar="DIR", help="validation images")
+    beside.add_argument("--weights", type=Path, metavar="FILE", help="checkpoint of the whole network, as for psc-fit")
+    beside.add_argument("--train", metavar="DIR", help="training images of the fit")
+    beside.add_argument("--val", metavar="DIR", help="validation images of the fit")
     flags.add_model_flags(cli)
-    text = f"images sent through the network at once (default: {BATCH_IMAGES})"
-    cli.add_argument("--batch-images", type=arguments.positive, default=BATCH_IMAGES, help=text)
-    cli.add_argument("--out", type=Path, metavar="DIR", help=f"write {', '.join(WRITTEN)} here")
-    cli.add_argument("--overwrite", action="store_true", help="replace those that --out holds")
+    text = f"number of images sent through the network at once (default: {BATCH_IMAGES})"
+    cli.add_argument("--batch-images", type=arguments.positive, default=BATCH_IMAGES, metavar="N", help=text)
+    cli.add_argument("--out", type=Path, metavar="DIR", help=f"folder for {', '.join(WRITTEN)}")
+    cli.add_argument("--overwrite", action="store_true", help="replace the report in --out")
     return cli
 
 

@@ -55,101 +55,105 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_network_flags(group: _Group) -> None:
     specs = (
-        f"{', '.join(f'{library}:NAME' for library in LIBRARIES)} or package.module:factory; onnx:FILE; hf:DIR or "
-        "timm:local-dir:DIR, a folder of transformers or timm, which says weights, classes and preprocessing itself; "
-        "hf:ORG/NAME, in the Hugging Face cache"
+        f"network: {', '.join(f'{library}:NAME' for library in LIBRARIES)} or package.module:factory; onnx:FILE; "
+        "hf:DIR or timm:local-dir:DIR, a folder that transformers or timm saved, with weights, classes and "
+        "preprocessing; hf:ORG/NAME, from the Hugging Face cache"
     )
     group.add_argument("--model", required=True, metavar="SPEC", help=specs)
-    text = "argument of the network's constructor; repeat for more (stem=small, in_channels=1, …)"
+    text = "argument of the network's constructor, such as stem=small; may be repeated"
     group.add_argument("--model-arg", action="append", default=[], metavar="K=V", help=text)
     text = (
-        "checkpoint: .safetensors, .pth, .pt, .bin, .ckpt or .index.json; nothing in it is run (default: those that "
-        "hf:, timm:local-dir: and onnx: have)"
+        "checkpoint: .safetensors, .pth, .pt, .bin, .ckpt or .index.json; no code in it is run (default: the weights "
+        "that come with hf:, timm:local-dir: or onnx:)"
     )
     group.add_argument("--weights", type=Path, metavar="FILE", help=text)
-    text = "get from the Hugging Face hub what its cache lacks of hf:ORG/NAME"
+    text = "download files of hf:ORG/NAME that are not in the Hugging Face cache"
     group.add_argument("--allow-download", action="store_true", help=text)
 
 
 def _add_data_flags(group: _Group) -> None:
-    group.add_argument("--train", required=True, metavar="DIR", help="training images, a directory or a table")
-    group.add_argument("--val", required=True, metavar="DIR", help="validation images, none of them trained on")
-    text = "column of the tables that holds the classes or numbers (default: the only one beside the files)"
+    group.add_argument("--train", required=True, metavar="DIR", help="training images: a directory or a table")
+    group.add_argument(
+        "--val", required=True, metavar="DIR", help="validation images, which the network was not trained on"
+    )
+    text = "column of the tables with the classes or numbers (default: the only one besides the files)"
     group.add_argument("--target", metavar="NAME", help=text)
-    group.add_argument("--unit", default="", help="of the numbers in the tables")
+    group.add_argument("--unit", default="", help="unit of the numbers in the tables, such as years")
 
 
 def _add_bundle_flags(group: _Group) -> None:
     group.add_argument("--out", type=Path, required=True, metavar="DIR", help="bundle to write")
-    group.add_argument("--overwrite", action="store_true", help="replace the bundle that --out holds, and its report")
-    group.add_argument("--name", help="model name (default: the name of --out)")
-    text = "store the network as an ONNX graph, which a server loads without its code; always so of hf: and onnx:"
+    group.add_argument("--overwrite", action="store_true", help="replace the bundle in --out, and its report")
+    group.add_argument("--name", help="name of the model (default: the name of --out)")
+    text = "store the network as an ONNX graph, which needs none of its code to be loaded; always on for hf: and onnx:"
     group.add_argument("--graph", action="store_true", help=text)
-    text = "write no report; it holds pictures of training and validation images, or their numbers"
+    text = "write no report, which would contain training and validation images, or their numbers"
     group.add_argument("--no-report", action="store_true", help=text)
 
 
 def _add_answer_flags(group: _Group) -> None:
-    text = "what the network predicts: a class, also where a table holds class indices, or one number"
+    text = "prediction of the network: a class, even where a table holds class indices, or a number"
     group.add_argument("--task", choices=TASKS[::-1], help=f"{text} (default: {FitSettings.task})")
-    text = "auto: the better on validation images; psc: the head's; base: the network's own, divided by a temperature"
+    text = "psc: the head's; base: the network's own, scaled by a temperature; auto: the better on validation images"
     _add_choice(group, "--predictions", PREDICTIONS, text)
     heads_of = {task: tuple(module_of(task, "psc_core.tasks.{}.heads").HEADS) for task in TASKS[::-1]}
     nouns = {task: module_of(task, "psc_core.tasks.{}").NOUN for task in heads_of}
-    listed = "; ".join(f"of a {nouns[task]}: {', '.join(heads)}" for task, heads in heads_of.items())
-    text = f"what predicts from the features, {listed}; laplace is the paper's (default: the first)"
+    listed = "; ".join(f"for a {nouns[task]}: {', '.join(heads)}" for task, heads in heads_of.items())
+    text = f"model that predicts from the features; {listed}; laplace is the paper's (default: the first)"
     group.add_argument("--head", choices=sum(heads_of.values(), ()), help=text)
     _add_rate(group, "--alpha", "false-alarm rate of the OOD decision")
-    _add_rate(group, "--coverage", "coverage of the prediction sets, or of a regression's intervals")
-    _add_rate(group, "--risk", "error rate that images below the ambiguity threshold keep, with 95 %% confidence")
-    text = "width above which an interval makes a number uncertain, in its unit, of a regression (default: no limit)"
+    _add_rate(group, "--coverage", "coverage of the prediction sets, or of the intervals of a regression")
+    _add_rate(group, "--risk", "maximum error rate of images below the ambiguity threshold, with 95 %% confidence")
+    text = "widest interval that counts as certain, in the unit of the numbers, for a regression (default: no limit)"
     group.add_argument("--max-width", type=RANGES["max_width"].parse, metavar="WIDTH", help=text)
     text = (
-        "keep thumbnails of N training images, some of each class, to show what an image is nearest to (default: none)"
+        "keep thumbnails of N training images, some of each class, to show the nearest ones to an image (default: none)"
     )
     group.add_argument("--keep-examples", type=RANGES["keep_examples"].parse, metavar="N", help=text)
 
 
 def _add_method_flags(group: _Group) -> None:
     group.add_argument("--layer", default="auto", metavar="NAME", help="candidate layer, or auto (default)")
-    group.add_argument("--layers", metavar="REGEX", help="measure only layers whose name matches")
-    _add_choice(group, "--granularity", GRANULARITIES, "which modules are layers; operations is the paper's")
-    _add_rate(group, "--epsilon", "collapse cut-off for NC1")
-    _add_number(group, "--c-proj", "channel components")
-    _add_number(group, "--d-proj", "spatial components")
-    _add_number(group, "--minimum-dim", "smallest c·d that auto considers")
+    group.add_argument("--layers", metavar="REGEX", help="measure only layers whose names match")
+    _add_choice(group, "--granularity", GRANULARITIES, "modules that count as layers; operations is the paper's")
+    _add_rate(group, "--epsilon", "NC1 below which a layer has collapsed")
+    _add_number(group, "--c-proj", "number of channel components")
+    _add_number(group, "--d-proj", "number of spatial components")
+    _add_number(group, "--minimum-dim", "smallest product of --c-proj and --d-proj that auto considers")
     group.add_argument("--no-second-scaling", action="store_true", help="do not standardise z")
-    text = "what measures how typical an image is; gda is the paper's"
+    text = "density that measures how typical an image is; gda is the paper's"
     _add_choice(group, "--density", tuple(DENSITIES), text)
-    _add_number(group, "--pca", "dimension the density works in")
-    text = "what a classifier's head reads: z and the layer's features averaged over positions, or z, as in the paper"
+    _add_number(group, "--pca", "dimension that the density works in")
+    text = (
+        "input of a classifier's head: z and the layer's features averaged over positions, or z alone, as in the paper"
+    )
     _add_choice(group, "--head-input", HEAD_INPUTS, text)
-    text = "what the OOD decision ranks: the gates texture, kind (the density) and confidence together, or the density "
+    text = (
+        "score behind the OOD decision: the gates texture, kind (the density) and confidence combined, or the density "
+    )
     text = f"{text}alone, as in the paper"
     _add_choice(group, "--ood-score", OOD_SCORES, text)
 
 
 def _add_run_flags(group: _Group) -> None:
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
-    _add_choice(group, "--precision", PRECISIONS, "of the network, while fitting and served")
-    _add_number(group, "--batch-images", "images sent through the network at once")
+    group.add_argument("--device", default="auto", help="device: auto, cpu, cuda or cuda:N (default: auto)")
+    _add_choice(group, "--precision", PRECISIONS, "precision of the network, while fitting and when served")
+    _add_number(group, "--batch-images", "number of images sent through the network at once")
     text = "fit on at most N training images, balanced over classes (default: all)"
     group.add_argument("--max-images", type=RANGES["max_images"].parse, metavar="N", help=text)
     budget = FitSettings.max_memory
-    text = f"budget of one stage's statistics (default: {budget >> 30}G)"
+    text = f"memory for the statistics of one stage (default: {budget >> 30}G)"
     group.add_argument("--max-memory", type=arguments.byte_count, default=budget, metavar="SIZE", help=text)
-    text = "where decoded images are kept until the end, or off to decode them in every pass (default: the system's)"
+    text = "folder for decoded images, or off to decode them in every pass (default: the system's temporary folder)"
     group.add_argument("--cache", metavar="DIR|off", help=text)
-    text = (
-        "leave out up to N images that cannot be decoded; with --cache off, finding them takes a pass more, and 0 none"
-    )
+    text = "leave out up to N images that cannot be decoded; with --cache off, N above 0 costs another pass"
     text = f"{text} (default: {MAX_BAD_IMAGES})"
     group.add_argument("--max-bad-images", type=arguments.whole, default=MAX_BAD_IMAGES, metavar="N", help=text)
-    group.add_argument("--distributed", action="store_true", help="be one of the processes that torchrun started")
-    text = "fit on a few images only, write nothing, and say how long and how much memory a fit on all of them takes"
+    group.add_argument("--distributed", action="store_true", help="run as one of the processes that torchrun started")
+    text = "fit on a few images only, write nothing, and print how long a fit on all of them takes, and how much memory"
     group.add_argument("--dry-run", action="store_true", help=text)
     group.add_argument("--fresh", action="store_true", help="ignore the checkpoint of an interrupted run")
-    text = "splits the validation images and seeds the head (default: 0)"
+    text = "seed of the split of the validation images and of the head (default: 0)"
     group.add_argument("--seed", type=RANGES["seed"].parse, default=0, metavar="N", help=text)
 
 

@@ -51,15 +51,17 @@ def run(main: Callable[[argparse.Namespace], None], cli: argparse.ArgumentParser
 
 def add_log_flags(cli: argparse.ArgumentParser) -> None:
     """Add the flags that choose rows of a prediction log."""
-    cli.add_argument("--model", metavar="NAME", help="by which it was served (default: the only one in the log)")
+    cli.add_argument(
+        "--model", metavar="NAME", help="name that the model was served under (default: the only one in the log)"
+    )
     cli.add_argument("--since", type=day, metavar="DAY", help="first day of the log to use, YYYY-MM-DD")
     cli.add_argument("--until", type=day, metavar="DAY", help="last day of the log to use, YYYY-MM-DD")
 
 
 def add_model_flags(cli: argparse.ArgumentParser) -> None:
     """Add the flags of a bundle that is loaded."""
-    cli.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
-    text = "network factories package.module:factory that the bundle may import"
+    cli.add_argument("--device", default="auto", help="device: auto, cpu, cuda or cuda:N (default: auto)")
+    text = "network factories that the bundle may import, as package.module:factory"
     cli.add_argument("--allow-factories", action="extend", type=by_commas, default=[], metavar="SPEC[,SPEC]", help=text)
 
 

@@ -33,22 +33,24 @@ def parser() -> argparse.ArgumentParser:
 
     command = add("review", review, "write logged images as tasks for people, the most informative first")
     command.add_argument("--out", type=Path, metavar="FILE", help="tasks in Label Studio's JSON")
-    command.add_argument("--csv", type=Path, metavar="FILE", help="the same as CSV, with an empty column label")
-    command.add_argument("--model", metavar="NAME", help="only of this one (default: all, in turn)")
-    text = "only the audit slice, a fair sample: what psc-recalibrate takes"
+    command.add_argument("--csv", type=Path, metavar="FILE", help="tasks in CSV, with an empty column label")
+    command.add_argument("--model", metavar="NAME", help="model whose images to choose (default: all, in turn)")
+    text = "choose from the audit slice only, the fair sample that psc-recalibrate needs"
     command.add_argument("--audit", action="store_true", help=text)
-    command.add_argument("--limit", type=arguments.positive, default=200, metavar="N", help="of images (default: 200)")
-    text = "before each image's path (default: Label Studio's /data/local-files/?d=, or the bucket)"
+    command.add_argument(
+        "--limit", type=arguments.positive, default=200, metavar="N", help="maximum number of images (default: 200)"
+    )
+    text = "prefix of each image's path in the tasks (default: /data/local-files/?d= for Label Studio, or the bucket)"
     command.add_argument("--images", metavar="PREFIX", help=text.replace("%", "%%"))
-    command = add("import", import_labels, "add what people answered")
+    command = add("import", import_labels, "add the labels that people gave")
     text = "Label Studio's JSON or JSON-MIN, a CSV, or a folder with a folder of images for each class"
     command.add_argument("labels", type=Path, help=text)
-    text = "whose images they are (default: of each model that has the image and the class)"
+    text = "model whose images to label (default: each one that has the image and the class)"
     command.add_argument("--model", metavar="NAME", help=text)
-    command = add("delete", delete, "remove an image: its file, its digest and path in all rows, its labels")
-    command.add_argument("sha256", metavar="SHA256", help="of the file, as sha256sum prints it")
-    command = add("prune", prune_log, "remove what is older than some days")
-    command.add_argument("--days", type=arguments.positive, required=True, metavar="N", help="that are kept")
+    command = add("delete", delete, "remove an image: its file, its labels, and its digest and path in all rows")
+    command.add_argument("sha256", metavar="SHA256", help="SHA-256 of the image's file, as sha256sum prints it")
+    command = add("prune", prune_log, "remove everything older than a number of days")
+    command.add_argument("--days", type=arguments.positive, required=True, metavar="N", help="number of days to keep")
     return cli
 
 

@@ -33,16 +33,16 @@ _REMEDY: Final = "give a JSON file"
 def add_flags(cli: argparse.ArgumentParser) -> None:
     """Add the flags that :func:`preprocess_from` reads."""
     group = cli.add_argument_group("preprocessing")
-    text = f"size, colour mode and statistics (default: what the network's folder says, else {DEFAULT})"
+    text = f"size, colour mode and statistics (default: those in the network's folder, else {DEFAULT})"
     group.add_argument("--preset", choices=sorted(PRESET_FIELDS), help=text)
-    text = "instead of a preset: a JSON file, torchvision:ResNet50_Weights.IMAGENET1K_V2 or timm:NAME"
+    text = "preprocessing instead of a preset: a JSON file, torchvision:ResNet50_Weights.IMAGENET1K_V2 or timm:NAME"
     group.add_argument("--preprocess", metavar="FROM", help=text)
     group.add_argument("--size", type=positive, metavar="N", help="resize to N × N pixels and crop nothing")
     group.add_argument("--resize", type=positive, metavar="N", help="length of the shorter side before --crop")
     group.add_argument("--crop", type=positive, metavar="N", help="keep the N × N pixels in the middle")
-    group.add_argument("--interpolation", choices=INTERPOLATIONS, help="filter of the resize")
-    group.add_argument("--mean", type=float, nargs="+", help="mean of each channel on [0, 1]")
-    group.add_argument("--std", type=float, nargs="+", help="standard deviation of each channel on [0, 1]")
+    group.add_argument("--interpolation", choices=INTERPOLATIONS, help="filter for resizing")
+    group.add_argument("--mean", type=float, nargs="+", help="mean of each channel, of pixels in [0, 1]")
+    group.add_argument("--std", type=float, nargs="+", help="standard deviation of each channel, of pixels in [0, 1]")
 
 
 def preprocess_from(args: argparse.Namespace, described: Preparation | None = None) -> Preprocess:

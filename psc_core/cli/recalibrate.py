@@ -27,24 +27,26 @@ def parser() -> argparse.ArgumentParser:
     cli = flags.command(
         "psc-recalibrate", "Calibrate a bundle on the reviewed audit slice of a prediction log.", _EXAMPLE
     )
-    cli.add_argument("bundle", type=Path, help="from psc-fit, or from here")
-    cli.add_argument("--log", required=True, metavar="LOG", help="of psc-serve: a folder or s3://BUCKET/PREFIX")
+    cli.add_argument("bundle", type=Path, help="bundle to calibrate again")
+    cli.add_argument(
+        "--log", required=True, metavar="LOG", help="prediction log of psc-serve: a folder or s3://BUCKET/PREFIX"
+    )
     flags.add_log_flags(cli)
     for name, text in (
         ("--alpha", "false-alarm rate of the OOD decision"),
-        ("--coverage", "coverage of the prediction sets, or of a regression's intervals"),
-        ("--risk", "error rate that images below the ambiguity threshold keep, of a classifier"),
+        ("--coverage", "coverage of the prediction sets, or of the intervals of a regression"),
+        ("--risk", "maximum error rate of images below the ambiguity threshold, for a classifier"),
     ):
         cli.add_argument(name, type=open_unit_interval, metavar="RATE", help=f"{text} (default: the bundle's)")
     text = (
-        "width above which an interval makes a number uncertain, in its unit, of a regression (default: the bundle's)"
+        "widest interval that counts as certain, in the unit of the numbers, for a regression (default: the bundle's)"
     )
     cli.add_argument("--max-width", type=positive_number, metavar="WIDTH", help=text)
-    text = "let labelled images outside the slice extend the density, where made-up images say that nothing gets worse"
+    text = "let labelled images outside the slice extend the density, if that does no harm on made-up images"
     cli.add_argument("--extend-density", action="store_true", help=text)
     flags.add_model_flags(cli)
     cli.add_argument("--out", type=Path, metavar="DIR", help="bundle to write (default: BUNDLE-recalibrated)")
-    cli.add_argument("--overwrite", action="store_true", help="replace the bundle that --out holds")
+    cli.add_argument("--overwrite", action="store_true", help="replace the bundle in --out")
     return cli
 
 

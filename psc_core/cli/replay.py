@@ -21,13 +21,15 @@ _EXAMPLE = """example:
 def parser() -> argparse.ArgumentParser:
     """Return the command line of ``psc-replay``."""
     cli = flags.command("psc-replay", "Answer the logged images of a prediction log again.", _EXAMPLE)
-    cli.add_argument("log", metavar="LOG", help="of psc-serve: a folder or s3://BUCKET/PREFIX")
-    cli.add_argument("bundle", type=Path, help="that answers now")
+    cli.add_argument("log", metavar="LOG", help="prediction log of psc-serve: a folder or s3://BUCKET/PREFIX")
+    cli.add_argument("bundle", type=Path, help="bundle that answers this time")
     flags.add_log_flags(cli)
     flags.add_model_flags(cli)
-    cli.add_argument("--out", type=Path, metavar="FILE", help="page to write, with the images that changed most")
-    cli.add_argument("--overwrite", action="store_true", help="replace the page that --out names")
-    cli.add_argument("--json", action="store_true", help="print JSON")
+    cli.add_argument(
+        "--out", type=Path, metavar="FILE", help="page to write, with the images whose answers changed most"
+    )
+    cli.add_argument("--overwrite", action="store_true", help="replace the page at --out")
+    cli.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return cli
 
 

@@ -19,10 +19,10 @@ _EXAMPLE = """example:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line of ``psc-report``."""
-    cli = flags.command("psc-report", "Write the report of a bundle again; needs no images.", _EXAMPLE)
-    cli.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="from psc-fit")
-    cli.add_argument("--out", type=Path, metavar="DIR", help="folder of report.html (default: the bundle's)")
-    cli.add_argument("--overwrite", action="store_true", help="replace the report that another --out holds")
+    cli = flags.command("psc-report", "Write the report of a bundle again, without its images.", _EXAMPLE)
+    cli.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="bundle that psc-fit wrote")
+    cli.add_argument("--out", type=Path, metavar="DIR", help="folder for report.html (default: the bundle's)")
+    cli.add_argument("--overwrite", action="store_true", help="replace the report in --out")
     return cli
 
 

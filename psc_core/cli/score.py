@@ -37,20 +37,27 @@ An interrupted run goes on with the same command.  An image that cannot be read 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line of ``psc-score``."""
-    cli = flags.command("psc-score", "Every output of a bundle for many images.", _EXAMPLE)
-    cli.add_argument("input", type=Path, help="folder of images, .parquet file, or text file with one path a line")
-    cli.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="from psc-fit")
-    cli.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the parts")
-    cli.add_argument("--format", choices=TABLE_FORMATS, default=TABLE_FORMATS[0], help="of the parts (default: jsonl)")
-    text = f"of a Parquet input: encoded images or paths (default: {COLUMN})"
+    cli = flags.command("psc-score", "Compute every output of a bundle for many images.", _EXAMPLE)
+    cli.add_argument("input", type=Path, help="folder of images, .parquet file, or text file with one path per line")
+    cli.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="bundle to score with")
+    cli.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the outputs, in parts")
+    cli.add_argument(
+        "--format", choices=TABLE_FORMATS, default=TABLE_FORMATS[0], help="format of the parts (default: jsonl)"
+    )
+    text = f"column of a Parquet input with encoded images or paths (default: {COLUMN})"
     cli.add_argument("--column", metavar="NAME", help=text)
-    text = "folder of a grey PNG for each image, brighter is more anomalous: PART-ROW.png"
+    text = "folder for a grey PNG of each image, PART-ROW.png, brighter where it is more anomalous"
     cli.add_argument("--maps", type=Path, metavar="DIR", help=text)
-    text = "images in a part, what an interruption can lose (default: 1024)"
+    text = "number of images in a part, the most that an interruption loses (default: 1024)"
     cli.add_argument("--part-images", type=arguments.positive, default=1024, metavar="N", help=text)
     text = "score on a Ray cluster with N actors, each with a GPU where there are any (extra psc[ray])"
     cli.add_argument("--ray", type=arguments.positive, metavar="N", help=text)
-    cli.add_argument("--threads", type=arguments.positive, metavar="N", help="decode images (default: one per CPU)")
+    cli.add_argument(
+        "--threads",
+        type=arguments.positive,
+        metavar="N",
+        help="number of threads that decode images (default: one per CPU)",
+    )
     flags.add_model_flags(cli)
     return cli
 

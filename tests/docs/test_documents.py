@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
@@ -86,6 +87,23 @@ def test_command_lines_parse(document: Path) -> None:
 def test_flags_can_be_completed(command: str, shell: str) -> None:
     script = shtab.complete(PARSERS[command](), shell)
     assert "--help" in script and command in script.replace("_", "-")
+
+
+@pytest.mark.parametrize("command", PARSERS)
+def test_flags_are_described_by_a_noun_or_a_verb(command: str) -> None:
+    """A text stands alone: "bundle that answers", "unit of the numbers", not "that answers", "of the numbers"."""
+    parsers = [PARSERS[command]()]
+    for parser in parsers:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+            else:
+                text = (action.help or "").lower()
+                assert text, f"{command} {action.dest} is not described"
+                assert not re.match(_FRAGMENT, text), f"{command} {action.dest}: {text}"
+
+
+_FRAGMENT = r"(of|that|from|by|before|whose|which|what|where|how|only|those|the same|in|for) "
 
 
 def test_index_page_stands_alone() -> None:
