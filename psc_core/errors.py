@@ -18,6 +18,8 @@ maps them to HTTP in one table (``app/http/problems.py``).
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from enum import IntEnum
@@ -80,6 +82,20 @@ class DeviceError(PSCError):
 
 class LoaderWarning(UserWarning):
     """A loader that can be read, but whose images may void the guarantees of a model."""
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line by which a program called this package, however deep the cause lies.
+
+    The package is left where its outermost frame was called: frames of decorators may lie between its own.
+    """
+    frame, level, outermost = inspect.currentframe(), 0, 0
+    while frame is not None:
+        level += 1
+        if str(frame.f_globals.get("__name__")).startswith(f"{__package__}."):
+            outermost = level
+        frame = frame.f_back
+    warnings.warn(text, category, stacklevel=outermost + 1)
 
 
 def needs(what: str, extra: str, *modules: str, error: type[PSCError] = UsageError) -> Any:

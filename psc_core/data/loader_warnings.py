@@ -5,7 +5,6 @@ The order of the images does not matter, so no warning is about shuffling.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.overlap import REPEATED, image_keys, shared_images
 from psc_core.data.sources import TensorSource
-from psc_core.errors import LoaderWarning
+from psc_core.errors import LoaderWarning, warn
 from psc_core.images.preprocess import Preprocess
 
 READ_TWICE: Final = 8
@@ -37,10 +36,11 @@ def warn_of_random(data: Any, name: str) -> None:
         return
     for index in sorted({at * count // READ_TWICE for at in range(READ_TWICE)} if count else ()):
         if not _same(dataset[index], dataset[index]):
-            _warn(
+            warn(
                 f"{name} changes its images at random, example {index} read twice differs: a model fitted and "
                 "calibrated on augmented images does not hold for unaugmented images; give a loader without "
-                "augmentation"
+                "augmentation",
+                LoaderWarning,
             )
             return
 
@@ -51,7 +51,7 @@ def warn_of_dropped(data: Any, name: str, count: int) -> None:
     expected = length_of(data.sampler) if isinstance(data, DataLoader) else None
     if drops and (expected is None or count < expected):
         left = "images" if expected is None else f"{expected - count} images"
-        _warn(f"the loader of {name} drops {left} of its last batch; give one with drop_last=False")
+        warn(f"the loader of {name} drops {left} of its last batch; give one with drop_last=False", LoaderWarning)
 
 
 def warn_of_range(name: str, preprocess: Preprocess, low: Sequence[float], high: Sequence[float]) -> None:
@@ -61,9 +61,10 @@ def warn_of_range(name: str, preprocess: Preprocess, low: Sequence[float], high:
         for ends in (low, high)
     )
     if min(darkest) < -OUTSIDE or max(brightest) > 1 + OUTSIDE:
-        _warn(
+        warn(
             f"inputs of {name} from {min(low):.3g} to {max(high):.3g} would be pixels from {min(darkest):.3g} to "
-            f"{max(brightest):.3g} on the scale from 0 to 1; give the mean and std of the loader's transform"
+            f"{max(brightest):.3g} on the scale from 0 to 1; give the mean and std of the loader's transform",
+            LoaderWarning,
         )
 
 
@@ -72,9 +73,10 @@ def warn_of_overlap(train_loader: Any, val_loader: Any, train: ImageDataset, val
     is_one = dataset_of(train_loader) is dataset_of(val_loader) and _is_whole(train_loader) and _is_whole(val_loader)
     count = len(val) if is_one else shared_images(train, val)  # An augmenting one returns other images each time.
     if count > REPEATED * len(val):
-        _warn(
+        warn(
             f"{count} of {len(val)} validation images are training images too: rates and p-values calibrated on them "
-            "do not hold for new images; hold some images out"
+            "do not hold for new images; hold some images out",
+            LoaderWarning,
         )
 
 
@@ -82,9 +84,10 @@ def warn_of_repeated(val: ImageDataset) -> None:
     """Warn if validation images repeat, as happens with a sampler that draws with replacement."""
     count = len(val) - len({*image_keys(val)}) if isinstance(val.source, TensorSource) else 0
     if count > REPEATED * len(val):
-        _warn(
+        warn(
             f"{count} of {len(val)} validation images are repeated, so that fewer calibrate than are counted; give "
-            "each once, without a sampler that draws with replacement"
+            "each once, without a sampler that draws with replacement",
+            LoaderWarning,
         )
 
 
@@ -120,7 +123,3 @@ def _same(one: Any, other: Any) -> bool:
             return all(map(_same, one, other))
         case _:
             return True
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, LoaderWarning, stacklevel=2)

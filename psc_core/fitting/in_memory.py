@@ -6,7 +6,6 @@ both are imported when they are first called, so a model that only predicts load
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.loader_warnings import warn_of_overlap, warn_of_repeated
 from psc_core.data.loaders import read_loader
-from psc_core.errors import NetworkError, UsageError
+from psc_core.errors import NetworkError, UsageError, warn
 from psc_core.fitting import stages
 from psc_core.fitting.calibrate import calibrate_pipeline, settings_of, with_calibration
 from psc_core.fitting.data import FitData
@@ -77,7 +76,7 @@ def fit(
             if description.classes is None:
                 raise
             if chosen.predictions == "auto":
-                warnings.warn(f"the head will predict, the network itself cannot: {error}", stacklevel=3)
+                warn(f"the head will predict, the network itself cannot: {error}")
         if train.preprocess.is_known and recipe_of(net) is None:
             _warn_of_no_export(net, trial_input(train.preprocess).to(device), chosen.precision)
     val = opened(loaders[1], "the validation data", described_as(train))
@@ -104,7 +103,7 @@ def calibrate_on(model: FittedModel, loader: Any, **changes: Any) -> FittedModel
     pipeline, calibrated = calibrate_pipeline(model.pipeline, fit, data, settings)
     policy, warning = fit.kept_policy(calibrated.policy, model.policy, calibrated.metrics)
     if warning:
-        warnings.warn(warning, stacklevel=3)
+        warn(warning)
     count = len(data)
     entry = {"labels": count, "calibrated_on": count, "worth": count, "sha256": data.digest()}
     return with_calibration(model, pipeline, calibrated, data, policy=policy, entry=entry)
@@ -122,10 +121,9 @@ def _warn_of_no_export(net: nn.Module, trial: Tensor, precision: str) -> None:
     try:
         check_exportable(net, trial, precision)
     except NetworkError as error:
-        warnings.warn(
+        warn(
             f"the fitted model predicts, but cannot be saved: {error}; a network that a function builds can, as "
             'net = load_network("package.module:function", weights="net.pth", num_classes=…)',
-            stacklevel=4,
         )
 
 

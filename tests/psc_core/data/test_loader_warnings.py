@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -106,3 +109,23 @@ def test_repeated_images_are_counted() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_repeated(open_loader(PAIRS))
+
+
+CALLER = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from psc_core import PSC, open_loader
+images = TensorDataset(torch.rand(40, 1, 8, 8), torch.arange(40) % 2)
+open_loader(DataLoader(images, batch_size=12, drop_last=True))
+PSC.fit(nn.Sequential(nn.Flatten(), nn.Linear(64, 2)), images, images, layer="there is none")
+"""
+
+
+def test_warnings_point_at_the_line_that_called_the_package(tmp_path: Path) -> None:
+    """In a process without the checks of shapes, whose frames lie between the caller and the package."""
+    program = tmp_path / "caller.py"
+    program.write_text(CALLER)
+    told = subprocess.run([sys.executable, program], capture_output=True, text=True).stderr
+    lines = [int(number) for number in re.findall(rf"^{re.escape(str(program))}:(\d+): LoaderWarning", told, re.M)]
+    assert lines == [7, 8], told
