@@ -2,7 +2,7 @@
 
     net        = load_network("torchvision:resnet18", weights="net.safetensors", num_classes=10)
     candidate  = measure_collapse(net, train, val).candidate()
-    projection = fit_projection(net, candidate, train, method="tucker")
+    projection = fit_projection(net, candidate, train)
     psc        = fit_psc(net, candidate, projection, train, val, head="laplace")
 
 The settings of :class:`psc_core.FitSettings` that a stage reads can be given by name, or all as ``settings``; the
@@ -80,7 +80,6 @@ def fit_projection(
     train: ImageDataset,
     val: ImageDataset | None = None,
     *,
-    method: str = "tucker",
     settings: FitSettings | None = None,
     **changes: Any,
 ) -> FittedProjection:
@@ -98,20 +97,16 @@ def fit_projection(
         candidate: The layer(s) that the network is cut behind.
         train: Training images.
         val: Validation images, or None to choose the sizes on all of ``train``.
-        method: The paper's only one, ``"tucker"``.
         settings: Settings of all stages.
         changes: Settings by name, such as ``c_proj``, ``d_proj`` or ``minimum_dim``; also ``density``, the kind that
             will be fitted, because one that reads z needs more spatial components.
 
     Raises:
-        UsageError: If the method or density is unknown, or the settings have another seed or epsilon than the
-            candidate's.
+        UsageError: If the density is unknown, or the settings have another seed or epsilon than the candidate's.
         DataError: If classes differ or have too few images.
         FitError: If features are constant, or sizes are larger than the layer allows.
         NetworkError: If the network cannot be cut.
     """
-    if method != "tucker":
-        raise UsageError(f"expected method 'tucker', got {method!r}")
     check_read("fit_projection", changes)
     settings = settings_for(candidate, settings, changes)
     if val is None:

@@ -45,7 +45,6 @@ def read_rows(
     log: Log,
     model: str,
     *,
-    version: str | None = None,
     audit: bool = False,
     days: Sequence[str] | None = None,
     columns: Sequence[str] | None = None,
@@ -55,7 +54,6 @@ def read_rows(
     Args:
         log: The log.
         model: The name of the served model.
-        version: The version of its bundle; None reads all.
         audit: Read only the audit slice.
         days: Days as ``YYYY-MM-DD`` in the order of reading; None reads all, the oldest first.
         columns: The columns to read, scores only where a file has them; None reads all.
@@ -65,11 +63,7 @@ def read_rows(
         OSError: If the log cannot be read.
     """
     ds = arrow().dataset
-    wanted = ds.scalar(True)
-    if version is not None:
-        wanted &= ds.field("bundle_version") == version
-    if audit:
-        wanted &= ds.field("audit")
+    wanted = ds.field("audit") if audit else ds.scalar(True)
     return _scan(log, model, days_of(log, model) if days is None else days, wanted, columns)
 
 

@@ -19,8 +19,6 @@ SETTINGS = FitSettings(device="cpu")
 
 def test_unknown_options(net: torch.nn.Module, train: ImageDataset, val: ImageDataset) -> None:
     candidate = measure_collapse(net, train, val, layers="^4$", settings=SETTINGS).candidate()
-    with pytest.raises(UsageError, match="'tucker'"):
-        fit_projection(net, candidate, train, method="pca", settings=SETTINGS)
     with pytest.raises(UsageError, match="expected density of a classifier to be one of gda"):
         fit_projection(net, candidate, train, density="pca", settings=SETTINGS)
 

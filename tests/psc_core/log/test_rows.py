@@ -21,7 +21,6 @@ def test_rows_of_a_model(tmp_path: Path) -> None:
     assert (models_in(log), days_of(log, "m"), days_of(log, "x")) == (["m", "v"], ["2026-03-01", "2026-03-02"], [])
     ids = lambda **options: [id for batch in read_rows(log, "m", **options) for id in batch["request_id"].to_pylist()]  # noqa: E731
     assert ids() == ["r0", "r1", "r2", "r5"]
-    assert ids(version="v1") == ["r0", "r1", "r2"]
     assert ids(audit=True) == ids(days=["2026-03-02"]) == ["r5"]
     (values,) = read_rows(log, "v")
     assert "mean" in scores_in(values.schema) and values["probabilities"].null_count == 1
