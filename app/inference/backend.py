@@ -26,8 +26,8 @@ from psc_core.model import Backend
 from psc_core.model.backends import available_backends, pipeline_on
 from psc_core.model.base import FittedModel
 from psc_core.model.pipeline import Pipeline
+from psc_core.network.cache import cache_file, read_checked, write_checked
 from psc_core.network.onnx import INSTALLED
-from psc_core.network.onnx.export import cache_file, read_checked, write_checked
 
 logger = logging.getLogger("psc.backend")
 

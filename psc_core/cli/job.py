@@ -34,11 +34,12 @@ from psc_core.fitting.data import FitData
 from psc_core.fitting.job import FitJob
 from psc_core.fitting.stages import checked
 from psc_core.model.base import FittedModel
-from psc_core.network.backbone import check_output, trial_input
+from psc_core.network.backbone import trial_input
 from psc_core.network.described.base import Described
 from psc_core.network.described.families import describe
 from psc_core.network.load import Recipe, forget_recipe, load_described, notes_of, recipe_for, recipe_of
 from psc_core.network.onnx.export import check_exportable
+from psc_core.network.output import check_output
 from psc_core.projection.fit.report import FittedProjection
 from psc_core.report import page
 from psc_core.report.collect import collect_fit

@@ -42,7 +42,8 @@ from psc_core.errors import FitError, NetworkError
 from psc_core.evaluation.base import PlainNetwork
 from psc_core.evaluation.temperature import fit_temperature
 from psc_core.images.preprocess import Images, Preprocess
-from psc_core.network.backbone import Backbone, check_network_output, trial_input, truncate
+from psc_core.network.backbone import Backbone, trial_input, truncate
+from psc_core.network.output import check_network_output
 from psc_core.numerics import linalg
 from psc_core.numerics.matrix import usable
 from psc_core.tasks.classification.heads.base import entropy

@@ -23,11 +23,12 @@ from psc_core.fitting.job import FitJob
 from psc_core.images.loader_description import LoaderDescription
 from psc_core.images.loader_preprocessing import LoaderPreprocessing
 from psc_core.model.base import FittedModel
-from psc_core.network.backbone import check_output, trial_input
+from psc_core.network.backbone import trial_input
 from psc_core.network.described.hugging_face import classes_of
 from psc_core.network.live import device_of, readable_copy
 from psc_core.network.load import recipe_of
 from psc_core.network.onnx.export import check_exportable
+from psc_core.network.output import check_output
 from psc_core.scoring.dataset import check_read_by
 from psc_core.settings import FitSettings
 from psc_core.tasks.fit.task import task_fit

@@ -34,7 +34,8 @@ from psc_core.fitting.job import FitJob
 from psc_core.fitting.maps import ChosenMap, choose_map
 from psc_core.images.preprocess import Pixels
 from psc_core.model.pipeline import Scorer, ScorerParts
-from psc_core.network.backbone import Backbone, check_network_output, output_width, trial_input
+from psc_core.network.backbone import Backbone, trial_input
+from psc_core.network.output import check_network_output, output_width
 from psc_core.projection.fit.report import FittedProjection
 from psc_core.tasks.fit.task import HeadJob
 from psc_core.tasks.head import Head

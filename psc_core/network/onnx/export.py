@@ -5,28 +5,23 @@ builds the network as a bundle's: ``python -m psc_core.network.onnx.export FOLDE
 :data:`WEIGHTS_FILE` from a folder and writes :data:`MODEL` into it.  A network that no name can build is exported in
 this process.
 
-Exporting takes seconds, so the result is kept in the user's cache folder (``$XDG_CACHE_HOME/psc``, else
-``~/.cache/psc``) under the digest of spec, weights and versions; the folder may be deleted at any time and need not be
-writable.
+Exporting takes seconds, so the result is cached (:mod:`psc_core.network.cache`) under the digest of spec and weights.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
-import importlib.metadata
 import io
 import json
 import logging
 import os
-import stat
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from tempfile import NamedTemporaryFile, TemporaryDirectory
+from tempfile import TemporaryDirectory
 from typing import Final
 
 import torch
@@ -35,15 +30,13 @@ from torch import Tensor, nn
 
 from psc_core.errors import NetworkError, needs
 from psc_core.network.backbone import Backbone, onnx_backbone, rebuild_backbone, truncate
+from psc_core.network.cache import cache_file, read_checked, write_checked
 from psc_core.network.cut import HookedNetwork, HookPlan
 from psc_core.network.layers import list_layers
 from psc_core.network.onnx import PACKAGES
 from psc_core.network.onnx.body import OnnxBody
 from psc_core.network.onnx.network import OnnxNetwork, Size
 from psc_core.network.onnx.rewrite import INPUT_NAME, remove_notes
-from psc_core.version import __version__
-
-logger = logging.getLogger("psc.onnx")
 
 SPEC: Final = "spec.json"
 WEIGHTS_FILE: Final = "weights.safetensors"
@@ -68,50 +61,6 @@ def to_onnx(backbone: Backbone, size: Size) -> Backbone:
         model = export_apart(spec, weights, "+".join(backbone.layers))
         write_checked(kept, model)
     return onnx_backbone(OnnxBody(model), backbone.layers, keep_output=backbone.keep_output)
-
-
-def cache_file(suffix: str, *given: bytes) -> Path:
-    """Return the path in the cache for a result that depends on ``given`` and the versions of the packages."""
-    versions = [importlib.metadata.version(name) for name in ("torch", *PACKAGES)]
-    key = hashlib.sha256(b"\0".join([json.dumps([__version__, *versions]).encode(), *given])).hexdigest()
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    return folder / "psc" / f"{key}.{suffix}"
-
-
-def read_checked(file: Path) -> bytes | None:
-    """Return the bytes that :func:`write_checked` wrote, or None if the file is missing or has changed.
-
-    The digest in the file detects damage, not forgery, so a file that another user could have written is not read.
-    """
-    try:
-        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)) as kept:
-            status = os.fstat(kept.fileno())
-            if not (stat.S_ISREG(status.st_mode) and is_private(status) and is_private(file.parent.stat())):
-                logger.warning("cache not used", extra={"file": str(file), "reason": "others may write to it"})
-                return None
-            data = kept.read()
-    except OSError:
-        return None
-    digest, model = data[:32], data[32:]
-    return model if hashlib.sha256(model).digest() == digest else None
-
-
-def is_private(status: os.stat_result) -> bool:
-    """Return whether a file or folder belongs to this user and nobody else may write to it."""
-    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def write_checked(file: Path, model: bytes) -> None:
-    """Write bytes after their digest, atomically; do nothing if the cache folder is not writable."""
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=file.parent, delete=False) as part:
-            try:
-                part.write(hashlib.sha256(model).digest() + model)
-                part.flush()
-                Path(part.name).replace(file)
-            except OSError:
-                Path(part.name).unlink()
 
 
 def export_apart(spec: bytes, weights: bytes, layers: str) -> bytes:

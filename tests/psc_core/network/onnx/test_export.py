@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,8 +13,9 @@ from torch import nn
 
 from psc_core.errors import NetworkError
 from psc_core.network.backbone import Backbone, truncate
+from psc_core.network.cache import read_checked
 from psc_core.network.load import load_network, recipe_of
-from psc_core.network.onnx.export import read_checked, to_onnx, write_checked
+from psc_core.network.onnx.export import to_onnx
 
 SIZE = (1, 28, 28)
 
@@ -77,29 +77,6 @@ def test_needs_no_writable_cache_folder(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     net, images = backbone(["2"]), torch.randn(2, *SIZE)
     torch.testing.assert_close(to_onnx(net, SIZE)(images), net(images))
-
-
-def test_a_cache_that_others_may_write_to_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = tmp_path / "psc"
-    folder.mkdir(mode=0o700)
-    file = folder / "key.onnx"
-    write_checked(file, b"graph")
-    assert read_checked(file) == b"graph" and not caplog.records
-    file.chmod(0o666)
-    assert read_checked(file) is None
-    file.chmod(0o600)
-    folder.chmod(0o777)
-    assert read_checked(file) is None
-    folder.chmod(0o700)
-    assert read_checked(file) == b"graph" and len(caplog.records) == 2
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    assert read_checked(file) is None
-    monkeypatch.undo()
-    (folder / "link.onnx").symlink_to(file)
-    os.mkfifo(folder / "pipe.onnx")
-    assert read_checked(folder / "link.onnx") is None and read_checked(folder / "pipe.onnx") is None
 
 
 def sorts(num_classes: int) -> nn.Module:
