@@ -33,6 +33,8 @@ def flaws(source: str) -> Iterator[str]:
         lengths = [len(f"{fields.get(name, '')}  # {text}") for name, text in described.items()]
         if described and described.keys() <= fields.keys() and _is_value(each) and max(lengths) <= WIDTH:
             yield f"{each.name}: a section that fits into comments"
+        if described and (missing := {name for name in fields if not name.startswith("_")} - described.keys()):
+            yield f"{each.name}: a section without {', '.join(sorted(missing))}"
 
 
 def _section(docstring: str) -> dict[str, str]:
@@ -60,9 +62,11 @@ def test_each_flaw_is_found() -> None:
     both = 'class B:\n    """B.\n\n    Attributes:\n        x: Its x.\n    """\n\n    x: int  # its x\n'
     short = '@dataclass\nclass C:\n    """C.\n\n    Attributes:\n        x: Its x.\n    """\n\n    x: int\n'
     long = short.replace("Its x.", f"Its {'x' * 120}.")
-    assert [list(flaws(each)) for each in (text, both, short, long)] == [
+    lacks = both.replace("  # its x", "") + "    y: int\n"
+    assert [list(flaws(each)) for each in (text, both, short, long, lacks)] == [
         ["A: text below an attribute"],
         ["B: comments and a section"],
         ["C: a section that fits into comments"],
         [],
+        ["B: a section without y"],
     ]

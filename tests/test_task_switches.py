@@ -42,7 +42,7 @@ KINDS: Final = frozenset({"measure", "layer_quality", "task_type"})
 """What each task has one of; to compare it with one by name is to ask for the task."""
 
 OWN_SCORES: Final = frozenset(
-    name for name, count in Counter(each for task in TASKS for each in scores_of(task_type(task).answer)).items()
+    name for name, count in Counter(each for task in TASKS for each in scores_of(task_type(task).answer_type)).items()
     if count == 1
 )  # fmt: skip
 """Scores that only one task has."""
@@ -136,8 +136,8 @@ def test_switches_on_the_task_are_few_and_named() -> None:
 
 def test_the_page_tells_tasks_apart_in_one_file() -> None:
     types = [task_type(name) for name in TASKS]
-    decisions = [get_args(task.answer.model_fields["decision"].annotation) for task in types]
-    words = Counter(word for task in types for word in task.policy.model_fields) + Counter(chain(*decisions))
+    decisions = [get_args(task.answer_type.model_fields["decision"].annotation) for task in types]
+    words = Counter(word for task in types for word in task.policy_type.model_fields) + Counter(chain(*decisions))
     own = {"model.target", *OWN_SCORES, *(word for word, count in words.items() if count == 1)}
     files = {file.name: file.read_text() for file in (ROOT / "app" / "http" / "page").glob("*.js")}
     found = {name: {word for word in own if re.search(rf"\b{word}\b", text)} for name, text in files.items()}

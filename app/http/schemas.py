@@ -14,7 +14,7 @@ from psc_core.tasks.task import task_types
 if TYPE_CHECKING:
     _AnyPolicy = BasePolicy
 else:
-    _AnyPolicy = Union[*(task.policy for task in task_types())]
+    _AnyPolicy = Union[*(task.policy_type for task in task_types())]
 
 
 class ProblemDocument(BaseModel):

@@ -66,6 +66,7 @@ class QueuedRequest:
         urgent_at: The time from which the request keeps its turn until all of its images are taken.
         mode: Only requests of one mode share a batch.
         waiter: The caller's object that waits for the result; the queue only stores it.
+        state: How far the request is.
         images: The decoded images; empty while the request is reserved.
         n_taken: The number of images handed out in batches so far.
         n_done: The number of images computed so far.

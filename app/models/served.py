@@ -37,15 +37,11 @@ from psc_core.tasks.outputs import FloatArray, Outputs
 
 
 class Predicted(NamedTuple):
-    """The outputs and decisions for the images of one request.
-
-    Attributes:
-        explanation: The arrays by name, whose first axis is the images; empty unless asked for.
-    """
+    """The outputs and decisions for the images of one request."""
 
     outputs: Outputs[FloatArray]
     decisions: BaseDecisions
-    explanation: dict[str, npt.NDArray[Any]]
+    explanation: dict[str, npt.NDArray[Any]]  # by name, the first axis is the images; empty unless asked for
 
 
 @dataclass(frozen=True)

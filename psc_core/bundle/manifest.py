@@ -92,13 +92,13 @@ class _Projection(_Strict):
     d_proj: _Size
 
 
-class _Fitted(_Strict):
+class _FittedSection(_Strict):
     kind: str
     sizes: dict[str, _Size]
     record: dict[str, float | int]
 
 
-class _Head(_Fitted):
+class _Head(_FittedSection):
     layers: list[str] = []
 
 
@@ -108,7 +108,7 @@ class _Calibration(_Strict):
 
 class _Texture(_Strict):
     layer: str
-    density: _Fitted
+    density: _FittedSection
     counts_below: float = Field(gt=0, le=1)
 
 
@@ -129,7 +129,7 @@ class MapSection(_Strict):
 
     layer: str
     grid: _Grid
-    density: _Fitted
+    density: _FittedSection
 
 
 class ThumbnailsSection(_Strict):
@@ -176,7 +176,7 @@ class Manifest(_Strict):
     policy: BasePolicy
     backbone: _Backbone
     projection: _Projection
-    density: _Fitted
+    density: _FittedSection
     head: _Head
     calibration: _Calibration
     gates: _Gates | None = None
@@ -265,7 +265,7 @@ def _manifest_type(task: type[Task]) -> type[Manifest]:
     class OfTask(Manifest):
         task_type = task
 
-    return create_model("Manifest", __base__=OfTask, policy=(task.policy, ...), **of_task)
+    return create_model("Manifest", __base__=OfTask, policy=(task.policy_type, ...), **of_task)
 
 
 def layers_of(

@@ -119,7 +119,7 @@ def fit_parts(
     return FittedParts(backbone, scorer, gates, chosen_map, fitted.thumbnails)
 
 
-class _Fitted(NamedTuple):
+class _FromFeatures(NamedTuple):
     """The parts that are fitted to the features on disk, on the device."""
 
     density: Density
@@ -128,7 +128,7 @@ class _Fitted(NamedTuple):
     thumbnails: Thumbnails | None
 
 
-def _fit_to_features(train: KeptFeatures, selection: KeptFeatures, job: FitJob) -> _Fitted:
+def _fit_to_features(train: KeptFeatures, selection: KeptFeatures, job: FitJob) -> _FromFeatures:
     """Fit density, head and early layers' densities to the training features; the selection split chooses."""
     data, settings, device = job.data, job.settings, job.compute.device
     classes = data.train.classes
@@ -146,7 +146,7 @@ def _fit_to_features(train: KeptFeatures, selection: KeptFeatures, job: FitJob) 
         for layer, early in train.texture.items()
     }
     keep = settings.keep_examples
-    return _Fitted(density, head, textures, None if keep is None else _thumbnails(keep, train, density, data))
+    return _FromFeatures(density, head, textures, None if keep is None else _thumbnails(keep, train, density, data))
 
 
 def _layers(net: nn.Module, candidate: Candidate, job: FitJob) -> Layers:

@@ -86,7 +86,7 @@ def _restore_backbone(bundle: Bundle, allow_factories: Collection[str]) -> Backb
 
 
 def _restore_calibration(manifest: Manifest, tensors: Mapping[str, Tensor]) -> BaseCalibration:
-    restored, images = manifest.task.calibration.from_tensors(tensors), manifest.calibration.images
+    restored, images = manifest.task.calibration_type.from_tensors(tensors), manifest.calibration.images
     if len(restored) != images:
         raise BundleError(
             f"expected a calibration of {images} images, got one of {len(restored)}; fit the bundle again"

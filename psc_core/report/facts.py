@@ -160,7 +160,7 @@ def facts_of(bundle: Bundle, content: Content) -> Facts:
     Raises:
         BundleError: If the bundle is damaged, or the content belongs to another bundle.
     """
-    calibration = bundle.manifest.task.calibration.from_tensors(bundle.parts["calibration"])
+    calibration = bundle.manifest.task.calibration_type.from_tensors(bundle.parts["calibration"])
     return facts_about(bundle.path, bundle.manifest, calibration, content)
 
 

@@ -34,8 +34,10 @@ class Task(BaseModel):
     Attributes:
         name: The name of the task's folder.
         noun: The word for a model of the task in messages: ``"classifier"``.
-        response: The answer to a request.
-        answer: The prediction for one image in it.
+        response_type: The answer to a request.
+        answer_type: The prediction for one image in it.
+        policy_type: The thresholds that a user sets.
+        calibration_type: The statistics of calibration images, by which a policy becomes thresholds.
         prediction_type: The result of ``predict`` in Python.
         output_heads: Heads by kind that read the network's own output in place of the features, for base predictions.
         heads: The other heads by kind.
@@ -48,10 +50,10 @@ class Task(BaseModel):
 
     name: ClassVar[str]
     noun: ClassVar[str]
-    response: ClassVar[type[Response]]
-    answer: ClassVar[type[BaseAnswer]]
-    policy: ClassVar[type[BasePolicy]]
-    calibration: ClassVar[type[BaseCalibration]]
+    response_type: ClassVar[type[Response]]
+    answer_type: ClassVar[type[BaseAnswer]]
+    policy_type: ClassVar[type[BasePolicy]]
+    calibration_type: ClassVar[type[BaseCalibration]]
     prediction_type: ClassVar[type[BasePrediction]]
     output_heads: ClassVar[Mapping[str, type[Head]]] = {}
     heads: ClassVar[Mapping[str, type[Head]]]
@@ -119,11 +121,11 @@ class Task(BaseModel):
 
     def decision_names(self) -> tuple[str, ...]:
         """Return the names of the decisions, by their codes."""
-        return get_args(self.answer.model_fields["decision"].annotation)
+        return get_args(self.answer_type.model_fields["decision"].annotation)
 
     def columns(self) -> dict[str, Any]:
         """Return the types of the columns that ``psc-score`` writes: own fields, and an answer's except on request."""
-        found = {**type(self).model_fields, **self.answer.model_fields}
+        found = {**type(self).model_fields, **self.answer_type.model_fields}
         return {name: field.annotation for name, field in found.items() if name not in ASKED_FOR}
 
     def difference(self, outputs: Outputs[Tensor], other: Outputs[Tensor]) -> tuple[str, Tensor]:

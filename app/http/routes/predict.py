@@ -30,7 +30,7 @@ _Query: Final[type[PredictQuery]] = create_model(
 """The parameters of all tasks, any of which may be asked."""
 
 _ROUTE: Final[dict[str, Any]] = {
-    "response_model": Union[*(task.response for task in task_types())],
+    "response_model": Union[*(task.response_type for task in task_types())],
     "responses": responses(400, 401, 404, 408, 413, 415, 422, 429, 500, 503, 504),
     "openapi_extra": {"requestBody": IMAGES_BODY, "parameters": query_parameters(_Query)},
 }
@@ -78,7 +78,7 @@ async def _predict(request: Request, name: str | None) -> Response:
 def _asked_of(served: ServedModel, query: PredictQuery, mode: RequestMode) -> tuple[BaseThresholds, dict[str, int]]:
     """Return the thresholds of a request and its other parameters, if the model has them all."""
     task, options = served.model.task, query.model_dump(exclude_none=True, exclude={"explain", "map", "monitor"})
-    changes = {name: options.pop(name) for name in options.keys() & task.policy.model_fields}
+    changes = {name: options.pop(name) for name in options.keys() & task.policy_type.model_fields}
     if unknown := sorted(options.keys() - served.task.query.model_fields):
         raise MalformedRequest(f"model {served.name!r} is a {task.noun}, which has no {unknown[0]}; leave it out")
     served.check_map(mode)

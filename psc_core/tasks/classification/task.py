@@ -20,10 +20,10 @@ class Classification(Task):
 
     name = "classification"
     noun = NOUN
-    response = RESPONSE
-    answer = ClassificationAnswer
-    policy = ClassificationPolicy
-    calibration = Calibration
+    response_type = RESPONSE
+    answer_type = ClassificationAnswer
+    policy_type = ClassificationPolicy
+    calibration_type = Calibration
     prediction_type = ClassificationPrediction
     output_heads: ClassVar = {TemperatureHead.kind: TemperatureHead}
     heads = heads.HEADS

@@ -28,10 +28,10 @@ class Regression(Task):
 
     name = "regression"
     noun = NOUN
-    response = RESPONSE
-    answer = RegressionAnswer
-    policy = RegressionPolicy
-    calibration = Calibration
+    response_type = RESPONSE
+    answer_type = RegressionAnswer
+    policy_type = RegressionPolicy
+    calibration_type = Calibration
     prediction_type = RegressionPrediction
     heads = heads.HEADS
     abstentions: ClassVar = {"ood": ABSTAIN_OOD, "uncertain": ABSTAIN_UNCERTAIN}

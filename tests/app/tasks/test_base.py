@@ -40,7 +40,9 @@ def test_documents_are_answers(of_task: tuple[Task, BaseThresholds]) -> None:
     task, thresholds = of_task
     outputs = drawn(task, ("kind",))
     documents = served_task(task).documents(outputs, thresholds.decide(outputs), CLASSES)
-    answers = [task.answer.model_validate({name: _plain(value) for name, value in each.items()}) for each in documents]
+    answers = [
+        task.answer_type.model_validate({name: _plain(value) for name, value in each.items()}) for each in documents
+    ]
     assert len(answers) == 40 and all(each.cells() for each in answers)
 
 

@@ -32,7 +32,7 @@ def test_gives_a_value_of_every_field_that_no_request_must_ask_for(task: str, ga
     of, thresholds = ONE_OF_EACH[task]
     outputs = drawn(of, gates)
     columns = thresholds.decide(outputs).columns(outputs, CLASSES)
-    assert {*columns} == {*of.answer.model_fields} - {*ASKED_FOR} - (set() if gates else {"gates"})
+    assert {*columns} == {*of.answer_type.model_fields} - {*ASKED_FOR} - (set() if gates else {"gates"})
     assert {len(column) for column in columns.values()} == {40}
     assert all(np.array_equal(columns[name], outputs[name]) for name in outputs.scores)
     if gates:

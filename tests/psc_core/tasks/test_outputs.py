@@ -14,7 +14,7 @@ from psc_core.tasks.task import task_type
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("gates", [(), ("texture", "kind")])
 def test_pack_and_read_back(task: str, gates: tuple[str, ...]) -> None:
-    names = scores_of(task_type(task).answer)
+    names = scores_of(task_type(task).answer_type)
     scores, probabilities, p_values = {name: torch.rand(3) for name in names}, torch.rand(3, 4), torch.rand(3, 2)
     outputs = Outputs(pack(names, scores, probabilities, [p_values] if gates else ()), names, gates)
     assert len(outputs) == 3

@@ -45,13 +45,13 @@ def test_dictionaries_are_the_answers_of_the_service(model: FittedModel, predict
     assert len(told) == len(documents) == 30
     assert json.loads(json.dumps(told)) == told
     for mine, answer in zip(told, documents, strict=True):
-        expected = model.task.answer.model_validate(
+        expected = model.task.answer_type.model_validate(
             {
                 name: value.tolist() if isinstance(value, np.ndarray | np.generic) else value
                 for name, value in answer.items()
             }
         )
-        assert model.task.answer.model_validate(mine) == expected
+        assert model.task.answer_type.model_validate(mine) == expected
         assert mine.keys() == answer.keys()
 
 

@@ -65,7 +65,7 @@ def serve_and_ask(files: list[bytes]) -> None:
     with serve("--bundle=bundle", f"--allow-factories={FACTORY}") as server:
         with Client(server.url) as client:
             answer = client.ask(files, explain=True)
-        assert type(answer) is task_type("multilabel").response
+        assert type(answer) is task_type("multilabel").response_type
         for i, each in enumerate(answer.predictions):
             got = tuple(each.labels), tuple(each.undecided), each.decision
             assert got == (expected.labels[i], expected.undecided[i], expected.decision[i])

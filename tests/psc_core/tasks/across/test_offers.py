@@ -52,7 +52,12 @@ def test_offers_the_same_names_in_the_same_order(task: str, module: str) -> None
 @pytest.mark.parametrize("task", TASKS)
 def test_what_users_see_begins_with_the_task(task: str) -> None:
     of = task_type(task)
-    seen = {"Answer": of.answer, "Policy": of.policy, "Response": of.response, "Prediction": of.prediction_type}
+    seen = {
+        "Answer": of.answer_type,
+        "Policy": of.policy_type,
+        "Response": of.response_type,
+        "Prediction": of.prediction_type,
+    }
     assert [each.__name__ for each in seen.values()] == [task.capitalize() + role for role in seen]
 
 

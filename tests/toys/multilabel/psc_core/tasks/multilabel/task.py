@@ -19,10 +19,10 @@ class Multilabel(Task):
 
     name = "multilabel"
     noun = NOUN
-    response = RESPONSE
-    answer = MultilabelAnswer
-    policy = MultilabelPolicy
-    calibration = Calibration
+    response_type = RESPONSE
+    answer_type = MultilabelAnswer
+    policy_type = MultilabelPolicy
+    calibration_type = Calibration
     prediction_type = MultilabelPrediction
     heads = heads.HEADS
     abstentions: ClassVar = {"ood": ABSTAIN_OOD, "undecided": ABSTAIN_UNDECIDED}
