@@ -90,7 +90,7 @@ def one_setting(run: Run, setting: Setting) -> Json:
 
 def _collapse(parts: fitting.Stages, names: list[str]) -> Json:
     layers = [parts.report.layer(name) for name in names]
-    return {"layers": names, "nc1": [layer.nc1 for layer in layers], "nc4": [layer.nc4 for layer in layers]}
+    return {"layers": names, "nc1": [layer.nc1 for layer in layers], "nc4": [layer.quality for layer in layers]}
 
 
 def calibration(run: Run, trained: Trained, psc: PSC) -> Json:

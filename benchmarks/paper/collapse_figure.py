@@ -107,7 +107,7 @@ def fragment(record: Json) -> str:
             numbers = [
                 runs.number(number)
                 for layer in (report.layer(report.penultimate), report.layer(found["candidate"][0]))
-                for number in (layer.nc1, layer.nc4)
+                for number in (layer.nc1, layer.quality)
             ]
             lines.append(
                 [

@@ -56,7 +56,7 @@ def measured(run: Run, network: str, data: str) -> Json:
             "trained": job.describe(),
             "layer": "+".join(found.candidate.layers),
             "nc1": [layer.nc1 for layer in layers],
-            "nc4": [layer.nc4 for layer in layers],
+            "nc4": [layer.quality for layer in layers],
             "scaled_nc4": report.scaled_nc4,
             "projected_nc1": report.choice.nc1,
             "projected_nc4": report.choice.nc4,

@@ -78,11 +78,11 @@ def measure_layers(
         label = f"collapse {number}/{len(groups)}"
         quality.read(backbone, group, _rounds(backbone, group, train, compute, sums, label), label)
     measured = [
-        LayerCollapse(**vars(layer), nc1=sums[layer.name].nc1, nc4=quality.value(layer.name)) for layer in wanted
+        LayerCollapse(**vars(layer), nc1=sums[layer.name].nc1, quality=quality.value(layer.name)) for layer in wanted
     ]
     best = best_layer(measured, epsilon, pattern)
     if best is not None:
-        measured = [replace(layer, nc4_error=quality.error(layer.name, best.name)) for layer in measured]
+        measured = [replace(layer, quality_error=quality.error(layer.name, best.name)) for layer in measured]
     counted = train.examples, selection.examples
     return CollapseReport(
         tuple(measured), epsilon, settings.granularity, pattern, *counted, settings.seed, quality.measure

@@ -32,7 +32,13 @@ NEAR: Final = 0.05
 EARLY: Final = 4
 """A candidate among the first 1/EARLY of the layers gets a note."""
 
-_JSON_NAMES: Final = {"train_examples": "train_rows", "val_examples": "val_rows", "form": "kind"}
+_JSON_NAMES: Final = {
+    "train_examples": "train_rows",
+    "val_examples": "val_rows",
+    "form": "kind",
+    "quality": "nc4",
+    "quality_error": "nc4_error",
+}
 """Fields that have other names in the bundle format."""
 
 
@@ -59,8 +65,8 @@ class LayerCollapse(LayerInfo):
     """A layer and the neural collapse measured after it."""
 
     nc1: float  # Tr(Σ_W)/Tr(Σ_T) on the training data: 1 without class structure, 0 for complete collapse
-    nc4: float  # fraction of the labelled selection examples whose nearest class mean is that of their label; or R²
-    nc4_error: float | None = None  # standard error of the difference between nc4 and that of the report's best layer
+    quality: float  # NC4, the fraction of selection examples whose nearest class mean is that of their label; or R²
+    quality_error: float | None = None  # standard error of the difference to the quality of the report's best layer
 
 
 def eligible_layers(layers: Sequence[LayerCollapse], pattern: str | None) -> list[LayerCollapse]:
@@ -70,9 +76,9 @@ def eligible_layers(layers: Sequence[LayerCollapse], pattern: str | None) -> lis
 
 
 def best_layer(layers: Sequence[LayerCollapse], epsilon: float, pattern: str | None) -> LayerCollapse | None:
-    """Return the eligible layer with NC1 > ε and the highest NC4, on a tie the deepest; None if all have collapsed."""
+    """Return the eligible layer of highest quality with NC1 > ε, on a tie the deepest; None if all have collapsed."""
     passing = [layer for layer in eligible_layers(layers, pattern) if layer.nc1 > epsilon]
-    return max(passing, key=lambda layer: (layer.nc4, layer.index), default=None)
+    return max(passing, key=lambda layer: (layer.quality, layer.index), default=None)
 
 
 @dataclass(frozen=True)
@@ -94,9 +100,9 @@ class CollapseReport:
     granularity: str  # which modules were measured, see :mod:`psc_core.network.layers`
     pattern: str | None  # regular expression that the candidate's name must match; None for any
     train_examples: int  # labelled examples that NC1 was measured on
-    val_examples: int  # labelled examples that NC4 was measured on
+    val_examples: int  # labelled examples that the quality was measured on
     seed: int | None = None  # of the split of the validation images; None where all of them were measured
-    measure: Measure = NC4  # what the layers' nc4 is
+    measure: Measure = NC4  # what the layers' quality is
 
     @property
     def penultimate(self) -> str:
@@ -118,7 +124,7 @@ class CollapseReport:
 
     def named(self, layer: LayerCollapse) -> str:
         """Return a layer's name with its numbers, as text."""
-        return f"{layer.name} (NC1 {layer.nc1:.4f}, {self.measure} {layer.nc4:.4f})"
+        return f"{layer.name} (NC1 {layer.nc1:.4f}, {self.measure} {layer.quality:.4f})"
 
     @property
     def eligible(self) -> list[LayerCollapse]:
@@ -142,7 +148,7 @@ class CollapseReport:
         if not eligible:
             raise UsageError(f"no layer before the output matches {self.pattern!r}; widen the pattern")
         if best is None:
-            highest = max(eligible, key=lambda entry: (entry.nc1, entry.nc4, entry.index))
+            highest = max(eligible, key=lambda entry: (entry.nc1, entry.quality, entry.index))
             return self._noted(
                 [highest],
                 f"no layer has NC1 > {self.epsilon:g}, all have collapsed; the least collapsed one is "
@@ -156,7 +162,7 @@ class CollapseReport:
                 f"{self.named(trunk)}, is all that the penultimate layer is computed from, before the network's last "
                 f"normalisation and activation; nothing has collapsed, NC1 > {self.epsilon:g} after every layer",
             )
-        chosen = [entry for entry in passing if best.nc4 - entry.nc4 <= (entry.nc4_error or 0.0)][-1]
+        chosen = [entry for entry in passing if best.quality - entry.quality <= (entry.quality_error or 0.0)][-1]
         reason = (
             f"{self.named(chosen)}, has the highest {self.measure} of the {len(passing)} layers with NC1 > "
             f"{self.epsilon:g}"
@@ -164,8 +170,8 @@ class CollapseReport:
         if chosen is not best:
             reason = (
                 f"{self.named(chosen)}, is the deepest of the {len(passing)} layers with NC1 > {self.epsilon:g} whose "
-                f"{self.measure} is within one standard error ({chosen.nc4_error:.4f}) of the highest, {best.nc4:.4f} "
-                f"after {best.name}"
+                f"{self.measure} is within one standard error ({chosen.quality_error:.4f}) of the highest, "
+                f"{best.quality:.4f} after {best.name}"
             )
         following = next((entry for entry in eligible if entry.index > chosen.index), None)
         if (
@@ -198,7 +204,7 @@ class CollapseReport:
 
     def nc4_of(self, candidate: Candidate) -> float | None:
         """Return NC4 of the candidate's layer, the higher of two; None where another quality was measured."""
-        return max(self.layer(name).nc4 for name in candidate.layers) if self.measure.of_means else None
+        return max(self.layer(name).quality for name in candidate.layers) if self.measure.of_means else None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON types."""
@@ -233,7 +239,7 @@ def to_text(report: CollapseReport, candidate: Candidate) -> str:
     for entry in report.layers:
         marks = ["◀ candidate"] if entry.name in candidate.layers else []
         marks += [entry.role] if entry.role != "hidden" else []
-        numbers = [f"{entry.shape[0]}×{entry.shape[1]}", f"{entry.nc1:.4f}", f"{entry.nc4:.4f}"]
+        numbers = [f"{entry.shape[0]}×{entry.shape[1]}", f"{entry.nc1:.4f}", f"{entry.quality:.4f}"]
         rows.append([str(entry.index), entry.name, entry.form, *numbers, "  ".join(marks)])
     lines = aligned(rows, left={1, 2, 6})
     lines.append(f"candidate: {candidate.reason}")
@@ -249,5 +255,5 @@ def to_csv(report: CollapseReport) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["index", "layer", "kind", "channels", "spatial", "role", "nc1", report.measure.column])
     for entry in report.layers:
-        writer.writerow([entry.index, entry.name, entry.form, *entry.shape, entry.role, entry.nc1, entry.nc4])
+        writer.writerow([entry.index, entry.name, entry.form, *entry.shape, entry.role, entry.nc1, entry.quality])
     return text.getvalue()

@@ -74,7 +74,7 @@ def collapse(report: CollapseReport, chosen: Sequence[str]) -> Figure:
     figure, axis = axes_of(7.5, 3.2)
     depth = range(len(report.layers))
     axis.plot(depth, [layer.nc1 for layer in report.layers], ".-", color=UNKNOWN, label="NC1 (variability left)")
-    axis.plot(depth, [layer.nc4 for layer in report.layers], ".-", color=KNOWN, label=report.measure.legend)
+    axis.plot(depth, [layer.quality for layer in report.layers], ".-", color=KNOWN, label=report.measure.legend)
     axis.axhline(report.epsilon, ls="--", lw=0.8, color=LIMIT, label=f"ε = {report.epsilon:g}")
     for position, layer in enumerate(report.layers):
         if layer.name in chosen:

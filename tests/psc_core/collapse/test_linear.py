@@ -48,12 +48,12 @@ def test_equals_ridge_on_whole_matrices(turned: tuple[ImageDataset, ImageDataset
     best = max(
         Ridge(alpha=float(alpha)).fit(x, train.values).score(x_val, val.values) for alpha in torch.logspace(-6, 4, 40)
     )
-    got = report.layer("4").nc4
+    got = report.layer("4").quality
     assert best - 0.02 < got <= best + 1e-6
     chosen = report.candidate()
     assert R2.name in chosen.reason and R2.name in to_text(report, chosen) and ",r2" in to_csv(report)
     assert CollapseReport.from_json(report.to_json()) == report
-    assert min(layer.nc4_error for layer in report.layers if layer.nc4_error is not None) == 0.0
+    assert min(layer.quality_error for layer in report.layers if layer.quality_error is not None) == 0.0
 
 
 def test_small_budgets_make_more_groups(turned: tuple[ImageDataset, ImageDataset]) -> None:
@@ -62,4 +62,4 @@ def test_small_budgets_make_more_groups(turned: tuple[ImageDataset, ImageDataset
         measured(network(), train, val, replace(SETTINGS, max_memory=budget)) for budget in (1 << 30, 1 << 14)
     )
     for one, other in zip(whole.layers, few.layers, strict=True):
-        assert one.nc4 == pytest.approx(other.nc4, abs=1e-9)
+        assert one.quality == pytest.approx(other.quality, abs=1e-9)

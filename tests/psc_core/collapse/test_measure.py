@@ -81,7 +81,7 @@ def test_every_layer_equals_naive_loop(several: bool) -> None:
         features, labels = examples_of(net, layer.name, train)
         val_features, val_labels = examples_of(net, layer.name, val)
         assert layer.nc1 == pytest.approx(reference.nc1(features, labels, 3), rel=1e-6)
-        assert layer.nc4 == reference.nc4(features, labels, val_features, val_labels, 3)
+        assert layer.quality == reference.nc4(features, labels, val_features, val_labels, 3)
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -98,7 +98,7 @@ def test_errors_equal_naive_loop(several: bool) -> None:
     owners = np.repeat(np.arange(33), 4 if several else 1).tolist()
     expected = [reference.paired_error(hits[layer.name], hits[report.best.name], owners) for layer in report.layers]
     assert max(expected) > 0
-    assert [layer.nc4_error for layer in report.layers] == pytest.approx(expected, rel=1e-12)
+    assert [layer.quality_error for layer in report.layers] == pytest.approx(expected, rel=1e-12)
 
 
 def test_each_validation_label_counts() -> None:
@@ -107,7 +107,7 @@ def test_each_validation_label_counts() -> None:
     report = measured(net, images(0, 40), val, on_cpu(7))
     features, labels = examples_of(net, "pool", images(0, 40))
     val_features, val_labels = examples_of(net, "pool", val)
-    assert report.layer("pool").nc4 == reference.nc4(features, labels, val_features, val_labels, 3) <= 0.5
+    assert report.layer("pool").quality == reference.nc4(features, labels, val_features, val_labels, 3) <= 0.5
 
 
 class Flat(nn.Module):
@@ -140,7 +140,7 @@ def test_linear_toy_equals_closed_form() -> None:
     within = float((s**2 * (w**2).sum(axis=0)).sum())
     between = float(((w @ a) ** 2).sum())
     assert report.layer("feature").nc1 == pytest.approx(within / (within + between), rel=1e-6)
-    assert report.layer("feature").nc4 == 1.0
+    assert report.layer("feature").quality == 1.0
     assert report.penultimate == "feature"
 
 
@@ -153,7 +153,7 @@ def test_groups_and_column_ranges_change_nothing(budget: int, monkeypatch: pytes
     assert sum(len(group.rounds) for group in columns.layer_groups(layers, 3, 8, budget)) > 1
     for one, other in zip(whole.layers, parts.layers, strict=True):
         assert other.nc1 == pytest.approx(one.nc1, rel=1e-6)
-        assert (other.nc4, other.nc4_error) == (one.nc4, one.nc4_error)
+        assert (other.quality, other.quality_error) == (one.quality, one.quality_error)
 
 
 def test_wide_layer_runs_in_column_ranges() -> None:
@@ -174,7 +174,7 @@ def test_wide_layer_runs_in_column_ranges() -> None:
     torch.manual_seed(0)
     whole = measured(Wide(), train, val, on_cpu(50, layers="wide"))
     assert few.layer("wide").nc1 == pytest.approx(whole.layer("wide").nc1, rel=1e-9)
-    assert few.layer("wide").nc4 == whole.layer("wide").nc4
+    assert few.layer("wide").quality == whole.layer("wide").quality
 
 
 def test_pattern_always_includes_penultimate_layer() -> None:

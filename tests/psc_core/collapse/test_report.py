@@ -37,6 +37,7 @@ def test_caller_can_name_layer() -> None:
 def test_json_round_trip() -> None:
     measured = report(("a", 4, 0.9, 0.5), ("p", 8, 0.1, 0.99), output=False)
     assert CollapseReport.from_json(json.loads(json.dumps(measured.to_json()))) == measured
+    assert {"nc4", "nc4_error"} <= {*measured.to_json()["layers"][0]}, "the names of docs/bundle-format.md"
 
 
 def test_takes_highest_nc4_above_cutoff() -> None:
@@ -84,7 +85,7 @@ def test_two_layers_near_the_cutoff(
 
 def with_errors(measured: CollapseReport, *errors: float) -> CollapseReport:
     pairs = zip(measured.layers, errors, strict=True)
-    return replace(measured, layers=tuple(replace(layer, nc4_error=error) for layer, error in pairs))
+    return replace(measured, layers=tuple(replace(layer, quality_error=error) for layer, error in pairs))
 
 
 def test_takes_deepest_within_one_error() -> None:
