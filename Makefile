@@ -18,10 +18,11 @@ test: $(VENV)/.dev              ## set up everything and run the tests
 	@echo "About 10 minutes on two idle cores, half an hour on busy ones"
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not slow and not gpu"
 
-QUICK := $(addprefix tests/,$(addprefix psc_core/,images data numerics calibration) $(addprefix app/,inference models observability))
+QUICK := $(addprefix psc_core/,images data numerics calibration density gates tasks) \
+         $(patsubst %,psc_core/fitting/test_%.py,data features job record) $(addprefix app/,inference models observability)
 
-test-quick: $(VENV)/.dev        ## the tests of single modules, in less than a minute
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not slow and not gpu" $(QUICK)
+test-quick: $(VENV)/.dev        ## the tests of single modules, in about two minutes
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not slow and not gpu" $(addprefix tests/,$(QUICK))
 
 check: lint types layers test   ## what CI runs
 

@@ -39,6 +39,16 @@ def listed_files(heading: str, **placeholders: str) -> set[str]:
     return set(files)
 
 
+def test_files_named_in_the_text_exist() -> None:
+    named = set(
+        re.findall(
+            r"`((?:psc_core|app|docs|tests|benchmarks|examples)/[\w/.]+)`", (ROOT / "CONTRIBUTING.md").read_text()
+        )
+    )
+    made = {path for path in named if {"TASK", "NAME", "test_NAME"} & {*re.split(r"[/.]", path)}}
+    assert len(named - made) > 25 and not [path for path in sorted(named - made) if not (ROOT / path).exists()]
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
