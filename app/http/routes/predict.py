@@ -77,7 +77,9 @@ async def _predict(request: Request, name: str | None) -> Response:
 
 def _asked_of(served: ServedModel, query: PredictQuery, mode: RequestMode) -> tuple[BaseThresholds, dict[str, int]]:
     """Return the thresholds of a request and its other parameters, if the model has them all."""
-    task, options = served.model.task, query.model_dump(exclude_none=True, exclude={"explain", "map", "monitor"})
+    task = served.model.task
+    kinds = PredictQuery.model_fields.keys() - task.policy.model_fields  # Of the request, whatever the model's task.
+    options = query.model_dump(exclude_none=True, exclude=kinds)
     changes = {name: options.pop(name) for name in options.keys() & task.policy.model_fields}
     if unknown := sorted(options.keys() - served.task.query.model_fields):
         raise MalformedRequest(f"model {served.name!r} is a {task.noun}, which has no {unknown[0]}; leave it out")
