@@ -39,7 +39,7 @@ class ClassificationFit(TaskFit):
     """The fit of a classifier."""
 
     task_type = Classification
-    threshold_settings = ("risk",)
+    own_settings = ("risk", "head_input")
     averages_candidate = True
     compares_network_output = True
 
