@@ -23,7 +23,14 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from psc_core.data.dataset import ImageDataset, labelled
-from psc_core.data.loader_warnings import dataset_of, length_of, warn_of_dropped, warn_of_random, warn_of_range
+from psc_core.data.loader_warnings import (
+    dataset_of,
+    length_of,
+    warn_of_dropped,
+    warn_of_files,
+    warn_of_random,
+    warn_of_range,
+)
 from psc_core.data.scratch import scratch_file
 from psc_core.data.sources import TensorSource
 from psc_core.data.targets import measured
@@ -110,12 +117,14 @@ def read_loader(data: Any, name: str, description: LoaderDescription) -> ImageDa
     own = _own_names(data)
     if classes is not None:
         _check_places(own, classes, name)
-    warn_of_random(data, name)
+    is_random = warn_of_random(data, name)
     spooled = spool(data, name, preprocessing.preprocess)
     warn_of_dropped(data, name, len(spooled.images))
     preprocess = preprocessing.preprocess_of(spooled.images.shape[1:], spooled.low, spooled.high)
     if spooled.images.dtype == np.float32 and preprocess.is_known:
         warn_of_range(name, preprocess, spooled.low, spooled.high)
+        if not is_random:
+            warn_of_files(data, name, preprocess)
     source = TensorSource(spooled.images)
     if target is not None:
         return measured(name, target, source, _numbers(spooled.labels, name), preprocess)
