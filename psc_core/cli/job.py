@@ -33,6 +33,7 @@ from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.fitting.data import FitData
 from psc_core.fitting.job import FitJob
 from psc_core.fitting.stages import checked
+from psc_core.images.files import unread_below
 from psc_core.model.base import FittedModel
 from psc_core.network.backbone import check_output, trial_input
 from psc_core.network.described.base import Described
@@ -84,6 +85,8 @@ class Job(FitJob):
         lines = [
             f"train: {train.name}, {len(train)} images, {self.data.task_fit.describe_labels(train)}; "
             f"val: {val.name}, {len(val)} images",
+            unread_below(train.name),
+            unread_below(val.name),
             self.order_note,
             f"network: {'; '.join(notes)}" if notes else "",
             f"preprocessing: {train.preprocess}",

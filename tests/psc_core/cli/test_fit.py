@@ -291,6 +291,7 @@ def test_few_images_that_cannot_be_decoded_are_left_out(  # type: ignore[no-unty
         file.write_bytes(file.read_bytes()[:40])
     bad[-1].unlink()
     bad[-1].symlink_to("nowhere.png")
+    (tmp_path / "val" / "5" / "0002.HEIC").touch()
     out, said = tmp_path / "b", "left out 3 that cannot be decoded: 1 of"
     code, printed, err = run(capsys, cli.main, [*folder_args, "--max-bad-images", "2", "--out", str(out)])
     assert code == 2 and "expected at most 2 images that cannot be decoded, found more: " in err and str(bad[0]) in err
@@ -300,6 +301,7 @@ def test_few_images_that_cannot_be_decoded_are_left_out(  # type: ignore[no-unty
 
     code, printed, err = run(capsys, cli.main, [*folder_args, "--dry-run", "--out", str(out)])
     assert code == 0 and said in printed, err
+    assert f"{tmp_path / 'val'}: not read, by their suffix: 1 .heic; convert" in printed
 
     with monkeypatch.context() as patch:
         patch.setattr(stages, "fit_model", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
