@@ -24,7 +24,7 @@ from torch import nn
 from psc_core.cli.run import run_stages
 from psc_core.compute.passes import Compute, passes
 from psc_core.compute.readable import only_readable
-from psc_core.data.cache import cached
+from psc_core.data.cache import PixelCache
 from psc_core.data.dataset import ImageDataset, balanced
 from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.fitting.job import FitJob
@@ -78,7 +78,7 @@ def estimate(net: nn.Module, job: FitJob, max_bad_images: int) -> Estimate:
         extrapolate(sizes, seconds, len(train)),
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
         torch.cuda.max_memory_allocated(compute.device) if compute.device.type == "cuda" else 0,
-        sum(scratch_bytes(images) for images in (train, job.data.val)),
+        PixelCache().size(train, job.data.val),
     )
 
 
@@ -91,7 +91,8 @@ def timed_fit(net: nn.Module, job: FitJob, size: int, max_bad_images: int) -> fl
     with tempfile.TemporaryDirectory(prefix="psc-dry-run-") as scratch:
         checkpoint = Checkpoint.of(Path(scratch) / "stages", {})
         few = data.fewer(size, max(round(len(data.val) * fraction), min(len(data.val), 4 * classes)))
-        few, left_out = few.cached(None, processes=1).readable(max_bad_images)
+        few, _ = few.cached(PixelCache())
+        few, left_out = few.readable(max_bad_images)
         print(*left_out, sep="\n", end="\n" * bool(left_out))
         _, projection, model = run_stages(net, replace(job, data=few, settings=lenient), "dry-run", {}, checkpoint)
         collect_fit(model, net, few, projection.report, job.compute, "")
@@ -123,12 +124,3 @@ def fit_images(images_per_second: float, train: ImageDataset) -> int:
     affordable = round(SECONDS * images_per_second / PASSES)
     wanted = min(max(affordable, FIT_IMAGES[0], 12 * len(train.classes)), max(FIT_IMAGES[1], 12 * len(train.classes)))
     return min(wanted, len(train))
-
-
-def scratch_bytes(data: ImageDataset) -> int:
-    """Return the bytes that the decoded images of ``data`` take on disk while a fit runs."""
-    kept = data.subset(torch.arange(min(1, len(data))))
-    if cached(kept) is kept:
-        return 0
-    channels, height, width = data.preprocess.shape
-    return len(data.source) * channels * height * width

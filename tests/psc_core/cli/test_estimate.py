@@ -10,8 +10,6 @@ import torch
 
 from psc_core import PRESETS, FitSettings, open_dataset
 from psc_core.cli import estimate, fit
-from psc_core.data.dataset import labelled
-from psc_core.data.sources import ArraySource
 from psc_core.fitting.data import FitData
 from psc_core.fitting.job import FitJob
 from psc_core.images.preprocess import Preprocess
@@ -37,20 +35,38 @@ def test_dry_run_of_a_regression_counts_its_report(
     assert "nothing written" in out and reported == ["PSCRegressor"] * 3
 
 
+def digits(data_root: Path, preprocess: Preprocess, max_images: int | None = None) -> FitData:
+    train, val = (open_dataset(f"mnist:{data_root}", split=split, preprocess=preprocess) for split in ("train", "val"))
+    return FitData.of(train, val, max_images=max_images)
+
+
+@pytest.fixture
+def without_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "rate", lambda *_: 100.0)
+    monkeypatch.setattr(estimate, "timed_fit", lambda *_: 1.0)
+
+
+@pytest.mark.usefixtures("without_fits")
 @pytest.mark.parametrize(("device", "used"), [("cpu", 0), ("cuda:0", 7), ("cuda:1", 8)])
 def test_the_memory_is_that_of_the_gpu_in_use(
     data_root: Path, monkeypatch: pytest.MonkeyPatch, device: str, used: int
 ) -> None:
-    train, val = (
-        open_dataset(f"mnist:{data_root}", split=split, preprocess=PRESETS["mnist"]) for split in ("train", "val")
-    )
     settings = FitSettings(device="cpu")
     on_device = replace(settings.compute(), device=torch.device(device))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: 7 + (device.index if device else 0))
-    monkeypatch.setattr(estimate, "rate", lambda *_: 100.0)
-    monkeypatch.setattr(estimate, "timed_fit", lambda *_: 1.0)
-    job = FitJob(FitData.of(train, val), settings, on_device)
+    job = FitJob(digits(data_root, PRESETS["mnist"]), settings, on_device)
     assert estimate.estimate(torch.nn.Identity(), job, 0).device_memory == used
+
+
+@pytest.mark.usefixtures("without_fits")
+@pytest.mark.parametrize("max_images", [None, 20])
+def test_scratch_is_what_the_images_in_use_take(data_root: Path, max_images: int | None) -> None:
+    settings = FitSettings(device="cpu")
+    resized = replace(PRESETS["mnist"], height=32, width=20)
+    for preprocess, size in ((PRESETS["mnist"], 0), (resized, 32 * 20)):
+        data = digits(data_root, preprocess, max_images)
+        job = FitJob(data, settings, settings.compute())
+        assert estimate.estimate(torch.nn.Identity(), job, 0).scratch == (len(data.train) + len(data.val)) * size
 
 
 @pytest.mark.parametrize(("images", "expected"), [(3000, 31.0), (300, 4.0), (100, 4.0)])
@@ -70,15 +86,6 @@ def test_classes_and_speed_decide_how_many_images_are_tried(data_root: Path) -> 
     assert estimate.fit_images(1e9, train) == min(estimate.FIT_IMAGES[1], all_of_them)
     many = replace(train, classes=tuple(map(str, range(200))))
     assert estimate.fit_images(0.1, many) == min(2400, all_of_them)
-
-
-def test_scratch_is_what_decoded_images_take(data_root: Path) -> None:
-    fits = open_dataset(f"mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
-    assert estimate.scratch_bytes(fits) == 0
-    resized = Preprocess("L", 32, 20, None, (0.5,), (0.5,))
-    pixels = torch.zeros(7, 28, 28, dtype=torch.uint8).numpy()
-    data = labelled("resized", ("a",), ArraySource(pixels), torch.zeros(7, dtype=torch.int64), resized)
-    assert estimate.scratch_bytes(data) == 7 * 32 * 20
 
 
 @pytest.mark.parametrize(
