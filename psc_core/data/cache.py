@@ -53,6 +53,9 @@ class CachedSource:
     def fingerprint(self, index: int) -> bytes:
         return self.origin.fingerprint(int(self.indices[index]))
 
+    def modified_ns(self, index: int) -> int:
+        return self.origin.modified_ns(int(self.indices[index]))
+
 
 @dataclass(frozen=True)
 class PixelCache:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -333,6 +334,21 @@ def test_a_fit_that_keeps_no_images_says_so(  # type: ignore[no-untyped-def]
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     assert said in run(capsys, cli.main, args)[1]
     assert said not in run(capsys, cli.main, [*args, "--cache", "off"])[1]
+
+
+def test_a_fit_of_images_that_were_edited_since_begins_again(  # type: ignore[no-untyped-def]
+    folder_args: list[str], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[bool] = []
+    collapse = stages.collapse
+    monkeypatch.setattr(stages, "collapse", lambda *args: measured.append(True) or collapse(*args))
+    monkeypatch.setattr(stages, "project", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    for _ in range(2):
+        assert run(capsys, cli.main, [*folder_args, "--out", str(tmp_path / "b")])[0] == 130
+        assert len(measured) == 1
+    os.utime(tmp_path / "train" / "7" / "0003.png", ns=(0, 1))  # As an edited bitmap, which keeps its size.
+    assert run(capsys, cli.main, [*folder_args, "--out", str(tmp_path / "b")])[0] == 130
+    assert len(measured) == 2
 
 
 def test_each_image_is_decoded_once(folder_args: list[str], tmp_path: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]

@@ -74,6 +74,8 @@ def test_takes_the_space_of_the_images_that_are_read(folder: ImageDataset) -> No
     assert isinstance(kept.source, CachedSource) and kept.source.pixels.shape == (3, *PREPROCESS.shape)
     assert torch.equal(pixels(kept), pixels(few)) and torch.equal(pixels(kept), pixels(folder)[[7, 2, 5]])
     assert kept.digest() == few.digest() and len(kept.source) == 3
+    times = [few.source.modified_ns(index) for index in (7, 2, 5)]
+    assert [kept.source.modified_ns(index) for index in range(3)] == times and min(times) > 0
 
 
 def test_space_is_needed_once_for_what_is_decoded(folder: ImageDataset) -> None:
