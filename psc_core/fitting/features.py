@@ -107,11 +107,11 @@ def read(
     def step(images: Tensor) -> list[Float[Tensor, "batch _"]]:
         found, output_of_batch = running(images)
         candidate = layers.of(found, layers.candidate)
-        parts = [projection(candidate), *(average_positions([layer]) for layer in layers.of(found, layers.head))]
-        parts += [average_positions(candidate)] if pooled else []
+        parts = [projection(candidate), *(average_positions(layer) for layer in layers.of(found, layers.head))]
+        parts += [average_positions(layer) for layer in candidate] if pooled else []
         for layer, sums in moments.items():
             sums.add(layers.of(found, [layer])[0])
-        early = [average_positions([layer]) for layer in layers.of(found, layers.texture)]
+        early = [average_positions(layer) for layer in layers.of(found, layers.texture)]
         outputs = [output_of_batch.float()] if layers.output and output_of_batch is not None else []
         return [torch.cat(part, dim=1) for part in (parts, early, outputs) if part]
 
