@@ -37,32 +37,33 @@ def shared_images(train: ImageDataset, val: ImageDataset) -> int:
 
 def image_keys(data: ImageDataset) -> Iterator[bytes]:
     """Yield a key for each image; copies of it have the same key, and of other images in a data set mostly few."""
-    for index in data.indices.tolist():
-        match _origin(data.source):
-            case FileSource() as files:
+    for position in range(len(data)):
+        match _origin(data, position):
+            case FileSource() as files, index:
                 key = files.sample(index)
-            case TensorSource(images=images):
+            case TensorSource(images=images), index:
                 values = images[index].reshape(-1)
                 key = values[:: max(1, len(values) // COMPARED_VALUES)].tobytes()
-            case source:
+            case source, index:
                 key = source.fingerprint(index)
         yield _digest(key)
 
 
 def _content(data: ImageDataset, position: int) -> bytes | None:
     """Return a digest of all of an image; None if it cannot be read."""
-    index = int(data.indices[position])
     with suppress(ImageError, OSError):
-        match _origin(data.source):
-            case FileSource() as files:
+        match _origin(data, position):
+            case FileSource() as files, index:
                 return _digest(read_file(files.path(index)))
-            case source:
+            case source, index:
                 return _digest(source.fingerprint(index))
     return None
 
 
-def _origin(source: ImageSource) -> ImageSource:
-    return source.source if isinstance(source, CachedSource) else source
+def _origin(data: ImageDataset, position: int) -> tuple[ImageSource, int]:
+    """Return the store of an image, behind a cache, and its index there."""
+    source, index = data.source, int(data.indices[position])
+    return (source.origin, int(source.indices[index])) if isinstance(source, CachedSource) else (source, index)
 
 
 def _digest(data: bytes) -> bytes:

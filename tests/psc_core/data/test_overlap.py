@@ -93,6 +93,8 @@ def test_a_kept_folder(tmp_path: Path) -> None:
     assert kept.source is not train.source
     assert shared_images(kept, kept) == 12
     assert shared_images(kept, cached(others)) == 0
+    last = cached(train.subset(torch.arange(9, 12)))  # Its first image is the tenth of the folder.
+    assert shared_images(cached(train.subset(torch.arange(10))), last) == 1
 
 
 def test_an_image_that_cannot_be_read_is_none_of_them(tmp_path: Path) -> None:
