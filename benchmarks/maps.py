@@ -231,7 +231,7 @@ def psc_maps(network: Network, train: Features, selection: ImageDataset, seed: i
     assert chosen is not None
 
     def of(layer: str) -> Maps:
-        layer_map = LayerMap(layer, network.grids[layer], fit_positions(sums[layer].moments()))
+        layer_map = LayerMap(layer, network.grids[layer], fit_positions(sums[layer].finish()))
         return lambda features: layer_map.distances(features[layer].flatten(2))
 
     return {
@@ -371,7 +371,7 @@ def measure_cost() -> Json:
         assert grid is not None
         sums = PositionMoments(features.shape[1], grid)
         sums.add(features)
-        density = fit_positions(sums.moments())
+        density = fit_positions(sums.finish())
         maps.append(LayerMap(layer, grid, with_levels(density, density(features).flatten())))
     found: Json = {}
     for count in (1, 8):

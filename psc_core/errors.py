@@ -106,6 +106,25 @@ def needs(what: str, extra: str, *modules: str, error: type[PSCError] = UsageErr
         raise error(f"{what} needs {missing.name or modules[-1]}; pip install 'psc[{extra}]'") from missing
 
 
+def imported(module: str, name: str, *, error: type[PSCError]) -> Any:
+    """Return the attribute ``name`` of a user's module, which may be a training script.
+
+    Raises:
+        ImportError: If there is no such module.
+        AttributeError: If it has no such attribute.
+        PSCError: The given ``error``, if the module's code fails.
+    """
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError):
+        raise
+    except (Exception, SystemExit) as failed:  # SystemExit: argparse, which takes our arguments for its own.
+        raise error(
+            f"importing {module} runs it, which failed with {type(failed).__name__}: {failed}; put what only a run of "
+            'it as a program should do below if __name__ == "__main__":'
+        ) from failed
+
+
 def listed(names: Sequence[str], at_most: int) -> str:
     """Join the first ``at_most`` names for a message, with an ellipsis if there are more."""
     return ", ".join(names[:at_most]) + (", …" if len(names) > at_most else "")

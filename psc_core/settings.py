@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
+from enum import StrEnum
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,14 +25,6 @@ if TYPE_CHECKING:
 EPSILON: Final = 0.2
 """The cutoff ε on NC1 below which a layer has collapsed, as in the paper."""
 
-_LAST: Final[dict[str, Any]] = {"last": True}
-"""Marks settings that only the last stage reads; an interrupted fit may resume with other values of these."""
-
-_COUNT: Final[dict[str, Any]] = {"range": POSITIVE}
-_RATE: Final[dict[str, Any]] = {"range": FRACTION}
-_WIDTH: Final[dict[str, Any]] = {"range": POSITIVE_NUMBER}
-_SEED: Final[dict[str, Any]] = {"range": SEED}
-
 PREDICTIONS: Final = ("auto", "psc", "base")
 """The sources of a model's predictions: the better of the two, the fitted head, or the network itself."""
 
@@ -40,6 +33,28 @@ HEAD_INPUTS: Final = ("both", "z")
 
 OOD_SCORES: Final = ("gates", "density")
 """The scores from which the p-value is computed: all gates combined, or the density alone."""
+
+
+class Stage(StrEnum):
+    """The stage that alone reads a setting."""
+
+    COLLAPSE = "collapse"
+    PROJECTION = "projection"
+    LAST = "last"  # No checkpoint holds it: an interrupted fit may resume with other values of its settings.
+
+
+def _facts(
+    values: Range | None = None, *, stage: Stage | None = None, calibrates: bool = False, of_machine: bool = False
+) -> dict[str, Any]:
+    """Return the metadata of a setting.
+
+    Args:
+        values: The numbers that it may be.
+        stage: The only stage that reads it; None: several do.
+        calibrates: Whether the calibration of a fitted model reads it too.
+        of_machine: Whether it suits the machine, so that a fit on another one does not repeat it.
+    """
+    return {"values": values, "stage": stage, "calibrates": calibrates, "of_machine": of_machine}
 
 
 @dataclass(frozen=True)
@@ -56,32 +71,36 @@ class FitSettings:
 
     task: str = "classification"
     layer: str = "auto"  # candidate layer; auto: chosen by collapse
-    layers: str | None = None  # regular expression of the layers to measure; None: all
-    granularity: str = "operations"
-    epsilon: float = field(default=EPSILON, metadata=_RATE)
-    c_proj: int | None = field(default=None, metadata=_COUNT)  # None: chosen by the fit, and so are d_proj and pca
-    d_proj: int | None = field(default=None, metadata=_COUNT)
-    minimum_dim: int = field(default=64, metadata=_COUNT)
-    no_second_scaling: bool = False
+    # Regular expression of the layers to measure; None: all.
+    layers: str | None = field(default=None, metadata=_facts(stage=Stage.COLLAPSE))
+    granularity: str = field(default="operations", metadata=_facts(stage=Stage.COLLAPSE))
+    epsilon: float = field(default=EPSILON, metadata=_facts(FRACTION))
+    # None: chosen by the fit, and so are d_proj and pca.
+    c_proj: int | None = field(default=None, metadata=_facts(POSITIVE, stage=Stage.PROJECTION))
+    d_proj: int | None = field(default=None, metadata=_facts(POSITIVE, stage=Stage.PROJECTION))
+    minimum_dim: int = field(default=64, metadata=_facts(POSITIVE, stage=Stage.PROJECTION))
+    no_second_scaling: bool = field(default=False, metadata=_facts(stage=Stage.PROJECTION))
     density: str = "pooled++"
-    pca: int | None = field(default=None, metadata=_LAST | _COUNT)
-    head: str | None = field(default=None, metadata=_LAST)  # None: the first of the task's heads
-    head_input: str = field(default="both", metadata=_LAST)  # classification only
-    predictions: str = field(default="auto", metadata=_LAST)
-    alpha: float = field(default=0.05, metadata=_LAST | _RATE)
-    coverage: float = field(default=0.95, metadata=_LAST | _RATE)
-    risk: float = field(default=0.05, metadata=_LAST | _RATE)  # classification only
-    # Of an interval, in the target's unit, regression only; None: no limit.
-    max_width: float | None = field(default=None, metadata=_LAST | _WIDTH)
-    ood_score: str = field(default="gates", metadata=_LAST)
+    pca: int | None = field(default=None, metadata=_facts(POSITIVE, stage=Stage.LAST))
+    head: str | None = field(default=None, metadata=_facts(stage=Stage.LAST))  # None: the first of the task's heads
+    head_input: str = field(default="both", metadata=_facts(stage=Stage.LAST))
+    predictions: str = field(default="auto", metadata=_facts(stage=Stage.LAST))
+    alpha: float = field(default=0.05, metadata=_facts(FRACTION, stage=Stage.LAST, calibrates=True))
+    coverage: float = field(default=0.95, metadata=_facts(FRACTION, stage=Stage.LAST, calibrates=True))
+    risk: float = field(default=0.05, metadata=_facts(FRACTION, stage=Stage.LAST, calibrates=True))
+    # Of an interval, in the target's unit; None: no limit.
+    max_width: float | None = field(default=None, metadata=_facts(POSITIVE_NUMBER, stage=Stage.LAST, calibrates=True))
+    ood_score: str = field(default="gates", metadata=_facts(stage=Stage.LAST))
     # Training images kept as thumbnails; None: none.
-    keep_examples: int | None = field(default=None, metadata=_LAST | _COUNT)
+    keep_examples: int | None = field(default=None, metadata=_facts(POSITIVE, stage=Stage.LAST))
     precision: str = "fp32"
-    batch_images: int = field(default=BATCH_IMAGES, metadata=_COUNT)
-    max_images: int | None = field(default=None, metadata=_COUNT)  # training images, balanced over classes; None: all
-    max_memory: int = field(default=MAX_MEMORY, metadata=_COUNT)  # bytes
-    seed: int = field(default=0, metadata=_SEED)
-    device: str | torch.device = "auto"  # auto, cpu, cuda or cuda:N; belongs to the machine, so no bundle records it
+    batch_images: int = field(default=BATCH_IMAGES, metadata=_facts(POSITIVE, calibrates=True, of_machine=True))
+    # Training images, balanced over classes; None: all.
+    max_images: int | None = field(default=None, metadata=_facts(POSITIVE))
+    max_memory: int = field(default=MAX_MEMORY, metadata=_facts(POSITIVE, of_machine=True))  # bytes
+    seed: int = field(default=0, metadata=_facts(SEED))
+    # auto, cpu, cuda or cuda:N; no bundle records it.
+    device: str | torch.device = field(default="auto", metadata=_facts(of_machine=True))
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -128,12 +147,17 @@ class FitSettings:
 
     def of_stages(self) -> dict[str, Any]:
         """Return the settings that the stages in a checkpoint read, as JSON types."""
-        last = {each.name for each in fields(self) if "last" in each.metadata}
+        last = settings_where(stage=Stage.LAST)
         return {name: value for name, value in self.recorded().items() if name not in last}
 
 
+def settings_where(**facts: Any) -> tuple[str, ...]:
+    """Return the names of the settings that were declared with these facts, such as ``calibrates=True``."""
+    return tuple(each.name for each in fields(FitSettings) if facts.items() <= each.metadata.items())
+
+
 RANGES: Final[Mapping[str, Range]] = {
-    each.name: each.metadata["range"] for each in fields(FitSettings) if "range" in each.metadata
+    each.name: each.metadata["values"] for each in fields(FitSettings) if each.metadata.get("values")
 }
 """The numbers that a setting may be, by its name; the flags of ``psc-fit`` have the same."""
 
@@ -164,7 +188,7 @@ def _check(each: Field[Any], value: Any) -> None:
     types = _types_of(each)
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         raise UsageError(f"expected {each.name} of type {each.type}, got {value!r} of type {type(value).__name__}")
-    wanted = each.metadata.get("range")
+    wanted = each.metadata.get("values")
     if wanted is not None and value is not None and value not in wanted:
         or_none = " or None" if type(None) in types else ""
         raise UsageError(f"expected {each.name} to be {wanted.noun}{or_none}, got {value}")

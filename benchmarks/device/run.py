@@ -104,13 +104,13 @@ def parts(pipeline: Pipeline, images: Tensor, device: torch.device) -> dict[str,
                 return p.backbone(inputs)[0]
 
         given = features()
-        layers, early = given[: len(p.projection.positions)], given[-1:]
+        layers, early = given[: len(p.projection.positions)], given[-1]
         z = p.projection(layers)
         embedding = p.embed(images)
         scored = p.score(embedding)
 
     def densities() -> None:
-        p.density(average_positions(layers) if p.density.reads == "pooled" else z)
+        p.density(torch.cat([*map(average_positions, layers)], dim=1) if p.density.reads == "pooled" else z)
         if p.texture is not None:
             p.texture(average_positions(early))
 

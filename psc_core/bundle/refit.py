@@ -8,14 +8,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any, Final
 
 from psc_core.errors import shortened
 from psc_core.network import LIBRARIES
-
-_OF_MACHINE: Final = {"batch_images", "max_memory", "device"}
-"""The settings that :func:`fit_command` leaves out: what suited the machine of then may not suit this one."""
 
 _REMOVED: Final = {"ood_score": "density+entropy"}
 """The values of settings that older bundles record but ``psc-fit`` no longer accepts."""
@@ -36,8 +32,8 @@ _PLAIN: Final = re.compile(r"[A-Za-z0-9_+.:][A-Za-z0-9_+.:-]*")
 def fit_command(body: Mapping[str, Any]) -> str:
     """Return the ``psc-fit`` command that refits a bundle of another version.
 
-    It repeats the recorded settings if all of them are plain words, and otherwise none.  Paths and factories are left
-    as placeholders.
+    It repeats the recorded settings if all of them are plain words, and otherwise none; not those that suited the
+    machine of then.  Paths and factories are left as placeholders.
     """
     try:
         flags = _repeated(body["provenance"])
@@ -48,14 +44,15 @@ def fit_command(body: Mapping[str, Any]) -> str:
 
 
 def _repeated(provenance: Any) -> str:
-    from psc_core.settings import FitSettings  # Of fitting: loaded only where a bundle is refused.
+    from psc_core.settings import settings_where  # Of fitting: loaded only where a bundle is refused.
 
     model = provenance["model"]
     spec = model if _LIBRARY_NETWORK.fullmatch(model) else _OWN_WEIGHTS.get(model.partition(":")[0], "SPEC")
     words = ["--model", spec]
     for name, value in provenance["model_args"].items():
         words += ["--model-arg", f"{_plain(name)}={_plain(value)}"]
-    for name in (each.name for each in fields(FitSettings) if each.name not in _OF_MACHINE):
+    of_machine = settings_where(of_machine=True)
+    for name in (name for name in settings_where() if name not in of_machine):
         value = provenance["settings"].get(name)
         if value is not None and value is not False and value != _REMOVED.get(name):
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [_plain(value)])]

@@ -21,13 +21,12 @@ from typing import Final
 import torch
 from torch import nn
 
+from psc_core.cli.job import Job
 from psc_core.cli.run import run_stages
 from psc_core.compute.passes import Compute, passes
 from psc_core.compute.readable import only_readable
-from psc_core.data.cache import cached
 from psc_core.data.dataset import ImageDataset, balanced
 from psc_core.fitting.checkpoint import Checkpoint
-from psc_core.fitting.job import FitJob
 from psc_core.report.collect import collect_fit
 
 SECONDS: Final = 60.0
@@ -48,7 +47,7 @@ class Estimate:
     seconds: float
     memory: int  # peak of this process, bytes
     device_memory: int  # peak on the GPU, bytes; 0 without one
-    scratch: int  # decoded images on disk, bytes; 0 where they need no decoding
+    scratch: int  # decoded images on disk, bytes; 0 where none are kept
 
     def __str__(self) -> str:
         hours, minutes = divmod(round(self.seconds / 60), 60)
@@ -63,35 +62,39 @@ class Estimate:
         )
 
 
-def estimate(net: nn.Module, job: FitJob, max_bad_images: int) -> Estimate:
+def estimate(job: Job, max_bad_images: int) -> Estimate:
     """Fit twice on a few images, print what the larger fit found, and extrapolate."""
-    train, compute = job.data.train, job.compute
-    larger = fit_images(rate(net, train, compute, job.settings.seed, max_bad_images), train)
+    train, val, compute = job.data.train, job.data.val, job.compute
+    if job.cache is not None and not job.cache.has_room(train, val):
+        print(*job.cache.notes(train, val), sep="\n", flush=True)
+        job = replace(job, cache=None)
+    larger = fit_images(rate(job.network.net, train, compute, job.settings.seed, max_bad_images), train)
     smallest = min(larger, 4 * len(train.classes))
     sizes = (max(larger // 3, smallest), larger)
     with contextlib.redirect_stdout(io.StringIO()):
-        timed_fit(net, job, smallest, max_bad_images)
-        first = timed_fit(net, job, sizes[0], max_bad_images)
-    seconds = (first, timed_fit(net, job, larger, max_bad_images))
+        timed_fit(job, smallest, max_bad_images)
+        first = timed_fit(job, sizes[0], max_bad_images)
+    seconds = (first, timed_fit(job, larger, max_bad_images))
     return Estimate(
         larger,
         extrapolate(sizes, seconds, len(train)),
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
         torch.cuda.max_memory_allocated(compute.device) if compute.device.type == "cuda" else 0,
-        sum(scratch_bytes(images) for images in (train, job.data.val)),
+        0 if job.cache is None else job.cache.size(train, val),
     )
 
 
-def timed_fit(net: nn.Module, job: FitJob, size: int, max_bad_images: int) -> float:
+def timed_fit(job: Job, size: int, max_bad_images: int) -> float:
     """Return the seconds of a fit on ``size`` training images and the same fraction of the validation images."""
-    data = job.data
+    data, net = job.data, job.network.net
     fraction, classes = size / len(data.train), len(data.train.classes)
     lenient = replace(job.settings, alpha=0.5, coverage=0.5)  # Rates that so few images can keep.
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="psc-dry-run-") as scratch:
         checkpoint = Checkpoint.of(Path(scratch) / "stages", {})
         few = data.fewer(size, max(round(len(data.val) * fraction), min(len(data.val), 4 * classes)))
-        few, left_out = few.cached(None, processes=1).readable(max_bad_images)
+        few, _ = few.cached(job.cache)
+        few, left_out = few.readable(max_bad_images)
         print(*left_out, sep="\n", end="\n" * bool(left_out))
         _, projection, model = run_stages(net, replace(job, data=few, settings=lenient), "dry-run", {}, checkpoint)
         collect_fit(model, net, few, projection.report, job.compute, "")
@@ -123,12 +126,3 @@ def fit_images(images_per_second: float, train: ImageDataset) -> int:
     affordable = round(SECONDS * images_per_second / PASSES)
     wanted = min(max(affordable, FIT_IMAGES[0], 12 * len(train.classes)), max(FIT_IMAGES[1], 12 * len(train.classes)))
     return min(wanted, len(train))
-
-
-def scratch_bytes(data: ImageDataset) -> int:
-    """Return the bytes that the decoded images of ``data`` take on disk while a fit runs."""
-    kept = data.subset(torch.arange(min(1, len(data))))
-    if cached(kept) is kept:
-        return 0
-    channels, height, width = data.preprocess.shape
-    return len(data.source) * channels * height * width

@@ -194,7 +194,7 @@ def fit(args: argparse.Namespace) -> None:
         print(*job.opening(), sep="\n", flush=True)
     if args.dry_run:
         print(look(job, args.max_bad_images), flush=True)
-        print(estimate(job.network.net, job, args.max_bad_images))
+        print(estimate(job, args.max_bad_images))
         return
     provenance = checked_provenance(job)
     # Before the images are decoded, for hours perhaps; whether the checkpoint is of this job is only known after that.

@@ -24,6 +24,7 @@ from psc_core.collapse.report import CollapseReport, to_csv
 from psc_core.compute.distributed import Reducer
 from psc_core.compute.passes import Compute
 from psc_core.compute.readable import only_readable
+from psc_core.data.cache import PixelCache
 from psc_core.data.classes import in_network_order
 from psc_core.data.dataset import ImageDataset, drawn
 from psc_core.data.overlap import REPEATED, shared_images
@@ -33,6 +34,7 @@ from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.fitting.data import FitData
 from psc_core.fitting.job import FitJob
 from psc_core.fitting.stages import checked
+from psc_core.images.files import unread_below
 from psc_core.model.base import FittedModel
 from psc_core.network.backbone import trial_input
 from psc_core.network.described.base import Described
@@ -68,6 +70,7 @@ class Job(FitJob):
     name: str  # of the model
     network: LoadedNetwork
     order_note: str  # a note on how the classes were ordered; may be empty
+    cache: PixelCache | None  # for decoded images; None: each pass decodes them
 
     @property
     def is_first(self) -> bool:
@@ -85,6 +88,8 @@ class Job(FitJob):
         lines = [
             f"train: {train.name}, {len(train)} images, {self.data.task_fit.describe_labels(train)}; "
             f"val: {val.name}, {len(val)} images",
+            unread_below(train.name),
+            unread_below(val.name),
             self.order_note,
             f"network: {'; '.join(notes)}" if notes else "",
             f"preprocessing: {train.preprocess}",
@@ -114,7 +119,9 @@ def open_job(args: argparse.Namespace) -> Job:
     network = load(args, described, data.task.network_outputs(data.train.classes))
     compute = settings.compute(Reducer.start() if args.distributed else None)
     check_runs(network, data, compute)
-    return Job(data, settings, compute, out, name, network, order_note)
+    folder = Path(args.cache) if args.cache else None
+    cache = None if args.cache == "off" else PixelCache(folder, compute.reducer.world)
+    return Job(data, settings, compute, out, name, network, order_note, cache)
 
 
 def open_images(args: argparse.Namespace, described: Described) -> tuple[FitData, str]:
@@ -197,13 +204,11 @@ def decoded(job: Job, args: argparse.Namespace) -> Job:
         DataError: If more images than ``--max-bad-images`` cannot be decoded.
         UsageError: If the images that are left cannot keep the rates.
     """
-    reducer = job.compute.reducer
-    if args.cache != "off":
-        folder = Path(args.cache) if args.cache else None
-        job = replace(job, data=job.data.cached(folder, processes=reducer.world))
+    data, not_kept = job.data.cached(job.cache)
+    job = replace(job, data=data)
     if job.is_first:
-        print(look(job, args.max_bad_images), flush=True)
-    data, left_out = job.data.readable(args.max_bad_images, reducer)
+        print(*not_kept, look(job, args.max_bad_images), sep="\n", flush=True)
+    data, left_out = job.data.readable(args.max_bad_images, job.compute.reducer)
     if left_out:
         data.check_rates(alpha=job.settings.alpha, coverage=job.settings.coverage)
         if job.is_first:

@@ -10,7 +10,6 @@ from typing import Any
 
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.sources import FileSource
 from psc_core.fitting.data import FitData
 from psc_core.network.checkpoints import files_of
 from psc_core.network.described.families import is_described
@@ -79,12 +78,10 @@ def job_of(
     return {**provenance, "settings": settings.of_stages(), **on}
 
 
-def _modified(data: ImageDataset) -> str | None:
+def _modified(data: ImageDataset) -> str:
     """Return a digest of when each image file was last changed; copies have other times, so no bundle records it."""
-    source = data.source
-    if not isinstance(source, FileSource):
-        return None  # Held in memory, and identified by content.
-    return hashlib.sha256(b"".join(b"%d\n" % source.modified_ns(index) for index in data.indices.tolist())).hexdigest()
+    times = (data.source.modified_ns(index) for index in data.indices.tolist())
+    return hashlib.sha256(b"".join(b"%d\n" % time for time in times)).hexdigest()
 
 
 def digest_of(files: Sequence[Path]) -> str:

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from psc_core import arguments
 from psc_core.cli import flags
 from psc_core.errors import UsageError
+from psc_core.images.files import unread_below
 from psc_core.scoring import TABLE_FORMATS
 from psc_core.scoring.inputs import COLUMN, NamedImage, in_parts, named_images
 
@@ -98,6 +99,8 @@ def score(args: argparse.Namespace) -> None:
         raise UsageError(f"{args.input} has no images; give a folder, a .parquet file or a text file that has some")
     by_process = f" of process {rank}" if world > 1 else ""
     print(f"{args.out}: {images} images{by_process}, {there} of them were there already, {errors} with an error")
+    if rank == 0 and (unread := unread_below(args.input)):
+        print(unread)
 
 
 def open_parts(source: Path, column: str | None, size: int) -> Iterator[list[NamedImage]]:

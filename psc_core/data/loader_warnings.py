@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from statistics import median
 from typing import Any, Final
 
 import numpy as np
@@ -18,23 +19,26 @@ from torch.utils.data import DataLoader, IterableDataset
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.overlap import REPEATED, image_keys, shared_images
 from psc_core.data.sources import TensorSource
-from psc_core.errors import LoaderWarning, warn
+from psc_core.errors import LoaderWarning, PSCError, warn
+from psc_core.images.inputs import as_batch
 from psc_core.images.preprocess import Preprocess
 
 READ_TWICE: Final = 8
 """Number of examples that are read twice to see whether they change; a random flip may spare some of them."""
 
+OTHER: Final = 0.02
+"""Tolerance for the mean difference between an input and its file, on the [0, 1] scale; another filter makes 0.01."""
+
 OUTSIDE: Final = 0.05
 """Tolerance for inputs darker than black or brighter than white, on the [0, 1] scale."""
 
 
-def warn_of_random(data: Any, name: str) -> None:
-    """Warn if an example of the data set differs when it is read again."""
+def warn_of_random(data: Any, name: str) -> bool:
+    """Warn if an example of the data set differs when it is read again; return whether it does."""
     dataset = dataset_of(data)
-    count = length_of(dataset) or 0
     if not hasattr(dataset, "__getitem__") or isinstance(dataset, IterableDataset | list | tuple | Mapping):
-        return
-    for index in sorted({at * count // READ_TWICE for at in range(READ_TWICE)} if count else ()):
+        return False
+    for index in _spread(dataset):
         if not _same(dataset[index], dataset[index]):
             warn(
                 f"{name} changes its images at random, example {index} read twice differs: a model fitted and "
@@ -42,7 +46,38 @@ def warn_of_random(data: Any, name: str) -> None:
                 "augmentation",
                 LoaderWarning,
             )
-            return
+            return True
+    return False
+
+
+def warn_of_files(data: Any, name: str, preprocess: Preprocess) -> None:
+    """Warn if the files of an ``ImageFolder``, read through ``preprocess``, are not what its transform makes of them.
+
+    A letterbox or a crop before the resize, which no :class:`.Preprocess` has, is otherwise noticed only in service.
+    """
+    dataset, found = dataset_of(data), list[float]()
+    samples = getattr(dataset, "samples", None)
+    if not isinstance(samples, list):
+        return
+    for index in _spread(dataset):
+        match samples[index], dataset[index]:
+            case (str(path), _), (Tensor() as inputs, _) if inputs.shape == preprocess.shape:
+                with suppress(PSCError):
+                    pixels = preprocess.standardise(as_batch([path], preprocess))
+                    found.append(float(((pixels - inputs) * torch.tensor(preprocess.std)[:, None, None]).abs().mean()))
+    if found and (usual := median(found)) > OTHER:  # A few may only lie on their side, which their EXIF tells us alone.
+        warn(
+            f"files of {name} read as {preprocess} differ from the loader's inputs by {usual:.0%} of white: "
+            "a service would answer for other images than these; give the preprocess of the loader's transform, or "
+            "write the images that it makes to files and fit on these",
+            LoaderWarning,
+        )
+
+
+def _spread(dataset: Any) -> list[int]:
+    """Return the indices of a few examples from all over a data set."""
+    count = length_of(dataset) or 0
+    return sorted({at * count // READ_TWICE for at in range(READ_TWICE)} if count else ())
 
 
 def warn_of_dropped(data: Any, name: str, count: int) -> None:

@@ -23,7 +23,14 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from psc_core.data.dataset import ImageDataset, labelled
-from psc_core.data.loader_warnings import dataset_of, length_of, warn_of_dropped, warn_of_random, warn_of_range
+from psc_core.data.loader_warnings import (
+    dataset_of,
+    length_of,
+    warn_of_dropped,
+    warn_of_files,
+    warn_of_random,
+    warn_of_range,
+)
 from psc_core.data.scratch import scratch_file
 from psc_core.data.sources import TensorSource
 from psc_core.data.targets import measured
@@ -107,17 +114,23 @@ def read_loader(data: Any, name: str, description: LoaderDescription) -> ImageDa
     """Return the images of a loader as a classification data set, or as a regression one if there is a target."""
     preprocessing, classes, target = description.preprocessing, description.classes, description.target
     check_loader(data, name)
-    warn_of_random(data, name)
+    own = _own_names(data)
+    if classes is not None:
+        _check_places(own, classes, name)
+    is_random = warn_of_random(data, name)
     spooled = spool(data, name, preprocessing.preprocess)
     warn_of_dropped(data, name, len(spooled.images))
     preprocess = preprocessing.preprocess_of(spooled.images.shape[1:], spooled.low, spooled.high)
     if spooled.images.dtype == np.float32 and preprocess.is_known:
         warn_of_range(name, preprocess, spooled.low, spooled.high)
+        if not is_random:
+            warn_of_files(data, name, preprocess)
     source = TensorSource(spooled.images)
     if target is not None:
         return measured(name, target, source, _numbers(spooled.labels, name), preprocess)
     labels = _class_indices(spooled.labels, name, None if classes is None else len(classes))
-    names = _names_of(data, int(labels.max()), name) if classes is None else tuple(classes)
+    last = int(labels.max())
+    names = tuple(classes) if classes is not None else own if len(own) == last + 1 else _numbered(last, name)
     return labelled(name, names, source, labels, preprocess)
 
 
@@ -300,19 +313,32 @@ def _class_indices(labels: Tensor, name: str, classes: int | None) -> Tensor:
     return labels
 
 
-def _names_of(data: Any, last: int, name: str) -> tuple[str, ...]:
-    """Return the class names of a data set of torchvision or Hugging Face, or "0" … "last" where it has no such."""
+def _own_names(data: Any) -> tuple[str, ...]:
+    """Return the class names of a data set of torchvision or Hugging Face; none where its labels may not mean them."""
     dataset = dataset_of(data)
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     features = getattr(dataset, "features", None)
     of_labels = [features[key] for key in LABEL_KEYS if key in features] if isinstance(features, Mapping) else []
     names = getattr(of_labels[0], "names", None) if of_labels else getattr(dataset, "classes", None)
-    # Labels that a transform changed, or of another number of classes, may not mean these names.
     changed = getattr(dataset, "target_transform", None) is not None
     if changed or not isinstance(names, list | tuple) or not all(isinstance(each, str) for each in names):
-        return _numbered(last, name)
-    return tuple(names) if len({*names}) == len(names) == last + 1 else _numbered(last, name)
+        return ()
+    return tuple(names) if len({*names}) == len(names) else ()
+
+
+def _check_places(own: Sequence[str], classes: Sequence[str], name: str) -> None:
+    """Require that a data set gives no class the label of another, as one whose folders lack a class does.
+
+    Raises:
+        DataError: If it does; names that only it has may be other words for the same classes.
+    """
+    for label, each in enumerate(own):
+        if each in classes and classes.index(each) != label:
+            raise DataError(
+                f"{name}: expected label {classes.index(each)} for class {each!r}, its data set gives {label}; give "
+                "every set the same class folders, ImageFolder(…, allow_empty=True) takes empty ones"
+            )
 
 
 def _numbered(last: int, name: str) -> tuple[str, ...]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import filecmp
 import hashlib
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final
 
-import numpy as np
-
+from psc_core.data.cache import CachedSource
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.sources import FileSource, TensorSource
-from psc_core.errors import DataError
+from psc_core.data.sources import FileSource, ImageSource, TensorSource
+from psc_core.errors import ImageError
+from psc_core.images.files import read_file
 
 REPEATED: Final = 0.01
 """Fraction of the validation images that may be duplicates: real data sets have a few by accident."""
@@ -23,35 +22,49 @@ COMPARED_VALUES: Final = 4096
 
 def shared_images(train: ImageDataset, val: ImageDataset) -> int:
     """Return how many images of ``val`` are images of ``train``; of files their copies count, whatever their names."""
-    positions = {key: position for position, key in enumerate(image_keys(val))}  # Of the smaller set, to save memory.
-    shared: set[bytes] = set()
+    keys = [*image_keys(val)]
+    contents: dict[bytes, set[bytes | None]] = {key: set() for key in keys}
     for position, key in enumerate(image_keys(train)):
-        if key in positions and key not in shared and _same(train, position, val, positions[key]):
-            shared.add(key)
-    return len(shared)
+        if key in contents:
+            contents[key].add(_content(train, position))
+    unreadable = {None}
+    # Different images may have one key: of bitmaps with the same background nearly all do.
+    return sum(
+        bool(of_train := contents[key] - unreadable) and _content(val, position) in of_train
+        for position, key in enumerate(keys)
+    )
 
 
 def image_keys(data: ImageDataset) -> Iterator[bytes]:
-    """Yield a key for each image; copies of it have the same key, and of other images in a data set only few."""
-    for index in data.indices.tolist():
-        match data.source:
-            case FileSource() as files:
+    """Yield a key for each image; copies of it have the same key, and of other images in a data set mostly few."""
+    for position in range(len(data)):
+        match _origin(data, position):
+            case FileSource() as files, index:
                 key = files.sample(index)
-            case TensorSource(images=images):
+            case TensorSource(images=images), index:
                 values = images[index].reshape(-1)
                 key = values[:: max(1, len(values) // COMPARED_VALUES)].tobytes()
-            case source:
+            case source, index:
                 key = source.fingerprint(index)
-        yield hashlib.blake2b(key, digest_size=16).digest()
+        yield _digest(key)
 
 
-def _same(one: ImageDataset, position: int, other: ImageDataset, at: int) -> bool:
-    """Return whether two images of the same key are the same image; one that cannot be read equals none."""
-    first, second = int(one.indices[position]), int(other.indices[at])
-    with suppress(DataError, OSError):
-        if isinstance(one.source, FileSource) and isinstance(other.source, FileSource):
-            return filecmp.cmp(one.source.path(first), other.source.path(second), shallow=False)
-        return np.array_equal(
-            one.source.read(first, one.preprocess), other.source.read(second, other.preprocess), equal_nan=True
-        )
-    return False
+def _content(data: ImageDataset, position: int) -> bytes | None:
+    """Return a digest of all of an image; None if it cannot be read."""
+    with suppress(ImageError, OSError):
+        match _origin(data, position):
+            case FileSource() as files, index:
+                return _digest(read_file(files.path(index)))
+            case source, index:
+                return _digest(source.fingerprint(index))
+    return None
+
+
+def _origin(data: ImageDataset, position: int) -> tuple[ImageSource, int]:
+    """Return the store of an image, behind a cache, and its index there."""
+    source, index = data.source, int(data.indices[position])
+    return (source.origin, int(source.indices[index])) if isinstance(source, CachedSource) else (source, index)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()

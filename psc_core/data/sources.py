@@ -33,9 +33,17 @@ class ImageSource(Protocol):
     def fingerprint(self, index: int) -> bytes:
         """Return bytes that identify the image in the store, for :meth:`psc_core.data.dataset.ImageDataset.digest`."""
 
+    def modified_ns(self, index: int) -> int:
+        """Return when the image was last changed, in nanoseconds since 1970; 0 if its content identifies it."""
+
+
+class _IdentifiedByContent:
+    def modified_ns(self, index: int) -> int:
+        return 0
+
 
 @dataclass(frozen=True)
-class ArraySource:
+class ArraySource(_IdentifiedByContent):
     """Grey images in one ``uint8 (n, height, width)`` array."""
 
     images: npt.NDArray[np.uint8]
@@ -59,7 +67,7 @@ class ArraySource:
 
 
 @dataclass(frozen=True)
-class TensorSource:
+class TensorSource(_IdentifiedByContent):
     """Images of the network's size in one array (n, channels, height, width): ``float32`` inputs or ``uint8`` pixels.
 
     They cannot be resized.
@@ -93,7 +101,7 @@ class TensorSource:
 
 
 @dataclass(frozen=True)
-class EncodedSource:
+class EncodedSource(_IdentifiedByContent):
     """Encoded image files in memory, each with a name for messages."""
 
     names: Sequence[str]
@@ -143,7 +151,6 @@ class FileSource:
             return bytes(self.names[index])
 
     def modified_ns(self, index: int) -> int:
-        """Return the time of the last change of the file of image ``index``, in nanoseconds since 1970."""
         return self._size_and_time(index)[1]
 
     def _size_and_time(self, index: int) -> tuple[int, int]:

@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from psc_core.data.builtin import BUILT_IN
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.sources import FileSource
 from psc_core.data.table import TABLE_SUFFIXES, Column, open_table
-from psc_core.errors import DataError, UsageError
+from psc_core.errors import DataError, UsageError, imported
 from psc_core.images import SUFFIXES
 from psc_core.images.files import files_below, is_hidden
 from psc_core.images.preprocess import Preprocess
@@ -148,7 +147,7 @@ def _from_factory(module: str, name: str, split: str, preprocess: Preprocess) ->
     if not module or module.startswith("."):
         raise DataError(f"expected package.module:factory, not a path, got {module}:{name}")
     try:
-        factory = getattr(importlib.import_module(module), name)
+        factory = imported(module, name, error=DataError)
     except (ImportError, AttributeError) as error:
         raise DataError(
             f"expected a directory, one of {', '.join(f'{k}:ROOT' for k in BUILT_IN)}, or "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ from psc_core.target import Target
 
 FILE_COLUMN: Final = "file"
 """The name of the column of paths."""
+
+_INDEX: Final = re.compile(r"-?[0-9]+(\.0*)?")
 
 TABLE_SUFFIXES: Final = (".csv", ".tsv", ".parquet")
 
@@ -94,7 +97,7 @@ def _files_of(path: Path, column: str, entries: Sequence[Any]) -> FileSource:
 
 def _number(entry: Any) -> float | None:
     try:
-        return float(entry)
+        return None if isinstance(entry, str) and "_" in entry else float(entry)  # Python reads "1_0" as 10.
     except (TypeError, ValueError):
         return None
 
@@ -114,16 +117,29 @@ def _class_names(path: Path, column: str, entries: Sequence[Any], numbers: Seque
     """Return the class name of each row; where all are numbers, these are class indices, and 3.0 is "3"."""
     are_indices = None not in numbers
     names: list[str] = []
-    for row, (entry, number) in enumerate(zip(entries, numbers, strict=True), 1):
+    spelled: dict[int, str] = {}
+    for row, entry in enumerate(entries, 1):
         if entry is None or entry == "":
             raise DataError(f"{path}: row {row} has no {column}; give its class, or leave the image out")
-        if are_indices and not (number is not None and math.isfinite(number) and number == int(number)):
+        name = _index(entry) if are_indices else str(entry)
+        if name is None:
             raise DataError(
                 f"{path}: row {row} has {column} {entry!r}, expected a class name or index; numbers are of --task "
                 "regression"
             )
-        names.append(str(int(number)) if are_indices and number is not None else str(entry))
+        if are_indices and (other := spelled.setdefault(int(name), name)) != name:
+            raise DataError(
+                f"{path}: row {row} has {column} {name!r}, a row before it {other!r}; write a class one way"
+            )
+        names.append(name)
     return names
+
+
+def _index(entry: Any) -> str | None:
+    """Return a class index with all its digits, also of 3.0; None if it is another number."""
+    if isinstance(entry, str):  # Not by way of a float, which has digits for no number above 2**53.
+        return entry.partition(".")[0] if _INDEX.fullmatch(entry) else None
+    return str(int(entry)) if math.isfinite(entry) and entry == int(entry) else None
 
 
 def _read_table(path: Path) -> dict[str, list[Any]]:

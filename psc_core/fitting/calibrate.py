@@ -14,8 +14,8 @@ All results are on the CPU.  Where images stand for several others, ``weights`` 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,15 +33,12 @@ from psc_core.gates.fit.combined import fit_gates
 from psc_core.maps.layer_map import LayerMap
 from psc_core.model.base import TRIAL_IMAGES, FittedModel
 from psc_core.model.pipeline import Pipeline, Scorer, ood_score_of
-from psc_core.settings import FitSettings
+from psc_core.settings import FitSettings, settings_where
 from psc_core.tasks.fit.task import Calibrated, TaskFit, task_fit
 from psc_core.tasks.head import Scored
 from psc_core.tasks.policy import GUARANTEED_RISK, BasePolicy
 from psc_core.thumbnails.thumbnails import Thumbnails
 from psc_core.version import __version__
-
-COMMON: Final = ("alpha", "coverage", "batch_images")
-"""Settings that calibration reads, whatever the task."""
 
 
 def calibrate_scorer(
@@ -168,13 +165,12 @@ def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:
     Raises:
         UsageError: If calibration does not read one of the changed settings, or it has another type.
     """
-    known = (*COMMON, *task_fit(model.task.name).threshold_settings)
+    known = [*filter(task_fit(model.task.name).reads, settings_where(calibrates=True))]
     if unread := changes.keys() - {*known}:
         raise UsageError(
             f"calibration of a {model.task.noun} does not read {', '.join(sorted(unread))}; it takes {', '.join(known)}"
         )
-    names = {each.name for each in fields(FitSettings)}
-    rates = {name: value for name, value in model.policy.model_dump().items() if name in names}
+    rates = {name: value for name, value in model.policy.model_dump().items() if name in known}
     risk = model.report.get("metrics", {}).get("risk", {}).get(GUARANTEED_RISK, FitSettings.risk)
     return FitSettings(risk=risk, device=model.device, **rates).changed(changes)
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 import torch
 
 from psc_core.calibration.conformal import check_rates
 from psc_core.compute.distributed import Reducer
 from psc_core.compute.readable import NONE, SHOWN_IMAGES, check_unreadable, find_unreadable, without
-from psc_core.data.cache import cached
+from psc_core.data.cache import PixelCache, cached
 from psc_core.data.classes import check_same
 from psc_core.data.dataset import ImageDataset, balanced, split_validation
 from psc_core.errors import DataError, UsageError
@@ -130,10 +129,14 @@ class FitData:
         train = balanced(self.train, training_images, self.seed)
         return replace(self, train=train, val=balanced(self.val, validation_images, self.seed))
 
-    def cached(self, folder: Path | None, *, processes: int) -> FitData:
-        """Return the same images with their pixels kept, see :func:`psc_core.data.cache.cached`."""
-        train, val = (cached(data, folder, processes=processes) for data in (self.train, self.val))
-        return replace(self, train=train, val=val)
+    def cached(self, cache: PixelCache | None) -> tuple[FitData, tuple[str, ...]]:
+        """Return the same images with their pixels kept in ``cache``, and a line of text if it has no room for all."""
+        if cache is None:
+            return self, ()
+        train, val = self.train, self.val
+        if cache.has_room(train, val):
+            train, val = cached(train, cache.folder), cached(val, cache.folder)
+        return replace(self, train=train, val=val), cache.notes(train, val)
 
     def readable(self, at_most: int, reducer: Reducer | None = None) -> tuple[FitData, tuple[str, ...]]:
         """Return the images that can be decoded, and lines of text about those that cannot.

@@ -121,7 +121,7 @@ def made_up_readings(
         scores = scorer.score(scorer.embedding(features, output)).scores
         readings = dict(zip(names, readings_of(names, scores).unbind(1), strict=True))
         for (layer, density), early in zip(textures.items(), layers.of(features, layers.texture), strict=True):
-            readings[layer] = -density(average_positions([early])).log_density
+            readings[layer] = -density(average_positions(early)).log_density
         return readings
 
     mixed = not data.is_ambiguous

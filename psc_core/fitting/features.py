@@ -9,19 +9,18 @@ an image may carry several labels, and all its examples have the same features. 
     ``density_input``        (n, D) or (n, C)    z, or the candidate's features averaged over positions
     ``texture``              (n, C) by layer     an early layer, averaged over positions
 
-D is the dimension of z, C the channels of a layer.  The rows lie in files, one class after the other, because a density
-reads one class at a time; memory does not grow with n.
+D is the dimension of z, C the channels of a layer.  z, each layer's averages and the output lie in a file each, one
+class after the other, because a density reads one class at a time; memory does not grow with n.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from psc_core.compute.passes import Compute, passes
@@ -32,9 +31,13 @@ from psc_core.maps.fit.moments import MAX_CHANNELS, PositionMoments
 from psc_core.maps.grid import grid_of
 from psc_core.model.pipeline import average_positions
 from psc_core.network.backbone import Backbone, trial_input, truncate
-from psc_core.numerics.matrix import FeatureFile, FeatureMatrix, blocks
+from psc_core.numerics.matrix import FeatureFile, FeatureMatrix, blocks, side_by_side
 from psc_core.projection.module import Projection
 from psc_core.tasks.fit.task import Features
+
+Z: Final = ".z"
+OUTPUT: Final = ".output"
+"""The names of z and of the network's output among those of layers, none of which begins with a dot."""
 
 
 class Layers(NamedTuple):
@@ -50,7 +53,7 @@ class Layers(NamedTuple):
         """Each layer once, in the order in which the network is cut behind them."""
         return tuple(dict.fromkeys((*self.candidate, *self.head, *self.texture)))
 
-    def of(self, features: Sequence[Tensor], layers: Sequence[str]) -> list[Tensor]:
+    def of(self, features: Sequence[Tensor], layers: Iterable[str]) -> list[Tensor]:
         """Return the features of some ``layers``, picked from those of all :attr:`names`."""
         return [features[self.names.index(layer)] for layer in layers]
 
@@ -96,45 +99,37 @@ def read(
         pooled: Whether the density reads the candidate's features averaged over positions, and not z.
     """
     running = backbone.fused(compute.precision)
+    head, density = [Z, *layers.head], [*layers.candidate] if pooled else []
+    averaged = dict.fromkeys([*layers.head, *density, *layers.texture])  # Each layer once, whatever reads it.
+
+    def columns_of(found: Sequence[Tensor], output: Tensor | None) -> dict[str, Tensor]:
+        columns = {Z: projection(layers.of(found, layers.candidate))}
+        columns |= {layer: average_positions(*layers.of(found, [layer])) for layer in averaged}
+        return columns if output is None or not layers.output else columns | {OUTPUT: output.float()}
+
+    def step(images: Tensor) -> dict[str, Tensor]:
+        found, output = running(images)
+        for layer, sums in moments.items():
+            sums.add(*layers.of(found, [layer]))
+        return columns_of(found, output)
+
     with torch.inference_mode():
         of_one, output = backbone(trial_input(dataset.preprocess).to(compute.device))
-    channels = [layer.shape[1] for layer in layers.of(of_one, (*layers.candidate, *layers.head, *layers.texture))]
-    of_candidate, of_head = len(layers.candidate), len(layers.candidate) + len(layers.head)
-    widths = (projection.c_proj * projection.d_proj, *channels[of_candidate:of_head])
-    averaged = sum(channels[:of_candidate]) if pooled else 0
+        widths = {name: columns.shape[1] for name, columns in columns_of(of_one, output).items()}
     moments = _moments_of(layers, of_one, dataset.preprocess)
-
-    def step(images: Tensor) -> list[Float[Tensor, "batch _"]]:
-        found, output_of_batch = running(images)
-        candidate = layers.of(found, layers.candidate)
-        parts = [projection(candidate), *(average_positions([layer]) for layer in layers.of(found, layers.head))]
-        parts += [average_positions(candidate)] if pooled else []
-        for layer, sums in moments.items():
-            sums.add(layers.of(found, [layer])[0])
-        early = [average_positions([layer]) for layer in layers.of(found, layers.texture)]
-        outputs = [output_of_batch.float()] if layers.output and output_of_batch is not None else []
-        return [torch.cat(part, dim=1) for part in (parts, early, outputs) if part]
-
-    columns = [sum(widths) + averaged, *([sum(channels[of_head:])] if layers.texture else [])]
-    if layers.output and output is not None:
-        columns.append(output.shape[1])
     order = stable_order(dataset.labels)
-    kept = store(step, columns, dataset, order, compute, folder)
-    z = kept[0].columns(0, widths[0])
-    counts = dataset.labels.bincount(minlength=len(dataset.classes))
+    files = store(step, widths, dataset, order, compute, folder)
+
+    def matrix(names: Sequence[str], beside: Sequence[str]) -> FeatureMatrix:
+        # The rows of a block decide how sums round: as if all of ``beside`` were read, which earlier fits did.
+        return side_by_side([files[name] for name in names], widest=sum(widths[name] for name in beside))
+
     images = torch.arange(len(dataset)).repeat_interleave(dataset.offsets.diff())[order]
-    labels = torch.arange(len(counts)).repeat_interleave(counts)
-    values = dataset.subset(images).values
-    ends = accumulate(channels[of_head:])
-    return KeptFeatures(
-        Features(kept[0].columns(0, sum(widths)), labels, images, widths, values, kept[-1] if layers.output else None),
-        kept[0].columns(sum(widths), averaged) if pooled else z,
-        {
-            layer: kept[1].columns(end - width, width)
-            for layer, width, end in zip(layers.texture, channels[of_head:], ends, strict=True)
-        },
-        moments,
-    )
+    values, of_head = dataset.subset(images).values, tuple(widths[name] for name in head)
+    labels, read_together = dataset.labels[order], head + density
+    features = Features(matrix(head, read_together), labels, images, of_head, values, files.get(OUTPUT))
+    texture = {layer: matrix([layer], layers.texture) for layer in layers.texture}
+    return KeptFeatures(features, matrix(density or [Z], read_together), texture, moments)
 
 
 def _moments_of(layers: Layers, of_one: Sequence[Tensor], preprocess: Preprocess) -> dict[str, PositionMoments]:
@@ -148,31 +143,34 @@ def _moments_of(layers: Layers, of_one: Sequence[Tensor], preprocess: Preprocess
 
 
 def store(
-    step: Callable[[Tensor], Sequence[Tensor]],
-    columns: Sequence[int],
+    step: Callable[[Tensor], Mapping[str, Tensor]],
+    widths: Mapping[str, int],
     dataset: ImageDataset,
     order: Int[Tensor, " examples"],
     compute: Compute,
     folder: Path,
-) -> list[FeatureFile]:
-    """Run ``step`` over the images and write its results, (B, width) for each of ``columns``, to one file each.
+) -> dict[str, FeatureFile]:
+    """Run ``step`` over the images and write its results by name, (B, width), to one file each.
 
     A file has one row for each labelled example, in ``order``: row i is that of example ``order[i]``.
     """
     reducer = compute.reducer
-    kept = [FeatureFile.create(folder / str(number), (dataset.examples, width)) for number, width in enumerate(columns)]
+    files = {
+        name: FeatureFile.create(folder / str(number), (dataset.examples, width))
+        for number, (name, width) in enumerate(widths.items())
+    }
     where = torch.empty_like(order)
     where[order] = torch.arange(len(where))
     if reducer.world > 1:
         where = where[reducer.shard_examples(dataset)]
     at = 0
-    for features, batch in passes(reducer.shard(dataset), compute, "features", step):
-        for file, part in zip(kept, features, strict=True):
-            values = batch.per_example(part).cpu()
+    for columns, batch in passes(reducer.shard(dataset), compute, "features", step):
+        for name, file in files.items():
+            values = batch.per_example(columns[name]).cpu()
             file.write(where[at : at + len(values)], values)
         at += len(batch.labels)
     if reducer.world > 1:
-        for file in kept:
+        for file in files.values():
             for chunk, block in blocks(file):
                 file.write(chunk, reducer.sum_(block))
-    return kept
+    return files

@@ -85,7 +85,7 @@ def choose_map(
     """
     maps: dict[str, LayerMap] = {}
     for layer, sums in moments.items():
-        found = sums.moments(compute.reducer.sum_)  # In every process, whether or not a density can be fitted.
+        found = sums.finish(compute.reducer.sum_)  # In every process, whether or not a density can be fitted.
         with suppress(FitError):  # All positions look the same there.
             maps[layer] = LayerMap(layer, sums.grid, fit_positions(found))
     if not maps:

@@ -14,7 +14,6 @@ candidate and the function decide them.  Each call checks and splits the images 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import fields
 from typing import Any, Final, cast
 
 from torch import nn
@@ -30,14 +29,14 @@ from psc_core.model.base import FittedModel
 from psc_core.model.classifier import PSC
 from psc_core.model.regressor import PSCRegressor
 from psc_core.projection.fit.report import FittedProjection
-from psc_core.settings import FitSettings
+from psc_core.settings import FitSettings, Stage, settings_where
 
 LAST_STAGE: Final = "fit_psc or fit_regressor"
 
 READ_BY_ONE: Final[Mapping[str, tuple[str, ...]]] = {
-    "measure_collapse": ("layers", "granularity"),
-    "fit_projection": ("c_proj", "d_proj", "minimum_dim", "no_second_scaling"),
-    LAST_STAGE: tuple({each.name for each in fields(FitSettings) if "last" in each.metadata} - {"head_input"}),
+    "measure_collapse": settings_where(stage=Stage.COLLAPSE),
+    "fit_projection": settings_where(stage=Stage.PROJECTION),
+    LAST_STAGE: tuple({*settings_where(stage=Stage.LAST)} - {"head_input"}),
 }
 """The settings that one stage alone reads, by its function; the projection reads ``head_input`` too, for a warning."""
 

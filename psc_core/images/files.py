@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from psc_core.errors import ImageTooLarge, UnsupportedImage
+from psc_core.errors import ImageTooLarge, UnsupportedImage, listed
+from psc_core.images import SUFFIXES
 
 MAX_FILE_BYTES: Final = 256 << 20
 """Maximum size of an image file, bytes."""
 
 MAC_ARCHIVE: Final = "__MACOSX"
 """The folder of a zip file from a Mac that holds a ``._NAME``, which is no image, for each file ``NAME``."""
+
+_SHOWN_SUFFIXES: Final = 10
 
 
 SAMPLED_BYTES: Final = 64
@@ -89,3 +93,12 @@ def files_below(root: str | Path) -> Iterator[str]:
                 elif not entry.is_symlink():
                     folders.append(entry.path)
         waiting += reversed(folders)
+
+
+def unread_below(root: str | Path) -> str:
+    """Return a line that counts the files below a folder that are not read, by suffix; empty if there is none."""
+    others = (path for path in files_below(root) if not path.lower().endswith(SUFFIXES))
+    suffixes = (os.fsencode(Path(path).suffix).decode(errors="replace").lower() for path in others)
+    counts = Counter(suffix or "without a suffix" for suffix in suffixes)
+    each = listed([f"{count} {suffix}" for suffix, count in counts.most_common()], _SHOWN_SUFFIXES)
+    return f"{root}: not read, by their suffix: {each}; convert those that are images to JPEG or PNG" if each else ""

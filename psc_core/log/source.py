@@ -63,6 +63,9 @@ class LoggedImages:
     def fingerprint(self, index: int) -> bytes:
         return self.paths[index].encode()
 
+    def modified_ns(self, index: int) -> int:
+        return 0  # Its path holds the digest of its content.
+
 
 def is_stored(sha256: str | None, path: str | None) -> bool:
     """Return whether a row names a logged image by a valid path."""

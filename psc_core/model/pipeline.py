@@ -52,14 +52,18 @@ class Embedding(NamedTuple):
 
     z: Float[Tensor, "batch dim"]  # projected features
     head_input: Float[Tensor, "batch _"]  # z, with the averaged features of the other layers that the head reads
-    density_input: Float[Tensor, "batch _"]  # z itself, or features from :func:`average_positions`
+    density_input: Float[Tensor, "batch _"]  # z itself, or the candidate's averaged features
     output: Float[Tensor, "batch outputs"] | None  # the network's own output, for base predictions
     early: Float[Tensor, "batch _"] | None  # averaged features of the early layer, for the gate "texture"
 
 
-def average_positions(features: Sequence[Float[Tensor, "batch _ _"]]) -> Float[Tensor, "batch channels"]:
-    """Average features over positions in float32, and join the layers."""
-    return torch.cat([layer.float().mean(2) for layer in features], dim=1)
+def average_positions(features: Float[Tensor, "batch channels _"]) -> Float[Tensor, "batch channels"]:
+    """Average a layer's features over positions in float32."""
+    return features.float().mean(2)
+
+
+def _joined(parts: Sequence[Float[Tensor, "batch _"]]) -> Float[Tensor, "batch _"]:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
 
 
 def ood_score_of(
@@ -154,15 +158,19 @@ class Scorer(nn.Module):
         self, features: Sequence[Float[Tensor, "batch _ _"]], output: Float[Tensor, "batch outputs"] | None
     ) -> Embedding:
         """Return the inputs of the density and the head from the output of :meth:`features`."""
-        candidate = features[: len(self.projection.positions)]
-        others = [features[self.backbone.layers.index(name)] for name in self.head_layers]
-        z = self.projection(candidate)
+        by_layer = dict(zip(self.backbone.layers, features, strict=True))
+        candidate = self.backbone.layers[: len(self.projection.positions)]
+        pooled = candidate if self.density.reads == "pooled" else ()
+        early = () if self.texture is None else self.backbone.layers[-1:]
+        names = dict.fromkeys((*self.head_layers, *pooled, *early))  # Each once, whatever reads it.
+        averaged = {name: average_positions(by_layer[name]) for name in names}
+        z = self.projection([by_layer[name] for name in candidate])
         return Embedding(
             z,
-            torch.cat([z, average_positions(others)], dim=1) if others else z,
-            average_positions(candidate) if self.density.reads == "pooled" else z,
+            _joined([z, *(averaged[name] for name in self.head_layers)]),
+            _joined([averaged[name] for name in pooled] or [z]),
             None if output is None else output.float(),
-            None if self.texture is None else average_positions(features[-1:]),
+            averaged[early[0]] if early else None,
         )
 
     def score(self, embedding: Embedding) -> Scored:

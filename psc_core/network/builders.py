@@ -5,14 +5,13 @@ Each library is imported only when one of its networks is built; torchvision alo
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from torch import nn
 
-from psc_core.errors import NetworkError, hint, needs
+from psc_core.errors import NetworkError, hint, imported, needs
 
 _ELSEWHERE: Final = "see its documentation for names"
 
@@ -96,7 +95,7 @@ def from_factory(spec: str, num_classes: int, model_args: Mapping[str, Any]) -> 
     if module.startswith(".") or module.endswith(".py") or "/" in module or "\\" in module:
         raise NetworkError(f"expected package.module:factory, not a path, got {spec!r}; give the module's import name")
     try:
-        factory = getattr(importlib.import_module(module), name)
+        factory = imported(module, name, error=NetworkError)
     except (ImportError, AttributeError) as error:
         raise NetworkError(f"cannot import the factory {spec}: {error}") from error
     try:

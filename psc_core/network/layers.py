@@ -161,19 +161,22 @@ def _with_roles(net: nn.Module, layers: list[LayerInfo], run: _Run) -> list[Laye
 @torch.inference_mode()
 def _carries_all(net: nn.Module, name: str, trial: Tensor) -> bool:
     """Return whether the logits are the same for another image if the output of the module ``name`` is held fixed."""
-    held: list[Tensor] = []
+    calls: list[Tensor | None] = []
+
+    def keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        calls.append(output.clone() if isinstance(output, Tensor) else None)
 
     def hold(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if isinstance(output, Tensor):
-            held.append(output.clone())
-        return held[0].clone() if held else output
+        # Only the last call: the earlier ones of an activation that a network shares are of other layers.
+        held = calls.pop(0) if calls else None
+        return output if calls or held is None else held
 
-    handle = net.get_submodule(name).register_forward_hook(hold)
-    try:
-        first, second = net(trial), net(torch.flip(trial, (2, 3)) + 1)
-    finally:
-        handle.remove()
-    return len(held) == 2 and torch.equal(first, second)
+    module = net.get_submodule(name)
+    with module.register_forward_hook(keep):
+        first = net(trial)
+    with module.register_forward_hook(hold):
+        second = net(torch.flip(trial, (2, 3)) + 1)
+    return not calls and torch.equal(first, second)
 
 
 def _names(net: nn.Module, granularity: str) -> set[str]:

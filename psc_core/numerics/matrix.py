@@ -64,6 +64,16 @@ def as_matrix(rows: Float[Tensor, "n d"] | FeatureMatrix) -> FeatureMatrix:
     return FeatureMatrix(rows.__getitem__, (n, d), rows.dtype, rows.device, d)
 
 
+def side_by_side(parts: Sequence[FeatureMatrix], *, widest: int) -> FeatureMatrix:
+    """Return the columns of several matrices as one, joined when a block is read, with its ``widest``."""
+
+    def read(index: slice | Tensor) -> Tensor:
+        return torch.cat([part[index] for part in parts], dim=1)
+
+    shape = (len(parts[0]), sum(part.shape[1] for part in parts))
+    return FeatureMatrix(read, shape, parts[0].dtype, parts[0].device, widest)
+
+
 def chunk_rows(rows: int, columns: int) -> Iterator[slice]:
     """Return slices of at most :data:`CHUNK_ELEMENTS` ``// columns`` rows that cover ``rows``."""
     step = max(1, CHUNK_ELEMENTS // max(1, columns))

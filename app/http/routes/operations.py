@@ -18,12 +18,14 @@ class _ReloadQuery(BaseModel):
 router = APIRouter()
 
 
+@router.head("/healthz", include_in_schema=False)  # Some load balancers and monitors ask with HEAD.
 @router.get("/healthz", summary="Liveness", tags=["health"])
 async def healthz() -> HealthDocument:
     """Answer 200 while the process is alive."""
     return HealthDocument(status="ok")
 
 
+@router.head("/readyz", include_in_schema=False)
 @router.get(
     "/readyz",
     summary="Readiness",

@@ -64,6 +64,7 @@ def add_to(app: FastAPI, *, index: bool) -> None:
 
     if index:
 
+        @app.head("/", include_in_schema=False)
         @app.get("/", include_in_schema=False)
         async def page(request: Request) -> Response:
             return await page_files.get_response("index.html", request.scope)

@@ -77,7 +77,10 @@ async def _predict(request: Request, name: str | None) -> Response:
 
 def _asked_of(served: ServedModel, query: PredictQuery, mode: RequestMode) -> tuple[BaseThresholds, dict[str, int]]:
     """Return the thresholds of a request and its other parameters, if the model has them all."""
-    task, options = served.model.task, query.model_dump(exclude_none=True, exclude={"explain", "map", "monitor"})
+    task = served.model.task
+    # Of the request, whatever the model's task.
+    kinds = PredictQuery.model_fields.keys() - task.policy_type.model_fields
+    options = query.model_dump(exclude_none=True, exclude=kinds)
     changes = {name: options.pop(name) for name in options.keys() & task.policy_type.model_fields}
     if unknown := sorted(options.keys() - served.task.query.model_fields):
         raise MalformedRequest(f"model {served.name!r} is a {task.noun}, which has no {unknown[0]}; leave it out")
@@ -86,7 +89,7 @@ def _asked_of(served: ServedModel, query: PredictQuery, mode: RequestMode) -> tu
 
 
 def predict_response(served: ServedModel, policy: BasePolicy, predicted: Predicted, **options: int) -> bytes:
-    """Return the answer as JSON; its schema is the ``response`` of the model's task.
+    """Return the answer as JSON; its schema is the ``response_type`` of the model's task.
 
     orjson gets numpy's float32 values, which it prints with the fewest digits that tell them from their neighbours; as
     Python floats they would have seventeen.

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from psc_core.errors import FitError
 from psc_core.fitted import Record
-from psc_core.maps.fit.moments import Moments
+from psc_core.maps.fit.moments import LayerMoments
 from psc_core.maps.layer_map import DECADES, LEVELS, PositionDensity
 from psc_core.numerics.linalg import DEAD_UNIT, EIGENVALUE_FLOOR, eigh
 from psc_core.numerics.tail import TAIL_FRACTION, tail_excess
@@ -41,7 +41,7 @@ DISTANCE_ROUNDING: Final = 1e-4
 """Maximum relative difference between two ways to compute a distance."""
 
 
-def fit_positions(moments: Moments) -> PositionDensity:
+def fit_positions(moments: LayerMoments) -> PositionDensity:
     """Fit the density of a position; its thresholds are 0 until :func:`with_levels` sets them.
 
     Raises:

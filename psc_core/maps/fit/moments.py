@@ -1,14 +1,7 @@
-"""Compute the mean and covariance of the channels over images and positions, batch by batch in float64.
+"""Compute the mean and covariance of the channels over images and positions, see :mod:`psc_core.numerics.moments`.
 
-For the vectors x of C channels at the positions read,
-
-    μ = (1/N) Σ x          (C,)
-    Σ = (1/N) Σ (x − μ)ᵀ(x − μ)      (C, C)
-
-in one pass: each batch is centred on its own mean and merged with the batches before it by the outer product of the
-difference between the two means (Chan, Golub & LeVeque 1983), so that nothing cancels.  The same :data:`POSITIONS`
-positions are read in each image, drawn once: neighbours are alike, and a pass costs only a few hundredths of the
-network's time.  Memory is C² numbers, whatever the number of images.
+The same :data:`POSITIONS` positions are read in each image, drawn once: neighbours are alike, and a pass costs only a
+few hundredths of the network's time.  Memory is C² numbers, whatever the number of images.
 """
 
 from __future__ import annotations
@@ -21,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from psc_core.maps.grid import Grid
+from psc_core.numerics.moments import MomentSums
 
 POSITIONS: Final = 256
 """Maximum number of positions that are read in an image."""
@@ -29,7 +23,7 @@ MAX_CHANNELS: Final = 2048
 """Maximum number of channels; their covariance takes 32 MiB."""
 
 
-class Moments(NamedTuple):
+class LayerMoments(NamedTuple):
     vectors: int  # number of vectors
     mean: Float[Tensor, " channels"]
     covariance: Float[Tensor, "channels channels"]
@@ -49,26 +43,14 @@ class PositionMoments:
         self.grid = grid
         drawn = torch.randperm(grid.rows * grid.columns, generator=torch.Generator().manual_seed(0))[:POSITIONS]
         self._read = (grid.first + drawn.sort().values).to(device)
-        self._count = torch.zeros((), dtype=torch.float64, device=device)
-        self._mean = torch.zeros(channels, dtype=torch.float64, device=device)
-        self._products = torch.zeros(channels, channels, dtype=torch.float64, device=device)
+        self._sums = MomentSums(1, channels, device)
         self._resolution = 0.0
 
     def add(self, features: Float[Tensor, "batch channels positions"]) -> None:
         self._resolution = max(self._resolution, torch.finfo(features.dtype).eps)
-        x = features.index_select(2, self._read).double().transpose(1, 2).flatten(0, 1)
-        mean = x.mean(dim=0)
-        gap = mean - self._mean
-        total = self._count + len(x)
-        x -= mean
-        self._products.addmm_(x.T, x).add_(torch.outer(gap, gap) * (self._count * len(x) / total))
-        self._mean += gap * (len(x) / total)
-        self._count = total
+        self._sums.add(features.index_select(2, self._read).transpose(1, 2).reshape(-1, 1, features.shape[1]))
 
-    def moments(self, sum_: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Moments:
-        """Return the moments; ``sum_`` adds a tensor over all processes, each of which has added an image."""
-        count = sum_(self._count.clone())
-        mean = sum_(self._mean * (self._count / count))
-        gap = self._mean - mean
-        products = sum_(self._products + self._count * torch.outer(gap, gap))
-        return Moments(int(count), mean, products / count, self._resolution)
+    def finish(self, sum_: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> LayerMoments:
+        """Return the moments and use up the sums; ``sum_`` adds a tensor over all processes, each with an image."""
+        vectors, mean, covariance = self._sums.finish(sum_)
+        return LayerMoments(vectors, mean[0], covariance[0], self._resolution)

@@ -39,15 +39,28 @@ class ClassificationPolicy(BasePolicy):
         return self.ambiguity_threshold <= math.log(num_classes) + FLOAT32_ROUNDING
 
     def notes(self, classes: Sequence[str], metrics: Mapping[str, Any]) -> list[str]:
-        """Return why no image is called ambiguous, where none can be."""
-        if self.can_be_ambiguous(len(classes)):
-            return []
+        """Return why no image is called ambiguous, or why others are than the risk of the fit asked for."""
         risk = metrics.get("risk", {"threshold": self.ambiguity_threshold})
-        if risk["threshold"] is not None or self.ambiguity_threshold != unreachable_entropy(len(classes)):
+        unkept = (
+            ""
+            if risk["threshold"] is not None
+            else (
+                f"no entropy threshold keeps the error rate at {risk[GUARANTEED_RISK]:g} with {risk['confidence']:.0%} "
+                "confidence"
+            )
+        )
+        if self.can_be_ambiguous(len(classes)):
+            # Thresholds in metrics have nine digits.
+            if not unkept or not math.isclose(
+                risk.get("nearest_threshold", -1), self.ambiguity_threshold, rel_tol=1e-8
+            ):
+                return []
+            return [
+                f"{unkept}; the ambiguity threshold keeps {risk['nearest']:g}, which was chosen on the same images: "
+                "check it with psc-eval, or validate on more images"
+            ]
+        if not unkept or self.ambiguity_threshold != unreachable_entropy(len(classes)):
             return [f"no image is called ambiguous: no entropy is above {self.ambiguity_threshold:.4g} nats"]
         nearest = risk.get("nearest")
         way_out = f"{nearest:g} is the nearest that one keeps: --risk {nearest:g}" if nearest else "raise --risk"
-        return [
-            f"no image is called ambiguous: no entropy threshold keeps the error rate at {risk[GUARANTEED_RISK]:g} "
-            f"with {risk['confidence']:.0%} confidence; {way_out}, or validate on more images"
-        ]
+        return [f"no image is called ambiguous: {unkept}; {way_out}, or validate on more images"]

@@ -17,7 +17,7 @@ from psc_core.data.classes import check_same
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import DataError, UsageError, listed
 from psc_core.numerics.matrix import FeatureMatrix
-from psc_core.settings import FitSettings
+from psc_core.settings import FitSettings, settings_where
 from psc_core.tasks import TASKS, module_of
 from psc_core.tasks.calibration import BaseCalibration
 from psc_core.tasks.head import Head, Scored
@@ -66,7 +66,7 @@ class TaskFit:
         layer_quality: The quality that is measured after every layer besides NC1.
         averages_candidate: Whether a head reads the candidate's features averaged over positions besides z, unless
             settings forbid it.
-        threshold_settings: Names of the settings that set thresholds of this task alone.
+        own_settings: Names of the settings that not every task reads, but this one.
         compares_network_output: Whether a fit compares the network's output with the head's, where settings leave the
             choice.
         why_not_extended: The reason why no more images can extend a density of a fitted model; empty where they can.
@@ -75,7 +75,7 @@ class TaskFit:
     task_type: ClassVar[type[Task]]
     layer_quality: ClassVar[type[LayerQuality]] = NearestMean
     averages_candidate: ClassVar[bool] = False
-    threshold_settings: ClassVar[tuple[str, ...]] = ()
+    own_settings: ClassVar[tuple[str, ...]] = ()
     compares_network_output: ClassVar[bool] = False
     why_not_extended: ClassVar[str] = ""
 
@@ -110,18 +110,16 @@ class TaskFit:
         """Return a phrase that says how the images are labelled."""
         return f"{len(train.classes)} classes"
 
+    def reads(self, setting: str) -> bool:
+        """Return whether a fit of this task reads a setting."""
+        return setting in self.own_settings or not owners_of(setting)
+
     def check(self, settings: FitSettings) -> None:
         """Raise :class:`UsageError` for a setting that this task does not read, or a threshold that cannot be used."""
-        if not self.averages_candidate and settings.head_input != FitSettings.head_input:
-            raise UsageError(f"a {self.task_type.noun} does not read head_input, its heads read z; leave it out")
-        for name in TASKS:
-            other = task_fit(name)
-            for threshold in {*other.threshold_settings} - {*self.threshold_settings}:
-                if getattr(settings, threshold) != getattr(FitSettings, threshold):
-                    raise UsageError(
-                        f"a {self.task_type.noun} does not read {threshold}, which is for a {other.task_type.noun}; "
-                        "leave it out"
-                    )
+        for name in settings_where():
+            if not self.reads(name) and getattr(settings, name) != getattr(FitSettings, name):
+                owners = " or ".join(f"a {owner.task_type.noun}" for owner in owners_of(name))
+                raise UsageError(f"a {self.task_type.noun} does not read {name}, which is for {owners}; leave it out")
 
     def relabelled(self, task: Task, data: ImageDataset, labels: Sequence[str]) -> ImageDataset:
         """Return images that are labelled as people said, by labels of :meth:`.Task.parse_label`.
@@ -218,6 +216,11 @@ def task_fit(name: str) -> TaskFit:
         raise UsageError(f"expected a task of {', '.join(TASKS)}, got {name!r}")
     found: TaskFit = module_of(name, "psc_core.tasks.{}.fit.task").FIT
     return found
+
+
+def owners_of(setting: str) -> list[TaskFit]:
+    """Return the tasks that alone read a setting; none if every task does."""
+    return [fit for fit in map(task_fit, TASKS) if setting in fit.own_settings]
 
 
 def task_fit_for(data: ImageDataset) -> TaskFit:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from psc_core import PRESETS, FitSettings, open_dataset
 from psc_core.cli import estimate, fit
-from psc_core.data.dataset import labelled
-from psc_core.data.sources import ArraySource
+from psc_core.cli.job import Job, LoadedNetwork
+from psc_core.data import cache
+from psc_core.data.cache import PixelCache
 from psc_core.fitting.data import FitData
-from psc_core.fitting.job import FitJob
 from psc_core.images.preprocess import Preprocess
+from psc_core.network.load import Recipe
 from tests.psc_core.cli.support import run
 
 
@@ -27,6 +29,19 @@ def test_dry_run_writes_nothing(tiny_job, tmp_path: Path, capsys: pytest.Capture
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("without_fits")
+def test_dry_run_is_of_the_cache_that_is_asked_for(tiny_job, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    args = [*tiny_job.args, "--size", "32", "--dry-run", "--out", str(tmp_path / "b")]
+    for flags, code, said in (
+        ([], 0, "MiB of disk for decoded images"),
+        (["--cache", str(tmp_path)], 0, "MiB of disk for decoded images"),
+        (["--cache", "off"], 0, "GiB of memory (from"),
+        (["--cache", str(tmp_path / "nowhere")], 2, "No such file or directory; choose another --cache or off"),
+    ):
+        result, out, err = run(capsys, fit.main, [*args, *flags])
+        assert result == code and said in out + err, flags
+
+
 def test_dry_run_of_a_regression_counts_its_report(
     angle_job, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # type: ignore[no-untyped-def]
@@ -37,20 +52,72 @@ def test_dry_run_of_a_regression_counts_its_report(
     assert "nothing written" in out and reported == ["PSCRegressor"] * 3
 
 
+RESIZED = replace(PRESETS["mnist"], height=32, width=20)
+
+
+def job_of(data: FitData, cache: PixelCache | None) -> Job:
+    settings, network = (
+        FitSettings(device="cpu"),
+        LoadedNetwork(torch.nn.Identity(), Recipe("tests.tiny:network", 10), (), None),
+    )
+    return Job(data, settings, settings.compute(), Path("b"), "b", network, "", cache)
+
+
+def digits(data_root: Path, preprocess: Preprocess, max_images: int | None = None) -> FitData:
+    train, val = (open_dataset(f"mnist:{data_root}", split=split, preprocess=preprocess) for split in ("train", "val"))
+    return FitData.of(train, val, max_images=max_images)
+
+
+@pytest.fixture
+def without_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "rate", lambda *_: 100.0)
+    monkeypatch.setattr(estimate, "timed_fit", lambda *_: 1.0)
+
+
+@pytest.mark.usefixtures("without_fits")
 @pytest.mark.parametrize(("device", "used"), [("cpu", 0), ("cuda:0", 7), ("cuda:1", 8)])
 def test_the_memory_is_that_of_the_gpu_in_use(
     data_root: Path, monkeypatch: pytest.MonkeyPatch, device: str, used: int
 ) -> None:
-    train, val = (
-        open_dataset(f"mnist:{data_root}", split=split, preprocess=PRESETS["mnist"]) for split in ("train", "val")
-    )
-    settings = FitSettings(device="cpu")
-    on_device = replace(settings.compute(), device=torch.device(device))
+    job = job_of(digits(data_root, PRESETS["mnist"]), None)
+    on_device = replace(job.compute, device=torch.device(device))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: 7 + (device.index if device else 0))
+    assert estimate.estimate(replace(job, compute=on_device), 0).device_memory == used
+
+
+@pytest.mark.usefixtures("without_fits")
+@pytest.mark.parametrize("max_images", [None, 20])
+def test_scratch_is_what_the_images_in_use_take(data_root: Path, max_images: int | None) -> None:
+    for preprocess, size in ((PRESETS["mnist"], 0), (RESIZED, 32 * 20)):
+        data = digits(data_root, preprocess, max_images)
+        taken = (len(data.train) + len(data.val)) * size
+        for where, expected in ((PixelCache(), taken), (PixelCache(processes=2), 2 * taken), (None, 0)):
+            assert estimate.estimate(job_of(data, where), 0).scratch == expected
+
+
+def test_small_fits_keep_images_where_the_fit_would(
+    data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    used: list[PixelCache | None] = []
+    disk = SimpleNamespace()
+
+    def cached(data: FitData, where: PixelCache | None) -> tuple[FitData, tuple[str, ...]]:
+        used.append(where)
+        raise KeyboardInterrupt
+
     monkeypatch.setattr(estimate, "rate", lambda *_: 100.0)
-    monkeypatch.setattr(estimate, "timed_fit", lambda *_: 1.0)
-    job = FitJob(FitData.of(train, val), settings, on_device)
-    assert estimate.estimate(torch.nn.Identity(), job, 0).device_memory == used
+    monkeypatch.setattr(FitData, "cached", cached)
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: disk)
+    data = digits(data_root, RESIZED)
+    for disk.free, given, expected in (
+        (1 << 40, None, None),
+        (1 << 40, PixelCache(tmp_path), PixelCache(tmp_path)),
+        (1 << 16, PixelCache(tmp_path), None),
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            estimate.estimate(job_of(data, given), 0)
+        assert used.pop() == expected
+    assert capsys.readouterr().out.count("no room on the disk for ") == 1
 
 
 @pytest.mark.parametrize(("images", "expected"), [(3000, 31.0), (300, 4.0), (100, 4.0)])
@@ -70,15 +137,6 @@ def test_classes_and_speed_decide_how_many_images_are_tried(data_root: Path) -> 
     assert estimate.fit_images(1e9, train) == min(estimate.FIT_IMAGES[1], all_of_them)
     many = replace(train, classes=tuple(map(str, range(200))))
     assert estimate.fit_images(0.1, many) == min(2400, all_of_them)
-
-
-def test_scratch_is_what_decoded_images_take(data_root: Path) -> None:
-    fits = open_dataset(f"mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
-    assert estimate.scratch_bytes(fits) == 0
-    resized = Preprocess("L", 32, 20, None, (0.5,), (0.5,))
-    pixels = torch.zeros(7, 28, 28, dtype=torch.uint8).numpy()
-    data = labelled("resized", ("a",), ArraySource(pixels), torch.zeros(7, dtype=torch.int64), resized)
-    assert estimate.scratch_bytes(data) == 7 * 32 * 20
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from psc_core.bundle.io import read_bundle
 from psc_core.cli import evaluate as cli_eval
 from psc_core.cli import fit as cli
+from psc_core.data import cache
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.sources import FileSource
 from psc_core.data.spec import open_dataset
@@ -291,6 +294,7 @@ def test_few_images_that_cannot_be_decoded_are_left_out(  # type: ignore[no-unty
         file.write_bytes(file.read_bytes()[:40])
     bad[-1].unlink()
     bad[-1].symlink_to("nowhere.png")
+    (tmp_path / "val" / "5" / "0002.HEIC").touch()
     out, said = tmp_path / "b", "left out 3 that cannot be decoded: 1 of"
     code, printed, err = run(capsys, cli.main, [*folder_args, "--max-bad-images", "2", "--out", str(out)])
     assert code == 2 and "expected at most 2 images that cannot be decoded, found more: " in err and str(bad[0]) in err
@@ -300,6 +304,7 @@ def test_few_images_that_cannot_be_decoded_are_left_out(  # type: ignore[no-unty
 
     code, printed, err = run(capsys, cli.main, [*folder_args, "--dry-run", "--out", str(out)])
     assert code == 0 and said in printed, err
+    assert f"{tmp_path / 'val'}: not read, by their suffix: 1 .heic; convert" in printed
 
     with monkeypatch.context() as patch:
         patch.setattr(stages, "fit_model", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -320,6 +325,32 @@ def test_few_images_that_cannot_be_decoded_are_left_out(  # type: ignore[no-unty
     assert other.parts.keys() == read_bundle(out).parts.keys()
     for part, tensors in read_bundle(out).parts.items():
         assert all(torch.equal(tensor, other.parts[part][key]) for key, tensor in tensors.items()), part
+
+
+def test_a_fit_that_keeps_no_images_says_so(  # type: ignore[no-untyped-def]
+    folder_args: list[str], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "collapse", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    args, said = [*folder_args, "--out", str(tmp_path / "b")], "no room on the disk for 1 MiB of decoded images, so "
+    assert said not in run(capsys, cli.main, args)[1]
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    assert said in run(capsys, cli.main, args)[1]
+    assert said not in run(capsys, cli.main, [*args, "--cache", "off"])[1]
+
+
+def test_a_fit_of_images_that_were_edited_since_begins_again(  # type: ignore[no-untyped-def]
+    folder_args: list[str], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[bool] = []
+    collapse = stages.collapse
+    monkeypatch.setattr(stages, "collapse", lambda *args: measured.append(True) or collapse(*args))
+    monkeypatch.setattr(stages, "project", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    for _ in range(2):
+        assert run(capsys, cli.main, [*folder_args, "--out", str(tmp_path / "b")])[0] == 130
+        assert len(measured) == 1
+    os.utime(tmp_path / "train" / "7" / "0003.png", ns=(0, 1))  # As an edited bitmap, which keeps its size.
+    assert run(capsys, cli.main, [*folder_args, "--out", str(tmp_path / "b")])[0] == 130
+    assert len(measured) == 2
 
 
 def test_each_image_is_decoded_once(folder_args: list[str], tmp_path: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from psc_core import FitSettings
 from psc_core.cli.provenance import digest_of, job_of, provenance_of, without_path
+from psc_core.data.cache import PixelCache
 from psc_core.data.spec import image_folder
 from psc_core.fitting.data import FitData
 from psc_core.images.preprocess import PRESETS
@@ -53,12 +55,13 @@ def test_digest_of_weights_in_parts(tmp_path: Path) -> None:
     assert digest_of(files[:2]) == digest_of(files[2:]) == hashlib.sha256(b"abc").hexdigest()
 
 
-def test_edited_images_of_the_same_size_are_another_job(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cache", [None, PixelCache()])
+def test_edited_images_of_the_same_size_are_another_job(tmp_path: Path, cache: PixelCache | None) -> None:
     roots = [write_bitmaps(tmp_path / str(n), n) for n in (10, 20)]
     settings = FitSettings(device="cpu")
 
     def job() -> dict[str, Any]:
-        data = FitData.of(*(image_folder(root, PRESETS["mnist"]) for root in roots))
+        data, _ = FitData.of(*(image_folder(root, PRESETS["mnist"]) for root in roots)).cached(cache)
         return job_of(provenance(data, tmp_path), settings, data, settings.compute())
 
     before, edited = job(), roots[0] / "b" / "1.bmp"

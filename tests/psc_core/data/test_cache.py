@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from psc_core.data import cache
-from psc_core.data.cache import cached
+from psc_core.data.cache import CachedSource, PixelCache, cached, pixel_bytes
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.data.sources import FileSource
 from psc_core.data.spec import open_dataset
@@ -68,11 +68,34 @@ def test_leaves_no_file(folder: ImageDataset, tmp_path: Path) -> None:
     gc.collect()
 
 
-def test_keeps_nothing_where_it_does_not_fit(folder: ImageDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_takes_the_space_of_the_images_that_are_read(folder: ImageDataset) -> None:
+    few = folder.subset(torch.tensor([7, 2, 5]))
+    kept = cached(few)
+    assert isinstance(kept.source, CachedSource) and kept.source.pixels.shape == (3, *PREPROCESS.shape)
+    assert torch.equal(pixels(kept), pixels(few)) and torch.equal(pixels(kept), pixels(folder)[[7, 2, 5]])
+    assert kept.digest() == few.digest() and len(kept.source) == 3
+    times = [few.source.modified_ns(index) for index in (7, 2, 5)]
+    assert [kept.source.modified_ns(index) for index in range(3)] == times and min(times) > 0
+
+
+def test_space_is_needed_once_for_what_is_decoded(folder: ImageDataset) -> None:
     size = len(folder) * 3 * 8 * 8
-    for free, processes, fits in ((2 * size, 1, True), (2 * size - 1, 1, False), (2 * size, 2, False)):
+    kept, two = cached(folder), folder.subset(torch.arange(2))
+    assert pixel_bytes(folder) == size and pixel_bytes(kept) == 0 and cached(kept) is kept
+    assert pixel_bytes(replace(kept, preprocess=replace(PREPROCESS, height=4))) == size // 2
+    assert PixelCache(processes=3).size(folder, kept, two) == 3 * (size + size // 5)
+
+
+def test_takes_at_most_half_of_the_free_space(
+    folder: ImageDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = len(folder) * 3 * 8 * 8
+    for free, processes, fits in ((4 * size, 1, True), (4 * size - 1, 1, False), (4 * size, 2, False)):
         monkeypatch.setattr(cache.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
-        assert (cached(folder, processes=processes) is not folder) == fits
+        assert PixelCache(processes=processes).has_room(folder, folder) == fits
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match="No such file or directory; choose another --cache or off"):
+        PixelCache(tmp_path / "nowhere").has_room(folder)
 
 
 def test_a_full_disk_is_an_error_only_where_the_folder_was_asked_for(
@@ -91,4 +114,4 @@ def test_a_full_disk_is_an_error_only_where_the_folder_was_asked_for(
 
 def test_arrays_of_the_right_size_are_read_as_they_are(data_root: Path) -> None:
     digits = open_dataset(f"mnist:{data_root}", split="train", preprocess=PRESETS["mnist"])
-    assert cached(digits) is digits
+    assert cached(digits) is digits and pixel_bytes(digits) == 0

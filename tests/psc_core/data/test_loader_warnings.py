@@ -14,6 +14,8 @@ import pytest
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, SubsetRandomSampler, TensorDataset
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
 
 from psc_core import PRESETS, open_dataset, open_loader
 from psc_core.data.loader_warnings import warn_of_overlap, warn_of_random, warn_of_repeated
@@ -58,6 +60,23 @@ def test_what_does_not_change_is_not_warned_about(data: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_random(data, "images")
+
+
+@pytest.mark.parametrize("letterbox", [False, True])
+def test_files_that_are_read_in_another_way_are_seen(tmp_path: Path, letterbox: bool) -> None:
+    for label in ("a", "b"):
+        (tmp_path / label).mkdir()
+        for index in range(3):
+            Image.effect_noise((40, 30), 60 + index).save(tmp_path / label / f"{index}.png")
+    steps = [v2.Pad((0, 5)) if letterbox else v2.Identity(), v2.Resize((16, 16)), v2.ToImage()]
+    steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.4,) * 3, (0.2,) * 3)]
+    loader = DataLoader(ImageFolder(tmp_path, v2.Compose(steps)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        open_loader(loader, mean=0.4, std=0.2)
+    expected = [r"files of images read as RGB, resized to 16 × 16 .* differ from the loader's inputs by \d\d%"]
+    for warned, text in zip(caught, expected if letterbox else (), strict=True):
+        assert warned.category is LoaderWarning and re.match(text, str(warned.message))
 
 
 def test_dropped_images_are_counted() -> None:

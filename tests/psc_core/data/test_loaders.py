@@ -287,6 +287,14 @@ def test_names_are_those_of_the_data_set_where_they_fit(attributes: dict[str, An
     assert open_loader(data, classes="abc").classes == ("a", "b", "c")
 
 
+def test_a_data_set_that_lacks_a_class_gives_others_its_label() -> None:
+    loader = DataLoader(Named(classes=["cat", "eel"]))
+    with pytest.raises(
+        DataError, match=r"images: expected label 2 for class 'eel', its data set gives 1; .*allow_empty"
+    ):
+        open_loader(loader, classes=ANIMALS)
+
+
 def test_labels_are_of_the_classes() -> None:
     with pytest.raises(DataError, match=r"expected labels in 0…1, got 0…2"):
         open_loader(PAIRS, classes=("a", "b"))

@@ -74,12 +74,27 @@ def test_copies_of_files_under_other_names(tmp_path: Path) -> None:
     assert shared_images(train, image_folder(val, MNIST)) == 12
 
 
+@pytest.mark.parametrize("suffix", ["bmp", "tiff", "png"])
+def test_images_with_one_background(tmp_path: Path, suffix: str) -> None:
+    """Bitmaps of one size that differ in a few pixels only, not those of their middle and end."""
+    for name, first in {"train": 0, "val": 0, "others": 100}.items():
+        (tmp_path / name / "a").mkdir(parents=True)
+        for number in range(20):
+            pixels = np.full((40, 40), 255, np.uint8)
+            pixels[10, 10] = first + number
+            Image.fromarray(pixels).save(tmp_path / name / "a" / f"{name} {number}.{suffix}")
+    train, val, others = (image_folder(tmp_path / name, MNIST) for name in ("train", "val", "others"))
+    assert (shared_images(train, val), shared_images(train, others)) == (20, 0)
+
+
 def test_a_kept_folder(tmp_path: Path) -> None:
     train, others = folder(tmp_path / "train", 0, HALVED), folder(tmp_path / "others", 100, HALVED)
     kept = cached(train)
     assert kept.source is not train.source
     assert shared_images(kept, kept) == 12
     assert shared_images(kept, cached(others)) == 0
+    last = cached(train.subset(torch.arange(9, 12)))  # Its first image is the tenth of the folder.
+    assert shared_images(cached(train.subset(torch.arange(10))), last) == 1
 
 
 def test_an_image_that_cannot_be_read_is_none_of_them(tmp_path: Path) -> None:

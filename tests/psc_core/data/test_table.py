@@ -136,7 +136,15 @@ def test_paths_may_be_absolute_and_the_column_of_files_anywhere(tmp_path: Path) 
     assert [int(data.image(i)[0, 0, 0]) for i in range(2)] == [7, 9]
 
 
-@pytest.mark.parametrize(("labels", "classes"), [(("10", "9"), ("9", "10")), (("1.0", "0"), ("0", "1"))])
+@pytest.mark.parametrize(
+    ("labels", "classes"),
+    [
+        (("10", "9"), ("9", "10")),
+        (("1.0", "0"), ("0", "1")),
+        (("9007199254740993", "9007199254740992"), ("9007199254740992", "9007199254740993")),
+        (("010", "009"), ("009", "010")),
+    ],
+)
 def test_class_indices_are_classes_by_request_in_their_own_order(
     tmp_path: Path, labels: tuple[str, str], classes: tuple[str, str]
 ) -> None:
@@ -149,6 +157,8 @@ def test_class_indices_are_classes_by_request_in_their_own_order(
 def test_classes_may_look_like_numbers_in_part_by_request(tmp_path: Path) -> None:
     path = table(tmp_path, "id,label\na.png,7\nb.png,other\n")
     assert open_dataset(path, split="train", preprocess=TINY, numbers=False).classes == ("7", "other")
+    path = table(tmp_path, "id,label\na.png,2_0\nb.png,1_0\n")
+    assert open_dataset(path, split="train", preprocess=TINY).classes == ("1_0", "2_0")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +170,14 @@ def test_classes_may_look_like_numbers_in_part_by_request(tmp_path: Path) -> Non
             DataError,
             "row 2 has age '4.5', expected a class",
         ),
+        (
+            "id,label\na.png,007\nb.png,7\n",
+            {"numbers": False},
+            DataError,
+            "row 2 has label '7', a row before it '007'; write a class one way",
+        ),
         (CLASSES, {"numbers": True}, DataError, "row 1 has label 'dog', expected a number"),
+        ("id,age\na.png,1_0\n", {"numbers": True}, DataError, "row 1 has age '1_0', expected a number"),
         (
             CLASSES,
             {"unit": "years"},

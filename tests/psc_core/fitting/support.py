@@ -32,6 +32,9 @@ class Counted:
     def fingerprint(self, index: int) -> bytes:
         return self.inner.fingerprint(index)
 
+    def modified_ns(self, index: int) -> int:
+        return self.inner.modified_ns(index)
+
 
 def counted(data_root: Path, split: str) -> tuple[ImageDataset, Counter[int]]:
     dataset = open_dataset(f"mnist:{data_root}", split=split, preprocess=PRESETS["mnist"])

@@ -63,6 +63,10 @@ def test_risk_reaches_the_ambiguity_threshold(
             "psc_core.tasks.classification.fit.task.ambiguity_threshold", lambda *_, risk, found=found: found and risk
         )
         psc = fit_psc(net, Candidate(("4",), ""), projection, train, val, head="duq", risk=0.3, settings=SETTINGS)
-        assert psc.policy.ambiguity_threshold == pytest.approx(found or 2 * math.log(10))
-        nearest = {} if found else {"nearest": 0.31}
-        assert psc.report["metrics"]["risk"] == {"promised": 0.3, "confidence": 0.95, "threshold": found, **nearest}
+        risk = psc.report["metrics"]["risk"]
+        nearest = {} if found else {"nearest": 0.31, "nearest_threshold": risk.get("nearest_threshold")}
+        assert risk == {"promised": 0.3, "confidence": 0.95, "threshold": found, **nearest}
+        assert psc.policy.ambiguity_threshold == pytest.approx(found or risk["nearest_threshold"])
+        assert found or risk["nearest_threshold"] < math.log(10)
+        notes = psc.policy.notes(psc.classes, psc.report["metrics"])
+        assert ["the ambiguity threshold keeps 0.31" in note for note in notes] == [True] * (not found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from psc_core import (
     open_loader,
 )
 from psc_core.collapse.report import Candidate
+from psc_core.data import cache
+from psc_core.data.cache import CachedSource, PixelCache
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.data.sources import ArraySource
 from psc_core.data.spec import image_folder
@@ -34,6 +37,9 @@ from psc_core.target import Target
 from tests.psc_core.data.support import TINY, write_folder
 
 SETTINGS = FitSettings(device="cpu")
+NO_ROOM = (
+    "no room on the disk for 1 MiB of decoded images, so each pass decodes them again; --cache DIR chooses another disk"
+)
 
 
 def test_rejects_unattainable_rates(
@@ -111,7 +117,7 @@ def test_halves_are_split_once_and_stay_with_their_images(train: ImageDataset, v
     halves = split_validation(val, 3)
     for half, expected in zip((data.selection, data.calibration), halves, strict=True):
         assert torch.equal(half.indices, expected.indices)
-    kept = data.cached(None, processes=1)
+    kept, _ = data.cached(PixelCache())
     assert kept.selection.source is kept.calibration.source is kept.val.source
     fewer = data.fewer(100, 40)
     assert (len(fewer.train), len(fewer.selection), len(fewer.calibration)) == (100, 20, 20)
@@ -192,6 +198,21 @@ def folders(tmp_path: Path) -> FitData:
     for file in (train / "a" / "1.png", val / "b" / "0.png", val / "b" / "5.png"):
         file.write_bytes(b"text")
     return FitData.of(image_folder(train, TINY), image_folder(val, TINY), seed=3)
+
+
+def test_says_that_images_are_not_kept(folders: FitData, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, said = folders.cached(PixelCache())
+    assert said == () and isinstance(kept.train.source, CachedSource) and isinstance(kept.val.source, CachedSource)
+    assert folders.cached(None) == (folders, ())
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    assert folders.cached(PixelCache()) == (folders, (NO_ROOM,))
+    monkeypatch.undo()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache.os, "posix_fallocate", full)
+    assert folders.cached(PixelCache())[1] == (NO_ROOM,)
 
 
 def test_leaves_out_what_cannot_be_decoded(folders: FitData, tmp_path: Path) -> None:

@@ -64,6 +64,23 @@ def test_features_are_ordered_by_class_and_each_is_of_its_image(
         torch.testing.assert_close(got[:], expected, rtol=1e-4, atol=1e-4)
 
 
+def test_each_layer_is_kept_once(
+    net: torch.nn.Module, val: ImageDataset, projection: FittedProjection, tmp_path: Path
+) -> None:
+    compute, layers = SETTINGS.compute(), Layers(("4",), ("4", "2"), ("2", "0"))
+    backbone = cut(net, layers.names, val, compute, keep_output=False)
+    found = read(backbone, layers, projection.projection, val, compute, tmp_path, pooled=True)
+    z, candidate, second = found.features.widths
+    first = found.texture["0"].shape[1]
+    columns = sum(file.stat().st_size for file in tmp_path.iterdir()) / (4 * len(val))
+    assert columns == z + candidate + second + first
+    _, *of_layers = found.features.head_input[:].split(found.features.widths, dim=1)
+    assert torch.equal(found.density_input[:], of_layers[0]) and torch.equal(found.texture["2"][:], of_layers[1])
+    # Blocks, and so sums, stay those of fits that kept a layer for each of its readers.
+    assert found.features.head_input.widest == found.density_input.widest == z + candidate + second + candidate
+    assert found.texture["0"].widest == found.texture["2"].widest == second + first
+
+
 def test_a_density_may_read_z(
     net: torch.nn.Module, val: ImageDataset, projection: FittedProjection, tmp_path: Path
 ) -> None:

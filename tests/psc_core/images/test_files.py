@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from psc_core.errors import ImageTooLarge, UnsupportedImage
-from psc_core.images.files import MAX_FILE_BYTES, files_below, read_file, sample_file
+from psc_core.images.files import MAX_FILE_BYTES, files_below, read_file, sample_file, unread_below
 
 
 def test_reads_files_and_links_to_them(tmp_path: Path) -> None:
@@ -94,3 +94,15 @@ def test_a_folder_may_be_deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     os.chdir(tmp_path)
     assert [path.count("/d") for path in files_below(tmp_path)] == [str(tmp_path).count("/d") + 1200]
     subprocess.run(["rm", "-r", "d"], check=True)  # pytest would by a function that calls itself.
+
+
+def test_files_that_are_not_read_are_counted(tmp_path: Path) -> None:
+    for name in ("1.JPG", ".DS_Store", "Thumbs.db", "a/1.HEIC", "a/2.heic", "a/notes"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    counts = "2 .heic, 1 .db, 1 without a suffix"
+    assert (
+        unread_below(tmp_path)
+        == f"{tmp_path}: not read, by their suffix: {counts}; convert those that are images to JPEG or PNG"
+    )
+    assert unread_below(tmp_path / "a" / "1.HEIC") == unread_below("mnist:tests/data") == ""

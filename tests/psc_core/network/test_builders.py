@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,6 +68,14 @@ def test_small_networks_equal_benchmark_networks(ours: str, factory: str) -> Non
 def test_rejects_bad_factories(spec: str, model_args: dict[str, object], text: str) -> None:
     with pytest.raises(NetworkError, match=text):
         load_network(spec, num_classes=3, model_args=model_args)
+
+
+@pytest.mark.parametrize("line", ["raise OSError('no images')", "raise SystemExit('no images')"])
+def test_says_that_a_training_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / f"script{len(line)}.py").write_text(line)
+    with pytest.raises(NetworkError, match=r"importing script\d+ runs it, .*: no images; put .* below if __name__"):
+        load_network(f"script{len(line)}:Net", num_classes=3)
 
 
 @pytest.mark.parametrize("spec", ["./nets.py:build", "../nets:build", "nets.py:build", "/home/me/nets.py:build"])

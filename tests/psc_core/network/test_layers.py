@@ -177,6 +177,28 @@ def test_module_is_listed_at_last_call() -> None:
     assert [layer.name for layer in list_layers(net, torch.randn(1, 1, 8, 8))][:2] == ["1.conv", "1.shared"]
 
 
+def test_a_shared_activation_is_held_at_its_last_call() -> None:
+    class Shared(nn.Module):
+        def __init__(self, *, skips: bool) -> None:
+            super().__init__()
+            self.first, self.second, self.act, self.head = (
+                nn.Conv2d(3, 4, 3),
+                nn.Conv2d(4, 8, 3),
+                nn.ReLU(),
+                nn.Linear(8, 5),
+            )
+            self.skips = skips
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.act(self.first(x))
+            last = self.act(self.second(first)).mean((2, 3))
+            return self.head(last + first.mean((1, 2, 3))[:, None] if self.skips else last)
+
+    for skips, role in ((False, "trunk"), (True, "hidden")):
+        found = by_name(list_layers(Shared(skips=skips), torch.randn(1, 3, 8, 8), granularity="all"))
+        assert (found["act"].shape, found["act"].role) == ((8, 16), role)
+
+
 def test_ignores_outputs_without_batch_axis() -> None:
     class Windowed(nn.Module):
         def __init__(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from psc_core.density import DENSITIES
 from psc_core.density.fit.density import Examples, fit_density
 from psc_core.numerics import matrix
-from psc_core.numerics.matrix import FeatureFile, as_matrix, blocks, usable
+from psc_core.numerics.matrix import FeatureFile, as_matrix, blocks, side_by_side, usable
 from psc_core.tasks.classification.fit import sngp
 from psc_core.tasks.classification.heads import HEADS
 from tests.psc_core.tasks.classification.heads.support import fit_head
@@ -38,6 +38,16 @@ def in_file(values: Tensor, folder: Path) -> FeatureFile:
     stored.write(torch.arange(half, len(values)), values[half:])
     stored.write(slice(0, half), values[:half])
     return stored
+
+
+def test_matrices_side_by_side(tmp_path: Path) -> None:
+    values, _ = sample()
+    joined = side_by_side([in_file(values, tmp_path), as_matrix(values[:, :2])], widest=7)
+    expected = torch.cat([values, values[:, :2]], dim=1)
+    assert joined.shape == expected.shape and joined.widest == 7
+    for rows in (slice(3, 9), torch.tensor([5, 1, 200])):
+        assert torch.equal(joined[rows], expected[rows])
+    assert torch.equal(torch.cat([block for _, block in blocks(joined)]), expected)
 
 
 def test_file_reads_back_what_was_written(tmp_path: Path) -> None:

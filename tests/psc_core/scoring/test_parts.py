@@ -67,7 +67,9 @@ def test_parts_without_their_maps_are_computed_again(
     for there in (0, COUNT + 1):
         capsys.readouterr()
         run(folder, tmp_path / "scores", *own, "--maps", str(tmp_path / "maps"))
-        assert f"{COUNT + 1} images, {there} of them were there already, 1 with an error" in capsys.readouterr().out
+        printed = capsys.readouterr().out
+        assert f"{COUNT + 1} images, {there} of them were there already, 1 with an error" in printed
+        assert f"{folder}: not read, by their suffix: 1 .txt; convert" in printed
         assert len(list((tmp_path / "maps").iterdir())) == COUNT
     assert bytes_of(tmp_path / "scores") == before
     next((tmp_path / "maps").glob("00002-*")).unlink()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import count as count_from
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -89,17 +89,26 @@ def ambiguity_threshold(entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"
     return float(ascending[tested][passed - 1]) if passed else None
 
 
-def nearest_risk(entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"], *, risk: float) -> float | None:
-    """Return the smallest error rate above ``risk``, in hundredths, that a threshold keeps.
+class NearestRisk(NamedTuple):
+    """An error rate that a threshold keeps in place of the one that was asked for."""
 
-    It is chosen on these images, so it is advice for another fit and guarantees nothing for this one.
+    rate: float
+    threshold: float  # of the predictive entropy, nats
+
+
+def nearest_risk(entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"], *, risk: float) -> NearestRisk | None:
+    """Return the smallest error rate above ``risk``, in hundredths, that a threshold keeps, and that threshold.
+
+    The rate is chosen on these images, so the threshold guarantees nothing.
 
     Returns:
         ``None`` if there is none up to a half.
     """
-    rates = (step / 100 for step in range(1, 51) if step / 100 > risk)
-    kept = (rate for rate in rates if ambiguity_threshold(entropy, correct, risk=rate) is not None)
-    return next(kept, None)
+    for rate in (step / 100 for step in range(1, 51) if step / 100 > risk):
+        threshold = ambiguity_threshold(entropy, correct, risk=rate)
+        if threshold is not None:
+            return NearestRisk(rate, threshold)
+    return None
 
 
 def first_test(count: int, risk: float) -> int:

@@ -39,7 +39,7 @@ class ClassificationFit(TaskFit):
     """The fit of a classifier."""
 
     task_type = Classification
-    threshold_settings = ("risk",)
+    own_settings = ("risk", "head_input")
     averages_candidate = True
     compares_network_output = True
 
@@ -106,6 +106,7 @@ class ClassificationFit(TaskFit):
     ) -> Calibrated:
         """Return calibration scores, and the entropy below which the error rate ``settings.risk`` is kept.
 
+        Where none keeps it, the nearest error rate that an entropy does keep takes its place, and the notes say so.
         An image with several labels counts once, with its first.  Metrics and that entropy need independent images, so
         weighted ones are thinned for them.
         """
@@ -119,8 +120,9 @@ class ClassificationFit(TaskFit):
         risk = {GUARANTEED_RISK: settings.risk, "confidence": CONFIDENCE, "threshold": threshold}
         metrics = {**calibration_metrics(scored, labels), "risk": risk}
         if threshold is None:
-            risk["nearest"] = nearest_risk(entropies, correct, risk=settings.risk)
-            threshold = unreachable_entropy(calibration.num_classes)
+            nearest = nearest_risk(entropies, correct, risk=settings.risk)
+            threshold = nearest.threshold if nearest else unreachable_entropy(calibration.num_classes)
+            risk |= {"nearest": nearest.rate, "nearest_threshold": threshold} if nearest else {"nearest": None}
         policy = ClassificationPolicy(alpha=settings.alpha, ambiguity_threshold=threshold, coverage=settings.coverage)
         return Calibrated(calibration, policy, metrics)
 

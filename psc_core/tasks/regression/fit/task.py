@@ -34,7 +34,7 @@ class RegressionFit(TaskFit):
 
     task_type = Regression
     layer_quality = LinearFit
-    threshold_settings = ("max_width",)
+    own_settings = ("max_width",)
 
     why_not_extended = "a regression's bundle does not keep where its bins part, which are the classes of its density"
 

@@ -22,9 +22,12 @@ async def test_not_ready_is_503_until_warm() -> None:
         assert response.json() == {"status": "not ready", "reasons": {"m": "loading"}}
         check_problem(await app.client.post("/predict", content=png(1), headers=PNG), 503, "not-ready")
         assert (await app.client.get("/healthz")).json() == {"status": "ok"}
+        assert (await app.client.head("/readyz")).status_code == 503
+        assert (await app.client.head("/healthz")).status_code == 200
         model.pipeline.gate.set()
         await until(lambda: not app.service.reasons())
         assert (await app.client.get("/readyz")).status_code == 200
+        assert (await app.client.head("/readyz")).status_code == 200
         check_predictions(await app.client.post("/predict", content=png(1), headers=PNG), [1])
 
 

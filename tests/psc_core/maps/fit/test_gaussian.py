@@ -16,16 +16,18 @@ from psc_core.maps.fit.gaussian import (
     thresholds,
     with_levels,
 )
-from psc_core.maps.fit.moments import Moments
+from psc_core.maps.fit.moments import LayerMoments
 from psc_core.maps.layer_map import DECADES, LEVELS
 from psc_core.numerics.linalg import DEAD_UNIT, EIGENVALUE_FLOOR
 from psc_core.numerics.tail import TAIL_FRACTION
 from tests.reference import maps as naive
 
 
-def moments_of(vectors: torch.Tensor) -> Moments:
+def moments_of(vectors: torch.Tensor) -> LayerMoments:
     mean, covariance = naive.moments(list(vectors.double().numpy()))
-    return Moments(len(vectors), torch.from_numpy(mean), torch.from_numpy(covariance), torch.finfo(torch.float32).eps)
+    return LayerMoments(
+        len(vectors), torch.from_numpy(mean), torch.from_numpy(covariance), torch.finfo(torch.float32).eps
+    )
 
 
 @given(st.integers(0, 99), st.integers(1, 7), st.integers(0, 2))
@@ -53,7 +55,7 @@ def test_rounding_is_no_component() -> None:
 def test_constant_or_infinite_features_are_refused(value: float) -> None:
     covariance = torch.zeros(2, 2, dtype=torch.float64)
     with pytest.raises(FitError, match="for a map"):
-        fit_positions(Moments(9, torch.full((2,), value, dtype=torch.float64), covariance, 1e-7))
+        fit_positions(LayerMoments(9, torch.full((2,), value, dtype=torch.float64), covariance, 1e-7))
 
 
 READINGS = st.lists(st.floats(0, 1e6, width=32), min_size=1, max_size=60)

@@ -25,36 +25,16 @@ def test_matches_the_twin(seed: int, images: int, channels: int, side: int, firs
     features, sums = features_of(seed, images, channels, grid.positions), PositionMoments(channels, grid)
     for part in torch.split(features, batch):
         sums.add(part)
-    got = sums.moments()
+    got = sums.finish()
     mean, covariance = naive.moments(list(features[:, :, first:].double().permute(0, 2, 1).flatten(0, 1).numpy()))
     assert got.vectors == images * side**2
     np.testing.assert_allclose(got.mean, mean, rtol=1e-12)
     np.testing.assert_allclose(got.covariance, covariance, rtol=1e-9, atol=1e-9)
 
 
-def test_processes_add_up_to_one() -> None:
-    features, grid = features_of(0, 5, 3, 16), Grid(4, 4)
-    parts = [PositionMoments(3, grid) for _ in range(2)]
-    parts[0].add(features[:2])
-    parts[1].add(features[2:])
-    whole = PositionMoments(3, grid)
-    whole.add(features)
-    # As an all-reduce: the first process gets what both give, call by call.
-    calls: list[torch.Tensor] = []
-    count = torch.stack([part._count for part in parts]).sum()
-    mean = sum(part._mean * (part._count / count) for part in parts)
-    gaps = [part._mean - mean for part in parts]
-    products = sum(p._products + p._count * torch.outer(gap, gap) for p, gap in zip(parts, gaps, strict=True))
-    answers = iter([count, mean, products])
-    got = parts[0].moments(lambda tensor: (calls.append(tensor), next(answers))[1])
-    expected = whole.moments()
-    assert got.vectors == expected.vectors and len(calls) == 3
-    torch.testing.assert_close(got.mean, expected.mean)
-    torch.testing.assert_close(got.covariance, expected.covariance)
-
-
 def test_large_maps_are_read_at_some_positions() -> None:
     sums = PositionMoments(1, Grid(32, 32))
     sums.add(torch.arange(1024.0).view(1, 1, -1))
-    assert sums.moments().vectors == POSITIONS and abs(sums.moments().mean.item() - 511.5) < 60
-    assert sums.moments().resolution == torch.finfo(torch.float32).eps
+    moments = sums.finish()
+    assert moments.vectors == POSITIONS and abs(moments.mean.item() - 511.5) < 60
+    assert moments.resolution == torch.finfo(torch.float32).eps

@@ -86,8 +86,10 @@ def test_the_nearest_risk_is_the_first_hundredth_that_a_threshold_keeps() -> Non
     wrong = torch.rand(500, generator=generator) < 0.1
     nearest = nearest_risk(entropy, ~wrong, risk=0.005)
     kept = [step for step in range(1, 100) if ambiguity_threshold(entropy, ~wrong, risk=step / 100) is not None]
-    assert nearest == kept[0] / 100
-    assert nearest_risk(entropy, ~wrong, risk=nearest) == kept[1] / 100
+    assert nearest is not None and nearest.rate == kept[0] / 100
+    assert nearest.threshold == ambiguity_threshold(entropy, ~wrong, risk=nearest.rate)
+    following = nearest_risk(entropy, ~wrong, risk=nearest.rate)
+    assert following is not None and following.rate == kept[1] / 100
     assert nearest_risk(entropy, torch.zeros(500, dtype=torch.bool), risk=0.05) is None
 
 
