@@ -40,8 +40,8 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--limit", type=arguments.positive, default=200, metavar="N", help="maximum number of images (default: 200)"
     )
-    text = "prefix of each image's path in the tasks (default: /data/local-files/?d= for Label Studio, or the bucket)"
-    command.add_argument("--images", metavar="PREFIX", help=text.replace("%", "%%"))
+    text = "prefix of each image's path (default: the log's place; in --out, of a folder, /data/local-files/?d=)"
+    command.add_argument("--images", metavar="PREFIX", help=text)
     command = add("import", import_labels, "add the labels that people gave")
     text = "Label Studio's JSON or JSON-MIN, a CSV, or a folder with a folder of images for each class"
     command.add_argument("labels", type=Path, help=text)
@@ -59,7 +59,7 @@ def review(args: argparse.Namespace) -> None:
     from psc_core.log.labels import read_labels
     from psc_core.log.review import review as choose
     from psc_core.log.store import open_log
-    from psc_core.log.tasks import default_prefix, to_csv, to_label_studio
+    from psc_core.log.tasks import label_studio_prefix, path_prefix, to_csv, to_label_studio
 
     if args.out is None and args.csv is None:
         raise UsageError("there is nothing to write; give --out FILE, --csv FILE or both")
@@ -67,9 +67,10 @@ def review(args: argparse.Namespace) -> None:
     chosen = choose(log, read_labels(log), model=args.model, audit=args.audit, limit=args.limit)
     if not chosen:
         raise UsageError(f"{args.log} has no logged image without a label; see --log-images of psc-serve")
-    prefix = default_prefix(log) if args.images is None else args.images
-    for path, write in ((args.out, to_label_studio), (args.csv, to_csv)):
+    kinds = ((args.out, to_label_studio, label_studio_prefix), (args.csv, to_csv, path_prefix))
+    for path, write, default_prefix in kinds:
         if path is not None:
+            prefix = default_prefix(log) if args.images is None else args.images
             path.write_text(write(chosen, prefix), encoding="utf-8")
     print(f"{len(chosen)} images, {sum(each.is_audit for each in chosen)} of them of the audit slice")
 

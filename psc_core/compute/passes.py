@@ -83,7 +83,8 @@ def track_images(
 def track(items: Iterable[Item], *, total: int, description: str) -> Iterator[Item]:
     """Yield ``items`` and report how many of ``total`` are done, the rate, and the time left.
 
-    Instead of a bar, a file or pipe gets one line at the end and at most one every :data:`LOG_SECONDS`.
+    There may be fewer: a search that ends early.  Instead of a bar, a file or pipe gets one line at the end and at most
+    one every :data:`LOG_SECONDS`.
     """
     if sys.stderr.isatty():
         yield from tqdm(items, desc=description, total=total, dynamic_ncols=True)
@@ -95,7 +96,7 @@ def track(items: Iterable[Item], *, total: int, description: str) -> Iterator[It
         if (now := time.monotonic()) - last >= LOG_SECONDS and done < total:
             last = now
             _log(description, done, total, now - began)
-    _log(description, done, total, time.monotonic() - began)
+    _log(description, done, done, time.monotonic() - began)
 
 
 def _log(description: str, done: int, total: int, seconds: float) -> None:

@@ -36,6 +36,7 @@ from psc_core.network.backbone import trial_input
 from psc_core.network.layers import list_layers
 from psc_core.network.load import bounded_size, load_network
 from psc_core.scoring.dataset import scored_batches
+from psc_core.tasks.classification.decide import ACCEPT
 from psc_core.tasks.classification.heads.base import entropy
 
 AMBIGUOUS_PREFIX: Final = "ambiguous"
@@ -48,6 +49,7 @@ class ScoredImages:
 
     ood: Mapping[str, Float[Tensor, " n"]]  # by score, float64; higher is more unusual
     alarm: Bool[Tensor, " n"]  # p-value ≤ α
+    accepted: Bool[Tensor, " n"]  # neither out of distribution nor ambiguous
     entropy: Mapping[str, Float[Tensor, " n"]]  # by classifier, float64, nats
     set_size: Int[Tensor, " n"]  # classes in the prediction set
     predicted: Int[Tensor, " n"]  # the most probable class
@@ -62,6 +64,7 @@ class ScoredImages:
         return cls(
             ood={name: torch.cat([part.ood[name] for part in parts]) for name in first.ood},
             alarm=torch.cat([part.alarm for part in parts]),
+            accepted=torch.cat([part.accepted for part in parts]),
             entropy={name: torch.cat([part.entropy[name] for part in parts]) for name in first.entropy},
             set_size=torch.cat([part.set_size for part in parts]),
             predicted=torch.cat([part.predicted for part in parts]),
@@ -174,6 +177,7 @@ def score_images(
             ScoredImages(
                 ood={name: values.double().cpu() for name, values in scores.items()},
                 alarm=torch.from_numpy(decisions.is_ood),
+                accepted=torch.from_numpy(decisions.decision == ACCEPT),
                 entropy={name: entropy(p.double()).cpu() for name, p in probabilities.items()},
                 set_size=sets.sum(1),
                 predicted=predicted,
@@ -210,6 +214,8 @@ def compare(
         flagged={name: float(scored.alarm.double().mean()) for name, scored in outside.items()},
         false_alarms=observed_rate(inside.alarm, alpha, calibration_images),
         misses=observed_rate(~inside.covered, 1 - model.policy.coverage, calibration_images),
+        accepted=int(inside.accepted.sum()),
+        accepted_wrong=int((inside.accepted & ~inside.correct).sum()),
         mean_set_size=float(inside.set_size.double().mean()),
         ambiguity=ambiguity(inside.entropy, id_data.groups),
     )

@@ -47,6 +47,8 @@ class ClassificationReport(Report):
     flagged: Mapping[str, float]  # fraction of each OOD set with p-value ≤ α
     false_alarms: ObservedRate  # in-distribution images with p-value ≤ α
     misses: ObservedRate  # in-distribution images whose (first) label is outside the prediction set
+    accepted: int  # number of in-distribution images that are neither out of distribution nor ambiguous
+    accepted_wrong: int  # number of these whose (first) label is not predicted
     mean_set_size: float  # mean number of classes in a prediction set
     ambiguity: Mapping[str, float] = field(default_factory=dict)  # AUROC of entropy by classifier; empty if none
 
@@ -90,6 +92,7 @@ class ClassificationReport(Report):
             *sentences,
             summary.describe_rate("False alarms", self.false_alarms),
             summary.describe_rate("Labels outside the prediction set", self.misses),
+            summary.describe_accepted(self.accepted, self.accepted_wrong, self.images),
         ]
 
     def tables(self) -> list[Table]:

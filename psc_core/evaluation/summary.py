@@ -86,3 +86,9 @@ def describe_rate(what: str, rate: ObservedRate) -> str:
         f"{what}: {rate.count} of {rate.images} ({rate.rate:.2%}), {rate.assessment} ({rate.nominal:.2%}; "
         f"{low}…{high} expected at {rate.level:.0%})."
     )
+
+
+def describe_accepted(accepted: int, wrong: int, images: int) -> str:
+    """Say how many in-distribution images nobody has to look at, and how many of these are wrong."""
+    of_these = f", of which {wrong} are wrong ({wrong / accepted:.2%})" if accepted else ""
+    return f"Accepted: {accepted} of {images} ({accepted / images:.2%}){of_these}."

@@ -67,7 +67,7 @@ class OpenImage:
             except Exception as error:
                 raise UndecodableImage(
                     f"data of this {width}×{height} {image.format} image is damaged or truncated "
-                    f"({type(error).__name__}); send the file again"
+                    f"({type(error).__name__}); use an intact copy"
                 ) from error
 
 
@@ -78,11 +78,15 @@ def open_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> OpenImag
     except ImageError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ImageTooLarge(f"image is larger than {max_pixels} pixels ({error}); send a smaller image") from error
+        raise ImageTooLarge(f"image is larger than {max_pixels} pixels ({error}); use a smaller image") from error
     except Exception as error:
         if data.startswith(_SIGNATURES) or data[8:12] == b"WEBP":
-            raise UndecodableImage("image header is damaged or truncated; send the file again") from error
-        given = f"{len(data)} bytes of another format" if data else "no data"
+            raise UndecodableImage("image header is damaged or truncated; use an intact copy") from error
+        given = (
+            f"{len(data)} bytes of another format; convert the image to JPEG or PNG"
+            if data
+            else "no data; use an intact copy"
+        )
         raise UnsupportedImage(f"expected one of {', '.join(IMAGE_FORMATS)}, got {given}") from error
     width, height = image.size
     run_length = any(tile.codec_name == "bmp_rle" for tile in image.tile)

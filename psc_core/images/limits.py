@@ -86,7 +86,7 @@ def check_pixels(width: int, height: int, max_pixels: int, what: str = "the head
     """Raise :class:`ImageTooLarge` if the image has more than ``max_pixels``."""
     if width * height > max_pixels:
         raise ImageTooLarge(
-            f"expected at most {max_pixels} pixels, {what} {width}×{height} = {width * height}; send a smaller image"
+            f"expected at most {max_pixels} pixels, {what} {width}×{height} = {width * height}; use a smaller image"
         )
 
 

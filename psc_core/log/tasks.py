@@ -13,9 +13,14 @@ from psc_core.log.schema import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256
 from psc_core.log.store import Log
 
 
-def default_prefix(log: Log) -> str:
-    """Return the prefix of image paths: a bucket's URI, or the URL from which Label Studio serves local files."""
-    return "/data/local-files/?d=" if log.is_folder else f"{log.where.rstrip('/')}/"
+def path_prefix(log: Log) -> str:
+    """Return the prefix with which an image's path is that of its file, from where the log was named."""
+    return f"{log.where.rstrip('/')}/"
+
+
+def label_studio_prefix(log: Log) -> str:
+    """Return the prefix with which Label Studio shows the images: its URL of local files, or the bucket."""
+    return "/data/local-files/?d=" if log.is_folder else path_prefix(log)
 
 
 def to_label_studio(candidates: Sequence[ReviewImage], prefix: str) -> str:

@@ -144,8 +144,12 @@ def _label(answer: HumanAnswer, row: _Row, model: LoggedModel) -> Label:
 
 def _csv(path: Path) -> Iterator[HumanAnswer]:
     _check_size(path)
+    with path.open("rb") as binary:
+        names_line = binary.readline()
+    # A spreadsheet writes semicolons where the comma is the decimal point.
+    delimiter = ";" if b";" in names_line and b"," not in names_line else ","
     with path.open(encoding="utf-8-sig", newline="") as file:
-        lines = csv.DictReader(file, strict=True)
+        lines = csv.DictReader(file, strict=True, delimiter=delimiter)
         try:
             names = lines.fieldnames or []
             if "label" not in names or not ({REQUEST_ID, IMAGE_INDEX} <= set(names) or SHA256 in names):

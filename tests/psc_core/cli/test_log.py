@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ def test_round_trip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where, tasks = str(tmp_path / "log"), tmp_path / "tasks.csv"
     assert main(["review", where, "--csv", str(tasks), "--out", str(tmp_path / "tasks.json"), "--limit", "3"]) == 0
     assert capsys.readouterr().out == "3 images, 0 of them of the audit slice\n"
+    with tasks.open(newline="") as file:
+        assert all(Path(line["image"]).is_file() for line in csv.DictReader(file))  # people open it
     assert main(["import", where, str(tasks)]) == 2
     assert "has no answer" in capsys.readouterr().err
     tasks.write_text(tasks.read_text().replace("False,\n", "False,cat\n"))

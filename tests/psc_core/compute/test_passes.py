@@ -65,6 +65,11 @@ def test_empty_pass_logs_zero(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "pass 0/0 (0.0/s, 0 s)\n"
 
 
+def test_search_that_ends_early_is_done(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(track("ab", total=7, description="search")) == ["a", "b"]
+    assert re.fullmatch(r"search 2/2 \([\d.]+/s, 0 s\)\n", capsys.readouterr().err)
+
+
 def test_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)

@@ -53,6 +53,8 @@ REPORT = ClassificationReport(
     flagged={"fashion": 0.93, "near|far": 0.5, "hard": 0.4},
     false_alarms=rate(50),
     misses=rate(95),
+    accepted=800,
+    accepted_wrong=16,
     mean_set_size=1.07,
     ambiguity={"psc": 0.97, "base": 0.96},
 )

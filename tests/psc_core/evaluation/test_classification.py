@@ -136,6 +136,9 @@ def test_equals_loops(psc: PSC) -> None:
     assert report.flagged["outside"] == pytest.approx(float((strange["ood_p_value"] <= 0.05).double().mean()))
     sets = naive_sets(psc.calibration.quantile(0.9), served.probabilities)
     assert report.misses.count == sum(not sets[m, y[m]] for m in range(120))
+    accepted = ((served["predictive_entropy"] <= 1.0) & ~(served["ood_p_value"] <= 0.05)).tolist()
+    assert 0 < report.accepted == sum(accepted) < 120
+    assert report.accepted_wrong == sum(a and not c for a, c in zip(accepted, correct, strict=True))
     assert report.mean_set_size == pytest.approx(float(sets.sum()) / 120)
     assert (report.images, report.examples, report.ood_images) == (120, 120, {"outside": 60})
     assert report.model == {"name": "formula", "version": "0" * 12, "layer": "layer3"}

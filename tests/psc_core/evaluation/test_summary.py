@@ -23,8 +23,8 @@ def test_wins_ties_and_losses() -> None:
     accepts = "2.0% is accepted where both thresholds accept 95 % of mnist, 3.0% with one threshold on knn."
     assert rest[:3] == [f"{name}: {accepts}" for name in ("fashion", "near|far", "hard")]
     assert "Accuracy: best is psc and base and temperature" in rest[3]
-    assert rest[-2] == "False alarms: 50 of 1000 (5.00%), as stated (5.00%; 20…80 expected at 99%)."
-    assert "higher than stated" in rest[-1]
+    assert rest[-3] == "False alarms: 50 of 1000 (5.00%), as stated (5.00%; 20…80 expected at 99%)."
+    assert "higher than stated" in rest[-2]
 
 
 def test_psc_alone() -> None:
@@ -36,7 +36,7 @@ def test_psc_alone() -> None:
     )
     first, *rest = alone.summary()
     assert first == "fashion: PSC reaches AUROC 0.9900; no other method was run."
-    assert len(rest) == 2
+    assert len(rest) == 3
 
 
 def test_unknown_standard_error_is_a_tie() -> None:
@@ -49,3 +49,9 @@ def test_unknown_standard_error_is_a_tie() -> None:
         "value": -0.5,
         "standard_error": None,
     }
+
+
+def test_accepted_images_and_the_errors_among_them() -> None:
+    assert REPORT.summary()[-1] == "Accepted: 800 of 1000 (80.00%), of which 16 are wrong (2.00%)."
+    none = dataclasses.replace(REPORT, accepted=0, accepted_wrong=0)
+    assert none.summary()[-1] == "Accepted: 0 of 1000 (0.00%)."

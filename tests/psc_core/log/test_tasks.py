@@ -9,7 +9,7 @@ from pathlib import Path
 
 from psc_core.log.labels import Labels
 from psc_core.log.review import review
-from psc_core.log.tasks import default_prefix, to_csv, to_label_studio
+from psc_core.log.tasks import label_studio_prefix, to_csv, to_label_studio
 from psc_core.log.verdicts import labels_of, read_answers
 from tests.psc_core.log.support import add_values, make_log
 
@@ -18,7 +18,7 @@ def test_tasks_of_label_studio(tmp_path: Path) -> None:
     log = make_log(tmp_path, 4)
     add_values(log)
     chosen = review(log, Labels())
-    tasks = json.loads(to_label_studio(chosen, default_prefix(log)))
+    tasks = json.loads(to_label_studio(chosen, label_studio_prefix(log)))
     assert len(tasks) == 5
     scores = [each["predictions"][0]["score"] for each in tasks]
     assert scores == sorted(scores) and scores[0] >= 0 and scores[-1] < 1

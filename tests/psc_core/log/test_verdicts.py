@@ -71,7 +71,9 @@ def test_short_export_and_csv(log: Log, tmp_path: Path) -> None:
         lines = csv.DictWriter(file, list(rows[0]), restval="")
         lines.writeheader()
         lines.writerows(rows)
-    for name in ("min.json", "labels.csv"):
+    text = (tmp_path / "labels.csv").read_text()
+    (tmp_path / "semicolons.csv").write_text("\ufeff" + text.replace(",", ";"))  # as a spreadsheet in German saves it
+    for name in ("min.json", "labels.csv", "semicolons.csv"):
         assert written(log, tmp_path / name) == [("r0", "label", "dog"), (None, "none_of_the_classes", None)]
 
 

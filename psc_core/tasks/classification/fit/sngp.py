@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from psc_core.compute.passes import track
 from psc_core.numerics import linalg
 from psc_core.numerics.matrix import FeatureMatrix, blocks
 from psc_core.tasks.classification.fit.data import ClassifierData
@@ -90,7 +91,8 @@ def choose_length_scale(data: ClassifierData, omega: Tensor, phases: Tensor) -> 
         )
         return fit.selection_nll
 
-    return min((factor * median for factor in LENGTH_SCALE_FACTORS), key=selection_nll)
+    factors = track(LENGTH_SCALE_FACTORS, total=len(LENGTH_SCALE_FACTORS), description="head: length-scales")
+    return min((factor * median for factor in factors), key=selection_nll)
 
 
 def information_matrix(

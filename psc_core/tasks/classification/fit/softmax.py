@@ -16,6 +16,8 @@ probability by 10⁻³.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import torch
@@ -23,6 +25,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from psc_core.compute.passes import track
 from psc_core.numerics.matrix import FeatureMatrix, blocks
 from psc_core.tasks.classification.fit.posterior import nll
 from psc_core.tasks.classification.fit.preconditioning import variables_at
@@ -69,7 +72,10 @@ def choose_softmax(
     num_classes: int,
     finish: bool = True,
 ) -> SoftmaxFit:
-    """Return the best fit along :data:`PRIOR_PRECISIONS`, until the selection NLL rises; finished if ``finish``."""
+    """Return the best fit along :data:`PRIOR_PRECISIONS`, until the selection NLL rises.
+
+    If ``finish``, it is finished, and the progress is reported: with many features, each fit takes minutes.
+    """
 
     def fit(prior_precision: float, start: Tensor, tolerance: float) -> SoftmaxFit:
         weight, bias = fit_softmax(
@@ -78,14 +84,22 @@ def choose_softmax(
         logits = functional.linear(selection, weight.to(selection.dtype), bias.to(selection.dtype))
         return SoftmaxFit(weight, bias, prior_precision, nll(logits, selection_labels).mean().item())
 
-    theta = torch.zeros(num_classes, train.shape[1] + 1, dtype=torch.float64, device=train.device)
-    best = fit(PRIOR_PRECISIONS[0], theta, PATH_TOLERANCE)
-    for prior_precision in PRIOR_PRECISIONS[1:]:
-        weaker = fit(prior_precision, best.theta(), PATH_TOLERANCE)
-        if weaker.selection_nll > best.selection_nll:
-            break
-        best = weaker
-    return fit(best.prior_precision, best.theta(), TOLERANCE) if finish else best
+    def walk() -> Iterator[SoftmaxFit]:
+        """Yield the best fit so far after each fit."""
+        theta = torch.zeros(num_classes, train.shape[1] + 1, dtype=torch.float64, device=train.device)
+        best = fit(PRIOR_PRECISIONS[0], theta, PATH_TOLERANCE)
+        for prior_precision in PRIOR_PRECISIONS[1:]:
+            yield best
+            weaker = fit(prior_precision, best.theta(), PATH_TOLERANCE)
+            if weaker.selection_nll > best.selection_nll:
+                break
+            best = weaker
+        yield best
+        if finish:
+            yield fit(best.prior_precision, best.theta(), TOLERANCE)
+
+    fits = track(walk(), total=len(PRIOR_PRECISIONS) + 1, description="head") if finish else walk()
+    return deque(fits, maxlen=1).pop()
 
 
 def fit_softmax(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,3 +49,12 @@ def test_chooses_the_best_selection_nll() -> None:
         weight, bias = softmax.fit_softmax(z, y, prior_precision=prior_precision, start=start)
         nll = posterior.nll(z_val @ weight.float().T + bias.float(), y_val).mean().item()
         assert chosen.selection_nll <= nll + 1e-4
+
+
+def test_the_walk_reports_its_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the features of a wide layer it takes minutes, and the fit would look as if it hung."""
+    z, labels = images(40, 5, 3)
+    softmax.choose_softmax(z, labels, z, labels, num_classes=3)
+    assert re.fullmatch(r"head (\d)/\1 \(.*\)\n", capsys.readouterr().err)
+    softmax.choose_softmax(z, labels, z, labels, num_classes=3, finish=False)
+    assert not capsys.readouterr().err
