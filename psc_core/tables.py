@@ -1,4 +1,4 @@
-"""Text in aligned columns, for a terminal."""
+"""Tables of text: aligned columns for a terminal, separated values in a file."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
     widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
     formats = [f"{{:{'<' if column in left else '>'}{width}}}" for column, width in enumerate(widths)]
     return ["  ".join(map(str.format, formats, row)).rstrip() for row in rows]
+
+
+def delimiter_of(header: str) -> str:
+    """Return what separates the columns of a CSV, by its first line.
+
+    A spreadsheet writes semicolons where the comma is the decimal point.
+    """
+    return ";" if ";" in header and "," not in header else ","
 
 
 def print_any_text() -> None:

@@ -24,6 +24,7 @@ from psc_core.data.sources import FileSource
 from psc_core.data.targets import measured
 from psc_core.errors import DataError, UsageError
 from psc_core.images.preprocess import Preprocess
+from psc_core.tables import delimiter_of
 from psc_core.target import Target
 
 FILE_COLUMN: Final = "file"
@@ -160,8 +161,9 @@ def _read_table(path: Path) -> dict[str, list[Any]]:
         return columns
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            # Blank lines are not rows.
-            rows = [row for row in csv.reader(file, delimiter="\t" if suffix == ".tsv" else ",") if row]
+            delimiter = "\t" if suffix == ".tsv" else delimiter_of(file.readline())
+            file.seek(0)
+            rows = [row for row in csv.reader(file, delimiter=delimiter) if row]  # Blank lines are not rows.
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"cannot read the table {path}: {error}") from error
     if not rows:

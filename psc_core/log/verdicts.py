@@ -25,6 +25,7 @@ from psc_core.log.models import LoggedModel, read_model
 from psc_core.log.rows import logged_model, models_in, read_rows
 from psc_core.log.schema import IMAGE_INDEX, REQUEST_ID, SHA256
 from psc_core.log.store import Log
+from psc_core.tables import delimiter_of
 
 MAX_TASKS_BYTES: Final = 1 << 30
 """Maximum size of a file of answers, in bytes."""
@@ -145,11 +146,9 @@ def _label(answer: HumanAnswer, row: _Row, model: LoggedModel) -> Label:
 def _csv(path: Path) -> Iterator[HumanAnswer]:
     _check_size(path)
     with path.open("rb") as binary:
-        names_line = binary.readline()
-    # A spreadsheet writes semicolons where the comma is the decimal point.
-    delimiter = ";" if b";" in names_line and b"," not in names_line else ","
+        header = binary.readline().decode(errors="replace")
     with path.open(encoding="utf-8-sig", newline="") as file:
-        lines = csv.DictReader(file, strict=True, delimiter=delimiter)
+        lines = csv.DictReader(file, strict=True, delimiter=delimiter_of(header))
         try:
             names = lines.fieldnames or []
             if "label" not in names or not ({REQUEST_ID, IMAGE_INDEX} <= set(names) or SHA256 in names):

@@ -115,12 +115,10 @@ def test_missing_and_damaged_tables(tmp_path: Path) -> None:
 CLASSES = "id,label\na.png,dog\nb.png, cat\n"
 
 
-@pytest.mark.parametrize("suffix", ["csv", "tsv", "parquet"])
-def test_text_is_classes(tmp_path: Path, suffix: str) -> None:
-    path = Path(table(tmp_path, CLASSES)).rename(tmp_path / f"t.{suffix}")
-    if suffix == "tsv":
-        path.write_text(CLASSES.replace(",", "\t"))
-    elif suffix == "parquet":
+@pytest.mark.parametrize(("suffix", "separator"), [("csv", ","), ("csv", ";"), ("tsv", "\t"), ("parquet", "")])
+def test_text_is_classes(tmp_path: Path, suffix: str, separator: str) -> None:
+    path = Path(table(tmp_path, CLASSES.replace(",", separator))).rename(tmp_path / f"t.{suffix}")
+    if suffix == "parquet":
         pa, parquet = (pytest.importorskip(f"pyarrow{part}") for part in ("", ".parquet"))
         parquet.write_table(pa.table({"id": ["a.png", "b.png"], "label": ["dog", "cat"]}), path)
     data = open_dataset(str(path), split="train", preprocess=TINY)
