@@ -5,7 +5,8 @@ EDITS = {
         (
             "BUILDERS: ",
             """def from_tiny(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.Module:
-    tiny = importlib.import_module("tests.tiny")
+    from tests import tiny
+
     if name != "network":
         raise NetworkError(f"tiny has no network {name!r}; {hint(name, ['network'])}")
     try:
