@@ -136,7 +136,8 @@ def _add_method_flags(group: _Group) -> None:
 
 
 def _add_run_flags(group: _Group) -> None:
-    group.add_argument("--device", default="auto", help="device: auto, cpu, cuda or cuda:N (default: auto)")
+    text = f"device: auto, cpu, cuda or cuda:N (default: {FitSettings.device})"
+    group.add_argument("--device", default=FitSettings.device, help=text)
     _add_choice(group, "--precision", PRECISIONS, "precision of the network, while fitting and when served")
     _add_number(group, "--batch-images", "number of images sent through the network at once")
     text = "fit on at most N training images, balanced over classes (default: all)"
@@ -153,8 +154,7 @@ def _add_run_flags(group: _Group) -> None:
     text = "fit on a few images only, write nothing, and print how long a fit on all of them takes, and how much memory"
     group.add_argument("--dry-run", action="store_true", help=text)
     group.add_argument("--fresh", action="store_true", help="ignore the checkpoint of an interrupted run")
-    text = "seed of the split of the validation images and of the head (default: 0)"
-    group.add_argument("--seed", type=RANGES["seed"].parse, default=0, metavar="N", help=text)
+    _add_number(group, "--seed", "seed of the split of the validation images and of the head")
 
 
 def _add_number(group: _Group, flag: str, text: str) -> None:

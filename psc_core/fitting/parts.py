@@ -158,7 +158,7 @@ def _layers(net: nn.Module, candidate: Candidate, job: FitJob) -> Layers:
     if with_gates or reads_layers:
         trial = trial_input(data.train.preprocess).to(device)
         early = tuple(early_layers(net.to(device), candidate.layers, trial))
-    beside_z = candidate.layers if data.task_fit.averages_candidate and settings.head_input == "both" else ()
+    beside_z = candidate.layers if data.task_fit.averages_candidate(settings) else ()
     return Layers(candidate.layers, early if reads_layers else beside_z, early if with_gates else ())
 
 

@@ -85,7 +85,7 @@ def project(net: nn.Module, candidate: Candidate, job: FitJob) -> FittedProjecti
         compared = compare_positions(backbone, sized, pairs, job)
         kept = compute.reducer.first(fewest_positions(compared))
         choice = next(size for size in sizes if size.d_proj == kept)
-    if data.task_fit.averages_candidate and settings.head_input == "both" and not reads_z:
+    if data.task_fit.averages_candidate(settings) and not reads_z:
         choice = replace(choice, warning="")  # Head and density read besides z, or instead of it, what z gives up.
     projection = sized.largest.leading(choice.c_proj, choice.d_proj).cpu()
     return FittedProjection(projection, ProjectionReport.of(choice, sized, compared), candidate.layers)

@@ -64,8 +64,6 @@ class TaskFit:
 
     Attributes:
         layer_quality: The quality that is measured after every layer besides NC1.
-        averages_candidate: Whether a head reads the candidate's features averaged over positions besides z, unless
-            settings forbid it.
         own_settings: Names of the settings that not every task reads, but this one.
         compares_network_output: Whether a fit compares the network's output with the head's, where settings leave the
             choice.
@@ -74,7 +72,6 @@ class TaskFit:
 
     task_type: ClassVar[type[Task]]
     layer_quality: ClassVar[type[LayerQuality]] = NearestMean
-    averages_candidate: ClassVar[bool] = False
     own_settings: ClassVar[tuple[str, ...]] = ()
     compares_network_output: ClassVar[bool] = False
     why_not_extended: ClassVar[str] = ""
@@ -113,6 +110,10 @@ class TaskFit:
     def reads(self, setting: str) -> bool:
         """Return whether a fit of this task reads a setting."""
         return setting in self.own_settings or not owners_of(setting)
+
+    def averages_candidate(self, settings: FitSettings) -> bool:
+        """Return whether a head reads the candidate's features averaged over positions besides z."""
+        return self.reads("head_input") and settings.head_input == "both"
 
     def check(self, settings: FitSettings) -> None:
         """Raise :class:`UsageError` for a setting that this task does not read, or a threshold that cannot be used."""

@@ -40,7 +40,6 @@ class ClassificationFit(TaskFit):
 
     task_type = Classification
     own_settings = ("risk", "head_input")
-    averages_candidate = True
     compares_network_output = True
 
     def takes(self, data: ImageDataset) -> bool:
