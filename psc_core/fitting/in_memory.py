@@ -22,6 +22,7 @@ from psc_core.fitting.data import FitData
 from psc_core.fitting.job import FitJob
 from psc_core.images.loader_description import LoaderDescription
 from psc_core.images.loader_preprocessing import LoaderPreprocessing
+from psc_core.images.preprocess import MAKE_KNOWN
 from psc_core.model.base import FittedModel
 from psc_core.network.backbone import trial_input
 from psc_core.network.described.hugging_face import classes_of
@@ -85,6 +86,8 @@ def fit(
     warn_of_repeated(val)
     data = FitData.of(train, val, seed=chosen.seed, task=task, max_images=chosen.max_images)
     job = FitJob(data, stages.checked(chosen, data), compute)
+    if not train.preprocess.is_known:
+        warn(f"the fitted model predicts tensors, but cannot be saved: {MAKE_KNOWN}")
     report = stages.collapse(net, job)
     candidate = report.candidate(None if chosen.layer == "auto" else chosen.layer)
     projection = stages.project(net, candidate, job)

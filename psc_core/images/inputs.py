@@ -15,7 +15,7 @@ from torch import Tensor
 from psc_core.errors import UsageError
 from psc_core.images.decode import to_grey_or_rgb
 from psc_core.images.files import read_file
-from psc_core.images.preprocess import Images, Preprocess
+from psc_core.images.preprocess import MAKE_KNOWN, Images, Preprocess
 
 ImageLike = str | Path | bytes | Image.Image | npt.NDArray[Any]
 """One image: a path, an encoded file, a Pillow image, or ``uint8`` pixels (height, width) or (height, width, 3)."""
@@ -61,8 +61,7 @@ def check_known(preprocess: Preprocess) -> None:
     """Raise :class:`UsageError` if the preprocessing from pixels to inputs is unknown."""
     if not preprocess.is_known:
         raise UsageError(
-            "this model does not know how pixels become inputs; give float tensors as the loader does, or fit with the "
-            "mean and std of your transform: fit(…, mean=…, std=…)"
+            "this model does not know how pixels become inputs; give float tensors as the loader does, or " + MAKE_KNOWN
         )
 
 

@@ -54,6 +54,9 @@ resizes before the rows, by more where a bicubic filter overshoots.
 _ROUNDING: Final = 1e-6
 """Largest relative difference of two means or deviations that may be the same number, once kept as float32."""
 
+MAKE_KNOWN: Final = "give fit the mean and std of your transform, fit(…, mean=…, std=…), or preprocess=…"
+"""What to do where it is unknown how files become inputs."""
+
 _MAX_ENLARGED: Final = 4
 """Maximum size of a resized image that PyTorch makes, in crops: unlike Pillow it resizes the whole and then crops."""
 

@@ -17,7 +17,7 @@ from psc_core.compute.device import resolve_device
 from psc_core.errors import BundleError, FitError, PSCError, UsageError, shortened
 from psc_core.gates.combined import Gates
 from psc_core.images.inputs import ImageLike, as_batch
-from psc_core.images.preprocess import Preprocess
+from psc_core.images.preprocess import MAKE_KNOWN, Preprocess
 from psc_core.model.backends import storable_backbone
 from psc_core.model.pipeline import NO_MAP, Pipeline, Scorer, ScorerParts
 from psc_core.model.restore import restore_modules
@@ -199,10 +199,7 @@ class FittedModel:
             UsageError: If it is unknown how files become inputs, which a bundle has to store.
         """
         if not self.preprocess.is_known:
-            raise UsageError(
-                "a bundle has to say how files become inputs; fit with the mean and std of your transform, "
-                f"{type(self).__name__}.fit(net, train, val, mean=(…), std=(…)), or with preprocess=…"
-            )
+            raise UsageError(f"a bundle has to say how files become inputs; {MAKE_KNOWN}")
         scorer, gates = self.pipeline.scorer, self.pipeline.gates
         backbone = storable_backbone(self, graph=graph)
         files = {

@@ -113,7 +113,8 @@ def test_the_network_stays_as_it_is(splits: tuple[TensorDataset, TensorDataset],
     net = nn.Sequential(*first, nn.BatchNorm2d(8), nn.Dropout(), *last)
     net[4].eval()
     before, inputs = copy.deepcopy(net.state_dict()), splits[0].tensors[0].clone()
-    psc = PSC.fit(net, *splits, layer="1", **{name: QUICK[name] for name in ("head", "c_proj", "d_proj")})
+    settings = STATISTICS | QUICK | {"layer": "1"}
+    psc = PSC.fit(net, *splits, **settings)
     assert net.training and net[3].training and not net[4].training
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert torch.equal(splits[0].tensors[0], inputs), "the first layer changes its input in place"
@@ -153,14 +154,15 @@ def test_a_model_keeps_calibration_inputs_for_a_trial(fitted: PSC, splits: tuple
 def test_without_mean_and_std_only_inputs_are_known(
     net: nn.Module, splits: tuple[TensorDataset, TensorDataset], fitted: PSC, test: TensorDataset, tmp_path: Path
 ) -> None:
-    psc = PSC.fit(net, *splits, **QUICK)
+    with pytest.warns(UserWarning, match=r"cannot be saved: .*fit\(…, mean=…, std=…\)"):
+        psc = PSC.fit(net, *splits, **QUICK)
     inputs = test.tensors[0][:100]
     torch.testing.assert_close(psc(inputs).log_density, fitted(inputs).log_density)
     pixels = torch.zeros(30, 1, 28, 28, dtype=torch.uint8)
     for use in (lambda: psc([np.zeros((28, 28), np.uint8)]), lambda: psc.calibrate([(pixels, torch.zeros(30).long())])):
         with pytest.raises(UsageError, match="does not know how pixels become inputs"):
             use()
-    with pytest.raises(UsageError, match=r"PSC\.fit\(net, train, val, mean=\(…\), std=\(…\)\), or with preprocess=…"):
+    with pytest.raises(UsageError, match=r"how files become inputs; .* fit\(…, mean=…, std=…\), or preprocess=…"):
         psc.save(tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
 
@@ -319,7 +321,7 @@ def test_classes_are_the_networks_outputs_or_named(net: nn.Module, splits: tuple
     ):
         PSC.fit(net, *five)
     with pytest.warns(UserWarning, match=r"the head will predict, .* of shape \(1, 5\) for one image, got \(1, 10\)"):
-        named = PSC.fit(net, *five, classes=tuple("abcde"), **QUICK)
+        named = PSC.fit(net, *five, classes=tuple("abcde"), **STATISTICS, **QUICK)
     assert named.classes == tuple("abcde") and set(named(val.tensors[0][:9]).labels) <= {*"abcde"}
     with pytest.raises(DataError, match="expected labels in 0…4"):
         PSC.fit(net, train, val, classes=tuple("abcde"))
@@ -412,8 +414,8 @@ def test_warnings_are_of_what_costs_guarantees(net: nn.Module, splits: tuple[Ten
     train, val = splits
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        PSC.fit(net, DataLoader(Noisy(train), batch_size=64, drop_last=True), val, **QUICK)
-        PSC.fit(net, val, DataLoader(val, batch_size=64), **QUICK)
+        PSC.fit(net, DataLoader(Noisy(train), batch_size=64, drop_last=True), val, **STATISTICS, **QUICK)
+        PSC.fit(net, val, DataLoader(val, batch_size=64), **STATISTICS, **QUICK)
     said = [str(each.message) for each in caught if each.category is LoaderWarning]
     assert [("at random" in text, "drops" in text, "trained on" in text or "training images too" in text)
             for text in said] == [(True, False, False), (False, True, False), (False, False, True)]  # fmt: skip
