@@ -55,8 +55,8 @@ def describe_acceptance(ood: str, found: Mapping[str, Acceptance], id_name: str)
     single = {name: value.ood_accepted for name, value in found.items() if name != DECISION}
     best = min(single, key=lambda name: single[name])
     return (
-        f"{ood}: {found[DECISION].ood_accepted:.1%} is accepted where both thresholds accept 95 % of {id_name}, "
-        f"{single[best]:.1%} with one threshold on {best}."
+        f"{ood}: the two thresholds accept {found[DECISION].ood_accepted:.1%} of it where they accept 95 % of "
+        f"{id_name}; one threshold on {best} accepts {single[best]:.1%}."
     )
 
 

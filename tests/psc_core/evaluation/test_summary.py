@@ -20,7 +20,7 @@ def test_wins_ties_and_losses() -> None:
         "0.05 of mnist exceed."
     )
     assert "NLL: best is psc (psc 0.1360, base 0.1500, temperature 0.1400)." in rest
-    accepts = "2.0% is accepted where both thresholds accept 95 % of mnist, 3.0% with one threshold on knn."
+    accepts = "the two thresholds accept 2.0% of it where they accept 95 % of mnist; one threshold on knn accepts 3.0%."
     assert rest[:3] == [f"{name}: {accepts}" for name in ("fashion", "near|far", "hard")]
     assert "Accuracy: best is psc and base and temperature" in rest[3]
     assert rest[-3] == "False alarms: 50 of 1000 (5.00%), as stated (5.00%; 20…80 expected at 99%)."
