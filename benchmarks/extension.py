@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> Json:
         for name in CAMERAS:
             part = "".join(c if c.isalnum() else "-" for c in f"{name} {repeat}")
             run.part(part, settings, partial(measure, run, name, settings["seed"]))
-    return run.write({"parts": run.finished()}, fragment)
+    return run.write(fragment)
 
 
 def measure(run: Run, name: str, seed: int) -> Json:
@@ -111,7 +111,7 @@ def quality(model: FittedModel, inside: Tensor, *outside: Tensor) -> Json:
 
 def fragment(record: Json) -> str:
     """Return a table of mean ± standard error over the repeats."""
-    parts = list(record["result"]["parts"].values())
+    parts = list(runs.results(record).values())
     ways: dict[tuple[str, str], list[Json]] = {}
     for camera in CAMERAS:
         for part in parts:

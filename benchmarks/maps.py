@@ -37,7 +37,7 @@ from torch.nn import functional as F
 
 from benchmarks.data import keep_classes
 from benchmarks.networks import resnet18
-from benchmarks.runs import BUNDLE, ROOT, Json, Run, markdown_table, parser, plus_minus, provenance, start
+from benchmarks.runs import BUNDLE, ROOT, Json, Run, markdown_table, parser, plus_minus, provenance, results, start
 from psc_core.bundle.io import read_bundle
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset, drawn
@@ -392,7 +392,7 @@ def measure_cost() -> Json:
 
 def fragment(record: Json) -> str:
     """Return the tables of all networks."""
-    return "\n\n".join([*_tables(record), *_cost(record["result"].get("cost", {})), provenance(record)])
+    return "\n\n".join([*_tables(record), *_cost(results(record).get("cost", {})), provenance(record)])
 
 
 def _cost(cost: Json) -> Iterator[str]:
@@ -409,7 +409,7 @@ def _cost(cost: Json) -> Iterator[str]:
 
 def _tables(record: Json) -> Iterator[str]:
     for subject in SUBJECTS:
-        runs = [result for name, result in record["result"].items() if name.rpartition("-s")[0] == subject.name]
+        runs = [result for name, result in results(record).items() if name.rpartition("-s")[0] == subject.name]
         if not runs:
             continue
         rows: list[list[str]] = []
@@ -448,7 +448,7 @@ def main(argv: list[str] | None = None) -> Json:
                 partial(measure, run, subject, seed, peer),
             )
     run.part("cost", {"rounds": ROUNDS}, measure_cost)
-    return run.write(run.finished(), fragment)
+    return run.write(fragment)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> Json:
     if run.scale != "smoke":
         settings["images"] = PHOTOGRAPHS[run.scale]
         run.part("photographs", settings, partial(photographs, run))
-    return run.write({"parts": run.finished()}, fragment)
+    return run.write(fragment)
 
 
 def digits(run: Run) -> Json:
@@ -214,7 +214,7 @@ def kept(model: PSC, calibration: BaseCalibration, policy: BasePolicy, after: Se
 def fragment(record: Json) -> str:
     """Return a table for each model: mean ± standard error over the repeats (and their standard deviation)."""
     texts = []
-    for name, part in sorted(record["result"]["parts"].items()):
+    for name, part in sorted(runs.results(record).items()):
         guaranteed = part["promised"]
         rows = [
             [images, how, *(cell(measured[key]) for key in MEASURED)]

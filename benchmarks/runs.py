@@ -1,8 +1,9 @@
 """The frame of all benchmarks: their command line, resumable parts, results and provenance.
 
-A run of a script with a scale writes ``NAME-SCALE.json`` (result, environment, command) and its figures into ``--out``.
-Its parts (one network, one seed, …) are saved in ``--out``/parts as they finish, so that an interrupted run continues
-and a long one can be split over several machines.  ``python -m benchmarks.report`` makes the result pages.
+A run of a script with a scale writes ``NAME-SCALE.json`` and its figures into ``--out``.  The record holds parts (one
+network, one seed, …), each with its result, settings, environment and command.  A part is saved in ``--out``/parts as
+it finishes, so that an interrupted run continues and a long one can be split over several machines: a run takes the
+parts of the record, and in their place those of the folder.  ``python -m benchmarks.report`` makes the result pages.
 """
 
 from __future__ import annotations
@@ -69,48 +70,47 @@ class Run:
         """Return ``compute()``, or the result of an earlier run with equal settings, epochs and numbers of images."""
         numbers = {"epochs": self.epochs, "fit_images": self.fit_images, "test_images": self.test_images}
         settings = {**settings, **numbers}
-        file = self.out / "parts" / f"{self.name}-{self.scale}-{name}.json"
         key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
-        if file.exists():
-            kept: Json = json.loads(file.read_text())
-            if kept["key"] == key:
-                return dict(kept["result"])
+        kept = self._parts().get(name)
+        if kept is not None and kept["key"] == key:
+            return dict(kept["result"])
         result = compute()
-        write_json(file, {"key": key, "settings": settings, **self._origin(), "result": result})
+        origin = {"command": self.command, "environment": environment(self.device)}
+        part = {"key": key, "settings": settings, **origin, "result": result}
+        write_json(self.out / "parts" / f"{self.name}-{self.scale}-{name}.json", part)
         return result
 
-    def finished(self) -> dict[str, Json]:
-        """Return the results of all parts at this scale by name, including those of earlier runs."""
-        return {name: part["result"] for name, part in self._parts().items()}
+    def record(self) -> Json:
+        """Return all parts at this scale, including those of earlier runs."""
+        return {"name": self.name, "scale": self.scale, "parts": self._parts()}
 
     def _parts(self) -> dict[str, Json]:
-        stem = f"{self.name}-{self.scale}-"
-        files = sorted((self.out / "parts").glob(f"{stem}*.json"))
-        return {file.stem.removeprefix(stem): json.loads(file.read_text()) for file in files}
+        file = self._file()
+        parts: dict[str, Json] = json.loads(file.read_text())["parts"] if file.exists() else {}
+        first = f"{self.name}-{self.scale}-"
+        for each in (self.out / "parts").glob(f"{first}*.json"):
+            parts[each.stem.removeprefix(first)] = json.loads(each.read_text())
+        return dict(sorted(parts.items()))
 
-    def _origin(self) -> Json:
-        return {"command": self.command, "environment": environment(self.device)}
+    def _file(self) -> Path:
+        return self.out / f"{self.name}-{self.scale}.json"
 
     def figure(self, name: str) -> Path:
         """Return the path of a figure of this run."""
         self.out.mkdir(parents=True, exist_ok=True)
         return self.out / f"{self.name}-{self.scale}-{name}.svg"
 
-    def write(self, result: Json, fragment: Callable[[Json], str]) -> Json:
-        """Write the result, print its Markdown, and return the whole record.
-
-        The record has the command and environment of each part, because earlier runs may have measured some of them.
-        """
-        origins = {name: {key: part[key] for key in ("command", "environment")} for name, part in self._parts().items()}
-        record = {
-            "name": self.name,
-            "scale": self.scale,
-            "origins": origins or {"": self._origin()},
-            "result": result,
-        }
-        write_json(self.out / f"{self.name}-{self.scale}.json", record)
+    def write(self, fragment: Callable[[Json], str]) -> Json:
+        """Write the record, print its Markdown, and return it."""
+        record = self.record()
+        write_json(self._file(), record)
         print(fragment(record))
         return record
+
+
+def results(record: Json) -> dict[str, Json]:
+    """Return the results of the parts of a record by name."""
+    return {name: part["result"] for name, part in record["parts"].items()}
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -253,7 +253,7 @@ def measured(record: Json) -> str:
 def provenance(record: Json) -> str:
     """Return the lines under a table: its scale, and the command and environment of each part."""
     together: dict[str, list[str]] = {}
-    for name, origin in record["origins"].items():
-        together.setdefault(f"`{origin['command']}` · {where(origin['environment'])}", []).append(name)
-    lines = [f"- {': '.join(filter(None, [', '.join(names), how]))}" for how, names in together.items()]
+    for name, part in record["parts"].items():
+        together.setdefault(f"`{part['command']}` · {where(part['environment'])}", []).append(name)
+    lines = [f"- {', '.join(names)}: {how}" for how, names in together.items()]
     return "\n".join([f"Measured at scale {record['scale']}:", "", *lines])

@@ -24,7 +24,7 @@ SKIPS = ((PAPER, "penultimate gda"), (DENSITY, "penultimate gda++"))
 
 def fragment(record: Json) -> str:
     """Return all detectors in all settings, the default beside the best of each, covariate shift, and the networks."""
-    parts: list[Json] = list(record["result"]["parts"].values())
+    parts = list(runs.results(record).values())
     tables = {
         "Every detector in every setting": detector_table(parts),
         "The default beside the best detector of each setting": default_table(parts),

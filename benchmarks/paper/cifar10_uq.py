@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> Json:
     for seed in args.seeds or scale_of(run).seeds:
         for part in args.only or ("base", "sn"):
             (plain if part == "base" else spectral)(replace(run, seed=seed))
-    return run.write({"parts": run.finished()}, fragment)
+    return run.write(fragment)
 
 
 def plain(run: Run) -> Json:
@@ -114,7 +114,7 @@ def rows_of(run: Run, train: Examples, val: Examples, test: Examples, head: Head
 
 def fragment(record: Json) -> str:
     """Return the table beside the published rows."""
-    parts = record["result"]["parts"].values()
+    parts = runs.results(record).values()
     lines = []
     for key, title in ROWS.items():
         rows = [part["rows"][key] for part in parts if key in part["rows"]]

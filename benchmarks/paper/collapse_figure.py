@@ -53,13 +53,17 @@ def main(argv: list[str] | None = None) -> Json:
         job = job_of(run, "resnet50", FACTORIES.get(args.on, args.on), spectral_norm=BOUNDS.get(kind, 0.0))
         network = (args.network or job.network) + "_mod" * kind.endswith("mod")
         measured(run, f"{args.on}-{kind}", replace(job, network=network, schedule=args.schedule or job.schedule))
-    found = run.finished()
+    draw(run, by_data(run.record()))
+    return run.write(fragment)
+
+
+def by_data(record: Json) -> dict[str, dict[str, Json]]:
+    """Return the measured networks by their titles, by data."""
+    found = runs.results(record)
     networks = {
         data: {TITLES[kind]: found[f"{data}-{kind}"] for kind in TITLES if f"{data}-{kind}" in found} for data in DATA
     }
-    networks = {data: pair for data, pair in networks.items() if pair}
-    draw(run, networks)
-    return run.write({"networks": networks}, fragment)
+    return {data: pair for data, pair in networks.items() if pair}
 
 
 def measured(run: Run, name: str, job: Job) -> Json:
@@ -99,7 +103,7 @@ def draw(run: Run, networks: dict[str, dict[str, Json]]) -> None:
 def fragment(record: Json) -> str:
     """Return the section with the numbers and the figure."""
     lines = []
-    for data, pair in record["result"]["networks"].items():
+    for data, pair in by_data(record).items():
         for title, found in pair.items():
             report = CollapseReport.from_json(found["report"])
             layers = [layer for layer in report.layers if layer.role != "output"]

@@ -80,10 +80,14 @@ def main(argv: list[str] | None = None) -> Json:
             shipped(run)
         else:
             base_and_psc(run, row)
-    found = {model: row for part in run.finished().values() for model, row in part.items()}
-    rows = {model: found[model] for model in (*PAPER, *found) if model in found}
-    draw(run, rows)
-    return run.write({"rows": rows}, fragment)
+    draw(run, rows_of(run.record()))
+    return run.write(fragment)
+
+
+def rows_of(record: Json) -> Json:
+    """Return the rows by model, those of the paper first."""
+    found = {model: row for part in runs.results(record).values() for model, row in part.items()}
+    return {model: found[model] for model in (*PAPER, *found) if model in found}
 
 
 def base_and_psc(run: Run, network: str) -> Json:
@@ -211,8 +215,7 @@ def draw(run: Run, rows: Mapping[str, Json]) -> None:
 
 def fragment(record: Json) -> str:
     """Return the table with the paper's numbers, and the figures."""
-    rows: Json = record["result"]["rows"]
-    lines = []
+    rows, lines = rows_of(record), []
     for model in dict.fromkeys((*PAPER, *rows)):
         ood, ambiguous = (runs.number(value, 2) for value in PAPER.get(model, (None, None)))
         found = rows.get(model)

@@ -36,10 +36,10 @@ def main(argv: list[str] | None = None) -> Json:
     for network, data in PAPER:
         if network in (args.only or networks):
             measured(run, network, data)
-    rows = run.finished()
+    rows = runs.results(run.record())
     if "resnet18-mnist" in rows:
         draw(run, rows["resnet18-mnist"])
-    return run.write({"rows": rows}, fragment)
+    return run.write(fragment)
 
 
 def measured(run: Run, network: str, data: str) -> Json:
@@ -83,7 +83,7 @@ def draw(run: Run, found: Json) -> None:
 
 def fragment(record: Json) -> str:
     """Return the table with the paper's numbers."""
-    rows, lines = record["result"]["rows"], []
+    rows, lines = runs.results(record), []
     for (network, data), paper in PAPER.items():
         found = rows.get(f"{network}-{data}")
         theirs = [f"{paper[0]:.2f} → {paper[1]:.2f}", f"{paper[2]:.2f} → {paper[3]:.2f}"]

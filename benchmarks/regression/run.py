@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> Json:
     run = runs.start(NAME, runs.parser(__doc__).parse_args(argv))
     epochs = run.epochs or EPOCHS[run.scale]
     run.part(f"rotated-mnist-s{run.seed}", {"seed": run.seed}, partial(compare, run, epochs))
-    return run.write({"parts": run.finished()}, fragment)
+    return run.write(fragment)
 
 
 def compare(run: Run, epochs: int) -> Json:
@@ -237,7 +237,7 @@ def separation(inside: Forecast, outside: Mapping[str, Forecast]) -> dict[str, f
 
 def fragment(record: Json) -> str:
     """Return the table of all seeds so far, and that of the alarms."""
-    parts = list(record["result"]["parts"].values())
+    parts = list(runs.results(record).values())
     rows = {name: [part["rows"][name] for part in parts] for name in sorted(parts[0]["rows"])}
 
     def mean(found: list[Json], pattern: str, *keys: str) -> str:

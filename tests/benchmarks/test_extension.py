@@ -35,7 +35,7 @@ def test_the_table_has_a_row_for_each_camera_and_bundle() -> None:
     }
     environment = dict.fromkeys(("device", "cpus", "threads", "torch", "python", "psc", "commit", "date"), "x")
     origin = {"command": "c", "environment": environment}
-    text = fragment({"result": {"parts": parts}, "scale": "cpu", "origins": dict.fromkeys(parts, origin)})
+    text = fragment({"scale": "cpu", "parts": {name: {**origin, "result": part} for name, part in parts.items()}})
     assert "| as it was | with --extend-density | 50.0 ± 0.0 | 50.0 ± 0.0 | 0.5000 | 0.5000 | 1, 10 |" in text
     assert "| as it was | as fitted | 50.0 ± 0.0 | 50.0 ± 0.0 | 0.5000 | 0.5000 |  |" in text
     assert cell("auroc", [0.5, 0.25]) == "0.3750"

@@ -34,8 +34,8 @@ def test_runs_and_resumes(options: list[str], data_root: Path, name: str, capsys
     main, folder = importlib.import_module(SCRIPTS[name]).main, Path(options[5])
     first = main(options)
     record = json.loads((folder / f"{name}-smoke.json").read_text())
-    origins = record["origins"].values()
-    assert all(origin["environment"]["torch"] and "--scale smoke" in origin["command"] for origin in origins)
+    parts = record["parts"].values()
+    assert parts and all(part["environment"]["torch"] and "--scale smoke" in part["command"] for part in parts)
     shown = capsys.readouterr().out
     assert str(data_root) not in shown.partition("Measured at scale")[2] + json.dumps(record)
     for figure in (line for line in shown.splitlines() if line.startswith("![")):
@@ -47,5 +47,5 @@ def test_runs_and_resumes(options: list[str], data_root: Path, name: str, capsys
 @pytest.mark.filterwarnings("ignore")
 def test_another_density_and_layer_add_a_row(options: list[str]) -> None:
     added = ["--only", "vgg16", "--density", "gda++", "--collapse-on", "dirty-mnist"]
-    rows = ddu_case_study.main([*options, *added])["result"]["rows"]
+    rows = ddu_case_study.rows_of(ddu_case_study.main([*options, *added]))
     assert 0.0 <= rows["vgg16+PSC, gda++, collapse on dirty-mnist"]["auroc_ood"] <= 1.0

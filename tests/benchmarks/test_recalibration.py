@@ -53,6 +53,6 @@ def test_the_table_says_how_far_a_single_one_strays() -> None:
     part = {"promised": {"alpha": 0.05, "coverage": 0.95, "risk": 0.01}, "repeats": 2, "rows": {"blurred": ways}}
     environment = dict.fromkeys(("device", "cpus", "threads", "torch", "python", "psc", "commit", "date"), "x")
     origin = {"command": "c", "environment": environment}
-    text = fragment({"result": {"parts": {"digits": part}}, "scale": "cpu", "origins": {"digits": origin}})
+    text = fragment({"scale": "cpu", "parts": {"digits": {**origin, "result": part}}})
     rows = [line.split(" | ")[1] for line in text.splitlines() if line.startswith("| blurred")]
     assert rows == [AS_FITTED, "audit, 50", "audit, 500"] and "guaranteed are 5% false alarms" in text

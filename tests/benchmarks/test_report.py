@@ -8,6 +8,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -48,16 +49,27 @@ def test_parts_are_computed_once(tmp_path: Path) -> None:
     assert kept["settings"] == {"x": 2, "epochs": None, "fit_images": 9, "test_images": None}
 
 
+def test_parts_of_a_record_are_taken_and_replaced(tmp_path: Path) -> None:
+    for value in (1, 2):
+        run = started(tmp_path)
+        run.part("a", {"x": value}, lambda: {"value": value})  # noqa: B023
+        run.part("b", {}, dict)
+        assert runs.results(run.write(runs.provenance)) == {"a": {"value": value}, "b": {}}
+        shutil.rmtree(tmp_path / "parts")
+    assert started(tmp_path).part("a", {"x": 2}, pytest.fail) == {"value": 2}
+    assert [file.name for file in tmp_path.iterdir()] == ["test-smoke.json"]
+
+
 def test_provenance_names_every_part(tmp_path: Path) -> None:
     for seed, names in (("1", "ab"), ("2", "bc")):
         run = started(tmp_path, "--seed", seed)
         for name in names:
             run.part(name, {}, dict)
-    record = run.write({}, runs.provenance)
+    record = run.write(runs.provenance)
     _, _, first, second = runs.provenance(record).splitlines()
     assert first.startswith("- a, b: `") and "--seed 1" in first
     assert second.startswith("- c: `") and "--seed 2" in second
-    assert runs.where(record["origins"]["a"]["environment"]) in first
+    assert runs.where(record["parts"]["a"]["environment"]) in first
 
 
 def test_command_line_omits_local_paths_and_can_be_parsed(tmp_path: Path) -> None:
