@@ -9,18 +9,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from psc_core import arguments
 from psc_core.cli import flags, preprocessing
+from psc_core.data import MAX_BAD_IMAGES
 from psc_core.density import DENSITIES
 from psc_core.network import GRANULARITIES, LIBRARIES
 from psc_core.precision import PRECISIONS
 from psc_core.settings import HEAD_INPUTS, OOD_SCORES, PREDICTIONS, RANGES, FitSettings
 from psc_core.tasks import TASKS, module_of
-
-MAX_BAD_IMAGES: Final = 10
-"""Default maximum number of images that a fit leaves out because they cannot be decoded."""
 
 _Group = Any
 """A group of flags; argparse has no public name for it."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from psc_core.compute.distributed import Reducer
 from psc_core.compute.passes import track
 from psc_core.data.dataset import DECODERS, ImageDataset
-from psc_core.data.sources import ArraySource
+from psc_core.data.sources import ArraySource, TensorSource
 from psc_core.errors import DataError, ImageError
 
 SHOWN_IMAGES: Final = 5
@@ -49,7 +49,7 @@ def find_unreadable(dataset: ImageDataset, at_most: int, reducer: Reducer | None
     """
     reducer = reducer or Reducer()
     is_bad = torch.zeros(len(dataset), dtype=torch.int64)
-    if not isinstance(dataset.source, ArraySource):
+    if not isinstance(dataset.source, ArraySource | TensorSource):
         chunks = torch.split(torch.arange(reducer.rank, len(dataset), reducer.world), _AT_ONCE)
         with ThreadPoolExecutor(DECODERS, "psc-decode") as pool:
             for chunk in track(chunks, total=len(chunks), description=f"decoding {dataset.name}"):
@@ -99,5 +99,5 @@ def check_unreadable(at_most: int, *found: Unreadable) -> None:
     if count > at_most:
         raise DataError(
             f"expected at most {at_most} images that cannot be decoded, found more: {'; '.join(reasons[:SHOWN_IMAGES])}"
-            f"{'; …' * (count > SHOWN_IMAGES)}; repair or remove them, or leave out more by --max-bad-images"
+            f"{'; …' * (count > SHOWN_IMAGES)}; repair or remove them, or leave out more by --max-bad-images of psc-fit"
         )

@@ -1,1 +1,6 @@
 """Labelled images from folders, named data sets and factories, streamed in batches."""
+
+from typing import Final
+
+MAX_BAD_IMAGES: Final = 10
+"""Default maximum number of images that a fit leaves out because they cannot be decoded."""

@@ -192,7 +192,10 @@ def labelled(
         )
     flat = labels.reshape(-1).to(torch.int64)
     if int(flat.min()) < 0 or int(flat.max()) >= len(classes):
-        raise DataError(f"{name}: expected labels in 0…{len(classes) - 1}, got {int(flat.min())}…{int(flat.max())}")
+        raise DataError(
+            f"{name}: expected labels in 0…{len(classes) - 1}, got {int(flat.min())}…{int(flat.max())}; leave out "
+            "images of other classes, or name all of them"
+        )
     return ImageDataset(
         name, tuple(classes), source, torch.arange(count), flat, torch.arange(count + 1) * each, preprocess
     )

@@ -22,6 +22,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Subset
 
+from psc_core.data.classes import SHOWN_CLASSES
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.loader_warnings import (
     dataset_of,
@@ -34,7 +35,7 @@ from psc_core.data.loader_warnings import (
 from psc_core.data.scratch import scratch_file
 from psc_core.data.sources import TensorSource
 from psc_core.data.targets import measured
-from psc_core.errors import DataError, UsageError
+from psc_core.errors import DataError, UsageError, listed
 from psc_core.images.inputs import check_known, described, read_image
 from psc_core.images.loader_description import LoaderDescription
 from psc_core.images.loader_preprocessing import LoaderPreprocessing, Statistic
@@ -75,7 +76,7 @@ def open_loader(  # noqa: PLR0913
             for a ``preprocess`` that resizes files to the size of the inputs.
         std: The standard deviation of each channel that the loader's transform divides by.
         classes: Class names; None for those of the data set (torchvision's ``classes``, Hugging Face's ``ClassLabel``),
-            or "0", "1", … up to the largest label.
+            or "0", "1", … up to the largest label.  Where the data set has the same names, its labels go by them.
         target: Name of the number that each image has instead of a class, for a regression.
         unit: Unit of that number.
         name: Name of the data set in messages and reports.
@@ -116,7 +117,7 @@ def read_loader(data: Any, name: str, description: LoaderDescription) -> ImageDa
     check_loader(data, name)
     own = _own_names(data)
     if classes is not None:
-        _check_places(own, classes, name)
+        _check_names(own, classes, name)
     is_random = warn_of_random(data, name)
     spooled = spool(data, name, preprocessing.preprocess)
     warn_of_dropped(data, name, len(spooled.images))
@@ -129,6 +130,8 @@ def read_loader(data: Any, name: str, description: LoaderDescription) -> ImageDa
     if target is not None:
         return measured(name, target, source, _numbers(spooled.labels, name), preprocess)
     labels = _class_indices(spooled.labels, name, None if classes is None else len(classes))
+    if classes is not None:
+        labels = _by_names(labels, own, classes)
     last = int(labels.max())
     names = tuple(classes) if classes is not None else own if len(own) == last + 1 else _numbered(last, name)
     return labelled(name, names, source, labels, preprocess)
@@ -327,18 +330,26 @@ def _own_names(data: Any) -> tuple[str, ...]:
     return tuple(names) if len({*names}) == len(names) else ()
 
 
-def _check_places(own: Sequence[str], classes: Sequence[str], name: str) -> None:
-    """Require that a data set gives no class the label of another, as one whose folders lack a class does.
+def _check_names(own: Sequence[str], classes: Sequence[str], name: str) -> None:
+    """Require that a data set with a class of its own gives no other class another label.
 
     Raises:
-        DataError: If it does; names that only it has may be other words for the same classes.
+        DataError: If it does.  Where no name has another label, its own may be other words for the same classes.
     """
-    for label, each in enumerate(own):
+    unknown = next((each for each in own if each not in classes), None)
+    for label, each in enumerate(own if unknown is not None else ()):
         if each in classes and classes.index(each) != label:
             raise DataError(
-                f"{name}: expected label {classes.index(each)} for class {each!r}, its data set gives {label}; give "
-                "every set the same class folders, ImageFolder(…, allow_empty=True) takes empty ones"
+                f"{name}: expected label {classes.index(each)} for class {each!r}, its data set gives {label} and has "
+                f"a class {unknown!r}, which is none of {listed(classes, SHOWN_CLASSES)}; leave its images out, or "
+                "name it as the others do"
             )
+
+
+def _by_names(labels: Tensor, own: Sequence[str], classes: Sequence[str]) -> Tensor:
+    """Return a data set's labels as indices into ``classes``, which it may name in another order or lack in part."""
+    is_named = {*own} <= {*classes} and 0 <= int(labels.min()) <= int(labels.max()) < len(own)
+    return torch.tensor([classes.index(each) for each in own])[labels] if is_named else labels
 
 
 def _numbered(last: int, name: str) -> tuple[str, ...]:

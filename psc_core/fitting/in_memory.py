@@ -12,6 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from psc_core.data import MAX_BAD_IMAGES
+from psc_core.data.cache import PixelCache
+from psc_core.data.classes import in_network_order
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.loader_warnings import warn_of_overlap, warn_of_repeated
 from psc_core.data.loaders import read_loader
@@ -69,6 +72,7 @@ def fit(
         check_undescribed(train, description)
     elif description.classes is None:
         train = _named_by(net, train)
+    train = _in_order_of(net, train, are_given=description.classes is not None)
     of_task = task_fit(task)
     if of_task.takes(train):  # Before hours are spent on reading the others; otherwise the error comes below.
         device, outputs = compute.device, of_task.task(train).network_outputs(train.classes)
@@ -85,9 +89,10 @@ def fit(
     warn_of_overlap(*loaders, train, val)
     warn_of_repeated(val)
     data = FitData.of(train, val, seed=chosen.seed, task=task, max_images=chosen.max_images)
-    job = FitJob(data, stages.checked(chosen, data), compute)
+    chosen = stages.checked(chosen, data)
     if not train.preprocess.is_known:
         warn(f"the fitted model predicts tensors, but cannot be saved: {MAKE_KNOWN}")
+    job = FitJob(_decoded(data, chosen), chosen, compute)
     report = stages.collapse(net, job)
     candidate = report.candidate(None if chosen.layer == "auto" else chosen.layer)
     projection = stages.project(net, candidate, job)
@@ -99,7 +104,7 @@ def fit(
 def calibrate_on(model: FittedModel, loader: Any, **changes: Any) -> FittedModel:
     """Return ``model`` calibrated on other images, see :meth:`.FittedModel.calibrate`."""
     as_fitted = LoaderDescription(LoaderPreprocessing(model.preprocess), model.classes, model.task.number())
-    data = opened(loader, "the calibration data", as_fitted)
+    data = opened(loader, "the calibration data", as_fitted).in_order(model.classes)
     check_read_by(model, data)
     settings, fit = settings_of(model, changes), task_fit(model.task.name)
     fit.check_same(model.task, model.classes, data)
@@ -118,6 +123,31 @@ def _named_by(net: nn.Module, train: ImageDataset) -> ImageDataset:
     names = classes_of(net) or ()
     is_unnamed = train.classes == tuple(map(str, range(len(names))))
     return replace(train, classes=names) if is_unnamed and len({*names}) == len(names) else train
+
+
+def _in_order_of(net: nn.Module, train: ImageDataset, *, are_given: bool) -> ImageDataset:
+    """Return images whose classes are in the order of the outputs, where a network of transformers names them.
+
+    Names that the caller gave may be other words for the network's.
+    """
+    names = classes_of(net) or ()
+    if len({*names}) != len(train.classes) or (are_given and {*names} != {*train.classes}):
+        return train
+    train, note = in_network_order(train, names)
+    if note:
+        warn(note)
+    return train
+
+
+def _decoded(data: FitData, settings: FitSettings) -> FitData:
+    """Return the images decoded once, without the few that cannot be, as ``psc-fit`` reads them."""
+    data, not_kept = data.cached(PixelCache())
+    data, left_out = data.readable(MAX_BAD_IMAGES)
+    if left_out:
+        data.check_rates(alpha=settings.alpha, coverage=settings.coverage)
+    for lines in filter(None, (not_kept, left_out)):
+        warn("; ".join(lines))
+    return data
 
 
 def _warn_of_no_export(net: nn.Module, trial: Tensor, precision: str) -> None:

@@ -287,12 +287,18 @@ def test_names_are_those_of_the_data_set_where_they_fit(attributes: dict[str, An
     assert open_loader(data, classes="abc").classes == ("a", "b", "c")
 
 
-def test_a_data_set_that_lacks_a_class_gives_others_its_label() -> None:
-    loader = DataLoader(Named(classes=["cat", "eel"]))
-    with pytest.raises(
-        DataError, match=r"images: expected label 2 for class 'eel', its data set gives 1; .*allow_empty"
-    ):
-        open_loader(loader, classes=ANIMALS)
+@pytest.mark.parametrize("own", [("cat", "eel"), ("eel", "dog", "cat"), ("cat", "dog", "eel")])
+def test_labels_go_by_the_names_of_a_data_set(own: tuple[str, ...]) -> None:
+    labels = torch.arange(len(LABELS)) % len(own)
+    opened = open_loader(DataLoader(Named(tensors=(INPUTS, labels), classes=[*own])), classes=ANIMALS)
+    assert opened.classes == tuple(ANIMALS)
+    assert [ANIMALS[label] for label in opened.labels] == [own[label] for label in labels]
+
+
+def test_a_class_of_its_own_gives_others_another_label() -> None:
+    said = r"images: expected label 1 for class 'dog', its data set gives 2 and has a class 'cow', .* none of cat, "
+    with pytest.raises(DataError, match=said):
+        open_loader(DataLoader(Named(classes=["cat", "cow", "dog"])), classes=ANIMALS)
 
 
 def test_labels_are_of_the_classes() -> None:

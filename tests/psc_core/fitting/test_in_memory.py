@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from PIL import Image
@@ -18,10 +19,22 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
-from psc_core import PRESETS, PSC, PSCRegressor, fit_projection, fit_psc, load_model, measure_collapse, open_dataset
+from psc_core import (
+    PRESETS,
+    PSC,
+    PSCRegressor,
+    fit_projection,
+    fit_psc,
+    load_model,
+    measure_collapse,
+    open_dataset,
+    open_loader,
+)
 from psc_core.bundle.manifest import HISTORY
 from psc_core.data.dataset import ImageDataset
+from psc_core.data.sources import ImageSource, RawImage
 from psc_core.errors import DataError, LoaderWarning, NetworkError, UsageError
+from psc_core.images.preprocess import Preprocess
 from psc_core.model.base import TRIAL_IMAGES
 from psc_core.report.content import Content
 from psc_core.report.facts import facts_about
@@ -187,12 +200,73 @@ def test_a_transformer_names_classes_that_nobody_named() -> None:
     assert PSC.fit(net, images[:100], images[100:], **settings).classes == ("0", "1")
 
 
+class Pets(TensorDataset):
+    """Bright cats and dark dogs, by labels in the order of names."""
+
+    classes = ("cat", "dog")
+
+    def __init__(self, count: int) -> None:
+        labels = torch.arange(count) % 2
+        super().__init__(torch.rand(count, 3, 32, 32) * 0.5 + 0.5 * (labels == 0)[:, None, None, None], labels)
+
+
+def test_classes_are_in_the_order_of_a_transformers_outputs() -> None:
+    pytest.importorskip("transformers")
+    net, train, val = transformer("vit", ("dog", "cat")), Pets(200), Pets(101)
+    settings: dict[str, Any] = {"mean": 0.5, "std": 0.5, "layer": "model.vit.layers.0", "head": "duq"}
+    with pytest.warns(UserWarning, match="classes are in the order of the network's outputs, by their names"):
+        psc = PSC.fit(net, DataLoader(train, batch_size=8), val, **settings)
+    assert psc.classes == ("dog", "cat")
+    for data in (val, open_loader(val, mean=0.5, std=0.5)):
+        again = psc.calibrate(data)
+        assert again.classes == psc.classes and again.report["metrics"]["accuracy"] > 0.9
+    shown = psc(val.tensors[0]).labels
+    assert sum(name == val.classes[label] for name, label in zip(shown, val.tensors[1], strict=True)) > 90
+    with pytest.raises(DataError, match=r"unknown: cow; missing: dog"):
+        PSC.fit(net, *(open_loader(each, mean=0.5, std=0.5, classes=("cat", "cow")) for each in (train, val)))
+
+
 class Branching(nn.Sequential):
     """What it computes depends on values, so no graph can hold it."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = super().forward(images if images.mean() > -9 else -images)
         return logits
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Images that count how often each is read, the first of them damaged."""
+
+    origin: ImageSource
+    reads: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.origin)
+
+    def read(self, index: int, preprocess: Preprocess) -> RawImage:
+        if index == 0:
+            raise DataError("the first image is damaged")
+        self.reads[index] += 1
+        return self.origin.read(index, preprocess)
+
+    def fingerprint(self, index: int) -> bytes:
+        return self.origin.fingerprint(index)
+
+    def modified_ns(self, index: int) -> int:
+        return self.origin.modified_ns(index)
+
+
+def test_files_are_decoded_once_and_damaged_ones_left_out(net: nn.Module, folders: Path) -> None:
+    opened = [open_dataset(str(folders / split), split=split, preprocess=MNIST) for split in ("train", "val")]
+    counts = [np.zeros(len(data), np.int64) for data in opened]
+    data = [replace(each, source=Counted(each.source, reads)) for each, reads in zip(opened, counts, strict=True)]
+    with pytest.warns(
+        UserWarning, match=r"left out: the first image is damaged; .*; left out 2 that cannot be decoded"
+    ):
+        psc = PSC.fit(net, *data, **QUICK)
+    assert all((reads[1:] == 1).all() for reads in counts)
+    assert len(psc.calibration) == len(opened[1]) // 2  # half of those that are left, rounded up
 
 
 def test_a_network_that_no_bundle_can_hold_is_told_of_first(

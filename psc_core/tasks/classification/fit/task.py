@@ -46,7 +46,7 @@ class ClassificationFit(TaskFit):
         return data.target is None
 
     def labelled(self, train: ImageDataset, val: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
-        return train, val if val.names_empty_classes else val.in_order(train.classes)
+        return train, val.in_order(train.classes)
 
     def check(self, settings: FitSettings) -> None:
         super().check(settings)
