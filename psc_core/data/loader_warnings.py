@@ -68,8 +68,9 @@ def warn_of_files(data: Any, name: str, preprocess: Preprocess) -> None:
     if found and (usual := median(found)) > OTHER:  # A few may only lie on their side, which their EXIF tells us alone.
         warn(
             f"files of {name} read as {preprocess} differ from the loader's inputs by {usual:.0%} of white: "
-            "a service would answer for other images than these; give the preprocess of the loader's transform, or "
-            "write the images that it makes to files and fit on these",
+            "a service would answer for other images than these; give mean and std, or the preprocess, of the loader's "
+            "transform, let it turn photographs by PIL.ImageOps.exif_transpose, or write the images that it makes to "
+            "files and fit on these",
             LoaderWarning,
         )
 
