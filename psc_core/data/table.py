@@ -6,7 +6,6 @@ table's folder.  Another column holds a class name, a class index or a number fo
 
 from __future__ import annotations
 
-import csv
 import math
 import os
 import re
@@ -24,13 +23,13 @@ from psc_core.data.sources import FileSource
 from psc_core.data.targets import measured
 from psc_core.errors import DataError, UsageError
 from psc_core.images.preprocess import Preprocess
-from psc_core.tables import delimiter_of
+from psc_core.tables import open_csv, parse_number
 from psc_core.target import Target
 
 FILE_COLUMN: Final = "file"
 """The name of the column of paths."""
 
-_INDEX: Final = re.compile(r"-?[0-9]+(\.0*)?")
+_INDEX: Final = re.compile(r"(-?[0-9]+)([.,]0*)?")
 
 TABLE_SUFFIXES: Final = (".csv", ".tsv", ".parquet")
 
@@ -51,14 +50,14 @@ def open_table(path: Path, preprocess: Preprocess, column: Column | None) -> Ima
         DataError: If the table cannot be read, none of its files exists, or an entry is neither class nor number.
         UsageError: If the column is not in the table, or has no name and is not the only one, or classes get a unit.
     """
-    columns = _read_table(path)
+    columns, decimal = _read_table(path)
     file_column = FILE_COLUMN if FILE_COLUMN in columns else next(iter(columns))
     source = _files_of(path, file_column, columns.pop(file_column))
     if column is None:
         return labelled(str(path), [path.stem], source, torch.zeros(len(source), dtype=torch.int64), preprocess)
     name = _chosen(path, column.name, [*columns], file_column)
     entries = [entry.strip() if isinstance(entry, str) else entry for entry in columns[name]]
-    numbers = list(map(_number, entries))
+    numbers = [_number(entry, decimal) for entry in entries]
     if column.numbers or (column.numbers is None and any(number is not None for number in numbers)):
         values = _checked_numbers(path, name, entries, numbers)
         return measured(str(path), Target(name=name, unit=column.unit), source, values, preprocess)
@@ -96,9 +95,11 @@ def _files_of(path: Path, column: str, entries: Sequence[Any]) -> FileSource:
     return source
 
 
-def _number(entry: Any) -> float | None:
+def _number(entry: Any, decimal: str) -> float | None:
+    if isinstance(entry, str):
+        return parse_number(entry, decimal)
     try:
-        return None if isinstance(entry, str) and "_" in entry else float(entry)  # Python reads "1_0" as 10.
+        return float(entry)
     except (TypeError, ValueError):
         return None
 
@@ -139,14 +140,14 @@ def _class_names(path: Path, column: str, entries: Sequence[Any], numbers: Seque
 def _index(entry: Any) -> str | None:
     """Return a class index with all its digits, also of 3.0; None if it is another number."""
     if isinstance(entry, str):  # Not by way of a float, which has digits for no number above 2**53.
-        return entry.partition(".")[0] if _INDEX.fullmatch(entry) else None
+        found = _INDEX.fullmatch(entry)
+        return found and found[1]
     return str(int(entry)) if math.isfinite(entry) and entry == int(entry) else None
 
 
-def _read_table(path: Path) -> dict[str, list[Any]]:
-    """Read the columns of a table by name."""
-    suffix = path.suffix.lower()
-    if suffix == ".parquet":
+def _read_table(path: Path) -> tuple[dict[str, list[Any]], str]:
+    """Read the columns of a table by name; return them and the decimal mark of numbers that are text."""
+    if path.suffix.lower() == ".parquet":
         try:
             from pyarrow import parquet
             from pyarrow.lib import ArrowException
@@ -158,13 +159,11 @@ def _read_table(path: Path) -> dict[str, list[Any]]:
             raise DataError(f"cannot read the table {path}: {error}") from error
         _check_names(path, table.column_names)
         columns: dict[str, list[Any]] = table.to_pydict()
-        return columns
+        return columns, "."
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            delimiter = "\t" if suffix == ".tsv" else delimiter_of(file.readline())
-            file.seek(0)
-            rows = [row for row in csv.reader(file, delimiter=delimiter) if row]  # Blank lines are not rows.
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        with open_csv(path) as opened:
+            rows = [row for _, row in opened.lines]
+    except OSError as error:
         raise DataError(f"cannot read the table {path}: {error}") from error
     if not rows:
         raise DataError(f"{path} is empty; give a table with a header, as file,label")
@@ -173,7 +172,7 @@ def _read_table(path: Path) -> dict[str, list[Any]]:
     for number, row in enumerate(rows[1:], 1):
         if len(row) != len(header):
             raise DataError(f"{path}: row {number} has {len(row)} values, the header {len(header)}; correct the row")
-    return {name: [row[at] for row in rows[1:]] for at, name in enumerate(header)}
+    return {name: [row[at] for row in rows[1:]] for at, name in enumerate(header)}, opened.decimal
 
 
 def _check_names(path: Path, columns: Sequence[str]) -> None:

@@ -8,7 +8,6 @@ empty is skipped.  A CSV, and the data of a Label Studio task, have the columns 
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -25,7 +24,7 @@ from psc_core.log.models import LoggedModel, read_model
 from psc_core.log.rows import logged_model, models_in, read_rows
 from psc_core.log.schema import IMAGE_INDEX, REQUEST_ID, SHA256
 from psc_core.log.store import Log
-from psc_core.tables import delimiter_of
+from psc_core.tables import open_csv
 
 MAX_TASKS_BYTES: Final = 1 << 30
 """Maximum size of a file of answers, in bytes."""
@@ -44,6 +43,7 @@ class HumanAnswer:
     text: str  # a class, a number, or one of the other verdicts
     source: str
     time: datetime | None
+    decimal: str = "."  # the decimal mark of a number, besides the point
 
     @property
     def key(self) -> tuple[str, int | None] | str | None:
@@ -129,7 +129,7 @@ def _label(answer: HumanAnswer, row: _Row, model: LoggedModel) -> Label:
             f"the row is of the image {row.sha256}, not of {answer.image_sha256}; correct request_id or image_index"
         )
     is_label = answer.text not in (NONE_OF_THE_CLASSES, CANNOT_TELL)
-    text = model.check_label(answer.text) if is_label else None
+    text = model.check_label(answer.text, answer.decimal) if is_label else None
     now = datetime.now(UTC)  # otherwise a clock that is ahead wins over later verdicts
     return Label(
         answer.request_id,
@@ -145,26 +145,21 @@ def _label(answer: HumanAnswer, row: _Row, model: LoggedModel) -> Label:
 
 def _csv(path: Path) -> Iterator[HumanAnswer]:
     _check_size(path)
-    with path.open("rb") as binary:
-        header = binary.readline().decode(errors="replace")
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        lines = csv.DictReader(file, strict=True, delimiter=delimiter_of(header))
-        try:
-            names = lines.fieldnames or []
-            if "label" not in names or not ({REQUEST_ID, IMAGE_INDEX} <= set(names) or SHA256 in names):
-                raise DataError(
-                    f"{path}: expected the columns label and {REQUEST_ID}, {IMAGE_INDEX} or {SHA256}, got "
-                    f"{', '.join(names)[:200] or 'none'}; keep the first line of the file from psc-log review"
-                )
-            for line in lines:
-                where = f"{path}, line {lines.line_num}"
-                if None in line or None in line.values():
-                    raise DataError(f"{where}: expected {len(names)} cells, got more or fewer; correct the line")
-                answer = _answer(where, line, line["label"], line.get("source"), None)
-                if answer is not None:
-                    yield answer
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise DataError(f"{path}, line {lines.line_num + 1}: {error}; save it as CSV in UTF-8") from error
+    with open_csv(path) as opened:
+        _, names = next(opened.lines, (0, []))
+        if "label" not in names or not ({REQUEST_ID, IMAGE_INDEX} <= set(names) or SHA256 in names):
+            raise DataError(
+                f"{path}: expected the columns label and {REQUEST_ID}, {IMAGE_INDEX} or {SHA256}, got "
+                f"{', '.join(names)[:200] or 'none'}; keep the first line of the file from psc-log review"
+            )
+        for number, cells in opened.lines:
+            where = f"{path}, line {number}"
+            if len(cells) != len(names):
+                raise DataError(f"{where}: expected {len(names)} cells, got {len(cells)}; correct the line")
+            line = dict(zip(names, cells, strict=True))
+            answer = _answer(where, line, line["label"], line.get("source"), None)
+            if answer is not None:
+                yield replace(answer, decimal=opened.decimal)
 
 
 def _json(path: Path) -> Iterator[HumanAnswer]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from psc_core.errors import DataError
+from psc_core.tables import parse_number
 from psc_core.target import Target
 from psc_core.tasks.head import Head
 from psc_core.tasks.outputs import FloatArray, Outputs
@@ -58,13 +59,10 @@ class Regression(Task):
     def epistemic_unit(self, head: Head) -> str:
         return f"standard deviation, {self.target.unit}".removesuffix(", ")
 
-    def parse_label(self, text: str, classes: Sequence[str]) -> str:
+    def parse_label(self, text: str, classes: Sequence[str], decimal: str = ".") -> str:
         """Return a number as a log keeps it."""
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not math.isfinite(value):
+        value = parse_number(text, decimal)
+        if value is None or not math.isfinite(value):
             raise DataError(f"expected a number for {self.target}, got {text!r}; correct the label")
         return repr(value)
 

@@ -90,6 +90,21 @@ def test_bad_tables_say_what_is_wrong(
         open_dataset(table(tmp_path, text), split="train", preprocess=TINY, target=target)
 
 
+@pytest.mark.parametrize("first", ["", "sep=;\n"])
+def test_numbers_between_semicolons_may_have_decimal_commas(tmp_path: Path, first: str) -> None:
+    path = table(tmp_path, f"{first}file;age\na.png;1,5\nb.png;23.5\n")
+    data = open_dataset(path, split="train", preprocess=TINY)
+    assert data.values is not None and data.values.tolist() == [1.5, 23.5]
+    path = table(tmp_path, "file;label\na.png;1,0\nb.png;0\n")
+    assert open_dataset(path, split="train", preprocess=TINY, numbers=False).classes == ("0", "1")
+
+
+def test_a_table_in_another_encoding_says_how_to_save_it(tmp_path: Path) -> None:
+    Path(table(tmp_path, "")).write_bytes("file;Größe\na.png;1\n".encode("cp1252"))
+    with pytest.raises(DataError, match="save it as CSV in UTF-8"):
+        open_dataset(str(tmp_path / "ages.csv"), split="train", preprocess=TINY)
+
+
 def test_blank_lines_of_a_csv_are_no_rows(tmp_path: Path) -> None:
     data = open_dataset(table(tmp_path, "file,age\n\na.png,3\nb.png,4\n\n"), split="train", preprocess=TINY)
     assert data.values is not None and data.values.tolist() == [3.0, 4.0]

@@ -77,6 +77,15 @@ def test_short_export_and_csv(log: Log, tmp_path: Path) -> None:
         assert written(log, tmp_path / name) == [("r0", "label", "dog"), (None, "none_of_the_classes", None)]
 
 
+@pytest.mark.parametrize("first", ["", "sep=;\n"])
+def test_numbers_between_semicolons_may_have_decimal_commas(log: Log, tmp_path: Path, first: str) -> None:
+    (tmp_path / "x.csv").write_text(f"{first}request_id;image_index;label\nr90;0;12,5\nr90;0;7.5\n")
+    assert [label for *_, label in written(log, tmp_path / "x.csv")] == ["12.5", "7.5"]
+    (tmp_path / "x.csv").write_text('request_id,image_index,label\nr90,0,"12,5"\n')
+    with pytest.raises(DataError, match="line 2: expected a number for angle, got '12,5'"):
+        written(log, tmp_path / "x.csv")
+
+
 def test_folders_of_images(log: Log, tmp_path: Path) -> None:
     for folder, index in (("cat", 0), ("dog/deeper", 1), ("cannot_tell", 2)):
         (tmp_path / folder).mkdir(parents=True)
