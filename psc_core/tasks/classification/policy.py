@@ -50,15 +50,17 @@ class ClassificationPolicy(BasePolicy):
             )
         )
         if self.can_be_ambiguous(len(classes)):
-            # Thresholds in metrics have nine digits.
-            if not unkept or not math.isclose(
-                risk.get("nearest_threshold", -1), self.ambiguity_threshold, rel_tol=1e-8
-            ):
+            if not unkept:
                 return []
-            return [
-                f"{unkept}; the ambiguity threshold keeps {risk['nearest']:g}, which was chosen on the same images: "
-                "check it with psc-eval, or validate on more images"
-            ]
+            # Thresholds in metrics have nine digits.
+            if math.isclose(risk.get("nearest_threshold", -1), self.ambiguity_threshold, rel_tol=1e-8):
+                origin = f"keeps {risk['nearest']:g}, which was chosen on the same images"
+            else:
+                origin = (
+                    f"of {self.ambiguity_threshold:.4g} nats is that of an earlier calibration, or was set by hand, "
+                    "and nothing shows what it keeps"
+                )
+            return [f"{unkept}; the ambiguity threshold {origin}: check it with psc-eval, or validate on more images"]
         if not unkept or self.ambiguity_threshold != unreachable_entropy(len(classes)):
             return [f"no image is called ambiguous: no entropy is above {self.ambiguity_threshold:.4g} nats"]
         nearest = risk.get("nearest")

@@ -353,6 +353,10 @@ def test_an_ambiguity_threshold_that_cannot_be_shown_stays(fitted: PSC, test: Te
         again = before.calibrate(Subset(test, range(50)), risk=0.001)
     assert again.policy == before.policy
     assert "--" not in str(caught[0].message), "a flag of a command line, which nobody called"
+    (note,) = again.policy.notes(again.classes, again.report["metrics"])
+    assert "the ambiguity threshold of 0.5 nats is that of an earlier calibration" in note
+    nearest = again.report["metrics"]["risk"]["nearest"]
+    assert nearest is None or f"few errors; with a risk of {nearest:g} one is shown; the" in str(caught[0].message)
 
 
 def test_a_regression(angle_job: TinyJob, data_root: Path, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ class ClassificationFit(TaskFit):
         if risk["threshold"] is not None:
             return found, ""
         guaranteed = risk[GUARANTEED_RISK]
-        nearest = "" if risk.get("nearest") is None else f", or a risk of {risk['nearest']:g}"
+        nearest = "" if risk.get("nearest") is None else f"; with a risk of {risk['nearest']:g} one is shown"
         text = (
             f"the images show for no ambiguity threshold that at most {guaranteed:.3g} of the accepted ones are "
             f"wrong, which takes at least {fewest_to_show(guaranteed)} images and few errors{nearest}; the threshold "
