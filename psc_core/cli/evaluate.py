@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
 def evaluate(args: argparse.Namespace) -> None:
     """Measure the bundle, print the report, and write it where ``--out`` says."""
     from psc_core.bundle.io import read_bundle
-    from psc_core.evaluation.evaluate import check_images
+    from psc_core.evaluation.evaluate import check_images, seen_warning
     from psc_core.evaluation.evaluate import evaluate as measure
     from psc_core.model.load import model_class_of
     from psc_core.report import page
@@ -79,11 +79,15 @@ def evaluate(args: argparse.Namespace) -> None:
     ood = open_others(args.ood, model.preprocess)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
+    splits = {"train": args.train, "val": args.val} if all(given) else {}
+    fitted_on = {
+        split: task.open_images(model, spec, split=split, target=args.target) for split, spec in splits.items()
+    }
+    if warning := seen_warning(model, id_data, fitted_on):
+        print(f"warning: {warning}", file=sys.stderr)
     baselines = None
-    if all(given):
-        baselines = task.open_baselines(
-            model, args.weights, args.train, args.val, target=args.target, batch_images=args.batch_images
-        )
+    if fitted_on:
+        baselines = task.open_baselines(model, args.weights, **fitted_on, batch_images=args.batch_images)
     found = measure(model, id_data, ood, baselines, batch_images=args.batch_images)
     print(found.report.to_text())
     if args.out:

@@ -95,16 +95,15 @@ def open_images(model: PSC, spec: str, *, split: str = "test", target: str | Non
 
 
 def open_baselines(
-    model: PSC, weights: Path, train: str, val: str, *, target: str | None = None, batch_images: int = BATCH_IMAGES
+    model: PSC, weights: Path, train: ImageDataset, val: ImageDataset, *, batch_images: int = BATCH_IMAGES
 ) -> Baselines:
     """Fit the other detectors on the network that the model was cut from.
 
     Args:
         model: The fitted model.
         weights: The checkpoint of the whole network.
-        train: The spec of the training images.
-        val: The spec of the validation images.
-        target: The column of a table that holds the classes; None if there is only one.
+        train: The training images.
+        val: The validation images.
         batch_images: Maximum number of images in a batch.
 
     Raises:
@@ -112,14 +111,13 @@ def open_baselines(
         UsageError: If the network has no layer before its output, or no name builds it from a checkpoint.
     """
     net = _whole_network(model, weights)
-    images = [open_images(model, spec, split=split, target=target) for spec, split in ((train, "train"), (val, "val"))]
-    for data in images:
+    for data in (train, val):
         check_same(data, model.classes, "model's")
     layers = list_layers(net, trial_input(model.preprocess))
     penultimate = [layer.name for layer in layers if layer.role == "penultimate"]
     if not penultimate:
         raise UsageError(f"expected a network with a layer before its output for the baselines, {weights} has none")
-    return fit_baselines(net, penultimate[0], *images, compute=Compute(model.device, batch_images=batch_images))
+    return fit_baselines(net, penultimate[0], train, val, compute=Compute(model.device, batch_images=batch_images))
 
 
 def _whole_network(model: PSC, weights: Path) -> nn.Module:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from psc_core.bundle.manifest import HISTORY
 from psc_core.compute import BATCH_IMAGES
 from psc_core.data.dataset import ImageDataset
+from psc_core.data.overlap import REPEATED, shared_images
 from psc_core.evaluation.base import Report
 from psc_core.model.base import FittedModel
 from psc_core.tasks import module_of
@@ -24,6 +26,31 @@ class Evaluation(NamedTuple):
 def check_images(model: FittedModel, data: ImageDataset) -> None:
     """Raise :class:`DataError` unless the test images are labelled with what the model predicts."""
     task_fit(model.task.name).check_same(model.task, model.classes, data)
+
+
+def seen_warning(model: FittedModel, data: ImageDataset, fitted_on: Mapping[str, ImageDataset]) -> str:
+    """Return a warning if test images have fitted or calibrated the model, but for a few accidental duplicates; or "".
+
+    Args:
+        model: The fitted model, whose provenance has the digests of its data sets.
+        data: The test images.
+        fitted_on: Images of its fit, where they are at hand: ``train`` and ``val``.
+    """
+    nouns, provenance = {"train": "training", "val": "validation"}, model.report.get("provenance", {})
+    recorded = [(noun, provenance.get(split)) for split, noun in nouns.items()]
+    recorded += [("calibration", entry) for entry in provenance.get(HISTORY, ())]
+    digest = data.digest()
+    counts = [
+        (noun, len(data)) for noun, entry in recorded if isinstance(entry, dict) and entry.get("sha256") == digest
+    ]
+    counts += [(nouns[split], shared_images(images, data)) for split, images in fitted_on.items()]
+    for noun, count in counts:
+        if count > REPEATED * len(data):
+            return (
+                f"{count} of the {len(data)} images of {data.name} are {noun} images of the model; what is measured on "
+                "them does not hold for new ones, so give images that it has not seen"
+            )
+    return ""
 
 
 def evaluate(

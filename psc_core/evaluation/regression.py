@@ -99,10 +99,9 @@ def open_images(model: PSCRegressor, spec: str, *, split: str = "test", target: 
 def open_baselines(
     model: PSCRegressor,
     weights: Path,
-    train: str,
-    val: str,
+    train: ImageDataset,
+    val: ImageDataset,
     *,
-    target: str | None = None,
     batch_images: int = BATCH_IMAGES,
 ) -> NoReturn:
     """Raise :class:`UsageError`, because a regression has no baselines."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from PIL import Image
 from psc_core import open_dataset
 from psc_core.cli import evaluate as cli_eval
 from psc_core.images.preprocess import PRESETS
+from tests import folders
 from tests.attacks import forge
+from tests.conftest import TinyJob
 from tests.psc_core.cli.support import run
 
 
@@ -44,7 +47,7 @@ def test_eval_writes_its_report(tiny_job, tiny_bundle: Path, data_root: Path, tm
             str(tmp_path),
         ],
     )
-    assert code == 0, err
+    assert code == 0 and "warning" not in err, err
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["images"] == 1100
     assert "mahalanobis++" in report["separation"]["fashion"]
@@ -116,6 +119,47 @@ def test_images_of_other_classes_are_refused_before_baselines_are_fitted(
     words += ["--weights", "none", "--train", digits, "--val", digits, "--device", "cpu"]
     code, _, err = run(capsys, cli_eval.main, words)
     assert code == 2 and "expected the model's 10 classes in fashion-mnist" in err
+
+
+@pytest.mark.parametrize(
+    ("recorded", "given", "noun"),
+    [
+        ({}, "--train", "training"),
+        ({}, "--val", "validation"),
+        ({"train": "sha256"}, None, "training"),
+        ({"val": "sha256"}, None, "validation"),
+        ({"recalibrations": ["sha256"]}, None, "calibration"),
+        ({}, None, None),
+    ],
+)
+def test_warns_of_images_that_the_model_has_seen(
+    tiny_job: TinyJob,
+    tiny_bundle: Path,
+    data_root: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    recorded: dict[str, Any],
+    given: str | None,
+    noun: str | None,
+) -> None:
+    images = folders.write_digits(tmp_path / "images", data_root, "val", 150)
+    names = [str(digit) for digit in range(10)]
+    for name, digit in zip(folders.NAMES, names, strict=True):
+        (images / name).rename(images / digit)
+    ours = open_dataset(str(images), split="test", preprocess=PRESETS["mnist"]).digest()
+    entry = {"sha256": ours}
+    provenance = {key: entry if value == "sha256" else [entry] for key, value in recorded.items()}
+    bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+    forge.edit(bundle, lambda body: body.update(provenance=provenance))
+    words = ["--bundle", str(bundle), "--allow-factories", "tests.tiny:network", "--device", "cpu", "--id", str(images)]
+    if given:
+        sets = {"--train": f"mnist:{data_root}", "--val": f"mnist:{data_root}", given: str(images)}
+        weights = tiny_job.args[tiny_job.args.index("--weights") + 1]
+        words += ["--weights", weights, *(word for pair in sets.items() for word in pair)]
+    code, _, err = run(capsys, cli_eval.main, words)
+    assert code == 0, err
+    said = f"warning: 150 of the 150 images of {images} are {noun} images of the model; what is measured"
+    assert (said in err) == (noun is not None) == ("warning" in err)
 
 
 def test_os_errors_give_one_line(tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]

@@ -58,7 +58,8 @@ def test_command_line_writes_what_it_prints(
     printed, written = capsys.readouterr().out, json.loads((tmp_path / "report.json").read_text())
     assert (tmp_path / "report.md").read_text().strip() in printed
     assert f"| RMSE | {written['errors']['rmse']:.4g} |" in printed and "stated 90.00%" in printed
-    assert main([*flags, "--overwrite", "--weights", "w", "--train", "t", "--val", "v"]) == 2
+    images = f"rotated-mnist:{data_root}"
+    assert main([*flags, "--overwrite", "--weights", "w", "--train", images, "--val", images]) == 2
     assert "a regression has no baselines" in capsys.readouterr().err
 
 

@@ -66,7 +66,7 @@ def open_images(model: FittedModel, spec: str, *, split: str = "test", target: s
 
 
 def open_baselines(
-    model: FittedModel, weights: Path, train: str, val: str, *, target: str | None = None, batch_images: int = 256
+    model: FittedModel, weights: Path, train: ImageDataset, val: ImageDataset, *, batch_images: int = 256
 ) -> NoReturn:
     """Refuse, by :class:`UsageError`: there are none."""
     raise UsageError("a model of several labels has no baselines; leave out --weights, --train and --val")
