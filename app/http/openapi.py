@@ -1,10 +1,11 @@
-"""Describe in OpenAPI what FastAPI cannot know: problem documents, and bodies that the routes read themselves."""
+"""Describe in OpenAPI what FastAPI cannot know: problem documents, bodies that the routes read themselves, and HEAD."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 
 from app.http.problems import INTERNAL, MEDIA_TYPE, TABLE
 from app.http.schemas import ProblemDocument
@@ -58,6 +59,8 @@ IMAGES_BODY: Final[dict[str, Any]] = {
 }
 """The request body of a prediction, for OpenAPI."""
 
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
+
 _TITLES: Final = sorted({(status, title) for status, _, title in [*TABLE.values(), INTERNAL]})
 _RETRY_AFTER: Final = {
     "Retry-After": {"description": "Seconds to wait before a retry.", "schema": {"type": "integer", "minimum": 1}}
@@ -75,6 +78,17 @@ def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
         }
         for status in statuses
     }
+
+
+def get_and_head(router: APIRouter | FastAPI, path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
+    """Register an endpoint for GET, and outside the document for HEAD: some load balancers and monitors ask with it."""
+
+    def register(endpoint: Endpoint) -> Endpoint:
+        router.get(path, **options)(endpoint)
+        router.head(path, **{**options, "include_in_schema": False})(endpoint)
+        return endpoint
+
+    return register
 
 
 class Application(FastAPI):

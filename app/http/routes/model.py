@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 from fastapi import APIRouter, Request
 
-from app.http.openapi import responses
+from app.http.openapi import get_and_head, responses
 from app.http.schemas import CalibrationDocument, Histogram, ModelDocument
 from app.models.served import ServedModel
 from app.service import service_to_predict
@@ -17,14 +17,14 @@ _BINS: Final = 40
 router = APIRouter(tags=["model"], responses=responses(401, 503))
 
 
-@router.get("/model", summary="The default model")
+@get_and_head(router, "/model", summary="The default model")
 async def default_model(request: Request) -> ModelDocument:
     """Summarise the default model's manifest, thresholds and calibration."""
     registry = service_to_predict(request).registry
     return model_document(registry.get(), registry.names)
 
 
-@router.get("/models/{name}", summary="A model by name", responses=responses(404))
+@get_and_head(router, "/models/{name}", summary="A model by name", responses=responses(404))
 async def named_model(request: Request, name: str) -> ModelDocument:
     """Describe the named model, as `/model` does."""
     registry = service_to_predict(request).registry

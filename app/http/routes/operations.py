@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
-from app.http.openapi import responses
+from app.http.openapi import get_and_head, responses
 from app.http.query import parse_query, query_parameters
 from app.http.schemas import HealthDocument, ReadyDocument, ReloadDocument, ReloadedModel
 from app.service import service_of
@@ -18,15 +18,14 @@ class _ReloadQuery(BaseModel):
 router = APIRouter()
 
 
-@router.head("/healthz", include_in_schema=False)  # Some load balancers and monitors ask with HEAD.
-@router.get("/healthz", summary="Liveness", tags=["health"])
+@get_and_head(router, "/healthz", summary="Liveness", tags=["health"])
 async def healthz() -> HealthDocument:
     """Answer 200 while the process is alive."""
     return HealthDocument(status="ok")
 
 
-@router.head("/readyz", include_in_schema=False)
-@router.get(
+@get_and_head(
+    router,
     "/readyz",
     summary="Readiness",
     tags=["health"],
@@ -40,7 +39,8 @@ async def readyz(request: Request, response: Response) -> ReadyDocument:
     return ReadyDocument(status="not ready" if reasons else "ready", reasons=reasons)
 
 
-@router.get(
+@get_and_head(
+    router,
     "/metrics",
     summary="Metrics",
     tags=["metrics"],

@@ -14,6 +14,8 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
+from app.http.openapi import get_and_head
+
 SECURITY_HEADERS: Final = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
@@ -54,7 +56,7 @@ def add_to(app: FastAPI, *, index: bool) -> None:
     async def swagger_file(request: Request, file: str) -> Response:
         return await swagger.get_response(file, request.scope)
 
-    @app.get("/docs", include_in_schema=False)
+    @get_and_head(app, "/docs", include_in_schema=False)
     async def docs(request: Request) -> Response:
         return await page_files.get_response("docs.html", request.scope)
 
@@ -64,7 +66,6 @@ def add_to(app: FastAPI, *, index: bool) -> None:
 
     if index:
 
-        @app.head("/", include_in_schema=False)
-        @app.get("/", include_in_schema=False)
+        @get_and_head(app, "/", include_in_schema=False)
         async def page(request: Request) -> Response:
             return await page_files.get_response("index.html", request.scope)

@@ -13,6 +13,7 @@ from typing import Any, Final
 from fastapi import APIRouter, Request, Response
 
 from app.errors import UnsupportedMedia
+from app.http.openapi import get_and_head
 from app.http.uploads import parse, read_body, read_json_body
 from app.http.v2.inference import Received, find_model, output_names
 from app.http.v2.inference import infer as infer_images
@@ -56,13 +57,13 @@ async def server_metadata() -> ServerMetadata:
     return ServerMetadata(name="psc", version=__version__, extensions=["binary_tensor_data", "model_repository"])
 
 
-@router.get("/health/live", summary="Server liveness")
+@get_and_head(router, "/health/live", summary="Server liveness")
 async def live() -> ServerLiveDocument:
     """Answer 200 while the process is alive."""
     return ServerLiveDocument(live=True)
 
 
-@router.get("/health/ready", summary="Server readiness", responses={503: {"model": ServerReadyDocument}})
+@get_and_head(router, "/health/ready", summary="Server readiness", responses={503: {"model": ServerReadyDocument}})
 async def ready(request: Request, response: Response) -> ServerReadyDocument:
     """Answer 200 if every model is ready; else 503."""
     is_ready = not service_of(request).reasons()
@@ -87,7 +88,8 @@ async def version_metadata(request: Request, name: str, version: str) -> ModelMe
     return metadata_of(find_model(service_to_predict(request), name, version))
 
 
-@router.get(
+@get_and_head(
+    router,
     "/models/{name}/ready",
     response_model=ModelReadyDocument,
     responses={503: {"model": ModelReadyDocument}, **errors(404)},
@@ -98,7 +100,8 @@ async def model_ready(request: Request, response: Response, name: str) -> ModelR
     return _readiness(request, response, name, None)
 
 
-@router.get(
+@get_and_head(
+    router,
     "/models/{name}/versions/{version}/ready",
     response_model=ModelReadyDocument,
     responses={503: {"model": ModelReadyDocument}, **errors(404)},

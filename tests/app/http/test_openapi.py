@@ -27,6 +27,30 @@ async def test_openapi_declares_the_three_bodies_and_every_problem() -> None:
         assert (await app.client.get("/docs")).status_code == 200
 
 
+HEAD = (
+    *(
+        "/healthz",
+        "/readyz",
+        "/v2/health/live",
+        "/v2/health/ready",
+        "/v2/models/m/ready",
+        "/v2/models/m/versions/v1/ready",
+    ),
+    *("/metrics", "/model", "/models/m", "/", "/docs", "/openapi.json"),
+)
+
+
+async def test_head_is_answered_as_get_and_is_in_no_document() -> None:
+    async with running() as app:
+        for path in HEAD:
+            got, head = await app.client.get(path), await app.client.head(path)
+            assert (head.status_code, head.headers["content-type"]) == (200, got.headers["content-type"]), path
+        document = (await app.client.get("/openapi.json")).json()
+        assert (await app.client.head("/v2/models/n/ready")).status_code == 404
+    assert not any("head" in path for path in document["paths"].values())
+    assert all("get" in path for name, path in document["paths"].items() if name in HEAD)
+
+
 async def test_routes_with_a_body_may_answer_that_there_are_too_many_requests(tmp_path: Path) -> None:
     async with running(log=str(tmp_path)) as app:
         document = (await app.client.get("/openapi.json")).json()
