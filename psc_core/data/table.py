@@ -21,7 +21,7 @@ import torch
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.sources import FileSource
 from psc_core.data.targets import measured
-from psc_core.errors import DataError, UsageError
+from psc_core.errors import DataError, UsageError, shortened
 from psc_core.images.preprocess import Preprocess
 from psc_core.tables import open_csv, parse_number
 from psc_core.target import Target
@@ -29,7 +29,10 @@ from psc_core.target import Target
 FILE_COLUMN: Final = "file"
 """The name of the column of paths."""
 
-_INDEX: Final = re.compile(r"(-?[0-9]+)([.,]0*)?")
+MAX_DIGITS: Final = 100
+"""Maximum number of digits of a class index; Python itself converts no more than 4,300."""
+
+_INDEX: Final = re.compile(rf"(-?[0-9]{{1,{MAX_DIGITS}}})([.,]0*)?")
 
 TABLE_SUFFIXES: Final = (".csv", ".tsv", ".parquet")
 
@@ -120,15 +123,18 @@ def _class_names(path: Path, column: str, entries: Sequence[Any], numbers: Seque
     are_indices = None not in numbers
     names: list[str] = []
     spelled: dict[int, str] = {}
-    for row, entry in enumerate(entries, 1):
+    for row, (entry, number) in enumerate(zip(entries, numbers, strict=True), 1):
         if entry is None or entry == "":
             raise DataError(f"{path}: row {row} has no {column}; give its class, or leave the image out")
         name = _index(entry) if are_indices else str(entry)
         if name is None:
-            raise DataError(
-                f"{path}: row {row} has {column} {entry!r}, expected a class name or index; numbers are of --task "
-                "regression"
+            advice = (
+                "expected a class name or index; numbers are of --task regression"
+                if number is not None and math.isfinite(number) and not number.is_integer()
+                else f"expected a class index of at most {MAX_DIGITS} digits, as in other rows; give its class, under "
+                "another name if it is called so, or leave the image out"
             )
+            raise DataError(f"{path}: row {row} has {column} {shortened(repr(entry))}, {advice}")
         if are_indices and (other := spelled.setdefault(int(name), name)) != name:
             raise DataError(
                 f"{path}: row {row} has {column} {name!r}, a row before it {other!r}; write a class one way"

@@ -184,6 +184,24 @@ def test_classes_may_look_like_numbers_in_part_by_request(tmp_path: Path) -> Non
             "row 2 has age '4.5', expected a class",
         ),
         (
+            "id,label\na.png,3\nb.png,nan\n",
+            {"numbers": False},
+            DataError,
+            "row 2 has label 'nan', expected a class index of at most 100 digits, as in other rows; give its class",
+        ),
+        (
+            f"id,label\na.png,3\nb.png,{'1' * 101}\n",
+            {"numbers": False},
+            DataError,
+            "row 2 has label '1{101}', expected a class index of at most 100 digits",
+        ),
+        (
+            f"id,label\na.png,3\nb.png,{'1' * 5000}\n",
+            {"numbers": False},
+            DataError,
+            "row 2 has label '1{99}…1{99}', expected a class index of at most 100 digits",
+        ),
+        (
             "id,label\na.png,007\nb.png,7\n",
             {"numbers": False},
             DataError,
