@@ -65,7 +65,8 @@ def test_command_line_writes_what_it_prints(
 
 def test_other_images_are_refused(model: PSCRegressor, data_root: Path) -> None:
     digits = open_dataset(f"mnist:{data_root}", split="test", preprocess=model.preprocess)
-    with pytest.raises(DataError, match="expected numbers of angle, degrees in mnist, got classes"):
+    said = "expected numbers of angle, degrees in mnist, got classes; give a table of these numbers, in Python with "
+    with pytest.raises(DataError, match=f"{said}target='angle', unit='degrees'"):
         evaluate(model, digits, {})
     radians = replace(
         open_dataset(f"rotated-mnist:{data_root}", split="test", preprocess=model.preprocess),

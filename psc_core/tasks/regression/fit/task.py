@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from jaxtyping import Float
@@ -58,9 +58,12 @@ class RegressionFit(TaskFit):
         return Regression(target=train.target)
 
     def check_same(self, task: Task, classes: Sequence[str], data: ImageDataset) -> None:
-        if not isinstance(task, Regression) or data.target != task.target:
-            wanted = task.target if isinstance(task, Regression) else "a regression"
-            raise DataError(f"expected numbers of {wanted} in {data.name}, got {data.target or 'classes'}")
+        wanted = cast(Regression, task).target
+        if data.target != wanted:
+            raise DataError(
+                f"expected numbers of {wanted} in {data.name}, got {data.target or 'classes'}; give a table of these "
+                f"numbers, in Python with target={wanted.name!r}, unit={wanted.unit!r}"
+            )
 
     def describe_labels(self, train: ImageDataset) -> str:
         return f"numbers of {train.target}"
