@@ -83,7 +83,7 @@ class FitSettings:
     density: str = "pooled++"
     pca: int | None = field(default=None, metadata=_facts(POSITIVE, stage=Stage.LAST))
     head: str | None = field(default=None, metadata=_facts(stage=Stage.LAST))  # None: the first of the task's heads
-    head_input: str = field(default="both", metadata=_facts(stage=Stage.LAST))
+    head_input: str = "both"
     predictions: str = field(default="auto", metadata=_facts(stage=Stage.LAST))
     alpha: float = field(default=0.05, metadata=_facts(FRACTION, stage=Stage.LAST, calibrates=True))
     coverage: float = field(default=0.95, metadata=_facts(FRACTION, stage=Stage.LAST, calibrates=True))

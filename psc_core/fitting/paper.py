@@ -36,9 +36,9 @@ LAST_STAGE: Final = "fit_psc or fit_regressor"
 READ_BY_ONE: Final[Mapping[str, tuple[str, ...]]] = {
     "measure_collapse": settings_where(stage=Stage.COLLAPSE),
     "fit_projection": settings_where(stage=Stage.PROJECTION),
-    LAST_STAGE: tuple({*settings_where(stage=Stage.LAST)} - {"head_input"}),
+    LAST_STAGE: settings_where(stage=Stage.LAST),
 }
-"""The settings that one stage alone reads, by its function; the projection reads ``head_input`` too, for a warning."""
+"""The settings that one stage alone reads, by its function."""
 
 
 def measure_collapse(
@@ -98,7 +98,8 @@ def fit_projection(
         val: Validation images, or None to choose the sizes on all of ``train``.
         settings: Settings of all stages.
         changes: Settings by name, such as ``c_proj``, ``d_proj`` or ``minimum_dim``; also ``density``, the kind that
-            will be fitted, because one that reads z needs more spatial components.
+            will be fitted, because one that reads z needs more spatial components, and ``head_input``, because a head
+            that reads z alone lacks what z gives up.
 
     Raises:
         UsageError: If the density is unknown, or the settings have another seed or epsilon than the candidate's.

@@ -30,8 +30,7 @@ def test_a_bundle_records_what_no_machine_decides() -> None:
 
 def test_the_last_stage_alone_reads_what_a_checkpoint_does_not_know() -> None:
     settings = FitSettings()
-    last = {"pca", "head", "head_input", "predictions", "alpha", "coverage", "risk", "max_width", "ood_score",
-            "keep_examples"}  # fmt: skip
+    last = {"pca", "head", "predictions", "alpha", "coverage", "risk", "max_width", "ood_score", "keep_examples"}
     assert set(settings.recorded()) - set(settings.of_stages()) == last
 
 

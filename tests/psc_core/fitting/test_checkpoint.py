@@ -159,7 +159,9 @@ def test_fit_that_was_interrupted_in_its_report_goes_on(
     assert kept(out) == set()
 
 
-@pytest.mark.parametrize("change", [("--seed", "1"), ("--mean", "0.2"), ("--epsilon", "0.3"), ("--fresh",)])
+@pytest.mark.parametrize(
+    "change", [("--seed", "1"), ("--mean", "0.2"), ("--epsilon", "0.3"), ("--head-input", "z"), ("--fresh",)]
+)
 def test_changed_job_starts_again(tiny_job: TinyJob, tmp_path: Path, calls: list[str], change: tuple[str, ...]) -> None:
     out = tmp_path / "bundle"
     interrupt(tiny_job, out, "fit_model")
