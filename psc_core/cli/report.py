@@ -19,10 +19,11 @@ _EXAMPLE = """example:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line of ``psc-report``."""
-    cli = flags.command("psc-report", "Write the report of a bundle again, without its images.", _EXAMPLE)
+    text = "Draw a bundle's report again, from what its fit kept; a classifier's has pictures of validation images."
+    cli = flags.command("psc-report", text, _EXAMPLE)
     cli.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="bundle that psc-fit wrote")
     cli.add_argument("--out", type=Path, metavar="DIR", help="folder for report.html (default: the bundle's)")
-    cli.add_argument("--overwrite", action="store_true", help="replace the report in --out")
+    cli.add_argument("--overwrite", action="store_true", help="replace a report outside the bundle too")
     return cli
 
 
