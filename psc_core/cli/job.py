@@ -28,13 +28,12 @@ from psc_core.data.cache import PixelCache
 from psc_core.data.classes import in_network_order
 from psc_core.data.dataset import ImageDataset, drawn
 from psc_core.data.overlap import REPEATED, shared_images
-from psc_core.data.spec import open_dataset
+from psc_core.data.spec import open_dataset, unread_files
 from psc_core.errors import UsageError
 from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.fitting.data import FitData
 from psc_core.fitting.job import FitJob
 from psc_core.fitting.stages import checked
-from psc_core.images.files import unread_below
 from psc_core.model.base import FittedModel
 from psc_core.network.backbone import trial_input
 from psc_core.network.described.base import Described
@@ -88,8 +87,8 @@ class Job(FitJob):
         lines = [
             f"train: {train.name}, {len(train)} images, {self.data.task_fit.describe_labels(train)}; "
             f"val: {val.name}, {len(val)} images",
-            unread_below(train.name),
-            unread_below(val.name),
+            *unread_files(train),
+            *unread_files(val),
             self.order_note,
             f"network: {'; '.join(notes)}" if notes else "",
             f"preprocessing: {train.preprocess}",

@@ -26,7 +26,7 @@ from psc_core.data.sources import FileSource
 from psc_core.data.table import TABLE_SUFFIXES, Column, open_table
 from psc_core.errors import DataError, UsageError, imported
 from psc_core.images import SUFFIXES
-from psc_core.images.files import files_below, is_hidden
+from psc_core.images.files import files_below, is_hidden, unread_below, unread_beside
 from psc_core.images.preprocess import Preprocess
 from psc_core.images.transforms import as_preprocess
 
@@ -141,6 +141,14 @@ def image_folder(
     labels = torch.arange(len(folders)).repeat_interleave(torch.tensor([len(files) for files in names]))
     source = FileSource(root, np.concatenate(names))
     return labelled(str(root), [folder.name for folder in folders], source, labels, preprocess)
+
+
+def unread_files(data: ImageDataset) -> tuple[str, ...]:
+    """Return lines that count the files that are not read of a folder of images with classes; of others none."""
+    match data.source:
+        case FileSource(root=root) if str(root) == data.name:
+            return tuple(filter(None, (unread_beside(root), unread_below(root))))
+    return ()
 
 
 def _from_factory(module: str, name: str, split: str, preprocess: Preprocess) -> ImageDataset:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -97,8 +98,18 @@ def files_below(root: str | Path) -> Iterator[str]:
 
 def unread_below(root: str | Path) -> str:
     """Return a line that counts the files below a folder that are not read, by suffix; empty if there is none."""
-    others = (path for path in files_below(root) if not path.lower().endswith(SUFFIXES))
-    suffixes = (os.fsencode(Path(path).suffix).decode(errors="replace").lower() for path in others)
-    counts = Counter(suffix or "without a suffix" for suffix in suffixes)
-    each = listed([f"{count} {suffix}" for suffix, count in counts.most_common()], _SHOWN_SUFFIXES)
+    each = _by_suffix(path for path in files_below(root) if not path.lower().endswith(SUFFIXES))
     return f"{root}: not read, by their suffix: {each}; convert those that are images to JPEG or PNG" if each else ""
+
+
+def unread_beside(root: Path) -> str:
+    """Return a line that counts the images beside the class folders of a folder, by suffix; empty if there is none."""
+    beside = takewhile(lambda path: Path(path).parent == root, files_below(root))  # They come first.
+    each = _by_suffix(path for path in beside if path.lower().endswith(SUFFIXES))
+    return f"{root}: not read, beside the class folders: {each}; move each into that of its class" if each else ""
+
+
+def _by_suffix(paths: Iterable[str]) -> str:
+    suffixes = (os.fsencode(Path(path).suffix).decode(errors="replace").lower() for path in paths)
+    counts = Counter(suffix or "without a suffix" for suffix in suffixes)
+    return listed([f"{count} {suffix}" for suffix, count in counts.most_common()], _SHOWN_SUFFIXES)

@@ -295,6 +295,7 @@ def test_few_images_that_cannot_be_decoded_are_left_out(  # type: ignore[no-unty
     bad[-1].unlink()
     bad[-1].symlink_to("nowhere.png")
     (tmp_path / "val" / "5" / "0002.HEIC").touch()
+    (tmp_path / "train" / "loose.jpg").touch()
     out, said = tmp_path / "b", "left out 3 that cannot be decoded: 1 of"
     code, printed, err = run(capsys, cli.main, [*folder_args, "--max-bad-images", "2", "--out", str(out)])
     assert code == 2 and "expected at most 2 images that cannot be decoded, found more: " in err and str(bad[0]) in err
@@ -304,6 +305,7 @@ def test_few_images_that_cannot_be_decoded_are_left_out(  # type: ignore[no-unty
 
     code, printed, err = run(capsys, cli.main, [*folder_args, "--dry-run", "--out", str(out)])
     assert code == 0 and said in printed, err
+    assert f"{tmp_path / 'train'}: not read, beside the class folders: 1 .jpg; move" in printed
     assert f"{tmp_path / 'val'}: not read, by their suffix: 1 .heic; convert" in printed
 
     with monkeypatch.context() as patch:

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from psc_core.data.sources import FileSource
-from psc_core.data.spec import image_folder, open_dataset
+from psc_core.data.spec import image_folder, open_dataset, unread_files
 from psc_core.errors import DataError, UsageError
 from psc_core.images.preprocess import PRESETS
 from tests.psc_core.data.support import TINY, write_folder
@@ -119,3 +120,14 @@ def test_hidden_files_of_a_class_are_no_images(tmp_path: Path) -> None:
         (root / "a" / name).parent.mkdir(exist_ok=True)
         (root / "a" / name).write_bytes(b"Mac OS X")
     assert len(open_dataset(str(root), split="train", preprocess=TINY)) == 2
+
+
+def test_files_of_a_folder_that_are_not_read_are_counted(tmp_path: Path) -> None:
+    data = image_folder(write_folder(tmp_path / "images", {"a": 1, "b": 1}), TINY)
+    assert unread_files(data) == ()
+    for name in ("loose.png", "a/1.heic"):
+        (tmp_path / "images" / name).touch()
+    beside, others = unread_files(data)
+    assert "beside the class folders: 1 .png" in beside and "by their suffix: 1 .heic" in others
+    elsewhere = image_folder(write_folder(tmp_path / "others", {"a": 1}), TINY)
+    assert unread_files(replace(elsewhere, name=data.name)) == (), "a data set may have the name of any folder"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from psc_core.errors import ImageTooLarge, UnsupportedImage
-from psc_core.images.files import MAX_FILE_BYTES, files_below, read_file, sample_file, unread_below
+from psc_core.images.files import MAX_FILE_BYTES, files_below, read_file, sample_file, unread_below, unread_beside
 
 
 def test_reads_files_and_links_to_them(tmp_path: Path) -> None:
@@ -106,3 +106,16 @@ def test_files_that_are_not_read_are_counted(tmp_path: Path) -> None:
         == f"{tmp_path}: not read, by their suffix: {counts}; convert those that are images to JPEG or PNG"
     )
     assert unread_below(tmp_path / "a" / "1.HEIC") == unread_below("mnist:tests/data") == ""
+
+
+def test_images_beside_the_class_folders_are_counted(tmp_path: Path) -> None:
+    assert unread_beside(tmp_path) == ""
+    for name in ("1.JPG", "2.jpg", "3.png", "4.heic", ".5.jpg", "a/6.jpg", "b.png/7.jpg"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    counts = "2 .jpg, 1 .png"
+    assert (
+        unread_beside(tmp_path)
+        == f"{tmp_path}: not read, beside the class folders: {counts}; move each into that of its class"
+    )
+    assert unread_beside(tmp_path / "b.png" / "7.jpg") == ""
