@@ -1,4 +1,4 @@
-"""``psc-fit --dry-run``: how long a fit and its report take, from two fits on few images.
+"""``psc-fit --dry-run``: how long a fit and its report take, and how much memory and disk, from two fits on few images.
 
 A fit on n training images, and validation images in proportion, takes a + b · n seconds: its stages are passes over the
 images, and everything else costs the same for any n.  Two small fits give a and b.  A still smaller one goes before
@@ -47,7 +47,8 @@ class Estimate:
     seconds: float
     memory: int  # peak of this process, bytes
     device_memory: int  # peak on the GPU, bytes; 0 without one
-    scratch: int  # decoded images on disk, bytes; 0 where none are kept
+    pixels: int  # decoded images on disk, bytes; 0 where none are kept
+    features: int  # features of the last stage on disk, bytes
 
     def __str__(self) -> str:
         hours, minutes = divmod(round(self.seconds / 60), 60)
@@ -55,8 +56,8 @@ class Estimate:
         parts = [f"about {took}", f"{self.memory / (1 << 30):.1f} GiB of memory"]
         if self.device_memory:
             parts.append(f"{self.device_memory / (1 << 30):.1f} GiB on the GPU")
-        if self.scratch:
-            parts.append(f"{math.ceil(self.scratch / (1 << 20)):,} MiB of disk for decoded images")
+        disk = {"decoded images": self.pixels, "features": self.features}
+        parts += [f"{math.ceil(size / (1 << 20)):,} MiB of disk for {what}" for what, size in disk.items() if size]
         return (
             f"a fit on all images takes {', '.join(parts)} (from fits on up to {self.images} images; nothing written)"
         )
@@ -73,19 +74,24 @@ def estimate(job: Job, max_bad_images: int) -> Estimate:
     sizes = (max(larger // 3, smallest), larger)
     with contextlib.redirect_stdout(io.StringIO()):
         timed_fit(job, smallest, max_bad_images)
-        first = timed_fit(job, sizes[0], max_bad_images)
-    seconds = (first, timed_fit(job, larger, max_bad_images))
+        first, _ = timed_fit(job, sizes[0], max_bad_images)
+    second, feature_bytes = timed_fit(job, larger, max_bad_images)
     return Estimate(
         larger,
-        extrapolate(sizes, seconds, len(train)),
+        extrapolate(sizes, (first, second), len(train)),
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
         torch.cuda.max_memory_allocated(compute.device) if compute.device.type == "cuda" else 0,
         0 if job.cache is None else job.cache.size(train, val),
+        compute.reducer.world * round(feature_bytes * len(train) / larger),
     )
 
 
-def timed_fit(job: Job, size: int, max_bad_images: int) -> float:
-    """Return the seconds of a fit on ``size`` training images and the same fraction of the validation images."""
+def timed_fit(job: Job, size: int, max_bad_images: int) -> tuple[float, int]:
+    """Fit to ``size`` training images and the same fraction of the validation images.
+
+    Returns:
+        The seconds, and the bytes that its features took on disk.
+    """
     data, net = job.data, job.network.net
     fraction, classes = size / len(data.train), len(data.train.classes)
     lenient = replace(job.settings, alpha=0.5, coverage=0.5)  # Rates that so few images can keep.
@@ -96,9 +102,9 @@ def timed_fit(job: Job, size: int, max_bad_images: int) -> float:
         few, _ = few.cached(job.cache)
         few, left_out = few.readable(max_bad_images)
         print(*left_out, sep="\n", end="\n" * bool(left_out))
-        _, projection, model = run_stages(net, replace(job, data=few, settings=lenient), "dry-run", {}, checkpoint)
-        collect_fit(model, net, few, projection.report, job.compute, "")
-    return time.perf_counter() - began
+        _, projection, fitted = run_stages(net, replace(job, data=few, settings=lenient), "dry-run", {}, checkpoint)
+        collect_fit(fitted.model, net, few, projection.report, job.compute, "")
+    return time.perf_counter() - began, fitted.feature_bytes
 
 
 def extrapolate(sizes: tuple[int, int], seconds: tuple[float, float], images: int) -> float:

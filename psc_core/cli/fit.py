@@ -149,7 +149,9 @@ def _add_run_flags(group: _Group) -> None:
     text = f"{text} (default: {MAX_BAD_IMAGES})"
     group.add_argument("--max-bad-images", type=arguments.whole, default=MAX_BAD_IMAGES, metavar="N", help=text)
     group.add_argument("--distributed", action="store_true", help="run as one of the processes that torchrun started")
-    text = "fit on a few images only, write nothing, and print how long a fit on all of them takes, and how much memory"
+    text = (
+        "fit on a few images only, write nothing, and print the time, memory and disk that a fit on all of them takes"
+    )
     group.add_argument("--dry-run", action="store_true", help=text)
     group.add_argument("--fresh", action="store_true", help="ignore the checkpoint of an interrupted run")
     _add_number(group, "--seed", "seed of the split of the validation images and of the head")
@@ -201,9 +203,9 @@ def fit(args: argparse.Namespace) -> None:
     if any(job.data.left_out):
         provenance |= origins_of(job.data)
     checkpoint = open_checkpoint(job, provenance, args)
-    report, projection, model = run_stages(job.network.net, job, job.name, provenance, checkpoint)
+    report, projection, fitted = run_stages(job.network.net, job, job.name, provenance, checkpoint)
     if job.is_first:
-        write(job, report, projection, model, pictures=not args.no_report)
+        write(job, report, projection, fitted.model, pictures=not args.no_report)
         checkpoint.clear()
 
 

@@ -11,13 +11,12 @@ from psc_core.collapse.report import CollapseReport, to_text
 from psc_core.fitting import stages
 from psc_core.fitting.checkpoint import Checkpoint
 from psc_core.fitting.job import FitJob
-from psc_core.model.base import FittedModel
 from psc_core.projection.fit.report import FittedProjection
 
 
 def run_stages(
     net: nn.Module, job: FitJob, name: str, provenance: Mapping[str, Any], checkpoint: Checkpoint
-) -> tuple[CollapseReport, FittedProjection, FittedModel]:
+) -> tuple[CollapseReport, FittedProjection, stages.FitResult]:
     """Fit stage by stage, except for those in the checkpoint; of several processes the first prints."""
     layer, is_first = job.settings.layer, job.compute.reducer.rank == 0
     report = checkpoint.load_collapse()
@@ -35,7 +34,7 @@ def run_stages(
     if is_first:
         print(projection.report.summary(report.nc4_of(candidate)))
 
-    model, gate_choice = stages.fit_model(net, candidate, projection, job, name=name, provenance=provenance)
-    if is_first and gate_choice is not None:
-        print(gate_choice.table())
-    return report, projection, model
+    fitted = stages.fit_model(net, candidate, projection, job, name=name, provenance=provenance)
+    if is_first and fitted.gate_choice is not None:
+        print(fitted.gate_choice.table())
+    return report, projection, fitted

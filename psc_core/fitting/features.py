@@ -65,6 +65,7 @@ class KeptFeatures(NamedTuple):
     density_input: FeatureMatrix
     texture: Mapping[str, FeatureMatrix]  # by early layer
     moments: Mapping[str, PositionMoments]  # by early layer with a grid, over the images of this process
+    file_bytes: int  # of all files together
 
     def examples(self, features: FeatureMatrix, classes: Sequence[str]) -> Examples:
         """Return the labelled examples with these of their features, as a density is fitted to them."""
@@ -129,7 +130,8 @@ def read(
     labels, read_together = dataset.labels[order], head + density
     features = Features(matrix(head, read_together), labels, images, of_head, values, files.get(OUTPUT))
     texture = {layer: matrix([layer], layers.texture) for layer in layers.texture}
-    return KeptFeatures(features, matrix(density or [Z], read_together), texture, moments)
+    file_bytes = sum(file.bytes for file in files.values())
+    return KeptFeatures(features, matrix(density or [Z], read_together), texture, moments, file_bytes)
 
 
 def _moments_of(layers: Layers, of_one: Sequence[Tensor], preprocess: Preprocess) -> dict[str, PositionMoments]:

@@ -55,6 +55,7 @@ class FittedParts:
     chosen_gates: ChosenGates | None  # None: the density alone makes the OOD score
     map: ChosenMap | None  # None: no early layer has a grid
     thumbnails: Thumbnails | None  # None: the settings keep none
+    feature_bytes: int  # on disk while these were fitted
 
     @property
     def gate_names(self) -> tuple[str, ...]:
@@ -116,7 +117,8 @@ def fit_parts(
     if tuple(kept) != layers.names or keep_output != backbone.keep_output:
         backbone = cut(net, kept, data.train, compute, keep_output=keep_output)
     scorer = scorer.with_backbone(backbone.fused(compute.precision), texture)
-    return FittedParts(backbone, scorer, gates, chosen_map, fitted.thumbnails)
+    feature_bytes = train.file_bytes + selection.file_bytes
+    return FittedParts(backbone, scorer, gates, chosen_map, fitted.thumbnails, feature_bytes)
 
 
 class _FromFeatures(NamedTuple):

@@ -39,10 +39,11 @@ from psc_core.thumbnails.fit.choose import check_thumbnail_count
 
 
 class FitResult(NamedTuple):
-    """A fitted model, and the comparison that chose its gates."""
+    """A fitted model, the comparison that chose its gates, and the disk space that its features took meanwhile."""
 
     model: FittedModel
     gate_choice: GateChoice | None  # None for a model without gates
+    feature_bytes: int
 
 
 def collapse(net: nn.Module, job: FitJob) -> CollapseReport:
@@ -154,7 +155,8 @@ def fit_model(
         trial=trial_of(data.calibration),
     )
     model.probe()  # As in loading: a model that cannot be loaded is not saved.
-    return FitResult(model, None if parts.chosen_gates is None else parts.chosen_gates.choice)
+    choice = None if parts.chosen_gates is None else parts.chosen_gates.choice
+    return FitResult(model, choice, parts.feature_bytes)
 
 
 def check_same_layers(candidate: Candidate, projection: FittedProjection) -> None:

@@ -103,10 +103,15 @@ class FeatureFile(FeatureMatrix):
     def create(cls, path: Path, shape: tuple[int, int]) -> FeatureFile:
         """Create or overwrite a file of zeros, which is closed when nothing refers to the matrix any more."""
         file = path.open("w+b")
-        file.truncate(4 * shape[0] * shape[1])
         matrix = cls(file, shape)
+        file.truncate(matrix.bytes)
         weakref.finalize(matrix, file.raw.close)
         return matrix
+
+    @property
+    def bytes(self) -> int:
+        """The size of the file."""
+        return 4 * self.shape[0] * self.shape[1]
 
     def _copy(self, index: slice | Tensor) -> Tensor:
         runs = self._runs(index)

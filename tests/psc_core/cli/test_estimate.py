@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,12 @@ from psc_core.cli import estimate, fit
 from psc_core.cli.job import Job, LoadedNetwork
 from psc_core.data import cache
 from psc_core.data.cache import PixelCache
+from psc_core.fitting import parts
 from psc_core.fitting.data import FitData
 from psc_core.images.preprocess import Preprocess
 from psc_core.network.load import Recipe
+from psc_core.numerics.matrix import FeatureFile
+from tests.conftest import TinyJob
 from tests.psc_core.cli.support import run
 
 
@@ -33,9 +37,9 @@ def test_dry_run_writes_nothing(tiny_job, tmp_path: Path, capsys: pytest.Capture
 def test_dry_run_is_of_the_cache_that_is_asked_for(tiny_job, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     args = [*tiny_job.args, "--size", "32", "--dry-run", "--out", str(tmp_path / "b")]
     for flags, code, said in (
-        ([], 0, "MiB of disk for decoded images"),
+        ([], 0, "MiB of disk for decoded images, 1 MiB of disk for features"),
         (["--cache", str(tmp_path)], 0, "MiB of disk for decoded images"),
-        (["--cache", "off"], 0, "GiB of memory (from"),
+        (["--cache", "off"], 0, "GiB of memory, 1 MiB of disk for features (from"),
         (["--cache", str(tmp_path / "nowhere")], 2, "No such file or directory; choose another --cache or off"),
     ):
         result, out, err = run(capsys, fit.main, [*args, *flags])
@@ -71,7 +75,7 @@ def digits(data_root: Path, preprocess: Preprocess, max_images: int | None = Non
 @pytest.fixture
 def without_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimate, "rate", lambda *_: 100.0)
-    monkeypatch.setattr(estimate, "timed_fit", lambda *_: 1.0)
+    monkeypatch.setattr(estimate, "timed_fit", lambda _job, size, _bad: (1.0, 100 * size))
 
 
 @pytest.mark.usefixtures("without_fits")
@@ -87,12 +91,32 @@ def test_the_memory_is_that_of_the_gpu_in_use(
 
 @pytest.mark.usefixtures("without_fits")
 @pytest.mark.parametrize("max_images", [None, 20])
-def test_scratch_is_what_the_images_in_use_take(data_root: Path, max_images: int | None) -> None:
+def test_disk_is_what_the_images_in_use_take(data_root: Path, max_images: int | None) -> None:
     for preprocess, size in ((PRESETS["mnist"], 0), (RESIZED, 32 * 20)):
         data = digits(data_root, preprocess, max_images)
         taken = (len(data.train) + len(data.val)) * size
         for where, expected in ((PixelCache(), taken), (PixelCache(processes=2), 2 * taken), (None, 0)):
-            assert estimate.estimate(job_of(data, where), 0).scratch == expected
+            found = estimate.estimate(job_of(data, where), 0)
+            assert (found.pixels, found.features) == (expected, 100 * len(data.train))
+
+
+def test_features_of_a_small_fit_are_counted(
+    tiny_job: TinyJob, data_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Path] = []
+    create = FeatureFile.create
+    monkeypatch.setattr(FeatureFile, "create", lambda path, shape: (written.append(path), create(path, shape))[1])
+    fit_to_features = parts._fit_to_features
+    sizes: list[int] = []
+
+    def measured(*args: Any) -> Any:
+        sizes.append(sum(path.stat().st_size for path in written))
+        return fit_to_features(*args)
+
+    monkeypatch.setattr(parts, "_fit_to_features", measured)
+    network = LoadedNetwork(tiny_job.net, Recipe("tests.tiny:network", 10), (), None)
+    job = replace(job_of(digits(data_root, PRESETS["mnist"]), None), network=network)
+    assert [estimate.timed_fit(job, 80, 0)[1]] == sizes
 
 
 def test_small_fits_keep_images_where_the_fit_would(
@@ -144,6 +168,7 @@ def test_classes_and_speed_decide_how_many_images_are_tried(data_root: Path) -> 
     [(7.4, "about 7 s"), (80.0, "about 80 s"), (200.0, "about 3 min"), (11100.0, "about 3 h 05 min")],
 )
 def test_estimates_read_well(seconds: float, said: str) -> None:
-    text = str(estimate.Estimate(300, seconds, 3 << 29, 0, 1 << 30))
-    assert said in text and "1.5 GiB of memory" in text and "1,024 MiB of disk" in text and "GPU" not in text
-    assert "2.0 GiB on the GPU" in str(estimate.Estimate(300, seconds, 3 << 29, 1 << 31, 0))
+    text = str(estimate.Estimate(300, seconds, 3 << 29, 0, 1 << 30, 1 << 20))
+    assert said in text and "1.5 GiB of memory" in text and "GPU" not in text
+    assert "1,024 MiB of disk for decoded images, 1 MiB of disk for features (" in text
+    assert "2.0 GiB on the GPU" in str(estimate.Estimate(300, seconds, 3 << 29, 1 << 31, 0, 1))
