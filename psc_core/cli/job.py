@@ -22,7 +22,7 @@ from psc_core.cli import flags, preprocessing
 from psc_core.cli.provenance import job_of, provenance_of
 from psc_core.collapse.report import CollapseReport, to_csv
 from psc_core.compute.distributed import Reducer
-from psc_core.compute.passes import Compute
+from psc_core.compute.passes import Compute, track
 from psc_core.compute.readable import only_readable
 from psc_core.data.cache import PixelCache
 from psc_core.data.classes import in_network_order
@@ -107,7 +107,8 @@ def open_job(args: argparse.Namespace) -> Job:
     described = describe(args.model, allow_download=args.allow_download)
     if args.weights is None and not described.weights:
         raise UsageError(f"expected --weights FILE, the trained weights of {args.model}, which has none with it")
-    data, order_note = open_images(args, described)
+    train, val, order_note = open_images(args, described)
+    data = FitData.of(train, val, seed=args.seed, task=args.task or FitSettings.task, max_images=args.max_images)
     given = {field.name: getattr(args, field.name, None) for field in fields(FitSettings)}
     settings = checked(FitSettings(**{name: value for name, value in given.items() if value is not None}), data)
     out = args.out.resolve()
@@ -118,24 +119,20 @@ def open_job(args: argparse.Namespace) -> Job:
     network = load(args, described, data.task.network_outputs(data.train.classes))
     compute = settings.compute(Reducer.start() if args.distributed else None)
     check_runs(network, data, compute)
+    check_disjoint(train, val)  # Last, as it may take long; not data.train: the network has seen what that leaves out.
     folder = Path(args.cache) if args.cache else None
     cache = None if args.cache == "off" else PixelCache(folder, compute.reducer.world)
     return Job(data, settings, compute, out, name, network, order_note, cache)
 
 
-def open_images(args: argparse.Namespace, described: Described) -> tuple[FitData, str]:
-    """Open training and validation images, with the classes in the network's order, and how that was found.
-
-    Raises:
-        UsageError: If validation images are training images.
-    """
+def open_images(args: argparse.Namespace, described: Described) -> tuple[ImageDataset, ImageDataset, str]:
+    """Open training and validation images, with the classes in the network's order, and how that was found."""
     preprocess = preprocessing.preprocess_from(args, described.preparation)
     numbers = None if args.task is None else task_type(args.task).has_numbers
     opened = partial(open_dataset, preprocess=preprocess, numbers=numbers, target=args.target, unit=args.unit)
     train, note = in_network_order(opened(args.train, split="train"), described.classes)
     val, _ = in_network_order(opened(args.val, split="val").in_order(train.classes), described.classes)
-    check_disjoint(train, val)  # Before --max-images leaves out training images, which the network has seen too.
-    return FitData.of(train, val, seed=args.seed, task=args.task or FitSettings.task, max_images=args.max_images), note
+    return train, val, note
 
 
 def check_disjoint(train: ImageDataset, val: ImageDataset) -> None:
@@ -144,7 +141,7 @@ def check_disjoint(train: ImageDataset, val: ImageDataset) -> None:
     Raises:
         UsageError: If more are shared.
     """
-    shared = shared_images(train, val)
+    shared = shared_images(train, val, partial(track, total=len(train), description="comparing"))
     if shared > REPEATED * len(val):
         raise UsageError(
             f"expected --val to be images that the network was not trained on, {shared} of the {len(val)} images of "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -20,12 +20,20 @@ COMPARED_VALUES: Final = 4096
 """Maximum number of values that the key of an image in an array is made of."""
 
 
-def shared_images(train: ImageDataset, val: ImageDataset) -> int:
-    """Return how many images of ``val`` are images of ``train``; of files their copies count, whatever their names."""
+def shared_images(train: ImageDataset, val: ImageDataset, show: Callable[[Sequence[int]], Iterable[int]] = iter) -> int:
+    """Return how many images of ``val`` are images of ``train``; of files their copies count, whatever their names.
+
+    Args:
+        train: Training images.
+        val: Validation images.
+        show: Yields the positions of the training images, and shows how many are done.
+    """
+    sizes = {_file_size(val, position) for position in range(len(val))}
     keys = [*image_keys(val)]
     contents: dict[bytes, set[bytes | None]] = {key: set() for key in keys}
-    for position, key in enumerate(image_keys(train)):
-        if key in contents:
+    for position in show(range(len(train))):
+        # A file is opened only where a validation image has its size: on a network that takes most of the time.
+        if _file_size(train, position) in sizes and (key := _key(train, position)) in contents:
             contents[key].add(_content(train, position))
     unreadable = {None}
     # Different images may have one key: of bitmaps with the same background nearly all do.
@@ -37,16 +45,25 @@ def shared_images(train: ImageDataset, val: ImageDataset) -> int:
 
 def image_keys(data: ImageDataset) -> Iterator[bytes]:
     """Yield a key for each image; copies of it have the same key, and of other images in a data set mostly few."""
-    for position in range(len(data)):
-        match _origin(data, position):
-            case FileSource() as files, index:
-                key = files.sample(index)
-            case TensorSource(images=images), index:
-                values = images[index].reshape(-1)
-                key = values[:: max(1, len(values) // COMPARED_VALUES)].tobytes()
-            case source, index:
-                key = source.fingerprint(index)
-        yield _digest(key)
+    return (_key(data, position) for position in range(len(data)))
+
+
+def _key(data: ImageDataset, position: int) -> bytes:
+    match _origin(data, position):
+        case FileSource() as files, index:
+            key = files.sample(index)
+        case TensorSource(images=images), index:
+            values = images[index].reshape(-1)
+            key = values[:: max(1, len(values) // COMPARED_VALUES)].tobytes()
+        case source, index:
+            key = source.fingerprint(index)
+    return _digest(key)
+
+
+def _file_size(data: ImageDataset, position: int) -> int | None:
+    """Return the size of an image's file; None for an image in memory."""
+    source, index = _origin(data, position)
+    return source.size(index) if isinstance(source, FileSource) else None
 
 
 def _content(data: ImageDataset, position: int) -> bytes | None:

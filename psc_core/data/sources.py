@@ -150,6 +150,10 @@ class FileSource:
         except (ImageError, OSError):
             return bytes(self.names[index])
 
+    def size(self, index: int) -> int:
+        """Return the size of the file, bytes; -1 where there is none."""
+        return self._size_and_time(index)[0]
+
     def modified_ns(self, index: int) -> int:
         return self._size_and_time(index)[1]
 

@@ -19,4 +19,5 @@ def test_rejects_training_images_as_validation(  # type: ignore[no-untyped-def]
     code, printed, err = run(capsys, cli.main, args)
     assert code == 2
     assert "are images of --train too" in err and "hold some images out" in err
+    assert "comparing " in err, "its progress"
     assert "layer" not in printed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from PIL import Image
 from psc_core.data.cache import cached
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.data.overlap import shared_images
-from psc_core.data.sources import ArraySource, EncodedSource, TensorSource
+from psc_core.data.sources import ArraySource, EncodedSource, FileSource, TensorSource
 from psc_core.data.spec import image_folder
 from psc_core.images.preprocess import PRESETS, Preprocess
 
@@ -107,3 +108,22 @@ def test_an_image_that_cannot_be_read_is_none_of_them(tmp_path: Path) -> None:
 def test_images_in_memory(kind: str) -> None:
     assert shared_images(held(kind, range(10)), held(kind, range(6, 20))) == 4
     assert shared_images(held(kind, range(10)), held(kind, range(10, 20))) == 0
+
+
+def test_training_files_are_opened_only_where_a_validation_file_has_their_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, sizes in {"train": (1, 2, 3, 3, 4, 500, 501), "val": (3, 501, 600)}.items():
+        (tmp_path / name / "a").mkdir(parents=True)
+        for number, size in enumerate(sizes):
+            (tmp_path / name / "a" / f"{number}.png").write_bytes(bytes([number % 2]) * size)
+    train, val = (image_folder(tmp_path / name, MNIST) for name in ("train", "val"))
+    opened: list[Path] = []
+    sample = FileSource.sample
+    monkeypatch.setattr(
+        FileSource, "sample", lambda files, index: (opened.append(files.path(index)), sample(files, index))[1]
+    )
+    shown: list[Sequence[int]] = []
+    assert shared_images(train, val, lambda positions: shown.append(positions) or positions) == 1
+    assert [path.name for path in opened if path.is_relative_to(tmp_path / "train")] == ["2.png", "3.png", "6.png"]
+    assert shown == [range(7)]
