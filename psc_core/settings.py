@@ -52,7 +52,7 @@ def _facts(
         values: The numbers that it may be.
         stage: The only stage that reads it; None: several do.
         calibrates: Whether the calibration of a fitted model reads it too.
-        of_machine: Whether it suits the machine, so that a fit on another one does not repeat it.
+        of_machine: Whether it suits the machine; the command that fits an older bundle again leaves it out.
     """
     return {"values": values, "stage": stage, "calibrates": calibrates, "of_machine": of_machine}
 
