@@ -57,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
 def evaluate(args: argparse.Namespace) -> None:
     """Measure the bundle, print the report, and write it where ``--out`` says."""
     from psc_core.bundle.io import read_bundle
+    from psc_core.data.spec import unread_files
     from psc_core.evaluation.evaluate import check_images, seen_warning
     from psc_core.evaluation.evaluate import evaluate as measure
     from psc_core.model.load import model_class_of
@@ -76,6 +77,8 @@ def evaluate(args: argparse.Namespace) -> None:
     task = module_of(model.task.name, "psc_core.evaluation.{}")
     id_data = task.open_images(model, args.id, target=args.target)
     check_images(model, id_data)
+    for line in unread_files(id_data):
+        print(line)
     ood = open_others(args.ood, model.preprocess)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)

@@ -192,9 +192,11 @@ def test_eval_without_images_of_a_class(tiny_bundle: Path, data_root: Path, tmp_
     for index in kept:
         pixels, label = digits.image(index)[0], int(digits.first_labels()[index])
         Image.fromarray(pixels).save(tmp_path / "test" / str(label) / f"{index}.png")
+    (tmp_path / "test" / "loose.png").touch()
     words = ["--bundle", str(tiny_bundle), "--allow-factories", "tests.tiny:network", "--device", "cpu"]
-    code, _, err = run(
+    code, out, err = run(
         capsys, cli_eval.main, [*words, "--id", str(tmp_path / "test"), "--out", str(tmp_path / "report")]
     )
     assert code == 0, err
+    assert "not read, beside the class folders: 1 .png" in out
     assert json.loads((tmp_path / "report" / "report.json").read_text())["images"] == 30
