@@ -66,11 +66,12 @@ class PSC(FittedModel):
             >>> import torch
             >>> from torch import nn
             >>> from torch.utils.data import DataLoader, TensorDataset
-            >>> images, labels = torch.randn(400, 1, 8, 8), torch.arange(400) % 4
-            >>> images += labels[:, None, None, None]
+            >>> labels = torch.arange(400) % 4
+            >>> images = (torch.rand(400, 1, 8, 8) + labels[:, None, None, None]) / 4
             >>> train, val = TensorDataset(images[:200], labels[:200]), TensorDataset(images[200:], labels[200:])
             >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
-            >>> psc = PSC.fit(net, DataLoader(train, batch_size=64, shuffle=True), val, layer="0", head="duq")
+            >>> loader = DataLoader(train, batch_size=64, shuffle=True)
+            >>> psc = PSC.fit(net, loader, val, mean=0.0, std=1.0, layer="0", head="duq")
             >>> psc(images[:3]).probabilities.shape
             torch.Size([3, 4])
 

@@ -70,11 +70,12 @@ class PSCRegressor(FittedModel):
             >>> import torch
             >>> from torch import nn
             >>> from torch.utils.data import TensorDataset
-            >>> images = torch.randn(400, 1, 8, 8)
+            >>> images = torch.rand(400, 1, 8, 8)
             >>> pairs = TensorDataset(images[:200], images[:200].mean((1, 2, 3)))
             >>> others = TensorDataset(images[200:], images[200:].mean((1, 2, 3)))
             >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 1))
-            >>> model = PSCRegressor.fit(net, pairs, others, layer="0", target="age", unit="years")
+            >>> settings = {"mean": 0.0, "std": 1.0, "layer": "0"}
+            >>> model = PSCRegressor.fit(net, pairs, others, target="age", unit="years", **settings)
             >>> str(model.target), model(images[:3]).interval.shape
             ('age, years', torch.Size([3, 2]))
 
