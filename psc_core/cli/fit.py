@@ -197,8 +197,6 @@ def fit(args: argparse.Namespace) -> None:
         print(estimate(job, args.max_bad_images))
         return
     provenance = checked_provenance(job)
-    # Before the images are decoded, for hours perhaps; whether the checkpoint is of this job is only known after that.
-    flags.check_no_bundle(job.out, args.overwrite or (job.stages_folder.exists() and not args.fresh))
     job = decoded(job, args)
     if any(job.data.left_out):
         provenance |= origins_of(job.data)

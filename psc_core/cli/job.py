@@ -79,7 +79,7 @@ class Job(FitJob):
     @property
     def stages_folder(self) -> Path:
         """The folder of the checkpoint, beside the bundle."""
-        return self.out.with_name(f".{self.out.name}.stages")
+        return _stages_folder(self.out)
 
     def opening(self) -> list[str]:
         """Return the lines that say what is fitted to what."""
@@ -116,6 +116,8 @@ def open_job(args: argparse.Namespace) -> Job:
     check_target(out)
     if len(name) > MAX_NAME:
         raise UsageError(f"expected a --name of at most {MAX_NAME} characters, got {len(name)}")
+    if not args.dry_run:  # Now rather than after hours; whether the checkpoint is of this job is only known then.
+        flags.check_no_bundle(out, args.overwrite or (_stages_folder(out).exists() and not args.fresh))
     network = load(args, described, data.task.network_outputs(data.train.classes))
     compute = settings.compute(Reducer.start() if args.distributed else None)
     check_runs(network, data, compute)
@@ -123,6 +125,10 @@ def open_job(args: argparse.Namespace) -> Job:
     folder = Path(args.cache) if args.cache else None
     cache = None if args.cache == "off" else PixelCache(folder, compute.reducer.world)
     return Job(data, settings, compute, out, name, network, order_note, cache)
+
+
+def _stages_folder(out: Path) -> Path:
+    return out.with_name(f".{out.name}.stages")
 
 
 def open_images(args: argparse.Namespace, described: Described) -> tuple[ImageDataset, ImageDataset, str]:
