@@ -137,8 +137,7 @@ def open_images(args: argparse.Namespace, described: Described) -> tuple[ImageDa
     numbers = None if args.task is None else task_type(args.task).has_numbers
     opened = partial(open_dataset, preprocess=preprocess, numbers=numbers, target=args.target, unit=args.unit)
     train, note = in_network_order(opened(args.train, split="train"), described.classes)
-    val, _ = in_network_order(opened(args.val, split="val").in_order(train.classes), described.classes)
-    return train, val, note
+    return train, opened(args.val, split="val"), note
 
 
 def check_disjoint(train: ImageDataset, val: ImageDataset) -> None:

@@ -32,7 +32,6 @@ from psc_core import (
 )
 from psc_core.bundle.manifest import HISTORY
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.sources import ImageSource, RawImage
 from psc_core.errors import DataError, LoaderWarning, NetworkError, UsageError
 from psc_core.images.preprocess import Preprocess
 from psc_core.model.base import TRIAL_IMAGES
@@ -41,6 +40,7 @@ from psc_core.report.facts import facts_about
 from tests import tiny
 from tests.conftest import TinyJob
 from tests.folders import transformer
+from tests.psc_core.fitting.support import Counted
 
 MNIST = PRESETS["mnist"]
 TRANSFORM = transforms.Compose(
@@ -234,38 +234,24 @@ class Branching(nn.Sequential):
         return logits
 
 
-@dataclass(frozen=True)
-class Counted:
-    """Images that count how often each is read, the first of them damaged."""
+class Damaged(Counted):
+    """Images of which the first cannot be decoded."""
 
-    origin: ImageSource
-    reads: npt.NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.origin)
-
-    def read(self, index: int, preprocess: Preprocess) -> RawImage:
+    def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
         if index == 0:
             raise DataError("the first image is damaged")
-        self.reads[index] += 1
-        return self.origin.read(index, preprocess)
-
-    def fingerprint(self, index: int) -> bytes:
-        return self.origin.fingerprint(index)
-
-    def modified_ns(self, index: int) -> int:
-        return self.origin.modified_ns(index)
+        return super().read(index, preprocess)
 
 
 def test_files_are_decoded_once_and_damaged_ones_left_out(net: nn.Module, folders: Path) -> None:
     opened = [open_dataset(str(folders / split), split=split, preprocess=MNIST) for split in ("train", "val")]
-    counts = [np.zeros(len(data), np.int64) for data in opened]
-    data = [replace(each, source=Counted(each.source, reads)) for each, reads in zip(opened, counts, strict=True)]
+    sources = [Damaged(each.source) for each in opened]
+    data = [replace(each, source=source) for each, source in zip(opened, sources, strict=True)]
     with pytest.warns(
         UserWarning, match=r"left out: the first image is damaged; .*; left out 2 that cannot be decoded"
     ):
         psc = PSC.fit(net, *data, **QUICK)
-    assert all((reads[1:] == 1).all() for reads in counts)
+    assert all(source.reads == dict.fromkeys(range(1, len(source)), 1) for source in sources)
     assert len(psc.calibration) == len(opened[1]) // 2  # half of those that are left, rounded up
 
 
