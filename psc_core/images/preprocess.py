@@ -100,7 +100,7 @@ class Preprocess:
         if len(self.mean) != self.channels or len(self.std) != self.channels:
             raise UsageError(
                 f"expected {self.channels} means and stds for mode {self.mode}, got "
-                f"{len(self.mean)} and {len(self.std)}"
+                f"{len(self.mean)} and {len(self.std)}; give one of each for every channel"
             )
         if min(self.std) <= 0:
             raise UsageError(f"expected positive stds, got {self.std}")

@@ -149,6 +149,13 @@ def test_text_says_how_an_image_becomes_an_input() -> None:
     assert str(PRESETS["mnist"]) == "L, resized to 28 × 28 pixels, bilinear; mean 0.1307; std 0.3081"
 
 
+def test_says_what_to_give_where_statistics_are_too_few() -> None:
+    with pytest.raises(
+        UsageError, match="expected 3 means and stds for mode RGB, got 1 and 1; give one of each for every"
+    ):
+        Preprocess("RGB", 8, 8, None, (0.5,), (0.25,))
+
+
 @pytest.mark.parametrize(
     "fields",
     [
