@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, Self, TypeVar, get_args
+from typing import Any, Final, Literal, Self, get_args
 
 from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
@@ -26,7 +26,6 @@ from psc_core.tasks.regression.policy import MaxWidth
 BACKLOG: Final = 2048
 """The number of connections that may wait to be accepted."""
 
-AnyPolicy = TypeVar("AnyPolicy", bound=BasePolicy)
 
 _DECISIONS: Final = (
     "abstained",
@@ -341,10 +340,10 @@ class Settings(BaseSettings):
         pairs = [entry.partition(":") for entry in self.log_images]
         return {name: _number(text) if colon else 1.0 for name, colon, text in pairs}
 
-    def policy(self, default: AnyPolicy) -> AnyPolicy:
-        """Return a bundle's policy with the thresholds that are set here; other thresholds stay the bundle's."""
-        own = {name: getattr(self, name, None) for name in type(default).model_fields}
-        return default.model_copy(update={name: value for name, value in own.items() if value is not None})
+    def thresholds(self, policy: type[BasePolicy]) -> dict[str, float]:
+        """Return the thresholds of a policy that are set here, by name; the others are the bundle's."""
+        own = {name: getattr(self, name, None) for name in policy.model_fields}
+        return {name: value for name, value in own.items() if value is not None}
 
     @classmethod
     def settings_customise_sources(

@@ -143,7 +143,7 @@ def compare(run: Run, model: PSC, sets: Mapping[str, tuple[ImageDataset, Callabl
             chosen[f"informative, {others}"] = log.at(informative(log.outputs)[:others])
             chosen[f"accepted, {others}"] = log.at(accepted(model, log.outputs)[:others])
             for how, labelled in chosen.items():
-                calibration, policy = calibrated(labelled, settings, model.policy)
+                calibration, policy = calibrated(labelled, settings)
                 found.setdefault(how, []).append(kept(model, calibration, policy, after))
         rows[name] = {how: {key: [each[key] for each in all_] for key in MEASURED} for how, all_ in found.items()}
     return {
@@ -185,14 +185,13 @@ def accepted(model: PSC, outputs: Outputs[Tensor]) -> Tensor:
     return torch.from_numpy(decisions.decision == 0).nonzero()[:, 0]
 
 
-def calibrated(labelled: Seen, settings: FitSettings, before: BasePolicy) -> tuple[BaseCalibration, BasePolicy]:
-    """Return calibration and policy by the labels of some images; what these cannot show stays as before."""
+def calibrated(labelled: Seen, settings: FitSettings) -> tuple[BaseCalibration, BasePolicy]:
+    """Return calibration and policy by the labels of some images."""
     outputs = labelled.outputs
     scores = Scored({name: outputs[name] for name in outputs.scores}, outputs.probabilities)
     fit = task_fit("classification")
-    found = fit.calibrate(scores, outputs["ood_score"].contiguous(), labelled.images, settings)
-    policy, _ = fit.kept_policy(found.policy, before, found.metrics)
-    return found.calibration, policy
+    found = fit.calibrate(scores, outputs["ood_score"].contiguous(), labelled.images, settings, or_higher=True)
+    return found.calibration, found.policy
 
 
 def kept(model: PSC, calibration: BaseCalibration, policy: BasePolicy, after: Seen) -> Json:

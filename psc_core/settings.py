@@ -87,7 +87,8 @@ class FitSettings:
     predictions: str = field(default="auto", metadata=_facts(stage=Stage.LAST))
     alpha: float = field(default=0.05, metadata=_facts(FRACTION, stage=Stage.LAST, calibrates=True))
     coverage: float = field(default=0.95, metadata=_facts(FRACTION, stage=Stage.LAST, calibrates=True))
-    risk: float = field(default=0.05, metadata=_facts(FRACTION, stage=Stage.LAST, calibrates=True))
+    # Of accepted images; None: the lowest of a few that can be shown.
+    risk: float | None = field(default=None, metadata=_facts(FRACTION, stage=Stage.LAST, calibrates=True))
     # Of an interval, in the target's unit; None: no limit.
     max_width: float | None = field(default=None, metadata=_facts(POSITIVE_NUMBER, stage=Stage.LAST, calibrates=True))
     ood_score: str = field(default="gates", metadata=_facts(stage=Stage.LAST))

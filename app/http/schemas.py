@@ -87,7 +87,10 @@ class ModelDocument(Document):
     classes: ClassNames
     input: dict[str, Any] = Field(description="The preprocessing of images.")
     policy: _AnyPolicy
-    notes: list[str] = Field(description="Remarks on decisions by this policy, such as `No image is called ambiguous`.")
+    notes: list[str] = Field(
+        description="What is promised of accepted images, or why none is accepted; then remarks on decisions by this "
+        "policy, such as `no image is called ambiguous`."
+    )
     calibration: CalibrationDocument
     report: dict[str, Any] = Field(description="The measurements of the fit: collapse, metrics, provenance.")
     models: list[str] = Field(description="The names of all served models, the default first.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,9 @@ from psc_core.model import Backend
 from psc_core.model.base import FittedModel
 from psc_core.tasks.decide import BaseDecisions, BaseThresholds
 from psc_core.tasks.outputs import FloatArray, Outputs
+from psc_core.tasks.policy import BasePolicy
+
+logger = logging.getLogger("psc.model")
 
 
 class Predicted(NamedTuple):
@@ -67,6 +71,11 @@ class ServedModel:
         reference = {"name": self.name, "version": self.model.version, "layer": self.model.layer}
         return {"model": reference, **self.model.task.model_dump()}
 
+    @property
+    def headline(self) -> str:
+        """The sentence on what is promised of accepted images."""
+        return self.thresholds.policy.headline(self.model.report.get("metrics", {}))
+
     def thresholds_with(self, **changes: float) -> BaseThresholds:
         """Return the thresholds of a request that changes some of the policy's values.
 
@@ -76,7 +85,8 @@ class ServedModel:
         if not changes:
             return self.thresholds
         try:
-            return self.model.calibration.thresholds(self.thresholds.policy.model_copy(update=changes))
+            calibration = self.model.calibration
+            return calibration.thresholds(calibration.changed(self.thresholds.policy, changes))
         except UsageError as error:
             raise UnattainableAlpha(str(error)) from error
 
@@ -151,11 +161,12 @@ class ModelStarter:
             DeviceError: If the network failed while it was warmed up.
         """
         try:
-            thresholds = model.calibration.thresholds(self._settings.policy(model.policy))
+            changes = self._settings.thresholds(type(model.policy))
+            thresholds = model.calibration.thresholds(model.calibration.changed(model.policy, changes))
             backend, step = await asyncio.to_thread(self._step, model)
         except (UsageError, NetworkError) as error:
             raise BundleError(f"model {name!r}: {error}") from error
-        recorder = self._recorder(name, model, thresholds.policy.alpha)
+        recorder = self._recorder(name, model, thresholds.policy)
         log = None if self._log is None else self._log.log_of(name, model)
         engine = Engine(
             name,
@@ -170,7 +181,9 @@ class ModelStarter:
         except BaseException:  # Also if cancelled: the thread that warms up would keep the model in memory.
             await engine.close(within_s=0)
             raise
-        return ServedModel(name, model, backend, engine, thresholds, recorder, log)
+        served = ServedModel(name, model, backend, engine, thresholds, recorder, log)
+        logger.info("%s: %s", name, served.headline)
+        return served
 
     def close(self) -> None:
         """End the decode threads."""
@@ -209,12 +222,12 @@ class ModelStarter:
             shares_cores=device.type == "cpu",
         )
 
-    def _recorder(self, name: str, model: FittedModel, alpha: float) -> ModelRecorder:
+    def _recorder(self, name: str, model: FittedModel, policy: BasePolicy) -> ModelRecorder:
         drift = DriftMonitor(
             len(model.calibration.ood_scores),
-            alpha,
+            policy.alpha,
             false_alarm_probability=self._settings.drift_false_alarm / self._settings.drift_monitors,
             window=self._settings.drift_window,
         )
         limit = self._settings.max_queue_images
-        return ModelRecorder(name, model, alpha=alpha, queue_limit=limit, metrics=self._metrics, drift=drift)
+        return ModelRecorder(name, model, policy=policy, queue_limit=limit, metrics=self._metrics, drift=drift)

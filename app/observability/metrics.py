@@ -105,6 +105,12 @@ class Metrics:
         "The policy's alpha: images with p ≤ alpha are out of distribution.",
         multiprocess_mode="livemax",
     )
+    psc_risk = Metric(
+        Gauge,
+        ("model",),
+        "Of accepted images at most this fraction is wrong, with 95 % confidence; 1: nothing shows how many.",
+        multiprocess_mode="livemax",
+    )
     psc_reloads_total = Metric(Counter, ("model", "result"), "Reloads: `ok` or `failed`.")
     psc_drift_log_martingale = Metric(
         Gauge, ("model",), "Logarithm of the conformal test martingale.", multiprocess_mode="livemax"

@@ -25,6 +25,7 @@ from psc_core.calibration.conformal import decision_p_value
 from psc_core.model.base import FittedModel
 from psc_core.tasks.decide import BaseDecisions
 from psc_core.tasks.outputs import FloatArray, Outputs
+from psc_core.tasks.policy import BasePolicy
 
 logger = logging.getLogger("psc.drift")
 
@@ -43,14 +44,21 @@ class ModelRecorder:
     Args:
         name: The name of the served model.
         model: The fitted model.
-        alpha: The policy's false-alarm rate.
+        policy: The thresholds of requests that set none.
         queue_limit: The maximum number of images in the model's queue.
         metrics: The application's metrics.
         drift: The monitor of the model's p-values.
     """
 
     def __init__(
-        self, name: str, model: FittedModel, *, alpha: float, queue_limit: int, metrics: Metrics, drift: DriftMonitor
+        self,
+        name: str,
+        model: FittedModel,
+        *,
+        policy: BasePolicy,
+        queue_limit: int,
+        metrics: Metrics,
+        drift: DriftMonitor,
     ) -> None:
         self._name = name
         self._task = served_task(model.task)
@@ -58,8 +66,8 @@ class ModelRecorder:
         labels = self._task.metric_labels(model.classes)
         self._labels = (*labels[:MAX_LABELS], *[OTHER] * (len(labels) - MAX_LABELS))
         self._outputs_of = model.outputs
-        self._alpha = alpha
-        self._ood_threshold = decision_p_value(alpha, len(model.calibration.ood_scores))
+        self._policy = policy
+        self._ood_threshold = decision_p_value(policy.alpha, len(model.calibration.ood_scores))
         self.queue_limit = queue_limit
         self._identity = {"version": model.version, "layer": model.layer, "device": str(model.device)}
         self._metrics = metrics
@@ -149,7 +157,9 @@ class ModelRecorder:
         """Expose the model's identity and drift, and its counters at 0, because a rate needs a first value."""
         name, metrics = self._name, self._metrics
         self._info().set(1.0)
-        metrics.psc_alpha.labels(model=name).set(self._alpha)
+        metrics.psc_alpha.labels(model=name).set(self._policy.alpha)
+        if (rate := self._policy.largest_error_rate()) is not None:
+            metrics.psc_risk.labels(model=name).set(rate)
         metrics.psc_queue_limit_images.labels(model=name).set(self.queue_limit)
         metrics.psc_ood_total.labels(model=name)
         for result in ("ok", "failed"):

@@ -101,8 +101,15 @@ def _add_answer_flags(group: _Group) -> None:
     group.add_argument("--head", choices=sum(heads_of.values(), ()), help=text)
     _add_rate(group, "--alpha", "false-alarm rate of the OOD decision")
     _add_rate(group, "--coverage", "coverage of the prediction sets, or of the intervals of a regression")
-    _add_rate(group, "--risk", "maximum error rate of images below the ambiguity threshold, with 95 %% confidence")
-    text = "widest interval that counts as certain, in the unit of the numbers, for a regression (default: no limit)"
+    text = (
+        "maximum error rate of accepted images, shown with 95 %% confidence or the fit ends; auto: the lowest of 0.05, "
+        "0.1, 0.15 and 0.2 that can be shown, and nothing is accepted where none can be (default: auto)"
+    )
+    group.add_argument("--risk", type=RANGES["risk"].parse_or_auto, metavar="RATE|auto", help=text)
+    text = (
+        "widest interval that counts as certain, in the unit of the numbers, for a regression (default: the width of "
+        "an interval that is the same for all images)"
+    )
     group.add_argument("--max-width", type=RANGES["max_width"].parse, metavar="WIDTH", help=text)
     text = (
         "keep thumbnails of N training images, some of each class, to show the nearest ones to an image (default: none)"

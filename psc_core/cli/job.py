@@ -23,10 +23,9 @@ from psc_core.cli.provenance import job_of, provenance_of
 from psc_core.collapse.report import CollapseReport, to_csv
 from psc_core.compute.distributed import Reducer
 from psc_core.compute.passes import Compute, track
-from psc_core.compute.readable import only_readable
 from psc_core.data.cache import PixelCache
 from psc_core.data.classes import in_network_order
-from psc_core.data.dataset import ImageDataset, drawn
+from psc_core.data.dataset import ImageDataset
 from psc_core.data.overlap import REPEATED, shared_images
 from psc_core.data.spec import open_dataset, unread_files
 from psc_core.errors import UsageError
@@ -47,7 +46,6 @@ from psc_core.report.collect import collect_fit
 from psc_core.report.content import Content
 from psc_core.report.facts import facts_about
 from psc_core.settings import FitSettings
-from psc_core.tasks.fit.task import FIRST_LOOK_IMAGES
 from psc_core.tasks.task import task_type
 
 
@@ -176,11 +174,8 @@ def check_runs(network: LoadedNetwork, data: FitData, compute: Compute) -> None:
 
 def look(job: Job, max_bad_images: int) -> str:
     """Return how good the plain network is on a few random images, which people see before all are decoded."""
-    data = job.data
-    train, val = (
-        only_readable(drawn(images, FIRST_LOOK_IMAGES, data.seed), max_bad_images) for images in (data.train, data.val)
-    )
-    return data.task_fit.first_look(job.network.net, train, val, job.compute)
+    found = job.first_look(job.network.net, max_bad_images)
+    return "\n".join([found.text, *([f"warning: {found.warning}"] if found.warning else [])])
 
 
 def checked_provenance(job: Job) -> dict[str, Any]:

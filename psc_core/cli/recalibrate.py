@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from psc_core.arguments import open_unit_interval, positive_number
+from psc_core.arguments import FRACTION, open_unit_interval, positive_number
 from psc_core.cli import flags
 from psc_core.errors import UsageError
 
@@ -35,9 +35,13 @@ def parser() -> argparse.ArgumentParser:
     for name, text in (
         ("--alpha", "false-alarm rate of the OOD decision"),
         ("--coverage", "coverage of the prediction sets, or of the intervals of a regression"),
-        ("--risk", "maximum error rate of images below the ambiguity threshold, for a classifier"),
     ):
         cli.add_argument(name, type=open_unit_interval, metavar="RATE", help=f"{text} (default: the bundle's)")
+    text = (
+        "maximum error rate of accepted images, for a classifier; auto: the lowest of 0.05, 0.1, 0.15 and 0.2 that can "
+        "be shown (default: the bundle's, or else as auto)"
+    )
+    cli.add_argument("--risk", type=FRACTION.parse_or_auto, metavar="RATE|auto", default=argparse.SUPPRESS, help=text)
     text = (
         "widest interval that counts as certain, in the unit of the numbers, for a regression (default: the bundle's)"
     )
@@ -74,8 +78,9 @@ def recalibrate(args: argparse.Namespace) -> None:
         seen_examples(model)
     audit = read_audit(log, model, args.model, **span)
     more = read_outside(log, model, args.model, **span) if args.extend_density else None
-    asked = {name: getattr(args, name) for name in ("alpha", "coverage", "risk", "max_width")}
+    asked = {name: getattr(args, name) for name in ("alpha", "coverage", "max_width")}
     changes = {name: value for name, value in asked.items() if value is not None}
+    changes |= {name: value for name, value in vars(args).items() if name == "risk"}
     print(audit.summary(), flush=True)
     found = recalibrate_from_audit(model, audit, changes, more)
     print(*found.lines, *(f"warning: {text}" for text in found.warnings), sep="\n")

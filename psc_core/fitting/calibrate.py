@@ -25,7 +25,7 @@ from psc_core.calibration.conformal import check_rates
 from psc_core.calibration.weighted import effective_count, equal_scores
 from psc_core.compute.passes import Compute, track_images
 from psc_core.data.dataset import ImageDataset
-from psc_core.errors import UsageError
+from psc_core.errors import UsageError, warn
 from psc_core.fitting.job import FitJob
 from psc_core.fitting.record import rounded
 from psc_core.gates.combined import readings_of
@@ -36,7 +36,7 @@ from psc_core.model.pipeline import Pipeline, Scorer, ood_score_of
 from psc_core.settings import FitSettings, settings_where
 from psc_core.tasks.fit.task import Calibrated, TaskFit, task_fit
 from psc_core.tasks.head import Scored
-from psc_core.tasks.policy import GUARANTEED_RISK, BasePolicy
+from psc_core.tasks.policy import BasePolicy
 from psc_core.thumbnails.thumbnails import Thumbnails
 from psc_core.version import __version__
 
@@ -72,7 +72,13 @@ def calibrate_scorer(
 
 
 def calibrate_pipeline(
-    pipeline: Pipeline, fit: TaskFit, data: ImageDataset, settings: FitSettings, weights: Tensor | None = None
+    pipeline: Pipeline,
+    fit: TaskFit,
+    data: ImageDataset,
+    settings: FitSettings,
+    weights: Tensor | None = None,
+    *,
+    or_higher: bool = False,
 ) -> tuple[Pipeline, Calibrated]:
     """Return a pipeline calibrated again, on ``data`` alone.
 
@@ -84,13 +90,14 @@ def calibrate_pipeline(
         data: Images that nothing was chosen on.
         settings: The rates.
         weights: How many images each one stands for; None where each stands for itself.
+        or_higher: Whether a higher risk may take the place of the one in the settings that cannot be shown.
 
     Raises:
-        UsageError: If so few images cannot keep the rates.
+        UsageError: If so few images cannot keep the rates, or a risk that has to be shown cannot be.
         FitError: If scores are not finite.
     """
-    fit.check(settings)
     images = len(data) if weights is None else effective_count(weights)
+    fit.check(settings.changed({"risk": None}) if or_higher else settings, images)
     check_rates(images, alpha=settings.alpha, coverage=settings.coverage)
     scored = score_dataset(pipeline.scorer, data, settings.compute(), "calibration")
     gates = pipeline.gates
@@ -99,7 +106,7 @@ def calibrate_pipeline(
         readings = torch.stack([reading[equal_scores(reading, weights)] for reading in each])
         gates = gates.calibrated_on(readings)
     ood_score, _ = ood_score_of(scored.scores, gates)
-    calibrated = fit.calibrate(scored, ood_score, data, settings, weights)
+    calibrated = fit.calibrate(scored, ood_score, data, settings, weights, or_higher=or_higher)
     scores = calibrated.calibration.ood_scores
     return pipeline.with_scorer(pipeline.scorer, scores=scores, gates=gates), calibrated
 
@@ -109,8 +116,6 @@ def with_calibration(
     pipeline: Pipeline,
     found: Calibrated,
     data: ImageDataset,
-    *,
-    policy: BasePolicy,
     entry: Mapping[str, Any],
 ) -> FittedModel:
     """Return ``model`` with a pipeline that was calibrated again, and no version: no bundle holds it yet.
@@ -120,7 +125,6 @@ def with_calibration(
         pipeline: The pipeline from :func:`calibrate_pipeline`.
         found: The calibration from the same call.
         data: The images that calibrated it.
-        policy: The policy of both, from :meth:`.TaskFit.kept_policy`.
         entry: What the provenance records of the images; the version before and that of psc_core are added.
     """
     metrics = {**model.report.get("metrics", {}), **found.metrics}
@@ -130,7 +134,7 @@ def with_calibration(
         model,
         pipeline=pipeline,
         calibration=found.calibration,
-        policy=policy,
+        policy=found.policy,
         report={
             **model.report,
             "metrics": rounded(metrics),
@@ -139,6 +143,12 @@ def with_calibration(
         version="",
         trial=trial_of(data),
     )
+
+
+def warn_of_policy(policy: BasePolicy, metrics: Mapping[str, Any]) -> None:
+    """Warn where what a policy promises of accepted images is less than a user expects."""
+    if policy.surprises(metrics):
+        warn(policy.headline(metrics))
 
 
 def temper(pipeline: Pipeline, fit: TaskFit, data: ImageDataset, settings: FitSettings) -> Pipeline:
@@ -170,9 +180,14 @@ def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:
         raise UsageError(
             f"calibration of a {model.task.noun} does not read {', '.join(sorted(unread))}; it takes {', '.join(known)}"
         )
-    rates = {name: value for name, value in model.policy.model_dump().items() if name in known}
-    risk = model.report.get("metrics", {}).get("risk", {}).get(GUARANTEED_RISK, FitSettings.risk)
-    return FitSettings(risk=risk, device=model.device, **rates).changed(changes)
+    rates = {name: value for name, value in model.policy.model_dump().items() if name in known and name != "risk"}
+    return FitSettings(device=model.device, **rates, risk=risk_asked(model)).changed(changes)
+
+
+def risk_asked(model: FittedModel) -> float | None:
+    """Return the risk that the user of a fit asked for; None where it was left to the fit."""
+    asked = model.report.get("metrics", {}).get("risk_asked")
+    return asked if isinstance(asked, float) and 0 < asked < 1 else None
 
 
 @torch.inference_mode()

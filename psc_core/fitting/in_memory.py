@@ -20,7 +20,7 @@ from psc_core.data.loader_warnings import warn_of_overlap, warn_of_repeated
 from psc_core.data.loaders import read_loader
 from psc_core.errors import NetworkError, UsageError, warn
 from psc_core.fitting import stages
-from psc_core.fitting.calibrate import calibrate_pipeline, settings_of, with_calibration
+from psc_core.fitting.calibrate import calibrate_pipeline, settings_of, warn_of_policy, with_calibration
 from psc_core.fitting.data import FitData
 from psc_core.fitting.job import FitJob
 from psc_core.images.loader_description import LoaderDescription
@@ -74,13 +74,15 @@ def fit(
         train = _named_by(net, train)
     train = _in_order_of(net, train, are_given=description.classes is not None)
     of_task = task_fit(task)
-    if of_task.takes(train):  # Before hours are spent on reading the others; otherwise the error comes below.
+    predicts = of_task.takes(train)
+    if predicts:  # Before hours are spent on reading the others; otherwise the error comes below.
         device, outputs = compute.device, of_task.task(train).network_outputs(train.classes)
         try:
             check_output(net.to(device), trial_input(train.preprocess).to(device), outputs, name=type(net).__name__)
         except NetworkError as error:
             if description.classes is None:
                 raise
+            predicts = False
             if chosen.predictions == "auto":
                 warn(f"the head will predict, the network itself cannot: {error}")
         if train.preprocess.is_known and recipe_of(net) is None:
@@ -93,11 +95,14 @@ def fit(
     if not train.preprocess.is_known:
         warn(f"the fitted model predicts tensors, but cannot be saved: {MAKE_KNOWN}")
     job = FitJob(_decoded(data, chosen), chosen, compute)
+    if predicts and (warning := job.first_look(net.to(compute.device)).warning):
+        warn(warning)
     report = stages.collapse(net, job)
     candidate = report.candidate(None if chosen.layer == "auto" else chosen.layer)
     projection = stages.project(net, candidate, job)
     provenance = {"psc_version": __version__, "settings": job.settings.recorded()}
     fitted = stages.fit_model(net, candidate, projection, job, name=name, provenance=provenance)
+    warn_of_policy(fitted.model.policy, fitted.model.report["metrics"])
     return fitted.model
 
 
@@ -109,13 +114,11 @@ def calibrate_on(model: FittedModel, loader: Any, **changes: Any) -> FittedModel
     settings, fit = settings_of(model, changes), task_fit(model.task.name)
     fit.check_same(model.task, model.classes, data)
     warn_of_repeated(data)
-    pipeline, calibrated = calibrate_pipeline(model.pipeline, fit, data, settings)
-    policy, warning = fit.kept_policy(calibrated.policy, model.policy, calibrated.metrics)
-    if warning:
-        warn(warning)
+    pipeline, calibrated = calibrate_pipeline(model.pipeline, fit, data, settings, or_higher="risk" not in changes)
+    warn_of_policy(calibrated.policy, calibrated.metrics)
     count = len(data)
     entry = {"labels": count, "calibrated_on": count, "worth": count, "sha256": data.digest()}
-    return with_calibration(model, pipeline, calibrated, data, policy=policy, entry=entry)
+    return with_calibration(model, pipeline, calibrated, data, entry)
 
 
 def _named_by(net: nn.Module, train: ImageDataset) -> ImageDataset:

@@ -23,6 +23,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.data.loader_warnings import warn_of_overlap, warn_of_repeated
 from psc_core.errors import UsageError
 from psc_core.fitting import stages
+from psc_core.fitting.calibrate import warn_of_policy
 from psc_core.fitting.data import FitData
 from psc_core.fitting.job import FitJob
 from psc_core.model.base import FittedModel
@@ -228,7 +229,9 @@ def _fit(
     train, val = images
     warn_of_overlap(train, val, train, val)
     warn_of_repeated(val)
-    return stages.fit_model(net, candidate, projection, job, **recorded).model
+    model = stages.fit_model(net, candidate, projection, job, **recorded).model
+    warn_of_policy(model.policy, model.report["metrics"])
+    return model
 
 
 def _data(train: ImageDataset, val: ImageDataset, settings: FitSettings, task: str | None = None) -> FitData:

@@ -76,10 +76,13 @@ def recalibrate_from_audit(
             pipeline, calibrates = temper(pipeline, fit, real, settings), rest
             before, now = (each.scorer.head.record["temperature"] for each in (model.pipeline, pipeline))
             lines.append(f"temperature {now:.3g}, before {before:.3g}, by {len(real)} images, which do not calibrate")
-    pipeline, calibrated = calibrate_pipeline(pipeline, fit, calibrates.of_class, settings, calibrates.weights)
-    policy, warning = fit.kept_policy(calibrated.policy, model.policy, calibrated.metrics)
+    pipeline, calibrated = calibrate_pipeline(
+        pipeline, fit, calibrates.of_class, settings, calibrates.weights, or_higher="risk" not in changes
+    )
     entry = _entry(audit, calibrates, extension)
-    found = with_calibration(model, pipeline, calibrated, calibrates.of_class, policy=policy, entry=entry)
+    found = with_calibration(model, pipeline, calibrated, calibrates.of_class, entry)
+    policy = calibrated.policy
+    lines = [policy.headline(calibrated.metrics), *lines]
     lines += [
         f"alarms at alpha {policy.alpha:g} on audit images of a class: {_alarms(model, audit.of_class):.1%} "
         f"before, at most {policy.alpha:.1%} of such images now"
@@ -87,8 +90,7 @@ def recalibrate_from_audit(
     for verdict, images in audit.others.items():
         before, after = (_alarms(each, images) for each in (model, found))
         lines.append(f"alarms on the {len(images)} images with verdict {verdict}: {before:.1%} before, {after:.1%} now")
-    warnings = [warning, "" if extension is None else extension.warning()]
-    return Recalibrated(found, tuple(lines), tuple(filter(None, warnings)))
+    return Recalibrated(found, tuple(lines), tuple(filter(None, ["" if extension is None else extension.warning()])))
 
 
 def _split(audit: Audit) -> tuple[Audit, Audit]:

@@ -96,7 +96,7 @@ def checked(settings: FitSettings, data: FitData) -> FitSettings:
     """Return the settings with the task of the images and, where no head is named, the task's first.
 
     Raises:
-        UsageError: If an option is unknown, or a rate cannot be kept by so few validation images.
+        UsageError: If an option is unknown, or so few validation images cannot keep a rate.
     """
     fit = data.task_fit
     settings = settings.of_task(fit.task_type.name, fit.task_type.heads)
@@ -105,7 +105,7 @@ def checked(settings: FitSettings, data: FitData) -> FitSettings:
         ("density", tuple(DENSITIES)), ("ood_score", OOD_SCORES),
     ):  # fmt: skip
         one_of(option, getattr(settings, option), allowed, fit.task_type.noun)
-    fit.check(settings)
+    fit.check(settings, len(data.calibration))
     data.check_rates(alpha=settings.alpha, coverage=settings.coverage)
     if settings.keep_examples is not None:
         check_thumbnail_count(settings.keep_examples, len(data.train.classes))

@@ -6,11 +6,13 @@ max_c p_c; ``correct`` (n,) whether the arg max is the label.  See :mod:`.inputs
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from psc_core.metrics.inputs import by_confidence, check_same_length
+from psc_core.metrics.inputs import GUESSING_DEVIATIONS, by_confidence, check_same_length
 
 ECE_BINS = 15
 """The number of bins of both calibration errors, as in Guo et al. (2017)."""
@@ -36,6 +38,27 @@ def accuracy(probabilities: Float[Tensor, "n classes"], labels: Int[Tensor, " n"
     """Return the fraction of labelled examples whose most probable class is the label."""
     check_same_length("accuracy", probabilities, labels)
     return float((probabilities.argmax(1) == labels).double().mean())
+
+
+def better_than_guessing(predicted: Int[Tensor, " n"], labels: Int[Tensor, " n"]) -> bool:
+    """Return whether predictions agree with the labels more often than the same predictions in random order would.
+
+    The number of agreements under a random order has the mean and variance of Hoeffding (1951), so a classifier that
+    always predicts the most frequent class is guessing however often it is right.  Where all labels are equal nothing
+    can be said, and the answer is yes.
+    """
+    check_same_length("better_than_guessing", predicted, labels)
+    n = len(labels)
+    _, (predicted, labels) = torch.unique(torch.stack([predicted, labels]), return_inverse=True)
+    classes = int(torch.stack([predicted, labels]).max()) + 1
+    if n < 2 or bool((labels == labels[0]).all()):
+        return True
+    p, q = (torch.bincount(each, minlength=classes).double() / n for each in (predicted, labels))
+    excess = float((predicted == labels).sum()) - n * float(p @ q)
+    # Σ_kl p_k q_l d_kl², where d_kl = 1[k = l] − q_k − p_l + p·q.
+    same = float((p * q * ((1 - q - p + p @ q).square() - (p @ q - q - p).square())).sum())
+    squares = same + float((p[:, None] * q * (p @ q - q[:, None] - p).square()).sum())
+    return excess > GUESSING_DEVIATIONS * n * math.sqrt(squares / (n - 1)) + 1e-9 * n
 
 
 def nll(probabilities: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> float:

@@ -10,11 +10,16 @@ ordered like any others.
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from psc_core.errors import UsageError
+
+GUESSING_DEVIATIONS: Final = 1.645
+"""Standard deviations above chance that a measure of agreement exceeds for one in twenty random guesses."""
 
 
 def check_values(name: str, *vectors: Tensor) -> None:

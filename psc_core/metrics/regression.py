@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from psc_core.metrics.inputs import GUESSING_DEVIATIONS
 from psc_core.numerics.explained import r_squared
 
 
@@ -27,6 +28,19 @@ def rmse(mean: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> float:
 def r2(mean: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> float:
     """Return R², the explained fraction of the variance; see :func:`psc_core.numerics.explained.r_squared`."""
     return r_squared((values.double() - mean.double()).square(), values.double())
+
+
+def better_than_guessing(mean: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> bool:
+    """Return whether predictions rise with the numbers more than in random order, by their correlation.
+
+    Under a random order it has mean 0 and variance 1 / (n − 1).  Where all numbers are equal nothing can be said, and
+    the answer is yes.
+    """
+    y, mu = (each.double() - each.double().mean() for each in (values, mean))
+    if len(y) < 2 or bool((values == values[0]).all()):
+        return True
+    scale = float(y.norm() * mu.norm())
+    return scale > 0 and float(y @ mu) / scale > GUESSING_DEVIATIONS / math.sqrt(len(y) - 1)
 
 
 def nll(mean: Float[Tensor, " n"], deviation: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> float:

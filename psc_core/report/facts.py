@@ -36,6 +36,11 @@ class Facts:
         """The OOD score above which the alarm is raised, in nats."""
         return self.calibration.ood_score_threshold(self.manifest.policy.alpha)
 
+    @property
+    def headline(self) -> str:
+        """The sentence on what is promised of accepted images."""
+        return self.manifest.policy.headline(self.manifest.metrics)
+
     @cached_property
     def calibrated_on(self) -> str:
         """A phrase for the images to which the stated rates apply."""
@@ -137,7 +142,7 @@ class Facts:
 
     def to_text(self) -> str:
         """Return the last lines of a fit on the terminal."""
-        lines = []
+        lines = [self.headline]
         if self.quality:
             width = max(map(len, self.quality))
             lines.append(f"{'':{width}}  " + "  ".join(f"{title:>9}" for title in self.columns.values()))
@@ -199,7 +204,7 @@ def _collapse_of(manifest: Manifest) -> tuple[CollapseReport | None, Candidate |
 def _warnings(manifest: Manifest, candidate: Candidate | None, content: Content) -> list[str]:
     of_task, metrics = module_of(manifest.task.name, "psc_core.report.{}.facts"), manifest.metrics
     projection = metrics.get("projection", {})
-    found = manifest.policy.notes(manifest.classes, metrics)
+    found = manifest.policy.notes(manifest.classes)
     found += candidate.notes if candidate else ()
     found += [text for text in (projection.get("warning"), projection.get("pooled")) if text]
     found += of_task.warnings_of(metrics, manifest.head.record)

@@ -42,6 +42,10 @@ class BaseCalibration:
     def check_classes(self, count: int) -> None:
         """Raise :class:`BundleError` for scores of another number of classes."""
 
+    def changed(self, policy: BasePolicy, changes: Mapping[str, float]) -> BasePolicy:
+        """Return the policy with other values of some thresholds, and of what these promise."""
+        return policy.model_copy(update=dict(changes))
+
     def thresholds(self, policy: BasePolicy) -> BaseThresholds:
         """Return the thresholds that a policy of the task implies on these images.
 

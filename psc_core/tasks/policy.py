@@ -15,8 +15,8 @@ Alpha = Annotated[float, Field(ge=1e-9, lt=1, description="`is_ood` when the p-v
 
 Coverage = Annotated[float, Field(gt=0, lt=1, description="Nominal coverage of `prediction_set`, or of the interval.")]
 
-GUARANTEED_RISK: Final = "promised"
-"""The guaranteed error rate in ``metrics.risk``, by its key in the bundle format."""
+BETTER_THAN_GUESSING: Final = "better_than_guessing"
+"""The metric that says whether predictions depend on the images, by its key in the bundle format."""
 
 
 class BasePolicy(BaseModel):
@@ -28,11 +28,37 @@ class BasePolicy(BaseModel):
         alpha: float
         coverage: float
 
-    def notes(self, classes: Sequence[str], metrics: Mapping[str, Any]) -> list[str]:
-        """Return the limits of decisions by this policy that their users should know, a sentence each.
+    def headline(self, metrics: Mapping[str, Any]) -> str:
+        """Say what is promised of accepted images, or why none is accepted: the first thing that a user has to know.
 
         Args:
-            classes: Names of the model's classes.
             metrics: The measurements of a fit, as in the manifest.
         """
+        raise NotImplementedError
+
+    def surprises(self, metrics: Mapping[str, Any]) -> bool:
+        """Return whether the headline says what a user has to be warned of."""
+        return not metrics.get(BETTER_THAN_GUESSING, True)
+
+    def largest_error_rate(self) -> float | None:
+        """Return the fraction of accepted images that is wrong at most, 1 if nothing shows it; or None."""
+        return None
+
+    def notes(self, classes: Sequence[str]) -> list[str]:
+        """Return the other limits of decisions by this policy that their users should know, a sentence each."""
         return []
+
+
+def guessing(metrics: Mapping[str, Any]) -> str:
+    """Return the opening of a headline about a model whose predictions have nothing to do with the images."""
+    if metrics.get(BETTER_THAN_GUESSING, True):
+        return ""
+    return "THE MODEL IS NO BETTER THAN GUESSING: its weights or its preprocessing are wrong; "
+
+
+def measured(metrics: Mapping[str, Any], name: str) -> str:
+    """Return how good the model is on how many images, in brackets; empty if a manifest does not say so."""
+    count, value = metrics.get("validation_images"), metrics.get(name)
+    if isinstance(count, int) and isinstance(value, int | float):
+        return f" ({count} images, {name} {value:.3g})"
+    return ""

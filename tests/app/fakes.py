@@ -186,6 +186,7 @@ class FakeModel:
         default_factory=lambda: Calibration(
             ood_scores=torch.linspace(-5.0, 0.0, 99),
             entropies=torch.linspace(0.0, 1.0, 99),
+            error_bounds=torch.linspace(0.05, 0.3, 99),
             label_probabilities=torch.linspace(0.5, 1.0, 99),
             labels=torch.arange(99) % 3,
             num_classes=3,

@@ -10,6 +10,7 @@ import { drawChart } from "./plots.js";
 import { chosen, showPolicy } from "./policy.js";
 import { save, toCsv, toJson } from "./save.js";
 import { taskOf } from "./tasks.js";
+import { sentence } from "./why.js";
 
 const PARALLEL = 4;
 const LIVE_MILLISECONDS = 2000;
@@ -43,6 +44,7 @@ async function loadModel(name = null) {
   say("");
   view.policy = { ...model.policy };
   element("model").textContent = `${model.name} · version ${model.version.slice(0, 12)} · ${taskOf(model).summary(model)} · layer ${model.layer} · α = ${model.policy.alpha}`;
+  element("headline").textContent = sentence(model.notes[0] ?? "");
   element("expects").textContent = expects(model.input);
   fill("models", model.models, model.name);
   fill("rivals", model.models.filter((each) => each !== model.name), view.rival?.name, "nothing");

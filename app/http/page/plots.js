@@ -32,7 +32,7 @@ export function drawChart(svg, images, policy, model, current) {
   const x = (p) => left + pad + ((end - left - 2 * pad) * Math.log(Math.max(p, smallest))) / Math.log(smallest);
   const y = (doubt) => floor - pad - ((floor - top - 2 * pad) * Math.min(doubt, highest)) / highest;
   const limit = x(policy.alpha);
-  const level = task.limit(policy) < highest ? y(task.limit(policy)) : top;
+  const level = task.limit(policy) < highest ? y(Math.max(0, task.limit(policy))) : top;
   const area = (decision, x1, y1, x2, y2) => {
     const rect = shape("rect", "area", { x: x1, y: y1, width: Math.max(0, x2 - x1), height: Math.max(0, y2 - y1) });
     rect.dataset.decision = decision;

@@ -21,7 +21,8 @@ export function chosen(policy, model, images, slider) {
   const task = taskOf(model);
   const { highest } = axisOf(model, images);
   const lowest = (task.lowest * highest) / STEPS;
-  return { ...policy, [task.threshold]: position === 1 ? task.off(highest) : rounded(Math.max(lowest, position * highest)) };
+  const shown = "risk" in policy ? { risk: null } : {}; // Of another threshold only the service knows the errors.
+  return { ...policy, ...shown, [task.threshold]: position === 1 ? task.off(highest) : rounded(Math.max(lowest, position * highest)) };
 }
 
 export function showPolicy(policy, model, images) {

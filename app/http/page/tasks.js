@@ -16,7 +16,7 @@ const classification = {
   isOff: (limit, highest) => limit >= highest,
   lowest: 0,
   off: (highest) => 2 * highest,
-  limitText: nats,
+  limitText: (limit) => (limit < 0 ? "nothing is accepted" : nats(limit)),
   value: ({ label }) => label,
   summary: ({ classes }) => `${classes.length} classes`,
   axis: ({ classes }) => ({ highest: Math.log(classes.length), title: "↑ more ambiguous (nats)" }),
@@ -32,11 +32,12 @@ const classification = {
     return [
       ["Most probable", `${prediction.label}, ${percent(prediction.confidence)}`, ""],
       ["Could be", prediction.prediction_set.join(", ") || "none of the classes", ""],
-      ["Entropy", nats(prediction.predictive_entropy), limit < Math.log(classes.length) ? `ambiguous above ${number(limit)}` : "none is ambiguous"],
+      ["Entropy", nats(prediction.predictive_entropy), limit < 0 ? "nothing is accepted" : limit < Math.log(classes.length) ? `ambiguous above ${number(limit)}` : "none is ambiguous"],
     ];
   },
   bars: ({ probabilities }, { classes }) => probabilities.map((probability, index) => ({ probability, name: classes[index] })),
-  reason: ({ prediction_set: set }) => `${set.length > 1 ? list(set) : "several classes"} fit, a person should choose`,
+  reason: ({ prediction_set: set }, { ambiguity_threshold: limit }) =>
+    limit < 0 ? "Nothing is accepted: no error rate could be shown for this model" : `${set.length > 1 ? list(set) : "several classes"} fit, a person should choose`,
   evidence: ({ aleatoric, epistemic }) =>
     typeof aleatoric === "number" ? [`Of the entropy, ${nats(aleatoric)} are the image's, ${nats(epistemic)} the model's`] : [],
   nearest: "Nearest classes",

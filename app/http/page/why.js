@@ -26,7 +26,7 @@ export function reason(prediction, decision, policy, model) {
   return sentence(taskOf(model).reason(prediction, policy, model, near));
 }
 
-const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
+export const sentence = (text) => text && `${text[0].toUpperCase()}${text.slice(1)}.`;
 
 // Return "mostly upper left" and the like for a box in fractions of the image: [left, top, right, bottom].
 function place(box) {

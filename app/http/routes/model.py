@@ -50,7 +50,7 @@ def model_document(served: ServedModel, names: tuple[str, ...]) -> ModelDocument
         classes=list(model.classes),
         input=model.preprocess.to_json(),
         policy=served.thresholds.policy,
-        notes=served.thresholds.policy.notes(model.classes, model.report.get("metrics", {})),
+        notes=[served.headline, *served.thresholds.policy.notes(model.classes)],
         calibration=CalibrationDocument(
             images=len(scores),
             ood_score_threshold=model.calibration.ood_score_threshold(served.thresholds.policy.alpha),

@@ -30,6 +30,8 @@ def limits_of(
 def policy_lines(task: Classification, policy: ClassificationPolicy, limits: Mapping[str, float | None]) -> list[str]:
     """Return the meaning of the policy besides the alarm, one line each."""
     threshold = limits["entropies"]
+    if policy.ambiguity_threshold < 0:
+        return ["ambiguous: every other image"]
     return [f"ambiguous: {'none' if threshold is None else f'predictive entropy above {threshold:.4g} nats'}"]
 
 

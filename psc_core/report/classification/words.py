@@ -32,7 +32,7 @@ TEXTS: Final[words.Texts] = {
 }
 """The title and explanation of each figure, in the order of the page."""
 
-NO_LIMIT: Final = {"entropies": "No threshold keeps the error rate, so no image is ambiguous."}
+NO_LIMIT: Final = {"entropies": "No entropy is above the threshold, so no image is ambiguous."}
 """The explanations of figures whose limit does not exist."""
 
 COLUMNS: Final = {"accuracy": "accuracy", "nll": "NLL, nats", "ece": "ECE"}

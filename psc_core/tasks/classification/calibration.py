@@ -28,6 +28,7 @@ from psc_core.rates import conformal_rank
 from psc_core.tasks.calibration import BaseCalibration
 from psc_core.tasks.classification.decide import Thresholds
 from psc_core.tasks.classification.policy import FLOAT32_ROUNDING
+from psc_core.tasks.policy import BasePolicy
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Calibration(BaseCalibration):
     thresholds_type = Thresholds
 
     entropies: Float[Tensor, " n"]  # predictive entropies, ascending, nats
+    error_bounds: Float[Tensor, " n"]  # of images with at most this entropy, at most this fraction is wrong
     label_probabilities: Float[Tensor, " n"]  # of the true label, ascending
     labels: Int[Tensor, " n"]  # the true label of each entry of label_probabilities
     num_classes: int  # K
@@ -49,6 +51,22 @@ class Calibration(BaseCalibration):
 
     def entropy_quantiles(self) -> list[float]:
         return [float(value) for value in torch.quantile(self.entropies.cpu(), torch.linspace(0.0, 1.0, 101))]
+
+    def changed(self, policy: BasePolicy, changes: Mapping[str, float]) -> BasePolicy:
+        """Return the policy with other values, and the risk that its ambiguity threshold was shown to keep."""
+        changed = super().changed(policy, changes)
+        if "ambiguity_threshold" not in changes:
+            return changed
+        return changed.model_copy(update={"risk": self.risk_below(changes["ambiguity_threshold"])})
+
+    def risk_below(self, threshold: float) -> float | None:
+        """Return which error rate the images of at most this entropy keep, with 95 % confidence; None: none is shown.
+
+        It holds for a threshold that was not chosen by the errors of these images.
+        """
+        accepted = int((self.entropies <= threshold).sum())
+        bound = float(self.error_bounds[accepted - 1]) if accepted else 1.0
+        return bound if bound < 1 else None
 
     def quantile(self, coverage: float) -> float:
         """Return the smallest probability with which a class is in a prediction set (:mod:`.decide`).
@@ -64,6 +82,7 @@ class Calibration(BaseCalibration):
         return {
             "scores": -self.ood_scores.flip(0),
             "entropies": self.entropies,
+            "error_bounds": self.error_bounds,
             "label_probabilities": self.label_probabilities,
             "labels": self.labels,
             "num_classes": torch.tensor(self.num_classes),
@@ -77,7 +96,7 @@ class Calibration(BaseCalibration):
             BundleError: If a tensor is missing, has another type or length, or its scores do not ascend or are not
                 finite.
         """
-        check_names(tensors, {"scores", "entropies", "label_probabilities", "labels", "num_classes"})
+        check_names(tensors, {"scores", "entropies", "error_bounds", "label_probabilities", "labels", "num_classes"})
         scores = [tensors[name] for name in ("scores", "entropies", "label_probabilities")]
         labels, classes = tensors["labels"], tensors["num_classes"]
         check_ascending(scores)
@@ -93,7 +112,14 @@ class Calibration(BaseCalibration):
                 f"expected int64 calibration labels 0 … {int(classes) - 1}, got {labels.dtype} "
                 f"{int(labels.min())} … {int(labels.max())}; fit it again"
             )
-        limits = ((-MAX_SCORE, MAX_SCORE), (0.0, math.log(max(int(classes), 1))), (0.0, 1.0))
-        for name, part, (low, high) in zip(("scores", "entropies", "label_probabilities"), scores, limits, strict=True):
+        bounds = tensors["error_bounds"]
+        if bounds.dtype != torch.float32 or bounds.shape != scores[0].shape or not bool(bounds.isfinite().all()):
+            raise BundleError(
+                f"expected float32 error_bounds, one for each of {len(scores[0])} calibration images, got "
+                f"{bounds.dtype} of shape {tuple(bounds.shape)}, or some that are not finite; fit it again"
+            )
+        limits = ((-MAX_SCORE, MAX_SCORE), (0.0, math.log(max(int(classes), 1))), (0.0, 1.0), (0.0, 1.0))
+        names = ("scores", "entropies", "label_probabilities", "error_bounds")
+        for name, part, (low, high) in zip(names, (*scores, bounds), limits, strict=True):
             check_range(name, part, low, high, rounding=FLOAT32_ROUNDING)
-        return cls(-scores[0].flip(0), scores[1], scores[2], labels, int(classes))
+        return cls(-scores[0].flip(0), scores[1], bounds, scores[2], labels, int(classes))

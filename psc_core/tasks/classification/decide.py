@@ -70,9 +70,8 @@ class Thresholds(BaseThresholds):
         prediction_set[images, class_index] = True
         with np.errstate(over="ignore"):  # A threshold may be beyond every float32.
             is_ood = outputs["ood_p_value"] <= self.ood_p_value
-            ambiguous = outputs["predictive_entropy"] > self.policy.ambiguity_threshold
-        decision = np.full(len(outputs), ACCEPT, np.int8)
-        decision[ambiguous] = ABSTAIN_AMBIGUOUS
+            is_clear = outputs["predictive_entropy"] <= self.policy.ambiguity_threshold  # NaN is not.
+        decision = np.where(is_clear, np.int8(ACCEPT), np.int8(ABSTAIN_AMBIGUOUS))
         decision[is_ood] = ABSTAIN_OOD
         return Decisions(
             is_ood=is_ood,

@@ -8,22 +8,23 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field
 
-from psc_core.tasks.policy import GUARANTEED_RISK, Alpha, BasePolicy, Coverage
+from psc_core.tasks.policy import Alpha, BasePolicy, Coverage, guessing, measured
 
 FLOAT32_ROUNDING: Final = 1e-4
 """Tolerance for the rounding of float32, by which entropies and probabilities may leave their range."""
 
+RISKS: Final = (0.05, 0.1, 0.15, 0.2)
+"""The error rates of accepted images that a fit tries, the lowest first, where none is asked for."""
 
-def unreachable_entropy(num_classes: int) -> float:
-    """Return a threshold (nats) that no image exceeds: twice the largest entropy, log K, which float32 may round up.
-
-    A fit sets it where no threshold keeps the risk.
-    """
-    return 2.0 * math.log(num_classes)
-
+ACCEPTS_NOTHING: Final = -1.0
+"""The threshold below every entropy: that of a model of which no error rate can be shown."""
 
 AmbiguityThreshold = Annotated[
-    float, Field(ge=0, description="`abstain_ambiguous` above this predictive entropy, nats.")
+    float,
+    Field(
+        ge=ACCEPTS_NOTHING,
+        description="`abstain_ambiguous` above this predictive entropy, nats; -1: nothing is accepted.",
+    ),
 ]
 
 
@@ -33,36 +34,43 @@ class ClassificationPolicy(BasePolicy):
     alpha: Alpha
     ambiguity_threshold: AmbiguityThreshold
     coverage: Coverage
+    risk: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None,
+        description="Of the images below the ambiguity threshold at most this fraction is wrong, with 95 % confidence, "
+        "if they are like the calibration images; null: nothing shows how many.",
+    )
 
     def can_be_ambiguous(self, num_classes: int) -> bool:
         """Return whether the entropy of an image can be above the threshold."""
         return self.ambiguity_threshold <= math.log(num_classes) + FLOAT32_ROUNDING
 
-    def notes(self, classes: Sequence[str], metrics: Mapping[str, Any]) -> list[str]:
-        """Return why no image is called ambiguous, or why others are than the risk of the fit asked for."""
-        risk = metrics.get("risk", {"threshold": self.ambiguity_threshold})
-        unkept = (
-            ""
-            if risk["threshold"] is not None
-            else (
-                f"no entropy threshold keeps the error rate at {risk[GUARANTEED_RISK]:g} with {risk['confidence']:.0%} "
-                "confidence"
+    def headline(self, metrics: Mapping[str, Any]) -> str:
+        if self.ambiguity_threshold < 0:
+            found = (
+                "NOTHING IS ACCEPTED, every image is abstain_ambiguous: no entropy threshold was shown to keep the "
+                f"error rate at {RISKS[-1]:.0%} or less{measured(metrics, 'accuracy')}; check the weights and the "
+                "preprocessing, or validate on more images"
             )
-        )
+        elif self.risk is None:
+            found = (
+                f"nothing shows how many accepted images are wrong: the ambiguity threshold, "
+                f"{self.ambiguity_threshold:.4g} nats, was not chosen by their errors"
+            )
+        else:
+            found = f"of the accepted images at most {100 * self.risk:.3g} % are wrong (95 % confidence)"
+            if self.risk > RISKS[0] and metrics.get("risk_asked") is None:
+                found += f"; no lower rate could be shown{measured(metrics, 'accuracy')}"
+        return guessing(metrics) + found
+
+    def surprises(self, metrics: Mapping[str, Any]) -> bool:
+        """Return whether the model guesses, or its errors are more than the lowest rate that is tried or asked for."""
+        expected = metrics.get("risk_asked") or RISKS[0]
+        return super().surprises(metrics) or self.risk is None or self.risk > expected
+
+    def largest_error_rate(self) -> float:
+        return 1.0 if self.risk is None else self.risk
+
+    def notes(self, classes: Sequence[str]) -> list[str]:
         if self.can_be_ambiguous(len(classes)):
-            if not unkept:
-                return []
-            # Thresholds in metrics have nine digits.
-            if math.isclose(risk.get("nearest_threshold", -1), self.ambiguity_threshold, rel_tol=1e-8):
-                origin = f"keeps {risk['nearest']:g}, which was chosen on the same images"
-            else:
-                origin = (
-                    f"of {self.ambiguity_threshold:.4g} nats is that of an earlier calibration, or was set by hand, "
-                    "and nothing shows what it keeps"
-                )
-            return [f"{unkept}; the ambiguity threshold {origin}: check it with psc-eval, or validate on more images"]
-        if not unkept or self.ambiguity_threshold != unreachable_entropy(len(classes)):
-            return [f"no image is called ambiguous: no entropy is above {self.ambiguity_threshold:.4g} nats"]
-        nearest = risk.get("nearest")
-        way_out = f"{nearest:g} is the nearest that one keeps: --risk {nearest:g}" if nearest else "raise --risk"
-        return [f"no image is called ambiguous: {unkept}; {way_out}, or validate on more images"]
+            return []
+        return [f"no image is called ambiguous: no entropy is above {self.ambiguity_threshold:.4g} nats"]

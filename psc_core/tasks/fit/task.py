@@ -28,6 +28,9 @@ FIRST_LOOK_IMAGES: Final = 1000
 """Maximum number of images of each set that :meth:`TaskFit.first_look` is given."""
 
 
+WRONG_NETWORK: Final = "its weights or the preprocessing are wrong"
+
+
 class Features(NamedTuple):
     """The features of n labelled examples, ordered by class, on disk."""
 
@@ -57,6 +60,13 @@ class Calibrated(NamedTuple):
     calibration: BaseCalibration
     policy: BasePolicy
     metrics: Mapping[str, Any]  # JSON types
+
+
+class FirstLook(NamedTuple):
+    """How good the network is before anything is fitted to it."""
+
+    text: str
+    warning: str = ""
 
 
 class TaskFit:
@@ -115,8 +125,13 @@ class TaskFit:
         """Return whether a head reads the candidate's features averaged over positions besides z."""
         return self.reads("head_input") and settings.head_input == "both"
 
-    def check(self, settings: FitSettings) -> None:
-        """Raise :class:`UsageError` for a setting that this task does not read, or a threshold that cannot be used."""
+    def check(self, settings: FitSettings, images: int) -> None:
+        """Raise :class:`UsageError` for a setting that this task does not read, or that so few images cannot keep.
+
+        Args:
+            settings: The settings.
+            images: The number of images that calibrate.
+        """
         for name in settings_where():
             if not self.reads(name) and getattr(settings, name) != getattr(FitSettings, name):
                 owners = " or ".join(f"a {owner.task_type.noun}" for owner in owners_of(name))
@@ -151,13 +166,6 @@ class TaskFit:
         """
         raise NotImplementedError
 
-    def kept_policy(self, found: BasePolicy, before: BasePolicy, metrics: Mapping[str, Any]) -> tuple[BasePolicy, str]:
-        """Return the policy of a model that is calibrated again, and a warning or "".
-
-        What the images could not show, by the metrics of :meth:`calibrate`, stays as it was before.
-        """
-        return found, ""
-
     def has_temperature(self, head: Head) -> bool:
         """Return whether :meth:`temper` may change the head."""
         return False
@@ -179,6 +187,8 @@ class TaskFit:
         images: ImageDataset,
         settings: FitSettings,
         weights: Float[Tensor, " n"] | None = None,
+        *,
+        or_higher: bool = False,
     ) -> Calibrated:
         """Return the calibration on n images of the calibration split, as the served pipeline scored them.
 
@@ -188,13 +198,15 @@ class TaskFit:
             images: Labelled images.
             settings: The rates.
             weights: How many images each one stands for; None where all are equal.
+            or_higher: Whether a higher risk may take the place of the one in the settings that cannot be shown.
 
         Raises:
+            UsageError: If the images cannot show the risk in the settings.
             FitError: If scores are not finite.
         """
         raise NotImplementedError
 
-    def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> str:
+    def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> FirstLook:
         """Say how good the plain network, on the device, is on at most :data:`FIRST_LOOK_IMAGES` of each set.
 
         A person can compare it with what is known of the network: images that are resized, cropped or standardised

@@ -47,6 +47,6 @@ class Thresholds(BaseThresholds):
         decision = np.full(len(outputs), ACCEPT, np.int8)
         if self.policy.max_width is not None:
             with np.errstate(over="ignore"):  # A limit may be beyond every float32.
-                decision[upper - lower > self.policy.max_width] = ABSTAIN_UNCERTAIN
+                decision[~(upper - lower <= self.policy.max_width)] = ABSTAIN_UNCERTAIN  # Also where the width is NaN.
         decision[is_ood] = ABSTAIN_OOD
         return Decisions(is_ood=is_ood, decision=decision, lower=lower, upper=upper)

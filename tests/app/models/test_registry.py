@@ -145,6 +145,7 @@ async def test_too_few_calibration_images_for_the_settings() -> None:
             few.calibration,
             ood_scores=few.calibration.ood_scores[part],
             entropies=few.calibration.entropies[part],
+            error_bounds=few.calibration.error_bounds[part],
             label_probabilities=few.calibration.label_probabilities[part],
             labels=few.calibration.labels[part],
         )

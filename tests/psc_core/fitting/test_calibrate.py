@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from psc_core import FitSettings, fit_projection, fit_psc, measure_collapse
+from psc_core import PSC, FitSettings, fit_projection, fit_psc, measure_collapse
 from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset, split_validation
+from psc_core.errors import UsageError
 from psc_core.projection.fit.report import FittedProjection
+from psc_core.tasks.classification.fit.calibrate import Errors
 from psc_core.tasks.head import Head
 
 SETTINGS = FitSettings(device="cpu")
@@ -51,22 +54,39 @@ def test_calibration_split_selects_nothing(
         assert torch.equal(tensor, two.state_dict()[name]), name
 
 
-def test_risk_reaches_the_ambiguity_threshold(
+def fitted_with_accuracy(
+    accuracy: float, fit: Callable[..., PSC], monkeypatch: pytest.MonkeyPatch, **settings: float
+) -> PSC:
+    """Fit a classifier, of whose calibration images this fraction counts as right, whatever their entropy."""
+    generator = torch.Generator().manual_seed(0)
+
+    def of(cls: type[Errors], entropy: torch.Tensor, correct: torch.Tensor) -> Errors:
+        return count(entropy, torch.rand(len(correct), generator=generator) < accuracy)
+
+    count = Errors.of
+    with monkeypatch.context() as patch:
+        patch.setattr(Errors, "of", classmethod(of))
+        return fit(**settings)
+
+
+def test_the_lowest_risk_that_can_be_shown_is_promised(
     net: torch.nn.Module,
     train: ImageDataset,
     val: ImageDataset,
     projection: FittedProjection,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for found in (0.3, None):
-        monkeypatch.setattr(
-            "psc_core.tasks.classification.fit.task.ambiguity_threshold", lambda *_, risk, found=found: found and risk
-        )
-        psc = fit_psc(net, Candidate(("4",), ""), projection, train, val, head="duq", risk=0.3, settings=SETTINGS)
-        risk = psc.report["metrics"]["risk"]
-        nearest = {} if found else {"nearest": 0.31, "nearest_threshold": risk.get("nearest_threshold")}
-        assert risk == {"promised": 0.3, "confidence": 0.95, "threshold": found, **nearest}
-        assert psc.policy.ambiguity_threshold == pytest.approx(found or risk["nearest_threshold"])
-        assert found or risk["nearest_threshold"] < math.log(10)
-        notes = psc.policy.notes(psc.classes, psc.report["metrics"])
-        assert ["the ambiguity threshold keeps 0.31" in note for note in notes] == [True] * (not found)
+    fit = partial(fit_psc, net, Candidate(("4",), ""), projection, train, val, head="duq", settings=SETTINGS)
+    with pytest.warns(UserWarning, match="at most 10 % are wrong"):  # 75 images show no 5 %, even if all are right.
+        sure = fitted_with_accuracy(1.0, fit, monkeypatch)
+    assert sure.policy.risk == 0.1 and sure.policy.ambiguity_threshold >= 0
+    with pytest.warns(UserWarning, match="NOTHING IS ACCEPTED"):
+        none = fitted_with_accuracy(0.5, fit, monkeypatch)
+    assert none.policy.risk is None
+    assert {*none.predict(next(val.batches(64)).images).decision} <= {"abstain_ambiguous", "abstain_ood"}
+    with pytest.raises(UsageError, match=r"risk of 0\.3 cannot be shown .* with risk auto nothing is accepted"):
+        fitted_with_accuracy(0.5, fit, monkeypatch, risk=0.3)
+    with pytest.raises(UsageError, match=r"risk of 0\.0001 cannot be shown .* even if all are right"):
+        fit(risk=0.0001)
+    asked = fitted_with_accuracy(1.0, fit, monkeypatch, risk=0.3)
+    assert asked.policy.risk == 0.3 and asked.policy.ambiguity_threshold >= sure.policy.ambiguity_threshold

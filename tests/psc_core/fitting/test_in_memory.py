@@ -303,7 +303,7 @@ def test_calibration_on_other_images(fitted: PSC, test: TensorDataset, tmp_path:
     assert history[0]["sha256"] != history[1]["sha256"]
 
 
-@pytest.mark.filterwarnings("ignore:the images show for no ambiguity threshold")
+@pytest.mark.filterwarnings("ignore:.*of the accepted images|ignore:.*NOTHING IS ACCEPTED")
 def test_calibration_keeps_the_rates_that_are_not_changed(fitted: PSC, test: TensorDataset, val: ImageDataset) -> None:
     few = Subset(test, range(30))
     with pytest.raises(UsageError, match="alpha"):
@@ -333,16 +333,23 @@ def test_calibration_keeps_the_rates_that_are_not_changed(fitted: PSC, test: Ten
         fitted.calibrate(replace(val, classes=(*val.classes[:9], "nine")))
 
 
-def test_an_ambiguity_threshold_that_cannot_be_shown_stays(fitted: PSC, test: TensorDataset) -> None:
-    before = replace(fitted, policy=fitted.policy.model_copy(update={"ambiguity_threshold": 0.5}))
-    with pytest.warns(UserWarning, match=r"takes at least 3152 images .* stays at 0\.5 nats") as caught:
-        again = before.calibrate(Subset(test, range(50)), risk=0.001)
-    assert again.policy == before.policy
-    assert "--" not in str(caught[0].message), "a flag of a command line, which nobody called"
-    (note,) = again.policy.notes(again.classes, again.report["metrics"])
-    assert "the ambiguity threshold of 0.5 nats is that of an earlier calibration" in note
-    nearest = again.report["metrics"]["risk"]["nearest"]
-    assert nearest is None or f"few errors; with a risk of {nearest:g} one is shown; the" in str(caught[0].message)
+def test_a_calibration_that_shows_no_risk_accepts_nothing(fitted: PSC, test: TensorDataset) -> None:
+    images, labels = test.tensors
+    wrong = TensorDataset(images, (labels + 1) % 10)
+    with pytest.warns(UserWarning, match="NO BETTER THAN GUESSING.*NOTHING IS ACCEPTED"):
+        again = fitted.calibrate(wrong)
+    assert again.policy.risk is None and "accept" not in again(images).decision
+    with pytest.raises(UsageError, match=r"risk of 0\.2 cannot be shown"):
+        fitted.calibrate(wrong, risk=0.2)
+
+
+def test_a_network_that_guesses_is_named_before_the_fit(
+    net: nn.Module, splits: tuple[TensorDataset, TensorDataset]
+) -> None:
+    train, val = splits
+    shuffled = TensorDataset(val.tensors[0], val.tensors[1].roll(7))
+    with pytest.warns(UserWarning, match="THE NETWORK IS NO BETTER THAN GUESSING"):
+        PSC.fit(net, train, shuffled, layer="4", c_proj=4, d_proj=2, **STATISTICS)
 
 
 def test_a_regression(angle_job: TinyJob, data_root: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from psc_core.images.preprocess import PRESETS
 from psc_core.log.store import Log
 from psc_core.model.base import FittedModel
 from psc_core.model.load import load_model
+from psc_core.scoring.dataset import dataset_outputs
 from psc_core.tasks.classification.heads.temperature import TemperatureHead
 from tests.conftest import TinyJob
 from tests.logged import Logged, dimmed, png, write_log
@@ -65,7 +66,7 @@ def test_only_the_calibration_is_another(model: FittedModel, audit: Audit, tmp_p
     is_ood = torch.tensor([decision == "abstain_ood" for decision in after.decision])
     assert int(is_ood.sum()) <= new.policy.alpha * (len(scores) + 1)
     assert "205 logged images, 205 reviewed: 200 of a class, 5 none_of_the_classes" in audit.summary()
-    assert "5 images with verdict none_of_the_classes" in found.lines[1]
+    assert "5 images with verdict none_of_the_classes" in found.lines[2]
     manifest = new.save(tmp_path / "bundle")
     assert manifest.version != model.version and found.warnings == ()
     again = load_model(tmp_path / "bundle", device="cpu", allow_factories=[FACTORY])
@@ -96,10 +97,16 @@ def test_refuses_rates_that_the_images_cannot_keep(model: FittedModel, audit: Au
         recalibrate_from_audit(model, few, {"max_width": 2.0})
 
 
-def test_an_ambiguity_threshold_that_cannot_be_shown_stays(model: FittedModel, audit: Audit) -> None:
-    found = recalibrate_from_audit(model, audit.at(torch.arange(50)), {"risk": 0.001})
-    assert found.model.policy == model.policy
-    assert "takes at least 3152 images" in found.warnings[0] and "the threshold stays at" in found.warnings[0]
+def test_a_risk_that_cannot_be_shown(model: FittedModel, audit: Audit) -> None:
+    """Of the dimmed digits nearly all are wrong; where the model is right, the risk of a fit takes thousands."""
+    assert "NOTHING IS ACCEPTED" in recalibrate_from_audit(model, audit, {}).lines[0]
+    predicted = model.decide(model.outputs(dataset_outputs(model, audit.of_class, "").packed.numpy())).class_index
+    right = replace(audit, of_class=replace(audit.of_class, labels=torch.from_numpy(predicted)))
+    asked = model.report | {"metrics": {**model.report["metrics"], "risk_asked": 0.001}}
+    found = recalibrate_from_audit(replace(model, report=asked), right, {})
+    assert found.model.policy.risk == 0.05 and found.lines[0].startswith("of the accepted images at most 5 %")
+    with pytest.raises(UsageError, match=r"risk of 0\.001 cannot be shown"):
+        recalibrate_from_audit(model, right, {"risk": 0.001})
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +132,7 @@ def test_base_predictions_get_another_temperature_from_images_that_do_not_calibr
     fitted = found.model.pipeline.scorer.head
     assert float(fitted.temperature) > 5 * float(sharp.temperature)
     assert fitted.record["temperature"] == pytest.approx(float(fitted.temperature))
-    assert len(found.model.calibration) == 150 and "by 50 images, which do not calibrate" in found.lines[0]
+    assert len(found.model.calibration) == 150 and "by 50 images, which do not calibrate" in found.lines[1]
 
 
 @pytest.mark.parametrize("rare", [60, 2])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
+from itertools import permutations
+
 import pytest
 import torch
 from hypothesis import given
@@ -30,6 +33,22 @@ def test_likelihoods_match_loops(case: tuple[torch.Tensor, torch.Tensor]) -> Non
         naive.brier(p.tolist(), y.tolist()), abs=1e-12
     )
     assert classification.accuracy(p, y) == pytest.approx(float((p.argmax(1) == y).double().mean()))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=2, max_size=7))
+def test_better_than_guessing_is_above_the_agreements_of_all_orders(pairs: list[tuple[int, int]]) -> None:
+    predicted, labels = zip(*pairs, strict=True)
+    agreements = [sum(p == y for p, y in zip(order, labels, strict=True)) for order in permutations(predicted)]
+    chance = statistics.fmean(agreements) + 1.645 * statistics.pstdev(agreements)
+    own = sum(p == y for p, y in pairs)
+    expected = len({*labels}) == 1 or own > chance + 1e-9
+    assert classification.better_than_guessing(torch.tensor(predicted), torch.tensor(labels)) == expected
+
+
+def test_always_the_most_frequent_class_is_guessing() -> None:
+    labels = torch.arange(100) // 95
+    assert not classification.better_than_guessing(torch.zeros_like(labels), labels)
+    assert classification.better_than_guessing(labels, labels)
 
 
 def test_certain_errors_have_a_finite_nll() -> None:

@@ -15,7 +15,8 @@ from psc_core.report.classification import words
 from psc_core.report.content import Content
 from psc_core.report.facts import Facts, facts_of
 from psc_core.report.regression import words as regression_words
-from psc_core.tasks.classification.policy import unreachable_entropy
+from psc_core.tasks.classification.policy import ACCEPTS_NOTHING
+from psc_core.tasks.policy import BETTER_THAN_GUESSING
 from tests.psc_core.report.support import content, value_content
 
 
@@ -74,7 +75,7 @@ def test_page_of_a_regression(angles: Facts, tmp_path: Path) -> None:
     ]
     assert all(str(image["src"]).startswith("data:image/png;base64,") for image in images)
     assert {path.stem for path in (tmp_path / FIGURES).iterdir()} == set(regression_words.TEXTS)
-    for expected in ("predicts angle, degrees", regression_words.NO_LIMIT["deviations"], *angles.policy_lines):
+    for expected in ("predicts angle, degrees", regression_words.TEXTS["deviations"][1], *angles.policy_lines):
         assert expected in written.text
     assert all(word in written.text for word in regression_words.GLOSSARY) and "images/test.csv" in written.text
     assert re.search(r"with PSC\s*1\s*0\.5\s*1\.25\s*0\.75", written.text)
@@ -110,16 +111,25 @@ def test_names_are_plain_text(shipped: Facts, tmp_path: Path) -> None:
 
 
 def test_page_without_images(shipped: Facts, tmp_path: Path) -> None:
-    risk = {"risk": {"promised": 0.05, "confidence": 0.95, "threshold": None}}
-    policy = shipped.manifest.policy.model_copy(update={"ambiguity_threshold": unreachable_entropy(10)})
-    changes = {"metrics": {**shipped.manifest.metrics, **risk}, "policy": policy}
-    manifest = shipped.manifest.model_copy(update=changes)
+    policy = shipped.manifest.policy.model_copy(update={"ambiguity_threshold": 5.0})
+    manifest = shipped.manifest.model_copy(update={"policy": policy})
     bare = replace(shipped, content=Content(manifest.version), manifest=manifest)
     written = Page(page.write(bare, tmp_path).read_text())
     assert "No image is called ambiguous: all others are accepted" in written.text
     assert [attributes["alt"] for tag, attributes in written.tags if tag == "img"] == [
         "{}. {}".format(*words.TEXTS["collapse"])
     ]
+
+
+def test_page_and_card_open_with_what_is_accepted(shipped: Facts, tmp_path: Path) -> None:
+    policy = shipped.manifest.policy.model_copy(update={"ambiguity_threshold": ACCEPTS_NOTHING, "risk": None})
+    metrics = {**shipped.manifest.metrics, BETTER_THAN_GUESSING: False}
+    manifest = shipped.manifest.model_copy(update={"policy": policy, "metrics": metrics})
+    nothing = replace(shipped, folder=tmp_path, manifest=manifest)
+    page.write_card(nothing)
+    for text in (Page(page.write(nothing, tmp_path).read_text()).text, (tmp_path / page.CARD).read_text()):
+        assert "NO BETTER THAN GUESSING" in text and "NOTHING IS ACCEPTED" in text
+        assert "all others are accepted" not in text
 
 
 def test_card_has_the_numbers_of_the_facts(shipped: Facts, tmp_path: Path) -> None:

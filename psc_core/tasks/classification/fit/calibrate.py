@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import count as count_from
 from typing import Final, NamedTuple
 
@@ -12,12 +13,12 @@ from scipy import stats
 from torch import Tensor
 
 from psc_core.calibration.conformal import check_finite
-from psc_core.calibration.weighted import equal_scores
+from psc_core.calibration.weighted import equal_scores, thinned
 from psc_core.rates import check_fraction, tolerant_ceil
 from psc_core.tasks.classification.calibration import Calibration
 
 CONFIDENCE: Final = 0.95
-"""Probability over calibration sets with which the error rate of unambiguous images is kept."""
+"""Probability over calibration sets with which the error rate of accepted images is kept."""
 
 LARGEST_QUANTILE: Final = 0.95
 """Largest threshold, a quantile of the entropies: even a perfect classifier abstains on its most uncertain images."""
@@ -46,84 +47,95 @@ def fit_calibration(
     given = probabilities.gather(1, labels[:, None])[:, 0].float()
     check_finite({"OOD scores": ood_score, "entropies": entropy, "probabilities": given})
     order = equal_scores(-given, weights).flip(0)
+    entropies = entropy.float()[equal_scores(entropy.float(), weights)]
+    drawn = slice(None) if weights is None else thinned(weights)  # Bounds need independent images.
+    errors = Errors.of(entropy.float()[drawn], (probabilities.argmax(1) == labels)[drawn])
     return Calibration(
         ood_scores=ood_score.float()[equal_scores(ood_score.float(), weights)],
-        entropies=entropy.float()[equal_scores(entropy.float(), weights)],
+        entropies=entropies,
+        error_bounds=errors.bounds_at(entropies),
         label_probabilities=given[order],
         labels=labels[order],
         num_classes=probabilities.shape[1],
     )
 
 
-def ambiguity_threshold(entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"], *, risk: float) -> float | None:
-    """Return the predictive entropy (nats) above which an image counts as ambiguous.
+class Errors(NamedTuple):
+    """How many images are accepted, and how many of these are wrong, by thresholds of the entropy.
 
-    With :data:`CONFIDENCE` over calibration sets, images of at most this entropy are wrong at a rate of at most
-    ``risk``.  The entropies are tested as thresholds in ascending order, each by the Clopper–Pearson bound on the error
-    rate of the images below it, until one fails (fixed-sequence testing: Bauer 1991; Angelopoulos et al. 2021).  Given
-    the k-th smallest entropy the k − 1 images below it are independent draws from all images below it, so every
-    test has its level, and a threshold that is too large passes only if the first one that is does.
-
-    Args:
-        entropy: Predictive entropy of calibration images.
-        correct: Whether the most probable class was the label.
-        risk: Error rate among accepted images, in (0, 1).
-
-    Returns:
-        ``None`` if no threshold passes: too many errors, or too few images.
-
-    Raises:
-        UsageError: If ``risk`` is outside (0, 1).
+    The thresholds are the entropies of n images, ascending; of equal ones the last, as these are accepted together.
     """
-    check_fraction(risk, "risk")
-    count = len(entropy)
-    ascending, order = entropy.double().sort(stable=True)
-    errors = (~correct)[order].cumsum(0)
-    accepted = torch.arange(1, count + 1)
-    # Images of equal entropy are accepted together.
-    last = torch.cat([ascending[1:] > ascending[:-1], torch.ones(1, dtype=torch.bool)])
-    tested = last & (accepted >= first_test(count, risk)) & (accepted <= tolerant_ceil((count + 1) * LARGEST_QUANTILE))
-    correct_below = (accepted - 1 - errors)[tested].clamp(min=0)
-    bounds = torch.from_numpy(stats.beta.ppf(CONFIDENCE, errors[tested] + 1, correct_below)).nan_to_num(nan=1.0)
-    passed = (bounds <= risk).cumprod(0).sum()
-    return float(ascending[tested][passed - 1]) if passed else None
+
+    entropies: Float[Tensor, " m"]  # nats, float64
+    accepted: Int[Tensor, " m"]
+    wrong: Int[Tensor, " m"]
+
+    @classmethod
+    def of(cls, entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"]) -> Errors:
+        """Count them from the predictive entropies and whether the most probable class was the label."""
+        ascending, order = entropy.double().sort(stable=True)
+        last = torch.cat([ascending[1:] > ascending[:-1], torch.ones(1, dtype=torch.bool)])[: len(ascending)]
+        wrong = (~correct)[order].cumsum(0)
+        return cls(ascending[last], torch.arange(1, len(ascending) + 1)[last], wrong[last])
+
+    def bounds(self, confidence: float) -> Float[Tensor, " m"]:
+        """Return the Clopper–Pearson bound on the error rate of the images below each threshold, float64.
+
+        Given the k-th smallest entropy the k − 1 images below it are independent draws from all images below it; its
+        own image counts as an error of these if it is one.
+        """
+        correct_below = (self.accepted - 1 - self.wrong).clamp(min=0)
+        return torch.from_numpy(stats.beta.ppf(confidence, self.wrong + 1, correct_below)).nan_to_num(nan=1.0)
+
+    def bounds_at(self, thresholds: Float[Tensor, " t"]) -> Float[Tensor, " t"]:
+        """Return the bounds, with :data:`CONFIDENCE`, below any ascending thresholds, float32; 1 where none is."""
+        bounds = torch.cat([torch.ones(1, dtype=torch.float64), self.bounds(CONFIDENCE)])
+        return bounds[torch.searchsorted(self.entropies, thresholds.double(), right=True)].float()
+
+    def threshold(self, risk: float, confidence: float = CONFIDENCE) -> float | None:
+        """Return the largest entropy below which images are wrong at a rate of at most ``risk``, in nats.
+
+        With ``confidence`` over calibration sets this holds.  The entropies are tested as thresholds in ascending
+        order, each by its bound, until one fails (fixed-sequence testing: Bauer 1991; Angelopoulos et al. 2021): every
+        test has its level, and a threshold that is too large passes only if the first one that is does.
+
+        Returns:
+            ``None`` if no threshold passes: too many errors, or too few images.
+
+        Raises:
+            UsageError: If ``risk`` is outside (0, 1).
+        """
+        check_fraction(risk, "risk")
+        count = int(self.accepted[-1]) if len(self.accepted) else 0
+        largest = tolerant_ceil((count + 1) * LARGEST_QUANTILE)
+        tested = (self.accepted >= first_test(count, risk, confidence)) & (self.accepted <= largest)
+        passed = int((self.bounds(confidence)[tested] <= risk).cumprod(0).sum())
+        return float(self.entropies[tested][passed - 1]) if passed else None
+
+    def lowest(self, risks: Sequence[float]) -> tuple[float, float] | None:
+        """Return the lowest of ``risks`` that a threshold keeps, and that threshold; None if none of them is kept.
+
+        Each is tested with the confidence 1 − (1 − :data:`CONFIDENCE`) / m of m risks (Bonferroni), so that the one
+        which is chosen holds with :data:`CONFIDENCE`.
+        """
+        confidence = 1 - (1 - CONFIDENCE) / len(risks)
+        found = ((risk, self.threshold(risk, confidence)) for risk in sorted(risks))
+        return next(((risk, threshold) for risk, threshold in found if threshold is not None), None)
 
 
-class NearestRisk(NamedTuple):
-    """An error rate that a threshold keeps in place of the one that was asked for."""
-
-    rate: float
-    threshold: float  # of the predictive entropy, nats
-
-
-def nearest_risk(entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"], *, risk: float) -> NearestRisk | None:
-    """Return the smallest error rate above ``risk``, in hundredths, that a threshold keeps, and that threshold.
-
-    The rate is chosen on these images, so the threshold guarantees nothing.
-
-    Returns:
-        ``None`` if there is none up to a half.
-    """
-    for rate in (step / 100 for step in range(1, 51) if step / 100 > risk):
-        threshold = ambiguity_threshold(entropy, correct, risk=rate)
-        if threshold is not None:
-            return NearestRisk(rate, threshold)
-    return None
-
-
-def first_test(count: int, risk: float) -> int:
+def first_test(count: int, risk: float, confidence: float = CONFIDENCE) -> int:
     """Return the number of images that the smallest threshold accepts.
 
     It is four times as many as pass without an error, so that a single one does not end the tests, but at most half of
     the images where half of them are enough.
     """
-    minimum = fewest(risk)
+    minimum = fewest(risk, confidence)
     return max(minimum, min(4 * minimum, count // 2))
 
 
-def fewest(risk: float) -> int:
+def fewest(risk: float, confidence: float = CONFIDENCE) -> int:
     """Return the number of images that pass without an error."""
-    return math.ceil(math.log(1 - CONFIDENCE) / math.log(1 - risk)) + 1
+    return math.ceil(math.log(1 - confidence) / math.log(1 - risk)) + 1
 
 
 def fewest_to_show(risk: float) -> int:

@@ -18,8 +18,17 @@ from psc_core.data.targets import known_values
 from psc_core.errors import DataError
 from psc_core.metrics import regression
 from psc_core.settings import FitSettings
-from psc_core.tasks.fit.task import FIRST_LOOK_IMAGES, Calibrated, HeadJob, TaskFit, run_network
+from psc_core.tasks.fit.task import (
+    FIRST_LOOK_IMAGES,
+    WRONG_NETWORK,
+    Calibrated,
+    FirstLook,
+    HeadJob,
+    TaskFit,
+    run_network,
+)
 from psc_core.tasks.head import Scored
+from psc_core.tasks.policy import BETTER_THAN_GUESSING
 from psc_core.tasks.regression.fit.bins import binned
 from psc_core.tasks.regression.fit.calibrate import fit_calibration
 from psc_core.tasks.regression.fit.head import fit_head
@@ -84,30 +93,40 @@ class RegressionFit(TaskFit):
         images: ImageDataset,
         settings: FitSettings,
         weights: Float[Tensor, " n"] | None = None,
+        *,
+        or_higher: bool = False,
     ) -> Calibrated:
-        """Return OOD scores and residuals of the images; weighted ones are thinned for the metrics."""
+        """Return OOD scores and residuals of the images; weighted ones are thinned for width and metrics.
+
+        Without a ``max_width`` it is the width of one interval for all images: a wider one says less than none.
+        """
         values, mean = known_values(images.values), scored.scores["mean"]
         deviation = torch.hypot(scored.scores["aleatoric"], scored.scores["epistemic"])
         calibration = fit_calibration(ood_score, mean, deviation, values, weights)
-        policy = RegressionPolicy(alpha=settings.alpha, max_width=settings.max_width, coverage=settings.coverage)
         if weights is not None:
             kept = thinned(weights)
             values, mean, deviation = values[kept], mean[kept], deviation[kept]
-        return Calibrated(calibration, policy, calibration_metrics(mean, deviation, values))
+        metrics = calibration_metrics(mean, deviation, values)
+        width = settings.max_width
+        if width is None:
+            width = metrics["width_without_image"] = width_without_image(values, settings.coverage)
+        return Calibrated(
+            calibration, RegressionPolicy(alpha=settings.alpha, max_width=width, coverage=settings.coverage), metrics
+        )
 
-    def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> str:
-        of_train, of_val = (network_rmse(net, data, compute) for data in (train, val))
+    def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> FirstLook:
+        (of_train, _), (of_val, predicted) = (network_rmse(net, data, compute) for data in (train, val))
         spread, unit = float(known_values(train.values).std(correction=0)), f" {self.task(train).target.unit}".rstrip()
         text = (
             f"the network itself: RMSE {of_train:.4g} on training and {of_val:.4g}{unit} on validation images (at most "
-            f"{FIRST_LOOK_IMAGES:,} of each), the deviation of the numbers is {spread:.4g}; if it should be lower, "
-            "check the preprocessing"
+            f"{FIRST_LOOK_IMAGES:,} of each), the deviation of the numbers is {spread:.4g}"
         )
+        if not regression.better_than_guessing(predicted, known_values(val.values)):
+            return FirstLook(text, f"THE NETWORK IS NO BETTER THAN GUESSING ON VALIDATION IMAGES, {WRONG_NETWORK}")
         if of_val > spread:
-            text += (
-                "\nwarning: always predicting the mean would be better; is the network's output in the table's unit?"
-            )
-        return text
+            warning = "always predicting the mean would be better; is the network's output in the table's unit?"
+            return FirstLook(text, warning)
+        return FirstLook(f"{text}; if it should be lower, check the preprocessing")
 
 
 FIT: Final = RegressionFit()
@@ -122,11 +141,21 @@ def calibration_metrics(
         "validation_images": len(values),
         "rmse": regression.rmse(mean, values),
         "r2": regression.r2(mean, values),
+        BETTER_THAN_GUESSING: regression.better_than_guessing(mean, values),
         "nll_nats": regression.nll(mean, deviation, values),
         "crps": regression.crps(mean, deviation, values),
     }
 
 
-def network_rmse(net: nn.Module, data: ImageDataset, compute: Compute) -> float:
-    """Return the RMSE of the plain network on images with numbers."""
-    return regression.rmse(run_network(net, data, compute)[:, 0], known_values(data.values))
+def width_without_image(values: Float[Tensor, " n"], coverage: float) -> float:
+    """Return how wide the interval is between the quantiles of the numbers that lie as far out as ``coverage`` says."""
+    ends = torch.tensor([(1 - coverage) / 2, (1 + coverage) / 2], dtype=torch.float64)
+    lower, upper = map(float, torch.quantile(values.double(), ends))
+    # Where nearly all numbers are equal, any interval is wider.
+    return max(upper - lower, float(torch.finfo(torch.float32).tiny))
+
+
+def network_rmse(net: nn.Module, data: ImageDataset, compute: Compute) -> tuple[float, Float[Tensor, " n"]]:
+    """Return the RMSE of the plain network on images with numbers, and what it predicts."""
+    predicted = run_network(net, data, compute)[:, 0]
+    return regression.rmse(predicted, known_values(data.values)), predicted

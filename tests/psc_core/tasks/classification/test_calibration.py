@@ -72,6 +72,16 @@ def test_quantiles_of_the_entropies() -> None:
     assert quantiles == pytest.approx(np.percentile(entropies.double().numpy(), range(101)).tolist(), abs=1e-6)
 
 
+@given(st.floats(-2, 5, width=32))
+def test_a_policy_with_another_threshold_promises_what_its_images_show(threshold: float) -> None:
+    fitted = replace(calibrate(3), entropies=torch.tensor([0.0, 0.5, 1.0]), error_bounds=torch.tensor([1.0, 0.2, 0.1]))
+    policy = ClassificationPolicy(alpha=0.5, ambiguity_threshold=0.7, coverage=0.5, risk=0.03)
+    expected = {0: None, 1: None, 2: 0.2, 3: 0.1}[sum(threshold >= entropy for entropy in (0.0, 0.5, 1.0))]
+    changed = fitted.changed(policy, {"ambiguity_threshold": threshold})
+    assert changed.model_dump()["risk"] == (expected and pytest.approx(expected))
+    assert fitted.changed(policy, {"alpha": 0.1}).model_dump()["risk"] == 0.03
+
+
 def test_rejects_unattainable_coverage() -> None:
     with pytest.raises(UsageError, match=r"coverage ≤ n/\(n \+ 1\)"):
         calibrate(200).quantile(0.999)
@@ -98,6 +108,9 @@ def test_rejects_unusable_tensors() -> None:
         "labels": {**tensors, "labels": tensors["labels"] + 3},
         "one label": {**tensors, "labels": torch.tensor(1)},
         "pairs of labels": {**tensors, "labels": tensors["labels"][:, None]},
+        "no bounds": {name: tensor for name, tensor in tensors.items() if name != "error_bounds"},
+        "bounds above 1": {**tensors, "error_bounds": tensors["error_bounds"] + 1},
+        "NaN bounds": {**tensors, "error_bounds": tensors["error_bounds"] * math.nan},
         "entropies below 0": {**tensors, "entropies": tensors["entropies"] - 1},
         "probabilities above 1": {**tensors, "label_probabilities": tensors["label_probabilities"] + 1},
         "scores of no density": {**tensors, "scores": tensors["scores"] * 1e30},

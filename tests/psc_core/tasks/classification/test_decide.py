@@ -32,3 +32,13 @@ def test_p_value_equal_to_alpha_is_ood(psc: PSC, digits: torch.Tensor) -> None:
     assert at.predict(digits[:1]).decision == ("abstain_ood",)
     assert at.predict(digits[:1]).is_ood.tolist() == [True]
     assert below.predict(digits[:1]).is_ood.tolist() == [False]
+
+
+def test_what_is_no_number_is_not_accepted(psc: PSC, digits: torch.Tensor) -> None:
+    open_to_all = dataclasses.replace(psc, policy=psc.policy.model_copy(update={"ambiguity_threshold": 9.0}))
+    packed = psc.compute(digits[:4]).packed.numpy()
+    outputs = psc.outputs(packed)
+    outputs["ood_p_value"][:] = 1
+    outputs["predictive_entropy"][1] = float("nan")
+    names = [open_to_all.decide(outputs).decision_names[code] for code in open_to_all.decide(outputs).decision]
+    assert names == ["accept", "abstain_ambiguous", "accept", "accept"]

@@ -11,17 +11,15 @@ from hypothesis import strategies as st
 
 from psc_core.errors import FitError
 from psc_core.tasks.classification.answer import SCORES
-from psc_core.tasks.classification.decide import ACCEPT, Thresholds
+from psc_core.tasks.classification.decide import ABSTAIN_AMBIGUOUS, Thresholds
 from psc_core.tasks.classification.fit.calibrate import (
     CONFIDENCE,
-    ambiguity_threshold,
+    Errors,
     fewest_to_show,
     first_test,
     fit_calibration,
-    nearest_risk,
 )
-from psc_core.tasks.classification.heads.base import entropy as predictive_entropy
-from psc_core.tasks.classification.policy import ClassificationPolicy, unreachable_entropy
+from psc_core.tasks.classification.policy import ACCEPTS_NOTHING, RISKS, ClassificationPolicy
 from psc_core.tasks.outputs import Outputs, pack
 from tests.reference import calibration as naive
 
@@ -30,7 +28,7 @@ from tests.reference import calibration as naive
 def test_fewest_images_that_show_a_threshold(risk: float) -> None:
     n = fewest_to_show(risk)
     shown = [
-        ambiguity_threshold(torch.linspace(0, 1, count), torch.ones(count, dtype=torch.bool), risk=risk) is not None
+        Errors.of(torch.linspace(0, 1, count), torch.ones(count, dtype=torch.bool)).threshold(risk) is not None
         for count in (n - 1, n)
     ]
     assert shown == [False, True]
@@ -54,7 +52,7 @@ def test_ambiguity_threshold_matches_counting(images: list[tuple[float, bool]], 
     expected = naive.ambiguity_threshold(entropy, correct, risk, quantile, confidence=CONFIDENCE, first=first)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("psc_core.tasks.classification.fit.calibrate.LARGEST_QUANTILE", quantile)
-        got = ambiguity_threshold(entropy, correct, risk=risk)
+        got = Errors.of(entropy, correct).threshold(risk)
     assert got == (None if expected is None else pytest.approx(expected))
 
 
@@ -66,38 +64,78 @@ def test_realised_risk_is_kept_in_the_stated_fraction_of_calibrations(hardness: 
     for _ in range(200):
         entropy = torch.rand(1000, generator=generator)
         correct = torch.rand(1000, generator=generator) >= (hardness * entropy**3).clamp(max=1)
-        threshold = ambiguity_threshold(entropy, correct, risk=0.05)
+        threshold = Errors.of(entropy, correct).threshold(0.05)
         kept += threshold is None or hardness * threshold**3 / 4 <= 0.05
         found += threshold is not None
     assert kept >= 0.95 * 200
     assert found >= 190 if hardness < 1 else found <= 10
 
 
+def test_the_lowest_risk_is_kept_in_the_stated_fraction_of_calibrations() -> None:
+    """Of images of entropy h a fraction (c h)³ is wrong, so where all below t are accepted (c t)³ / 4 are.
+
+    For each c another of the risks is close to what the smallest threshold that is tested keeps.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for hardness in (0.7, 1.0, 1.3, 1.6):
+        kept = 0
+        for _ in range(200):
+            entropy = torch.rand(500, generator=generator)
+            correct = torch.rand(500, generator=generator) >= (hardness * entropy).clamp(max=1) ** 3
+            found = Errors.of(entropy, correct).lowest(RISKS)
+            kept += found is None or (hardness * found[1]) ** 3 / 4 <= found[0]
+        assert kept >= 0.95 * 200
+
+
+@given(st.integers(0, 2**32), st.integers(1, 300), st.floats(0, 1))
+def test_the_lowest_risk_is_the_first_that_a_threshold_keeps(seed: int, n: int, errors: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    entropy, wrong = torch.rand(n, generator=generator), torch.rand(n, generator=generator) < errors
+    counted = Errors.of(entropy, ~wrong)
+    thresholds = [counted.threshold(risk, confidence=1 - 0.05 / len(RISKS)) for risk in RISKS]
+    shown = [(risk, threshold) for risk, threshold in zip(RISKS, thresholds, strict=True) if threshold is not None]
+    assert counted.lowest(RISKS) == (shown[0] if shown else None)
+    asked = counted.threshold(0.07)
+    assert counted.lowest([0.07]) == (None if asked is None else (0.07, asked))
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.5, 0.7]), st.booleans()), max_size=40))
+def test_bounds_are_those_of_clopper_and_pearson(images: list[tuple[float, bool]]) -> None:
+    """So many errors have at the bound exactly the probability 1 − confidence, one image being left out."""
+    entropy, correct = (torch.tensor([row[i] for row in images]) for i in range(2))
+    at = torch.tensor([-1.0, 0.0, 0.3, 0.7, 2.0])
+    for threshold, bound in zip(at.tolist(), Errors.of(entropy, correct.bool()).bounds_at(at).tolist(), strict=True):
+        accepted = [right for value, right in images if value <= threshold + 1e-6]
+        n, errors = len(accepted) - 1, accepted.count(False)
+        if errors >= n:
+            assert bound == 1
+        else:
+            tail = math.fsum(math.comb(n, k) * bound**k * (1 - bound) ** (n - k) for k in range(errors + 1))
+            assert tail == pytest.approx(1 - CONFIDENCE, rel=1e-4)
+
+
 def test_without_enough_images_there_is_no_threshold() -> None:
     entropy, right = torch.linspace(0, 1, 40), torch.ones(40, dtype=torch.bool)
-    assert ambiguity_threshold(entropy, right, risk=0.05) is None
-    assert ambiguity_threshold(entropy, right, risk=0.3) == pytest.approx(0.95, abs=0.03)
-    assert ambiguity_threshold(entropy, ~right, risk=0.3) is None
+    assert Errors.of(entropy, right).threshold(0.05) is None
+    assert Errors.of(entropy, right).threshold(0.3) == pytest.approx(0.95, abs=0.03)
+    assert Errors.of(entropy, ~right).threshold(0.3) is None
 
 
-def test_the_nearest_risk_is_the_first_hundredth_that_a_threshold_keeps() -> None:
-    generator = torch.Generator().manual_seed(1)
-    entropy = torch.rand(500, generator=generator)
-    wrong = torch.rand(500, generator=generator) < 0.1
-    nearest = nearest_risk(entropy, ~wrong, risk=0.005)
-    kept = [step for step in range(1, 100) if ambiguity_threshold(entropy, ~wrong, risk=step / 100) is not None]
-    assert nearest is not None and nearest.rate == kept[0] / 100
-    assert nearest.threshold == ambiguity_threshold(entropy, ~wrong, risk=nearest.rate)
-    following = nearest_risk(entropy, ~wrong, risk=nearest.rate)
-    assert following is not None and following.rate == kept[1] / 100
-    assert nearest_risk(entropy, torch.zeros(500, dtype=torch.bool), risk=0.05) is None
+@pytest.mark.parametrize("accuracy", [0.5, 0.7])
+@pytest.mark.parametrize("n", [8, 100, 1000])
+def test_of_guesses_no_risk_is_shown(n: int, accuracy: float) -> None:
+    generator = torch.Generator().manual_seed(n)
+    entropy = torch.rand(n, generator=generator)
+    found = [Errors.of(entropy, torch.rand(n, generator=generator) < accuracy).lowest(RISKS) for _ in range(200)]
+    assert found.count(None) >= 0.95 * 200
 
 
-@pytest.mark.parametrize("classes", range(2, 200))
-def test_equal_probabilities_do_not_reach_the_unreachable_entropy(classes: int) -> None:
-    """Their entropy in float32 exceeds log K for a third of these K."""
-    probabilities = torch.zeros(1, classes).softmax(1)
-    scores = dict.fromkeys(SCORES, torch.ones(1)) | {"predictive_entropy": predictive_entropy(probabilities)}
-    policy = ClassificationPolicy(alpha=0.05, ambiguity_threshold=unreachable_entropy(classes), coverage=0.9)
-    outputs = Outputs(pack(SCORES, scores, probabilities).numpy(), SCORES, ())
-    assert Thresholds(policy, 0.05, 1.0).decide(outputs).decision == [ACCEPT]
+@given(st.floats(0, 88), st.integers(2, 50))
+def test_where_nothing_is_accepted_no_entropy_is_low_enough(sharpness: float, classes: int) -> None:
+    """Not even that of a probability of 1."""
+    probabilities = torch.zeros(1, classes)
+    probabilities[0, 0] = sharpness
+    scores = dict.fromkeys(SCORES, torch.ones(1)) | {"predictive_entropy": torch.zeros(1)}
+    policy = ClassificationPolicy(alpha=0.05, ambiguity_threshold=ACCEPTS_NOTHING, coverage=0.9)
+    outputs = Outputs(pack(SCORES, scores, probabilities.softmax(1)).numpy(), SCORES, ())
+    assert Thresholds(policy, 0.05, 1.0).decide(outputs).decision == [ABSTAIN_AMBIGUOUS]

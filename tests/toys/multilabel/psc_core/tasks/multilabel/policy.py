@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -17,3 +18,6 @@ class MultilabelPolicy(BasePolicy):
     alpha: Alpha
     max_undecided: MaxUndecided
     coverage: Coverage
+
+    def headline(self, metrics: Mapping[str, Any]) -> str:
+        return f"images with more than {self.max_undecided} undecided labels are undecided"

@@ -12,7 +12,7 @@ from psc_core.calibration.weighted import equal_scores
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
 from psc_core.settings import FitSettings
-from psc_core.tasks.fit.task import Calibrated, Features, HeadJob, TaskFit, run_network
+from psc_core.tasks.fit.task import Calibrated, Features, FirstLook, HeadJob, TaskFit, run_network
 from psc_core.tasks.head import Scored
 from psc_core.tasks.multilabel.calibration import Calibration
 from psc_core.tasks.multilabel.fit.head import FITS
@@ -47,6 +47,8 @@ class MultilabelFit(TaskFit):
         images: ImageDataset,
         settings: FitSettings,
         weights: Float[Tensor, " n"] | None = None,
+        *,
+        or_higher: bool = False,
     ) -> Calibrated:
         """Return OOD scores, and how badly the worst label of each image is told."""
         true = held(images)
@@ -62,9 +64,9 @@ class MultilabelFit(TaskFit):
         }
         return Calibrated(calibration, policy, metrics)
 
-    def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> str:
+    def first_look(self, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> FirstLook:
         found = [network_accuracy(net, data, compute) for data in (train, val)]
-        return (
+        return FirstLook(
             f"the network itself: {found[0]:.3f} of the labels right on training, {found[1]:.3f} on validation images"
         )
 
