@@ -25,6 +25,7 @@ from psc_core.errors import UsageError
 from psc_core.fitting.audit import Audit
 from psc_core.fitting.calibrate import calibrate_pipeline, settings_of, temper, with_calibration
 from psc_core.fitting.extend import Extension, extend
+from psc_core.metrics.intervals import in_practice
 from psc_core.model.base import FittedModel
 from psc_core.scoring.dataset import dataset_outputs
 from psc_core.tasks.fit.task import task_fit
@@ -85,7 +86,8 @@ def recalibrate_from_audit(
     lines = [policy.headline(calibrated.metrics), *lines]
     lines += [
         f"alarms at alpha {policy.alpha:g} on audit images of a class: {_alarms(model, audit.of_class):.1%} "
-        f"before, at most {policy.alpha:.1%} of such images now"
+        f"before, at most {policy.alpha:.1%} of such images now on average; "
+        f"{in_practice(policy.alpha, len(found.calibration))}%"
     ]
     for verdict, images in audit.others.items():
         before, after = (_alarms(each, images) for each in (model, found))

@@ -1,16 +1,17 @@
 """Exact intervals for counts, which tell whether an observed rate is compatible with the nominal rate.
 
-Four questions, each answered with a central interval (each tail at most (1 − level) / 2) by :mod:`scipy.stats`:
+Five questions, each answered with a central interval (each tail at most (1 − level) / 2) by :mod:`scipy.stats`:
 
 * :func:`binomial_interval`: which rates explain k of n?  Clopper–Pearson.
 * :func:`weighted_interval`: the same for a sample whose members were drawn with different probabilities.
   Clopper–Pearson with the counts of an unweighted sample of the same precision (Korn and Graubard 1998).
   :func:`weighted_median` is the median of numbers in such a population.
 * :func:`binomial_acceptance`: which counts k of n does a fixed rate α explain?
-* :func:`beta_binomial_acceptance`: which counts does a *calibrated* threshold explain?  A conformal p-value
-  is ≤ α exactly below the r-th smallest of c calibration scores, r = ⌊α (c + 1)⌋; the true rate below it is
-  random over calibration sets, Beta(r, c + 1 − r), so the count is beta-binomial (Vovk 2012).  For finite c
-  this is wider than the binomial interval, because the calibration set itself is a sample.
+* :func:`calibrated_rate`: which true rates does a *calibrated* threshold have?  A conformal p-value is ≤ α exactly
+  beyond the r-th most unusual of c calibration scores, r = ⌊α (c + 1)⌋; the true rate beyond it is random over
+  calibration sets, Beta(r, c + 1 − r), with the mean r / (c + 1) ≤ α (Vovk 2012).
+* :func:`beta_binomial_acceptance`: which counts does such a threshold explain?  The count is beta-binomial.  For finite
+  c this is wider than the binomial interval, because the calibration set itself is a sample.
 """
 
 from __future__ import annotations
@@ -78,16 +79,38 @@ def binomial_acceptance(trials: int, alpha: float, *, level: float = 0.99) -> Co
     return CountInterval(*map(int, stats.binom(trials, alpha).interval(level)))
 
 
+def calibrated_rate(alpha: float, calibration_size: int, *, level: float = 0.95) -> RateInterval:
+    """Return the true rates of p ≤ ``alpha`` that thresholds from ``calibration_size`` scores have.
+
+    Raises:
+        UsageError: If α < 1/(c + 1), because then no p-value is small enough.
+    """
+    low, high = stats.beta(*_beta_of(alpha, calibration_size)).interval(level)
+    return RateInterval(float(low), float(high))
+
+
+def in_practice(alpha: float, calibration_size: int) -> str:
+    """Return :func:`calibrated_rate` as a phrase that follows "calibration images" and precedes the per cent sign."""
+    low, high = calibrated_rate(alpha, calibration_size)
+    return f"in practice, with {calibration_size} of them, {100 * low:.2g} to {100 * high:.2g}"
+
+
 def beta_binomial_acceptance(trials: int, alpha: float, calibration_size: int, *, level: float = 0.99) -> CountInterval:
     """Return the counts of p ≤ ``alpha`` among ``trials`` if p comes from ``calibration_size`` scores.
 
     Raises:
         UsageError: If α < 1/(c + 1), because then no p-value is small enough.
     """
+    return CountInterval(*map(int, stats.betabinom(trials, *_beta_of(alpha, calibration_size)).interval(level)))
+
+
+def _beta_of(alpha: float, calibration_size: int) -> tuple[int, int]:
+    """Return r and c + 1 − r."""
     rank = ood_rank(alpha, calibration_size)
     if rank < 1:
         raise UsageError(
             f"expected alpha ≥ 1/{calibration_size + 1}, the smallest p-value {calibration_size} "
             f"calibration images can give, got {alpha}; calibrate on more images or raise alpha"
         )
-    return CountInterval(*map(int, stats.betabinom(trials, rank, calibration_size + 1 - rank).interval(level)))
+    rank = min(rank, calibration_size)  # alpha within rounding of 1 gives rank c + 1
+    return rank, calibration_size + 1 - rank

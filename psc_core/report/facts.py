@@ -13,6 +13,7 @@ from psc_core.bundle.manifest import HISTORY, Manifest
 from psc_core.collapse.report import Candidate, CollapseReport
 from psc_core.errors import BundleError
 from psc_core.gates.fit.choice import KINDS_KEY
+from psc_core.metrics.intervals import in_practice
 from psc_core.report import words
 from psc_core.report.content import Content, Role, ScoredSet
 from psc_core.tasks import module_of
@@ -40,6 +41,11 @@ class Facts:
     def headline(self) -> str:
         """The sentence on what is promised of accepted images."""
         return self.manifest.policy.headline(self.manifest.metrics)
+
+    @cached_property
+    def in_practice(self) -> str:
+        """A phrase for the rates of false alarms that so many calibration images give."""
+        return in_practice(self.manifest.policy.alpha, len(self.calibration))
 
     @cached_property
     def calibrated_on(self) -> str:
@@ -124,7 +130,7 @@ class Facts:
         policy = self.manifest.policy
         return [
             f"out of distribution: OOD score above {self.ood_threshold:.4g} nats (alpha {policy.alpha:g}: at most "
-            f"{policy.alpha:.1%} of images like the calibration images)",
+            f"{policy.alpha:.1%} of images like the calibration images on average; {self.in_practice}%)",
             *self._of_task("facts").policy_lines(self.manifest.task, policy, self.limits),
         ]
 

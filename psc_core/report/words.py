@@ -25,6 +25,6 @@ GLOSSARY: Final[Mapping[str, str]] = {
     "NC1": "Variability within classes as a fraction of all variability: 1 without classes, 0 when a class is a point.",
     "ε": "The NC1 below which a layer counts as collapsed.",
     "OOD score": "How unlike the training images an image is; higher is more unusual. Nats.",
-    "alpha": "The rate of false alarms that the OOD threshold keeps on images like the calibration images.",
+    "alpha": "The rate of false alarms that the OOD threshold keeps on images like the calibration images, on average.",
     "made-up images": "Validation images turned, binarised, framed …, to see what happens without OOD images.",
 }

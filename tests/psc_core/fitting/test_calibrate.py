@@ -12,6 +12,7 @@ import torch
 from psc_core import PSC, FitSettings, fit_projection, fit_psc, measure_collapse
 from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset, split_validation
+from psc_core.data.sources import ArraySource
 from psc_core.errors import UsageError
 from psc_core.projection.fit.report import FittedProjection
 from psc_core.tasks.classification.fit.calibrate import Errors
@@ -52,6 +53,25 @@ def test_calibration_split_selects_nothing(
     assert one.scorer.head.record == two.scorer.head.record
     for name, tensor in one.state_dict().items():
         assert torch.equal(tensor, two.state_dict()[name]), name
+
+
+def test_other_calibration_images_change_nothing_but_the_calibration(
+    net: torch.nn.Module, train: ImageDataset, val: ImageDataset
+) -> None:
+    """So its scores and a new image's are exchangeable, however many gates are combined, and alpha is kept."""
+    assert isinstance(val.source, ArraySource)
+    images, calibrates = val.source.images.copy(), split_validation(val, SETTINGS.seed)[1].indices.numpy()
+    images[calibrates] = 255 - images[calibrates]
+    one, two = (
+        PSC.fit(net, train, data, head="duq", device="cpu", max_images=600).pipeline
+        for data in (val, replace(val, source=ArraySource(images)))
+    )
+    assert one.gates is not None and two.gates is not None and len(one.gates.names) > 1
+    assert one.gates.names == two.gates.names and one.scorer.backbone.layers == two.scorer.backbone.layers
+    fitted, other = one.state_dict(), two.state_dict()
+    changed = {name for name, tensor in fitted.items() if not torch.equal(tensor, other[name])}
+    assert fitted.keys() == other.keys() and changed == {"gates.calibration"}
+    assert not torch.equal(one.calibration_scores, two.calibration_scores)
 
 
 def fitted_with_accuracy(

@@ -66,6 +66,7 @@ def test_only_the_calibration_is_another(model: FittedModel, audit: Audit, tmp_p
     is_ood = torch.tensor([decision == "abstain_ood" for decision in after.decision])
     assert int(is_ood.sum()) <= new.policy.alpha * (len(scores) + 1)
     assert "205 logged images, 205 reviewed: 200 of a class, 5 none_of_the_classes" in audit.summary()
+    assert "with 200 of them, 2.4 to 8.4%" in found.lines[1]  # quantiles of Beta(10, 191)
     assert "5 images with verdict none_of_the_classes" in found.lines[2]
     manifest = new.save(tmp_path / "bundle")
     assert manifest.version != model.version and found.warnings == ()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
-from psc_core.calibration.conformal import conformal_p_values
+from psc_core.calibration.conformal import conformal_p_values, decision_p_value
 from psc_core.errors import BundleError
 from psc_core.gates.combined import GATES, Gates, readings_of
 from psc_core.gates.fit.combined import TEXTURE_COUNTS_BELOW, fit_gates
@@ -55,6 +55,32 @@ def test_alpha_keeps_its_meaning(alpha: float) -> None:
     # Images of one calibration alarm together: the spread is that of a Beta rate over trials, and binomial on top.
     spread = math.sqrt(stats.beta(200 * alpha, 200 * (1 - alpha)).var() / trials + alpha / (trials * tested))
     assert (rates <= alpha + 4 * spread).all() and (rates >= alpha - 1 / 200 - 4 * spread).all()
+
+
+@pytest.mark.parametrize(
+    ("names", "selected", "n", "alpha"),
+    [(GATES, 50, 99, 0.05), (GATES, 20, 38, 0.05), (GATES[:2], 200, 99, 0.1)],
+)
+def test_false_alarms_of_the_combined_score_are_beta_binomial(
+    names: tuple[str, ...], selected: int, n: int, alpha: float
+) -> None:
+    """Mean and spread over fits are those of one exchangeable score, whatever the gates were fitted to."""
+    generator = torch.Generator().manual_seed(2)
+    fits, tested = 300, 300
+    gates_of = [GATES.index(name) for name in names]
+    counts = torch.zeros(fits, dtype=torch.float64)
+    for fit in range(fits):
+        selection, calibration, new = (dependent_readings(m, generator)[:, gates_of] for m in (selected, n, tested))
+        gates = fit_gates(names, selection, calibration)
+        p_values = conformal_p_values(gates.score(calibration).sort().values, gates.score(new))
+        counts[fit] = (p_values <= decision_p_value(alpha, n)).sum()
+    rank = math.floor(alpha * (n + 1) + 1e-9)
+    exact = stats.betabinom(tested, rank, n + 1 - rank)
+    # The variance of a variance has the kurtosis in it.
+    fourth = float(exact.stats(moments="k")) + 3
+    spread = exact.var() * math.sqrt((fourth - 1) / fits)
+    assert float(counts.mean()) == pytest.approx(exact.mean(), abs=4 * exact.std() / math.sqrt(fits))
+    assert float(counts.var()) == pytest.approx(exact.var(), abs=4 * spread)
 
 
 def test_only_a_strange_texture_counts() -> None:

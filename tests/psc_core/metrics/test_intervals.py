@@ -15,6 +15,8 @@ from psc_core.metrics.intervals import (
     beta_binomial_acceptance,
     binomial_acceptance,
     binomial_interval,
+    calibrated_rate,
+    in_practice,
     weighted_interval,
     weighted_median,
 )
@@ -56,6 +58,42 @@ def test_beta_binomial_acceptance_is_central(trials: int, calibration: int, leve
     rank = int(0.05 * (calibration + 1) + 1e-9)
     mass = naive.beta_binomial_mass(trials, rank, calibration + 1 - rank)
     check_central(beta_binomial_acceptance(trials, 0.05, calibration, level=level), mass, level)
+
+
+@given(st.integers(1, 2000), st.floats(0.001, 0.999), LEVELS)
+@example(500, 0.05, 0.95)
+@example(19, 0.05, 0.95)
+def test_calibrated_rate_leaves_equal_tails(calibration: int, alpha: float, level: float) -> None:
+    """At most x of new images lie beyond the r-th most unusual of c exactly where r or more of c lie beyond x."""
+    rank = math.floor(alpha * (calibration + 1) + 1e-9)
+    if rank < 1:
+        with pytest.raises(UsageError, match="raise alpha"):
+            calibrated_rate(alpha, calibration, level=level)
+        return
+    low, high = calibrated_rate(alpha, calibration, level=level)
+    tail = (1 - level) / 2
+    assert math.fsum(naive.binomial_mass(calibration, low)[rank:]) == pytest.approx(tail, rel=1e-5)
+    assert math.fsum(naive.binomial_mass(calibration, high)[:rank]) == pytest.approx(tail, rel=1e-5)
+
+
+@pytest.mark.parametrize(("alpha", "calibration"), [(0.05, 500), (0.05, 38), (0.2, 100)])
+def test_calibrated_rate_holds_that_of_19_thresholds_in_20(alpha: float, calibration: int) -> None:
+    random, draws = np.random.default_rng(0), 4000
+    ranks = calibration - math.floor(alpha * (calibration + 1) + 1e-9)
+    rates = 1 - np.sort(random.random((draws, calibration)), axis=1)[:, ranks]  # scores are uniform
+    low, high = calibrated_rate(alpha, calibration)
+    for outside in ((rates < low).mean(), (rates > high).mean()):
+        assert outside == pytest.approx(0.025, abs=4 * math.sqrt(0.025 * 0.975 / draws))
+
+
+def test_the_range_is_said_in_per_cent() -> None:
+    assert "with 500 of them" in in_practice(0.05, 500)
+    assert in_practice(0.05, 500).endswith("3.3 to 7.1")  # quantiles of Beta(25, 476)
+
+
+def test_an_alpha_within_rounding_of_one() -> None:
+    low, high = calibrated_rate(1 - 1e-12, 100)
+    assert 0.9 < low < high <= 1 and beta_binomial_acceptance(50, 1 - 1e-12, 100).high == 50
 
 
 @given(st.integers(1, 200), st.floats(0, 1), st.floats(0.01, 0.99))

@@ -31,6 +31,7 @@ def test_facts_of_the_shipped_bundle(shipped_bundle: Path) -> None:
     text = found.to_text()
     assert text.index("the network itself") < text.index("with PSC") < text.index("on 4 validation images")
     assert f"OOD score above {threshold:.4g} nats (alpha 0.05" in text
+    assert "4000 of them, 4.3 to 5.7%" in text  # quantiles of Beta(200, 3801)
     assert "made-up images found out of distribution: turned" in text
     assert "less accurate" not in text
     assert found.candidate is not None and found.candidate.layers == tuple(read_bundle(shipped_bundle).manifest.layers)

@@ -139,4 +139,4 @@ def test_card_has_the_numbers_of_the_facts(shipped: Facts, tmp_path: Path) -> No
     assert "| with PSC | {accuracy:.4f} | {nll:.4f} | {ece:.4f} |".format(**quality) in card
     assert "| --- | ---: | ---: | ---: |\n| the network itself |" in card
     assert "psc-serve --bundle ." in card
-    assert f"above an OOD score of {shipped.ood_threshold:.4g} nats" in card
+    assert f"above an OOD score of {shipped.ood_threshold:.4g} nats" in card and f"{shipped.in_practice} %." in card
