@@ -55,6 +55,7 @@ def test_calibration_split_selects_nothing(
         assert torch.equal(tensor, two.state_dict()[name]), name
 
 
+@pytest.mark.filterwarnings("ignore:validation images are much harder")
 def test_other_calibration_images_change_nothing_but_the_calibration(
     net: torch.nn.Module, train: ImageDataset, val: ImageDataset
 ) -> None:
