@@ -140,7 +140,8 @@ def image_folder(
         raise DataError(f"{root} has no images ({', '.join(SUFFIXES)}); add some")
     labels = torch.arange(len(folders)).repeat_interleave(torch.tensor([len(files) for files in names]))
     source = FileSource(root, np.concatenate(names))
-    return labelled(str(root), [folder.name for folder in folders], source, labels, preprocess)
+    classes = [folder.name.encode(errors="replace").decode() for folder in folders]  # One class may have any name.
+    return labelled(str(root), classes, source, labels, preprocess)
 
 
 def unread_files(data: ImageDataset) -> tuple[str, ...]:

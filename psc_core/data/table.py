@@ -63,7 +63,7 @@ def open_table(path: Path, preprocess: Preprocess, column: Column | None) -> Ima
     numbers = [_number(entry, decimal) for entry in entries]
     if column.numbers or (column.numbers is None and any(number is not None for number in numbers)):
         values = _checked_numbers(path, name, entries, numbers)
-        return measured(str(path), Target(name=name, unit=column.unit), source, values, preprocess)
+        return measured(str(path), Target.of(name, column.unit), source, values, preprocess)
     if column.unit:
         raise UsageError(f"{path} has classes in {name!r}, which have no unit; leave out the unit {column.unit!r}")
     labels = _class_names(path, name, entries, numbers)

@@ -24,6 +24,7 @@ from psc_core.log.models import LoggedModel, read_model
 from psc_core.log.rows import logged_model, models_in, read_rows
 from psc_core.log.schema import IMAGE_INDEX, REQUEST_ID, SHA256
 from psc_core.log.store import Log
+from psc_core.names import composed
 from psc_core.tables import open_csv
 
 MAX_TASKS_BYTES: Final = 1 << 30
@@ -215,7 +216,7 @@ def _folders(root: Path) -> Iterator[HumanAnswer]:
         for file in sorted(files_below(folder)):
             if file.lower().endswith(SUFFIXES) and Path(file).is_file():
                 digest = hashlib.sha256(read_file(file)).hexdigest()
-                yield HumanAnswer(file, None, None, digest, folder.name, "folder", None)
+                yield HumanAnswer(file, None, None, digest, composed(folder.name), "folder", None)
 
 
 def _answer(where: str, of: Mapping[str, Any], text: Any, source: Any, time: Any) -> HumanAnswer | None:
@@ -234,7 +235,7 @@ def _answer(where: str, of: Mapping[str, Any], text: Any, source: Any, time: Any
     elif not isinstance(digest, str):
         raise DataError(f"{where}: there is neither {REQUEST_ID} nor {SHA256}; keep the values from the review")
     named = None if source is None or source == "" else str(source)
-    answer = HumanAnswer(where, request_id, number, digest, str(text).strip(), named or "file", _time(time))
+    answer = HumanAnswer(where, request_id, number, digest, composed(str(text)), named or "file", _time(time))
     return replace(answer, image_sha256=digest.lower() if isinstance(digest, str) else None)
 
 

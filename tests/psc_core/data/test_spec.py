@@ -65,6 +65,13 @@ def test_rejects_class_names_outside_utf_8(tmp_path: Path) -> None:
     assert len(image_folder(root, TINY, labelled_images=False)) == 2
 
 
+def test_two_forms_of_one_class_are_named(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "images", {"caf\u00e9": 1, "cafe\u0301": 1, "tea": 1})
+    with pytest.raises(DataError) as raised:
+        image_folder(root, TINY)
+    assert r"'caf\xe9'" in str(raised.value) and r"'cafe\u0301'" in str(raised.value)
+
+
 def test_spec_can_name_split(data_root: Path) -> None:
     chosen = open_dataset(f"mnist:{data_root}#test", split="train", preprocess=PRESETS["mnist"])
     assert len(chosen) == 800
