@@ -89,6 +89,8 @@ class Job(FitJob):
             f"val: {val.name}, {len(val)} images",
             *unread_files(train),
             *unread_files(val),
+            *train.notes,
+            *val.notes,
             self.order_note,
             f"network: {'; '.join(notes)}" if notes else "",
             f"preprocessing: {train.preprocess}",

@@ -70,6 +70,7 @@ class ImageDataset:
     groups: Mapping[str, Tensor] = field(default_factory=dict)  # subsets for reports, int64 positions in this data set
     target: Target | None = None  # regression only
     values: Tensor | None = None  # float64 (n,), the target's values, regression only
+    notes: tuple[str, ...] = ()  # lines for the user on how it was read
     names_empty_classes: bool = True  # False for a table, which cannot name a class without images
 
     def __post_init__(self) -> None:

@@ -26,9 +26,9 @@ class LoggedModel:
         fields = {"version": self.version, "classes": self.classes, **self.task.manifest_fields()}
         return json.dumps(fields, ensure_ascii=False).encode()
 
-    def check_label(self, label: str, decimal: str = ".") -> str:
+    def check_label(self, label: str, marks: str = ".") -> str:
         """Return a person's label in the form of the log; raise :class:`.DataError` if the model cannot predict it."""
-        return self.task.parse_label(label, self.classes, decimal)
+        return self.task.parse_label(label, self.classes, marks)
 
 
 def read_model(log: Log, version: str) -> LoggedModel:

@@ -98,13 +98,13 @@ class Task(BaseModel):
         """Return the head with this ``config()`` and ``state_dict()``; raises :class:`BundleError`."""
         return restore({**self.heads, **self.output_heads}, config, state)
 
-    def parse_label(self, text: str, classes: Sequence[str], decimal: str = ".") -> str:
+    def parse_label(self, text: str, classes: Sequence[str], marks: str = ".") -> str:
         """Return what a person says of an image as a log keeps it: one of the classes, unless a task says otherwise.
 
         Args:
             text: What the person says.
             classes: The model's classes.
-            decimal: The decimal mark of a number, besides the point.
+            marks: How a number is written, see :func:`psc_core.tables.parse_number`.
 
         Raises:
             DataError: If the model could not have predicted it.
