@@ -18,7 +18,7 @@ from torch import nn
 from psc_core.arguments import key_values
 from psc_core.bundle.io import check_target
 from psc_core.bundle.manifest import MAX_NAME, check_network, check_text
-from psc_core.cli import flags, preprocessing
+from psc_core.cli import preprocessing
 from psc_core.cli.provenance import job_of, provenance_of
 from psc_core.collapse.report import CollapseReport, to_csv
 from psc_core.compute.distributed import Reducer
@@ -113,13 +113,13 @@ def open_job(args: argparse.Namespace) -> Job:
     data = FitData.of(train, val, seed=args.seed, task=args.task or FitSettings.task, max_images=args.max_images)
     given = {field.name: getattr(args, field.name, None) for field in fields(FitSettings)}
     settings = checked(FitSettings(**{name: value for name, value in given.items() if value is not None}), data)
+    check_target(args.out)  # Before it is resolved, because a link is refused.
     out = args.out.resolve()
     name = args.name or out.name
-    check_target(out)
     if len(name) > MAX_NAME:
         raise UsageError(f"expected a --name of at most {MAX_NAME} characters, got {len(name)}")
     if not args.dry_run:  # Now rather than after hours; whether the checkpoint is of this job is only known then.
-        flags.check_no_bundle(out, args.overwrite or (_stages_folder(out).exists() and not args.fresh))
+        check_target(out, overwrite=args.overwrite or (_stages_folder(out).exists() and not args.fresh))
     network = load(args, described, data.task.network_outputs(data.train.classes))
     compute = settings.compute(Reducer.start() if args.distributed else None)
     check_runs(network, data, compute)
@@ -229,7 +229,7 @@ def open_checkpoint(job: Job, provenance: dict[str, Any], args: argparse.Namespa
     inputs = job_of(provenance, job.settings, job.data, compute, job.network.configuration)
     checkpoint = Checkpoint.of(job.stages_folder, inputs, compute.reducer)
     is_resumed = checkpoint.is_resumed and not args.fresh
-    flags.check_no_bundle(job.out, args.overwrite or is_resumed)
+    check_target(job.out, overwrite=args.overwrite or is_resumed)
     if not is_resumed:
         checkpoint.clear()
     return checkpoint

@@ -146,8 +146,8 @@ def image_folder(
     if [*data.classes] == sorted(data.classes):
         return data
     note = (
-        f"{root}: the classes are in the order of the folders' names as the disk has them, which are decomposed (NFD, as "
-        "a Mac writes them) or begin with a blank; a network that was trained on composed names has them in another "
+        f"{root}: the classes are in the order of the folders' names as the disk has them, which are decomposed (NFD, "
+        "as a Mac writes them) or begin with a blank; a network that was trained on composed names has them in another "
         "order: convmv -r -f utf8 -t utf8 --nfc --notest renames the folders"
     )
     return replace(data, notes=(note,))
