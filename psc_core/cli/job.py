@@ -27,7 +27,7 @@ from psc_core.compute.readable import only_readable
 from psc_core.data.cache import PixelCache
 from psc_core.data.classes import in_network_order
 from psc_core.data.dataset import ImageDataset, drawn
-from psc_core.data.overlap import REPEATED, shared_images
+from psc_core.data.overlap import check_disjoint
 from psc_core.data.spec import open_dataset, unread_files
 from psc_core.errors import UsageError
 from psc_core.fitting.checkpoint import Checkpoint
@@ -123,7 +123,9 @@ def open_job(args: argparse.Namespace) -> Job:
     network = load(args, described, data.task.network_outputs(data.train.classes))
     compute = settings.compute(Reducer.start() if args.distributed else None)
     check_runs(network, data, compute)
-    check_disjoint(train, val)  # Last, as it may take long; not data.train: the network has seen what that leaves out.
+    showing = partial(track, total=len(train), description="comparing")
+    # Last, as it may take long; not data.train: the network has seen what that leaves out.
+    check_disjoint(train, val, showing)
     folder = Path(args.cache) if args.cache else None
     cache = None if args.cache == "off" else PixelCache(folder, compute.reducer.world)
     return Job(data, settings, compute, out, name, network, order_note, cache)
@@ -140,21 +142,6 @@ def open_images(args: argparse.Namespace, described: Described) -> tuple[ImageDa
     opened = partial(open_dataset, preprocess=preprocess, numbers=numbers, target=args.target, unit=args.unit)
     train, note = in_network_order(opened(args.train, split="train"), described.classes)
     return train, opened(args.val, split="val"), note
-
-
-def check_disjoint(train: ImageDataset, val: ImageDataset) -> None:
-    """Require validation images that are not training images, but for a few accidental duplicates.
-
-    Raises:
-        UsageError: If more are shared.
-    """
-    shared = shared_images(train, val, partial(track, total=len(train), description="comparing"))
-    if shared > REPEATED * len(val):
-        raise UsageError(
-            f"expected --val to be images that the network was not trained on, {shared} of the {len(val)} images of "
-            f"{val.name} are images of --train too; calibration on training images does not hold for new ones, so hold "
-            "some images out"
-        )
 
 
 def load(args: argparse.Namespace, described: Described, outputs: int) -> LoadedNetwork:

@@ -158,7 +158,7 @@ def spool(data: Any, name: str, preprocess: Preprocess | None, classes: int | No
             if classes is not None and not of_images.is_floating_point():
                 span = [*span, int(of_images.min()), int(of_images.max())]
                 span = [min(span), max(span)]
-                check_labels(name, *span, classes)
+                check_labels(name, span[0], span[1], classes)
             scratch.append(images)
             low = np.minimum(low, images.min(axis=(0, 2, 3)))
             high = np.maximum(high, images.max(axis=(0, 2, 3)))
