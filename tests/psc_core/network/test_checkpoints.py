@@ -331,7 +331,9 @@ def test_rejects_other_content(tmp_path: Path) -> None:
         b"version https://git-lfs.github.com/spec/v1",
     ):
         path.write_bytes(content)
-        with pytest.raises(NetworkError, match=r"net\.ckpt (is|holds) (damaged|empty|HDF5|a pickle|JSON|a pointer of Git LFS)"):
+        with pytest.raises(
+            NetworkError, match=r"net\.ckpt (is|holds) (damaged|empty|HDF5|a pickle|JSON|a pointer of Git LFS)"
+        ):
             read_checkpoint(path)
 
 
