@@ -154,7 +154,10 @@ def metrics_parent(places: Sequence[Path] | None = None) -> Path:
     Raises:
         UsageError: If none of the places has room.
     """
-    places = places or (Path("/dev/shm"), Path(tempfile.gettempdir()))
+    if places is None:
+        places = [Path("/dev/shm")]
+        with contextlib.suppress(FileNotFoundError):  # No folder for temporary files may be written to.
+            places = [*places, Path(tempfile.gettempdir())]
     for place in places:
         if place.is_dir() and os.access(place, os.W_OK) and shutil.disk_usage(place).free >= METRICS_BYTES:
             return place

@@ -125,6 +125,14 @@ def imported(module: str, name: str, *, error: type[PSCError]) -> Any:
         ) from failed
 
 
+def of_this_machine(error: OSError | ImportError) -> str:
+    """Return the cause and the cure of an error for which a file that was read is not to blame."""
+    if isinstance(error, ImportError):
+        return f"a package cannot be imported ({error.name or type(error).__name__}, see the log); install psc again"
+    cause = shortened(error.strerror or type(error).__name__)
+    return f"{cause}; free space there, or set TMPDIR and TORCHINDUCTOR_CACHE_DIR to folders that may be written to"
+
+
 def listed(names: Sequence[str], at_most: int) -> str:
     """Join the first ``at_most`` names for a message, with an ellipsis if there are more."""
     return ", ".join(names[:at_most]) + (", …" if len(names) > at_most else "")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -18,13 +20,36 @@ from psc_core.errors import DataError
 _SAID: Final = re.compile(r"sep=([,;\t|])[\r\n]*", re.IGNORECASE)
 """The line by which a file tells Excel what separates its columns."""
 
+_QUOTED: Final = re.compile(r'"(?:[^"]|"")*"')
+
+_WIDE: Final = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+"""The first bytes of what Excel calls Unicode text, and its encoding."""
+
+_GROUPED: Final = r"[1-9][0-9]{0,2}(?:%s[0-9]{3})+"
+_BLANK: Final = "[ '\u00a0\u2009\u2019\u202f]"
+"""What separates groups of digits and cannot be a decimal mark."""
+
+
+_NOT_FINITE: Final = re.compile(r"[+-]?(nan|inf(inity)?)", re.IGNORECASE)
+
+
+def _number_with(decimal: str, group: str) -> re.Pattern[str]:
+    whole = f"(?:[0-9]+|{_GROUPED % re.escape(group)}|{_GROUPED % _BLANK})"
+    return re.compile(
+        rf"[+-]?(?:{whole}(?:{re.escape(decimal)}[0-9]*)?|{re.escape(decimal)}[0-9]+)(?:[eE][+-]?[0-9]+)?"
+    )
+
+
+_WITH_POINT: Final = _number_with(".", ",")
+_WITH_COMMA: Final = _number_with(",", ".")
+
 
 @dataclass(frozen=True)
 class SeparatedValues:
     """An open table of separated values."""
 
     lines: Iterator[tuple[int, list[str]]]  # number and cells of each line that is not blank, first the header
-    decimal: str  # the decimal mark of its numbers, besides the point
+    delimiter: str
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
@@ -39,41 +64,118 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
 
 @contextmanager
 def open_csv(path: Path) -> Iterator[SeparatedValues]:
-    """Open a ``.csv`` or ``.tsv`` in UTF-8, of any common delimiter.
+    """Open a ``.csv`` or ``.tsv`` in UTF-8, or in UTF-16 as Excel writes it, of any common delimiter.
 
     Raises:
-        DataError: While it is read, if it is not in UTF-8, or a quotation mark is not closed.
+        DataError: While it is read, if it is in another encoding, or a quotation mark is not closed.
         OSError: If it cannot be read.
     """
-    with path.open(newline="", encoding="utf-8-sig") as file:
+    with path.open("rb") as binary:
+        encoding = _WIDE.get(binary.read(2), "utf-8-sig")
+    with path.open(newline="", encoding=encoding) as file:
         try:
             first = file.readline()
             file.seek(0)
+            if "\0" in first:
+                raise DataError(f"{path} is no text in UTF-8; save it as CSV in UTF-8")
             said = _SAID.fullmatch(first)
             delimiter = said[1] if said else _delimiter(path, first)
             reader = csv.reader(file, delimiter=delimiter, strict=True)
             if said:
                 next(reader)
-            # A spreadsheet writes semicolons where the comma is the decimal mark.
-            yield SeparatedValues(((reader.line_num, row) for row in reader if row), "," if delimiter == ";" else ".")
+            yield SeparatedValues(((reader.line_num, row) for row in reader if any(map(str.strip, row))), delimiter)
         except csv.Error as error:
             raise DataError(f"{path}, line {reader.line_num}: {error}; save it as CSV in UTF-8") from error
-        except UnicodeDecodeError as error:  # It is decoded in blocks, ahead of the line that is read.
+        except UnicodeError as error:  # It is decoded in blocks, ahead of the line that is read.
             raise DataError(f"{path}: {error}; save it as CSV in UTF-8") from error
 
 
 def _delimiter(path: Path, header: str) -> str:
-    if path.suffix.lower() == ".tsv":
-        return "\t"
-    return ";" if ";" in header and "," not in header else ","
+    bare = _QUOTED.sub("", header)
+    usual = "\t,;|" if path.suffix.lower() == ".tsv" else ",;\t|"
+    return next((mark for mark in usual if mark in bare), usual[0])
 
 
-def parse_number(text: str, decimal: str = ".") -> float | None:
-    """Return the number that a text is, written with a point or with this decimal mark; None if it is none."""
-    try:
-        return None if "_" in text else float(text.replace(decimal, "."))  # Python reads "1_0" as 10.
-    except ValueError:
-        return None
+def check_columns(path: Path, names: Sequence[str]) -> None:
+    """Raise :class:`DataError` if a table has no columns, or two of the same name."""
+    if not names:
+        raise DataError(f"{path} has no columns; give a table with a header, as file,label")
+    name, count = Counter(names).most_common(1)[0]
+    if count > 1:
+        raise DataError(f"{path} has the column {name!r} twice; name each column once")
+
+
+def number_marks(texts: Iterable[str], delimiter: str) -> str:
+    """Return how the numbers of a column are written, for :func:`parse_number`, as all of its cells together show.
+
+    A cell like "1.234,5", "1,5" or "0.500" can be read in one way only, and "12.500" then as the others.  Where all
+    cells are of the latter kind, a point is a decimal point between commas, and a comma is a decimal comma between
+    semicolons, which spreadsheets write where it is the decimal mark; otherwise nothing shows it.
+
+    Args:
+        texts: The cells, which may also hold other text.
+        delimiter: What separates the columns; empty if nothing does.
+    """
+    unclear = list[str]()
+    found = set[str]()
+    for text in texts:
+        point, comma = _readings(text)
+        if point is None or comma is None:
+            found |= {"."} if point is not None else {","} if comma is not None else set()
+        elif point < comma or point > comma:
+            unclear.append(text)
+    if delimiter == "," and "," in found:
+        return "."  # A decimal comma there is more likely a slip than how the table is written.
+    if "," in found:
+        return "" if "." in found else ","
+    if found or not unclear:
+        return ".,"
+    has_points, has_commas = (any(mark in text for text in unclear) for mark in ".,")
+    if has_points:
+        return "." if delimiter in (",", "|") and not has_commas else ""
+    return "," if delimiter == ";" else ""
+
+
+def parse_number(text: str, marks: str = ".") -> float | None:
+    """Return the number that a text is, or None if it is none.
+
+    Args:
+        text: The text; blanks and apostrophes may separate groups of three digits.
+        marks: ``"."``: a decimal point, and no comma; ``".,"``: commas may separate groups of digits; ``","``: a
+            decimal comma, and points may separate groups; empty: unknown, so that only what both read alike, or one
+            alone can read, is a number.
+
+    Raises:
+        DataError: If the marks are unknown, and the text is one number with a decimal point and another with a comma.
+    """
+    point, comma = _readings(text)
+    if marks == ".":
+        return None if "," in text else point
+    first, second = (comma, point) if marks == "," else (point, comma)
+    if marks or first is None or second is None:
+        return first if first is not None or marks == ".," else second
+    if first < second or first > second:
+        raise DataError(
+            f"{text!r} is {first:.15g} with a decimal point and {second:.15g} with a decimal comma, and nothing beside "
+            "it shows which; write numbers with a decimal point, and without another mark between their digits"
+        )
+    return first
+
+
+def is_number(text: str) -> bool:
+    """Return whether a text is a number, with a decimal point or a decimal comma."""
+    return _readings(text) != (None, None)
+
+
+def _readings(text: str) -> tuple[float | None, float | None]:
+    """Return the number that a text is with a decimal point, and with a decimal comma."""
+    text = text.strip().replace("\N{MINUS SIGN}", "-")
+    bare = re.sub(_BLANK, "", text)
+    point = float(bare.replace(",", "")) if _WITH_POINT.fullmatch(text) else None
+    comma = float(bare.replace(".", "").replace(",", ".")) if _WITH_COMMA.fullmatch(text) else None
+    if _NOT_FINITE.fullmatch(text):
+        point = comma = float(text)
+    return point, comma
 
 
 def print_any_text() -> None:

@@ -74,19 +74,31 @@ def is_bundle(path: Path) -> bool:
     return (path / "manifest.json").is_file() and any((path / name).is_file() for name in networks)
 
 
-def check_target(path: Path) -> None:
+def check_target(path: Path, *, overwrite: bool = True) -> None:
     """Check that a bundle can be written to ``path``, before hours are spent on fitting it.
 
+    Args:
+        path: The folder, as it was given: what is behind a link is somebody's release, which stays as it is.
+        overwrite: Whether a bundle that is there may be replaced.
+
     Raises:
-        BundleError: If ``path`` is a file or a mount point, holds files that are not a bundle's, or its parent is not
-            writable.
+        BundleError: If ``path`` is a link, a file or a mount point, holds files that are not a bundle's, or its parent
+            is not writable.
+        UsageError: If it holds a bundle that may not be replaced.
     """
+    if path.is_symlink():
+        raise BundleError(
+            f"cannot write a bundle to {path}, it is a link to {path.readlink()}, which stays as it is; write to "
+            f"another folder, then let the link point there: ln -sfn FOLDER {path}"
+        )
     if path.exists() and not path.is_dir():
         raise BundleError(f"cannot write a bundle to {path}, it is a file; choose another place")
     if path.is_mount():
         raise BundleError(f"cannot replace {path}, it is a mount point; choose a folder inside it")
     if path.exists() and any(path.iterdir()) and not is_bundle(path):
         raise BundleError(f"cannot write a bundle to {path}, it holds other files; choose another place")
+    if not overwrite and is_bundle(path):
+        raise UsageError(f"{path} holds a bundle already; give --overwrite to replace it, or another --out")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path.parent).close()
@@ -107,8 +119,8 @@ def write_bundle(
         graph: The ONNX model of the network, instead of its tensors.
 
     Raises:
-        BundleError: If ``path`` exists and is not a bundle, or cannot be replaced, or if a manifest cannot hold a
-            number or text.
+        BundleError: If ``path`` is a link, exists and is not a bundle, or cannot be replaced, or if a manifest cannot
+            hold a number or text.
     """
     check_target(path)
     blobs = {f"{part}.safetensors": _serialise(tensors) for part, tensors in parts.items()}

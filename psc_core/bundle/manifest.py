@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator, model_validator
 
 from psc_core.errors import BundleError, UsageError, fault, shortened
 from psc_core.images.preprocess import Preprocess
+from psc_core.names import composed
 from psc_core.precision import Precision
 from psc_core.tasks import TASKS
 from psc_core.tasks.policy import BasePolicy
@@ -186,6 +187,11 @@ class Manifest(_Strict):
     metrics: dict[str, Any]
     provenance: dict[str, Any]
     files: dict[str, FileEntry]
+
+    @field_validator("classes")
+    @classmethod
+    def _compose(cls, classes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(composed, classes))
 
     @model_validator(mode="after")
     def _check_agreement(self) -> Manifest:

@@ -77,7 +77,7 @@ def evaluate(args: argparse.Namespace) -> None:
     task = module_of(model.task.name, "psc_core.evaluation.{}")
     id_data = task.open_images(model, args.id, target=args.target)
     check_images(model, id_data)
-    for line in unread_files(id_data):
+    for line in (*unread_files(id_data), *id_data.notes):
         print(line)
     ood = open_others(args.ood, model.preprocess)
     if args.out:

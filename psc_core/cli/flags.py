@@ -75,15 +75,3 @@ def check_free(folder: Path, names: Iterable[str]) -> None:
         raise UsageError(
             f"{folder} holds {' and '.join(found)} already; give --overwrite to replace what it holds, or another --out"
         )
-
-
-def check_no_bundle(out: Path, is_allowed: bool) -> None:
-    """Check that a bundle is not replaced unless that is allowed.
-
-    Raises:
-        UsageError: If ``out`` holds one.
-    """
-    from psc_core.bundle.io import is_bundle
-
-    if not is_allowed and is_bundle(out):
-        raise UsageError(f"{out} holds a bundle already; give --overwrite to replace it, or another --out")

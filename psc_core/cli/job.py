@@ -18,7 +18,7 @@ from torch import nn
 from psc_core.arguments import key_values
 from psc_core.bundle.io import check_target
 from psc_core.bundle.manifest import MAX_NAME, check_network, check_text
-from psc_core.cli import flags, preprocessing
+from psc_core.cli import preprocessing
 from psc_core.cli.provenance import job_of, provenance_of
 from psc_core.collapse.report import CollapseReport, to_csv
 from psc_core.compute.distributed import Reducer
@@ -26,7 +26,7 @@ from psc_core.compute.passes import Compute, track
 from psc_core.data.cache import PixelCache
 from psc_core.data.classes import in_network_order
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.overlap import REPEATED, shared_images
+from psc_core.data.overlap import check_disjoint
 from psc_core.data.spec import open_dataset, unread_files
 from psc_core.errors import UsageError
 from psc_core.fitting.checkpoint import Checkpoint
@@ -87,6 +87,8 @@ class Job(FitJob):
             f"val: {val.name}, {len(val)} images",
             *unread_files(train),
             *unread_files(val),
+            *train.notes,
+            *val.notes,
             self.order_note,
             f"network: {'; '.join(notes)}" if notes else "",
             f"preprocessing: {train.preprocess}",
@@ -109,17 +111,19 @@ def open_job(args: argparse.Namespace) -> Job:
     data = FitData.of(train, val, seed=args.seed, task=args.task or FitSettings.task, max_images=args.max_images)
     given = {field.name: getattr(args, field.name, None) for field in fields(FitSettings)}
     settings = checked(FitSettings(**{name: value for name, value in given.items() if value is not None}), data)
+    check_target(args.out)  # Before it is resolved, because a link is refused.
     out = args.out.resolve()
     name = args.name or out.name
-    check_target(out)
     if len(name) > MAX_NAME:
         raise UsageError(f"expected a --name of at most {MAX_NAME} characters, got {len(name)}")
     if not args.dry_run:  # Now rather than after hours; whether the checkpoint is of this job is only known then.
-        flags.check_no_bundle(out, args.overwrite or (_stages_folder(out).exists() and not args.fresh))
+        check_target(out, overwrite=args.overwrite or (_stages_folder(out).exists() and not args.fresh))
     network = load(args, described, data.task.network_outputs(data.train.classes))
     compute = settings.compute(Reducer.start() if args.distributed else None)
     check_runs(network, data, compute)
-    check_disjoint(train, val)  # Last, as it may take long; not data.train: the network has seen what that leaves out.
+    showing = partial(track, total=len(train), description="comparing")
+    # Last, as it may take long; not data.train: the network has seen what that leaves out.
+    check_disjoint(train, val, showing)
     folder = Path(args.cache) if args.cache else None
     cache = None if args.cache == "off" else PixelCache(folder, compute.reducer.world)
     return Job(data, settings, compute, out, name, network, order_note, cache)
@@ -136,21 +140,6 @@ def open_images(args: argparse.Namespace, described: Described) -> tuple[ImageDa
     opened = partial(open_dataset, preprocess=preprocess, numbers=numbers, target=args.target, unit=args.unit)
     train, note = in_network_order(opened(args.train, split="train"), described.classes)
     return train, opened(args.val, split="val"), note
-
-
-def check_disjoint(train: ImageDataset, val: ImageDataset) -> None:
-    """Require validation images that are not training images, but for a few accidental duplicates.
-
-    Raises:
-        UsageError: If more are shared.
-    """
-    shared = shared_images(train, val, partial(track, total=len(train), description="comparing"))
-    if shared > REPEATED * len(val):
-        raise UsageError(
-            f"expected --val to be images that the network was not trained on, {shared} of the {len(val)} images of "
-            f"{val.name} are images of --train too; calibration on training images does not hold for new ones, so hold "
-            "some images out"
-        )
 
 
 def load(args: argparse.Namespace, described: Described, outputs: int) -> LoadedNetwork:
@@ -222,7 +211,7 @@ def open_checkpoint(job: Job, provenance: dict[str, Any], args: argparse.Namespa
     inputs = job_of(provenance, job.settings, job.data, compute, job.network.configuration)
     checkpoint = Checkpoint.of(job.stages_folder, inputs, compute.reducer)
     is_resumed = checkpoint.is_resumed and not args.fresh
-    flags.check_no_bundle(job.out, args.overwrite or is_resumed)
+    check_target(job.out, overwrite=args.overwrite or is_resumed)
     if not is_resumed:
         checkpoint.clear()
     return checkpoint

@@ -67,11 +67,11 @@ def recalibrate(args: argparse.Namespace) -> None:
     from psc_core.report.facts import facts_about
 
     bundle = args.bundle.resolve()
-    out = args.out.resolve() if args.out else bundle.with_name(f"{bundle.name}-recalibrated")
-    if out == bundle:
+    out = args.out or bundle.with_name(f"{bundle.name}-recalibrated")
+    if out.resolve() == bundle:
         raise UsageError(f"expected another --out than {args.bundle}: the old version stays, to go back to")
-    check_target(out)
-    flags.check_no_bundle(out, args.overwrite)
+    check_target(out, overwrite=args.overwrite)
+    out = out.resolve()
     model = load_model(bundle, device=args.device, allow_factories=args.allow_factories)
     log, span = open_log(args.log), {"since": args.since, "until": args.until}
     if args.extend_density:

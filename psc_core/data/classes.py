@@ -1,17 +1,20 @@
 """Match the classes of images to a network's outputs by name.
 
 Folder names come in alphabetical order, a network's outputs in the order of its training.  Case, spaces,
-underscores and hyphens are ignored, unless two classes on the same side differ in nothing else.
+underscores, hyphens and characters without a width are ignored, unless two classes on the same side differ in nothing
+else.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import DataError, listed
+from psc_core.names import composed
 
 SHOWN_CLASSES = 10
 """Maximum number of class names in an error message."""
@@ -38,7 +41,7 @@ def match(images: Sequence[str], outputs: Sequence[str], name: str) -> Matched:
     Raises:
         DataError: If only some names are the network's, or their numbers differ; the message lists the differences.
     """
-    found = _in_order(images, outputs, str) or _in_order(images, outputs, _plain)
+    found = _in_order(images, outputs, composed) or _in_order(images, outputs, _plain)
     if found is not None:
         moved = found != tuple(images)
         return Matched(found, "classes are in the order of the network's outputs, by their names" if moved else "")
@@ -76,13 +79,13 @@ def check_same(data: ImageDataset, classes: Sequence[str], whose: str) -> None:
     Raises:
         DataError: If the classes differ; the message lists the differences.
     """
-    if data.classes != tuple(classes):
+    if data.classes != tuple(map(composed, classes)):
         raise _other_classes(data.classes, classes, data.name, whose)
 
 
 def _other_classes(images: Sequence[str], expected: Sequence[str], name: str, whose: str) -> DataError:
     """Return the error for images with other classes, which lists the names that only one side has."""
-    for key in (_plain, str):
+    for key in (_plain, composed):
         odd = {"unknown": _without(images, expected, key), "missing": _without(expected, images, key)}
         differences = [f"{what}: {listed(names, SHOWN_CLASSES)}" for what, names in odd.items() if names]
         if differences:
@@ -111,4 +114,5 @@ def _in_order(images: Sequence[str], outputs: Sequence[str], key: Callable[[str]
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[\s_-]+", " ", name.strip()).casefold()
+    shown = "".join(each for each in composed(name) if unicodedata.category(each) != "Cf")
+    return composed(re.sub(r"[\s_-]+", " ", shown).casefold())

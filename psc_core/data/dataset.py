@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from psc_core.data.sources import ArraySource, ImageSource, RawImage, TensorSource
-from psc_core.errors import DataError
+from psc_core.errors import DataError, UsageError
 from psc_core.images.preprocess import Preprocess
+from psc_core.names import class_names, composed
 from psc_core.target import Target
 
 DECODERS: Final = min(4, os.cpu_count() or 1)
@@ -69,7 +70,14 @@ class ImageDataset:
     groups: Mapping[str, Tensor] = field(default_factory=dict)  # subsets for reports, int64 positions in this data set
     target: Target | None = None  # regression only
     values: Tensor | None = None  # float64 (n,), the target's values, regression only
+    notes: tuple[str, ...] = ()  # lines for the user on how it was read
     names_empty_classes: bool = True  # False for a table, which cannot name a class without images
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "classes", class_names(self.classes))
+        except UsageError as error:
+            raise DataError(f"{self.name}: {error}") from error
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -102,13 +110,14 @@ class ImageDataset:
 
         Classes without images may be missing where the data set cannot name them.
         """
+        classes = tuple(map(composed, classes))
         absent = {*classes} - {*self.classes}
         is_whole = len({*classes}) == len(classes) and {*self.classes} <= {*classes}
-        if tuple(classes) == self.classes or not is_whole or (absent and self.names_empty_classes):
+        if classes == self.classes or not is_whole or (absent and self.names_empty_classes):
             return self
         position = {name: label for label, name in enumerate(classes)}
         moved = torch.tensor([position[name] for name in self.classes])
-        return replace(self, classes=tuple(classes), labels=moved[self.labels])
+        return replace(self, classes=classes, labels=moved[self.labels])
 
     def subset(self, positions: Tensor) -> ImageDataset:
         """Return the images at ``positions`` (``int64``), in that order, with their labels and groups."""
@@ -191,14 +200,19 @@ def labelled(
             f"{name}: expected one label per image and at least one image, got {count} labels and {len(source)} images"
         )
     flat = labels.reshape(-1).to(torch.int64)
-    if int(flat.min()) < 0 or int(flat.max()) >= len(classes):
-        raise DataError(
-            f"{name}: expected labels in 0…{len(classes) - 1}, got {int(flat.min())}…{int(flat.max())}; leave out "
-            "images of other classes, or name all of them"
-        )
+    check_labels(name, int(flat.min()), int(flat.max()), len(classes))
     return ImageDataset(
         name, tuple(classes), source, torch.arange(count), flat, torch.arange(count + 1) * each, preprocess
     )
+
+
+def check_labels(name: str, low: int, high: int, classes: int) -> None:
+    """Raise :class:`DataError` if the lowest or the highest label is none of this many classes."""
+    if low < 0 or high >= classes:
+        raise DataError(
+            f"{name}: expected labels in 0…{classes - 1}, got {low}…{high}; leave out images of other classes, or name "
+            "all of them"
+        )
 
 
 def concatenate(name: str, parts: Sequence[ImageDataset]) -> ImageDataset:

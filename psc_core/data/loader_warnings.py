@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.overlap import REPEATED, image_keys, shared_images
+from psc_core.data.overlap import HOLD_OUT, REPEATED, image_keys
 from psc_core.data.sources import TensorSource
-from psc_core.errors import LoaderWarning, PSCError, warn
+from psc_core.errors import LoaderWarning, PSCError, UsageError, warn
 from psc_core.images.inputs import as_batch
 from psc_core.images.preprocess import Preprocess
 
@@ -104,15 +104,11 @@ def warn_of_range(name: str, preprocess: Preprocess, low: Sequence[float], high:
         )
 
 
-def warn_of_overlap(train_loader: Any, val_loader: Any, train: ImageDataset, val: ImageDataset) -> None:
-    """Warn if validation images are training images: then p-values and coverage do not hold for new images."""
-    is_one = dataset_of(train_loader) is dataset_of(val_loader) and _is_whole(train_loader) and _is_whole(val_loader)
-    count = len(val) if is_one else shared_images(train, val)  # An augmenting one returns other images each time.
-    if count > REPEATED * len(val):
-        warn(
-            f"{count} of {len(val)} validation images are training images too: rates and p-values calibrated on them "
-            "do not hold for new images; hold some images out",
-            LoaderWarning,
+def check_apart(train: Any, val: Any) -> None:
+    """Raise :class:`UsageError` if both loaders give all examples of one data set, even one that changes them."""
+    if dataset_of(train) is dataset_of(val) and _is_whole(train) and _is_whole(val):
+        raise UsageError(
+            f"expected validation images that the network was not trained on, got one data set for both; {HOLD_OUT}"
         )
 
 

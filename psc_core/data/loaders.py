@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from psc_core.data.classes import SHOWN_CLASSES
-from psc_core.data.dataset import ImageDataset, labelled
+from psc_core.data.dataset import ImageDataset, check_labels, labelled
 from psc_core.data.loader_warnings import (
     dataset_of,
     length_of,
@@ -38,9 +38,9 @@ from psc_core.data.targets import measured
 from psc_core.errors import DataError, UsageError, listed
 from psc_core.images.inputs import check_known, described, read_image
 from psc_core.images.loader_description import LoaderDescription
-from psc_core.images.loader_preprocessing import LoaderPreprocessing, Statistic
+from psc_core.images.loader_preprocessing import Statistic
 from psc_core.images.preprocess import Preprocess
-from psc_core.target import Target
+from psc_core.names import composed
 
 IMAGE_KEYS: Final = ("pixel_values", "image", "images", "img", "x")
 """The keys under which a mapping may hold images; the first key present counts."""
@@ -61,7 +61,7 @@ def open_loader(  # noqa: PLR0913
     preprocess: Any = None,
     mean: Statistic | None = None,
     std: Statistic | None = None,
-    classes: Sequence[str] | None = None,
+    classes: Sequence[str] | Mapping[Any, Any] | None = None,
     target: str | None = None,
     unit: str = "",
     name: str = "images",
@@ -75,8 +75,9 @@ def open_loader(  # noqa: PLR0913
         mean: The mean of each channel on the [0, 1] scale that the loader's transform subtracts; with ``std`` it stands
             for a ``preprocess`` that resizes files to the size of the inputs.
         std: The standard deviation of each channel that the loader's transform divides by.
-        classes: Class names; None for those of the data set (torchvision's ``classes``, Hugging Face's ``ClassLabel``),
-            or "0", "1", … up to the largest label.  Where the data set has the same names, its labels go by them.
+        classes: Class names in the order of the labels, or a mapping such as ``class_to_idx`` or ``id2label``; None for
+            those of the data set (torchvision's ``classes``, Hugging Face's ``ClassLabel``), or "0", "1", … up to the
+            largest label.  Where the data set has the same names, its labels go by them.
         target: Name of the number that each image has instead of a class, for a regression.
         unit: Unit of that number.
         name: Name of the data set in messages and reports.
@@ -97,8 +98,8 @@ def open_loader(  # noqa: PLR0913
         raise UsageError(f"expected a target beside unit={unit!r}, the name of the number that has it; give target too")
     if target is not None and classes is not None:
         raise UsageError("expected classes or a target, got both; images of a regression have no classes")
-    wanted = None if target is None else Target(name=target, unit=unit)
-    return read_loader(data, name, LoaderDescription(LoaderPreprocessing.of(preprocess, mean, std), classes, wanted))
+    said = LoaderDescription.of(preprocess, mean, std, classes=classes, target=target, unit=unit)
+    return read_loader(data, name, said)
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,8 @@ def read_loader(data: Any, name: str, description: LoaderDescription) -> ImageDa
     if classes is not None:
         _check_names(own, classes, name)
     is_random = warn_of_random(data, name)
-    spooled = spool(data, name, preprocessing.preprocess)
+    names_all = classes is not None and target is None and not {*own} & {*classes}
+    spooled = spool(data, name, preprocessing.preprocess, len(classes or ()) if names_all else None)
     warn_of_dropped(data, name, len(spooled.images))
     preprocess = preprocessing.preprocess_of(spooled.images.shape[1:], spooled.low, spooled.high)
     if spooled.images.dtype == np.float32 and preprocess.is_known:
@@ -137,15 +139,15 @@ def read_loader(data: Any, name: str, description: LoaderDescription) -> ImageDa
     return labelled(name, names, source, labels, preprocess)
 
 
-def spool(data: Any, name: str, preprocess: Preprocess | None) -> Spooled:
-    """Read all batches into a nameless scratch file.
+def spool(data: Any, name: str, preprocess: Preprocess | None, classes: int | None = None) -> Spooled:
+    """Read all batches into a nameless scratch file, or those up to a label that is none of this many ``classes``.
 
     Raises:
         UsageError: If ``data`` is not a loader, does not fit on the disk, or has pixels and no ``preprocess`` is given.
         DataError: If a batch cannot be used.
     """
     labels: list[Tensor] = []
-    low, high = np.array(np.inf), np.array(-np.inf)
+    low, high, span = np.array(np.inf), np.array(-np.inf), list[int]()
     with scratch_file(name) as scratch:
         for number, element in enumerate(elements(data, name)):
             images, of_images = batch_of(element, f"{name}, batch {number}", preprocess)
@@ -153,6 +155,10 @@ def spool(data: Any, name: str, preprocess: Preprocess | None) -> Spooled:
                 scratch.check_room(
                     images.nbytes * (length_of(data) or 0), images.dtype
                 )  # before hours are spent on reading
+            if classes is not None and not of_images.is_floating_point():
+                span = [*span, int(of_images.min()), int(of_images.max())]
+                span = [min(span), max(span)]
+                check_labels(name, span[0], span[1], classes)
             scratch.append(images)
             low = np.minimum(low, images.min(axis=(0, 2, 3)))
             high = np.maximum(high, images.max(axis=(0, 2, 3)))
@@ -327,7 +333,8 @@ def _own_names(data: Any) -> tuple[str, ...]:
     changed = getattr(dataset, "target_transform", None) is not None
     if changed or not isinstance(names, list | tuple) or not all(isinstance(each, str) for each in names):
         return ()
-    return tuple(names) if len({*names}) == len(names) else ()
+    names = tuple(map(composed, names))
+    return names if len({*names}) == len(names) else ()
 
 
 def _check_names(own: Sequence[str], classes: Sequence[str], name: str) -> None:

@@ -1,4 +1,4 @@
-"""Find the validation images that are training images too, wherever both are stored."""
+"""Find the validation images that are training images too, wherever both are stored, and refuse them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Final
 from psc_core.data.cache import CachedSource
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.sources import FileSource, ImageSource, TensorSource
-from psc_core.errors import ImageError
+from psc_core.errors import ImageError, UsageError
 from psc_core.images.files import read_file
 
 REPEATED: Final = 0.01
 """Fraction of the validation images that may be duplicates: real data sets have a few by accident."""
+
+HOLD_OUT: Final = "calibration on training images does not hold for new ones, so hold some images out"
+"""The remedy, for messages."""
 
 COMPARED_VALUES: Final = 4096
 """Maximum number of values that the key of an image in an array is made of."""
@@ -41,6 +44,29 @@ def shared_images(train: ImageDataset, val: ImageDataset, show: Callable[[Sequen
         bool(of_train := contents[key] - unreadable) and _content(val, position) in of_train
         for position, key in enumerate(keys)
     )
+
+
+def check_disjoint(
+    train: ImageDataset,
+    val: ImageDataset,
+    show: Callable[[Sequence[int]], Iterable[int]] = iter,
+) -> None:
+    """Require validation images that are not training images, but for a few accidental duplicates.
+
+    Args:
+        train: Training images.
+        val: Validation images.
+        show: Yields the positions of the training images, and shows how many are done.
+
+    Raises:
+        UsageError: If more are shared.
+    """
+    shared = shared_images(train, val, show)
+    if shared > REPEATED * len(val):
+        raise UsageError(
+            f"expected validation images that the network was not trained on, {shared} of the {len(val)} images of "
+            f"{val.name} are training images too; {HOLD_OUT}"
+        )
 
 
 def image_keys(data: ImageDataset) -> Iterator[bytes]:

@@ -84,8 +84,17 @@ class Scratch:
         return np.frombuffer(mapped, self.first.dtype).reshape(-1, *self.first.shape[1:])
 
 
+def temporary_folder() -> str:
+    """Return the folder of scratch files; raise :class:`UsageError` if there is none that may be written to."""
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise UsageError(f"a fit needs a folder for temporary files: {error.strerror}; set TMPDIR to one") from error
+
+
 @contextmanager
 def scratch_file(name: str) -> Iterator[Scratch]:
-    """Open an empty scratch file for the images of the data set ``name``."""
+    """Open an empty scratch file for the images of the data set ``name``; raises :class:`UsageError` if none can be."""
+    temporary_folder()
     with tempfile.TemporaryFile(prefix="psc-inputs-", buffering=0) as file:
         yield Scratch(name, file, int(FREE_FRACTION * shutil.disk_usage(tempfile.gettempdir()).free))

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,16 @@ def image_folder(
         raise DataError(f"{root} has no images ({', '.join(SUFFIXES)}); add some")
     labels = torch.arange(len(folders)).repeat_interleave(torch.tensor([len(files) for files in names]))
     source = FileSource(root, np.concatenate(names))
-    return labelled(str(root), [folder.name for folder in folders], source, labels, preprocess)
+    classes = [folder.name.encode(errors="replace").decode() for folder in folders]  # One class may have any name.
+    data = labelled(str(root), classes, source, labels, preprocess)
+    if [*data.classes] == sorted(data.classes):
+        return data
+    note = (
+        f"{root}: the classes are in the order of the folders' names as the disk has them, which are decomposed (NFD, "
+        "as a Mac writes them) or begin with a blank; a network that was trained on composed names has them in another "
+        "order: convmv -r -f utf8 -t utf8 --nfc --notest renames the folders"
+    )
+    return replace(data, notes=(note,))
 
 
 def unread_files(data: ImageDataset) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ from psc_core.log.source import LoggedImages, is_stored
 from psc_core.log.store import Log
 from psc_core.metrics.intervals import RateInterval, weighted_interval, weighted_median
 from psc_core.model.base import FittedModel
+from psc_core.names import composed
 from psc_core.scoring.dataset import dataset_outputs
 from psc_core.tasks.answer import ACCEPT
 from psc_core.tasks.outputs import FloatArray, Outputs
@@ -254,7 +255,7 @@ def _logged(
         for index, (sha256, path, label, decision, is_audit, probability) in enumerate(cells):
             stored[index] = is_stored(sha256, path)
             if stored[index]:
-                before = answers.setdefault((decision, label), Decided(decision, label))
+                before = answers.setdefault((decision, label), Decided(decision, label and composed(label)))
                 weight = weights.setdefault(probability, 1 / probability) if is_audit else None
                 rows.append((before, weight, at.setdefault(path, len(at))))
         absent = np.full(batch.num_rows, np.nan, np.float32)

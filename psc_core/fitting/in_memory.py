@@ -16,8 +16,9 @@ from psc_core.data import MAX_BAD_IMAGES
 from psc_core.data.cache import PixelCache
 from psc_core.data.classes import in_network_order
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.loader_warnings import warn_of_overlap, warn_of_repeated
+from psc_core.data.loader_warnings import check_apart, warn_of_repeated
 from psc_core.data.loaders import read_loader
+from psc_core.data.overlap import check_disjoint
 from psc_core.errors import NetworkError, UsageError, warn
 from psc_core.fitting import stages
 from psc_core.fitting.calibrate import calibrate_pipeline, settings_of, warn_of_policy, with_calibration
@@ -58,7 +59,8 @@ def fit(
         settings: Settings of :class:`.FitSettings`, by name; without a device it is the network's.
 
     Raises:
-        UsageError: If the network is no module, a loader or a setting cannot be used, or the training data are a data
+        UsageError: If the network is no module, a loader or a setting cannot be used, validation images are training
+            images, or the training data are a data
             set with a description.
         DataError: If a batch cannot be used, or a class has too few images.
         NetworkError: If the network cannot be copied, run or cut.
@@ -67,6 +69,7 @@ def fit(
     net = readable_copy(net)
     chosen = FitSettings(device=device_of(net)).changed(settings)
     compute = chosen.compute()
+    check_apart(*loaders)
     train = opened(loaders[0], "the training data", description)
     if train is loaders[0]:
         check_undescribed(train, description)
@@ -88,7 +91,7 @@ def fit(
         if train.preprocess.is_known and recipe_of(net) is None:
             _warn_of_no_export(net, trial_input(train.preprocess).to(device), chosen.precision)
     val = opened(loaders[1], "the validation data", described_as(train))
-    warn_of_overlap(*loaders, train, val)
+    check_disjoint(train, val)
     warn_of_repeated(val)
     data = FitData.of(train, val, seed=chosen.seed, task=task, max_images=chosen.max_images)
     chosen = stages.checked(chosen, data)

@@ -20,7 +20,8 @@ from torch import nn
 
 from psc_core.collapse.report import Candidate, CollapseReport
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.loader_warnings import warn_of_overlap, warn_of_repeated
+from psc_core.data.loader_warnings import warn_of_repeated
+from psc_core.data.overlap import check_disjoint
 from psc_core.errors import UsageError
 from psc_core.fitting import stages
 from psc_core.fitting.calibrate import warn_of_policy
@@ -226,16 +227,16 @@ def _fit(
     """Return a model of type ``model_class``, which knows its task."""
     data = _data(*images, settings, model_class.task_type.name)
     job = FitJob.of(data, stages.checked(settings, data))
-    train, val = images
-    warn_of_overlap(train, val, train, val)
-    warn_of_repeated(val)
+    warn_of_repeated(images[1])
     model = stages.fit_model(net, candidate, projection, job, **recorded).model
     warn_of_policy(model.policy, model.report["metrics"])
     return model
 
 
 def _data(train: ImageDataset, val: ImageDataset, settings: FitSettings, task: str | None = None) -> FitData:
-    return FitData.of(train, val, seed=settings.seed, task=task, max_images=settings.max_images)
+    data = FitData.of(train, val, seed=settings.seed, task=task, max_images=settings.max_images)
+    check_disjoint(train, val)
+    return data
 
 
 def check_read(stage: str, changes: Collection[str]) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from psc_core.collapse.measure import measure_layers
 from psc_core.collapse.report import Candidate, CollapseReport
+from psc_core.data.scratch import temporary_folder
 from psc_core.density import DENSITIES
 from psc_core.errors import UsageError
 from psc_core.fitting.calibrate import calibrate_scorer, trial_of
@@ -96,8 +97,10 @@ def checked(settings: FitSettings, data: FitData) -> FitSettings:
     """Return the settings with the task of the images and, where no head is named, the task's first.
 
     Raises:
-        UsageError: If an option is unknown, or so few validation images cannot keep a rate.
+        UsageError: If an option is unknown, no folder can hold temporary files, or so few validation images cannot keep a
+            rate.
     """
+    temporary_folder()  # Before hours are spent on what is to be kept there.
     fit = data.task_fit
     settings = settings.of_task(fit.task_type.name, fit.task_type.heads)
     for option, allowed in (

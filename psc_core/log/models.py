@@ -9,6 +9,7 @@ from typing import Any
 from psc_core.errors import DataError
 from psc_core.log.schema import model_path
 from psc_core.log.store import Log
+from psc_core.names import composed
 from psc_core.tasks.task import Task, task_type_of
 
 
@@ -25,9 +26,9 @@ class LoggedModel:
         fields = {"version": self.version, "classes": self.classes, **self.task.manifest_fields()}
         return json.dumps(fields, ensure_ascii=False).encode()
 
-    def check_label(self, label: str, decimal: str = ".") -> str:
+    def check_label(self, label: str, marks: str = ".") -> str:
         """Return a person's label in the form of the log; raise :class:`.DataError` if the model cannot predict it."""
-        return self.task.parse_label(label, self.classes, decimal)
+        return self.task.parse_label(label, self.classes, marks)
 
 
 def read_model(log: Log, version: str) -> LoggedModel:
@@ -44,7 +45,7 @@ def read_model(log: Log, version: str) -> LoggedModel:
         if found is None:
             raise ValueError("a task that this version does not know")
         of_task = {field: fields[field] for field in found.model_fields}
-        return LoggedModel(version, found.model_validate(of_task), tuple(fields["classes"]))
+        return LoggedModel(version, found.model_validate(of_task), tuple(map(composed, fields["classes"])))
     except FileNotFoundError as error:
         raise DataError(f"{log.where} has no {name}; restore it from a copy of the log") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:

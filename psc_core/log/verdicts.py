@@ -24,7 +24,8 @@ from psc_core.log.models import LoggedModel, read_model
 from psc_core.log.rows import logged_model, models_in, read_rows
 from psc_core.log.schema import IMAGE_INDEX, REQUEST_ID, SHA256
 from psc_core.log.store import Log
-from psc_core.tables import open_csv
+from psc_core.names import composed
+from psc_core.tables import check_columns, number_marks, open_csv
 
 MAX_TASKS_BYTES: Final = 1 << 30
 """Maximum size of a file of answers, in bytes."""
@@ -43,7 +44,7 @@ class HumanAnswer:
     text: str  # a class, a number, or one of the other verdicts
     source: str
     time: datetime | None
-    decimal: str = "."  # the decimal mark of a number, besides the point
+    marks: str = "."  # how a number is written, see :func:`psc_core.tables.parse_number`
 
     @property
     def key(self) -> tuple[str, int | None] | str | None:
@@ -129,7 +130,7 @@ def _label(answer: HumanAnswer, row: _Row, model: LoggedModel) -> Label:
             f"the row is of the image {row.sha256}, not of {answer.image_sha256}; correct request_id or image_index"
         )
     is_label = answer.text not in (NONE_OF_THE_CLASSES, CANNOT_TELL)
-    text = model.check_label(answer.text, answer.decimal) if is_label else None
+    text = model.check_label(answer.text, answer.marks) if is_label else None
     now = datetime.now(UTC)  # otherwise a clock that is ahead wins over later verdicts
     return Label(
         answer.request_id,
@@ -146,20 +147,23 @@ def _label(answer: HumanAnswer, row: _Row, model: LoggedModel) -> Label:
 def _csv(path: Path) -> Iterator[HumanAnswer]:
     _check_size(path)
     with open_csv(path) as opened:
-        _, names = next(opened.lines, (0, []))
+        names = [*map(composed, next(opened.lines, (0, []))[1])]
         if "label" not in names or not ({REQUEST_ID, IMAGE_INDEX} <= set(names) or SHA256 in names):
             raise DataError(
                 f"{path}: expected the columns label and {REQUEST_ID}, {IMAGE_INDEX} or {SHA256}, got "
                 f"{', '.join(names)[:200] or 'none'}; keep the first line of the file from psc-log review"
             )
-        for number, cells in opened.lines:
-            where = f"{path}, line {number}"
-            if len(cells) != len(names):
-                raise DataError(f"{where}: expected {len(names)} cells, got {len(cells)}; correct the line")
-            line = dict(zip(names, cells, strict=True))
-            answer = _answer(where, line, line["label"], line.get("source"), None)
-            if answer is not None:
-                yield replace(answer, decimal=opened.decimal)
+        check_columns(path, names)
+        lines = [*opened.lines]
+    for number, cells in lines:
+        if len(cells) != len(names):
+            raise DataError(f"{path}, line {number}: expected {len(names)} cells, got {len(cells)}; correct the line")
+    marks = number_marks((cells[names.index("label")] for _, cells in lines), opened.delimiter)
+    for number, cells in lines:
+        line = dict(zip(names, cells, strict=True))
+        answer = _answer(f"{path}, line {number}", line, line["label"], line.get("source"), None)
+        if answer is not None:
+            yield replace(answer, marks=marks)
 
 
 def _json(path: Path) -> Iterator[HumanAnswer]:
@@ -215,7 +219,7 @@ def _folders(root: Path) -> Iterator[HumanAnswer]:
         for file in sorted(files_below(folder)):
             if file.lower().endswith(SUFFIXES) and Path(file).is_file():
                 digest = hashlib.sha256(read_file(file)).hexdigest()
-                yield HumanAnswer(file, None, None, digest, folder.name, "folder", None)
+                yield HumanAnswer(file, None, None, digest, composed(folder.name), "folder", None)
 
 
 def _answer(where: str, of: Mapping[str, Any], text: Any, source: Any, time: Any) -> HumanAnswer | None:
@@ -234,7 +238,7 @@ def _answer(where: str, of: Mapping[str, Any], text: Any, source: Any, time: Any
     elif not isinstance(digest, str):
         raise DataError(f"{where}: there is neither {REQUEST_ID} nor {SHA256}; keep the values from the review")
     named = None if source is None or source == "" else str(source)
-    answer = HumanAnswer(where, request_id, number, digest, str(text).strip(), named or "file", _time(time))
+    answer = HumanAnswer(where, request_id, number, digest, composed(str(text)), named or "file", _time(time))
     return replace(answer, image_sha256=digest.lower() if isinstance(digest, str) else None)
 
 

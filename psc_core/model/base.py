@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from psc_core.bundle.io import Bundle, read_bundle, write_bundle
 from psc_core.bundle.manifest import SCHEMA, Manifest
 from psc_core.compute.device import resolve_device
-from psc_core.errors import BundleError, FitError, PSCError, UsageError, shortened
+from psc_core.errors import BundleError, FitError, PSCError, UsageError, of_this_machine, shortened
 from psc_core.gates.combined import Gates
 from psc_core.images.inputs import ImageLike, as_batch
 from psc_core.images.preprocess import MAKE_KNOWN, Preprocess
@@ -352,6 +352,9 @@ class FittedModel:
             raise  # not the bundle's fault
         except PSCError as error:
             raise FitError(f"the parts of {self.name!r} do not fit together: {error}") from error
+        except (OSError, ImportError) as error:
+            logger.warning("the first images of %r: %s", self.name, shortened(repr(error)))
+            raise FitError(f"{self.name!r} cannot be run here: {of_this_machine(error)}") from error
         except Exception as error:  # A hostile file can make a network fail in any way.
             logger.warning("the first images of %r: %s", self.name, shortened(repr(error)))  # clients get no details
             raise FitError(

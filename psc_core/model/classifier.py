@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from psc_core.images.loader_description import LoaderDescription
-from psc_core.images.loader_preprocessing import LoaderPreprocessing
 from psc_core.model.base import FittedModel
 from psc_core.tasks.classification.calibration import Calibration
 from psc_core.tasks.classification.policy import ClassificationPolicy
 from psc_core.tasks.classification.task import Classification
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -52,7 +51,7 @@ class PSC(FittedModel):
         preprocess: Any = None,
         mean: Statistic | None = None,
         std: Statistic | None = None,
-        classes: Sequence[str] | None = None,
+        classes: Sequence[str] | Mapping[Any, Any] | None = None,
         name: str = "psc",
         **settings: Any,
     ) -> PSC:
@@ -87,23 +86,25 @@ class PSC(FittedModel):
             mean: The mean of each channel that the loaders' transform subtracts.  With ``mean`` and ``std`` the model
                 can predict files and can be saved; without them only the range of the inputs is known.
             std: The standard deviation of each channel that the loaders' transform divides by.
-            classes: Class names; None takes those of the training data set, else those that a network of transformers
-                has in its configuration, else "0", "1", …, for the network's outputs.
+            classes: Class names in the order of the labels, or a mapping between both, such as ``class_to_idx`` of
+                torchvision or ``id2label`` of transformers; None takes those of the training data set, else those that
+                a network of transformers has in its configuration, else "0", "1", …, for the network's outputs.
                 If the classes are not the network's, the head predicts, and a warning says so.
             name: The name of the model.
             settings: The settings of :func:`psc_core.fit_psc`; ``layer``, to name the candidate layer; and ``device``,
                 by default the network's.
 
         Raises:
-            UsageError: If ``train`` or ``val`` is not a loader or does not fit on the disk, a setting is invalid, or an
-                :class:`psc_core.ImageDataset` comes with classes or a preprocessing, of which it has its own.
+            UsageError: If ``train`` or ``val`` is not a loader or does not fit on the disk, a setting is invalid, the
+                classes are no distinct names, or an :class:`psc_core.ImageDataset` comes with classes or a
+                preprocessing, of which it has its own.
             DataError: If a batch cannot be used, or a class has too few images.
             FitError: If the features cannot be fitted; the message says why.
             NetworkError: If the network returns no logits, or cannot be copied or cut.
         """
         from psc_core.fitting.in_memory import fit  # imported here, so that services load no fitting code
 
-        description = LoaderDescription(LoaderPreprocessing.of(preprocess, mean, std), classes)
+        description = LoaderDescription.of(preprocess, mean, std, classes=classes)
         return cast(PSC, fit(cls.task_type.name, net, (train, val), description, name, settings))
 
     if TYPE_CHECKING:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from psc_core.images.loader_description import LoaderDescription
-from psc_core.images.loader_preprocessing import LoaderPreprocessing
 from psc_core.model.base import FittedModel
 from psc_core.target import UNNAMED, Target
 from psc_core.tasks.regression.calibration import Calibration
@@ -100,8 +99,7 @@ class PSCRegressor(FittedModel):
         """
         from psc_core.fitting.in_memory import fit  # imported here, so that services load no fitting code
 
-        predicted = Target(name=target, unit=unit)
-        description = LoaderDescription(LoaderPreprocessing.of(preprocess, mean, std), target=predicted)
+        description = LoaderDescription.of(preprocess, mean, std, target=target, unit=unit)
         return cast(PSCRegressor, fit(cls.task_type.name, net, (train, val), description, name, settings))
 
     if TYPE_CHECKING:

@@ -16,12 +16,13 @@ from psc_core.bundle.io import Bundle
 from psc_core.bundle.manifest import Manifest, MapSection, ThumbnailsSection
 from psc_core.calibration.conformal import check_rates
 from psc_core.density.base import Density, restore_density
-from psc_core.errors import BundleError, PSCError, shortened
+from psc_core.errors import BundleError, PSCError, of_this_machine, shortened
 from psc_core.fitted import restore
 from psc_core.gates.combined import Gates
 from psc_core.maps.grid import MAX_POSITIONS, Grid
 from psc_core.maps.layer_map import LayerMap, PositionDensity
 from psc_core.network.backbone import Backbone, onnx_backbone, rebuild_backbone
+from psc_core.network.cache import need_no_folder
 from psc_core.network.onnx.restore import restore_body
 from psc_core.projection.module import Projection
 from psc_core.tasks.calibration import BaseCalibration
@@ -49,6 +50,7 @@ def restore_modules(bundle: Bundle, allow_factories: Collection[str]) -> Modules
     Raises:
         BundleError: If tensors do not match the manifest or each other.
     """
+    need_no_folder()
     manifest, tensors = bundle.manifest, bundle.parts
     try:
         projection = Projection.restore(manifest.projection.model_dump(), tensors["projection"])
@@ -67,6 +69,9 @@ def restore_modules(bundle: Bundle, allow_factories: Collection[str]) -> Modules
         backbone = _restore_backbone(bundle, allow_factories)
     except PSCError as error:
         raise BundleError(f"{bundle.path}: {error}") from error
+    except (OSError, ImportError) as error:
+        logger.warning("%s: %s", bundle.path, shortened(repr(error)))
+        raise BundleError(f"{bundle.path} is intact, but cannot be loaded here: {of_this_machine(error)}") from error
     except Exception as error:  # a hostile file can make a constructor fail in any way
         logger.warning("%s: %s", bundle.path, shortened(repr(error)))  # clients see only the error below
         raise BundleError(

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import stat
+import tempfile
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -20,6 +21,17 @@ from psc_core.network.onnx import PACKAGES
 from psc_core.version import __version__
 
 logger = logging.getLogger("psc.cache")
+
+
+def need_no_folder() -> None:
+    """Let PyTorch be imported where no folder may be written to, as in a container with a read-only file system.
+
+    The import of ``torch.compile``, which torchvision asks for, makes a folder for what it would compile.
+    """
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.sep)  # Exists, so that none is made.
 
 
 def cache_file(suffix: str, *given: bytes) -> Path:

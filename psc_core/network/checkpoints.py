@@ -18,20 +18,21 @@ import io
 import json
 import pickle
 import pickletools
+import re
 import stat
 import warnings
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Final
-from zipfile import ZIP_STORED, ZipFile
+from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from psc_core.errors import NetworkError, shortened
+from psc_core.errors import NetworkError, listed, shortened
 
 KNOWN_SUFFIXES: Final = ".safetensors, .pth, .pt, .bin, .ckpt, or the .index.json of several files"
 """The usual suffixes of checkpoints, for messages."""
@@ -42,11 +43,43 @@ INDEX: Final = ".index.json"
 MAX_TEXT: Final = 64 << 20
 """Maximum size of an index or of the pickle besides the tensors, which are parsed as a whole, in bytes."""
 
+_SHOWN_NAMES: Final = 3
+
 MAX_CLASSES: Final = 1000
 """Maximum number of classes for which a stand-in is made."""
 
 _OLDER_FORM: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The first bytes of files that ``torch.save`` wrote before it wrote zip archives."""
+
+_HEAD: Final = 512
+"""The number of first bytes that tell what a file is."""
+
+_UNPACK: Final = "is compressed; unpack it, and give the file of weights in it"
+_NUMPY: Final = (
+    "holds arrays of NumPy; save them as torch.save({name: torch.from_numpy(array) for name, array in arrays.items()}, "
+    '"net.pth")'
+)
+
+_OTHER_FORMATS: Final[Mapping[bytes, str]] = {
+    b"version https://git-lfs": "is a pointer of Git LFS in place of the file; fetch the file with git lfs pull",
+    b"<": "is a web page, so its download failed or needs a login; download the file again",
+    b"{": "is JSON; give the file of weights",
+    b"\x89HDF": "is HDF5, as Keras writes it; export the network to ONNX, and give it as onnx:FILE",
+    b"\x93NUMPY": _NUMPY,
+    b"GGUF": "is for llama.cpp; give the network's PyTorch weights",
+    b"\x1f\x8b": _UNPACK,
+    b"BZh": _UNPACK,
+    b"\xfd7zXZ": _UNPACK,
+    b"7z\xbc\xaf": _UNPACK,
+    b"\x28\xb5\x2f\xfd": _UNPACK,
+}
+"""What files are that are taken for checkpoints, and what to do, by their first bytes."""
+
+_HARMLESS: Final = ("collections.OrderedDict", "torch._utils.", "torch.storage.", "torch.serialization.", "builtins.")
+"""How the names of those classes and functions begin that a state dict of tensors needs too."""
+
+_READ_PROTOCOL: Final = 3
+"""The newest pickle protocol that ``weights_only`` can read."""
 
 _BEFORE: Final = 3
 """The number of pickles before the object's in that older form: a magic number, a version, the machine."""
@@ -68,19 +101,45 @@ def read_checkpoint(path: Path) -> Any:
     if path.name.endswith(INDEX):
         return _read_parts(path)
     with path.open("rb") as file:
-        head = file.read(len(_OLDER_FORM))
-    if path.suffix == ".safetensors" or head[8:9] == b"{":  # the header follows its length
+        head = file.read(_HEAD)
+    if head[8:9] == b"{":  # the header follows its length
         with _damage_named(path):
             return safetensors.torch.load_file(path)
     if head.startswith(b"PK"):
         return _read_archive(path)
-    if head == _OLDER_FORM:
+    if head.startswith(_OLDER_FORM):
         return _load(path, _older_pickle(path), mmap=False)
+    raise _other_format(path, head)
+
+
+def _other_format(path: Path, head: bytes) -> NetworkError:
+    """Return the error for a file of another format, which says what it is."""
+    text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
+    if not head:
+        return NetworkError(f"{path} is empty; copy it again")
+    if not head.strip(b"\0"):
+        return NetworkError(f"{path} begins with zeros, so it was not copied whole; copy it again")
     if path.suffix == ".onnx":
-        raise NetworkError(
+        return NetworkError(
             f"{path} holds a network, not a checkpoint of one; give --model onnx:{path}, without --weights"
         )
-    raise NetworkError(f"{path} is not a checkpoint that can be read; expected {KNOWN_SUFFIXES}")
+    for start, what in _OTHER_FORMATS.items():
+        if text.startswith(start):
+            return NetworkError(f"{path} {what}")
+    if head[257:262] == b"ustar":
+        return NetworkError(
+            f"{path} is a tar archive; unpack it, or if PyTorch before 0.2 wrote it, load it there and save "
+            "net.state_dict() again"
+        )
+    if re.search(r"\.ckpt-?[0-9]*\.(index|meta|data-[0-9]+-of-[0-9]+)$", path.name):
+        return NetworkError(f"{path} is of TensorFlow; export the network to ONNX, and give it as onnx:FILE")
+    if head.startswith(b"\x80") and head[1:2] <= b"\x05":
+        with _damage_named(path):
+            pickled = path.read_bytes() if path.stat().st_size <= MAX_TEXT else b""
+            return needs_code(path, f"a pickle{_shown(_named_in(pickled))}")
+    if path.suffix == ".safetensors":
+        return NetworkError(f"{path} is damaged, or no safetensors; copy it again")
+    return NetworkError(f"{path} is not a checkpoint that can be read; expected {KNOWN_SUFFIXES}")
 
 
 def files_of(path: Path) -> list[Path]:
@@ -174,7 +233,7 @@ def _read_archive(path: Path) -> Any:
             f'net = torch.jit.load("{path.name}"); safetensors.torch.save_file(net.state_dict(), "net.safetensors")'
         )
     if "data.pkl" not in names:
-        raise NetworkError(f"{path} is a zip archive, but not one of torch.save; expected {KNOWN_SUFFIXES}")
+        raise NetworkError(f"{path} is a zip archive, but not one of torch.save: {_archived(path, entries)}")
     is_packed = any(entry.compress_type != ZIP_STORED for entry in entries)
     if is_packed or sum(entry.file_size for entry in entries) > path.stat().st_size:
         raise NetworkError(f"{path} is packed, which torch.save does not do; save it again")
@@ -184,6 +243,20 @@ def _read_archive(path: Path) -> Any:
     with _damage_named(path), ZipFile(path) as archive:
         pickled = archive.read(pickles[0])
     return _load(path, pickled, mmap=True)
+
+
+def _archived(path: Path, entries: Sequence[ZipInfo]) -> str:
+    """Return what a zip archive holds that ``torch.save`` did not write, and what to do."""
+    names = [entry.filename for entry in entries]
+    if names and all(name.endswith(".npy") for name in names):
+        return f"it {_NUMPY}"
+    if any("exported_program" in name or "/models/" in name or name.endswith("archive_format") for name in names):
+        return (
+            f"torch.export wrote it; in Python, torch.save(dict(torch.export.load({path.name!r}).state_dict), "
+            '"net.pth") saves its weights'
+        )
+    inside = [name for name in names if name.endswith((".pth", ".pt", ".bin", ".ckpt", ".safetensors", ".onnx"))]
+    return f"unpack it, it holds {', '.join(map(shortened, inside[:3]))}" if inside else f"expected {KNOWN_SUFFIXES}"
 
 
 def _older_pickle(path: Path) -> bytes:
@@ -218,6 +291,37 @@ def _unknown_in(pickled: bytes) -> list[str]:
         file.writestr("net/version", "3")
     archive.seek(0)
     return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(archive))
+
+
+def _named_in(pickled: bytes) -> list[str]:
+    """Return the classes and functions that a pickle of any protocol names, but for those of every state dict.
+
+    They are found without creating any.
+    """
+    found = dict[str, None]()
+    pushed = deque[str](maxlen=2)  # the last texts on the stack, empty for other objects
+    memo: dict[int, str] = {}
+    argument: Any
+    for code, argument, _ in pickletools.genops(pickled):
+        if code.name == "MEMOIZE":
+            memo[len(memo)] = pushed[-1]
+        elif code.name in ("BINPUT", "LONG_BINPUT"):
+            memo[argument] = pushed[-1]
+        elif code.name == "GLOBAL":
+            found[argument.replace(" ", ".")] = None
+            pushed.append("")
+        elif code.name == "STACK_GLOBAL":
+            found[".".join(pushed)] = None
+            pushed.append("")
+        elif code.name in ("BINGET", "LONG_BINGET"):
+            pushed.append(memo[argument])
+        elif code.stack_after:
+            pushed.append(argument if "UNICODE" in code.name else "")
+    return [name for name in found if not (name.startswith(_HARMLESS) or re.fullmatch(r"torch\.\w+", name))]
+
+
+def _shown(names: Sequence[str]) -> str:
+    return f" ({listed([*map(shortened, names)], _SHOWN_NAMES)})" if names else ""
 
 
 def _filled_in(pickled: bytes) -> dict[str, type]:
@@ -281,6 +385,8 @@ def _stand_in(makes: type | None) -> type:
 def _load(path: Path, pickled: bytes, *, mmap: bool) -> Any:
     """Load a file of ``torch.save``, with stand-ins for the classes that ``weights_only`` does not know."""
     with _damage_named(path):
+        if pickled[:1] == b"\x80" and pickled[1] > _READ_PROTOCOL:
+            raise needs_code(path, f"a pickle of protocol {pickled[1]}{_shown(_named_in(pickled))}")
         unknown = _unknown_in(pickled)
         filled = _filled_in(pickled) if unknown else {}
     if len(unknown) > MAX_CLASSES:
@@ -290,9 +396,10 @@ def _load(path: Path, pickled: bytes, *, mmap: bool) -> Any:
         warnings.simplefilter("ignore")  # about unusual pickles
         try:
             with torch.serialization.safe_globals(stand_ins):
+                if path.suffix == ".safetensors":  # torch.load goes by that suffix.
+                    return torch.load(io.BytesIO(path.read_bytes()), map_location="cpu", weights_only=True)
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         except pickle.UnpicklingError as error:
             if mmap and not unknown:
                 raise  # a damaged file, since it names no class that could be refused
-            what = f" ({shortened(unknown[0])})" if unknown else ""
-            raise needs_code(path, f"a whole network or other objects{what}") from error
+            raise needs_code(path, f"a whole network or other objects{_shown(unknown)}") from error

@@ -7,6 +7,7 @@ is the same for all models of a task.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, ClassVar, get_args
 
 from pydantic import BaseModel, ConfigDict
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from psc_core.errors import DataError, listed
 from psc_core.fitted import restore
+from psc_core.names import composed
 from psc_core.target import Target
 from psc_core.tasks import TASKS, module_of
 from psc_core.tasks.answer import ASKED_FOR, BaseAnswer, Response
@@ -96,21 +98,24 @@ class Task(BaseModel):
         """Return the head with this ``config()`` and ``state_dict()``; raises :class:`BundleError`."""
         return restore({**self.heads, **self.output_heads}, config, state)
 
-    def parse_label(self, text: str, classes: Sequence[str], decimal: str = ".") -> str:
+    def parse_label(self, text: str, classes: Sequence[str], marks: str = ".") -> str:
         """Return what a person says of an image as a log keeps it: one of the classes, unless a task says otherwise.
 
         Args:
             text: What the person says.
             classes: The model's classes.
-            decimal: The decimal mark of a number, besides the point.
+            marks: How a number is written, see :func:`psc_core.tables.parse_number`.
 
         Raises:
             DataError: If the model could not have predicted it.
         """
-        if text not in classes:
-            known = listed(classes, 10)
-            raise DataError(f"expected one of the model's classes ({known}), got {text!r}; correct the label")
-        return text
+        label = composed(text)
+        if label not in classes:
+            known, near = listed(classes, 10), get_close_matches(label.casefold(), map(str.casefold, classes), 1)
+            meant = [name for name in classes if name.casefold() in near]
+            advice = f"did you mean {meant[0]!r}?" if meant else "correct the label"
+            raise DataError(f"expected one of the model's classes ({known}), got {text!r}; {advice}")
+        return label
 
     # Predictions and labels
 

@@ -2,12 +2,16 @@
 
 import io
 import sys
+from contextlib import suppress
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from psc_core.errors import DataError
-from psc_core.tables import aligned, open_csv, parse_number, print_any_text
+from psc_core.tables import aligned, number_marks, open_csv, parse_number, print_any_text
 
 
 def test_columns_begin_or_end_below_each_other() -> None:
@@ -18,24 +22,38 @@ def test_columns_begin_or_end_below_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "lines", "decimal"),
+    ("name", "text", "lines", "delimiter"),
     [
-        ("t.csv", "a,b\n1,2;3\n", [(1, ["a", "b"]), (2, ["1", "2;3"])], "."),
-        ("t.csv", "a;b\n\n1;2,3\n", [(1, ["a", "b"]), (3, ["1", "2,3"])], ","),
-        ("t.csv", "a;b,c\n", [(1, ["a;b", "c"])], "."),
-        ("t.TSV", "a;b\tc\n", [(1, ["a;b", "c"])], "."),
-        ("t.csv", "\ufeffsep=;\r\na,b;c\r\n1;2\r\n", [(2, ["a,b", "c"]), (3, ["1", "2"])], ","),
-        ("t.csv", "SEP=\t\na;b\tc\n", [(2, ["a;b", "c"])], "."),
-        ("t.csv", "sep=", [(1, ["sep="])], "."),
-        ("t.csv", "", [], "."),
+        ("t.csv", "a,b\n1,2;3\n", [(1, ["a", "b"]), (2, ["1", "2;3"])], ","),
+        ("t.csv", "a;b\n\n1;2,3\n", [(1, ["a", "b"]), (3, ["1", "2,3"])], ";"),
+        ("t.csv", "a;b,c\n", [(1, ["a;b", "c"])], ","),
+        ("t.csv", '"a,b";c\n', [(1, ["a,b", "c"])], ";"),
+        ("t.csv", '"a;""b"\tc\n', [(1, ['a;"b', "c"])], "\t"),
+        ("t.csv", "a\tb\r\n1,5\t2\r\n", [(1, ["a", "b"]), (2, ["1,5", "2"])], "\t"),
+        ("t.csv", "a|b\n", [(1, ["a", "b"])], "|"),
+        ("t.csv", "a,b\n1,2\n,\n \n", [(1, ["a", "b"]), (2, ["1", "2"])], ","),
+        ("t.TSV", "a;b\tc\n", [(1, ["a;b", "c"])], "\t"),
+        ("t.tsv", "a,b\n", [(1, ["a", "b"])], ","),
+        ("t.csv", "\ufeffsep=;\r\na,b;c\r\n1;2\r\n", [(2, ["a,b", "c"]), (3, ["1", "2"])], ";"),
+        ("t.csv", "SEP=\t\na;b\tc\n", [(2, ["a;b", "c"])], "\t"),
+        ("t.csv", "sep=", [(1, ["sep="])], ","),
+        ("t.csv", "", [], ","),
     ],
 )
 def test_what_separates_is_said_by_the_first_line(
-    tmp_path: Path, name: str, text: str, lines: list[tuple[int, list[str]]], decimal: str
+    tmp_path: Path, name: str, text: str, lines: list[tuple[int, list[str]]], delimiter: str
 ) -> None:
     (tmp_path / name).write_bytes(text.encode())
     with open_csv(tmp_path / name) as opened:
-        assert ([*opened.lines], opened.decimal) == (lines, decimal)
+        assert ([*opened.lines], opened.delimiter) == (lines, delimiter)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_the_encodings_of_a_spreadsheet_are_read(tmp_path: Path, encoding: str, end: str) -> None:
+    (tmp_path / "t.csv").write_bytes(f"file\tGr\u00f6\u00dfe{end}\u732b\t1{end}".encode(encoding))
+    with open_csv(tmp_path / "t.csv") as opened:
+        assert [row for _, row in opened.lines] == [["file", "Gr\u00f6\u00dfe"], ["\u732b", "1"]]
 
 
 @pytest.mark.parametrize(
@@ -49,18 +67,84 @@ def test_a_file_that_is_no_table_of_text_says_how_to_save_it(tmp_path: Path, con
 
 
 @pytest.mark.parametrize(
-    ("text", "decimal", "number"),
+    ("text", "marks", "number"),
     [
         ("2.5", ".", 2.5),
         ("2,5", ",", 2.5),
         ("2.5", ",", 2.5),
         ("2,5", ".", None),
-        ("1.234,5", ",", None),
+        ("1.234,5", ",", 1234.5),
         ("1_0", ".", None),
+        ("12.500", ".", 12.5),
+        ("12.500", ",", 12500.0),
+        ("12,500", ".,", 12500.0),
+        ("12,500", ".", None),
+        ("-1,234.5e2", ".,", -123450.0),
+        (" 12 500,25 ", ",", 12500.25),
+        ("1\u202f234\u202f567", ".", 1234567.0),
+        ("12'500.5", ".", 12500.5),
+        ("\u22123", ".", -3.0),
+        ("1,5", "", 1.5),
+        ("1.5", "", 1.5),
+        ("12", "", 12.0),
+        ("0.500", "", 0.5),
+        ("1.23,456", ",", None),
+        ("12 50", ".", None),
+        ("45%", ".", None),
+        ("", ".", None),
+        (".", ".", None),
+        ("1e5", ",", 1e5),
     ],
 )
-def test_a_number_has_a_decimal_point_or_the_mark_of_its_table(text: str, decimal: str, number: float | None) -> None:
-    assert parse_number(text, decimal) == number
+def test_a_number_is_read_by_the_marks_of_its_column(text: str, marks: str, number: float | None) -> None:
+    assert parse_number(text, marks) == number
+
+
+@pytest.mark.parametrize(
+    ("column", "delimiter", "numbers"),
+    [
+        (["12.500", "1.234,5"], ";", [12500.0, 1234.5]),
+        (["12.500", "1,5", "3"], ";", [12500.0, 1.5, 3.0]),
+        (["12.500", "1.5", "3"], ";", [12.5, 1.5, 3.0]),
+        (["12.500", "0.125"], ";", [12.5, 0.125]),
+        (["12.500", "1.234.567"], "", [12500.0, 1234567.0]),
+        (["12,500", "3,250"], ";", [12.5, 3.25]),
+        (["12.500", "3.250"], ",", [12.5, 3.25]),
+        (["12.500", "3.250"], "\t", None),
+        (["12,500", "3.5"], ",", [12500.0, 3.5]),
+        (["12,500", "1,234,567"], ",", [12500.0, 1234567.0]),
+        (["1,5", "2.5"], ";", [1.5, 2.5]),
+        (["1,5"], "\t", [1.5]),
+        (["1,5"], ",", [None]),
+        (["12.500", "cat"], ",", [12.5, None]),
+        (["12.500", "12.500"], ";", None),
+        (["12,500", "3"], ",", None),
+        (["12,500"], "\t", None),
+        (["12.500", "3,250"], ";", None),
+        (["12.500", "1,5", "1.5"], ";", None),
+    ],
+)
+def test_the_whole_column_shows_how_its_numbers_are_written(
+    column: list[str], delimiter: str, numbers: list[float | None] | None
+) -> None:
+    marks = number_marks(column, delimiter)
+    if numbers is None:
+        with pytest.raises(DataError, match=r"12[.,]500"):
+            [parse_number(text, marks) for text in column]
+    else:
+        assert [parse_number(text, marks) for text in column] == numbers
+
+
+@given(
+    values=st.lists(st.decimals(-(10**7), 10**7, places=3), min_size=1), delimiter=st.sampled_from(["", ";", "\t", ","])
+)
+def test_no_column_with_a_point_and_groups_is_misread(values: list[Decimal], delimiter: str) -> None:
+    """Each is read as it was written, or not at all."""
+    written = [f"{value:,.3f}" for value in values]
+    marks = number_marks(written, delimiter)
+    for text, value in zip(written, values, strict=True):
+        with suppress(DataError):
+            assert parse_number(text, marks) in (float(value), None)
 
 
 @pytest.mark.parametrize(("encoding", "shown"), [("utf-8", "p → ?"), ("ascii", "p ? ?")])

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from psc_core.errors import NetworkError, needs
 from psc_core.images.preparation import Preparation, read_processor
 from psc_core.images.preprocess import PRESETS
+from psc_core.names import composed
 from psc_core.network.described import timm
 from psc_core.network.described.base import Described
 from psc_core.network.described.files import read_json, weights_in
@@ -131,7 +132,7 @@ def _labels(config: Mapping[str, Any], file: Path) -> tuple[int, tuple[str, ...]
     if not all(isinstance(name, str) for name in names):
         raise NetworkError(f"expected id2label of {file} to hold names; fix it")
     named = len(names) > 1 and not all(map(_NO_NAME.fullmatch, names))
-    return len(names), tuple(names) if named else None
+    return len(names), tuple(map(composed, names)) if named else None
 
 
 def _preparation(folder: Path, config: Mapping[str, Any]) -> Preparation:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from psc_core.errors import NetworkError
 from psc_core.images.preparation import read_timm
+from psc_core.names import composed
 from psc_core.network.described.base import Described
 from psc_core.network.described.files import read_json, weights_in
 
@@ -97,4 +98,4 @@ def _names(written: Any, outputs: int, file: Path) -> tuple[str, ...] | None:
         return None
     if not isinstance(written, list) or len(written) != outputs or not all(isinstance(name, str) for name in written):
         raise NetworkError(f"expected {outputs} label_names in {file}, one for each output; fix it")
-    return tuple(written)
+    return tuple(map(composed, written))

@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from psc_core.errors import NetworkError, needs
+from psc_core.errors import NetworkError, needs, of_this_machine
 from psc_core.network.backbone import Backbone, onnx_backbone, rebuild_backbone, truncate
 from psc_core.network.cache import cache_file, read_checked, write_checked
 from psc_core.network.cut import HookedNetwork, HookPlan
@@ -69,21 +69,26 @@ def export_apart(spec: bytes, weights: bytes, layers: str) -> bytes:
     Raises:
         NetworkError: If the network after ``layers`` cannot be exported.
     """
-    with TemporaryDirectory(prefix="psc-onnx-") as name:
-        folder = Path(name)
-        (folder / SPEC).write_bytes(spec)
-        (folder / WEIGHTS_FILE).write_bytes(weights)
-        command = [sys.executable, "-m", __name__, name]
-        # The process must find the same modules, a factory's among them.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        try:
-            result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        except OSError as error:
-            raise NetworkError(f"no process could be run to export the network to ONNX: {error}") from error
-        if result.returncode:
-            reason = (result.stderr.strip() or f"exit code {result.returncode}").splitlines()[-1]
-            raise NetworkError(f"the network after {layers} has no ONNX model: {reason}")
-        return (folder / MODEL).read_bytes()
+    try:
+        with TemporaryDirectory(prefix="psc-onnx-") as name:
+            folder = Path(name)
+            (folder / SPEC).write_bytes(spec)
+            (folder / WEIGHTS_FILE).write_bytes(weights)
+            command = [sys.executable, "-m", __name__, name]
+            # The process must find the same modules, a factory's among them.
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+            try:
+                result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            except OSError as error:
+                raise NetworkError(f"no process could be run to export the network to ONNX: {error}") from error
+            if result.returncode:
+                reason = (result.stderr.strip() or f"exit code {result.returncode}").splitlines()[-1]
+                raise NetworkError(f"the network after {layers} has no ONNX model: {reason}")
+            return (folder / MODEL).read_bytes()
+    except OSError as error:
+        raise NetworkError(
+            f"the network after {layers} cannot be exported to ONNX here: {of_this_machine(error)}"
+        ) from error
 
 
 def export(folder: Path) -> None:

@@ -16,6 +16,7 @@ from psc_core.compute.passes import Compute, passes
 from psc_core.data.classes import check_same
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import DataError, UsageError, listed
+from psc_core.names import composed
 from psc_core.numerics.matrix import FeatureMatrix
 from psc_core.settings import FitSettings, settings_where
 from psc_core.tasks import TASKS, module_of
@@ -143,7 +144,7 @@ class TaskFit:
         Raises:
             DataError: If the model cannot predict one of them.
         """
-        position = {label: index for index, label in enumerate(data.classes)}
+        position, labels = {label: index for index, label in enumerate(data.classes)}, [*map(composed, labels)]
         if odd := sorted({*labels} - {*position}):
             raise DataError(
                 f"labels of {data.name} are no classes of the model: {listed(odd, 10)}; review these images again, or "

@@ -59,9 +59,9 @@ class Regression(Task):
     def epistemic_unit(self, head: Head) -> str:
         return f"standard deviation, {self.target.unit}".removesuffix(", ")
 
-    def parse_label(self, text: str, classes: Sequence[str], decimal: str = ".") -> str:
+    def parse_label(self, text: str, classes: Sequence[str], marks: str = ".") -> str:
         """Return a number as a log keeps it."""
-        value = parse_number(text, decimal)
+        value = parse_number(text, marks)
         if value is None or not math.isfinite(value):
             raise DataError(f"expected a number for {self.target}, got {text!r}; correct the label")
         return repr(value)

@@ -17,7 +17,7 @@ import torch
 from psc_core import PSC
 from psc_core.bundle.io import check_target, read_bundle, write_bundle
 from psc_core.bundle.manifest import PARTS
-from psc_core.errors import BundleError
+from psc_core.errors import BundleError, UsageError
 from tests.attacks import forge
 
 ALLOW = ("tests.tiny:network",)
@@ -267,3 +267,31 @@ def test_rejects_a_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(BundleError, match=r"is a mount point.*choose a folder inside it"):
         check_target(out)
     check_target(out / "bundle")
+
+
+@pytest.mark.parametrize("target", ["releases/41", "releases/none"])
+def test_a_link_stays_and_what_it_points_to_too(bundle: Path, tmp_path: Path, target: str) -> None:
+    before = read_bundle(bundle)
+    releases = tmp_path / "releases"
+    releases.mkdir()
+    (bundle / "NOTES.txt").write_text("ours")
+    bundle.rename(releases / "41")
+    link = tmp_path / "current"
+    link.symlink_to(target)
+    held = {file.name: file.read_bytes() for file in (releases / "41").iterdir() if file.is_file()}
+    for write in (
+        lambda: check_target(link),
+        lambda: write_bundle(link, before.manifest.model_dump(exclude={"version", "files"}), before.parts),
+    ):
+        with pytest.raises(BundleError, match="ln -sfn"):
+            write()
+    assert link.is_symlink() and str(link.readlink()) == target
+    assert held == {file.name: file.read_bytes() for file in (releases / "41").iterdir() if file.is_file()}
+    assert {each.name for each in tmp_path.iterdir()} >= {"current", "releases"}
+    assert not [*tmp_path.glob(".*")] and {each.name for each in releases.iterdir()} == {"41"}
+
+
+def test_a_bundle_is_replaced_only_where_that_is_allowed(bundle: Path) -> None:
+    check_target(bundle)
+    with pytest.raises(UsageError, match="--overwrite"):
+        check_target(bundle, overwrite=False)

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from psc_core.bundle.io import read_bundle, write_bundle
 from psc_core.bundle.manifest import MAX_ARGUMENT, check_network, manifest_of
@@ -53,3 +54,11 @@ def test_rejects_arguments_beyond_their_limit() -> None:
     check_network(network)
     with pytest.raises(UsageError, match="numbers up to 65536"):
         check_network({**network, "model_args": {"sizes": [1, MAX_ARGUMENT + 1]}})
+
+
+def test_classes_are_composed(tiny_bundle: Path) -> None:
+    written = json.loads((tiny_bundle / "manifest.json").read_text())
+    written["classes"][0] = "cafe\u0301"
+    assert manifest_of(written).classes == ("caf\u00e9", *written["classes"][1:])
+    with pytest.raises(ValidationError, match="differ from each other"):
+        manifest_of(written | {"classes": ["caf\u00e9", *written["classes"][:-1]]})

@@ -18,6 +18,6 @@ def test_rejects_training_images_as_validation(  # type: ignore[no-untyped-def]
     args = [*tiny_job.args, "--train", same, "--val", same, "--out", str(tmp_path / "b"), *flags]
     code, printed, err = run(capsys, cli.main, args)
     assert code == 2
-    assert "are images of --train too" in err and "hold some images out" in err
+    assert "training images too" in err and "hold some images out" in err
     assert "comparing " in err, "its progress"
     assert "layer" not in printed

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import unicodedata
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from psc_core import PRESETS, open_dataset
-from psc_core.data.classes import in_network_order, match
+from psc_core.data.classes import check_same, in_network_order, match
 from psc_core.errors import DataError
+from psc_core.names import composed
 from tests.conftest import ROOT
 
 NAMES = st.lists(
@@ -43,8 +48,34 @@ def test_case_and_separators_make_no_difference(count: int, data: st.DataObject)
 
 def test_equal_names_are_not_confused_with_similar_ones() -> None:
     assert match(["A", "a", "b_c", "b c"], ["b c", "a", "A", "b_c"], "").classes == ("b c", "a", "A", "b_c")
-    with pytest.raises(DataError, match=r"got 3 \(unknown: A, c; missing: C, A \); use images"):
-        match(["A", "a", "c"], ["a", "C", "A "], "images")
+    with pytest.raises(DataError, match=r"got 3 \(unknown: A, c; missing: C, A-\); use images"):
+        match(["A", "a", "c"], ["a", "C", "A-"], "images")
+
+
+@given(names=NAMES, data=st.data())
+def test_composed_and_decomposed_names_are_the_same(names: list[str], data: st.DataObject) -> None:
+    assume(len({*map(composed, names)}) == len(names))
+    images, of_network = (
+        [unicodedata.normalize(data.draw(st.sampled_from(["NFC", "NFD"])), name) for name in names] for _ in range(2)
+    )
+    of_network = data.draw(st.permutations(of_network))
+    found = match(images, of_network, "images").classes
+    assert [*map(composed, found)] == [*map(composed, of_network)]
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_labels_follow_names_of_either_form(form: Any) -> None:
+    names = ["호랑이", "고양이", "café"]
+    data = replace(
+        open_dataset(f"mnist:{ROOT}/tests/data", split="test", preprocess=PRESETS["mnist"]),
+        classes=tuple(unicodedata.normalize(form, name) for name in names),
+        labels=torch.arange(800) % 3,
+    )
+    assert data.classes == tuple(names)
+    turned = [unicodedata.normalize("NFD", name) for name in names[::-1]]
+    ordered, _ = in_network_order(data, turned)
+    assert ordered.classes == tuple(names[::-1]) and torch.equal(ordered.labels, 2 - data.labels)
+    check_same(ordered, turned, "network's")
 
 
 def test_other_names_keep_their_order() -> None:

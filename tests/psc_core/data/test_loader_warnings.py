@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from psc_core import PRESETS, open_dataset, open_loader
-from psc_core.data.loader_warnings import warn_of_overlap, warn_of_random, warn_of_repeated
-from psc_core.errors import LoaderWarning
+from psc_core.data.loader_warnings import check_apart, warn_of_random, warn_of_repeated
+from psc_core.data.overlap import check_disjoint
+from psc_core.errors import LoaderWarning, UsageError
 
 INPUTS = torch.rand(40, 1, 4, 4, generator=torch.Generator().manual_seed(0))
 PAIRS = TensorDataset(INPUTS, torch.arange(40) % 2)
@@ -99,16 +101,16 @@ def test_dropped_images_are_counted() -> None:
 )  # fmt: skip
 def test_validation_images_that_were_trained_on(train: Any, val: Any, count: int) -> None:
     opened = open_loader(train), open_loader(val)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warn_of_overlap(train, val, *opened)
-    assert [str(each.message).split(" ")[0] for each in caught] == [str(count)] * (count > 0)
+    with pytest.raises(UsageError, match=f" {count} of ") if count else nullcontext():
+        check_disjoint(*opened)
 
 
-def test_one_augmented_data_set_for_both_is_seen() -> None:
-    noise = [(torch.rand(20, 1, 4, 4), torch.arange(20) % 2) for _ in range(2)]
-    with pytest.warns(LoaderWarning, match="20 of 20 validation images are training images too"):
-        warn_of_overlap(PAIRS, PAIRS, *(open_loader([each]) for each in noise))
+@pytest.mark.parametrize("wrapped", [lambda data: data, lambda data: DataLoader(data, batch_size=8, shuffle=True)])
+def test_one_augmented_data_set_for_both_is_seen(wrapped: Any) -> None:
+    with pytest.raises(UsageError, match="hold some images out"):
+        check_apart(PAIRS, wrapped(PAIRS))
+    check_apart(PAIRS, Subset(PAIRS, range(20)))
+    check_apart(DataLoader(PAIRS, sampler=range(10)), DataLoader(PAIRS, sampler=range(10, 20)))
 
 
 def test_one_folder_opened_for_both_is_seen(tmp_path: Path) -> None:
@@ -117,8 +119,8 @@ def test_one_folder_opened_for_both_is_seen(tmp_path: Path) -> None:
         for shade in range(10):
             Image.new("L", (28, 28), 10 * shade).save(tmp_path / name / f"{shade}.png")
     train, val = (open_dataset(str(tmp_path), split=split, preprocess=PRESETS["mnist"]) for split in ("train", "val"))
-    with pytest.warns(LoaderWarning, match="20 of 20 validation images are training images too"):
-        warn_of_overlap(train, val, train, val)
+    with pytest.raises(UsageError, match="20 of the 20"):
+        check_disjoint(train, val)
 
 
 def test_repeated_images_are_counted() -> None:
@@ -137,7 +139,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from psc_core import PSC, open_loader
 images = TensorDataset(torch.rand(40, 1, 8, 8), torch.arange(40) % 2)
 open_loader(DataLoader(images, batch_size=12, drop_last=True))
-PSC.fit(nn.Sequential(nn.Flatten(), nn.Linear(64, 2)), images, images, layer="there is none")
+others = DataLoader(TensorDataset(torch.rand(40, 1, 8, 8), torch.arange(40) % 2), batch_size=12, drop_last=True)
+PSC.fit(nn.Sequential(nn.Flatten(), nn.Linear(64, 2)), images, others, layer="there is none")
 """
 
 
@@ -147,4 +150,4 @@ def test_warnings_point_at_the_line_that_called_the_package(tmp_path: Path) -> N
     program.write_text(CALLER)
     told = subprocess.run([sys.executable, program], capture_output=True, text=True).stderr
     lines = [int(number) for number in re.findall(rf"^{re.escape(str(program))}:(\d+): LoaderWarning", told, re.M)]
-    assert lines == [7, 8], told
+    assert lines == [7, 9], told

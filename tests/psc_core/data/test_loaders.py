@@ -116,7 +116,7 @@ def test_every_kind_of_loader_gives_the_same(data: Any) -> None:
 def test_labels_of_many_single_examples_are_joined() -> None:
     count = 2 * JOINED + 3
     labels = torch.randint(0, 5, (count,))
-    opened = open_loader(list(zip(torch.rand(count, 1, 1, 1), labels, strict=True)), classes="abcde")
+    opened = open_loader(list(zip(torch.rand(count, 1, 1, 1), labels, strict=True)), classes=[*"abcde"])
     assert torch.equal(opened.labels, labels)
 
 
@@ -145,7 +145,9 @@ def test_batches_of_any_size_and_type(
 ) -> None:
     batches = [torch.rand(size, channels, height, width).to(dtype) for size in sizes]
     labels = [torch.randint(0, 2, (size, 1) if column else (size,)).to(label_type) for size in sizes]
-    opened = open_loader(zip(batches, labels, strict=True), mean=(0.0,) * channels, std=(1.0,) * channels, classes="ab")
+    opened = open_loader(
+        zip(batches, labels, strict=True), mean=(0.0,) * channels, std=(1.0,) * channels, classes=[*"ab"]
+    )
     images, found = everything(opened)
     assert torch.equal(images, torch.cat(batches).float()) and images.dtype == torch.float32
     assert torch.equal(found, torch.cat(labels).flatten().long())
@@ -190,12 +192,12 @@ def test_numbers_of_a_regression() -> None:
 
 def test_several_labels_of_an_image_and_one_hot_ones() -> None:
     several = torch.stack([LABELS, (LABELS + 1) % 3], 1)
-    opened = open_loader([(INPUTS, several)], classes="abc")
+    opened = open_loader([(INPUTS, several)], classes=[*"abc"])
     assert opened.is_ambiguous and torch.equal(opened.labels, several.flatten())
     flags = torch.tensor([[1, 1, 0]] * 5 + [[0, 1, 1]] * 5)
     for odd in (torch.nn.functional.one_hot(LABELS, 3), torch.nn.functional.one_hot(LABELS, 5), flags):
         with pytest.raises(DataError, match=r"looks like one-hot labels .* give labels\.argmax\(1\)"):
-            open_loader([(INPUTS, odd)], classes="abc")
+            open_loader([(INPUTS, odd)], classes=[*"abc"])
     with pytest.raises(DataError, match="one label for each image"):
         open_loader([(INPUTS, torch.zeros(10, 2, 2, dtype=torch.int64))])
 
@@ -284,7 +286,7 @@ def test_names_are_those_of_the_data_set_where_they_fit(attributes: dict[str, An
     data = Named(**attributes)
     for loader in (data, DataLoader(data, batch_size=4), DataLoader(Subset(Subset(data, range(9)), range(8)))):
         assert open_loader(loader).classes == classes
-    assert open_loader(data, classes="abc").classes == ("a", "b", "c")
+    assert open_loader(data, classes=[*"abc"]).classes == ("a", "b", "c")
 
 
 @pytest.mark.parametrize("own", [("cat", "eel"), ("eel", "dog", "cat"), ("cat", "dog", "eel")])
@@ -304,6 +306,25 @@ def test_a_class_of_its_own_gives_others_another_label() -> None:
 def test_labels_are_of_the_classes() -> None:
     with pytest.raises(DataError, match=r"expected labels in 0…1, got 0…2"):
         open_loader(PAIRS, classes=("a", "b"))
+
+
+@pytest.mark.parametrize("classes", ["abc", ["a", "", "b"], ["a", "a", "b"], {"a": 0, "b": 2}, []])
+def test_classes_that_are_no_names_are_refused_before_images_are_read(classes: Any) -> None:
+    def unread() -> Iterator[Any]:
+        raise AssertionError
+        yield
+
+    with pytest.raises(UsageError, match="classes"):
+        open_loader(unread(), classes=classes)
+
+
+def test_a_label_without_a_name_ends_the_reading() -> None:
+    def batches() -> Iterator[Any]:
+        yield INPUTS, LABELS
+        raise AssertionError
+
+    with pytest.raises(DataError, match="0…1"):
+        open_loader(batches(), classes=["a", "b"])
 
 
 def test_what_does_not_fit_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

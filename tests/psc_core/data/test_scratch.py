@@ -60,3 +60,13 @@ def test_a_full_disk_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         kept.file = Full()  # type: ignore[assignment]
         with pytest.raises(UsageError, match=r"cannot store train in .*: No space left on device; set TMPDIR"):
             kept.append(batch(1))
+
+
+def test_no_folder_for_temporary_files_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "gettempdir", _none)
+    with pytest.raises(UsageError, match="TMPDIR"), scratch_file("images"):
+        pass
+
+
+def _none() -> str:
+    raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")

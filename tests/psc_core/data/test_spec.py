@@ -65,6 +65,21 @@ def test_rejects_class_names_outside_utf_8(tmp_path: Path) -> None:
     assert len(image_folder(root, TINY, labelled_images=False)) == 2
 
 
+def test_an_order_that_depends_on_the_form_of_the_names_is_said(tmp_path: Path) -> None:
+    composed = image_folder(write_folder(tmp_path / "c", {"\u00e9t\u00e9": 1, "hiver": 1}), TINY)
+    assert (composed.classes, composed.notes) == (("hiver", "\u00e9t\u00e9"), ())
+    decomposed = image_folder(write_folder(tmp_path / "d", {"e\u0301te\u0301": 1, "hiver": 1}), TINY)
+    assert decomposed.classes == ("\u00e9t\u00e9", "hiver")  # As torchvision's ImageFolder has them there.
+    assert "--nfc" in decomposed.notes[0]
+
+
+def test_two_forms_of_one_class_are_named(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "images", {"caf\u00e9": 1, "cafe\u0301": 1, "tea": 1})
+    with pytest.raises(DataError) as raised:
+        image_folder(root, TINY)
+    assert r"'caf\xe9'" in str(raised.value) and r"'cafe\u0301'" in str(raised.value)
+
+
 def test_spec_can_name_split(data_root: Path) -> None:
     chosen = open_dataset(f"mnist:{data_root}#test", split="train", preprocess=PRESETS["mnist"])
     assert len(chosen) == 800

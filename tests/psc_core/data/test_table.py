@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import pytest
 from PIL import Image
@@ -235,3 +236,93 @@ def test_a_table_may_lack_classes_of_others(tmp_path: Path) -> None:
     ordered = data.in_order(("dog", "bird", "cat"))
     assert (ordered.classes, ordered.labels.tolist()) == (("dog", "bird", "cat"), [0, 2])
     assert data.in_order(("dog", "bird")) is data
+
+
+def opened(folder: Path, text: str, name: str = "t.csv", **given: Any) -> Any:
+    table(folder, "")
+    (folder / name).write_bytes(text.encode())
+    return open_dataset(str(folder / name), split="train", preprocess=TINY, **given)
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("file;age\na.png;12.500\nb.png;1.234,5\n", [12500.0, 1234.5]),
+        ("file;age\na.png;12.500\nb.png;7.25\n", [12.5, 7.25]),
+        ('file,age\na.png,"12,500"\nb.png,"1,234.5"\n', [12500.0, 1234.5]),
+        ("file\tage\r\na.png\t 3 \r\nb.png\t4,5\r\n", [3.0, 4.5]),
+        (" file , age \n a.png , 3 \n b.png,4\n", [3.0, 4.0]),
+        ("file,age,,\na.png,3,,\nb.png,4,,\n,,,\n", [3.0, 4.0]),
+        ("age,File\n3,a.png\n4,b.png\n", [3.0, 4.0]),
+    ],
+)
+def test_numbers_are_read_as_the_whole_column_shows(tmp_path: Path, text: str, values: list[float]) -> None:
+    data = opened(tmp_path, text)
+    assert data.target == Target(name="age") and data.values.tolist() == values
+    assert bool(data.notes) == any("," in cell for cell in ("1.234,5", '"12,500"', "4,5") if cell in text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("file;age\na.png;12.500\nb.png;3.250\n", "row 1 .*12500"),
+        ('file,age\na.png,"12,500"\nb.png,"3,250"\n', "row 1 .*12500"),
+        ("file,age\na.png,45%\nb.png,50 %\n", "--unit"),
+        ("a.png,3\nb.png,4\n", "header"),
+        ("label,file\ncat,a.png\n3,\n", "row 2 has no file"),
+        ("file,age\na.png,3\nb.png,4\n./a.png,5\n", "rows 1 and 3"),
+        ("file,label\na.png,cat\na.png,dog\n", "rows 1 and 2"),
+        ("file,label\na.png,cat\nb.png,NaN\n", "row 2"),
+        ("file,age, age \na.png,3,4\n", "'age' twice"),
+        ("file;label\na.png;1.000\nb.png;2.000\n", "row 1"),
+    ],
+)
+def test_what_can_be_read_in_two_ways_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        opened(tmp_path, text)
+
+
+def test_excels_unicode_text_is_read(tmp_path: Path) -> None:
+    table(tmp_path, "")
+    (tmp_path / "t.csv").write_bytes("file\tGr\u00f6\u00dfe\r\na.png\t3\r\nb.png\t4\r\n".encode("utf-16"))
+    data = open_dataset(str(tmp_path / "t.csv"), split="train", preprocess=TINY, target="Gro\u0308\u00dfe")
+    assert data.target == Target(name="Gr\u00f6\u00dfe") and data.values is not None
+    assert data.values.tolist() == [3.0, 4.0]
+
+
+def test_booleans_and_bytes_of_parquet_are_as_in_a_csv(tmp_path: Path) -> None:
+    pa, parquet = (pytest.importorskip(f"pyarrow{part}") for part in ("", ".parquet"))
+    of_csv = opened(tmp_path, "file,label\na.png,True\nb.png,False\n")
+    for labels, files in (([True, False], ["a.png", "b.png"]), ([b"True", b"False"], [b"a.png", b"b.png"])):
+        parquet.write_table(pa.table({"file": files, "label": labels}), tmp_path / "t.parquet")
+        data = open_dataset(str(tmp_path / "t.parquet"), split="train", preprocess=TINY)
+        assert (data.target, data.classes, data.labels.tolist()) == (None, ("False", "True"), [1, 0])
+        assert (of_csv.classes, of_csv.labels.tolist()) == (data.classes, [1, 0])
+        assert [int(data.image(i)[0, 0, 0]) for i in range(2)] == [7, 9]
+
+
+def test_a_cell_that_holds_several_values_is_no_class(tmp_path: Path) -> None:
+    pa, parquet = (pytest.importorskip(f"pyarrow{part}") for part in ("", ".parquet"))
+    table(tmp_path, "")
+    parquet.write_table(pa.table({"file": ["a.png", "b.png"], "label": [[1], [2, 3]]}), tmp_path / "t.parquet")
+    with pytest.raises(DataError, match="row 1"):
+        open_dataset(str(tmp_path / "t.parquet"), split="train", preprocess=TINY)
+
+
+@pytest.mark.parametrize("of_table", ["NFC", "NFD"])
+@pytest.mark.parametrize("of_disk", ["NFC", "NFD"])
+def test_files_and_classes_are_found_in_either_form(tmp_path: Path, of_table: Any, of_disk: Any) -> None:
+    folder = tmp_path / normalize(of_disk, "for\u00eat")
+    folder.mkdir()
+    for name, grey in (("caf\u00e9", 7), ("\u732b", 9)):
+        Image.new("L", (3, 3), grey).save(folder / normalize(of_disk, f"{name}.png"))
+    rows = "file,label\nfor\u00eat/caf\u00e9.png,\u00e9t\u00e9\n for\u00eat/\u732b.png ,hiver\n"
+    data = opened(tmp_path, normalize(of_table, rows))
+    assert (data.classes, data.labels.tolist()) == (("hiver", "\u00e9t\u00e9"), [1, 0])
+    assert [int(data.image(i)[0, 0, 0]) for i in range(2)] == [7, 9]
+
+
+def test_blanks_that_belong_to_the_name_of_a_file_are_kept(tmp_path: Path) -> None:
+    Image.new("L", (3, 3), 5).save(tmp_path / " c.png")
+    data = opened(tmp_path, "file,label\n c.png,x\n a.png,y\n")
+    assert [int(data.image(i)[0, 0, 0]) for i in range(2)] == [5, 7]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,13 +64,18 @@ def test_settings_are_given_by_name(net: torch.nn.Module, train: ImageDataset, v
         fit_projection(net, named.candidate(), train, val, seed=0)
 
 
-def test_validation_images_that_were_trained_on_are_warned_of(
+def test_validation_images_that_were_trained_on_are_refused(
     net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
 ) -> None:
     more = concatenate("both", [val, train.subset(torch.arange(20))])
     for data, count in ((train, len(train)), (more, 20)):
-        with pytest.warns(LoaderWarning, match=f"{count} of {len(data)} validation images are training images too"):
-            fit_psc(net, Candidate(("4",), ""), projection, train, data, head="duq", settings=SETTINGS)
+        for stage in (
+            partial(measure_collapse, net),
+            partial(fit_projection, net, Candidate(("4",), "")),
+            partial(fit_psc, net, Candidate(("4",), ""), projection),
+        ):
+            with pytest.raises(UsageError, match=f"{count} of the {len(data)} "):
+                stage(train, data, settings=SETTINGS)
     with pytest.warns(LoaderWarning, match="validation images are repeated"):
         twice = [(batch.images, batch.labels) for batch in val.batches(64)] * 2
         loaded = open_loader(twice, preprocess=val.preprocess, classes=val.classes)

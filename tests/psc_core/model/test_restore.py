@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +121,29 @@ def test_text_of_a_strange_failure_is_in_the_log_alone(
     with pytest.raises(BundleError, match=r"do not fit together: ValueError, see the log; fit the bundle again$"):
         PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
     assert "ValueError('/home/somebody/secret')" in caplog.text
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "No usable temporary directory"), OSError(28, "No space left")])
+def test_what_the_machine_lacks_is_not_the_fault_of_the_bundle(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(restore, "rebuild_backbone", fail)
+    with pytest.raises(BundleError) as raised:
+        PSC.load(bundle, device="cpu", allow_factories=ALLOW)
+    said = str(raised.value)
+    assert str(error.strerror) in said and "TMPDIR" in said and "fit the bundle again" not in said
+
+
+def test_a_bundle_is_loaded_where_no_folder_may_be_written_to(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch's import of its compiler sees it, which makes the folder of its cache if it has none."""
+
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    assert PSC.load(bundle, device="cpu", allow_factories=ALLOW).classes
+    assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).is_dir()

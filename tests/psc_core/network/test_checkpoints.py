@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import gzip
+import io
 import json
 import os
 import pickle
@@ -329,7 +331,9 @@ def test_rejects_other_content(tmp_path: Path) -> None:
         b"version https://git-lfs.github.com/spec/v1",
     ):
         path.write_bytes(content)
-        with pytest.raises(NetworkError, match=r"net\.ckpt is (not a checkpoint that can be read|damaged)"):
+        with pytest.raises(
+            NetworkError, match=r"net\.ckpt (is|holds) (damaged|empty|HDF5|a pickle|JSON|a pointer of Git LFS)"
+        ):
             read_checkpoint(path)
 
 
@@ -476,3 +480,65 @@ def test_an_onnx_file_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "net.onnx").write_bytes(b"\x08\x08\x12\x00" * 16)
     with pytest.raises(NetworkError, match=r"net\.onnx holds a network, .* give --model onnx:\S+net\.onnx"):
         read_checkpoint(tmp_path / "net.onnx")
+
+
+class Foreign:
+    """Stands for a class of the program that trained."""
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_newer_pickle_is_not_damaged_but_needs_code(tmp_path: Path, protocol: int, zipped: bool) -> None:
+    state = {"a.weight": torch.ones(2)}
+    options: dict[str, Any] = {"pickle_protocol": protocol, "_use_new_zipfile_serialization": zipped}
+    for held in ({"net": state, "settings": Foreign()}, state):
+        torch.save(held, tmp_path / "net.pth", **options)
+        with pytest.raises(NetworkError) as raised:
+            read_checkpoint(tmp_path / "net.pth")
+        said = str(raised.value)
+        assert "damaged" not in said and "save_file(net.state_dict()" in said
+        assert (f"{__name__}.Foreign" in said) == (held is not state and zipped)
+
+
+def packed(name: str) -> bytes:
+    inner = io.BytesIO()
+    with ZipFile(inner, "w") as archive:
+        archive.writestr(name, b"x")
+    return inner.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "cure"),
+    [
+        (b"", "copy it again"),
+        (bytes(600), "copy it again"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "git lfs pull"),
+        (b"\xef\xbb\xbf\n<!DOCTYPE html><html>" + bytes(99), "download the file again"),
+        (b"<?xml version='1.0'?><Error/>", "download the file again"),
+        (b'{"message": "Not Found"}', "JSON"),
+        (b"\x89HDF\r\n\x1a\n" + bytes(99), "onnx:"),
+        (b"\x93NUMPY\x01\x00" + bytes(99), "torch.from_numpy"),
+        (gzip.compress(b"x" * 99), "unpack"),
+        (b"a" * 257 + b"ustar" + bytes(99), "unpack"),
+        (pickle.dumps(Foreign(), 4), "Foreign"),
+        (packed("w.npy"), "torch.from_numpy"),
+        (packed("net/best.pth"), "best.pth"),
+        (packed("net/models/model.json"), "torch.export.load"),
+    ],
+    ids=range(14),
+)
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors", ".bin"])
+def test_what_is_no_checkpoint_is_named_with_its_cure(tmp_path: Path, content: bytes, cure: str, suffix: str) -> None:
+    file = tmp_path / f"net{suffix}"
+    file.write_bytes(content)
+    with pytest.raises(NetworkError) as raised:
+        read_checkpoint(file)
+    assert cure in str(raised.value) and "damaged" not in str(raised.value)
+
+
+def test_the_content_counts_and_not_the_suffix(tmp_path: Path) -> None:
+    state = {"a.weight": torch.arange(3.0)}
+    torch.save(state, tmp_path / "of_torch.safetensors")
+    save_file(state, tmp_path / "of_safetensors.pth")
+    for name in ("of_torch.safetensors", "of_safetensors.pth"):
+        assert torch.equal(read_checkpoint(tmp_path / name)["a.weight"], state["a.weight"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,6 +52,9 @@ def test_names_what_cannot_be_exported(monkeypatch: pytest.MonkeyPatch) -> None:
         to_onnx(net, SIZE)
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with pytest.raises(NetworkError, match="no process could be run to export"):
+        to_onnx(net, SIZE)
+    monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
+    with pytest.raises(NetworkError, match="TMPDIR"):
         to_onnx(net, SIZE)
 
 
