@@ -97,8 +97,8 @@ def checked(settings: FitSettings, data: FitData) -> FitSettings:
     """Return the settings with the task of the images and, where no head is named, the task's first.
 
     Raises:
-        UsageError: If an option is unknown, no folder can hold temporary files, or so few validation images cannot keep a
-            rate.
+        UsageError: If an option is unknown, no folder can hold temporary files, or so few validation images cannot keep
+            a rate.
     """
     temporary_folder()  # Before hours are spent on what is to be kept there.
     fit = data.task_fit
