@@ -28,6 +28,7 @@ from psc_core.fitting.job import FitJob
 from psc_core.model.base import FittedModel
 from psc_core.model.classifier import PSC
 from psc_core.model.regressor import PSCRegressor
+from psc_core.network.output import check_images, trial_images
 from psc_core.projection.fit.report import FittedProjection
 from psc_core.settings import FitSettings, Stage, settings_where
 
@@ -70,7 +71,7 @@ def measure_collapse(
     """
     check_read("measure_collapse", changes)
     settings = (settings or FitSettings()).changed(changes)
-    return stages.collapse(net, FitJob.of(_data(train, val, settings), settings))
+    return stages.collapse(net, _job(net, _data(train, val, settings), settings))
 
 
 def fit_projection(
@@ -113,7 +114,7 @@ def fit_projection(
         data = FitData.without_validation(train, seed=settings.seed, max_images=settings.max_images)
     else:
         data = _data(train, val, settings)
-    return stages.project(net, candidate, FitJob.of(data, settings))
+    return stages.project(net, candidate, _job(net, data, settings))
 
 
 def fit_psc(  # noqa: PLR0913
@@ -224,7 +225,7 @@ def _fit(
 ) -> FittedModel:
     """Return a model of type ``model_class``, which knows its task."""
     data = _data(*images, settings, model_class.task_type.name)
-    job = FitJob.of(data, stages.checked(settings, data))
+    job = _job(net, data, stages.checked(settings, data))
     train, val = images
     warn_of_overlap(train, val, train, val)
     warn_of_repeated(val)
@@ -233,6 +234,14 @@ def _fit(
 
 def _data(train: ImageDataset, val: ImageDataset, settings: FitSettings, task: str | None = None) -> FitData:
     return FitData.of(train, val, seed=settings.seed, task=task, max_images=settings.max_images)
+
+
+def _job(net: nn.Module, data: FitData, settings: FitSettings) -> FitJob:
+    """Return the job of a stage, after a trial of the network."""
+    job = FitJob.of(data, settings)
+    device = job.compute.device
+    check_images(net.to(device), trial_images(data.train.preprocess).to(device), name=type(net).__name__)
+    return job
 
 
 def check_read(stage: str, changes: Collection[str]) -> None:

@@ -17,11 +17,12 @@ from psc_core.compute.device import resolve_device
 from psc_core.errors import BundleError, FitError, PSCError, UsageError, shortened
 from psc_core.gates.combined import Gates
 from psc_core.images.inputs import ImageLike, as_batch
-from psc_core.images.preprocess import MAKE_KNOWN, Preprocess
+from psc_core.images.preprocess import MAKE_KNOWN, Inputs, Preprocess
 from psc_core.model.backends import storable_backbone
 from psc_core.model.pipeline import NO_MAP, Pipeline, Scorer, ScorerParts
 from psc_core.model.restore import restore_modules
 from psc_core.network.backbone import Backbone
+from psc_core.network.output import See, dependence, first_dependent, trial_images
 from psc_core.tasks.calibration import BaseCalibration
 from psc_core.tasks.decide import BaseDecisions
 from psc_core.tasks.outputs import FloatArray, Matrix, Outputs
@@ -330,10 +331,11 @@ class FittedModel:
         return self
 
     def probe(self) -> None:
-        """Run a black, a white and a noise image through the pipeline.
+        """Run a black, a white and a noise image through the pipeline, and through the network among other images.
 
         Raises:
-            FitError: If the parts do not fit together, or give non-finite numbers.
+            FitError: If the parts do not fit together, give non-finite numbers, or the network's features of an image
+                depend on the other images of its batch.
             torch.OutOfMemoryError, torch.AcceleratorError, MemoryError: If the device has too little memory or is
             broken.
         """
@@ -348,6 +350,7 @@ class FittedModel:
                 if self.pipeline.map is not None:
                     self.pipeline.map.check(stored[self.backbone.layers.index(self.pipeline.map.layer)])
                 fused, _ = scorer.features(inputs)
+                place = first_dependent(self._see_layers, trial_images(self.preprocess).to(self.device))
         except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
             raise  # not the bundle's fault
         except PSCError as error:
@@ -375,6 +378,16 @@ class FittedModel:
                     f"expected the same features from {self.name!r} in fewer operations, got others; a module of its "
                     "network does more than its type says, please report it"
                 )
+        if place is not None:
+            raise FitError(f"the network of {self.name!r}: {dependence(place)}")
+
+    def _see_layers(self, images: Inputs, see: See) -> None:
+        """Show the features of each layer of the network, and its output if it is kept."""
+        features, output = self.backbone(images)
+        for name, value in zip(self.backbone.layers, features, strict=True):
+            see(name, value)
+        if output is not None:
+            see("", output)
 
 
 def _prefixed(prefix: str, module: nn.Module | None) -> dict[str, Tensor]:

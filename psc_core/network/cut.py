@@ -51,9 +51,7 @@ def deep_copy(net: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     try:
         twin = copy.deepcopy(net, memo)
     except Exception as error:  # An object's own copying may raise any error.
-        raise NetworkError(
-            f"{type(net).__name__} cannot be copied: {error}; remove {_uncopied(net)} before"
-        ) from error
+        raise NetworkError(f"{type(net).__name__} cannot be copied: {error}; remove {_uncopied(net)} before") from error
     return twin.eval()
 
 
