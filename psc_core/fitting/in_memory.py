@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from psc_core.compute.device import own_state
 from psc_core.data import MAX_BAD_IMAGES
 from psc_core.data.cache import PixelCache
 from psc_core.data.classes import in_network_order
@@ -38,6 +39,7 @@ from psc_core.tasks.fit.task import task_fit
 from psc_core.version import __version__
 
 
+@own_state()
 def fit(
     task: str,
     net: nn.Module,
@@ -102,6 +104,7 @@ def fit(
     return fitted.model
 
 
+@own_state()
 def calibrate_on(model: FittedModel, loader: Any, **changes: Any) -> FittedModel:
     """Return ``model`` calibrated on other images, see :meth:`.FittedModel.calibrate`."""
     as_fitted = LoaderDescription(LoaderPreprocessing(model.preprocess), model.classes, model.task.number())

@@ -19,6 +19,7 @@ from typing import Any, Final, cast
 from torch import nn
 
 from psc_core.collapse.report import Candidate, CollapseReport
+from psc_core.compute.device import own_state
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.loader_warnings import warn_of_overlap, warn_of_repeated
 from psc_core.errors import UsageError
@@ -42,6 +43,7 @@ READ_BY_ONE: Final[Mapping[str, tuple[str, ...]]] = {
 """The settings that one stage alone reads, by its function."""
 
 
+@own_state()
 def measure_collapse(
     net: nn.Module, train: ImageDataset, val: ImageDataset, *, settings: FitSettings | None = None, **changes: Any
 ) -> CollapseReport:
@@ -74,6 +76,7 @@ def measure_collapse(
     return stages.collapse(net, _job(net, _data(train, val, settings), settings))
 
 
+@own_state()
 def fit_projection(
     net: nn.Module,
     candidate: Candidate,
@@ -117,6 +120,7 @@ def fit_projection(
     return stages.project(net, candidate, _job(net, data, settings))
 
 
+@own_state()
 def fit_psc(  # noqa: PLR0913
     net: nn.Module,
     candidate: Candidate,
@@ -172,6 +176,7 @@ def fit_psc(  # noqa: PLR0913
     return cast(PSC, fitted)
 
 
+@own_state()
 def fit_regressor(  # noqa: PLR0913
     net: nn.Module,
     candidate: Candidate,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from psc_core.bundle.io import Bundle, read_bundle, write_bundle
 from psc_core.bundle.manifest import SCHEMA, Manifest
-from psc_core.compute.device import resolve_device
+from psc_core.compute.device import own_state, resolve_device
 from psc_core.errors import BundleError, FitError, PSCError, UsageError, shortened
 from psc_core.gates.combined import Gates
 from psc_core.images.inputs import ImageLike, as_batch
@@ -115,6 +115,7 @@ class FittedModel:
         """Give names to the columns of packed outputs."""
         return Outputs(packed, self.score_names, self.gates)
 
+    @own_state()
     def compute(self, images: Sequence[ImageLike] | Tensor) -> Outputs[Tensor]:
         """Return the outputs for images in any form, on the CPU; see :meth:`psc_core.PSC.predict`."""
         batch = as_batch(images, self.preprocess)
@@ -123,6 +124,7 @@ class FittedModel:
         columns = len(self.score_names) + self.num_probabilities + len(self.gates)
         return self.outputs(torch.cat(packed) if len(batch) else torch.empty(0, columns))
 
+    @own_state()
     def predict(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> BasePrediction:
         """Predict with uncertainty, under the bundle's policy.
 
@@ -160,6 +162,7 @@ class FittedModel:
     def __call__(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> BasePrediction:
         return self.predict(images, maps=maps)
 
+    @own_state()
     def calibrate(self: AnyModel, loader: Any, **settings: Any) -> AnyModel:
         """Return this model with p-values, thresholds and prediction sets from other validation images.
 
@@ -186,6 +189,7 @@ class FittedModel:
         """Return the decisions under the bundle's policy."""
         return self.calibration.thresholds(self.policy).decide(outputs)
 
+    @own_state()
     def save(self, path: str | Path, *, graph: bool = False) -> Manifest:
         """Write the bundle directory ``path``; equal models give equal bytes.
 
@@ -258,6 +262,7 @@ class FittedModel:
         return {"layers": list(others)} if others else {}
 
     @classmethod
+    @own_state()
     def load(
         cls: type[AnyModel],
         path: str | Path,
@@ -279,6 +284,7 @@ class FittedModel:
         return model.probed()
 
     @classmethod
+    @own_state()
     def from_bundle(
         cls: type[AnyModel],
         bundle: Bundle,
@@ -318,6 +324,7 @@ class FittedModel:
             task=manifest.task,
         )
 
+    @own_state()
     def probed(self: AnyModel) -> AnyModel:
         """Return this model, which was loaded from a bundle, once it has passed :meth:`probe`.
 
@@ -330,6 +337,7 @@ class FittedModel:
             raise BundleError(str(error)) from error
         return self
 
+    @own_state()
     def probe(self) -> None:
         """Run a black, a white and a noise image through the pipeline, and through the network among other images.
 
