@@ -141,7 +141,7 @@ def check_images(net: nn.Module, images: TrialImages, *, name: str) -> None:
     except NetworkError:
         raise
     except Exception as error:
-        tried = zip(("single", *_CONSTANT), images[:4].split(1), strict=True)
+        tried = zip(("single", *_CONSTANT), torch.split(images[:4], 1), strict=True)
         kind = next((kind for kind, image in tried if not _runs(net, image.clone())), None)
         what = "several images at once" if kind is None else f"a {kind} image"
         raise NetworkError(
@@ -176,7 +176,7 @@ def first_dependent(run: Callable[[Inputs, See], None], images: TrialImages) -> 
         run: Computes a batch of images and shows each value, in order, those of the output last.
         images: The trial images; the first is compared, among the others.
     """
-    image, black, white, grey, noise = images.split(1)
+    image, black, white, grey, noise = torch.split(images, 1)
     shapes: dict[tuple[str, int], torch.Size] = {}
     alone: dict[tuple[str, int], Tensor] = {}
     types: set[torch.dtype] = set()
