@@ -413,3 +413,49 @@ def test_example_input_is_reproducible_and_standardised() -> None:
     assert trial.shape == (1, 3, 32, 32) and trial.dtype == torch.float32
     assert torch.equal(trial, trial_input(PRESETS["cifar10"]))
     assert abs(float(trial.mean())) < 0.5
+
+
+class Within(nn.Module):
+    """Runs a network in a state that its trace would lose."""
+
+    def __init__(self, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.run = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)), run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.net, x)
+
+
+def in_bfloat16(net: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return net(x)
+
+
+def partly_in_bfloat16(net: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        x = net[0](x)  # type: ignore[index]
+    return net[1:](x.float())  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        in_bfloat16,
+        partly_in_bfloat16,
+        torch.autocast("cpu", torch.bfloat16)(lambda net, x: net(x)),
+        lambda net, x: in_bfloat16(net, x).float(),
+        lambda net, x: net(x.to(torch.bfloat16).float()),
+        torch.inference_mode()(lambda net, x: net(x)),
+        torch.no_grad()(lambda net, x: net(x)),
+    ],
+)
+def test_a_network_that_sets_its_own_state_is_cut(run: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    net, x = Within(run).eval(), torch.randn(5, 1, 8, 8)
+    names = ["net.0", "net.3:input"]
+    with torch.inference_mode():
+        values, logits = hooked(net, names, x)
+        features, got = truncate(net, names, keep_output=True, trial=x[:1])(x)
+    torch.testing.assert_close(features[0], values["net.0"].flatten(2))
+    torch.testing.assert_close(features[1][..., 0], values["net.3:input"])
+    torch.testing.assert_close(got, logits)
