@@ -34,12 +34,11 @@ from psc_core.fitting.data import FitData
 from psc_core.fitting.job import FitJob
 from psc_core.fitting.stages import checked
 from psc_core.model.base import FittedModel
-from psc_core.network.backbone import trial_input
 from psc_core.network.described.base import Described
 from psc_core.network.described.families import describe
 from psc_core.network.load import Recipe, forget_recipe, load_described, notes_of, recipe_for, recipe_of
 from psc_core.network.onnx.export import check_exportable
-from psc_core.network.output import check_output
+from psc_core.network.output import check_images, check_output, trial_images
 from psc_core.projection.fit.report import FittedProjection
 from psc_core.report import page
 from psc_core.report.collect import collect_fit
@@ -153,12 +152,13 @@ def load(args: argparse.Namespace, described: Described, outputs: int) -> Loaded
 
 
 def check_runs(network: LoadedNetwork, data: FitData, compute: Compute) -> None:
-    """Run the network on one trial input, on the device, and export it where a bundle will hold its graph."""
+    """Run the network on trial images, on the device, and export it where a bundle will hold its graph."""
     net, recipe = network.net.to(compute.device), network.recipe
-    trial = trial_input(data.train.preprocess).to(compute.device)
-    check_output(net, trial, recipe.num_classes, name=recipe.spec)
+    images = trial_images(data.train.preprocess).to(compute.device)
+    check_output(net, images[:1], recipe.num_classes, name=recipe.spec)
+    check_images(net, images, name=recipe.spec)
     if recipe_of(net) is None:
-        check_exportable(net, trial, compute.precision)
+        check_exportable(net, images[:1], compute.precision)
 
 
 def look(job: Job, max_bad_images: int) -> str:

@@ -28,7 +28,7 @@ from torch import nn
 
 from psc_core.collapse.columns import LayerGroup, columns_of, layer_groups
 from psc_core.collapse.quality import LayerQuality, Round
-from psc_core.collapse.report import CollapseReport, LayerCollapse, best_layer
+from psc_core.collapse.report import CONSTANT, CollapseReport, LayerCollapse, best_layer
 from psc_core.compute.class_passes import add_statistics
 from psc_core.compute.passes import Compute
 from psc_core.data.dataset import ImageDataset
@@ -78,7 +78,13 @@ def measure_layers(
         label = f"collapse {number}/{len(groups)}"
         quality.read(backbone, group, _rounds(backbone, group, train, compute, sums, label), label)
     measured = [
-        LayerCollapse(**vars(layer), nc1=sums[layer.name].nc1, quality=quality.value(layer.name)) for layer in wanted
+        LayerCollapse(
+            **vars(layer),
+            # Constant features have collapsed, whatever the rounding of their values knows of the classes.
+            nc1=CONSTANT if sums[layer.name].is_rounding else sums[layer.name].nc1,
+            quality=quality.value(layer.name),
+        )
+        for layer in wanted
     ]
     best = best_layer(measured, epsilon, pattern)
     if best is not None:

@@ -29,6 +29,9 @@ from psc_core.tables import aligned
 NEAR: Final = 0.05
 """Largest distance of NC1 from ε at which two layers are combined."""
 
+CONSTANT: Final = 0.0
+"""NC1 of a layer whose values differ between images by rounding alone, which is never chosen."""
+
 EARLY: Final = 4
 """A candidate among the first 1/EARLY of the layers gets a note."""
 
@@ -176,6 +179,7 @@ class CollapseReport:
         following = next((entry for entry in eligible if entry.index > chosen.index), None)
         if (
             following is None
+            or following.nc1 == CONSTANT
             or following.nc1 > self.epsilon
             or following.shape[0] != chosen.shape[0]
             or all(abs(entry.nc1 - self.epsilon) > NEAR + 1e-12 for entry in (chosen, following))

@@ -1,6 +1,15 @@
-"""The device that computes, chosen by name, and the floating-point format of a network on it."""
+"""The device that computes, chosen by name, the floating-point format of a network on it, and PyTorch's own state.
+
+A program may set a default type or device, or call from within autocast or inference mode, and a package may do so when
+it is imported.  Every public function that computes runs in :func:`own_state`, so that its numbers are the calibrated
+ones.
+"""
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -39,3 +48,48 @@ def resolve_device(name: str | torch.device) -> torch.device:
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:
     """Return the context in which a network runs; everything after the network runs outside of it, in float32."""
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
+@contextmanager
+def own_state() -> Iterator[None]:
+    """Run a block or, as a decorator, a function in float32, on the CPU unless a device is named, without autocast and
+    outside of inference mode; then restore the caller's state.
+    """
+    with ExitStack() as entered:
+        entered.enter_context(_DEFAULT_TYPE)
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                entered.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            entered.enter_context(torch.device("cpu"))
+        entered.enter_context(torch.inference_mode(False))
+        entered.enter_context(torch.enable_grad())
+        yield
+
+
+class _DefaultType:
+    """Makes float32 the default type, which all threads of a process share, as long as one of them is inside."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._outside = torch.float32
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._outside = torch.get_default_dtype()
+            self._inside += 1
+            self._set(torch.float32)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            self._set(torch.float32 if self._inside else self._outside)  # An import inside may have set another.
+
+    def _set(self, dtype: torch.dtype) -> None:
+        if torch.get_default_dtype() != dtype:
+            torch.set_default_dtype(dtype)
+
+
+_DEFAULT_TYPE = _DefaultType()

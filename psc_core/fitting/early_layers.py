@@ -27,7 +27,7 @@ from psc_core.fitting.data import FitData
 from psc_core.fitting.features import Layers
 from psc_core.gates.combined import CONFIDENCE, DENSITY, TEXTURE, readings_of
 from psc_core.gates.fit.choice import GateChoice
-from psc_core.gates.fit.combined import fit_gates
+from psc_core.gates.fit.combined import fit_gates, vary
 from psc_core.gates.fit.made_up import REAL, by_transform, made_up_batches
 from psc_core.images.preprocess import Pixels
 from psc_core.metrics.ranking import auroc
@@ -75,7 +75,7 @@ def choose_gates(
     names: tuple[str, ...] = (DENSITY, CONFIDENCE) if reads_confidence else (DENSITY,)
     readings = made_up_readings(scorer, layers, textures, names, data, compute)
     energies = readings[REAL].get(CONFIDENCE)
-    if energies is not None and not energies.min() < energies.max():
+    if energies is not None and not vary(energies):
         names = (DENSITY,)
     choice = compare(readings, names, tuple(textures), reason=reason)
     if not textures:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from psc_core.compute.device import own_state
 from psc_core.data import MAX_BAD_IMAGES
 from psc_core.data.cache import PixelCache
 from psc_core.data.classes import in_network_order
@@ -28,18 +29,18 @@ from psc_core.images.loader_description import LoaderDescription
 from psc_core.images.loader_preprocessing import LoaderPreprocessing
 from psc_core.images.preprocess import MAKE_KNOWN
 from psc_core.model.base import FittedModel
-from psc_core.network.backbone import trial_input
 from psc_core.network.described.hugging_face import classes_of
 from psc_core.network.live import device_of, readable_copy
 from psc_core.network.load import recipe_of
 from psc_core.network.onnx.export import check_exportable
-from psc_core.network.output import check_output
+from psc_core.network.output import check_images, check_output, trial_images
 from psc_core.scoring.dataset import check_read_by
 from psc_core.settings import FitSettings
 from psc_core.tasks.fit.task import task_fit
 from psc_core.version import __version__
 
 
+@own_state()
 def fit(
     task: str,
     net: nn.Module,
@@ -79,17 +80,19 @@ def fit(
     of_task = task_fit(task)
     predicts = of_task.takes(train)
     if predicts:  # Before hours are spent on reading the others; otherwise the error comes below.
-        device, outputs = compute.device, of_task.task(train).network_outputs(train.classes)
+        images = trial_images(train.preprocess).to(compute.device)
+        outputs = of_task.task(train).network_outputs(train.classes)
         try:
-            check_output(net.to(device), trial_input(train.preprocess).to(device), outputs, name=type(net).__name__)
+            check_output(net.to(compute.device), images[:1], outputs, name=type(net).__name__)
         except NetworkError as error:
             if description.classes is None:
                 raise
             predicts = False
             if chosen.predictions == "auto":
                 warn(f"the head will predict, the network itself cannot: {error}")
+        check_images(net, images, name=type(net).__name__)
         if train.preprocess.is_known and recipe_of(net) is None:
-            _warn_of_no_export(net, trial_input(train.preprocess).to(device), chosen.precision)
+            _warn_of_no_export(net, images[:1], chosen.precision)
     val = opened(loaders[1], "the validation data", described_as(train))
     check_disjoint(train, val)
     warn_of_repeated(val)
@@ -109,6 +112,7 @@ def fit(
     return fitted.model
 
 
+@own_state()
 def calibrate_on(model: FittedModel, loader: Any, **changes: Any) -> FittedModel:
     """Return ``model`` calibrated on other images, see :meth:`.FittedModel.calibrate`."""
     as_fitted = LoaderDescription(LoaderPreprocessing(model.preprocess), model.classes, model.task.number())

@@ -19,6 +19,7 @@ from typing import Any, Final, cast
 from torch import nn
 
 from psc_core.collapse.report import Candidate, CollapseReport
+from psc_core.compute.device import own_state
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.loader_warnings import warn_of_repeated
 from psc_core.data.overlap import check_disjoint
@@ -30,6 +31,7 @@ from psc_core.fitting.job import FitJob
 from psc_core.model.base import FittedModel
 from psc_core.model.classifier import PSC
 from psc_core.model.regressor import PSCRegressor
+from psc_core.network.output import check_images, trial_images
 from psc_core.projection.fit.report import FittedProjection
 from psc_core.settings import FitSettings, Stage, settings_where
 
@@ -43,6 +45,7 @@ READ_BY_ONE: Final[Mapping[str, tuple[str, ...]]] = {
 """The settings that one stage alone reads, by its function."""
 
 
+@own_state()
 def measure_collapse(
     net: nn.Module, train: ImageDataset, val: ImageDataset, *, settings: FitSettings | None = None, **changes: Any
 ) -> CollapseReport:
@@ -72,9 +75,10 @@ def measure_collapse(
     """
     check_read("measure_collapse", changes)
     settings = (settings or FitSettings()).changed(changes)
-    return stages.collapse(net, FitJob.of(_data(train, val, settings), settings))
+    return stages.collapse(net, _job(net, _data(train, val, settings), settings))
 
 
+@own_state()
 def fit_projection(
     net: nn.Module,
     candidate: Candidate,
@@ -115,9 +119,10 @@ def fit_projection(
         data = FitData.without_validation(train, seed=settings.seed, max_images=settings.max_images)
     else:
         data = _data(train, val, settings)
-    return stages.project(net, candidate, FitJob.of(data, settings))
+    return stages.project(net, candidate, _job(net, data, settings))
 
 
+@own_state()
 def fit_psc(  # noqa: PLR0913
     net: nn.Module,
     candidate: Candidate,
@@ -173,6 +178,7 @@ def fit_psc(  # noqa: PLR0913
     return cast(PSC, fitted)
 
 
+@own_state()
 def fit_regressor(  # noqa: PLR0913
     net: nn.Module,
     candidate: Candidate,
@@ -226,7 +232,7 @@ def _fit(
 ) -> FittedModel:
     """Return a model of type ``model_class``, which knows its task."""
     data = _data(*images, settings, model_class.task_type.name)
-    job = FitJob.of(data, stages.checked(settings, data))
+    job = _job(net, data, stages.checked(settings, data))
     warn_of_repeated(images[1])
     model = stages.fit_model(net, candidate, projection, job, **recorded).model
     warn_of_policy(model.policy, model.report["metrics"])
@@ -237,6 +243,14 @@ def _data(train: ImageDataset, val: ImageDataset, settings: FitSettings, task: s
     data = FitData.of(train, val, seed=settings.seed, task=task, max_images=settings.max_images)
     check_disjoint(train, val)
     return data
+
+
+def _job(net: nn.Module, data: FitData, settings: FitSettings) -> FitJob:
+    """Return the job of a stage, after a trial of the network."""
+    job = FitJob.of(data, settings)
+    device = job.compute.device
+    check_images(net.to(device), trial_images(data.train.preprocess).to(device), name=type(net).__name__)
+    return job
 
 
 def check_read(stage: str, changes: Collection[str]) -> None:

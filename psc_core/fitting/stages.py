@@ -18,6 +18,7 @@ from torch import nn
 
 from psc_core.collapse.measure import measure_layers
 from psc_core.collapse.report import Candidate, CollapseReport
+from psc_core.compute.device import own_state
 from psc_core.data.scratch import temporary_folder
 from psc_core.density import DENSITIES
 from psc_core.errors import UsageError
@@ -47,6 +48,7 @@ class FitResult(NamedTuple):
     feature_bytes: int
 
 
+@own_state()
 def collapse(net: nn.Module, job: FitJob) -> CollapseReport:
     """Measure NC1 on the training images and NC4 (for a regression R²) on the selection split, after every layer.
 
@@ -60,6 +62,7 @@ def collapse(net: nn.Module, job: FitJob) -> CollapseReport:
     return measure_layers(net, data.train, data.selection, job.settings, compute, data.task_fit.layer_quality)
 
 
+@own_state()
 def project(net: nn.Module, candidate: Candidate, job: FitJob) -> FittedProjection:
     """Fit moments and Tucker factors to the training images, and choose the sizes on the selection split.
 
@@ -115,6 +118,7 @@ def checked(settings: FitSettings, data: FitData) -> FitSettings:
     return settings
 
 
+@own_state()
 def fit_model(
     net: nn.Module,
     candidate: Candidate,

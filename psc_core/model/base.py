@@ -13,15 +13,16 @@ from torch import Tensor, nn
 
 from psc_core.bundle.io import Bundle, read_bundle, write_bundle
 from psc_core.bundle.manifest import SCHEMA, Manifest
-from psc_core.compute.device import resolve_device
+from psc_core.compute.device import own_state, resolve_device
 from psc_core.errors import BundleError, FitError, PSCError, UsageError, of_this_machine, shortened
 from psc_core.gates.combined import Gates
 from psc_core.images.inputs import ImageLike, as_batch
-from psc_core.images.preprocess import MAKE_KNOWN, Preprocess
+from psc_core.images.preprocess import MAKE_KNOWN, Inputs, Preprocess
 from psc_core.model.backends import storable_backbone
 from psc_core.model.pipeline import NO_MAP, Pipeline, Scorer, ScorerParts
 from psc_core.model.restore import restore_modules
 from psc_core.network.backbone import Backbone
+from psc_core.network.output import See, dependence, first_dependent, trial_images
 from psc_core.tasks.calibration import BaseCalibration
 from psc_core.tasks.decide import BaseDecisions
 from psc_core.tasks.outputs import FloatArray, Matrix, Outputs
@@ -114,6 +115,7 @@ class FittedModel:
         """Give names to the columns of packed outputs."""
         return Outputs(packed, self.score_names, self.gates)
 
+    @own_state()
     def compute(self, images: Sequence[ImageLike] | Tensor) -> Outputs[Tensor]:
         """Return the outputs for images in any form, on the CPU; see :meth:`psc_core.PSC.predict`."""
         batch = as_batch(images, self.preprocess)
@@ -122,6 +124,7 @@ class FittedModel:
         columns = len(self.score_names) + self.num_probabilities + len(self.gates)
         return self.outputs(torch.cat(packed) if len(batch) else torch.empty(0, columns))
 
+    @own_state()
     def predict(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> BasePrediction:
         """Predict with uncertainty, under the bundle's policy.
 
@@ -159,6 +162,7 @@ class FittedModel:
     def __call__(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> BasePrediction:
         return self.predict(images, maps=maps)
 
+    @own_state()
     def calibrate(self: AnyModel, loader: Any, **settings: Any) -> AnyModel:
         """Return this model with p-values, thresholds and prediction sets from other validation images.
 
@@ -185,6 +189,7 @@ class FittedModel:
         """Return the decisions under the bundle's policy."""
         return self.calibration.thresholds(self.policy).decide(outputs)
 
+    @own_state()
     def save(self, path: str | Path, *, graph: bool = False) -> Manifest:
         """Write the bundle directory ``path``; equal models give equal bytes.
 
@@ -257,6 +262,7 @@ class FittedModel:
         return {"layers": list(others)} if others else {}
 
     @classmethod
+    @own_state()
     def load(
         cls: type[AnyModel],
         path: str | Path,
@@ -278,6 +284,7 @@ class FittedModel:
         return model.probed()
 
     @classmethod
+    @own_state()
     def from_bundle(
         cls: type[AnyModel],
         bundle: Bundle,
@@ -317,6 +324,7 @@ class FittedModel:
             task=manifest.task,
         )
 
+    @own_state()
     def probed(self: AnyModel) -> AnyModel:
         """Return this model, which was loaded from a bundle, once it has passed :meth:`probe`.
 
@@ -329,11 +337,13 @@ class FittedModel:
             raise BundleError(str(error)) from error
         return self
 
+    @own_state()
     def probe(self) -> None:
-        """Run a black, a white and a noise image through the pipeline.
+        """Run a black, a white and a noise image through the pipeline, and through the network among other images.
 
         Raises:
-            FitError: If the parts do not fit together, or give non-finite numbers.
+            FitError: If the parts do not fit together, give non-finite numbers, or the network's features of an image
+                depend on the other images of its batch.
             torch.OutOfMemoryError, torch.AcceleratorError, MemoryError: If the device has too little memory or is
             broken.
         """
@@ -348,6 +358,7 @@ class FittedModel:
                 if self.pipeline.map is not None:
                     self.pipeline.map.check(stored[self.backbone.layers.index(self.pipeline.map.layer)])
                 fused, _ = scorer.features(inputs)
+                place = first_dependent(self._see_layers, trial_images(self.preprocess).to(self.device))
         except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
             raise  # not the bundle's fault
         except PSCError as error:
@@ -378,6 +389,16 @@ class FittedModel:
                     f"expected the same features from {self.name!r} in fewer operations, got others; a module of its "
                     "network does more than its type says, please report it"
                 )
+        if place is not None:
+            raise FitError(f"the network of {self.name!r}: {dependence(place)}")
+
+    def _see_layers(self, images: Inputs, see: See) -> None:
+        """Show the features of each layer of the network, and its output if it is kept."""
+        features, output = self.backbone(images)
+        for name, value in zip(self.backbone.layers, features, strict=True):
+            see(name, value)
+        if output is not None:
+            see("", output)
 
 
 def _prefixed(prefix: str, module: nn.Module | None) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from psc_core.bundle.io import read_bundle
+from psc_core.compute.device import own_state
 from psc_core.model.base import FittedModel
 from psc_core.model.classifier import PSC
 from psc_core.model.regressor import PSCRegressor
@@ -16,6 +17,7 @@ MODEL_CLASSES: tuple[type[FittedModel], ...] = (PSC, PSCRegressor)
 """The classes for the models of single tasks; the models of other tasks are :class:`.base.FittedModel` itself."""
 
 
+@own_state()
 def load_model(
     path: str | Path,
     *,
@@ -34,6 +36,7 @@ def load_model(
     return build_model(path, device=device, allow_factories=allow_factories).probed()
 
 
+@own_state()
 def build_model(
     path: str | Path, *, device: str | torch.device = "auto", allow_factories: Collection[str] = ()
 ) -> FittedModel:

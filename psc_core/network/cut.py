@@ -14,7 +14,7 @@ import copy
 import math
 import sys
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -43,16 +43,47 @@ def deep_copy(net: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """Copy ``net`` in evaluation mode, except for objects whose id is in ``memo``.
 
     Raises:
-        NetworkError: If the modules cannot be copied.
+        NetworkError: If an attribute cannot be copied; the message names it.
     """
+    memo = {} if memo is None else memo
+    for tensor in _results(net):
+        memo.setdefault(id(tensor), tensor.detach().clone())
     try:
         twin = copy.deepcopy(net, memo)
-    except (TypeError, RuntimeError) as error:
-        raise NetworkError(
-            f"{type(net).__name__} cannot be copied: {error}; remove locks, open files and non-leaf tensors from its "
-            "attributes"
-        ) from error
+    except Exception as error:  # An object's own copying may raise any error.
+        raise NetworkError(f"{type(net).__name__} cannot be copied: {error}; remove {_uncopied(net)} before") from error
     return twin.eval()
+
+
+def _results(net: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors among the modules' attributes that a pass with gradients left there, which no copy accepts.
+
+    Old-style spectral and weight normalisation and pruning keep the weight so, and other modules their activations.
+    """
+    waiting: list[Any] = [vars(module) for module in net.modules()]
+    seen: set[int] = set()
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, Tensor) and not each.is_leaf:
+            yield each
+        elif isinstance(each, dict | list | tuple) and id(each) not in seen:
+            seen.add(id(each))
+            waiting += each.values() if isinstance(each, dict) else each
+
+
+def _uncopied(net: nn.Module) -> str:
+    """Return the names of the attributes that cannot be copied, and their types."""
+    found = []
+    for name, module in net.named_modules():
+        own = {"_modules"} | ({*vars(module)} & {*vars(nn.Module())} - {"_buffers", "_parameters"})
+        for attribute, value in vars(module).items():
+            if attribute not in own and not isinstance(value, nn.Module):
+                try:
+                    copy.deepcopy(value, {id(tensor): tensor for tensor in _results(net)})
+                except Exception:
+                    place = f"{name}.{attribute}" if name else attribute
+                    found.append(f"its attribute {place!r} (a {type(value).__name__})")
+    return ", ".join(found) or "locks, open files and results of passes with gradients from its attributes"
 
 
 _one_trace = threading.Lock()

@@ -25,6 +25,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from psc_core.compute.device import own_state
 from psc_core.errors import NetworkError
 from psc_core.network.builders import BUILDERS, from_factory
 from psc_core.network.described import hugging_face
@@ -76,6 +77,7 @@ class Recipe:
         return self.spec.partition(":")[0] not in BUILDERS
 
 
+@own_state()
 def load_network(
     spec: str,
     *,
@@ -130,6 +132,7 @@ def recipe_for(spec: str, described: Described, num_classes: int | None, model_a
     return Recipe(described.spec or spec, outputs, {**described.model_args, **model_args})
 
 
+@own_state()
 def load_described(described: Described, recipe: Recipe, weights: Path | None) -> nn.Module:
     """Load the network of a recipe from :func:`recipe_for`, in evaluation mode.
 

@@ -21,6 +21,11 @@ from psc_core.numerics.matrix import FeatureMatrix, blocks
 DEAD_UNIT: Final = 1e-2
 """Minimum standard deviation that features are divided by, relative to the root mean square over their layer."""
 
+ROUNDING_STEPS: Final = 64
+"""Maximum standard deviation that rounding alone may give to a float32 feature, in steps of its values.
+
+A product of a thousand terms errs by a few steps of the largest, and differently in batches of other sizes."""
+
 EIGENVALUE_FLOOR: Final = 1e-6
 """Minimum eigenvalue where 1 is typical, because float32 features do not resolve standard deviations 1,000 times
 smaller than typical ones."""
@@ -43,6 +48,25 @@ class InverseRoot(NamedTuple):
     log_det: float  # log det C of the clamped matrix
     n_clamped: int  # number of eigenvalues below the floor
     largest_increase: float  # largest amount added to an eigenvalue
+
+
+def rounding_of(size: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the largest standard deviation that rounding alone may give to features of this size.
+
+    Example:
+        >>> bool(rounding_of(torch.tensor(1.0)) < 1e-5)
+        True
+    """
+    return ROUNDING_STEPS * torch.finfo(dtype).eps * size.abs()
+
+
+def sizes_of(mean: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Return the size of each feature of a layer with this mean, at least the median of the layer.
+
+    A feature whose mean is zero by chance is a sum of terms as large as the others'; the few of a transformer that are
+    a thousand times larger say nothing of these.
+    """
+    return torch.maximum(mean.abs(), mean.abs().median())
 
 
 def fix_signs(vectors: Float[Tensor, "d k"]) -> Float[Tensor, "d k"]:

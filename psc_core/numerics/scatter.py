@@ -30,6 +30,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from psc_core.numerics.linalg import ROUNDING_STEPS
+
 MIN_COLUMNS = 1024
 """Minimum number of columns for a separate pass, whatever the memory budget."""
 
@@ -164,6 +166,11 @@ class ScatterSums:
         self.within += float(scatter.within)
         self.between += float(between)
         self.magnitude += float(magnitude)
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether the features are constant, up to the rounding of float32."""
+        return self.within + self.between <= (ROUNDING_STEPS * torch.finfo(torch.float32).eps) ** 2 * self.magnitude
 
     @property
     def nc1(self) -> float:

@@ -76,13 +76,15 @@ def fit_pca(
     # A single image has no variance: zero is refused below as rank 0, where 0 / 0 would be NaN.
     covariance = linalg.scatter_about(z, mean) / max(1, len(z) - 1)
     values, vectors = linalg.eigh(covariance)
-    # The error of rounded features along each component: ε times their size, for which their mean stands.
-    rounding = torch.finfo(feature_dtype or z.dtype).eps * (mean.abs() @ vectors.abs())
+    # The error of rounded features along each component: some steps of their size, for which their mean stands.
+    rounding = linalg.rounding_of(mean.abs() @ vectors.abs(), feature_dtype or z.dtype)
     significant = values > torch.maximum(RANK_TOLERANCE * values[0], rounding.square())
     # Up to the first that is not significant: the rounding error, unlike the variance, need not descend.
     rank = int(significant.long().cumprod(0).sum())
     if rank == 0:
-        raise FitError("expected features that differ between images, all are equal; choose another layer")
+        raise FitError(
+            "expected features that differ between images, all are equal up to rounding; choose another layer"
+        )
     explained = values.cumsum(0) / values.sum()
     if kept is None:
         if minimum_variance is None:

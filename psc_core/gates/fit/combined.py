@@ -11,6 +11,7 @@ from torch import Tensor
 
 from psc_core.errors import FitError
 from psc_core.gates.combined import TEXTURE, Gates
+from psc_core.numerics.linalg import rounding_of
 from psc_core.numerics.tail import TAIL_FRACTION, tail_excess
 
 TEXTURE_COUNTS_BELOW: Final = 0.2
@@ -38,11 +39,15 @@ def fit_gates(
             raise FitError("expected finite readings of the gates; check the precision")
     ascending = selection.float().sort(dim=0).values
     scales = tail_scales(ascending)
-    if not (ascending[-1] > ascending[0]).all():
-        constant = [name for name, low, high in zip(names, ascending[0], ascending[-1], strict=True) if low == high]
+    if constant := [name for name, readings in zip(names, ascending.T, strict=True) if not vary(readings)]:
         raise FitError(f"expected readings that differ between images, those of {', '.join(constant)} are all equal")
     below = TEXTURE_COUNTS_BELOW if TEXTURE in names and len(names) > 1 else 1.0
     return Gates.of(names, ascending.T, scales, calibration.float().sort(dim=0).values.T, below)
+
+
+def vary(readings: Float[Tensor, " m"]) -> bool:
+    """Return whether readings differ by more than rounding."""
+    return bool(readings.max() - readings.min() > rounding_of(readings.abs().max()))
 
 
 def tail_scales(ascending: Float[Tensor, "m gates"]) -> Float[Tensor, " gates"]:

@@ -31,7 +31,7 @@ from psc_core.errors import FitError
 from psc_core.fitted import Record
 from psc_core.maps.fit.moments import LayerMoments
 from psc_core.maps.layer_map import DECADES, LEVELS, PositionDensity
-from psc_core.numerics.linalg import DEAD_UNIT, EIGENVALUE_FLOOR, eigh
+from psc_core.numerics.linalg import DEAD_UNIT, EIGENVALUE_FLOOR, eigh, rounding_of
 from psc_core.numerics.tail import TAIL_FRACTION, tail_excess
 
 MAX_COMPONENTS: Final = 128
@@ -51,7 +51,7 @@ def fit_positions(moments: LayerMoments) -> PositionDensity:
     if not (bool(moments.mean.isfinite().all()) and bool(variance.isfinite().all())):
         raise FitError("expected finite features for a map; check the weights, or use --precision fp32")
     scale = variance.mean().sqrt()
-    if float(scale) == 0.0:
+    if bool(scale <= rounding_of(moments.mean.square().mean().sqrt())):
         raise FitError("expected features that differ between positions for a map, got the same at all")
     std = torch.maximum(variance.sqrt(), DEAD_UNIT * scale)
     values, vectors = eigh(moments.covariance / std[:, None] / std)

@@ -36,6 +36,7 @@ from psc_core.network.layers import list_layers
 from psc_core.network.onnx import PACKAGES
 from psc_core.network.onnx.body import OnnxBody
 from psc_core.network.onnx.network import OnnxNetwork, Size
+from psc_core.network.onnx.restore import restore_body
 from psc_core.network.onnx.rewrite import INPUT_NAME, remove_notes
 
 SPEC: Final = "spec.json"
@@ -144,7 +145,14 @@ def check_exportable(net: nn.Module, trial: Tensor, precision: str) -> None:
         raise NetworkError(f"an ONNX graph computes in float32, got precision {precision}; leave it out")
     if not isinstance(net, OnnxNetwork):
         layer, (_, channels, height, width) = list_layers(net, trial)[0].name, trial.shape
-        export_here(truncate(net, [layer], keep_output=True, trial=trial), (channels, height, width))
+        size = channels, height, width
+        model = export_here(truncate(net, [layer], keep_output=True, trial=trial), size)
+        try:
+            restore_body(model, size, outputs=2)
+        except NetworkError as error:
+            raise NetworkError(
+                f"{error}; if it computes in bfloat16 or float16 inside, take autocast and casts out of its forward"
+            ) from error
 
 
 def _without_stop(backbone: Backbone) -> Backbone:

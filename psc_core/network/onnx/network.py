@@ -17,6 +17,7 @@ from psc_core.network.onnx.graph import Graph
 from psc_core.network.onnx.model import read_onnx
 from psc_core.network.onnx.rewrite import cut, with_any_batch, with_one_input, with_size
 from psc_core.network.onnx.sizes import BATCH, sizes_of
+from psc_core.network.output import See, dependence, first_dependent
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -92,8 +93,17 @@ class OnnxNetwork(LayeredNetwork):
 
     def _of_size(self, size: Size) -> _Sized:
         if size not in self._sized:
-            self._sized[size] = self._fixed(size)
+            sized = self._fixed(size)
+            if _first_dependent(sized.logits, [""], size) is not None:
+                raise NetworkError(f"{self.origin}: {dependence(self._first_dependent_layer(sized, size))}")
+            self._sized[size] = sized
         return self._sized[size]
+
+    def _first_dependent_layer(self, sized: _Sized, size: Size) -> str:
+        """Return the name of the first tensor of an image that depends on the other images; "" for the logits."""
+        layers = sized.graph.layers("all")
+        body = OnnxBody(cut(sized.model, layers, (sized.graph.logits, sized.graph.classes)).SerializeToString())
+        return _first_dependent(body, [*(layer.name for layer in layers), ""], size) or ""
 
     def _fixed(self, size: Size) -> _Sized:
         model = with_size(self._model, size, self.origin)
@@ -108,7 +118,8 @@ class OnnxNetwork(LayeredNetwork):
             )
         try:
             several = _sized(with_any_batch(model), self.origin, BATCH)
-            return several if _agree(one.logits, several.logits, size) else one
+            alike = _agree(one.logits, several.logits, size) and _first_dependent(several.logits, [""], size) is None
+            return several if alike else one
         except NetworkError:
             return one  # the graph fixes the batch size of one somewhere
 
@@ -127,6 +138,17 @@ def _agree(one: OnnxBody, several: OnnxBody, size: Size) -> bool:
     images = torch.randn(3, *size, generator=torch.Generator().manual_seed(0))
     (alone,), (together,) = one(images), several(images)
     return bool((alone - together).abs().max() <= _APART * alone.abs().max())
+
+
+def _first_dependent(body: OnnxBody, names: Sequence[str], size: Size) -> str | None:
+    noise = torch.randn(1, *size, generator=torch.Generator().manual_seed(0))
+    uniform = [torch.full_like(noise, value) for value in (-2.0, 2.0, 0.0)]  # As a standardised image has.
+
+    def run(images: Tensor, see: See) -> None:
+        for name, value in zip(names, body(images), strict=True):
+            see(name, value)
+
+    return first_dependent(run, torch.cat([noise / 2, *uniform, noise.flip(-1)]))
 
 
 def _size(x: Tensor) -> Size:

@@ -9,14 +9,16 @@ silent on the training data cannot dominate after scaling.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from psc_core.errors import FitError
-from psc_core.numerics.linalg import DEAD_UNIT
+from psc_core.numerics.linalg import DEAD_UNIT, rounding_of, sizes_of
 from psc_core.numerics.moments import MomentSums
 
 
@@ -29,19 +31,22 @@ class ChannelMoments:
     covariance: Float[Tensor, "channels positions positions"]
 
     def std(self) -> Float[Tensor, "channels positions"]:
-        """Return the standard deviations, at least :data:`.DEAD_UNIT` of their root mean square.
+        """Return the standard deviations, at least :data:`.DEAD_UNIT` of their root mean square; ∞, which scales to 0,
+        where that is no more than rounding.
 
         Raises:
-            FitError: If every unit is constant.
+            FitError: If every unit is constant, up to rounding.
         """
         std = self.covariance.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
         scale = float(std.square().mean().sqrt())
-        if scale == 0.0:
+        clamped = std.clamp_min(DEAD_UNIT * scale)
+        varies = clamped > rounding_of(sizes_of(self.mean))
+        if scale == 0.0 or not bool((varies & (std > 0)).any()):
             raise FitError(
-                "every unit of the candidate layer is constant over the training images; choose another layer, or "
-                "check the images and the weights"
+                "every unit of the candidate layer is constant over the training images, up to rounding; choose "
+                "another layer, or check the images, the weights and the running statistics of batch normalisation"
             )
-        return std.clamp_min(DEAD_UNIT * scale)
+        return torch.where(varies, clamped, math.inf)
 
     def correlation(self) -> Float[Tensor, "channels positions positions"]:
         """Return D⁻¹ Σ_c D⁻¹ with D = diag(std), the tensor that is decomposed; it is as large as the covariance."""

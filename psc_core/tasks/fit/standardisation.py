@@ -7,6 +7,7 @@ signal; it is divided by the largest deviation of any column, so that a later ch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -55,11 +56,17 @@ def in_memory(features: FeatureMatrix) -> Float[Tensor, "n dim"]:
     return whole
 
 
-def fit_standardisation(z: Float[Tensor, "n dim"] | FeatureMatrix) -> Standardisation:
+def fit_standardisation(
+    z: Float[Tensor, "n dim"] | FeatureMatrix, widths: Sequence[int] | None = None
+) -> Standardisation:
     """Return the means and reciprocal standard deviations of the columns.
 
+    Args:
+        z: The training features.
+        widths: The number of columns of each layer; None if all columns are of one.
+
     Raises:
-        FitError: If no column varies.
+        FitError: If no column varies by more than rounding.
     """
     center = linalg.mean_of_rows(z)
     squares = torch.zeros_like(center)
@@ -67,8 +74,11 @@ def fit_standardisation(z: Float[Tensor, "n dim"] | FeatureMatrix) -> Standardis
         squares += (block.double() - center).square().sum(0)
     deviation = (squares / len(z)).sqrt()
     largest = deviation.max()
-    rounding = torch.finfo(z.dtype).eps * center.abs()
-    varies = (deviation > CONSTANT_COLUMN * largest) & (deviation > rounding)
+    layers = torch.split(center, [len(center)] if widths is None else [*widths])
+    sizes = torch.cat([linalg.sizes_of(layer) for layer in layers])
+    varies = (deviation > CONSTANT_COLUMN * largest) & (deviation > linalg.rounding_of(sizes, z.dtype))
     if not varies.any():
-        raise FitError("expected features that differ between images, all are equal; choose another layer")
+        raise FitError(
+            "expected features that differ between images, all are equal up to rounding; choose another layer"
+        )
     return Standardisation(center, torch.where(varies, deviation, largest).reciprocal())

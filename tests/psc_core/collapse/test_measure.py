@@ -205,3 +205,26 @@ def test_in_place_activation_does_not_reach_its_layer() -> None:
     report = measured(net, images(0, 40), images(1, 21), on_cpu())
     assert report.layer("conv").nc1 == pytest.approx(reference.nc1(features, labels, 3), rel=1e-6)
     assert canonical(torch.zeros(1, 4, 4, 4), report.layer("conv").form).shape[1:] == report.layer("conv").shape
+
+
+class Stale(nn.Module):
+    """A layer that hardly varies, as stale statistics leave it, but whose last bits know the classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.stale, self.last = nn.Linear(36, 8), nn.Linear(36, 64), nn.Linear(64, 3)
+        with torch.no_grad():
+            self.stale.weight.mul_(1e-6)
+            self.stale.bias.fill_(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        unused = 0 * self.first(x.flatten(1)).sum(1, keepdim=True)
+        return self.last(self.stale(x.flatten(1))) + unused
+
+
+def test_a_layer_that_differs_by_rounding_is_not_chosen() -> None:
+    report = measured(Stale(), images(0, 90), images(1, 60), on_cpu())
+    stale = report.layer("stale")
+    assert stale.quality >= report.layer("first").quality, "its rounding tells the classes apart"
+    assert stale.nc1 == 0 and report.candidate().layers == ("first",)

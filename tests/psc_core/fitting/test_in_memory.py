@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -520,3 +521,44 @@ def test_settings_that_cannot_be_used_are_refused(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         PSC.fit(net, *splits, **settings)
+
+
+@contextmanager
+def set_by_the_program(kind: str) -> Iterator[None]:
+    with ExitStack() as left:
+        if kind == "float64":
+            torch.set_default_dtype(torch.float64)
+            left.callback(torch.set_default_dtype, torch.float32)
+        elif kind == "device":
+            torch.set_default_device("meta")
+            left.callback(torch.set_default_device, None)
+        elif kind == "modes":
+            left.enter_context(torch.autocast("cpu", torch.bfloat16))
+            left.enter_context(torch.inference_mode())
+        else:
+            torch.use_deterministic_algorithms(mode=True)
+            left.callback(torch.use_deterministic_algorithms, mode=False)
+        yield
+
+
+@pytest.mark.parametrize("kind", ["float64", "device", "modes", "deterministic"])
+def test_what_the_program_has_set_changes_no_number(
+    net: nn.Module,
+    splits: tuple[TensorDataset, TensorDataset],
+    fitted: PSC,
+    test: TensorDataset,
+    kind: str,
+    tmp_path: Path,
+) -> None:
+    inputs = test.tensors[0][:50]
+    expected = fitted(inputs).probabilities
+    again = fitted.calibrate(splits[1], risk=0.3)(inputs).ood_p_value
+    with set_by_the_program(kind):
+        psc = PSC.fit(net, *splits, **STATISTICS, **QUICK)
+        psc.save(tmp_path / "bundle")
+        loaded = PSC.load(tmp_path / "bundle", device="cpu", allow_factories=["tests.tiny:network"])
+        found = [model(inputs).probabilities for model in (fitted, psc, loaded)]
+        calibrated = fitted.calibrate(splits[1], risk=0.3)(inputs).ood_p_value
+    for each in (*found, loaded(inputs).probabilities):
+        torch.testing.assert_close(each, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(calibrated, again)

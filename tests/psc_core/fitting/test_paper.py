@@ -12,8 +12,9 @@ import torch
 from psc_core import FitSettings, fit_projection, fit_psc, fit_regressor, measure_collapse, open_loader
 from psc_core.collapse.report import Candidate
 from psc_core.data.dataset import ImageDataset, balanced, concatenate
-from psc_core.errors import FitError, LoaderWarning, UsageError
+from psc_core.errors import FitError, LoaderWarning, NetworkError, UsageError
 from psc_core.projection.fit.report import FittedProjection
+from tests import tiny
 
 SETTINGS = FitSettings(device="cpu")
 
@@ -111,3 +112,24 @@ def test_projection_of_another_layer_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=r"expected a projection of the candidate 2, got one of 4"):
         fit_psc(net, Candidate(("2",), ""), projection, train, val, settings=SETTINGS)
+
+
+def test_a_network_that_reads_the_whole_batch_is_refused_before_the_images(
+    projection: FittedProjection, train: ImageDataset, val: ImageDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every stage, because each may be called alone."""
+
+    def unread(*_: Any, **__: Any) -> None:
+        pytest.fail("images were read")
+
+    monkeypatch.setattr(ImageDataset, "batches", unread)
+    monkeypatch.setattr(ImageDataset, "image", unread)
+    bad = tiny.network().eval().append(torch.nn.Softmax(0))
+    candidate = Candidate(("4",), "")
+    for stage in (
+        lambda: measure_collapse(bad, train, val, settings=SETTINGS),
+        lambda: fit_projection(bad, candidate, train, settings=SETTINGS),
+        lambda: fit_psc(bad, candidate, projection, train, val, settings=SETTINGS),
+    ):
+        with pytest.raises(NetworkError, match="the other images of the batch"):
+            stage()

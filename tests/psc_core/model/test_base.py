@@ -12,6 +12,7 @@ from psc_core import PSC
 from psc_core.errors import BundleError, FitError
 from psc_core.model.load import build_model
 from psc_core.model.pipeline import Pipeline
+from tests import tiny
 
 ALLOW = ("tests.tiny:network",)
 
@@ -74,3 +75,22 @@ def test_rejects_nan_hidden_by_a_relu(tiny_bundle: Path) -> None:
         next(psc.backbone.parameters()).fill_(torch.nan)
     with pytest.raises(FitError, match=r"finite features and outputs .* some that are not"):
         psc.probe()
+
+
+def test_rejects_a_network_that_reads_the_whole_batch(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a factory that was changed after the fit builds one."""
+
+    class WholeBatch(torch.nn.ReLU):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + 0.01 * x.mean(0)
+
+    network = tiny.network
+    monkeypatch.setattr(tiny, "network", lambda **args: whole_batch(network(**args), WholeBatch()))
+    with pytest.raises(BundleError, match="the other images of the batch"):
+        PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
+
+
+def whole_batch(net: torch.nn.Sequential, layer: torch.nn.Module) -> torch.nn.Sequential:
+    at = next(name for name, module in net.named_modules() if isinstance(module, torch.nn.ReLU))
+    setattr(net, at, layer)
+    return net

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from psc_core.errors import NetworkError
 from psc_core.images.preprocess import PRESETS
@@ -331,10 +334,59 @@ def test_network_built_by_hand_has_no_spec() -> None:
         truncate(Baked(), ["first"], keep_output=False).spec()
 
 
-def test_rejects_network_that_cannot_be_copied() -> None:
+class Keeps(nn.Module):
+    """Keeps what it has computed, one by one and in containers, and a running mean that is a result itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(3, 2)
+        self.last: Any = None
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x.flatten(1))
+        self.last = {"hidden": [hidden, (hidden * 2,)]}
+        self.mean = 0.9 * self.mean + 0.1 * hidden.mean(0)
+        return self.second(hidden)
+
+
+def normalised(by: Callable[[nn.Module], Any]) -> nn.Module:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    by(net[1])
+    return net
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning", "ignore:.*spectral_norm:FutureWarning")
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: normalised(nn.utils.spectral_norm),
+        lambda: normalised(nn.utils.weight_norm),
+        lambda: normalised(partial(prune.l1_unstructured, name="weight", amount=0.3)),
+        lambda: normalised(nn.utils.parametrizations.spectral_norm),
+        Keeps,
+    ],
+)
+def test_a_network_just_trained_is_cut(build: Callable[[], nn.Module]) -> None:
+    """A pass with gradients leaves weights or activations in attributes, which ``deepcopy`` refuses."""
+    torch.manual_seed(0)
+    net, x = build(), torch.randn(5, 1, 2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    net(x).square().sum().backward()
+    optimizer.step()
+    net(x)
+    first = next(name for name, module in net.named_modules() if isinstance(module, nn.Linear))
+    backbone = truncate(net, [first], keep_output=True, trial=x[:1])
+    values, logits = hooked(net.eval(), [first], x)
+    (features,), got = backbone(x)
+    torch.testing.assert_close(features[..., 0], values[first])
+    torch.testing.assert_close(got, logits)
+
+
+def test_what_cannot_be_copied_is_named() -> None:
     net = Baked()
-    net.cache = net.first(torch.randn(1, 4))  # not a leaf: deepcopy refuses
-    with pytest.raises(NetworkError, match=r"cannot be copied: .*non-leaf"):
+    net.first.turn = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(NetworkError, match=r"cannot be copied: .*'first\.turn'"):
         truncate(net, ["first"], keep_output=False)
 
 
@@ -361,3 +413,49 @@ def test_example_input_is_reproducible_and_standardised() -> None:
     assert trial.shape == (1, 3, 32, 32) and trial.dtype == torch.float32
     assert torch.equal(trial, trial_input(PRESETS["cifar10"]))
     assert abs(float(trial.mean())) < 0.5
+
+
+class Within(nn.Module):
+    """Runs a network in a state that its trace would lose."""
+
+    def __init__(self, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.run = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)), run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.net, x)
+
+
+def in_bfloat16(net: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return net(x)
+
+
+def partly_in_bfloat16(net: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        x = net[0](x)  # type: ignore[index]
+    return net[1:](x.float())  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        in_bfloat16,
+        partly_in_bfloat16,
+        torch.autocast("cpu", torch.bfloat16)(lambda net, x: net(x)),
+        lambda net, x: in_bfloat16(net, x).float(),
+        lambda net, x: net(x.to(torch.bfloat16).float()),
+        torch.inference_mode()(lambda net, x: net(x)),
+        torch.no_grad()(lambda net, x: net(x)),
+    ],
+)
+def test_a_network_that_sets_its_own_state_is_cut(run: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    net, x = Within(run).eval(), torch.randn(5, 1, 8, 8)
+    names = ["net.0", "net.3:input"]
+    with torch.inference_mode():
+        values, logits = hooked(net, names, x)
+        features, got = truncate(net, names, keep_output=True, trial=x[:1])(x)
+    torch.testing.assert_close(features[0], values["net.0"].flatten(2))
+    torch.testing.assert_close(features[1][..., 0], values["net.3:input"])
+    torch.testing.assert_close(got, logits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError
-from psc_core.network.output import check_output
+from psc_core.images.preprocess import PRESETS, Preprocess
+from psc_core.network.output import check_images, check_output, trial_images
 
 
 class Gives(nn.Module):
@@ -71,3 +73,168 @@ def test_a_number_without_its_axis_is_told_how_to_get_one() -> None:
 def test_an_output_of_the_right_form_is_accepted() -> None:
     check_output(Gives(lambda x: x.log_softmax(1)), torch.randn(1, 3, 4, 4), 3, name="my:net")
     check_output(Gives(lambda x: x), torch.randn(1, 3, 4, 4), 3, name="my:net")
+
+
+IMAGES = trial_images(PRESETS["cifar10"])
+
+
+class Between(nn.Module):
+    """A network with a function between its parts."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor] | nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU())
+        self.second = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.function(self.first(x)))
+
+
+class Sequences(nn.Module):
+    """Patches as a sequence (images, patches, channels), read by a layer whose first argument is one."""
+
+    def __init__(self, layer: Callable[..., nn.Module], patches: int = 2, *, turned: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.patches = nn.Conv2d(3, 16, (32 // patches, 32), (32 // patches, 32))
+        self.layer, self.head, self.turned = layer(), nn.Linear(16, 4), turned
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.patches(x).flatten(2).permute((2, 0, 1) if self.turned else (0, 2, 1))
+        out = self.layer(tokens) if not isinstance(self.layer, nn.MultiheadAttention) else self.layer(*[tokens] * 3)
+        out = out[0] if isinstance(out, tuple) else out
+        return self.head(out.mean(0 if self.turned else 1))
+
+
+class Autocast(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.net(x)
+
+
+def encoder(*, batch_first: bool) -> nn.Module:
+    return nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=batch_first)
+
+
+def batch_statistics(x: Tensor) -> Tensor:
+    return nn.functional.batch_norm(x, None, None, training=True)
+
+
+DEPENDENT: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "batch statistics": (lambda: Between(nn.BatchNorm2d(8, track_running_stats=False)), "function"),
+    "batch statistics by a function": (lambda: Between(batch_statistics), "second:input"),
+    "weakly": (lambda: Between(lambda x: x + 1e-3 * x.mean(0)), "second:input"),
+    "weakly in bfloat16": (lambda: Autocast(Between(lambda x: x + 1e-2 * x.mean(0))), "net.second:input"),
+    "largest value": (lambda: Between(lambda x: x / x.amax()), "second:input"),
+    "attention": (lambda: Sequences(partial(encoder, batch_first=False)), "layer.self_attn"),
+    "attention alone": (lambda: Sequences(partial(nn.MultiheadAttention, 16, 2)), "layer"),
+    "recurrence": (lambda: Sequences(partial(nn.GRU, 16, 16)), "layer"),
+    "position in the batch": (lambda: Between(lambda x: x + torch.arange(len(x)).view(-1, 1, 1, 1)), "second:input"),
+    "softmax over images": (lambda: nn.Sequential(Between(nn.Identity()), nn.Softmax(0)), "1"),
+}
+
+
+@pytest.mark.parametrize("kind", DEPENDENT)
+def test_a_network_whose_answer_depends_on_the_batch_is_refused(kind: str) -> None:
+    build, layer = DEPENDENT[kind]
+    with pytest.raises(NetworkError, match=rf"my:net: .*'{layer}'"):
+        check_images(build(), IMAGES, name="my:net")
+
+
+@pytest.mark.parametrize("size_matters", [lambda x: x / len(x), lambda x: x.flip(0), lambda x: x - 0.1 * x.mean(0)])
+def test_an_output_that_depends_on_the_batch_is_refused(size_matters: Callable[[Tensor], Tensor]) -> None:
+    class Net(Between):
+        def forward(self, x: Tensor) -> Tensor:
+            return size_matters(super().forward(x))
+
+    with pytest.raises(NetworkError, match="the other images of the batch"):
+        check_images(Net(nn.Identity()), IMAGES, name="my:net")
+
+
+class Experts(nn.Module):
+    """Sends the tokens of all images to one of several layers, so that their number depends on the images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.experts = nn.Linear(16, 3), nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        flat = tokens.flatten(0, 1)
+        out, chosen = torch.zeros_like(flat), self.gate(flat).argmax(1)
+        for number, expert in enumerate(self.experts):
+            out[chosen == number] = expert(flat[chosen == number])
+        return out.view_as(tokens)
+
+
+INDEPENDENT: dict[str, Callable[[], nn.Module]] = {
+    "running statistics": lambda: Between(nn.BatchNorm2d(8)),
+    "running statistics in training mode": lambda: Between(nn.BatchNorm2d(8)).train(),
+    "statistics of each image": lambda: Between(nn.InstanceNorm2d(8)),
+    "attention": lambda: Sequences(partial(encoder, batch_first=True)),
+    "tokens first, as many as images": lambda: Sequences(partial(encoder, batch_first=False), 4, turned=True),
+    "one token, first": lambda: Sequences(partial(encoder, batch_first=False), 1, turned=True),
+    "recurrence": lambda: Sequences(partial(nn.LSTM, 16, 16, batch_first=True)),
+    "experts": lambda: Sequences(Experts),
+    "bfloat16": lambda: Autocast(Between(nn.Identity())),
+    "image by image": lambda: Between(lambda x: torch.cat([each.relu() for each in x.split(1)])),
+    "constant": lambda: nn.Sequential(Between(nn.Identity()), nn.Linear(4, 4).apply(zeroed)),
+    "almost 0": lambda: nn.Sequential(Between(nn.Identity()), nn.Linear(4, 1)),
+    "changes its input": lambda: nn.Sequential(nn.ReLU(inplace=True), Between(nn.Identity())),
+    "gives no tensor": lambda: Gives(lambda x: {"logits": x}),
+}
+
+
+def zeroed(layer: nn.Module) -> None:
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
+
+
+@pytest.mark.parametrize("kind", INDEPENDENT)
+def test_a_network_that_reads_one_image_alone_is_accepted(kind: str) -> None:
+    images = IMAGES.clone()
+    check_images(INDEPENDENT[kind](), images, name="my:net")
+    assert torch.equal(images, IMAGES)
+
+
+class Scaled(nn.Module):
+    """Scales each image by something of its own."""
+
+    def __init__(self, by: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.by, self.net = by, Between(nn.Identity())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x / self.by(x))
+
+
+@pytest.mark.parametrize(
+    ("by", "kinds"),
+    [
+        (lambda x: x.std((1, 2, 3), keepdim=True), "a black or a white or a uniformly grey image"),
+        (lambda x: x.amax((1, 2, 3), keepdim=True), "a black image"),
+        (lambda x: x.amax((1, 2, 3), keepdim=True) - 1, "a white image"),
+    ],
+)
+def test_an_image_without_a_finite_answer_is_named(by: Callable[[Tensor], Tensor], kinds: str) -> None:
+    grey = trial_images(Preprocess("RGB", 8, 8, None, (0.0,) * 3, (1.0,) * 3))
+    with pytest.raises(NetworkError, match=f"for {kinds};"):
+        check_images(Scaled(by), grey, name="my:net")
+    check_images(Scaled(lambda x: by(x).abs() + 1e-6), grey, name="my:net")
+
+
+def test_an_image_that_cannot_be_run_is_named() -> None:
+    def fail(x: Tensor) -> Tensor:
+        if bool((x.flatten(1).amax(1) == x.flatten(1).amin(1)).any()):
+            raise ValueError("no edges")
+        return torch.ones_like(x)
+
+    grey = trial_images(Preprocess("RGB", 8, 8, None, (0.5,) * 3, (1.0,) * 3))
+    with pytest.raises(NetworkError, match="cannot run a black image: ValueError: no edges"):
+        check_images(Scaled(fail), grey, name="my:net")

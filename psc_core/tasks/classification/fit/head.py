@@ -33,7 +33,7 @@ def fit_head(job: HeadJob) -> ClassifierHead:
     train_labels, selection_labels = (part.labels.to(job.device) for part in (job.train, job.selection))
     check_features(train, train_labels, num_classes=num_classes, class_names=job.classes, minimum=1)
     check_features(selection, selection_labels, num_classes=num_classes, class_names=job.classes, minimum=0)
-    standardisation = fit_standardisation(train)
+    standardisation = fit_standardisation(train, job.train.widths)
     data = ClassifierData(
         train=standardisation(train),
         train_labels=train_labels,

@@ -42,7 +42,7 @@ def fit_head(job: HeadJob) -> RegressionHead:
     def standard(numbers: Tensor) -> Tensor:
         return (numbers.double().to(job.device) - center) / scale
 
-    standardisation, own = fit_standardisation(train), job.selection.network_output
+    standardisation, own = fit_standardisation(train, job.train.widths), job.selection.network_output
     data = RegressionData(
         train=standardisation(train),
         train_values=standard(values),

@@ -30,3 +30,13 @@ def test_rounding_is_no_component() -> None:
     fit_density(Examples(z * torch.tensor([1.0, 3e-5]), labels, 2), kind="tied", pca=2)
     with pytest.raises(FitError, match="≤ 1"):
         fit_density(Examples(z * torch.tensor([1.0, 3e-6]), labels, 2), kind="tied", pca=2)
+
+
+@pytest.mark.parametrize("kind", ["gda", "mahalanobis++"])
+def test_features_that_differ_by_rounding_have_no_density(kind: str) -> None:
+    """As they are, and of unit length."""
+    random = torch.Generator().manual_seed(0)
+    z = 0.5 * torch.randn(1, 64, generator=random).expand(200, 64)
+    z = z + torch.randint(-4, 5, (200, 64), generator=random) * torch.finfo(torch.float32).eps * z.abs()
+    with pytest.raises(FitError, match="equal"):
+        fit_density(Examples(z, torch.arange(200) % 2, 2), kind=kind)

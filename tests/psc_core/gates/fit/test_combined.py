@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psc_core.errors import FitError
-from psc_core.gates.fit.combined import MINIMUM_TAIL, fit_gates, tail_scales
+from psc_core.gates.fit.combined import MINIMUM_TAIL, fit_gates, tail_scales, vary
 from psc_core.numerics.tail import TAIL_FRACTION
 from tests.reference import gates as naive
 
@@ -32,3 +32,9 @@ def test_readings_that_cannot_rank_are_rejected() -> None:
         fit_gates(["kind", "confidence"], varied * torch.tensor([1.0, 0.0]), varied)
     with pytest.raises(FitError, match="finite"):
         fit_gates(["kind", "confidence"], varied, varied.log() - torch.inf)
+
+
+@pytest.mark.parametrize(("steps", "varies"), [(0, False), (4, False), (4000, True)])
+def test_readings_that_differ_by_rounding_are_equal(steps: int, varies: bool) -> None:
+    readings = 30 + steps * torch.finfo(torch.float32).eps * 30 * torch.linspace(0, 1, 50)
+    assert vary(readings) is varies

@@ -252,3 +252,20 @@ def test_initializers_among_the_inputs_are_none(tmp_path: Path) -> None:
     file = written(convolutional(), tmp_path / "net.onnx")
     expected = open_onnx(file)(X)
     torch.testing.assert_close(changed(file, listed)(X), expected)
+
+
+def of_batch(net: nn.Module) -> nn.Module:
+    """The network with a softmax over images behind its pooling."""
+    return nn.Sequential(*net[:5], nn.Softmax(0), *net[5:])
+
+
+def test_a_graph_whose_answer_depends_on_the_batch_is_refused(tmp_path: Path) -> None:
+    file = written(of_batch(convolutional()), tmp_path / "net.onnx")
+    with pytest.raises(NetworkError, match=r"net\.onnx: .* the other images of the batch; .* 'softmax'"):
+        open_onnx(file)(X)
+
+
+def test_a_graph_of_one_image_that_would_depend_on_others_is_run_image_by_image(tmp_path: Path) -> None:
+    net = of_batch(convolutional())
+    other = open_onnx(written(net, tmp_path / "net.onnx", 1))
+    torch.testing.assert_close(other(X), torch.cat([net(each) for each in X.split(1)]), rtol=1e-4, atol=1e-5)

@@ -61,3 +61,25 @@ def test_rejects_unusable_features() -> None:
         channel_moments([])
     with pytest.raises(FitError, match="finite"):
         channel_moments([torch.full((2, 1, 1), torch.nan)])
+
+
+def rounded(rows: int, size: float, seed: int, *shape: int) -> Tensor:
+    """Float32 values around ``size`` that differ between rows by at most four of their steps."""
+    random = torch.Generator().manual_seed(seed)
+    means = size * torch.randn(1, *shape, generator=random)
+    steps = torch.randint(-4, 5, (rows, *shape), generator=random)
+    return means + steps * torch.finfo(torch.float32).eps * means.abs()
+
+
+@given(size=st.sampled_from([1e-6, 0.06, 1.0, 1e6]), seed=st.integers(0, 99))
+def test_a_unit_that_differs_by_rounding_is_scaled_to_zero(size: float, seed: int) -> None:
+    x = rounded(40, size, seed, 2, 3)
+    with pytest.raises(FitError, match="constant"):
+        channel_moments(stream(x, 16)).std()
+    x[:, 0, 0] = size * 1e-3 * torch.randn(40, generator=torch.Generator().manual_seed(seed))
+    moments = channel_moments(stream(x, 16))
+    scaled = (x.double() - moments.mean) / moments.std()
+    assert scaled[:, 0, 0].std(correction=0) == pytest.approx(1.0)
+    assert scaled.abs().sum((0,))[moments.std() == float("inf")].sum() == 0
+    others = scaled.std(0, correction=0).flatten()[1:]
+    assert others.max() < 0.1, "rounding does not count as variation"
