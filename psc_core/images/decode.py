@@ -21,6 +21,7 @@ from PIL import Image, ImageOps
 from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, UnsupportedImage
 from psc_core.images.limits import DEFAULT_MAX_PIXELS, MAX_EXIF_BYTES, check_file, check_limit, check_pixels
 from psc_core.images.turbo import decode_plain
+from psc_core.images.unread import CONVERT, other_format, unread_kind
 
 IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 """The supported formats; any other raises :class:`UnsupportedImage`."""
@@ -33,7 +34,7 @@ _RUN_BYTES: Final = 4
 
 _HEADER: Final = 1 << 16
 
-_SIGNATURES: Final = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", b"GIF8", b"II*\0", b"MM\0*")
+_SIGNATURES: Final = (b"\xff\xd8\xff", b"\x89PNG", b"BM", b"GIF8", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 """The first bytes of the formats, to tell a damaged image from a file of another type."""
 
 _BLOCK: Final = 1 << 18
@@ -65,6 +66,8 @@ class OpenImage:
             except ImageError:
                 raise
             except Exception as error:
+                if kind := unread_kind(self.data, is_open=True):
+                    raise UnsupportedImage(f"{kind} is not read; {CONVERT}") from error
                 raise UndecodableImage(
                     f"data of this {width}×{height} {image.format} image is damaged or truncated "
                     f"({type(error).__name__}); use an intact copy"
@@ -80,14 +83,11 @@ def open_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> OpenImag
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageTooLarge(f"image is larger than {max_pixels} pixels ({error}); use a smaller image") from error
     except Exception as error:
+        if kind := unread_kind(data):
+            raise UnsupportedImage(f"{kind} is not read; {CONVERT}") from error
         if data.startswith(_SIGNATURES) or data[8:12] == b"WEBP":
             raise UndecodableImage("image header is damaged or truncated; use an intact copy") from error
-        given = (
-            f"{len(data)} bytes of another format; convert the image to JPEG or PNG"
-            if data
-            else "no data; use an intact copy"
-        )
-        raise UnsupportedImage(f"expected one of {', '.join(IMAGE_FORMATS)}, got {given}") from error
+        raise UnsupportedImage(f"expected one of {', '.join(IMAGE_FORMATS)}, got {other_format(data)}") from error
     width, height = image.size
     run_length = any(tile.codec_name == "bmp_rle" for tile in image.tile)
     cost = width * height * (_RUN_LENGTH_COST if run_length else 1)
@@ -105,7 +105,7 @@ def decode_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.
         and CMYK converted, and 16-bit samples scaled to 8 bits.
 
     Raises:
-        UnsupportedImage: If the file is in none of :data:`IMAGE_FORMATS`.
+        UnsupportedImage: If the file is in none of :data:`IMAGE_FORMATS`, or of a kind that is not read.
         ImageTooLarge: If the header declares more than ``max_pixels``.
         UndecodableImage: If the file is damaged or truncated, has non-finite samples, or would cost far more to decode
             than its pixels.
