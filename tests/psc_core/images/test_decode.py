@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from PIL import Image
 
 from psc_core.errors import ImageError, UndecodableImage, UnsupportedImage
 from psc_core.images import SUFFIXES, decode
-from psc_core.images.decode import IMAGE_FORMATS, decode_image
-from tests.psc_core.images.support import GRADIENT, encode
+from psc_core.images.decode import IMAGE_FORMATS, decode_image, to_grey_or_rgb
+from tests.psc_core.images.support import GRADIENT, encode, png_of, tiff_of
 
 
 @pytest.mark.parametrize("kind", IMAGE_FORMATS)
@@ -50,6 +51,116 @@ def test_sixteen_bit_samples_are_scaled_not_clipped() -> None:
     assert np.array_equal(np.asarray(decode_image(encode(wide, "PNG"))), GRADIENT)
 
 
+LEVELS = np.tile(np.arange(0, 256, 5, dtype=np.uint8), (3, 1))
+"""Grey levels, which the files below hold in other forms."""
+
+WIDE = {
+    "16 bits": tiff_of(LEVELS.astype("<u2") * 257),
+    "16 bits, big-endian": tiff_of((LEVELS.astype("u2") * 257).astype(">u2")),
+    "16 bits, white is zero": tiff_of(65535 - LEVELS.astype("<u2") * 257, t262=0),
+    "32 bits": tiff_of((LEVELS.astype("u8") * 16843009).astype("<u4")),
+    "12 bits in 16, by their maximum": tiff_of((LEVELS.astype(float) / 255 * 4095).round().astype("<u2"), t281=4095),
+    "12 bits in 16, white is zero": tiff_of((4095 - LEVELS / 255 * 4095).round().astype("<u2"), t281=4095, t262=0),
+    "the maximum of one image": tiff_of(LEVELS.astype("<u2") * 257, t281=3000, t280=17),
+    "16 bits with a range": tiff_of(LEVELS.astype("<u2") * 100 + 300, t340=300, t341=25800),
+    "16 bits with a maximum": tiff_of(LEVELS.astype("<u2") * 100, t341=25500),
+    "signed 8 bits with a range": tiff_of((LEVELS.astype(int) - 128).astype("i1"), t340=-128, t341=127),
+    "signed 16 bits with a range": tiff_of(LEVELS.astype("<i2") * 128, t340=0, t341=32640),
+    "signed 32 bits with a range": tiff_of(LEVELS.astype("<i4") - 100, t340=-100, t341=155),
+    "floats": tiff_of((LEVELS / 255).astype("<f4")),
+    "floats, big-endian": tiff_of((LEVELS / 255).astype(">f4")),
+    "floats, white is zero": tiff_of((1 - LEVELS / 255).astype("<f4"), t262=0),
+    "floats that overshoot": tiff_of(np.where(LEVELS == 255, 1.0001, LEVELS / 255).astype("<f4")),
+    "floats with a range": tiff_of(LEVELS.astype("<f4"), t340=0.0, t341=255.0),
+    "floats whose range is reversed": tiff_of(255 - LEVELS.astype("<f4"), t340=255.0, t341=0.0),
+    "a dark image": tiff_of((LEVELS // 255).astype("<u2")),
+}
+"""Grey TIFFs with samples that Pillow does not scale to 8 bits."""
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_grey_samples_mean_what_the_tags_say(name: str) -> None:
+    expected = np.zeros_like(LEVELS) if name == "a dark image" else LEVELS
+    assert abs(np.asarray(decode_image(WIDE[name])).astype(int) - expected).max() == 0
+    assert np.array_equal(np.asarray(to_grey_or_rgb(Image.open(io.BytesIO(WIDE[name])))), expected)
+
+
+@given(
+    low=st.integers(-(1 << 31), (1 << 31) - 2),
+    span=st.integers(1, 1 << 31),
+    is_reversed=st.booleans(),
+    samples=st.lists(st.integers(-(1 << 31), (1 << 31) - 1), min_size=1, max_size=9),
+)
+def test_a_range_scales_every_sample(low: int, span: int, is_reversed: bool, samples: list[int]) -> None:
+    high = min(low + span, (1 << 31) - 1)
+    black, white = (high, low) if is_reversed else (low, high)
+    found = decode_image(tiff_of(np.array([samples], "<i4"), t340=black, t341=white))
+    expected = [255 * min(max((each - black) / (white - black), 0), 1) for each in samples]
+    assert abs(np.asarray(found)[0] - expected).max() <= 0.5 + 1e-6
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        tiff_of(LEVELS.astype("<f4")),
+        tiff_of(LEVELS.astype("<f4") / 255 - 0.5),
+        tiff_of(LEVELS.astype("<f4"), t341=255.0),
+        tiff_of(LEVELS.astype("<f4"), t340=3.0, t341=3.0),
+        tiff_of(LEVELS.astype("<i4")),
+        tiff_of(LEVELS.astype("<i2") * 128),
+        tiff_of(LEVELS.astype("i1")),
+        tiff_of((np.dstack([LEVELS] * 3) / 255 * 4095).astype("<u2"), t281=(4095,) * 3),
+    ],
+)
+def test_samples_of_unknown_range_are_refused(data: bytes) -> None:
+    with pytest.raises(UnsupportedImage, match="convert"):
+        decode_image(data)
+    with pytest.raises(UnsupportedImage, match="convert"):
+        to_grey_or_rgb(Image.open(io.BytesIO(data)))
+
+
+def test_images_in_memory_with_wide_samples() -> None:
+    """16 bits are 0 … 65535 and floats 0 … 1, as in a file; the mode ``I`` holds anything."""
+    for form in ("<u2", ">u2"):
+        assert np.array_equal(np.asarray(to_grey_or_rgb(Image.fromarray((LEVELS * 257.0).astype(form)))), LEVELS)
+    floats = Image.fromarray((LEVELS / 255).astype(np.float32))
+    assert np.array_equal(np.asarray(to_grey_or_rgb(floats)), LEVELS)
+    for image in (Image.fromarray(LEVELS.astype(np.float32)), Image.fromarray(LEVELS.astype(np.int32))):
+        with pytest.raises(UnsupportedImage, match="convert"):
+            to_grey_or_rgb(image)
+    with pytest.raises(UndecodableImage):
+        to_grey_or_rgb(Image.new("L", (0, 4)))
+
+
+def test_formats_that_pillow_scales_itself() -> None:
+    """A greymap may have any maximum, and the significant bits of a PNG change nothing: its samples use all bits."""
+    graymap = b"P5 2 1 4095\n" + struct.pack(">HH", 4095, 2048)
+    assert np.asarray(to_grey_or_rgb(Image.open(io.BytesIO(graymap)))).tolist() == [[255, 128]]
+    data = png_of(b"\0" + struct.pack(">HH", 65520, 32768), 2, 1, 16, 0, sBIT=b"\x0c")
+    assert np.asarray(decode_image(data)).tolist() == [[255, 128]]
+
+
+@pytest.mark.parametrize("frames", ["TIFF", "PNG"])
+def test_first_frame_of_wide_samples(frames: str) -> None:
+    images = [Image.fromarray(LEVELS.astype(np.uint16) * scale) for scale in (257, 0)]
+    data = encode(images[0], frames, save_all=True, append_images=images[1:])
+    assert np.array_equal(np.asarray(decode_image(data)), LEVELS)
+
+
+def test_sixteen_bit_colours_use_all_bits() -> None:
+    colours = np.dstack([LEVELS, LEVELS[:, ::-1], 255 - LEVELS])
+    assert np.array_equal(np.asarray(decode_image(tiff_of(colours.astype("<u2") * 257))), colours)
+    rows = b"".join(b"\0" + row.tobytes() for row in (colours.astype("u2") * 257).astype(">u2"))
+    assert np.array_equal(np.asarray(decode_image(png_of(rows, *LEVELS.shape[::-1], 16, 2))), colours)
+
+
+@pytest.mark.parametrize("scale", [1, 257])
+def test_palette_of_a_tiff_has_eight_or_sixteen_bits(scale: int) -> None:
+    colours = tuple(value * scale for value in (*range(256), *range(255, -1, -1), *(7,) * 256))
+    found = np.asarray(decode_image(tiff_of(LEVELS, t262=3, t320=colours)))
+    assert np.array_equal(found, np.dstack([LEVELS, 255 - LEVELS, np.full_like(LEVELS, 7)]))
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_rejects_non_finite_samples(value: float) -> None:
     """One NaN would make the scale that of 16-bit samples, and the image black."""
@@ -72,6 +183,11 @@ def test_alpha_is_blended_onto_black() -> None:
     assert np.asarray(decode_image(encode(half, "PNG"))).max() == 0
 
 
+def test_transparent_colour_of_rgb_png_is_blended() -> None:
+    clear = Image.new("RGB", (4, 4), (255, 255, 255))
+    assert np.asarray(decode_image(encode(clear, "PNG", transparency=(255, 255, 255)))).max() == 0
+
+
 def test_exif_orientation_is_applied() -> None:
     image = Image.fromarray(GRADIENT)
     exif = Image.Exif()
@@ -83,11 +199,6 @@ def test_animation_gives_first_frame() -> None:
     frames = [Image.new("L", (8, 8), value) for value in (10, 200)]
     data = encode(frames[0], "GIF", save_all=True, append_images=frames[1:])
     assert abs(int(np.asarray(decode_image(data).convert("L"))[0, 0]) - 10) <= 1
-
-
-def test_transparent_colour_of_rgb_png_is_blended() -> None:
-    clear = Image.new("RGB", (4, 4), (255, 255, 255))
-    assert np.asarray(decode_image(encode(clear, "PNG", transparency=(255, 255, 255)))).max() == 0
 
 
 def test_wide_samples_are_converted_in_blocks() -> None:

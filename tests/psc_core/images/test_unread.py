@@ -44,6 +44,8 @@ UNREAD = {
     "separate planes": tiff_of(
         COLOURS.transpose(2, 0, 1).reshape(24, 32, 3), t262=6, t284=2, t273=(8, 776, 1544), t279=(768,) * 3, t530=(1, 1)
     ),
+    "planes": tiff_of(COLOURS.astype("<u2"), t284=2, t273=(8, 1544, 3080), t279=(1536,) * 3),
+    "subsampled": tiff_of(COLOURS, t262=6, t530=(2, 2)),
     "BigTIFF": b"MM\0+\0\x08\0\0" + struct.pack(">Q", 16) + bytes(64),
     "12-bit": jpeg_of(0xC1, 12),
     "lossless JPEG with 16-bit": jpeg_of(0xC3, 16),
