@@ -63,6 +63,9 @@ _UNSIGNED, _SIGNED, _FLOAT = 1, 2, 3
 _PARTS_OF_16: Final = frozenset((1 << bits) - 1 for bits in range(9, 16))
 """The largest samples of cameras with 9 to 15 bits."""
 
+_WHITES: Final = {"1": 1, "L;2": 3, "L;4": 15}
+"""The largest sample of a grey PNG of less than 8 bits, by Pillow's name for its samples."""
+
 
 @dataclass(frozen=True)
 class OpenImage:
@@ -96,6 +99,7 @@ def open_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> OpenImag
         if data.startswith(_SIGNATURES) or data[8:12] == b"WEBP":
             raise UndecodableImage("image header is damaged or truncated; use an intact copy") from error
         raise UnsupportedImage(f"expected one of {', '.join(IMAGE_FORMATS)}, got {other_format(data)}") from error
+    _scale_transparent(image)
     width, height = image.size
     run_length = any(tile.codec_name == "bmp_rle" for tile in image.tile)
     cost = width * height * (_RUN_LENGTH_COST if run_length else 1)
@@ -156,21 +160,45 @@ def to_grey_or_rgb(image: Image.Image, data: bytes = b"") -> Image.Image:
         ) from error
 
 
+def _scale_transparent(image: Image.Image) -> None:
+    """Scale the transparent sample of an opened PNG to 8 bits: Pillow scales only the others."""
+    transparent, tiles = image.info.get("transparency"), getattr(image, "tile", ())
+    if image.format != "PNG" or transparent is None or not tiles:
+        return
+    raw = tiles[0].args
+    if isinstance(transparent, int) and transparent <= (white := _WHITES.get(raw, -1)):
+        image.info["transparency"] = transparent * 255 // white
+    elif isinstance(transparent, tuple) and raw == "RGB;16B":
+        image.info["transparency"] = tuple(each >> 8 for each in transparent)
+
+
 def _grey_or_rgb(image: Image.Image, samples_of: _Samples | None) -> Image.Image:
     """Convert a decoded image; see :func:`to_grey_or_rgb`."""
     exif = max(len(image.info.get("exif") or b""), len(image.info.get("Raw profile type exif") or "") // 2)
     check_limit("bytes of EXIF", MAX_EXIF_BYTES, exif)
     _widen_palette(image)
+    # Pillow leaves this entry behind where it converts or copies an image; then the pixels have no such colour.
+    transparent = image.info.get("transparency")
+    if image.format is None and not (image.mode == "P" and isinstance(transparent, int | bytes)):
+        transparent = None
     image = ImageOps.exif_transpose(image)
     if samples_of is not None:
-        return samples_of.narrowed(np.asarray(image))
-    if image.mode in ("1", "L", "RGB") and "transparency" not in image.info:
-        return image.convert("L") if image.mode == "1" else image
-    if image.mode in ("LA", "La", "RGBA", "RGBa", "PA") or "transparency" in image.info:
+        samples = np.asarray(image)
+        narrow = samples_of.narrowed(samples)
+        if not isinstance(transparent, int):
+            return narrow
+        alpha = Image.fromarray(np.where(samples == transparent, np.uint8(0), np.uint8(255)))
+        return _blended(narrow, alpha)
+    if transparent is None:
+        image.info.pop("transparency", None)  # of the copy that exif_transpose returns
+    has_alpha = image.mode in ("LA", "La", "RGBA", "RGBa", "PA") or transparent is not None
+    if has_alpha or (image.palette is not None and image.palette.mode == "RGBA"):
         image = image.convert("LA" if image.mode in ("LA", "La") else "RGBA")
         return _blended(image, image.getchannel("A"))
+    if image.mode in ("L", "RGB"):
+        return image
     try:
-        return image.convert("RGB")
+        return image.convert("L" if image.mode == "1" else "RGB")
     except ValueError as error:
         raise UnsupportedImage(f"a Pillow image of mode {image.mode} is not read; {CONVERT}") from error
 

@@ -178,14 +178,55 @@ def test_reads_every_tiff_of_pillow(compression: str, big: bool) -> None:
     assert decode_image(encode(image, "TIFF", compression=compression, big_tiff=big)).size == (288, 216)
 
 
-def test_alpha_is_blended_onto_black() -> None:
-    half = Image.new("RGBA", (4, 4), (200, 100, 50, 0))
-    assert np.asarray(decode_image(encode(half, "PNG"))).max() == 0
+def test_image_in_memory_is_what_its_pixels_say() -> None:
+    """Pillow keeps the transparent colour of a file in ``info`` when it converts the image, whose pixels have none."""
+    grey = Image.fromarray(np.indices((6, 6)).sum(0).astype(np.uint8) % 2 * 255)
+    palette = Image.open(io.BytesIO(encode(grey.convert("P"), "PNG", transparency=255)))
+    coloured = Image.open(io.BytesIO(encode(grey.convert("RGB"), "PNG", transparency=(255, 255, 255))))
+    assert np.asarray(to_grey_or_rgb(palette)).max() == np.asarray(to_grey_or_rgb(coloured)).max() == 0
+    for image in (palette.convert("RGB"), coloured.convert("RGB"), coloured.copy(), coloured.resize((6, 6), 0)):
+        assert np.array_equal(np.asarray(to_grey_or_rgb(image).convert("L")), np.asarray(grey)), image.info
+    assert np.array_equal(np.asarray(to_grey_or_rgb(coloured.copy().quantize(4)).convert("L")), np.asarray(grey))
+    wide = Image.fromarray(np.array([[0, 65535]], np.uint16))
+    wide.info["transparency"] = 65535
+    assert np.asarray(to_grey_or_rgb(wide)).tolist() == [[0, 255]]
+
+
+def test_quantised_image_keeps_its_alpha() -> None:
+    image = Image.new("RGBA", (8, 8), (200, 100, 50, 255))
+    image.paste((90, 90, 90, 0), (0, 0, 4, 8))
+    found = np.asarray(to_grey_or_rgb(image.quantize(4, Image.Quantize.FASTOCTREE)))
+    assert (found[:, :4] == 0).all() and abs(found[0, 7].astype(int) - (200, 100, 50)).max() <= 8
+
+
+@pytest.mark.parametrize(
+    ("depth", "row", "key", "expected"),
+    [
+        (1, b"\xaa", 1, [0, 0, 0, 0]),
+        (2, b"\xe4", 3, [0, 170, 85, 0]),
+        (4, b"\xf0\x5f", 5, [255, 0, 0, 255]),
+        (8, b"\xff\x00\x05\xff", 255, [0, 0, 5, 0]),
+        (16, b"\xff\xff\xff\x00\x01\x01\xff\xff", 65535, [0, 254, 1, 0]),
+    ],
+)
+def test_transparent_sample_of_a_grey_png(depth: int, row: bytes, key: int, expected: list[int]) -> None:
+    data = png_of(b"\0" + row, 4, 1, depth, 0, tRNS=key.to_bytes(2, "big"))
+    found = decode_image(data)
+    assert np.asarray(found.convert("L"))[0].tolist() == expected
 
 
 def test_transparent_colour_of_rgb_png_is_blended() -> None:
     clear = Image.new("RGB", (4, 4), (255, 255, 255))
-    assert np.asarray(decode_image(encode(clear, "PNG", transparency=(255, 255, 255)))).max() == 0
+    clear.putpixel((0, 0), (9, 9, 9))
+    found = decode_image(encode(clear, "PNG", transparency=(255, 255, 255)))
+    assert found.getpixel((0, 0)) == (9, 9, 9) and found.getpixel((1, 1)) == (0, 0, 0)
+    data = png_of(b"\0" + b"\x12\x34" * 3 + b"\xff\x34" * 3, 2, 1, 16, 2, tRNS=b"\x12\x34" * 3)
+    assert np.asarray(decode_image(data))[0].tolist() == [[0, 0, 0], [255, 255, 255]]
+
+
+def test_alpha_is_blended_onto_black() -> None:
+    half = Image.new("RGBA", (4, 4), (200, 100, 50, 0))
+    assert np.asarray(decode_image(encode(half, "PNG"))).max() == 0
 
 
 def test_exif_orientation_is_applied() -> None:
