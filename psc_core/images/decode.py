@@ -128,8 +128,8 @@ def decode_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.
 def to_grey_or_rgb(image: Image.Image, data: bytes = b"") -> Image.Image:
     """Convert any Pillow image to ``L`` or ``RGB`` with 8-bit samples, upright.
 
-    The EXIF orientation is applied, palettes, CMYK and the like become RGB.  Alpha is blended onto
-    black.
+    The EXIF orientation is applied, palettes, CMYK and the like become RGB.  Alpha is blended onto black;
+    alpha that is 0 everywhere was never meant, as in the 32-bit BMPs of many programs, and counts as opaque.
 
     Grey samples of more than 8 bits are scaled by what the image says of them, never by its brightest pixel: a TIFF by
     its tags, other 16-bit samples from 0 … 65535, floating-point samples from 0 … 1.
@@ -212,8 +212,10 @@ def _widen_palette(image: Image.Image) -> None:
 
 
 def _blended(image: Image.Image, alpha: Image.Image) -> Image.Image:
-    """Blend an image onto black."""
+    """Blend an image onto black; return its colours if all of it is transparent."""
     mode = image.mode.removesuffix("A")
+    if not alpha.getextrema()[1]:
+        return image.convert(mode)
     blended = Image.new(mode, image.size)
     blended.paste(image, mask=alpha)
     return blended

@@ -178,6 +178,25 @@ def test_reads_every_tiff_of_pillow(compression: str, big: bool) -> None:
     assert decode_image(encode(image, "TIFF", compression=compression, big_tiff=big)).size == (288, 216)
 
 
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "WEBP"])
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_alpha_that_is_zero_everywhere_counts_as_opaque(kind: str, mode: str) -> None:
+    image = Image.new(mode, (8, 8), (200, 100, 50, 0) if mode == "RGBA" else (200, 0))
+    data = encode(image, kind, **({"lossless": True, "exact": True} if kind == "WEBP" else {}))
+    for found in (decode_image(data), to_grey_or_rgb(image)):
+        assert found.convert("RGB").getpixel((3, 3)) == ((200, 100, 50) if mode == "RGBA" else (200,) * 3)
+    image.putpixel((0, 0), (9, 9, 9, 1) if mode == "RGBA" else (9, 1))
+    assert to_grey_or_rgb(image).convert("RGB").getpixel((3, 3)) == (0, 0, 0)
+
+
+def test_bitmap_whose_fourth_byte_is_unused_is_opaque() -> None:
+    """A V4 header names a mask for alpha, and many programs leave its bits 0."""
+    masks = struct.pack("<IIII", 0xFF0000, 0xFF00, 0xFF, 0xFF000000)
+    head = struct.pack("<IiiHHIIiiII", 108, 4, 4, 1, 32, 3, 64, 2835, 2835, 0, 0) + masks + bytes(52)
+    data = b"BM" + struct.pack("<IHHI", 14 + len(head) + 64, 0, 0, 14 + len(head)) + head + bytes([30, 20, 10, 0]) * 16
+    assert np.unique(np.asarray(decode_image(data)).reshape(-1, 3), axis=0).tolist() == [[10, 20, 30]]
+
+
 def test_image_in_memory_is_what_its_pixels_say() -> None:
     """Pillow keeps the transparent colour of a file in ``info`` when it converts the image, whose pixels have none."""
     grey = Image.fromarray(np.indices((6, 6)).sum(0).astype(np.uint8) % 2 * 255)
@@ -226,7 +245,8 @@ def test_transparent_colour_of_rgb_png_is_blended() -> None:
 
 def test_alpha_is_blended_onto_black() -> None:
     half = Image.new("RGBA", (4, 4), (200, 100, 50, 0))
-    assert np.asarray(decode_image(encode(half, "PNG"))).max() == 0
+    half.putpixel((0, 0), (1, 2, 3, 255))
+    assert np.asarray(decode_image(encode(half, "PNG"))).max() == 3
 
 
 def test_exif_orientation_is_applied() -> None:
