@@ -21,6 +21,7 @@ from PIL import Image, ImageOps
 from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
 from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, UnsupportedImage
+from psc_core.images import BACKGROUNDS
 from psc_core.images.limits import DEFAULT_MAX_PIXELS, MAX_EXIF_BYTES, check_file, check_limit, check_pixels
 from psc_core.images.turbo import decode_plain
 from psc_core.images.unread import CONVERT, other_format, unread_kind
@@ -79,10 +80,10 @@ class OpenImage:
         """Return the samples of the decoded image if simplejpeg can decode it, else None; see :func:`decode_plain`."""
         return decode_plain(self.image, self.data, mode)
 
-    def decode(self) -> Image.Image:
+    def decode(self, background: str = BACKGROUNDS[0]) -> Image.Image:
         """Decode the first frame, upright; may be called once.  See :func:`decode_image`."""
         with self.image:
-            return to_grey_or_rgb(self.image, self.data)
+            return to_grey_or_rgb(self.image, background, self.data)
 
 
 def open_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> OpenImage:
@@ -109,7 +110,7 @@ def open_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> OpenImag
     return OpenImage(image, data, cost)
 
 
-def decode_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image:
+def decode_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS, background: str = BACKGROUNDS[0]) -> Image.Image:
     """Decode the first frame of an encoded image of at most ``max_pixels``, upright.
 
     Returns:
@@ -122,13 +123,13 @@ def decode_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.
         UndecodableImage: If the file is damaged or truncated, has non-finite samples, or would cost far more to decode
             than its pixels.
     """
-    return open_image(data, max_pixels=max_pixels).decode()
+    return open_image(data, max_pixels=max_pixels).decode(background)
 
 
-def to_grey_or_rgb(image: Image.Image, data: bytes = b"") -> Image.Image:
+def to_grey_or_rgb(image: Image.Image, background: str = BACKGROUNDS[0], data: bytes = b"") -> Image.Image:
     """Convert any Pillow image to ``L`` or ``RGB`` with 8-bit samples, upright.
 
-    The EXIF orientation is applied, palettes, CMYK and the like become RGB.  Alpha is blended onto black;
+    The EXIF orientation is applied, palettes, CMYK and the like become RGB.  Alpha is blended onto ``background``;
     alpha that is 0 everywhere was never meant, as in the 32-bit BMPs of many programs, and counts as opaque.
 
     Grey samples of more than 8 bits are scaled by what the image says of them, never by its brightest pixel: a TIFF by
@@ -136,6 +137,7 @@ def to_grey_or_rgb(image: Image.Image, data: bytes = b"") -> Image.Image:
 
     Args:
         image: A file that Pillow has opened, or an image in memory.
+        background: One of :data:`psc_core.images.BACKGROUNDS`; with ``"none"`` alpha is dropped.
         data: The content of the file, from which an error tells what it is.
 
     Raises:
@@ -148,7 +150,7 @@ def to_grey_or_rgb(image: Image.Image, data: bytes = b"") -> Image.Image:
     try:
         samples_of = _Samples.of(image)
         image.load()
-        return _grey_or_rgb(image, samples_of)
+        return _grey_or_rgb(image, samples_of, background)
     except ImageError:
         raise
     except Exception as error:
@@ -172,7 +174,7 @@ def _scale_transparent(image: Image.Image) -> None:
         image.info["transparency"] = tuple(each >> 8 for each in transparent)
 
 
-def _grey_or_rgb(image: Image.Image, samples_of: _Samples | None) -> Image.Image:
+def _grey_or_rgb(image: Image.Image, samples_of: _Samples | None, background: str) -> Image.Image:
     """Convert a decoded image; see :func:`to_grey_or_rgb`."""
     exif = max(len(image.info.get("exif") or b""), len(image.info.get("Raw profile type exif") or "") // 2)
     check_limit("bytes of EXIF", MAX_EXIF_BYTES, exif)
@@ -188,13 +190,13 @@ def _grey_or_rgb(image: Image.Image, samples_of: _Samples | None) -> Image.Image
         if not isinstance(transparent, int):
             return narrow
         alpha = Image.fromarray(np.where(samples == transparent, np.uint8(0), np.uint8(255)))
-        return _blended(narrow, alpha)
+        return _blended(narrow, alpha, background)
     if transparent is None:
         image.info.pop("transparency", None)  # of the copy that exif_transpose returns
     has_alpha = image.mode in ("LA", "La", "RGBA", "RGBa", "PA") or transparent is not None
     if has_alpha or (image.palette is not None and image.palette.mode == "RGBA"):
         image = image.convert("LA" if image.mode in ("LA", "La") else "RGBA")
-        return _blended(image, image.getchannel("A"))
+        return _blended(image, image.getchannel("A"), background)
     if image.mode in ("L", "RGB"):
         return image
     try:
@@ -211,12 +213,12 @@ def _widen_palette(image: Image.Image) -> None:
         image.putpalette(bytes(colours[at + count * channel] for at in range(count) for channel in range(3)))
 
 
-def _blended(image: Image.Image, alpha: Image.Image) -> Image.Image:
-    """Blend an image onto black; return its colours if all of it is transparent."""
+def _blended(image: Image.Image, alpha: Image.Image, background: str) -> Image.Image:
+    """Blend an image onto the background; return its colours where there is none, or all of it is transparent."""
     mode = image.mode.removesuffix("A")
-    if not alpha.getextrema()[1]:
+    if background == "none" or not alpha.getextrema()[1]:
         return image.convert(mode)
-    blended = Image.new(mode, image.size)
+    blended = Image.new(mode, image.size, background)
     blended.paste(image, mask=alpha)
     return blended
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from psc_core.errors import ImageError, UndecodableImage, UnsupportedImage
-from psc_core.images import SUFFIXES, decode
+from psc_core.images import BACKGROUNDS, SUFFIXES, decode
 from psc_core.images.decode import IMAGE_FORMATS, decode_image, to_grey_or_rgb
 from tests.psc_core.images.support import GRADIENT, encode, png_of, tiff_of
 
@@ -178,12 +178,26 @@ def test_reads_every_tiff_of_pillow(compression: str, big: bool) -> None:
     assert decode_image(encode(image, "TIFF", compression=compression, big_tiff=big)).size == (288, 216)
 
 
+@pytest.mark.parametrize("background", BACKGROUNDS)
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_alpha_is_blended_onto_the_background(background: str, mode: str) -> None:
+    levels = np.random.default_rng(0).integers(0, 256, (9, 11, 4)).astype(np.uint8)
+    image = Image.fromarray(levels if mode == "RGBA" else levels[..., :2])
+    colours, alpha = levels[..., : len(mode) - 1].astype(float), levels[..., len(mode) - 1, None] / 255
+    ground = {"black": 0, "white": 255}.get(background)
+    expected = colours if ground is None else alpha * colours + (1 - alpha) * ground
+    for found in (decode_image(encode(image, "PNG"), background=background), to_grey_or_rgb(image, background)):
+        assert abs(np.atleast_3d(np.asarray(found)) - expected).max() <= 1
+    assert found.mode == mode[:-1]
+
+
+@pytest.mark.parametrize("background", BACKGROUNDS)
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "WEBP"])
 @pytest.mark.parametrize("mode", ["RGBA", "LA"])
-def test_alpha_that_is_zero_everywhere_counts_as_opaque(kind: str, mode: str) -> None:
+def test_alpha_that_is_zero_everywhere_counts_as_opaque(background: str, kind: str, mode: str) -> None:
     image = Image.new(mode, (8, 8), (200, 100, 50, 0) if mode == "RGBA" else (200, 0))
     data = encode(image, kind, **({"lossless": True, "exact": True} if kind == "WEBP" else {}))
-    for found in (decode_image(data), to_grey_or_rgb(image)):
+    for found in (decode_image(data, background=background), to_grey_or_rgb(image, background)):
         assert found.convert("RGB").getpixel((3, 3)) == ((200, 100, 50) if mode == "RGBA" else (200,) * 3)
     image.putpixel((0, 0), (9, 9, 9, 1) if mode == "RGBA" else (9, 1))
     assert to_grey_or_rgb(image).convert("RGB").getpixel((3, 3)) == (0, 0, 0)
@@ -214,14 +228,15 @@ def test_image_in_memory_is_what_its_pixels_say() -> None:
 def test_quantised_image_keeps_its_alpha() -> None:
     image = Image.new("RGBA", (8, 8), (200, 100, 50, 255))
     image.paste((90, 90, 90, 0), (0, 0, 4, 8))
-    found = np.asarray(to_grey_or_rgb(image.quantize(4, Image.Quantize.FASTOCTREE)))
-    assert (found[:, :4] == 0).all() and abs(found[0, 7].astype(int) - (200, 100, 50)).max() <= 8
+    found = np.asarray(to_grey_or_rgb(image.quantize(4, Image.Quantize.FASTOCTREE), "white"))
+    assert (found[:, :4] == 255).all() and abs(found[0, 7].astype(int) - (200, 100, 50)).max() <= 8
 
 
 @pytest.mark.parametrize(
     ("depth", "row", "key", "expected"),
     [
         (1, b"\xaa", 1, [0, 0, 0, 0]),
+        (1, b"\xaa", 0, [255, 255, 255, 255]),
         (2, b"\xe4", 3, [0, 170, 85, 0]),
         (4, b"\xf0\x5f", 5, [255, 0, 0, 255]),
         (8, b"\xff\x00\x05\xff", 255, [0, 0, 5, 0]),
@@ -230,7 +245,7 @@ def test_quantised_image_keeps_its_alpha() -> None:
 )
 def test_transparent_sample_of_a_grey_png(depth: int, row: bytes, key: int, expected: list[int]) -> None:
     data = png_of(b"\0" + row, 4, 1, depth, 0, tRNS=key.to_bytes(2, "big"))
-    found = decode_image(data)
+    found = decode_image(data, background="white" if key == 0 else "black")
     assert np.asarray(found.convert("L"))[0].tolist() == expected
 
 
@@ -241,12 +256,6 @@ def test_transparent_colour_of_rgb_png_is_blended() -> None:
     assert found.getpixel((0, 0)) == (9, 9, 9) and found.getpixel((1, 1)) == (0, 0, 0)
     data = png_of(b"\0" + b"\x12\x34" * 3 + b"\xff\x34" * 3, 2, 1, 16, 2, tRNS=b"\x12\x34" * 3)
     assert np.asarray(decode_image(data))[0].tolist() == [[0, 0, 0], [255, 255, 255]]
-
-
-def test_alpha_is_blended_onto_black() -> None:
-    half = Image.new("RGBA", (4, 4), (200, 100, 50, 0))
-    half.putpixel((0, 0), (1, 2, 3, 255))
-    assert np.asarray(decode_image(encode(half, "PNG"))).max() == 3
 
 
 def test_exif_orientation_is_applied() -> None:
