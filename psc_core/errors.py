@@ -65,7 +65,7 @@ class ImageError(PSCError):
 
 
 class UnsupportedImage(ImageError):
-    """Bytes that are not an image of a supported format."""
+    """Bytes that are no image of a supported format, or an intact image of a kind that is not read."""
 
 
 class ImageTooLarge(ImageError):

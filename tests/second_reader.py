@@ -100,6 +100,8 @@ class SecondReader:
         section = self.manifest["preprocess"]
         if section.get("resizer", "pillow") not in ("torch", "pillow"):
             raise Rejected("preprocess.resizer")
+        if section.get("background", "black") not in ("black", "white", "none"):
+            raise Rejected("preprocess.background")
         std, mean = np.array(section["std"])[:, None, None], np.array(section["mean"])[:, None, None]
         return pixels * (1 / (255 * std)) - mean / std
 

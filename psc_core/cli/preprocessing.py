@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from psc_core.arguments import positive
 from psc_core.errors import UsageError, fault, needs
-from psc_core.images import INTERPOLATIONS, PRESET_FIELDS
+from psc_core.images import BACKGROUNDS, INTERPOLATIONS, PRESET_FIELDS
 
 if TYPE_CHECKING:
     from psc_core.images.preparation import Aspect, Preparation
@@ -41,6 +41,8 @@ def add_flags(cli: argparse.ArgumentParser) -> None:
     group.add_argument("--resize", type=positive, metavar="N", help="length of the shorter side before --crop")
     group.add_argument("--crop", type=positive, metavar="N", help="keep the N × N pixels in the middle")
     group.add_argument("--interpolation", choices=INTERPOLATIONS, help="filter for resizing")
+    text = f"background of alpha (default: {BACKGROUNDS[0]}); none drops alpha, as torchvision's loader does"
+    group.add_argument("--background", choices=BACKGROUNDS, help=text)
     group.add_argument("--mean", type=float, nargs="+", help="mean of each channel, of pixels in [0, 1]")
     group.add_argument("--std", type=float, nargs="+", help="standard deviation of each channel, of pixels in [0, 1]")
 
@@ -79,8 +81,7 @@ def preprocess_from(args: argparse.Namespace, described: Preparation | None = No
     for name in ("mean", "std"):
         if getattr(args, name):
             changes[name] = tuple(getattr(args, name))
-    if args.interpolation:
-        changes["interpolation"] = args.interpolation
+    changes |= {name: given for name in ("interpolation", "background") if (given := getattr(args, name))}
     return replace(start, **changes)
 
 

@@ -126,8 +126,8 @@ def read_loader(data: Any, name: str, description: LoaderDescription) -> ImageDa
     preprocess = preprocessing.preprocess_of(spooled.images.shape[1:], spooled.low, spooled.high)
     if spooled.images.dtype == np.float32 and preprocess.is_known:
         warn_of_range(name, preprocess, spooled.low, spooled.high)
-        if not is_random:
-            warn_of_files(data, name, preprocess)
+    if preprocess.is_known and not is_random:
+        warn_of_files(data, name, preprocess)
     source = TensorSource(spooled.images)
     if target is not None:
         return measured(name, target, source, _numbers(spooled.labels, name), preprocess)

@@ -11,6 +11,9 @@ SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".t
 INTERPOLATIONS: Final = ("bilinear", "bicubic")
 """The filters for resizing, all antialiased."""
 
+BACKGROUNDS: Final = ("black", "white", "none")
+"""What transparent pixels are blended onto, the first by default; with none, alpha is dropped and colours stay."""
+
 Fields = tuple[str, int, int, int | None, tuple[float, ...], tuple[float, ...]]
 """The fields of a :class:`.preprocess.Preprocess`, in order: colour mode, height, width, resize, mean and deviation."""
 

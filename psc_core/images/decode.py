@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import warnings
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
+from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
 from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, UnsupportedImage
+from psc_core.images import BACKGROUNDS
 from psc_core.images.limits import DEFAULT_MAX_PIXELS, MAX_EXIF_BYTES, check_file, check_limit, check_pixels
 from psc_core.images.turbo import decode_plain
+from psc_core.images.unread import CONVERT, other_format, unread_kind
 
 IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 """The supported formats; any other raises :class:`UnsupportedImage`."""
@@ -33,13 +37,35 @@ _RUN_BYTES: Final = 4
 
 _HEADER: Final = 1 << 16
 
-_SIGNATURES: Final = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", b"GIF8", b"II*\0", b"MM\0*")
+_SIGNATURES: Final = (b"\xff\xd8\xff", b"\x89PNG", b"BM", b"GIF8", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 """The first bytes of the formats, to tell a damaged image from a file of another type."""
 
 _BLOCK: Final = 1 << 18
 """Maximum number of samples converted to float64 at a time."""
 
-_WIDE_MODES: Final = frozenset({"I;16", "I;16B", "I;16L", "I;16N", "I", "F"})
+_SIXTEEN: Final = frozenset({"I;16", "I;16B", "I;16L", "I;16N"})
+_WIDE_MODES: Final = _SIXTEEN | {"I", "F"}
+
+_SCALED: Final = frozenset({"PNG", "PPM"})
+"""The formats whose samples Pillow scales to 16 bits where it opens them in the mode ``I``, which has 32."""
+
+_OVERSHOOT: Final = 0.25
+"""How far floating-point samples may lie outside 0 … 1 and be clipped: a sharp filter overshoots by less."""
+
+_BITS, _COMPRESSION, _PHOTOMETRIC, _MAX_SAMPLE, _PLANAR, _COLOURS, _FORM, _SMIN, _SMAX, _SUBSAMPLING = (
+    258, 259, 262, 281, 284, 320, 339, 340, 341, 530,
+)  # fmt: skip
+"""The tags of a TIFF that say what its samples mean."""
+
+_WHITE_IS_ZERO, _YCBCR, _RAW, _SEPARATE = 0, 6, 1, 2
+_UNSIGNED, _SIGNED, _FLOAT = 1, 2, 3
+"""Values of the tags PhotometricInterpretation, Compression, PlanarConfiguration and SampleFormat."""
+
+_PARTS_OF_16: Final = frozenset((1 << bits) - 1 for bits in range(9, 16))
+"""The largest samples of cameras with 9 to 15 bits."""
+
+_WHITES: Final = {"1": 1, "L;2": 3, "L;4": 15}
+"""The largest sample of a grey PNG of less than 8 bits, by Pillow's name for its samples."""
 
 
 @dataclass(frozen=True)
@@ -54,21 +80,10 @@ class OpenImage:
         """Return the samples of the decoded image if simplejpeg can decode it, else None; see :func:`decode_plain`."""
         return decode_plain(self.image, self.data, mode)
 
-    def decode(self) -> Image.Image:
+    def decode(self, background: str = BACKGROUNDS[0]) -> Image.Image:
         """Decode the first frame, upright; may be called once.  See :func:`decode_image`."""
-        image = self.image
-        with image:
-            width, height = image.size
-            try:
-                image.load()
-                return to_grey_or_rgb(image)
-            except ImageError:
-                raise
-            except Exception as error:
-                raise UndecodableImage(
-                    f"data of this {width}×{height} {image.format} image is damaged or truncated "
-                    f"({type(error).__name__}); use an intact copy"
-                ) from error
+        with self.image:
+            return to_grey_or_rgb(self.image, background, self.data)
 
 
 def open_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> OpenImage:
@@ -80,14 +95,12 @@ def open_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> OpenImag
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageTooLarge(f"image is larger than {max_pixels} pixels ({error}); use a smaller image") from error
     except Exception as error:
+        if kind := unread_kind(data):
+            raise UnsupportedImage(f"{kind} is not read; {CONVERT}") from error
         if data.startswith(_SIGNATURES) or data[8:12] == b"WEBP":
             raise UndecodableImage("image header is damaged or truncated; use an intact copy") from error
-        given = (
-            f"{len(data)} bytes of another format; convert the image to JPEG or PNG"
-            if data
-            else "no data; use an intact copy"
-        )
-        raise UnsupportedImage(f"expected one of {', '.join(IMAGE_FORMATS)}, got {given}") from error
+        raise UnsupportedImage(f"expected one of {', '.join(IMAGE_FORMATS)}, got {other_format(data)}") from error
+    _scale_transparent(image)
     width, height = image.size
     run_length = any(tile.codec_name == "bmp_rle" for tile in image.tile)
     cost = width * height * (_RUN_LENGTH_COST if run_length else 1)
@@ -97,50 +110,217 @@ def open_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> OpenImag
     return OpenImage(image, data, cost)
 
 
-def decode_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image:
+def decode_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS, background: str = BACKGROUNDS[0]) -> Image.Image:
     """Decode the first frame of an encoded image of at most ``max_pixels``, upright.
 
     Returns:
-        An image of mode ``"L"`` or ``"RGB"``, with EXIF orientation applied, alpha blended onto black, palette
-        and CMYK converted, and 16-bit samples scaled to 8 bits.
+        An image of mode ``"L"`` or ``"RGB"``, as :func:`to_grey_or_rgb` makes it.
 
     Raises:
-        UnsupportedImage: If the file is in none of :data:`IMAGE_FORMATS`.
+        UnsupportedImage: If the file is in none of :data:`IMAGE_FORMATS`, of a kind that is not read, or does not say
+            which samples are black and white.
         ImageTooLarge: If the header declares more than ``max_pixels``.
         UndecodableImage: If the file is damaged or truncated, has non-finite samples, or would cost far more to decode
             than its pixels.
     """
-    return open_image(data, max_pixels=max_pixels).decode()
+    return open_image(data, max_pixels=max_pixels).decode(background)
 
 
-def to_grey_or_rgb(image: Image.Image) -> Image.Image:
-    """Convert any Pillow image to ``L`` or ``RGB`` with 8-bit samples, upright, with alpha blended onto black.
+def to_grey_or_rgb(image: Image.Image, background: str = BACKGROUNDS[0], data: bytes = b"") -> Image.Image:
+    """Convert any Pillow image to ``L`` or ``RGB`` with 8-bit samples, upright.
+
+    The EXIF orientation is applied, palettes, CMYK and the like become RGB.  Alpha is blended onto ``background``;
+    alpha that is 0 everywhere was never meant, as in the 32-bit BMPs of many programs, and counts as opaque.
+
+    Grey samples of more than 8 bits are scaled by what the image says of them, never by its brightest pixel: a TIFF by
+    its tags, other 16-bit samples from 0 … 65535, floating-point samples from 0 … 1.
+
+    Args:
+        image: A file that Pillow has opened, or an image in memory.
+        background: One of :data:`psc_core.images.BACKGROUNDS`; with ``"none"`` alpha is dropped.
+        data: The content of the file, from which an error tells what it is.
 
     Raises:
-        UndecodableImage: If the image has too much EXIF or non-finite samples.
+        UnsupportedImage: If the image is of a kind that is not read, or does not say which samples are black and white.
+        UndecodableImage: If the image is damaged, or has too much EXIF or non-finite samples.
     """
+    width, height = image.size
+    if not width * height:
+        raise UndecodableImage(f"expected an image with pixels, got one of {width}×{height}; leave it out")
+    try:
+        samples_of = _Samples.of(image)
+        image.load()
+        return _grey_or_rgb(image, samples_of, background)
+    except ImageError:
+        raise
+    except Exception as error:
+        if kind := unread_kind(data, is_open=True):
+            raise UnsupportedImage(f"{kind} is not read; {CONVERT}") from error
+        raise UndecodableImage(
+            f"data of this {width}×{height} {image.format or image.mode} image is damaged or truncated "
+            f"({type(error).__name__}); use an intact copy"
+        ) from error
+
+
+def _scale_transparent(image: Image.Image) -> None:
+    """Scale the transparent sample of an opened PNG to 8 bits: Pillow scales only the others."""
+    transparent, tiles = image.info.get("transparency"), getattr(image, "tile", ())
+    if image.format != "PNG" or transparent is None or not tiles:
+        return
+    raw = tiles[0].args
+    if isinstance(transparent, int) and transparent <= (white := _WHITES.get(raw, -1)):
+        image.info["transparency"] = transparent * 255 // white
+    elif isinstance(transparent, tuple) and raw == "RGB;16B":
+        image.info["transparency"] = tuple(each >> 8 for each in transparent)
+
+
+def _grey_or_rgb(image: Image.Image, samples_of: _Samples | None, background: str) -> Image.Image:
+    """Convert a decoded image; see :func:`to_grey_or_rgb`."""
     exif = max(len(image.info.get("exif") or b""), len(image.info.get("Raw profile type exif") or "") // 2)
     check_limit("bytes of EXIF", MAX_EXIF_BYTES, exif)
+    _widen_palette(image)
+    # Pillow leaves this entry behind where it converts or copies an image; then the pixels have no such colour.
+    transparent = image.info.get("transparency")
+    if image.format is None and not (image.mode == "P" and isinstance(transparent, int | bytes)):
+        transparent = None
     image = ImageOps.exif_transpose(image)
-    if image.mode in _WIDE_MODES:
+    if samples_of is not None:
         samples = np.asarray(image)
-        if image.mode == "F" and not np.isfinite([samples.min(initial=0.0), samples.max(initial=0.0)]).all():
+        narrow = samples_of.narrowed(samples)
+        if not isinstance(transparent, int):
+            return narrow
+        alpha = Image.fromarray(np.where(samples == transparent, np.uint8(0), np.uint8(255)))
+        return _blended(narrow, alpha, background)
+    if transparent is None:
+        image.info.pop("transparency", None)  # of the copy that exif_transpose returns
+    has_alpha = image.mode in ("LA", "La", "RGBA", "RGBa", "PA") or transparent is not None
+    if has_alpha or (image.palette is not None and image.palette.mode == "RGBA"):
+        image = image.convert("LA" if image.mode in ("LA", "La") else "RGBA")
+        return _blended(image, image.getchannel("A"), background)
+    if image.mode in ("L", "RGB"):
+        return image
+    try:
+        return image.convert("L" if image.mode == "1" else "RGB")
+    except ValueError as error:
+        raise UnsupportedImage(f"a Pillow image of mode {image.mode} is not read; {CONVERT}") from error
+
+
+def _widen_palette(image: Image.Image) -> None:
+    """Take the colours of a TIFF for 8-bit ones if all are below 256, as libtiff does; as 16-bit ones all are black."""
+    colours = getattr(image, "tag_v2", {}).get(_COLOURS, ()) if image.mode == "P" else ()
+    if colours and max(colours) < 256:
+        count = len(colours) // 3
+        image.putpalette(bytes(colours[at + count * channel] for at in range(count) for channel in range(3)))
+
+
+def _blended(image: Image.Image, alpha: Image.Image, background: str) -> Image.Image:
+    """Blend an image onto the background; return its colours where there is none, or all of it is transparent."""
+    mode = image.mode.removesuffix("A")
+    if background == "none" or not alpha.getextrema()[1]:
+        return image.convert(mode)
+    blended = Image.new(mode, image.size, background)
+    blended.paste(image, mask=alpha)
+    return blended
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """What the samples of a grey image mean that Pillow has not scaled to 8 bits."""
+
+    black: float
+    white: float
+    stored: str = ""  # the dtype of the samples where Pillow has another one
+    is_usual: bool = False  # whether 0 … 1 is what floating-point samples usually are, and not what the file says
+
+    @classmethod
+    def of(cls, image: Image.Image) -> _Samples | None:
+        """Return the meaning of the samples; None if Pillow has scaled them, as it does those of colours.
+
+        Raises:
+            UnsupportedImage: If it is unknown, or Pillow does not read such samples right.
+        """
+        tags = getattr(image, "tag_v2", None)
+        if tags is not None:
+            return cls._of_tiff(image, tags)
+        if image.mode in _SIXTEEN or (image.mode == "I" and image.format in _SCALED):
+            return cls(0.0, 65535.0)
+        if image.mode == "F":
+            return cls(0.0, 1.0, is_usual=True)
+        if image.mode == "I":
+            raise UnsupportedImage(
+                "a Pillow image of mode I does not say which samples are black and white; convert it to mode L, or to "
+                "I;16 with samples from 0 to 65535"
+            )
+        return None
+
+    @classmethod
+    def _of_tiff(cls, image: Image.Image, tags: ImageFileDirectory_v2) -> _Samples | None:
+        bits, form = _numbers(tags, _BITS, 1), _numbers(tags, _FORM, _UNSIGNED)[0]
+        photometric, is_raw = _numbers(tags, _PHOTOMETRIC, 1)[0], _numbers(tags, _COMPRESSION, _RAW)[0] == _RAW
+        full = (1 << bits[0]) - 1
+        # The largest sample of one image is no scale for others, and the TIFF specification forbids to use this tag as
+        # one; but it alone tells of a camera's 12 bits in 16, and 2ᵏ − 1 is no chance.
+        told = max(_numbers(tags, _MAX_SAMPLE, full))
+        top = told if told in _PARTS_OF_16 and told < full else full
+        if image.mode not in _WIDE_MODES and form == _UNSIGNED:
+            is_separate = _numbers(tags, _PLANAR, 1)[0] == _SEPARATE
+            is_subsampled = max(_numbers(tags, _SUBSAMPLING, 1)) > 1
+            # Pillow gives other colours than these, or noise.
+            for what, is_so in (
+                (f"{top.bit_length()} of {bits[0]} bits", bits[0] > 8 and top < full),
+                ("16-bit samples in separate planes", bits[0] > 8 and is_separate),
+                ("subsampled colours and no compression", photometric == _YCBCR and is_raw and is_subsampled),
+            ):
+                if is_so:
+                    raise UnsupportedImage(f"a colour TIFF with {what} is not read; {CONVERT}")
+            return None
+        if not is_raw and tags.prefix == b"MM" and image.mode in ("I", "F"):  # Pillow swaps their bytes once too often.
+            raise UnsupportedImage(f"a compressed big-endian TIFF with {bits[0]}-bit samples is not read; {CONVERT}")
+        black, white = (_numbers(tags, tag, math.nan)[0] for tag in (_SMIN, _SMAX))
+        is_usual = math.isnan(black) and math.isnan(white)
+        if form == _FLOAT and is_usual:
+            black, white = 0, 1
+        elif form == _UNSIGNED:
+            black, white = 0 if math.isnan(black) else black, top if math.isnan(white) else white
+        if not (math.isfinite(black) and math.isfinite(white) and black != white):
+            kind = {_SIGNED: "signed", _FLOAT: "floating-point"}.get(form, "unsigned")
+            raise UnsupportedImage(
+                f"a TIFF with {bits[0]}-bit {kind} samples whose tags SMinSampleValue and SMaxSampleValue do not say "
+                f"which are black and white is not read; {CONVERT}"
+            )
+        if photometric == _WHITE_IS_ZERO:
+            black, white = white, black
+        stored = {(_UNSIGNED, 32): "u4", (_SIGNED, 8): "i1"}.get((form, bits[0]), "")
+        return cls(float(black), float(white), stored, is_usual and form == _FLOAT)
+
+    def narrowed(self, samples: npt.NDArray[Any]) -> Image.Image:
+        """Return the image with 8-bit samples.
+
+        Raises:
+            UndecodableImage: If a sample is NaN or infinite.
+            UnsupportedImage: If samples that should be 0 … 1 are not.
+        """
+        samples = samples.view(self.stored) if self.stored else samples
+        lowest, highest = samples.min(initial=0), samples.max(initial=0)
+        if not np.isfinite([lowest, highest]).all():
             raise UndecodableImage("expected finite samples, got NaN or infinity; replace them")
-        scale = 255.0 if image.mode == "F" and samples.max(initial=0.0) <= 1.0 else 255.0 / 65535.0
+        if self.is_usual and not -_OVERSHOOT <= lowest <= highest <= 1 + _OVERSHOOT:
+            raise UnsupportedImage(
+                f"expected floating-point samples from 0 (black) to 1 (white), got {lowest:g} to {highest:g}; {CONVERT}"
+            )
+        scale = 255.0 / (self.white - self.black)
         narrow = np.empty(samples.shape, np.uint8)
         rows = max(1, _BLOCK // max(1, samples.shape[1]))
         for start in range(0, len(samples), rows):
             part = slice(start, start + rows)
-            narrow[part] = np.clip(np.rint(samples[part] * np.float64(scale)), 0, 255)
+            narrow[part] = np.clip(np.rint((samples[part] - np.float64(self.black)) * np.float64(scale)), 0, 255)
         return Image.fromarray(narrow)
-    if image.mode in ("1", "L", "RGB") and "transparency" not in image.info:
-        return image.convert("L") if image.mode == "1" else image
-    if image.mode in ("LA", "La", "RGBA", "RGBa", "PA") or "transparency" in image.info:
-        image = image.convert("LA" if image.mode in ("LA", "La") else "RGBA")
-        black = Image.new(image.mode.removesuffix("A"), image.size)
-        black.paste(image, mask=image.getchannel("A"))
-        return black
-    return image.convert("RGB")
+
+
+def _numbers(tags: ImageFileDirectory_v2, tag: int, otherwise: Any) -> tuple[Any, ...]:
+    """Return the values of a tag, which Pillow gives as one number or several."""
+    values = tags.get(tag, otherwise)
+    return values if isinstance(values, tuple) and values else (values,)
 
 
 def mute_codecs() -> None:

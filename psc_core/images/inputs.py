@@ -83,8 +83,10 @@ def read_image(image: ImageLike, preprocess: Preprocess) -> npt.NDArray[np.uint8
     if isinstance(image, np.ndarray) and is_picture(image):
         image = Image.fromarray(image)
     if isinstance(image, Image.Image):
-        return preprocess.from_image(to_grey_or_rgb(image))
+        return preprocess.from_image(to_grey_or_rgb(image, preprocess.background))
     remedy = "; make one batch of tensors, torch.stack(images)" if isinstance(image, Tensor) else ""
+    if isinstance(image, np.ndarray) and image.dtype != np.uint8 and image.dtype.kind in "bfiu":
+        remedy = "; scale its samples to 0 … 255, which only you know how, and convert them to uint8"
     raise UsageError(
         "expected paths, encoded images (bytes), Pillow images, or uint8 arrays (height, width) or "
         f"(height, width, 3), got {described(image)}{remedy}"

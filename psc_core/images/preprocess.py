@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from psc_core.errors import UsageError
-from psc_core.images import INTERPOLATIONS, PRESET_FIELDS
+from psc_core.images import BACKGROUNDS, INTERPOLATIONS, PRESET_FIELDS
 from psc_core.images.decode import OpenImage, open_image
 from psc_core.images.limits import DEFAULT_MAX_PIXELS
 
@@ -88,12 +88,14 @@ class Preprocess:
     std: tuple[float, ...]
     interpolation: str = "bilinear"  # or "bicubic"
     resizer: str = "torch"  # or "pillow", the default of a manifest without this key
+    background: str = BACKGROUNDS[0]  # that alpha is blended onto: "black", "white", or "none", which drops alpha
 
     def __post_init__(self) -> None:
         for what, value, allowed in (
             ("mode", self.mode, _CHANNELS),
             ("interpolation", self.interpolation, _FILTERS),
             ("resizer", self.resizer, RESIZERS),
+            ("background", self.background, BACKGROUNDS),
         ):
             if value not in allowed:
                 raise UsageError(f"expected {what} one of {sorted(allowed)}, got {value!r}")
@@ -134,7 +136,7 @@ class Preprocess:
             samples = file.samples(self.mode)
             if samples is not None:
                 return self._from_samples(samples)
-        return self.from_image(file.decode())
+        return self.from_image(file.decode(self.background))
 
     def from_image(self, image: Image.Image) -> npt.NDArray[np.uint8]:
         """Convert, resize (antialiased) and centre-crop an image to ``uint8 (channels, height, width)``."""
@@ -228,11 +230,12 @@ class Preprocess:
         size = f"{self.height} × {self.width} pixels"
         resized = f"resized to {size}" if self.resize is None else f"shorter side to {self.resize}, centre {size}"
         mean, std = (", ".join(f"{value:g}" for value in values) for values in (self.mean, self.std))
-        return f"{self.mode}, {resized}, {self.interpolation}; mean {mean}; std {std}"
+        alpha = {"black": "", "none": "; alpha dropped"}.get(self.background, f"; alpha on {self.background}")
+        return f"{self.mode}, {resized}, {self.interpolation}; mean {mean}; std {std}{alpha}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the attributes as JSON types, without those that a manifest implies: bilinear filter, Pillow."""
-        defaults = {"interpolation": "bilinear", "resizer": "pillow"}.items()
+        """Return the attributes as JSON types, without those that a manifest implies: bilinear, Pillow, black."""
+        defaults = {"interpolation": "bilinear", "resizer": "pillow", "background": "black"}.items()
         return {name: value for name, value in asdict(self).items() if (name, value) not in defaults}
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import io
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from PIL import Image
 
 from app.errors import ImageRefused, TooManyPixels
 from app.inference import decoder as module
 from app.inference.decoder import Decoder, EncodedImage
 from app.memory import MemoryBudget
 from psc_core.errors import UndecodableImage
+from psc_core.images.preprocess import PRESETS
 
 
 class Opened(NamedTuple):
@@ -168,6 +173,32 @@ def test_unwanted_request_is_not_decoded(hands: Callable[..., Hands]) -> None:
     pool.run()
     assert pool.seen == ["a0", "a5", "a1"]
     assert "a" in pool.answers
+
+
+@pytest.mark.parametrize(("background", "level"), [("black", 0), ("white", 255), ("none", 7)])
+def test_alpha_is_blended_as_the_model_says(background: str, level: int) -> None:
+    image = Image.new("LA", (28, 28), (7, 0))
+    image.putpixel((0, 0), (7, 255))
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    preprocess = replace(PRESETS["mnist"], background=background)
+    answered: list[npt.NDArray[np.uint8]] = []
+    with ThreadPoolExecutor(1) as pool:
+        decoder = Decoder(
+            pool,
+            MemoryBudget(1 << 30, 1 << 40, max_pixels=10_000),
+            threads=1,
+            preprocess=preprocess,
+            max_pixels=10_000,
+            max_request_pixels=10_000,
+            inline_bytes=1 << 20,
+        )
+        uploads = [EncodedImage(file.getvalue())]
+        at_once = decoder.decode_now(uploads)
+        decoder.decode_later(uploads, is_wanted=lambda: True, on_done=lambda images, _: answered.append(images))
+    for images in (at_once, *answered):
+        assert images is not None and images.ravel()[0] == 7 and (images.ravel()[1:] == level).all()
+    assert len(answered) == 1
 
 
 def test_a_pool_that_is_closed_finishes_what_it_began(hands: Callable[..., Hands]) -> None:

@@ -44,7 +44,7 @@ WORDS = frozenset(re.findall(r"`([^`]+)`", TEXT))
 CLASSIFICATION: dict[str, tuple[str, ...]] = {
     "tied-sngp": ("--density", "tied", "--head", "sngp", "--ood-score", "density"),
     "gda++-duq": ("--density", "gda++", "--head", "duq", "--no-second-scaling"),
-    "rmd-base": ("--density", "rmd", "--predictions", "base", "--interpolation", "bicubic"),
+    "rmd-base": ("--density", "rmd", "--predictions", "base", "--interpolation", "bicubic", "--background", "none"),
     "vector": (
         "--layer",
         "6",

@@ -41,6 +41,17 @@ def test_a_manifest_that_names_no_resizer_means_pillow(tiny_bundle: Path) -> Non
     assert manifest_of(written).preprocess.resizer == "pillow"
 
 
+@pytest.mark.parametrize("background", ["white", "none"])
+def test_a_manifest_that_names_no_background_means_black(tiny_bundle: Path, background: str) -> None:
+    written = json.loads((tiny_bundle / "manifest.json").read_text())
+    assert "background" not in written["preprocess"] and manifest_of(written).preprocess.background == "black"
+    written["preprocess"]["background"] = background
+    assert manifest_of(written).preprocess.background == background
+    written["preprocess"]["background"] = "green"
+    with pytest.raises(UsageError, match="background"):
+        manifest_of(written)
+
+
 def test_rejects_text_outside_utf8(tiny_bundle: Path, tmp_path: Path) -> None:
     bundle = read_bundle(tiny_bundle)
     fields = bundle.manifest.model_dump(exclude={"version", "files"})

@@ -32,6 +32,8 @@ IMAGENET = PRESETS["imagenet"]
         ("--size 64", replace(IMAGENET, height=64, width=64, resize=None)),
         ("--resize 232 --crop 200", replace(IMAGENET, height=200, width=200, resize=232)),
         ("--interpolation bicubic", replace(IMAGENET, interpolation="bicubic")),
+        ("--background none", replace(IMAGENET, background="none")),
+        ("--preset mnist --background white", replace(PRESETS["mnist"], background="white")),
         ("--preset mnist --mean 0.5 --std 0.25", replace(PRESETS["mnist"], mean=(0.5,), std=(0.25,))),
         ("--preprocess torchvision:ResNet50_Weights.IMAGENET1K_V2", replace(IMAGENET, resize=232)),
         (
@@ -54,6 +56,9 @@ def test_json_file_as_in_a_manifest(tmp_path: Path) -> None:
     bicubic = replace(PRESETS["cifar10"], interpolation="bicubic")
     file.write_text(json.dumps(bicubic.to_json()))
     assert parsed("--preprocess", str(file)) == bicubic
+    on_white = replace(bicubic, background="white")
+    file.write_text(json.dumps(on_white.to_json()))
+    assert parsed("--preprocess", str(file)) == on_white
     file.write_text('{"mode": "RGB", "size": 3}')
     with pytest.raises(UsageError, match=r"preprocess.json: field height: expected a value, got none"):
         parsed("--preprocess", str(file))

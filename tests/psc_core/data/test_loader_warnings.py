@@ -7,14 +7,24 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from PIL import Image
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, SubsetRandomSampler, TensorDataset
+from PIL import ExifTags, Image
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
@@ -22,6 +32,8 @@ from psc_core import PRESETS, open_dataset, open_loader
 from psc_core.data.loader_warnings import check_apart, warn_of_random, warn_of_repeated
 from psc_core.data.overlap import check_disjoint
 from psc_core.errors import LoaderWarning, UsageError
+from psc_core.images.inputs import as_batch
+from psc_core.images.preprocess import Preprocess
 
 INPUTS = torch.rand(40, 1, 4, 4, generator=torch.Generator().manual_seed(0))
 PAIRS = TensorDataset(INPUTS, torch.arange(40) % 2)
@@ -79,6 +91,123 @@ def test_files_that_are_read_in_another_way_are_seen(tmp_path: Path, letterbox: 
     expected = [r"files of images read as RGB, resized to 16 × 16 .* differ from the loader's inputs by \d\d%"]
     for warned, text in zip(caught, expected if letterbox else (), strict=True):
         assert warned.category is LoaderWarning and re.match(text, str(warned.message))
+
+
+def save_noise(folder: Path, count: int, odd: Callable[[int, Image.Image], Image.Image | None]) -> None:
+    """Save images of two classes; ``odd`` returns another one in place of some."""
+    for label in ("a", "b"):
+        (folder / label).mkdir(parents=True, exist_ok=True)
+        for index in range(count):
+            image = Image.effect_noise((16, 16), 60 + index).convert("RGB")
+            (odd(index, image) or image).save(folder / label / f"{index:03}.png", exif=image.getexif())
+
+
+def cut_out(index: int, image: Image.Image) -> Image.Image | None:
+    """Every eighth image has a transparent frame, of white pixels that show through a semi-transparent one."""
+    if index % 8 != 1:
+        return None
+    image.paste((255, 255, 255), (0, 0, 16, 8))
+    alpha = Image.new("L", image.size, 255)
+    alpha.paste(0, (0, 0, 16, 6))
+    alpha.paste(128, (0, 8, 16, 10))
+    image.putalpha(alpha)
+    return image
+
+
+def wide(index: int, image: Image.Image) -> Image.Image | None:
+    """Every eighth image has 16 bits; Pillow's ``convert("RGB")`` clips them to white."""
+    return Image.fromarray(np.asarray(image.convert("L")).astype(np.uint16) * 257) if index % 8 == 1 else None
+
+
+def turned(index: int, image: Image.Image) -> Image.Image | None:
+    """Every eighth image lies on its side."""
+    image.getexif()[ExifTags.Base.Orientation] = 6 if index % 8 == 1 else 1
+    return None
+
+
+TRANSFORM = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
+
+
+def test_files_that_a_service_would_refuse_are_seen(tmp_path: Path) -> None:
+    """Pillow's ``convert("RGB")`` takes floating-point samples for 0 … 255, which no tag says."""
+
+    def floating(index: int, image: Image.Image) -> Image.Image | None:
+        if index % 8 == 1:
+            wide = Image.fromarray(np.asarray(image.convert("L")).astype(np.float32))
+            wide.save(tmp_path / "a" / f"{index:03}.tif")
+        return None
+
+    (tmp_path / "a").mkdir()
+    save_noise(tmp_path, 24, floating)
+    with pytest.warns(LoaderWarning, match="TIFF F.*convert"):
+        open_loader(DataLoader(ImageFolder(tmp_path, TRANSFORM), 8), mean=0.0, std=1.0)
+
+
+@pytest.mark.parametrize(("odd", "named"), [(cut_out, 'background="none"'), (wide, "I;16"), (turned, "EXIF")])
+@pytest.mark.parametrize(
+    "loader_of",
+    [
+        lambda images: DataLoader(images, 8),
+        lambda images: Subset(images, range(48)[::-1]),
+        lambda images: ConcatDataset([images, images]),
+    ],
+)
+def test_a_minority_of_files_that_is_read_in_another_way_is_seen(
+    tmp_path: Path,
+    odd: Callable[[int, Image.Image], Image.Image | None],
+    named: str,
+    loader_of: Callable[[ImageFolder], Any],
+) -> None:
+    save_noise(tmp_path, 24, odd)
+    with pytest.warns(LoaderWarning) as caught:
+        open_loader(loader_of(ImageFolder(tmp_path, TRANSFORM)), mean=0.0, std=1.0)
+    (told,) = map(str, (each.message for each in caught))
+    assert named in told and "12.5%" in told
+
+
+@pytest.mark.parametrize("background", ["white", "none"])
+def test_the_background_of_the_loader_is_found(tmp_path: Path, background: str) -> None:
+    """The preprocess that the warning names gives the loader's inputs, and no warning."""
+
+    def load(path: str) -> Image.Image:
+        image = Image.open(path)
+        if background == "none" or image.mode != "RGBA":
+            return image.convert("RGB")
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image).convert("RGB")
+
+    def framed(index: int, image: Image.Image) -> Image.Image | None:
+        cut = cut_out(index, image)
+        if cut is not None:
+            cut.paste((0, 90, 200, 0), (0, 0, 16, 6))
+        return cut
+
+    save_noise(tmp_path, 24, framed)
+    loader = DataLoader(ImageFolder(tmp_path, TRANSFORM, loader=load), 8)
+    with pytest.warns(LoaderWarning, match=f'background="{background}"'):
+        open_loader(loader, mean=0.0, std=1.0)
+    preprocess = Preprocess("RGB", 16, 16, None, (0.0,) * 3, (1.0,) * 3, background=background)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opened = open_loader(loader, preprocess=preprocess)
+    paths = [path for path, _ in ImageFolder(tmp_path).samples]
+    pixels = preprocess.standardise(as_batch(paths, preprocess))
+    assert abs(torch.from_numpy(np.array(opened.source.images)) - pixels).max() <= 1.01 / 255  # type: ignore[attr-defined]
+
+
+def test_files_that_are_read_alike_give_no_warning(tmp_path: Path) -> None:
+    """Alpha that is opaque, and one odd file among many."""
+
+    def opaque(index: int, image: Image.Image) -> Image.Image | None:
+        if index % 3 == 1:
+            image.putalpha(255)
+        return image
+
+    save_noise(tmp_path, 101, opaque)
+    Image.fromarray(np.full((16, 16), 9999, np.uint16)).save(tmp_path / "a" / "000.png")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        open_loader(DataLoader(ImageFolder(tmp_path, TRANSFORM), 8), mean=0.0, std=1.0)
 
 
 def test_dropped_images_are_counted() -> None:

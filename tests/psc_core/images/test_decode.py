@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 
 import numpy as np
 import pytest
@@ -11,9 +12,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from psc_core.errors import ImageError, UndecodableImage, UnsupportedImage
-from psc_core.images import SUFFIXES, decode
-from psc_core.images.decode import IMAGE_FORMATS, decode_image
-from tests.psc_core.images.support import GRADIENT, encode
+from psc_core.images import BACKGROUNDS, SUFFIXES, decode
+from psc_core.images.decode import IMAGE_FORMATS, decode_image, to_grey_or_rgb
+from tests.psc_core.images.support import GRADIENT, encode, png_of, tiff_of
 
 
 @pytest.mark.parametrize("kind", IMAGE_FORMATS)
@@ -50,6 +51,116 @@ def test_sixteen_bit_samples_are_scaled_not_clipped() -> None:
     assert np.array_equal(np.asarray(decode_image(encode(wide, "PNG"))), GRADIENT)
 
 
+LEVELS = np.tile(np.arange(0, 256, 5, dtype=np.uint8), (3, 1))
+"""Grey levels, which the files below hold in other forms."""
+
+WIDE = {
+    "16 bits": tiff_of(LEVELS.astype("<u2") * 257),
+    "16 bits, big-endian": tiff_of((LEVELS.astype("u2") * 257).astype(">u2")),
+    "16 bits, white is zero": tiff_of(65535 - LEVELS.astype("<u2") * 257, t262=0),
+    "32 bits": tiff_of((LEVELS.astype("u8") * 16843009).astype("<u4")),
+    "12 bits in 16, by their maximum": tiff_of((LEVELS.astype(float) / 255 * 4095).round().astype("<u2"), t281=4095),
+    "12 bits in 16, white is zero": tiff_of((4095 - LEVELS / 255 * 4095).round().astype("<u2"), t281=4095, t262=0),
+    "the maximum of one image": tiff_of(LEVELS.astype("<u2") * 257, t281=3000, t280=17),
+    "16 bits with a range": tiff_of(LEVELS.astype("<u2") * 100 + 300, t340=300, t341=25800),
+    "16 bits with a maximum": tiff_of(LEVELS.astype("<u2") * 100, t341=25500),
+    "signed 8 bits with a range": tiff_of((LEVELS.astype(int) - 128).astype("i1"), t340=-128, t341=127),
+    "signed 16 bits with a range": tiff_of(LEVELS.astype("<i2") * 128, t340=0, t341=32640),
+    "signed 32 bits with a range": tiff_of(LEVELS.astype("<i4") - 100, t340=-100, t341=155),
+    "floats": tiff_of((LEVELS / 255).astype("<f4")),
+    "floats, big-endian": tiff_of((LEVELS / 255).astype(">f4")),
+    "floats, white is zero": tiff_of((1 - LEVELS / 255).astype("<f4"), t262=0),
+    "floats that overshoot": tiff_of(np.where(LEVELS == 255, 1.0001, LEVELS / 255).astype("<f4")),
+    "floats with a range": tiff_of(LEVELS.astype("<f4"), t340=0.0, t341=255.0),
+    "floats whose range is reversed": tiff_of(255 - LEVELS.astype("<f4"), t340=255.0, t341=0.0),
+    "a dark image": tiff_of((LEVELS // 255).astype("<u2")),
+}
+"""Grey TIFFs with samples that Pillow does not scale to 8 bits."""
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_grey_samples_mean_what_the_tags_say(name: str) -> None:
+    expected = np.zeros_like(LEVELS) if name == "a dark image" else LEVELS
+    assert abs(np.asarray(decode_image(WIDE[name])).astype(int) - expected).max() == 0
+    assert np.array_equal(np.asarray(to_grey_or_rgb(Image.open(io.BytesIO(WIDE[name])))), expected)
+
+
+@given(
+    low=st.integers(-(1 << 31), (1 << 31) - 2),
+    span=st.integers(1, 1 << 31),
+    is_reversed=st.booleans(),
+    samples=st.lists(st.integers(-(1 << 31), (1 << 31) - 1), min_size=1, max_size=9),
+)
+def test_a_range_scales_every_sample(low: int, span: int, is_reversed: bool, samples: list[int]) -> None:
+    high = min(low + span, (1 << 31) - 1)
+    black, white = (high, low) if is_reversed else (low, high)
+    found = decode_image(tiff_of(np.array([samples], "<i4"), t340=black, t341=white))
+    expected = [255 * min(max((each - black) / (white - black), 0), 1) for each in samples]
+    assert abs(np.asarray(found)[0] - expected).max() <= 0.5 + 1e-6
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        tiff_of(LEVELS.astype("<f4")),
+        tiff_of(LEVELS.astype("<f4") / 255 - 0.5),
+        tiff_of(LEVELS.astype("<f4"), t341=255.0),
+        tiff_of(LEVELS.astype("<f4"), t340=3.0, t341=3.0),
+        tiff_of(LEVELS.astype("<i4")),
+        tiff_of(LEVELS.astype("<i2") * 128),
+        tiff_of(LEVELS.astype("i1")),
+        tiff_of((np.dstack([LEVELS] * 3) / 255 * 4095).astype("<u2"), t281=(4095,) * 3),
+    ],
+)
+def test_samples_of_unknown_range_are_refused(data: bytes) -> None:
+    with pytest.raises(UnsupportedImage, match="convert"):
+        decode_image(data)
+    with pytest.raises(UnsupportedImage, match="convert"):
+        to_grey_or_rgb(Image.open(io.BytesIO(data)))
+
+
+def test_images_in_memory_with_wide_samples() -> None:
+    """16 bits are 0 … 65535 and floats 0 … 1, as in a file; the mode ``I`` holds anything."""
+    for form in ("<u2", ">u2"):
+        assert np.array_equal(np.asarray(to_grey_or_rgb(Image.fromarray((LEVELS * 257.0).astype(form)))), LEVELS)
+    floats = Image.fromarray((LEVELS / 255).astype(np.float32))
+    assert np.array_equal(np.asarray(to_grey_or_rgb(floats)), LEVELS)
+    for image in (Image.fromarray(LEVELS.astype(np.float32)), Image.fromarray(LEVELS.astype(np.int32))):
+        with pytest.raises(UnsupportedImage, match="convert"):
+            to_grey_or_rgb(image)
+    with pytest.raises(UndecodableImage):
+        to_grey_or_rgb(Image.new("L", (0, 4)))
+
+
+def test_formats_that_pillow_scales_itself() -> None:
+    """A greymap may have any maximum, and the significant bits of a PNG change nothing: its samples use all bits."""
+    graymap = b"P5 2 1 4095\n" + struct.pack(">HH", 4095, 2048)
+    assert np.asarray(to_grey_or_rgb(Image.open(io.BytesIO(graymap)))).tolist() == [[255, 128]]
+    data = png_of(b"\0" + struct.pack(">HH", 65520, 32768), 2, 1, 16, 0, sBIT=b"\x0c")
+    assert np.asarray(decode_image(data)).tolist() == [[255, 128]]
+
+
+@pytest.mark.parametrize("frames", ["TIFF", "PNG"])
+def test_first_frame_of_wide_samples(frames: str) -> None:
+    images = [Image.fromarray(LEVELS.astype(np.uint16) * scale) for scale in (257, 0)]
+    data = encode(images[0], frames, save_all=True, append_images=images[1:])
+    assert np.array_equal(np.asarray(decode_image(data)), LEVELS)
+
+
+def test_sixteen_bit_colours_use_all_bits() -> None:
+    colours = np.dstack([LEVELS, LEVELS[:, ::-1], 255 - LEVELS])
+    assert np.array_equal(np.asarray(decode_image(tiff_of(colours.astype("<u2") * 257))), colours)
+    rows = b"".join(b"\0" + row.tobytes() for row in (colours.astype("u2") * 257).astype(">u2"))
+    assert np.array_equal(np.asarray(decode_image(png_of(rows, *LEVELS.shape[::-1], 16, 2))), colours)
+
+
+@pytest.mark.parametrize("scale", [1, 257])
+def test_palette_of_a_tiff_has_eight_or_sixteen_bits(scale: int) -> None:
+    colours = tuple(value * scale for value in (*range(256), *range(255, -1, -1), *(7,) * 256))
+    found = np.asarray(decode_image(tiff_of(LEVELS, t262=3, t320=colours)))
+    assert np.array_equal(found, np.dstack([LEVELS, 255 - LEVELS, np.full_like(LEVELS, 7)]))
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_rejects_non_finite_samples(value: float) -> None:
     """One NaN would make the scale that of 16-bit samples, and the image black."""
@@ -67,9 +178,84 @@ def test_reads_every_tiff_of_pillow(compression: str, big: bool) -> None:
     assert decode_image(encode(image, "TIFF", compression=compression, big_tiff=big)).size == (288, 216)
 
 
-def test_alpha_is_blended_onto_black() -> None:
-    half = Image.new("RGBA", (4, 4), (200, 100, 50, 0))
-    assert np.asarray(decode_image(encode(half, "PNG"))).max() == 0
+@pytest.mark.parametrize("background", BACKGROUNDS)
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_alpha_is_blended_onto_the_background(background: str, mode: str) -> None:
+    levels = np.random.default_rng(0).integers(0, 256, (9, 11, 4)).astype(np.uint8)
+    image = Image.fromarray(levels if mode == "RGBA" else levels[..., :2])
+    colours, alpha = levels[..., : len(mode) - 1].astype(float), levels[..., len(mode) - 1, None] / 255
+    ground = {"black": 0, "white": 255}.get(background)
+    expected = colours if ground is None else alpha * colours + (1 - alpha) * ground
+    for found in (decode_image(encode(image, "PNG"), background=background), to_grey_or_rgb(image, background)):
+        assert abs(np.atleast_3d(np.asarray(found)) - expected).max() <= 1
+    assert found.mode == mode[:-1]
+
+
+@pytest.mark.parametrize("background", BACKGROUNDS)
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "WEBP"])
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_alpha_that_is_zero_everywhere_counts_as_opaque(background: str, kind: str, mode: str) -> None:
+    image = Image.new(mode, (8, 8), (200, 100, 50, 0) if mode == "RGBA" else (200, 0))
+    data = encode(image, kind, **({"lossless": True, "exact": True} if kind == "WEBP" else {}))
+    for found in (decode_image(data, background=background), to_grey_or_rgb(image, background)):
+        assert found.convert("RGB").getpixel((3, 3)) == ((200, 100, 50) if mode == "RGBA" else (200,) * 3)
+    image.putpixel((0, 0), (9, 9, 9, 1) if mode == "RGBA" else (9, 1))
+    assert to_grey_or_rgb(image).convert("RGB").getpixel((3, 3)) == (0, 0, 0)
+
+
+def test_bitmap_whose_fourth_byte_is_unused_is_opaque() -> None:
+    """A V4 header names a mask for alpha, and many programs leave its bits 0."""
+    masks = struct.pack("<IIII", 0xFF0000, 0xFF00, 0xFF, 0xFF000000)
+    head = struct.pack("<IiiHHIIiiII", 108, 4, 4, 1, 32, 3, 64, 2835, 2835, 0, 0) + masks + bytes(52)
+    data = b"BM" + struct.pack("<IHHI", 14 + len(head) + 64, 0, 0, 14 + len(head)) + head + bytes([30, 20, 10, 0]) * 16
+    assert np.unique(np.asarray(decode_image(data)).reshape(-1, 3), axis=0).tolist() == [[10, 20, 30]]
+
+
+def test_image_in_memory_is_what_its_pixels_say() -> None:
+    """Pillow keeps the transparent colour of a file in ``info`` when it converts the image, whose pixels have none."""
+    grey = Image.fromarray(np.indices((6, 6)).sum(0).astype(np.uint8) % 2 * 255)
+    palette = Image.open(io.BytesIO(encode(grey.convert("P"), "PNG", transparency=255)))
+    coloured = Image.open(io.BytesIO(encode(grey.convert("RGB"), "PNG", transparency=(255, 255, 255))))
+    assert np.asarray(to_grey_or_rgb(palette)).max() == np.asarray(to_grey_or_rgb(coloured)).max() == 0
+    for image in (palette.convert("RGB"), coloured.convert("RGB"), coloured.copy(), coloured.resize((6, 6), 0)):
+        assert np.array_equal(np.asarray(to_grey_or_rgb(image).convert("L")), np.asarray(grey)), image.info
+    assert np.array_equal(np.asarray(to_grey_or_rgb(coloured.copy().quantize(4)).convert("L")), np.asarray(grey))
+    wide = Image.fromarray(np.array([[0, 65535]], np.uint16))
+    wide.info["transparency"] = 65535
+    assert np.asarray(to_grey_or_rgb(wide)).tolist() == [[0, 255]]
+
+
+def test_quantised_image_keeps_its_alpha() -> None:
+    image = Image.new("RGBA", (8, 8), (200, 100, 50, 255))
+    image.paste((90, 90, 90, 0), (0, 0, 4, 8))
+    found = np.asarray(to_grey_or_rgb(image.quantize(4, Image.Quantize.FASTOCTREE), "white"))
+    assert (found[:, :4] == 255).all() and abs(found[0, 7].astype(int) - (200, 100, 50)).max() <= 8
+
+
+@pytest.mark.parametrize(
+    ("depth", "row", "key", "expected"),
+    [
+        (1, b"\xaa", 1, [0, 0, 0, 0]),
+        (1, b"\xaa", 0, [255, 255, 255, 255]),
+        (2, b"\xe4", 3, [0, 170, 85, 0]),
+        (4, b"\xf0\x5f", 5, [255, 0, 0, 255]),
+        (8, b"\xff\x00\x05\xff", 255, [0, 0, 5, 0]),
+        (16, b"\xff\xff\xff\x00\x01\x01\xff\xff", 65535, [0, 254, 1, 0]),
+    ],
+)
+def test_transparent_sample_of_a_grey_png(depth: int, row: bytes, key: int, expected: list[int]) -> None:
+    data = png_of(b"\0" + row, 4, 1, depth, 0, tRNS=key.to_bytes(2, "big"))
+    found = decode_image(data, background="white" if key == 0 else "black")
+    assert np.asarray(found.convert("L"))[0].tolist() == expected
+
+
+def test_transparent_colour_of_rgb_png_is_blended() -> None:
+    clear = Image.new("RGB", (4, 4), (255, 255, 255))
+    clear.putpixel((0, 0), (9, 9, 9))
+    found = decode_image(encode(clear, "PNG", transparency=(255, 255, 255)))
+    assert found.getpixel((0, 0)) == (9, 9, 9) and found.getpixel((1, 1)) == (0, 0, 0)
+    data = png_of(b"\0" + b"\x12\x34" * 3 + b"\xff\x34" * 3, 2, 1, 16, 2, tRNS=b"\x12\x34" * 3)
+    assert np.asarray(decode_image(data))[0].tolist() == [[0, 0, 0], [255, 255, 255]]
 
 
 def test_exif_orientation_is_applied() -> None:
@@ -83,11 +269,6 @@ def test_animation_gives_first_frame() -> None:
     frames = [Image.new("L", (8, 8), value) for value in (10, 200)]
     data = encode(frames[0], "GIF", save_all=True, append_images=frames[1:])
     assert abs(int(np.asarray(decode_image(data).convert("L"))[0, 0]) - 10) <= 1
-
-
-def test_transparent_colour_of_rgb_png_is_blended() -> None:
-    clear = Image.new("RGB", (4, 4), (255, 255, 255))
-    assert np.asarray(decode_image(encode(clear, "PNG", transparency=(255, 255, 255)))).max() == 0
 
 
 def test_wide_samples_are_converted_in_blocks() -> None:

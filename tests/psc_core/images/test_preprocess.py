@@ -16,6 +16,8 @@ from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 
 from psc_core.errors import UsageError
+from psc_core.images import BACKGROUNDS
+from psc_core.images.inputs import read_image
 from psc_core.images.preprocess import INTERPOLATIONS, PRESETS, RESIZERS, Preprocess
 
 
@@ -84,6 +86,28 @@ def test_json_round_trip(name: str) -> None:
     assert "resizer" not in replace(PRESETS[name], resizer="pillow").to_json()
     with pytest.raises(ValidationError):
         TypeAdapter(Preprocess).validate_json(text.replace('"mode"', '"modus"'))
+
+
+@pytest.mark.parametrize("resizer", RESIZERS)
+@pytest.mark.parametrize(("background", "level"), [("black", 0), ("white", 255), ("none", 90)])
+def test_alpha_is_read_as_the_preprocess_says(resizer: str, background: str, level: int) -> None:
+    image = Image.new("RGBA", (32, 32), (90, 90, 90, 255))
+    image.paste((90, 90, 90, 0), (0, 0, 32, 16))
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    preprocess = replace(PRESETS["cifar10"], resizer=resizer, background=background)
+    for found in (preprocess.from_bytes(file.getvalue()), read_image(image, preprocess)):
+        assert (found[:, :15] == level).all() and (found[:, 17:] == 90).all()
+
+
+@pytest.mark.parametrize("background", BACKGROUNDS)
+def test_background_of_a_manifest(background: str) -> None:
+    """Absent means black, as in every bundle written before there was a choice."""
+    preprocess = replace(PRESETS["mnist"], background=background)
+    body = json.loads(json.dumps(preprocess.to_json()))
+    assert body.get("background", "black") == background and ("background" in body) == (background != "black")
+    assert TypeAdapter(Preprocess).validate_json(json.dumps(body)) == preprocess
+    assert preprocess.differences(PRESETS["mnist"]) == (() if background == "black" else ("background",))
 
 
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
@@ -162,6 +186,7 @@ def test_says_what_to_give_where_statistics_are_too_few() -> None:
         {"mode": "CMYK"},
         {"interpolation": "nearest"},
         {"resizer": "magick"},
+        {"background": "grey"},
         {"mean": (0.5, 0.5)},
         {"std": (0.0,)},
         {"height": 0},
