@@ -103,7 +103,8 @@ def run(arguments: Sequence[str]) -> int:
     """
     # By default SIGHUP ends a process, and an operator may send it before there is anything to reload.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.OK))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
     settings = settings_from(arguments)
     logging.config.dictConfig(log_config(settings.log_level))
     if not settings.bundle:
@@ -125,18 +126,30 @@ def run(arguments: Sequence[str]) -> int:
     # Idle OpenMP threads would spin on the cores that decode images.  OpenMP reads this when torch loads it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     gc.disable()  # Each collection would walk all that was imported so far, and none of it is garbage.
-    from app.server import serve  # Importing torch takes seconds: a mistake in the settings should show before.
+    # Importing torch takes seconds: a mistake in the settings should show before.
+    from app.runtime import end_threads
+    from app.server import serve
 
     gc.freeze()
     gc.enable()
 
     try:
         code, message = serve(settings, listener)
+        if message:
+            logger.critical("%s", message)
+    except SystemExit as stop:  # Startup has failed, or a signal came before it was complete.
+        code = int(stop.code or 0)
     finally:
         gc.unfreeze()  # Or libraries would report at exit that their objects have leaked.
-    if message:
-        logger.critical("%s", message)
+    end_threads(code)
     return code
+
+
+def end(*_: object) -> None:
+    """End this process on its first signal; another one while it ends would interrupt its last steps."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(ExitCode.OK)
 
 
 def unbuffer_stderr() -> None:
