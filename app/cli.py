@@ -20,6 +20,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from app.healthcheck import address_of, leave_address
 from app.observability.logs import log_config
 from app.settings import BACKLOG, Settings, load_settings
 from psc_core.errors import ExitCode, PSCError, UsageError
@@ -119,16 +120,26 @@ def run(arguments: Sequence[str]) -> int:
     if settings.grpc_port is not None:
         # Only to fail early on a port that is taken: each worker binds it again once its models are loaded.
         _listen(settings.host, settings.grpc_port).close()
-    scheme = "http" if settings.tls_certificate is None else "https"
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    logger.info("listening on %s://%s:%d", scheme, host, listener.getsockname()[1])
+    address = address_of(settings.host, listener.getsockname()[1], tls=settings.tls_certificate is not None)
+    logger.info("listening on %s", address)
+    with leave_address(address) as is_left:
+        if not is_left:
+            logger.warning(
+                "no folder for temporary files is writable, so the health check goes by PSC_HOST and PSC_PORT"
+            )
+        code = _serve(settings, listener)
+    from app.runtime import end_threads
 
+    end_threads(code)
+    return code
+
+
+def _serve(settings: Settings, listener: socket.socket) -> int:
+    """Import what serves, serve until told to stop, and return the exit code."""
     # Idle OpenMP threads would spin on the cores that decode images.  OpenMP reads this when torch loads it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     gc.disable()  # Each collection would walk all that was imported so far, and none of it is garbage.
-    # Importing torch takes seconds: a mistake in the settings should show before.
-    from app.runtime import end_threads
-    from app.server import serve
+    from app.server import serve  # Importing torch takes seconds: a mistake in the settings should show before.
 
     gc.freeze()
     gc.enable()
@@ -141,7 +152,6 @@ def run(arguments: Sequence[str]) -> int:
         code = int(stop.code or 0)
     finally:
         gc.unfreeze()  # Or libraries would report at exit that their objects have leaked.
-    end_threads(code)
     return code
 
 

@@ -36,7 +36,7 @@ _SWITCH_SECONDS: Final = 5e-4
 
 Python's default of 5 ms would delay the device by as much between any two operations."""
 
-_THREAD_SECONDS: Final = 5.0
+_THREAD_SECONDS: Final = 2.0
 """The longest time that the end of the process waits for its threads."""
 
 _MAX_COMPILED_SHAPES: Final = 1 << 16
