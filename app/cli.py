@@ -20,6 +20,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from app.healthcheck import address_of, leave_address
 from app.observability.logs import log_config
 from app.settings import BACKLOG, Settings, load_settings
 from psc_core.errors import ExitCode, PSCError, UsageError
@@ -103,7 +104,8 @@ def run(arguments: Sequence[str]) -> int:
     """
     # By default SIGHUP ends a process, and an operator may send it before there is anything to reload.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.OK))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
     settings = settings_from(arguments)
     logging.config.dictConfig(log_config(settings.log_level))
     if not settings.bundle:
@@ -118,10 +120,22 @@ def run(arguments: Sequence[str]) -> int:
     if settings.grpc_port is not None:
         # Only to fail early on a port that is taken: each worker binds it again once its models are loaded.
         _listen(settings.host, settings.grpc_port).close()
-    scheme = "http" if settings.tls_certificate is None else "https"
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    logger.info("listening on %s://%s:%d", scheme, host, listener.getsockname()[1])
+    address = address_of(settings.host, listener.getsockname()[1], tls=settings.tls_certificate is not None)
+    logger.info("listening on %s", address)
+    with leave_address(address) as is_left:
+        if not is_left:
+            logger.warning(
+                "no folder for temporary files is writable, so the health check goes by PSC_HOST and PSC_PORT"
+            )
+        code = _serve(settings, listener)
+    from app.runtime import end_threads
 
+    end_threads(code)
+    return code
+
+
+def _serve(settings: Settings, listener: socket.socket) -> int:
+    """Import what serves, serve until told to stop, and return the exit code."""
     # Idle OpenMP threads would spin on the cores that decode images.  OpenMP reads this when torch loads it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     gc.disable()  # Each collection would walk all that was imported so far, and none of it is garbage.
@@ -132,11 +146,20 @@ def run(arguments: Sequence[str]) -> int:
 
     try:
         code, message = serve(settings, listener)
+        if message:
+            logger.critical("%s", message)
+    except SystemExit as stop:  # Startup has failed, or a signal came before it was complete.
+        code = int(stop.code or 0)
     finally:
         gc.unfreeze()  # Or libraries would report at exit that their objects have leaked.
-    if message:
-        logger.critical("%s", message)
     return code
+
+
+def end(*_: object) -> None:
+    """End this process on its first signal; another one while it ends would interrupt its last steps."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(ExitCode.OK)
 
 
 def unbuffer_stderr() -> None:

@@ -69,6 +69,10 @@ class UnsupportedMedia(ServiceError):
     """The content type is none of the three accepted forms."""
 
 
+class UnsupportedEncoding(ServiceError):
+    """The body, or a part of it, is compressed or encoded."""
+
+
 class Overloaded(ServiceError):
     """The service cannot take on more work now.
 

@@ -61,9 +61,11 @@ def create_app(
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         with runtime.running(service):
             await service.start(wait_until_ready=runtime.starts_ready or settings.workers > 1)
-            async with _serving_grpc(app, service):
-                yield
-            await service.close()
+            try:
+                async with _serving_grpc(app, service):
+                    yield
+            finally:  # Also if a second Ctrl-C has cancelled this: rows of the log are written, and threads end.
+                await service.close()
 
     if settings.otel:
         tracing.configure_export()

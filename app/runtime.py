@@ -10,6 +10,8 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -24,6 +26,8 @@ from app.settings import Settings
 from psc_core.compute.allocator import keep_freed_memory, release_freed_memory
 from psc_core.images.decode import mute_codecs
 
+logger = logging.getLogger("psc.runtime")
+
 LINGER_SECONDS: Final = 1.0
 """The longest time after SIGTERM in which requests are still accepted; each is answered with ``Connection: close``."""
 
@@ -31,6 +35,9 @@ _SWITCH_SECONDS: Final = 5e-4
 """The longest time that the event loop keeps the interpreter's lock while the device thread waits for it.
 
 Python's default of 5 ms would delay the device by as much between any two operations."""
+
+_THREAD_SECONDS: Final = 2.0
+"""The longest time that the end of the process waits for its threads."""
 
 _MAX_COMPILED_SHAPES: Final = 1 << 16
 """The maximum number of shapes compiled in one process: the buckets of all models, again after every reload."""
@@ -133,6 +140,27 @@ class UvicornRuntime(Runtime):
                 mark_process_dead(os.getpid())  # type: ignore[no-untyped-call]
             gc.enable()
             gc.unfreeze()  # Or libraries would report at exit that their objects have leaked.
+
+
+def end_threads(code: int) -> None:
+    """Wait until this process's threads have ended; if one does not, end the process with ``code``.
+
+    The interpreter ends a daemon thread where it next asks for the lock, and inside of PyTorch's C++ that aborts the
+    process.  Such a thread is warming up a model that nobody waits for, computes a long batch or hangs.
+    Its requests have been answered and the log is written, so only buffers are left to flush.
+    """
+    deadline = time.monotonic() + _THREAD_SECONDS
+    for thread in threading.enumerate():
+        if not (thread.daemon and thread.name.startswith("psc-")):
+            continue
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            logger.warning("%s does not end, so the process ends without it", thread.name)
+            logging.shutdown()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError, AttributeError):  # It is closed, full or None.
+                    stream.flush()
+            os._exit(code)
 
 
 def settle_heap() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import logging
+import multiprocessing
 import os
 import shutil
 import signal
@@ -24,7 +26,7 @@ from app.main import check, create_app
 from app.observability.logs import log_config
 from app.observability.metrics import PROCESS_FILES
 from app.protocol import LimitedProtocol
-from app.runtime import UvicornRuntime, linger_seconds, prepare_process
+from app.runtime import UvicornRuntime, end_threads, linger_seconds, prepare_process
 from app.service import Service
 from app.settings import BACKLOG, Settings
 from psc_core.errors import ExitCode, UsageError
@@ -41,6 +43,8 @@ logger = logging.getLogger("psc.server")
 def build(settings: Settings) -> FastAPI:
     """Prepare this process and build its application; uvicorn calls this in each worker."""
     prepare_process(settings)
+    if multiprocessing.parent_process() is not None:  # A worker, whose code nobody reads once it was told to end.
+        atexit.register(end_threads, ExitCode.OK)
     return create_app(settings, runtime=UvicornRuntime())
 
 

@@ -19,6 +19,7 @@ maps them to HTTP in one table (``app/http/problems.py``).
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -102,8 +103,11 @@ def needs(what: str, extra: str, *modules: str, error: type[PSCError] = UsageErr
     """Import the modules of an optional dependency and return the last, or raise ``error``: ``what`` needs it."""
     try:
         return [import_module(name) for name in modules][-1]
-    except ImportError as missing:
+    except ModuleNotFoundError as missing:
         raise error(f"{what} needs {missing.name or modules[-1]}; pip install 'psc[{extra}]'") from missing
+    except ImportError as broken:
+        name = next((module for module in modules if module not in sys.modules), modules[-1])
+        raise error(f"{what} needs {name}, which cannot be imported: {broken}; install it again") from broken
 
 
 def imported(module: str, name: str, *, error: type[PSCError]) -> Any:

@@ -39,6 +39,7 @@ from app.errors import (
     UnavailableMap,
     UnknownImage,
     UnknownModel,
+    UnsupportedEncoding,
     UnsupportedMedia,
     UnusableLabel,
 )
@@ -85,6 +86,7 @@ TABLE: Final[Mapping[type[PSCError], tuple[int, str, str]]] = {
     TooManyImages: (413, "too-many-images", "Too many images"),
     TooManyPixels: (413, "too-many-pixels", "Too many pixels"),
     ImageTooLarge: (413, "image-too-large", "Image too large"),
+    UnsupportedEncoding: (415, "unsupported-encoding", "Unsupported content encoding"),
     UnsupportedMedia: (415, "unsupported-media", "Unsupported content type"),
     UnsupportedImage: (415, "unsupported-image", "Unsupported image format"),
     UndecodableImage: (422, "undecodable-image", "Image cannot be decoded"),
@@ -133,6 +135,8 @@ def problem_of(error: BaseException) -> Problem:
         members["retry_after_seconds"] = cause.retry_after
     if isinstance(cause, Unauthorized):
         headers["www-authenticate"] = 'Bearer realm="psc"'
+    if isinstance(cause, UnsupportedEncoding):  # RFC 9110, section 12.5.3: tells it from an unsupported content type.
+        headers["accept-encoding"] = "identity"
     if isinstance(cause, (BodyTooLarge, SlowUpload)):
         headers["connection"] = "close"
     return make_problem(row, str(error), headers, **members)

@@ -94,6 +94,7 @@ class ModelDocument(Document):
     calibration: CalibrationDocument
     report: dict[str, Any] = Field(description="The measurements of the fit: collapse, metrics, provenance.")
     models: list[str] = Field(description="The names of all served models, the default first.")
+    feedback: bool = Field(description="Whether the service keeps a prediction log, so that `/feedback` is served.")
 
 
 class RecentDocument(Document):

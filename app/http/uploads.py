@@ -18,7 +18,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
-from app.errors import ClientGone, MalformedRequest, SlowUpload, TooManyImages, UnsupportedMedia
+from app.errors import ClientGone, MalformedRequest, SlowUpload, TooManyImages, UnsupportedEncoding, UnsupportedMedia
 from app.http.json_body import counted, has_more, parsed
 from app.inference.decoder import EncodedImage
 
@@ -30,6 +30,12 @@ _INLINE_BYTES: Final = 256 * 1024
 
 _MAX_PARAMETERS: Final = 16
 """The maximum number of parameters of a part's ``Content-Disposition``, or of semicolons in its file name."""
+
+_CHARSETS: Final = frozenset({"utf-8", "utf8", "us-ascii", "ascii"})
+"""The charsets whose texts are UTF-8."""
+
+_RAW: Final = frozenset({b"binary", b"8bit", b"7bit", b"identity"})
+"""The encodings of a part that leave its bytes as they are."""
 
 _FORMS: Final = "multipart/form-data with the field 'images', application/json, or image/*"
 
@@ -53,6 +59,7 @@ async def read_images(request: Request, limits: UploadLimits, parser: Executor) 
 
     Raises:
         UnsupportedMedia: If the content type is none of the three forms.
+        UnsupportedEncoding: If a part of a form is encoded.
         MalformedRequest: If the body does not follow its form, or holds no image.
         TooManyImages: If there are more than ``limits.max_images``; raised as soon as it is known.
         SlowUpload: If the body did not arrive in time.
@@ -90,10 +97,16 @@ async def read_json_body(request: Request, seconds: float) -> bytes:
     """Read the whole body, a JSON document.
 
     Raises:
+        UnsupportedMedia: If the content type names a charset other than UTF-8, the only one of JSON.
         MalformedRequest: If the document has too many values; raised as soon as it is known.
         SlowUpload: If the body did not arrive within ``seconds``.
         ClientGone: If the client left before the body was complete.
     """
+    content_type = request.headers.get("content-type", "")
+    if ";" in content_type:
+        charset = parse_options_header(content_type)[1].get(b"charset", b"utf-8").decode("latin-1")
+        if charset.lower() not in _CHARSETS:
+            raise UnsupportedMedia(f"expected JSON in UTF-8, got charset={charset[:64]}; encode the body in UTF-8")
     pieces: list[bytes] = []
     check = counted()
 
@@ -149,6 +162,8 @@ def _file_of(image: Any, index: int) -> bytes:
 
 def decode_base64(text: Any, where: str) -> bytes:
     """Decode strict base64 text; raises :class:`MalformedRequest`, whose text begins with ``where``."""
+    if isinstance(text, str) and text.startswith("data:"):
+        raise MalformedRequest(f"{where}: expected base64, got a data: URL; send only what follows its comma")
     try:
         return binascii.a2b_base64(text, strict_mode=True)
     except (TypeError, ValueError) as error:  # binascii.Error is a ValueError.
@@ -167,6 +182,7 @@ class _FormFields:
         self._header_name = b""
         self._header_value = b""
         self._disposition = b""
+        self._encoding = b""
         self._name = ""
         self._file_name: str | None = None
         self._data = bytearray()
@@ -175,7 +191,7 @@ class _FormFields:
         self._fields += 1
         if self._fields > self._limits.max_fields:
             raise MalformedRequest(f"expected at most {self._limits.max_fields} fields; send fewer")
-        self._disposition = b""
+        self._disposition = self._encoding = b""
         self._data = bytearray()
 
     def on_header_begin(self) -> None:
@@ -189,7 +205,11 @@ class _FormFields:
         self._header_value += data[start:end]
 
     def on_header_end(self) -> None:
-        if self._header_name.lower() == b"content-disposition":
+        name = self._header_name.lower()
+        if name in (b"content-transfer-encoding", b"content-encoding"):
+            if self._header_value.strip().lower() not in _RAW:
+                self._encoding = self._header_name + b": " + self._header_value[:64]
+        elif name == b"content-disposition":
             if self._header_value.count(b";") > _MAX_PARAMETERS:
                 raise MalformedRequest(f"a part's header has more than {_MAX_PARAMETERS} parameters; send fewer")
             self._disposition = self._header_value
@@ -201,6 +221,10 @@ class _FormFields:
         self._name = options[b"name"].decode("utf-8", "replace")
         file_name = options.get(b"filename")
         self._file_name = file_name.decode("utf-8", "replace") if file_name else None
+        if self._name == FIELD and self._encoding:
+            raise UnsupportedEncoding(
+                f"expected the bytes of image files, got {self._encoding.decode('latin-1')}; send them as they are"
+            )
         if self._name == FIELD and len(self.images) >= self._limits.max_images:
             raise TooManyImages(f"expected at most {self._limits.max_images} images; split the request")
 

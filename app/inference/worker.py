@@ -103,7 +103,9 @@ class DeviceWorker:
 
     def _run(self) -> None:
         try:
-            self.inline = self._step.warm_up() and self._may_run_inline
+            self.inline = self._step.warm_up(lambda: not self._queue.stopped) and self._may_run_inline
+            if self._queue.stopped:  # Nobody waits any more.
+                return
             check_device(self._step)
         except Exception as error:
             self._end("the network failed while it was warmed up", error)

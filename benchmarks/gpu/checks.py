@@ -240,7 +240,7 @@ def out_of_memory(device: torch.device) -> str:
     """Check that a batch too large for the device's memory runs in halves, and every image gets its own answer."""
     preprocess, network = PRESETS["mnist"], Hungry(device)
     step = EagerStep(network, preprocess.shape, max_batch=8, device=device)  # type: ignore[arg-type]
-    step.warm_up = lambda: False  # type: ignore[method-assign]
+    step.warm_up = lambda *_: False  # type: ignore[method-assign]
     images = np.stack([np.full(preprocess.shape, value, np.uint8) for value in range(8)])
 
     async def run() -> Any:

@@ -71,8 +71,8 @@ def _agrees() -> bool:
         try:
             agrees = np.array_equal(_decode(file.getvalue(), mode)[..., : expected.shape[2]], expected)
         except Exception as error:
-            agrees = False
-            logger.debug("simplejpeg failed on a trial image", exc_info=error)
+            logger.warning("simplejpeg cannot be used, so Pillow is: %s: %s", type(error).__name__, error)
+            return False
         if not agrees:
             logger.warning(
                 "simplejpeg and Pillow decode different pixels, so Pillow is used; install other versions of both"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import importlib.metadata
 import json
 import logging
@@ -16,6 +17,8 @@ import stat
 import tempfile
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+
+import torch
 
 from psc_core.network.onnx import PACKAGES
 from psc_core.version import __version__
@@ -36,10 +39,26 @@ def need_no_folder() -> None:
 
 def cache_file(suffix: str, *given: bytes) -> Path:
     """Return the path in the cache for a result that depends on ``given`` and the versions of the packages."""
-    versions = [importlib.metadata.version(name) for name in ("torch", *PACKAGES)]
+    versions = [torch.__version__, *map(version_of, PACKAGES)]
     key = hashlib.sha256(b"\0".join([json.dumps([__version__, *versions]).encode(), *given])).hexdigest()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     return folder / "psc" / f"{key}.{suffix}"
+
+
+def version_of(module: str) -> str:
+    """Return the version of an installed module; empty if it cannot be imported or does not tell.
+
+    Most distributions bear the name of their module, and asking them does not import it, which takes seconds.  Others
+    bring it under another name, as onnxruntime-gpu, onnxruntime-openvino and onnxruntime-directml do.
+    """
+    try:
+        return importlib.metadata.version(module)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    try:
+        return str(importlib.import_module(module).__version__)
+    except Exception:  # An installation may be broken in any way; whoever needs the module reports it.
+        return ""
 
 
 def read_checked(file: Path) -> bytes | None:

@@ -19,6 +19,7 @@ from app.server import uvicorn_config
 from app.settings import load_settings
 from tests.app.fakes import png
 from tests.app.support import PNG
+from tests.conftest import ROOT
 from tests.served import GUARD_SECONDS, serve_fake
 
 HALF = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nContent-Length: 100\r\n\r\nabc"
@@ -95,3 +96,29 @@ def test_memory_of_replaced_models_is_returned() -> None:
     run = subprocess.run([sys.executable, "-c", REPLACE], capture_output=True, text=True, check=True)
     before, after = map(int, run.stdout.split())
     assert before - after > 56
+
+
+COMPUTING = """
+import sys, threading, time
+import torch
+from app import runtime
+
+seconds, runtime._THREAD_SECONDS = map(float, sys.argv[1:])
+began = time.monotonic()
+
+def compute():
+    while time.monotonic() < began + seconds:
+        torch.ones(8, 8) @ torch.ones(8, 8)
+
+threading.Thread(target=compute, name="psc-device-m", daemon=True).start()
+print("kept", end="")
+runtime.end_threads(7)
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(("seconds", "wait"), [(1.0, 600.0), (600.0, 0.1)])
+def test_a_thread_that_computes_does_not_abort_the_process(seconds: float, wait: float) -> None:
+    command = [sys.executable, "-c", COMPUTING, str(seconds), str(wait)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=GUARD_SECONDS, check=False)
+    assert (done.returncode, done.stdout) == (7, "kept")

@@ -140,6 +140,24 @@ def test_sigint_ends_the_process_with_0() -> None:
         assert not in_log(server, "Traceback")
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_loses_no_row_of_the_log(number: signal.Signals, tmp_path: Path) -> None:
+    with serve_fake(f"--log={tmp_path}", "linger=0.1") as server:
+        httpx.post(server.url + "/predict", content=png(1), headers=PNG, timeout=GUARD_SECONDS).raise_for_status()
+        for _ in range(3):
+            server.process.send_signal(number)
+        assert server.end() == 0
+    assert list(tmp_path.rglob("*.parquet"))
+
+
+@pytest.mark.parametrize("flags", [(), ("--workers=2",)])
+def test_sigterm_while_models_are_warmed_up_ends_the_process_with_0(flags: tuple[str, ...]) -> None:
+    with serve_fake("step=0.2", "linger=0.1", *flags, ready=False) as server:
+        server.wait_for_log("Waiting for application startup")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == 0
+
+
 def test_the_access_log_has_the_client_that_a_proxy_names() -> None:
     with serve_fake("--access-log") as server:
         for headers in ({}, {"x-forwarded-for": "203.0.113.9"}, {"x-forwarded-for": "9" * 60_000}):

@@ -580,6 +580,91 @@ def test_a_busy_service_is_asked_again(driver: Driver, files: dict[str, Path]) -
         assert find(driver, "[data-decision=error]:not([hidden])") == []
 
 
+FAILING = """
+const asked = window.fetch;
+const failed = new Set();
+window.sent = [];
+window.gone = "";
+window.fetch = async (path, options) => {
+  const [place] = String(path).split("?");
+  window.sent.push(options?.body?.get?.("images")?.name ?? place);
+  const json = {"Content-Type": "application/json"};
+  if (window.gone && place.startsWith(window.gone)) return new Response("{}", {status: 404, headers: json});
+  if (window.broken && place.startsWith(window.broken)) return new Response("broken", {status: 500});
+  const count = failed.size;
+  if (window.failsOnce !== false && failed.add(place).size > count) {
+    if (count % 2) throw new TypeError("Failed to fetch");
+    return new Response("bad gateway", {status: 502});
+  }
+  return asked(path, options);
+};
+"""
+
+
+@contextmanager
+def before_the_page(driver: Driver, script: str) -> Iterator[None]:
+    """Within the block, a script that runs before those of every page."""
+    command = "Page.addScriptToEvaluateOnNewDocument"
+    added = driver.execute_cdp_cmd(command, {"source": script})
+    try:
+        yield
+    finally:
+        driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
+
+
+def test_a_request_that_fails_once_is_sent_again(driver: Driver, files: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "bright.png").write_bytes(png(255))
+    with live_server(bundle=(f"m={tmp_path}",)) as url, before_the_page(driver, FAILING):
+        driver.get(url)
+        until(lambda: "3 classes" in content(driver, "#model"))
+        until(lambda: find(driver, "#examples")[0].is_displayed())
+        classify(driver, files["clear"], files["between"])
+        assert httpx.get(f"{url}/models/m/live").json()["images"] == 0  # None of them counts in drift.
+        assert errors(driver) == []
+
+
+def test_a_comparison_that_fails_changes_nothing(driver: Driver, files: dict[str, Path]) -> None:
+    with live_server({"first": FakeModel(), "second": FakeModel("v2")}) as url, before_the_page(driver, FAILING):
+        driver.get(url)
+        classify(driver, files["clear"])
+        driver.execute_script("window.broken = 'models/second'")
+        find(driver, "#rivals option")[1].click()
+        until(lambda: "500" in text(driver, "#status"))
+        until(lambda: find(driver, "#rivals")[0].get_property("value") == "")
+        assert not any("Uncaught" in message for message in errors(driver))
+        driver.execute_script("window.broken = ''")
+        find(driver, "#rivals option")[1].click()
+        until(lambda: len([each for each in find(driver, ".rival") if each.is_displayed()]) == 1)
+
+
+def test_a_service_that_came_back_with_other_models_is_asked_for_its_default(
+    driver: Driver, files: dict[str, Path]
+) -> None:
+    with live_server({"first": FakeModel(), "second": FakeModel("v2")}) as url, before_the_page(driver, FAILING):
+        driver.get(url)
+        until(lambda: "3 classes" in content(driver, "#model"))
+        find(driver, "#models option")[1].click()
+        until(lambda: "second" in content(driver, "#model"))
+        driver.execute_script("window.gone = 'models/second'")
+        classify(driver, files["clear"])
+        assert "first" in content(driver, "#model") and verdict(driver, "clear.png") == "accept"
+
+
+def test_images_are_asked_again_when_their_model_was_reloaded(driver: Driver, files: dict[str, Path]) -> None:
+    models = {"m": FakeModel()}
+    with live_server(models, admin_keys=("root",)) as url, before_the_page(driver, FAILING):
+        driver.get(url)
+        classify(driver, files["clear"])
+        models["m"] = FakeModel("another-version")
+        httpx.post(f"{url}/admin/reload", headers={"x-api-key": "root"}).raise_for_status()
+        driver.execute_script("window.sent.length = 0")
+        choose(driver, files["between"])
+        until(lambda: "another" in content(driver, "#model"))
+        until(lambda: text(driver, "#status") == "2 of 2 images classified.")
+        assert {"clear.png", "between.png"} <= {*driver.execute_script("return window.sent")}
+
+
 SENT = """
 const asked = window.fetch;
 window.sent = {};

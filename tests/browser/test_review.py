@@ -15,7 +15,9 @@ from tests.app.fakes import FakeModel, FakeValueModel, png
 from tests.app.live import live_server
 from tests.browser.test_page import (
     AXE,
+    FAILING,
     Driver,
+    before_the_page,
     chromium,
     content,
     driver,
@@ -133,6 +135,11 @@ def test_what_cannot_be_reviewed_says_why(driver: Driver, url: str, log: Log) ->
     first.find_element("css selector", "[name=cannot_tell]").click()
     until(lambda: "was erased" in first.text)
     assert text(driver, "#review-status") == "0 of 3 reviewed."
+
+
+def test_is_offered_though_requests_failed_once(driver: Driver, url: str) -> None:
+    with before_the_page(driver, FAILING):
+        look(driver, url)
 
 
 def test_only_where_the_service_keeps_a_log(driver: Driver) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from psc_core.errors import all_faults, fault, hint
+from psc_core.errors import UsageError, all_faults, fault, hint, needs
 
 
 class _Order(BaseModel):
@@ -82,3 +83,15 @@ def test_faults_are_said_in_plain_words(values: dict[str, object], said: str) ->
 def test_a_name_that_is_not_known_is_met_with_the_nearest() -> None:
     assert hint("modle", ["model", "limit"]) == "did you mean model?"
     assert hint("zz", ["model", "limit"]) == "they are model, limit"
+
+
+def test_a_dependency_that_cannot_be_imported_is_not_called_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_standin.py").write_text("raise ImportError('libcudnn.so.9: cannot open shared object file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match=r"broken_standin.*libcudnn") as caught:
+        needs("a test", "onnx", "json", "broken_standin")
+    assert "pip install" not in str(caught.value)
+    with pytest.raises(UsageError, match=r"no_such_module.*pip install 'psc\[onnx\]'"):
+        needs("a test", "onnx", "no_such_module")

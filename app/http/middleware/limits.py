@@ -1,4 +1,7 @@
-"""Limit the number of concurrent requests, the body of each, and the memory of all bodies."""
+"""Limit the number of concurrent requests, the body of each, and the memory of all bodies.
+
+A compressed body is refused here, before any route reads it: its size after inflation has no limit.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.errors import BodyTooLarge, TooManyRequests
+from app.errors import BodyTooLarge, TooManyRequests, UnsupportedEncoding
 from app.memory import COPIES
 from app.service import Service
 
 _CALLS: Final = {f"/inference.GRPCInferenceService/{name}" for name in ("ServerLive", "ServerReady", "ModelReady")}
 _PROBES: Final = frozenset({"/healthz", "/readyz", "/metrics", "/v2/health/live", "/v2/health/ready", *_CALLS})
 _LARGE_BYTES: Final = 1 << 20
+_WITHOUT_BODY: Final = frozenset({"GET", "HEAD"})
 _PROBE_OF_MODEL: Final = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/ready")
 
 
@@ -51,6 +55,8 @@ class RequestLimits:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._service.inflight > self._max_requests and not is_probe(scope["path"]):
             raise TooManyRequests(f"more than {self._max_requests} requests at once; try again in 1 s", retry_after=1)
+        if scope["method"] not in _WITHOUT_BODY:
+            _check_encoding(scope["headers"])
         announced = _announced_bytes(scope["headers"])
         if announced > self._max_bytes:
             raise self._too_large(f"{announced} bytes" if announced != sys.maxsize else "more")
@@ -78,6 +84,17 @@ class RequestLimits:
 
     def _too_large(self, got: str) -> BodyTooLarge:
         return BodyTooLarge(f"expected a body of at most {self._max_bytes} bytes, got {got}; send less")
+
+
+def _check_encoding(headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Refuse a body with a content coding; ``identity`` is none."""
+    for name, value in headers:
+        if name == b"content-encoding":
+            given = value.decode("latin-1")
+            if any(coding.strip().lower() not in ("", "identity") for coding in given.split(",")):
+                raise UnsupportedEncoding(
+                    f"expected an uncompressed body, got Content-Encoding: {given[:64]}; send it without"
+                )
 
 
 def _announced_bytes(headers: Sequence[tuple[bytes, bytes]]) -> int:

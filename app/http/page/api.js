@@ -41,6 +41,23 @@ async function request(path, options = {}, role = KEY) {
   throw new Problem(response.status, detail, Number.isFinite(retryAfter) ? retryAfter : null);
 }
 
+// A service that is busy or restarting, or a proxy that does not reach it, is asked again.
+const PASSING = [0, 429, 502, 503];
+
+export async function patiently(ask) {
+  for (let attempt = 1; ; attempt += 1) {
+    try {
+      return await ask();
+    } catch (problem) {
+      if (!isPassing(problem) || attempt === ATTEMPTS) throw problem;
+      const seconds = Math.min(problem.retryAfter ?? attempt, 30);
+      await new Promise((done) => setTimeout(done, seconds * 1000));
+    }
+  }
+}
+
+export const isPassing = ({ status }) => PASSING.includes(status);
+
 const path = (name, rest = "") => `models/${encodeURIComponent(name)}${rest}`;
 
 export async function getModel(name = null) {
@@ -52,36 +69,20 @@ export async function getLive(name) {
 }
 
 export async function getExamples(name) {
-  return (await (await request(path(name, "/examples"))).json()).files;
+  return (await (await patiently(() => request(path(name, "/examples")))).json()).files;
 }
 
 export async function getExample(name, file) {
-  const response = await request(path(name, `/examples/${encodeURIComponent(file)}`));
+  const response = await patiently(() => request(path(name, `/examples/${encodeURIComponent(file)}`)));
   return new File([await response.blob()], file, { type: response.headers.get("Content-Type") ?? "" });
 }
 
-// The service's OpenAPI document, which is fetched once.
-let paths = null;
-async function listed() {
-  paths ??= request("openapi.json")
-    .then((response) => response.json())
-    .then((document) => document.paths)
-    .catch(() => ({}));
-  return paths;
-}
-
-const takes = async (name) => (await listed())["/predict"]?.post.parameters.some((parameter) => parameter.name === name);
-
-export const canMap = () => takes("map");
-
-export const canReview = async () => "/feedback/images" in (await listed());
-
 export async function getUnreviewed() {
-  return (await request("feedback/images", {}, FEEDBACK_KEY)).json();
+  return (await patiently(() => request("feedback/images", {}, FEEDBACK_KEY))).json();
 }
 
 export async function getLoggedImage(file) {
-  return (await request(`feedback/images/${encodeURIComponent(file)}`, {}, FEEDBACK_KEY)).blob();
+  return (await patiently(() => request(`feedback/images/${encodeURIComponent(file)}`, {}, FEEDBACK_KEY))).blob();
 }
 
 export async function giveVerdict(verdict) {
@@ -89,21 +90,10 @@ export async function giveVerdict(verdict) {
   await request("feedback", { method: "POST", headers, body: JSON.stringify(verdict) }, FEEDBACK_KEY);
 }
 
-// The explanation is requested at once: without `monitor`, a second request would count twice in the service's drift.
+// The explanation is requested at once, and nothing that a person tries out counts in the service's drift.
 export async function predict(name, file, { map = false } = {}) {
-  const query = new URLSearchParams({ explain: true, ...(map && { map: true }) });
-  if (await takes("monitor")) query.set("monitor", false);
-  for (let attempt = 1; ; attempt += 1) {
-    const form = new FormData();
-    form.append("images", file, file.name);
-    try {
-      const answer = await request(path(name, `/predict?${query}`), { method: "POST", body: form });
-      return await answer.json();
-    } catch (problem) {
-      const again = problem.status === 429 || problem.status === 503;
-      if (!again || attempt === ATTEMPTS) throw problem;
-      const seconds = Math.min(problem.retryAfter ?? attempt, 30);
-      await new Promise((done) => setTimeout(done, seconds * 1000));
-    }
-  }
+  const query = new URLSearchParams({ explain: true, ...(map && { map: true }), monitor: false });
+  const form = new FormData();
+  form.append("images", file, file.name);
+  return (await patiently(() => request(path(name, `/predict?${query}`), { method: "POST", body: form }))).json();
 }

@@ -1,10 +1,10 @@
 // The page at "/": sends each image to the service, shows the answers, and decides again when thresholds change.
 
-import { canMap, getExample, getExamples, getLive, getModel, predict, Problem, useKey } from "./api.js";
+import { getExample, getExamples, getLive, getModel, isPassing, patiently, predict, Problem, useKey } from "./api.js";
 import { decide } from "./decide.js";
 import { percent } from "./format.js";
 import { arrange, mark, newTile, reach, showFilters, showTile, sorted, step, visible } from "./grid.js";
-import { startReview } from "./review.js";
+import { offerReview, startReview } from "./review.js";
 import { openPanel, showPanel } from "./panel.js";
 import { drawChart } from "./plots.js";
 import { chosen, showPolicy } from "./policy.js";
@@ -15,6 +15,7 @@ import { sentence } from "./why.js";
 const PARALLEL = 4;
 const LIVE_MILLISECONDS = 2000;
 const RETRY_MILLISECONDS = 1000;
+const RENEWALS = 3;
 
 const element = (id) => document.getElementById(id);
 const on = (id, event, act) => element(id).addEventListener(event, act);
@@ -28,15 +29,20 @@ let running = 0;
 let added = 0; // the number of images ever added, for their ids
 let drawing = false;
 
-// A service that is loading or restarting is asked again; the images wait until then.
+// A service that is loading or restarting is asked again; the images wait until then. One that came back with other
+// models is asked for its default.
 async function loadModel(name = null) {
   try {
     view.model = await getModel(name);
   } catch (problem) {
+    if (problem.status === 404 && name !== null) return loadModel();
     element("key-form").hidden = problem.status !== 401;
     element("model").textContent = problem.message;
     say(problem.message);
-    if (problem.status !== 503 && problem.status !== 0) return;
+    if (!isPassing(problem)) {
+      if (view.model !== null) element("models").value = view.model.name;
+      return;
+    }
     await new Promise((done) => setTimeout(done, RETRY_MILLISECONDS));
     return loadModel(name);
   }
@@ -48,8 +54,9 @@ async function loadModel(name = null) {
   element("expects").textContent = expects(model.input);
   fill("models", model.models, model.name);
   fill("rivals", model.models.filter((each) => each !== model.name), view.rival?.name, "nothing");
-  if (view.rival?.name === model.name) view.rival = null;
+  if (view.rival?.name === model.name || !model.models.includes(view.rival?.name)) view.rival = null;
   element("models-field").hidden = model.models.length < 2;
+  offerReview(model);
   redraw();
   showLive();
   showExamples(model.name);
@@ -127,7 +134,7 @@ async function showLive() {
 async function showExamples(name) {
   const names = await getExamples(name).catch(() => []);
   const files = (await Promise.all(names.map((file) => getExample(name, file).catch(() => null)))).filter(Boolean);
-  if (name !== view.model.name) return;
+  if (name !== view.model?.name) return;
   const buttons = files.map((file) => {
     const button = Object.assign(document.createElement("button"), { type: "button", className: "example" });
     button.append(Object.assign(new Image(), { src: URL.createObjectURL(file), alt: "" }), file.name.replace(/\.\w+$/, ""));
@@ -173,18 +180,42 @@ async function ask(image) {
     const { model, rival } = view;
     if (model === null) throw new Problem(401, element("model").textContent);
     const [answer, second] = await Promise.all([model, rival].map((each) => each && predict(each.name, image.file)));
-    if (model.name !== view.model.name || rival !== view.rival) {
+    if (model.name !== view.model.name || rival?.name !== view.rival?.name) {
       image.state = "waiting"; // Another model was chosen before the answer came.
       return;
     }
-    if (answer.model.version !== model.version) await (modelLoading = loadModel(model.name)); // The model was reloaded.
+    image.version = answer.model.version;
+    if (answer.model.version !== view.model.version) await renew(model); // The model was reloaded.
+    if (second && second.model.version !== view.rival.version) view.rival = await getModel(rival.name).catch(() => view.rival);
     [image.prediction] = answer.predictions;
     image.other = second ? { prediction: second.predictions[0], decision: second.predictions[0].decision } : null;
     image.state = "done";
   } catch (problem) {
+    if (problem.status === 404 && (await isGone(image))) return;
     fail(image, problem);
   }
   progress();
+}
+
+// Load the reloaded model, and ask again about the images that an older version has answered: its thresholds and classes
+// may be others. While workers are replaced one by one, both versions answer, so an image is asked again only so often.
+async function renew(model) {
+  await (modelLoading = loadModel(model.name));
+  for (const image of images) {
+    const isOld = image.state === "done" && image.version !== view.model.version;
+    if (!isOld || (image.renewed ?? 0) >= RENEWALS) continue;
+    image.renewed = (image.renewed ?? 0) + 1;
+    image.state = "waiting";
+  }
+}
+
+// Return whether the service no longer has a model that an image was sent to; the image then goes to one that it has.
+async function isGone(image) {
+  const [before, rival] = [view.model, view.rival];
+  await (modelLoading = loadModel(before.name));
+  if (view.model === null || (view.model.name === before.name && view.rival === rival)) return false;
+  image.state = "waiting";
+  return true;
 }
 
 function fail(image, problem) {
@@ -222,11 +253,11 @@ function open(image) {
   explain();
 }
 
-// The map is requested when "Why?" is opened, once per image, if the service offers maps; it does not monitor these.
+// The map is requested when "Why?" is opened, once per image.
 async function explain() {
   const [image, { model }] = [opened, view];
   const wanted = element("why").open && image?.prediction && image.mapped !== image.prediction && !model.isWithoutMap;
-  if (!wanted || !(await canMap())) return redraw();
+  if (!wanted) return redraw();
   image.mapped = image.prediction;
   try {
     const answer = await predict(model.name, image.file, { map: true });
@@ -336,7 +367,13 @@ on("models", "change", (event) => {
   modelLoading = loadModel(event.target.value).then(() => again("done", "failed"));
 });
 on("rivals", "change", async (event) => {
-  view.rival = event.target.value ? await getModel(event.target.value) : null;
+  try {
+    const name = event.target.value;
+    view.rival = name ? await patiently(() => getModel(name)) : null;
+  } catch (problem) {
+    event.target.value = view.rival?.name ?? ""; // Compared as before.
+    return say(problem.message);
+  }
   again("done", "failed");
 });
 on("key-form", "submit", (event) => {

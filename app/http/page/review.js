@@ -1,6 +1,6 @@
 // The latest images of the prediction log that were not accepted: a person with a key for feedback labels them.
 
-import { canReview, getLoggedImage, getUnreviewed, giveVerdict, useFeedbackKey } from "./api.js";
+import { getLoggedImage, getUnreviewed, giveVerdict, useFeedbackKey } from "./api.js";
 import { DECISIONS } from "./decide.js";
 import { SMALL_PIXELS } from "./grid.js";
 import { taskOf } from "./tasks.js";
@@ -11,8 +11,11 @@ const element = (id) => document.getElementById(id);
 const review = element("review");
 const cases = element("cases");
 
-export async function startReview() {
-  review.hidden = !(await canReview());
+export function offerReview({ feedback }) {
+  review.hidden = !feedback;
+}
+
+export function startReview() {
   review.addEventListener("toggle", () => {
     if (review.open) look();
   });

@@ -15,8 +15,7 @@ const STRANGE = {
 const element = (id) => document.getElementById(id);
 
 export function reason(prediction, decision, policy, model) {
-  const nearest = closest(prediction.explanation, model)[0]?.name;
-  const near = nearest === undefined ? "" : `; closest to ${nearest}`;
+  const near = nearTo(closest(prediction.explanation, model)[0]?.name, prediction.label);
   if (decision === "abstain_ood") {
     const strange = alarming(prediction).map((gate) => STRANGE[gate] ?? gate).join(", and ") || "unlike the training images";
     const where = place(prediction.explanation?.map?.box);
@@ -24,6 +23,13 @@ export function reason(prediction, decision, policy, model) {
   }
   if (decision === "accept") return `In distribution, and the answer is as sure as asked${near}.`;
   return sentence(taskOf(model).reason(prediction, policy, model, near));
+}
+
+// The most probable class and the one with the nearest training images are two things, so a difference is explained.
+function nearTo(nearest, label) {
+  if (nearest === undefined) return "";
+  if (label === undefined || label === nearest) return `; closest to ${nearest}`;
+  return `; most like ${label} to the classifier, though its features lie closest to training images of ${nearest}`;
 }
 
 export const sentence = (text) => text && `${text[0].toUpperCase()}${text.slice(1)}.`;

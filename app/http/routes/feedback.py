@@ -69,7 +69,7 @@ router = APIRouter(tags=["feedback"])
 @router.post(
     "/feedback",
     summary="Say what an image shows",
-    responses=responses(400, 401, 403, 404, 408, 409, 413, 422, 429, 503, 504),
+    responses=responses(400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 503, 504),
     openapi_extra={"requestBody": _BODY},
 )
 async def feedback(request: Request) -> FeedbackDocument:

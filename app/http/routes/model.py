@@ -9,8 +9,7 @@ from fastapi import APIRouter, Request
 
 from app.http.openapi import get_and_head, responses
 from app.http.schemas import CalibrationDocument, Histogram, ModelDocument
-from app.models.served import ServedModel
-from app.service import service_to_predict
+from app.service import Service, service_to_predict
 
 _BINS: Final = 40
 
@@ -20,19 +19,18 @@ router = APIRouter(tags=["model"], responses=responses(401, 503))
 @get_and_head(router, "/model", summary="The default model")
 async def default_model(request: Request) -> ModelDocument:
     """Summarise the default model's manifest, thresholds and calibration."""
-    registry = service_to_predict(request).registry
-    return model_document(registry.get(), registry.names)
+    return model_document(service_to_predict(request), None)
 
 
 @get_and_head(router, "/models/{name}", summary="A model by name", responses=responses(404))
 async def named_model(request: Request, name: str) -> ModelDocument:
     """Describe the named model, as `/model` does."""
-    registry = service_to_predict(request).registry
-    return model_document(registry.get(name), registry.names)
+    return model_document(service_to_predict(request), name)
 
 
-def model_document(served: ServedModel, names: tuple[str, ...]) -> ModelDocument:
-    """Return the document that describes a served model."""
+def model_document(service: Service, name: str | None) -> ModelDocument:
+    """Return the document that describes a served model, by default the default one."""
+    served = service.registry.get(name)
     model = served.model
     scores = model.calibration.ood_scores.cpu().numpy().astype(np.float64)
     counts, edges = np.histogram(scores, bins=_BINS)
@@ -58,5 +56,6 @@ def model_document(served: ServedModel, names: tuple[str, ...]) -> ModelDocument
             entropy_quantiles=model.calibration.entropy_quantiles(),
         ),
         report=dict(model.report),
-        models=list(names),
+        models=list(service.registry.names),
+        feedback=service.log is not None,
     )

@@ -60,7 +60,7 @@ async def metrics(request: Request) -> Response:
     "/admin/reload",
     summary="Reload bundles",
     tags=["admin"],
-    responses=responses(400, 401, 403, 404, 409, 422, 500, 503),
+    responses=responses(400, 401, 403, 404, 409, 415, 422, 500, 503),
     openapi_extra={"parameters": query_parameters(_ReloadQuery)},
 )
 async def reload(request: Request) -> ReloadDocument:

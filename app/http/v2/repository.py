@@ -15,7 +15,7 @@ from app.service import service_of, service_to_predict
 
 _ERRORS: Final = errors(400, 403, 404, 409, 422, 500, 503)
 
-router = APIRouter(prefix="/v2/repository", tags=["open inference protocol v2"], responses=errors(401))
+router = APIRouter(prefix="/v2/repository", tags=["open inference protocol v2"], responses=errors(401, 415))
 
 
 @router.post("/index", summary="Models of the repository")

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
 
-from app.errors import UnsupportedMedia
 from app.http.openapi import get_and_head
 from app.http.uploads import parse, read_body, read_json_body
 from app.http.v2.inference import Received, find_model, output_names
@@ -175,9 +174,6 @@ def _readiness(request: Request, response: Response, name: str, version: str | N
 
 async def _infer(request: Request, name: str, version: str | None) -> Response:
     service = service_to_predict(request)
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding != "identity":
-        raise UnsupportedMedia(f"expected an uncompressed body, got {encoding!r}; send it without Content-Encoding")
     find_model(service, name, version).engine.check_room()
     of_head = request.headers.get(HEADER)
     read = read_json_body if of_head is None else read_body

@@ -7,8 +7,8 @@
 
 A body is one JSON object.  With the binary tensor extension, the header ``Inference-Header-Content-Length`` gives the
 object's length, and the data of the tensors that have a ``binary_data_size`` follow it in order: little-endian,
-row-major, each ``BYTES`` element after its 4-byte length.  In JSON, data may be flat or nested; elements of ``BYTES``
-are base64 text, because a JSON string cannot hold the bytes of an image.
+row-major, each ``BYTES`` element after its 4-byte length.  In JSON, data are flat or nested as ``shape`` says; elements
+of ``BYTES`` are base64 text, because a JSON string cannot hold the bytes of an image.
 
 A request has exactly one input: ``images`` (``UINT8``, NHWC or NCHW, of the network's input size) or
 ``encoded_images`` (``BYTES``, image files).  gRPC requests pass through here too.
@@ -191,6 +191,8 @@ def _pixels(tensor: InputTensor, binary: memoryview | None) -> npt.NDArray[np.ui
         raise MalformedRequest(f"input {tensor.name!r}: expected rows of equal length; pad or cut them")
     if values.size != size:
         raise _bad_size(tensor, size, values.size, "values")
+    if values.ndim > 1 and values.shape != tuple(tensor.shape):  # Reshaped, the pixels would be those of another image.
+        raise _bad_nesting(tensor, values.shape)
     if types != {int} or values.min() < 0 or values.max() > 255:
         raise MalformedRequest(f"input {tensor.name!r}: expected whole numbers from 0 to 255")
     return values.astype(np.uint8)
@@ -210,17 +212,26 @@ def _files(tensor: InputTensor, binary: memoryview, count: int) -> list[bytes]:
 
 
 def _files_from_json(tensor: InputTensor, count: int) -> list[bytes]:
-    data = tensor.data
-    if isinstance(data, list) and len(tensor.shape) == 2:
-        data = [value[0] if isinstance(value, list) and len(value) == 1 else value for value in data]
-    if not isinstance(data, list) or len(data) != count:
-        got = len(data) if isinstance(data, list) else 0
-        raise _bad_size(tensor, count, got, "elements")
+    data = tensor.data or []
+    if len(data) != count:
+        raise _bad_size(tensor, count, len(data), "elements")
+    if any(isinstance(value, list) for value in data):
+        if len(tensor.shape) != 2 or not all(isinstance(value, list) and len(value) == 1 for value in data):
+            raise _bad_nesting(tensor)
+        data = [value for (value,) in data]
     return [decode_base64(value, f"input {tensor.name!r}") for value in data]
 
 
 def _bad_shape(tensor: InputTensor, expected: str) -> MalformedRequest:
     return MalformedRequest(f"input {tensor.name!r}: expected shape {expected}; got {reprlib.repr(list(tensor.shape))}")
+
+
+def _bad_nesting(tensor: InputTensor, got: Sequence[int] = ()) -> MalformedRequest:
+    lists = f", got lists of {list(got)}" if got else ""
+    return MalformedRequest(
+        f"input {tensor.name!r}: expected flat data, or lists nested as its shape {list(tensor.shape)}{lists}; "
+        "correct shape or data"
+    )
 
 
 def _bad_size(tensor: InputTensor, expected: int, got: int, unit: str) -> MalformedRequest:

@@ -6,6 +6,7 @@ never returned.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -33,8 +34,11 @@ class Step(Protocol):
     def input(self, slot: int) -> Images:
         """Return the slot's host buffer (max_batch, C, H, W), which :meth:`launch` sends to the device."""
 
-    def warm_up(self) -> bool:
+    def warm_up(self, is_wanted: Callable[[], bool] = ...) -> bool:
         """Run every shape once, so that no request pays for compilation or capture.
+
+        Args:
+            is_wanted: Returns whether anybody still waits for the step; asked before each shape.
 
         Returns:
             Whether the step is quick: a full batch takes less time on one thread than handing it to another.
@@ -71,6 +75,11 @@ class CompiledNetwork:
     def __call__(self, images: Tensor, /) -> Tensor:
         outputs: Tensor = self._forward(images)
         return outputs
+
+
+def always() -> bool:
+    """Say that a step is wanted."""
+    return True
 
 
 def buckets_to(max_batch: int) -> tuple[int, ...]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Final, cast
 
 import torch
 
 from app.inference.request import Images, RequestMode, Result
-from app.inference.steps.base import CompiledNetwork, TorchThreads, bucket_of, buckets_to, explain
+from app.inference.steps.base import CompiledNetwork, TorchThreads, always, bucket_of, buckets_to, explain
 from psc_core.model.pipeline import Pipeline
 from psc_core.tasks.outputs import FloatArray
 
@@ -55,8 +56,10 @@ class EagerStep:
     def input(self, slot: int) -> Images:
         return self._buffer
 
-    def warm_up(self) -> bool:
+    def warm_up(self, is_wanted: Callable[[], bool] = always) -> bool:
         for count in self._buckets:
+            if not is_wanted():
+                return False
             self.fetch(0, count)
         if self._device.type != "cpu":
             return False

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Final, cast
 
 import torch
 from torch import Tensor
 
 from app.inference.request import Images, RequestMode, Result
-from app.inference.steps.base import CompiledNetwork, bucket_of, buckets_to, explain
+from app.inference.steps.base import CompiledNetwork, always, bucket_of, buckets_to, explain
 from psc_core.model.pipeline import Pipeline
 from psc_core.tasks.outputs import FloatArray
 
@@ -56,11 +57,13 @@ class GraphStep:
         return self._buffers[slot]
 
     @torch.inference_mode()
-    def warm_up(self) -> bool:
+    def warm_up(self, is_wanted: Callable[[], bool] = always) -> bool:
         torch.cuda.set_device(self._device)
         pool = torch.cuda.graph_pool_handle()
         # The largest first: all graphs share a pool, and the smaller ones fit into the memory of the largest.
         for count in reversed(self._buckets):
+            if not is_wanted():
+                return False
             images = self._images[:count]
             # Libraries choose algorithms and allocate workspaces in the first runs, which a capture must not contain.
             with torch.cuda.stream(self._stream):

@@ -12,5 +12,5 @@ import importlib.util
 from typing import Final
 
 PACKAGES: Final = ("onnx", "onnxscript", "onnxruntime")
-INSTALLED: Final = all(importlib.util.find_spec(name) for name in PACKAGES)
-"""True if networks can be exported to ONNX and run."""
+INSTALLED: Final = all((spec := importlib.util.find_spec(name)) and spec.origin for name in PACKAGES)
+"""True if networks can be exported to ONNX and run; a folder that an uninstalled package left has no origin."""

@@ -42,11 +42,19 @@ class LabelProbability(Document):
 class ClassificationExplanation(BaseExplanation):
     """The evidence for the decision on an image."""
 
-    nearest_class: str = Field(description="Class at the smallest Mahalanobis distance.")
+    nearest_class: str = Field(
+        description="Class at the smallest Mahalanobis distance, to whose training images the features are closest; "
+        "`label`, the most probable class, may be another."
+    )
     class_distances: list[float] = Field(description="Mahalanobis distance to each class, in class order.")
     unusual_components: list[UnusualComponent] = Field(description="The most deviating ones, largest first.")
-    aleatoric: float | None = Field(description="Nats; null for base predictions.")
-    epistemic: float | None = Field(description="In `epistemic_unit` of `/model`; null for base predictions.")
+    aleatoric: float | None = Field(
+        description="The part of `predictive_entropy` that is the image's own, nats; null for base predictions."
+    )
+    epistemic: float | None = Field(
+        description="The rest of `predictive_entropy`, which more training data would remove, nats; null for base "
+        "predictions."
+    )
 
 
 class ClassificationAnswer(BaseAnswer):

@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
 
-from app.errors import ClientGone, MalformedRequest, SlowUpload, TooManyImages, UnsupportedMedia
+from app.errors import (
+    ClientGone,
+    MalformedRequest,
+    SlowUpload,
+    TooManyImages,
+    UnsupportedEncoding,
+    UnsupportedMedia,
+)
 from app.http import uploads
 from app.http.json_body import MAX_CONTAINERS
 from app.http.uploads import UploadLimits, read_images
@@ -187,3 +194,36 @@ def test_large_json_is_parsed_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> No
     assert read([body], "application/json") == [EncodedImage(b"AAA" * 100_000)]
     assert read([b'{"images": [{"b64": "QUFB"}]}'], "application/json") == [EncodedImage(b"AAA")]
     assert [name == threading.main_thread().name for name in threads] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "head",
+    ["Content-Transfer-Encoding: base64", "content-transfer-encoding: Quoted-Printable", "Content-Encoding: gzip"],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_an_encoded_part_is_refused(head: str, first: bool) -> None:
+    disposition = 'Content-Disposition: form-data; name="images"'
+    heads = "\r\n".join([head, disposition] if first else [disposition, head])
+    with pytest.raises(UnsupportedEncoding, match=head.partition(":")[0]):
+        read([f"--{BOUNDARY}\r\n{heads}\r\n\r\niVBORw0KGgo=\r\n--{BOUNDARY}--\r\n".encode()])
+
+
+def test_a_part_that_says_it_is_not_encoded_is_read() -> None:
+    heads = 'Content-Transfer-Encoding: Binary\r\nContent-Disposition: form-data; name="images"'
+    assert read([f"--{BOUNDARY}\r\n{heads}\r\n\r\nfile\r\n--{BOUNDARY}--\r\n".encode()]) == [EncodedImage(b"file")]
+
+
+@pytest.mark.parametrize("charset", ["latin-1", "UTF-16", '"utf-16"', "utf-8;charset=utf-16"])
+def test_json_in_another_charset_is_refused(charset: str) -> None:
+    with pytest.raises(UnsupportedMedia, match="charset"):
+        read([b'{"images": [{"b64": "QQ=="}]}'], f"application/json; charset={charset}")
+
+
+@pytest.mark.parametrize("parameters", ["", "; charset=UTF-8", '; charset="utf-8"', "; profile=x"])
+def test_json_in_utf_8_is_read(parameters: str) -> None:
+    assert read([b'{"images": [{"b64": "QQ=="}]}'], "application/json" + parameters) == [EncodedImage(b"A")]
+
+
+def test_a_data_url_is_refused_by_name() -> None:
+    with pytest.raises(MalformedRequest, match="data: URL"):
+        read([b'{"images": [{"b64": "data:image/png;base64,QQ=="}]}'], "application/json")

@@ -101,7 +101,7 @@ class SlowStep(EagerStep):
     def input(self, slot: int) -> Any:
         return self.buffers[slot]
 
-    def warm_up(self) -> None:
+    def warm_up(self, is_wanted: object = None) -> None:
         pass
 
     def launch(self, slot: int, count: int) -> None:

@@ -56,7 +56,7 @@ async def test_a_start_that_is_cancelled_ends_its_thread(monkeypatch: pytest.Mon
         def step_of(self: ModelStarter, model: object) -> object:
             backend, step = real(self, model)
 
-            def warm_up() -> bool:
+            def warm_up(is_wanted: object) -> bool:
                 warming.set()
                 return go_on.wait(60) and False
 

@@ -21,10 +21,10 @@ class HeadOutput(NamedTuple):
 
 
 class UncertaintyDecomposition(NamedTuple):
-    """The two parts of the predictive uncertainty."""
+    """The two parts of the predictive entropy, nats: neither is negative, and their sum is the served entropy."""
 
-    aleatoric: Float[Tensor, " batch"]  # ambiguity of the image itself, nats
-    epistemic: Float[Tensor, " batch"]  # as in HeadOutput
+    aleatoric: Float[Tensor, " batch"]  # ambiguity of the image itself
+    epistemic: Float[Tensor, " batch"]  # the rest, which more training data would remove
 
 
 class ClassifierHead(Head):
@@ -37,9 +37,9 @@ class ClassifierHead(Head):
         raise NotImplementedError
 
     def decompose(self, z: Float[Tensor, "batch dim"]) -> UncertaintyDecomposition:
-        """Return aleatoric (here the entropy of the probabilities) and epistemic uncertainty of a batch."""
-        probabilities, epistemic, _ = self(z)
-        return UncertaintyDecomposition(entropy(probabilities), epistemic)
+        """Return the two parts of the predictive entropy; all of it is aleatoric for a head without a posterior."""
+        total = entropy(self(z).probabilities)
+        return UncertaintyDecomposition(total, torch.zeros_like(total))
 
     def score(self, features: Float[Tensor, "batch dim"], output: Float[Tensor, "batch outputs"] | None) -> Scored:
         return scored(*self(features))

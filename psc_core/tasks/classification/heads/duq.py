@@ -10,7 +10,7 @@ selection NLL.  Both are searched on a grid.  (With γ = 1, σ alone would have 
 probabilities calibrated: in many dimensions the latter makes every kernel vanish.)
 
 Epistemic uncertainty: ``1 − max_c k_c``, a number in [0, 1] without unit (one minus the kernel to the
-nearest centroid).  Aleatoric: the entropy of the probabilities, nats.
+nearest centroid).  Without a posterior, the whole entropy of the probabilities is aleatoric.
 """
 
 from __future__ import annotations

@@ -24,13 +24,15 @@ Probabilities: laplace-torch's probit approximation, ``softmax(μ_c / √(1 + π
 
 Epistemic uncertainty, nats: the mutual information between label and weights.  To second order in the
 logits' covariance it is ``δ = ½ tr[(diag p − p pᵀ) Q_B diag(v) Q_Bᵀ]``, which is unbounded, while the mutual
-information cannot exceed the predictive entropy H; so ``H (1 − exp(−δ / H))`` is reported, which is δ where δ ≪ H
-and at most H.  Aleatoric is the rest of H.
+information cannot exceed the entropy H of p; so ``H (1 − exp(−δ / H))`` is reported, which is δ where δ ≪ H and at
+most H; served is at most the entropy of the served probabilities.  Aleatoric is the rest of the latter, so both sum
+to the predictive entropy that is served.
 
 Here p (and H, its entropy) is the probit approximation with the variance of the *centred* logits,
 ``s_c² = Σ_j (Q_B − mean_c Q_B)²_cj v_j``.  A constant added to all logits changes no probability and
 B has no curvature in that direction, so its posterior variance is the prior's.  The plain probit approximation counts
-that variance, which flattens probabilities and would inflate the mutual information several times.
+that variance, which flattens probabilities and would inflate the mutual information several times.  (What it adds to
+the served entropy therefore counts as aleatoric.)
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from psc_core.tasks.classification.heads.base import ClassifierHead, HeadOutput, UncertaintyDecomposition, entropy
+from psc_core.tasks.head import Scored
 
 
 class Posterior(NamedTuple):
@@ -52,8 +55,8 @@ class Posterior(NamedTuple):
 
     mean: Float[Tensor, "batch classes"]  # μ
     probabilities: Float[Tensor, "batch classes"]  # probit
-    total: Float[Tensor, " batch"]  # H of the centred probabilities
-    aleatoric_fraction: Float[Tensor, " batch"]  # exp(−δ / H)
+    entropy: Float[Tensor, " batch"]  # of the probabilities
+    information: Float[Tensor, " batch"]  # of label and weights, at most the entropy of the centred probabilities
 
 
 class LaplaceHead(ClassifierHead):
@@ -120,20 +123,26 @@ class LaplaceHead(ClassifierHead):
         mean = inner[:, :classes]
         outer = torch.addmm(self.outer_offset, inner[:, classes:].square(), self.outer)
         v, shrink = outer[:, :classes], outer[:, classes:].rsqrt().view(-1, 2, classes)
-        probabilities, p = (mean[:, None] * shrink).softmax(dim=2).unbind(1)
+        both = (mean[:, None] * shrink).softmax(dim=2)
+        probabilities, p = both.unbind(1)
         squares, vectors = (p @ self.spread_terms).chunk(2, dim=1)
         minus_delta = torch.addcmul(squares, vectors, vectors).clamp_(max=0.0).mul_(v).sum(dim=1)
-        total = entropy(p)
+        served, total = entropy(both).unbind(1)
         fraction = (minus_delta / total.clamp(min=torch.finfo(total.dtype).tiny)).exp_()
-        return Posterior(mean, probabilities, total, fraction)
+        return Posterior(mean, probabilities, served, torch.addcmul(total, total, fraction, value=-1.0))
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> HeadOutput:
         """Return probit probabilities, mutual information, and energy of the mean logits; nats."""
-        mean, probabilities, total, fraction = self.posterior(z)
-        epistemic = torch.addcmul(total, total, fraction, value=-1.0)
-        return HeadOutput(probabilities, epistemic, -mean.logsumexp(dim=1))
+        mean, probabilities, _, information = self.posterior(z)
+        return HeadOutput(probabilities, information, -mean.logsumexp(dim=1))
 
     def decompose(self, z: Float[Tensor, "batch dim"]) -> UncertaintyDecomposition:
-        """Return both parts in nats; their sum is H."""
-        _, _, total, fraction = self.posterior(z)
-        return UncertaintyDecomposition(total * fraction, torch.addcmul(total, total, fraction, value=-1.0))
+        """Return the mutual information, and as aleatoric the rest of the entropy."""
+        _, _, total, information = self.posterior(z)
+        epistemic = torch.minimum(information, total)
+        return UncertaintyDecomposition(total - epistemic, epistemic)
+
+    def score(self, features: Float[Tensor, "batch dim"], output: Float[Tensor, "batch outputs"] | None) -> Scored:
+        mean, probabilities, total, information = self.posterior(features)
+        scores = {"predictive_entropy": total, "epistemic": information.clamp_(max=total)}
+        return Scored({**scores, "energy": -mean.logsumexp(dim=1)}, probabilities)

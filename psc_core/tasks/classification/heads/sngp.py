@@ -12,7 +12,8 @@ are divided by a temperature T (:mod:`.fit.posterior`): the stored W and b by T,
 Departure: features have unit mean square (theirs √(2/M) cos); W and τ absorb the factor.
 
 Epistemic uncertainty: s², the variance of a logit (squared logits), from near 0 at the training images to
-at most 2 M / (τ T²) far from them.  Aleatoric: the entropy of ``softmax(μ)``, nats.
+at most 2 M / (τ T²) far from them.  Of the entropy of the probabilities, that of ``softmax(μ)`` is aleatoric and the
+rest epistemic, nats: the rest is what s² adds by dividing the logits, and never negative.
 """
 
 from __future__ import annotations
@@ -60,9 +61,11 @@ class SngpHead(ClassifierHead):
         return HeadOutput(mean_field(mean, variance).softmax(dim=1), variance, -mean.logsumexp(dim=1))
 
     def decompose(self, z: Float[Tensor, "batch dim"]) -> UncertaintyDecomposition:
-        """Return the entropy at the mean weights (nats) and the logit variance."""
+        """Return the entropy at the mean weights, and what the variance adds to it."""
         mean, variance = self.logits(z)
-        return UncertaintyDecomposition(entropy(mean.softmax(dim=1)), variance)
+        total = entropy(mean_field(mean, variance).softmax(dim=1))
+        aleatoric = torch.minimum(entropy(mean.softmax(dim=1)), total)
+        return UncertaintyDecomposition(aleatoric, total - aleatoric)
 
 
 def random_features(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from typing import Any
 
 import pytest
@@ -51,6 +52,33 @@ async def test_released_bodies_no_longer_count() -> None:
     async with running(max_buffered_bytes=1000) as app:
         for _ in range(20):
             check_predictions(await app.client.post("/predict", content=png(3), headers=PNG), [3])
+
+
+POSTS = ("/predict", "/v2/models/m/infer", "/admin/reload", "/v2/repository/index", "/v2/repository/models/m/load")
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd", "GZIP", "identity, gzip", "x"])
+async def test_a_compressed_body_is_refused_before_it_is_read(coding: str) -> None:
+    async with running(admin_keys="key") as app:
+        headers = {**PNG, "content-encoding": coding, "x-api-key": "key"}
+        for path in POSTS:
+            response = await app.client.post(path, content=gzip.compress(png(3)), headers=headers)
+            assert response.status_code == 415 and response.headers["accept-encoding"] == "identity"
+            assert f"Content-Encoding: {coding}" in response.text
+        assert (await app.client.get("/healthz", headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize("coding", ["identity", "Identity", "", "identity, identity"])
+async def test_a_body_that_says_it_is_not_compressed_is_read(coding: str) -> None:
+    async with running() as app:
+        response = await app.client.post("/predict", content=png(3), headers={**PNG, "content-encoding": coding})
+        check_predictions(response, [3])
+
+
+async def test_each_line_of_content_encoding_counts() -> None:
+    async with running() as app:
+        lines = [*PNG.items(), ("content-encoding", "identity"), ("content-encoding", "br")]
+        check_problem(await app.client.post("/predict", content=b"", headers=lines), 415, "unsupported-encoding")
 
 
 @pytest.mark.parametrize("length", ["x", "-1", ""])

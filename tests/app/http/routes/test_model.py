@@ -14,6 +14,7 @@ pytestmark = pytest.mark.anyio
 async def test_the_model_document() -> None:
     async with running({"m": FakeModel(), "n": FakeModel("v9")}) as app:
         document = ModelDocument.model_validate_json((await app.client.get("/model")).content)
+        assert not document.feedback  # There is no log.
         assert (document.name, document.version, document.models) == ("m", "v1", ["m", "n"])
         assert sum(document.calibration.ood_score.counts) == document.calibration.images == 99
         assert len(document.calibration.ood_score.edges) == len(document.calibration.ood_score.counts) + 1

@@ -30,6 +30,59 @@ def test_layout_parameter_decides_where_both_fit() -> None:
         np.testing.assert_array_equal(images_of(request.inputs[0], binary, (3, 3, 3), max_images=1), nchw)
 
 
+@given(st.data(), st.permutations([2, 1, 3, 4]), st.integers(0, 3))
+def test_nested_data_have_the_shape_that_the_request_says(data: st.DataObject, sizes: list[int], first: int) -> None:
+    pixels = np.arange(24, dtype=np.uint8).reshape(2, 1, 3, 4)
+    axes = data.draw(st.sampled_from([tuple(sizes), (*sizes[:first], -1), (24,), (2, 12), (24, 1), (1, 24)]))
+    nested = pixels.reshape(axes)
+    entry = {"name": "images", "shape": [2, 1, 3, 4], "datatype": "UINT8", "data": nested.tolist()}
+    tensor = request_of({"inputs": [entry]}).inputs[0]
+    if nested.ndim == 1 or nested.shape == pixels.shape:
+        np.testing.assert_array_equal(images_of(tensor, None, (1, 3, 4), max_images=2), pixels)
+    else:
+        with pytest.raises(MalformedRequest, match="shape"):
+            images_of(tensor, None, (1, 3, 4), max_images=2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "values", "is_right"),
+    [
+        ([2], ["QQ==", "Qg=="], True),
+        ([2, 1], ["QQ==", "Qg=="], True),
+        ([2, 1], [["QQ=="], ["Qg=="]], True),
+        ([2], [["QQ=="], ["Qg=="]], False),
+        ([2, 1], [["QQ=="], "Qg=="], False),
+        ([2, 1], [["QQ==", "Qg=="]], False),
+        ([2, 1], [["QQ=="], []], False),
+        ([2, 1], [[["QQ=="]], [["Qg=="]]], False),
+    ],
+)
+def test_files_in_json_have_the_shape_that_the_request_says(
+    shape: list[int], values: list[object], is_right: bool
+) -> None:
+    tensor = request_of({"inputs": [FILE | {"shape": shape, "data": values}]}).inputs[0]
+    if is_right:
+        assert images_of(tensor, None, (1, 8, 8), max_images=2) == [b"A", b"B"]
+    else:
+        with pytest.raises(MalformedRequest, match="encoded_images"):
+            images_of(tensor, None, (1, 8, 8), max_images=2)
+
+
+@pytest.mark.parametrize("value", [1.0, True, "1", None, -1, 256, {}, [1]])
+def test_a_pixel_is_a_whole_number_of_a_byte(value: object) -> None:
+    entry = {"name": "images", "shape": [1, 1, 1, 2], "datatype": "UINT8", "data": [7, value]}
+    with pytest.raises(MalformedRequest, match="images"):
+        images_of(request_of({"inputs": [entry]}).inputs[0], None, (1, 1, 2), max_images=1)
+
+
+@pytest.mark.parametrize("shape", [[1.0], [-1], ["1"], [True], [None], [], [2**70], [1, 2], [1, 1, 1]])
+def test_a_shape_that_is_none_is_refused(shape: list[object]) -> None:
+    with pytest.raises(PSCError):
+        images_of(
+            request_of({"inputs": [FILE | {"shape": shape, "data": ["QQ=="]}]}).inputs[0], None, (1, 8, 8), max_images=2
+        )
+
+
 @pytest.mark.parametrize("length", ["9" * 5000, "²", "٣"])
 def test_rejects_header_lengths_that_are_no_number(length: str) -> None:
     with pytest.raises(MalformedRequest, match=HEADER):

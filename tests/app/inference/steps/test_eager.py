@@ -88,3 +88,10 @@ def test_fixed_shapes_pad_to_buckets_and_never_answer_the_padding() -> None:
     packed = step.fetch(0, 3)
     assert network.sizes == [4]
     np.testing.assert_allclose(packed, outputs_of(torch.from_numpy(stack(pixels(1), pixels(2), pixels(3)))))
+
+
+def test_warm_up_ends_when_nobody_waits_any_more() -> None:
+    network = FakePipeline()
+    step = EagerStep(network, (1, 8, 8), max_batch=8, device=torch.device("cpu"))  # type: ignore[arg-type]
+    assert not step.warm_up(lambda: len(network.sizes) < 2)
+    assert network.sizes == [1, 2]
