@@ -2,7 +2,7 @@
 
 A network's answer for an image must not depend on the other images of its batch.  :func:`first_dependent` computes one
 image among others and again among different ones, in batches of one size, so that the same kernels run: the values of
-all of 47 networks of torchvision and timm are equal to the last bit.  Alone, other kernels run, whose rounding moves
+all of 46 networks of torchvision and timm are equal to the last bit.  Alone, other kernels run, whose rounding moves
 the logits of these networks by up to 2e-6 of the largest.
 """
 
