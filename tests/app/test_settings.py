@@ -183,8 +183,5 @@ def test_a_policy_may_have_thresholds_that_are_no_settings() -> None:
         coverage: Coverage
 
     settings = load_settings({"alpha": 0.2, "ambiguity_threshold": 0.5})
-    assert settings.policy(Other(minimum_margin=3.0, alpha=0.05, coverage=0.9)) == Other(
-        minimum_margin=3.0, alpha=0.2, coverage=0.9
-    )
-    policy = settings.policy(ClassificationPolicy(alpha=0.05, ambiguity_threshold=1.0, coverage=0.9))
-    assert policy == ClassificationPolicy(alpha=0.2, ambiguity_threshold=0.5, coverage=0.9)
+    assert settings.thresholds(Other) == {"alpha": 0.2}
+    assert settings.thresholds(ClassificationPolicy) == {"alpha": 0.2, "ambiguity_threshold": 0.5}

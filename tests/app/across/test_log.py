@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import os
 import re
 import signal
@@ -68,7 +69,7 @@ async def test_rows_equal_the_answers_of_predict(tmp_path: Path) -> None:
                 if name == "m":
                     assert row["probabilities"] == [np.float32(p) for p in prediction["probabilities"]]
                     assert {gate: np.float32(p) for gate, p in prediction["gates"].items()} == dict(row["gates"])
-                assert row["policy"] == str(policy).replace("'", '"').replace(" ", "")
+                assert json.loads(row["policy"]) == policy
                 assert row["bundle_version"] == answer.json()["model"]["version"]
                 assert row["image_sha256"] == hashlib.sha256(file).hexdigest()
                 if row["image_path"] is not None:

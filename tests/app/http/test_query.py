@@ -17,7 +17,7 @@ pytestmark = pytest.mark.anyio
     "query",
     [
         "top_k=0", "top_k=-1", "top_k=two", "top_k=1.5", "top_k=", "explain=maybe", "alpha=0",
-        "alpha=1", "alpha=nan", "alpha=x", "alpha=1e-300", "ambiguity_threshold=-1", "ambiguity_threshold=inf",
+        "alpha=1", "alpha=nan", "alpha=x", "alpha=1e-300", "ambiguity_threshold=-1.1", "ambiguity_threshold=inf",
         "top_k=1&top_k=2",
     ],
 )  # fmt: skip

@@ -30,7 +30,7 @@ CLASSES = ("a", "b")
 def recorder(metrics: Metrics, name: str = "m", classes: tuple[str, ...] = CLASSES, window: int = 10) -> ModelRecorder:
     model: Any = FakeModel(classes=classes)
     drift = monitor_of(99, POLICY.alpha, window=window)
-    return ModelRecorder(name, model, alpha=POLICY.alpha, queue_limit=64, metrics=metrics, drift=drift)
+    return ModelRecorder(name, model, policy=POLICY, queue_limit=64, metrics=metrics, drift=drift)
 
 
 def outputs_of(*images: tuple[float, float, float, int]) -> Outputs[FloatArray]:
@@ -120,7 +120,7 @@ def test_a_regression_is_counted_by_its_target() -> None:
     metrics, model = Metrics(), FakeValueModel()
     of_values: Any = model
     drift = monitor_of(99, POLICY.alpha, window=10)
-    target = ModelRecorder("m", of_values, alpha=0.2, queue_limit=64, metrics=metrics, drift=drift)
+    target = ModelRecorder("m", of_values, policy=of_values.policy, queue_limit=64, metrics=metrics, drift=drift)
     target.show()
     packed = model.pipeline(torch.tensor([0, 64, 255], dtype=torch.uint8)[:, None, None, None].expand(3, 1, 8, 8))
     outputs = model.outputs(packed.numpy())

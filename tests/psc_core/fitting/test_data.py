@@ -60,7 +60,7 @@ def test_rejects_unattainable_rates(
         ({"head": "mlp"}, "head of a classifier to be one of laplace"),
         ({"density": "kde"}, "density of a classifier to be one of gda"),
         ({"ood_score": "entropy"}, "ood_score of a classifier to be one of gates, density, got 'entropy'"),
-        ({"risk": 1.0}, "risk to be a number between 0 and 1, got 1.0"),
+        ({"risk": 1.0}, "risk to be a number between 0 and 1 or None, got 1.0"),
     ],
 )
 def test_rejects_invalid_options_before_any_image_is_read(

@@ -57,7 +57,7 @@ def test_another_camera_is_no_longer_strange(
 ) -> None:
     assert len(more) == 100
     found = recalibrate_from_audit(model, audit, {"risk": 0.6}, more)
-    assert found.warnings == () and "each of the 100 images outside the slice counts this many" in found.lines[0]
+    assert found.warnings == () and "each of the 100 images outside the slice counts this many" in found.lines[1]
     entry = found.model.report["provenance"][HISTORY][-1]
     assert entry["labels"] == 160 and entry["calibrated_on"] == 120 == len(found.model.calibration)
     comparison = entry["extension"]

@@ -22,15 +22,17 @@ async def test_the_model_document() -> None:
         assert quantiles is not None and quantiles == pytest.approx([percent / 100 for percent in range(101)], abs=1e-6)
         assert document.gates == []
         assert document.report == {"metrics": {"accuracy": 0.99}}
-        assert document.notes == []
+        (headline,) = document.notes
+        assert "nothing shows how many accepted images are wrong" in headline  # The fake has no risk.
         assert (await app.client.get("/models/n")).json()["version"] == "v9"
         assert (await app.client.get("/models/x")).status_code == 404
 
 
 async def test_the_model_document_says_that_no_image_is_called_ambiguous() -> None:
     async with running(ambiguity_threshold=9.0) as app:
-        notes = (await app.client.get("/model")).json()["notes"]
-        assert notes == ["no image is called ambiguous: no entropy is above 9 nats"]
+        headline, note = (await app.client.get("/model")).json()["notes"]
+        assert "at most 30 % are wrong" in headline  # The last bound of the fake.
+        assert note == "no image is called ambiguous: no entropy is above 9 nats"
 
 
 async def test_a_regression_has_no_entropies() -> None:

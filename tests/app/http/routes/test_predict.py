@@ -45,7 +45,7 @@ async def test_the_three_forms_give_the_same_answer() -> None:
         check_predictions(raw, [60])
         assert raw.json() == multipart.json() == json.json()
         assert raw.json()["model"] == {"name": "m", "version": "v1", "layer": "layer3"}
-        assert raw.json()["policy"] == {"alpha": 0.2, "ambiguity_threshold": 0.5, "coverage": 0.9}
+        assert raw.json()["policy"] == {"alpha": 0.2, "ambiguity_threshold": 0.5, "coverage": 0.9, "risk": None}
 
 
 async def test_many_images_keep_their_order() -> None:
@@ -95,7 +95,18 @@ async def test_decisions_follow_alpha_and_the_ambiguity_threshold() -> None:
 async def test_settings_override_the_bundles_policy() -> None:
     async with running(alpha=0.05, ambiguity_threshold=3.0, coverage=0.8) as app:
         response = await app.client.post("/predict", content=png(0), headers=PNG)
-        assert response.json()["policy"] == {"alpha": 0.05, "ambiguity_threshold": 3.0, "coverage": 0.8}
+        bound = pytest.approx(0.3)  # of the largest entropy
+        assert response.json()["policy"] == {"alpha": 0.05, "ambiguity_threshold": 3.0, "coverage": 0.8, "risk": bound}
+
+
+@pytest.mark.parametrize(("threshold", "risk"), [(-1.0, None), (0.0, 0.05), (0.5, 0.05 + 0.25 * 49 / 98), (8.0, 0.3)])
+async def test_an_answer_says_what_the_requests_own_threshold_keeps(threshold: float, risk: float | None) -> None:
+    """The fake has entropies 0, 1/98, …, 1 with the bounds 0.05 … 0.3."""
+    async with running() as app:
+        answer = await app.client.post(f"/predict?ambiguity_threshold={threshold}", content=png(60), headers=PNG)
+        assert answer.json()["policy"]["risk"] == (risk and pytest.approx(risk, abs=1e-6))
+        accepted = [each["decision"] == "accept" for each in answer.json()["predictions"]]
+        assert not any(accepted) or threshold >= 0
 
 
 async def test_an_answer_begins_with_the_model_and_what_its_task_says_of_it() -> None:
