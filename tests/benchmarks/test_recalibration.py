@@ -33,9 +33,10 @@ def test_what_is_measured_is_what_the_bundle_decides(model: PSC, seen: Seen) -> 
         for label, held in zip(seen.images.first_labels().tolist(), prediction.prediction_set, strict=True)
     ]
     assert found["alarms"] == pytest.approx(sum(is_ood) / 200) and found["coverage"] == pytest.approx(sum(held) / 200)
-    calibration, policy = calibrated(seen, settings_of(model, {}), model.policy)
+    calibration, policy = calibrated(seen, settings_of(model, {}))
     again = kept(model, calibration, policy, seen)
-    assert again["alarms"] == pytest.approx(10 / 201, abs=0.006) and policy == model.policy  # 200 images show no 1 %.
+    assert again["alarms"] == pytest.approx(10 / 201, abs=0.006)
+    assert policy.model_dump()["risk"] in (None, 0.05, 0.1, 0.15, 0.2)  # 200 images show no 1 %.
     passed = accepted(model, seen.outputs)
     assert [prediction.decision[i] for i in passed] == ["accept"] * len(passed)
     assert len(passed) == prediction.decision.count("accept")
