@@ -26,6 +26,7 @@ MODULES = [
     "psc_core.errors",
     "psc_core.images",
     "psc_core.images.files",
+    "psc_core.names",
     "psc_core.tables",
     "psc_core.target",
     "psc_core.tasks",
