@@ -93,7 +93,9 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     frame, level, outermost = inspect.currentframe(), 0, 0
     while frame is not None:
         level += 1
-        if str(frame.f_globals.get("__name__")).startswith(f"{__package__}."):
+        name = str(frame.f_globals.get("__name__"))
+        # Behind our outermost frame may lie that of a decorator.
+        if name.startswith(f"{__package__}.") or (name == "contextlib" and outermost == level - 1):
             outermost = level
         frame = frame.f_back
     warnings.warn(text, category, stacklevel=outermost + 1)

@@ -168,7 +168,7 @@ def test_score_folder(here: Here, tmp_path: Path) -> None:
 
 
 def test_new_camera(here: Here) -> None:
-    with pytest.warns(UserWarning, match=r"no ambiguity threshold .* stays at 0\.39"):
+    with pytest.warns(UserWarning, match="of the accepted images at most 5 % are wrong"):
         said = here("new_camera.py")
     before, after = map(int, re.findall(r": (\d+)% false alarms", said))
     assert before > 3 * after

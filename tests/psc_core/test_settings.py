@@ -57,7 +57,7 @@ def test_unknown_values_are_refused(settings: dict[str, Any]) -> None:
         ("epsilon", 1.0, "a number between 0 and 1"),
         ("alpha", 0.0, "a number between 0 and 1"),
         ("coverage", 95.0, "a number between 0 and 1"),
-        ("risk", float("nan"), "a number between 0 and 1"),
+        ("risk", float("nan"), "a number between 0 and 1 or None"),
         ("max_width", -1.0, "a number above 0 or None"),
         ("max_width", float("inf"), "a number above 0 or None"),
     ],
