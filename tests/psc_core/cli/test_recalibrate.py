@@ -27,7 +27,7 @@ def test_writes_a_new_version_beside_the_old_one(
     (bundle / "examples" / "three.png").write_bytes(b"an image to try")
     words = [str(bundle), "--log", str(tmp_path / "log"), "--allow-factories", "tests.tiny:network"]
     out, before = tmp_path / "new", json.loads((bundle / "manifest.json").read_text())
-    code, text, err = run(capsys, cli.main, [*words, "--risk", "0.2", "--alpha", "0.1", "--out", str(out)])
+    code, text, err = run(capsys, cli.main, [*words, "--risk", "auto", "--alpha", "0.1", "--out", str(out)])
     assert code == 0, err
     manifest = read_bundle(out).manifest
     assert f"wrote {out} (version {manifest.version}, from {before['version']})" in text
@@ -57,7 +57,7 @@ def test_extends_the_density(
     images = [Logged(dimmed(digits, i), "label", str(labels[i]), audit=i < 120) for i in range(180)]
     write_log(tmp_path / "log", images)
     write_log(tmp_path / "slice", images[:120])
-    words = [str(tiny_bundle), "--allow-factories", "tests.tiny:network", "--extend-density", "--risk", "0.2"]
+    words = [str(tiny_bundle), "--allow-factories", "tests.tiny:network", "--extend-density"]
     out = tmp_path / "new"
     code, text, err = run(capsys, cli.main, [*words, "--log", str(tmp_path / "log"), "--out", str(out)])
     assert code == 0, err
