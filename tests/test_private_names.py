@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from tests.conftest import ROOT
 
-DOCUMENTED = {"_asdict", "_replace"}
-"""Public methods of a named tuple, which begin with ``_`` so that they are no fields."""
+DOCUMENTED = {"_asdict", "_exit", "_replace"}
+"""Public methods of a named tuple, which begin with ``_`` so that they are no fields, and a function of ``os``."""
 
 
 def is_private(name: str) -> bool:

@@ -21,8 +21,7 @@ export function chosen(policy, model, images, slider) {
   const task = taskOf(model);
   const { highest } = axisOf(model, images);
   const lowest = (task.lowest * highest) / STEPS;
-  const shown = "risk" in policy ? { risk: null } : {}; // Of another threshold only the service knows the errors.
-  return { ...policy, ...shown, [task.threshold]: position === 1 ? task.off(highest) : rounded(Math.max(lowest, position * highest)) };
+  return { ...policy, ...task.unshown, [task.threshold]: position === 1 ? task.off(highest) : rounded(Math.max(lowest, position * highest)) };
 }
 
 export function showPolicy(policy, model, images) {

@@ -9,6 +9,7 @@ const list = (names) => (names.length > 4 ? `${names.length} classes` : new Intl
 const classification = {
   threshold: "ambiguity_threshold",
   thresholdName: "Ambiguous above",
+  unshown: { risk: null }, // Of another threshold only the service knows the errors.
   abstention: "abstain_ambiguous",
   unsure: "ambiguous",
   uncertainty: ({ predictive_entropy: entropy }) => entropy, // nats
@@ -55,6 +56,7 @@ const classification = {
 const regression = {
   threshold: "max_width",
   thresholdName: "Uncertain where wider than",
+  unshown: {},
   abstention: "abstain_uncertain",
   unsure: "uncertain",
   uncertainty: ({ lower, upper }) => Math.fround(upper) - Math.fround(lower), // in the target's unit

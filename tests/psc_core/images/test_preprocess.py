@@ -54,7 +54,7 @@ def test_crop_equals_resizing_all_and_cropping_then(resizer: str, width: int, he
     left, top = (resized.width - 224) // 2, (resized.height - 224) // 2
     cropped = np.asarray(resized)[top : top + 224, left : left + 224]
     difference = abs(preprocess.from_image(image).transpose(1, 2, 0).astype(int) - cropped)
-    # Both round to 8 bits after each of two passes: of a thousand images of noise one has a few pixels that are 2 apart.
+    # Both round to 8 bits after each of two passes: a few pixels of one noise image in 1,000 are 2 apart.
     assert difference.max() <= 2 and (difference > 1).mean() < 1e-4
 
 

@@ -49,10 +49,16 @@ class ClassifierHead(Head):
 
 
 def scored(
-    probabilities: Float[Tensor, "batch classes"], epistemic: Float[Tensor, " batch"], energy: Float[Tensor, " batch"]
+    probabilities: Float[Tensor, "batch classes"],
+    epistemic: Float[Tensor, " batch"],
+    energy: Float[Tensor, " batch"],
+    entropies: Float[Tensor, " batch"] | None = None,
 ) -> Scored:
-    """Return the scores of a classifier except the density's, and the energy, which the gate ``confidence`` reads."""
-    entropies = entropy(probabilities)
+    """Return the scores of a classifier except the density's, and the energy, which the gate ``confidence`` reads.
+
+    The entropies of the probabilities are computed unless they are given.
+    """
+    entropies = entropy(probabilities) if entropies is None else entropies
     return Scored({"predictive_entropy": entropies, "epistemic": epistemic, "energy": energy}, probabilities)
 
 

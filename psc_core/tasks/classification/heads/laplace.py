@@ -46,7 +46,13 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from psc_core.tasks.classification.heads.base import ClassifierHead, HeadOutput, UncertaintyDecomposition, entropy
+from psc_core.tasks.classification.heads.base import (
+    ClassifierHead,
+    HeadOutput,
+    UncertaintyDecomposition,
+    entropy,
+    scored,
+)
 from psc_core.tasks.head import Scored
 
 
@@ -144,5 +150,4 @@ class LaplaceHead(ClassifierHead):
 
     def score(self, features: Float[Tensor, "batch dim"], output: Float[Tensor, "batch outputs"] | None) -> Scored:
         mean, probabilities, total, information = self.posterior(features)
-        scores = {"predictive_entropy": total, "epistemic": information.clamp_(max=total)}
-        return Scored({**scores, "energy": -mean.logsumexp(dim=1)}, probabilities)
+        return scored(probabilities, information.clamp_(max=total), -mean.logsumexp(dim=1), total)
