@@ -69,10 +69,15 @@ class PSCRegressor(FittedModel):
             >>> import torch
             >>> from torch import nn
             >>> from torch.utils.data import TensorDataset
-            >>> images = torch.rand(400, 1, 8, 8)
-            >>> pairs = TensorDataset(images[:200], images[:200].mean((1, 2, 3)))
-            >>> others = TensorDataset(images[200:], images[200:].mean((1, 2, 3)))
+            >>> numbers = torch.rand(400)
+            >>> images = 0.9 * numbers[:, None, None, None] + 0.1 * torch.rand(400, 1, 8, 8)
             >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 1))
+            >>> optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+            >>> for _ in range(100):
+            ...     optimizer.zero_grad()
+            ...     (net(images[:200]).squeeze(1) - numbers[:200]).square().mean().backward()
+            ...     optimizer.step()
+            >>> pairs, others = TensorDataset(images[:200], numbers[:200]), TensorDataset(images[200:], numbers[200:])
             >>> settings = {"mean": 0.0, "std": 1.0, "layer": "0"}
             >>> model = PSCRegressor.fit(net, pairs, others, target="age", unit="years", **settings)
             >>> str(model.target), model(images[:3]).interval.shape
