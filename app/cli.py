@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from app.healthcheck import address_of, leave_address
-from app.observability.logs import log_config
+from app.observability.tracing import log_config
 from app.settings import BACKLOG, Settings, load_settings
 from psc_core.errors import ExitCode, PSCError, UsageError
 from psc_core.network import LIBRARIES
@@ -128,7 +128,7 @@ def run(arguments: Sequence[str]) -> int:
                 "no folder for temporary files is writable, so the health check goes by PSC_HOST and PSC_PORT"
             )
         code = _serve(settings, listener)
-    from app.runtime import end_threads
+    from app.main import end_threads
 
     end_threads(code)
     return code

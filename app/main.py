@@ -1,41 +1,208 @@
-"""Put the application together: settings in, ASGI application out.  No other module wires parts to each other."""
+"""Set up the process that hosts the application (its heap, threads and signals) and end it."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import gc
+import logging
+import multiprocessing
 import os
-from collections.abc import AsyncIterator, Mapping
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from pathlib import Path
+from typing import Final
 
+import torch
+import torch.compiler.config
 from fastapi import FastAPI
+from prometheus_client.multiprocess import mark_process_dead
 from starlette.exceptions import HTTPException
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from app.auth import ApiKeys
 from app.grpc import check_installed
-from app.http import problems
-from app.http.middleware.access import HostAllowList, ProblemCORS
-from app.http.middleware.draining import Draining
-from app.http.middleware.limits import RequestLimits
-from app.http.middleware.problems import ProblemResponses
-from app.http.middleware.telemetry import Telemetry
+from app.http import problems, v2
+from app.http.middleware import Draining, HostAllowList, ProblemCORS, ProblemResponses, RequestLimits, Telemetry
 from app.http.openapi import Application
-from app.http.routes import feedback, live, model, operations, page, predict, review
-from app.http.v2 import repository
-from app.http.v2 import routes as v2
-from app.http.v2.schemas import HEADER
-from app.log.writer import LogWriter
+from app.http.routes import feedback, model, predict
+from app.http.v2 import HEADER
+from app.log import LogWriter
 from app.memory import MemoryBudget, process_memory
-from app.models.registry import Registry
-from app.models.served import ModelStarter
-from app.models.sources import BundleSource, MemorySource
+from app.models import BundleSource, MemorySource, ModelStarter, Registry
 from app.observability import tracing
-from app.observability.metrics import Metrics
-from app.runtime import Runtime
+from app.observability.metrics import PROCESS_FILES, Metrics, forget_dead_processes
 from app.service import Host, Service
 from app.settings import Settings
+from psc_core.allocator import keep_freed_memory, release_freed_memory
+from psc_core.images.decode import mute_codecs
 from psc_core.log.store import open_to_write
-from psc_core.model.base import FittedModel
+from psc_core.model import FittedModel
 from psc_core.version import __version__
+
+logger = logging.getLogger("psc.runtime")
+
+LINGER_SECONDS: Final = 1.0
+"""The longest time after SIGTERM in which requests are still accepted; each is answered with ``Connection: close``."""
+
+_SWITCH_SECONDS: Final = 5e-4
+"""The longest time that the event loop keeps the interpreter's lock while the device thread waits for it.
+
+Python's default of 5 ms would delay the device by as much between any two operations."""
+
+_THREAD_SECONDS: Final = 2.0
+"""The longest time that the end of the process waits for its threads."""
+
+_MAX_COMPILED_SHAPES: Final = 1 << 16
+"""The maximum number of shapes compiled in one process: the buckets of all models, again after every reload."""
+
+
+class Runtime(Host):
+    """A host that manages its process itself, such as a test or another ASGI server.
+
+    Attributes:
+        starts_ready: Whether startup waits until every model is ready, and raises what goes wrong on the way.
+    """
+
+    starts_ready = False
+
+    @contextlib.contextmanager
+    def running(self, service: Service) -> Iterator[None]:
+        """Enclose the life of the application."""
+        yield
+
+
+def prepare_process(settings: Settings) -> None:
+    """Set up what belongs to the process, not the application: import path, log, heap, threads, compiler, metrics."""
+    if settings.allow_factories:
+        sys.path.append(str(Path.cwd()))  # At the end: an installed package wins over a file of the same name.
+    logging.captureWarnings(True)
+    mute_codecs()
+    keep_freed_memory()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    torch.set_num_threads(network_threads(settings, torch.get_num_threads()))
+    if settings.compile:
+        allow_compiled_shapes()
+    forget_dead_processes()
+
+
+def allow_compiled_shapes() -> None:
+    """Let ``torch.compile`` keep every batch size of every model; its default is 8 shapes."""
+    torch.compiler.config.recompile_limit = _MAX_COMPILED_SHAPES
+    torch.compiler.config.accumulated_recompile_limit = _MAX_COMPILED_SHAPES
+
+
+class ReplicaRuntime(Runtime):
+    """A process that its host starts, checks and ends, such as a replica of Ray Serve."""
+
+    starts_ready = True
+
+    def models_changed(self) -> None:
+        settle_heap()
+
+
+class UvicornRuntime(Runtime):
+    """A process that ``psc-serve`` started, in which uvicorn runs."""
+
+    def models_changed(self) -> None:
+        settle_heap()
+        gc.enable()
+
+    def failed(self) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    def reloaded(self) -> None:
+        if multiprocessing.parent_process() is not None:
+            os.kill(os.getppid(), signal.SIGHUP)  # On SIGHUP, uvicorn replaces its workers one after the other.
+
+    @contextlib.contextmanager
+    def running(self, service: Service) -> Iterator[None]:
+        """Handle signals: SIGHUP reloads; SIGTERM, or the end of a worker's parent, drains and then ends uvicorn.
+
+        Uvicorn closes idle connections as soon as it is told to end, which loses a request already on the wire.  So it
+        is told a moment later: until then, ``Connection: close`` and ``/readyz`` send clients elsewhere.
+        """
+        loop = asyncio.get_running_loop()
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+        end, parent = before[signal.SIGTERM], multiprocessing.parent_process()
+        tasks: set[asyncio.Task[None]] = set()
+
+        def drain() -> None:
+            service.begin_drain()
+            if parent is not None:
+                loop.remove_reader(parent.sentinel)
+            if callable(end):
+                loop.call_later(linger_seconds(service.settings), end, signal.SIGTERM, None)
+
+        def reload() -> None:
+            task = loop.create_task(service.reload_quietly())
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+        loop.add_signal_handler(signal.SIGTERM, drain)
+        loop.add_signal_handler(signal.SIGHUP, reload)
+        if parent is not None:
+            loop.add_reader(parent.sentinel, drain)
+        gc.disable()  # Until the models are loaded: collections would walk what libraries make, which is no garbage.
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                loop.remove_signal_handler(number)
+                signal.signal(number, handler)
+            if PROCESS_FILES in os.environ:
+                mark_process_dead(os.getpid())  # type: ignore[no-untyped-call]
+            gc.enable()
+            gc.unfreeze()  # Or libraries would report at exit that their objects have leaked.
+
+
+def end_threads(code: int) -> None:
+    """Wait until this process's threads have ended; if one does not, end the process with ``code``.
+
+    The interpreter ends a daemon thread where it next asks for the lock, and inside of PyTorch's C++ that aborts the
+    process.  Such a thread is warming up a model that nobody waits for, computes a long batch or hangs.
+    Its requests have been answered and the log is written, so only buffers are left to flush.
+    """
+    deadline = time.monotonic() + _THREAD_SECONDS
+    for thread in threading.enumerate():
+        if not (thread.daemon and thread.name.startswith("psc-")):
+            continue
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            logger.warning("%s does not end, so the process ends without it", thread.name)
+            logging.shutdown()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError, AttributeError):  # It is closed, full or None.
+                    stream.flush()
+            os._exit(code)
+
+
+def settle_heap() -> None:
+    """Exempt the objects of imports and models from garbage collection, and free the memory of replaced models.
+
+    There are hundreds of thousands of such objects, and each full collection would walk them all.  Frozen objects are
+    never collected, so this runs again whenever models were replaced.  The memory of replaced models would otherwise
+    stay with the process (:func:`prepare_process` keeps it for the next batch), in holes that may be too small for a
+    large tensor of the next model.
+    """
+    gc.unfreeze()
+    gc.collect()
+    release_freed_memory()
+    gc.freeze()
+
+
+def linger_seconds(settings: Settings) -> float:
+    """Return how many seconds after SIGTERM requests are still accepted."""
+    return min(LINGER_SECONDS, settings.answer_seconds / 2)
+
+
+def network_threads(settings: Settings, default: int) -> int:
+    """Return PyTorch's number of threads in each worker; ``default`` is its own choice for the whole machine."""
+    return settings.threads or max(1, default // settings.workers)
 
 
 def create_app(
@@ -135,17 +302,18 @@ def _serving_grpc(app: FastAPI, service: Service) -> AbstractAsyncContextManager
 
 def _add_routes(app: FastAPI, service: Service) -> None:
     """Add the routes; some are there only if the settings ask for them."""
-    for routes in (predict, operations, model, live, v2, repository):
-        app.include_router(routes.router)
+    of_models = (predict.router, model.operations_router, model.router, model.live_router)
+    for router in (*of_models, v2.router, v2.repository_router):
+        app.include_router(router)
     if service.log is not None:
         app.include_router(feedback.router)
-        app.include_router(review.router)
+        app.include_router(feedback.review_router)
     if service.settings.grpc_port is not None:
         check_installed()
         from app.grpc import methods
 
         app.include_router(methods.router)
-    page.add_to(app, index=service.settings.page)
+    model.add_to(app, index=service.settings.page)
 
 
 def _add_middleware(app: FastAPI, service: Service) -> None:

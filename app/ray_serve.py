@@ -15,9 +15,8 @@ from typing import Any, Final
 from fastapi import FastAPI
 from prometheus_client import start_http_server
 
-from app.main import create_app
+from app.main import ReplicaRuntime, create_app, prepare_process
 from app.observability.metrics import PROCESS_FILES, shared_registry
-from app.runtime import ReplicaRuntime, prepare_process
 from app.service import Service
 from app.settings import load_settings
 

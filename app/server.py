@@ -22,11 +22,10 @@ from fastapi import FastAPI
 from uvicorn.config import STARTUP_FAILURE
 from uvicorn.supervisors import Multiprocess
 
-from app.main import check, create_app
-from app.observability.logs import log_config
+from app.main import UvicornRuntime, check, create_app, end_threads, linger_seconds, prepare_process
 from app.observability.metrics import PROCESS_FILES
+from app.observability.tracing import log_config
 from app.protocol import LimitedProtocol
-from app.runtime import UvicornRuntime, end_threads, linger_seconds, prepare_process
 from app.service import Service
 from app.settings import BACKLOG, Settings
 from psc_core.errors import ExitCode, UsageError

@@ -13,14 +13,12 @@ from starlette.requests import Request
 
 from app.auth import ApiKeys
 from app.errors import DeadlineExceeded, LogUnavailable
-from app.log.writer import LogWriter
+from app.log import LogWriter
 from app.memory import MemoryBudget
-from app.models.registry import Registry
-from app.observability.descriptors import DescriptorWatch
-from app.observability.gpu import gpu_usage
-from app.observability.metrics import Metrics
+from app.models import Registry
+from app.observability.metrics import DescriptorWatch, Metrics, gpu_usage
 from app.settings import Settings
-from psc_core.compute.allocator import release_freed_memory
+from psc_core.allocator import release_freed_memory
 from psc_core.errors import DeviceError, ExitCode, PSCError
 
 logger = logging.getLogger("psc.service")

@@ -16,8 +16,8 @@ from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSett
 
 from app.settings_sources import ENV_PREFIX, Keys, Texts, check_environment, is_service_link, read_config
 from psc_core.errors import UsageError, fault
-from psc_core.images.limits import DEFAULT_MAX_PIXELS, PILLOW_MAX_PIXELS
-from psc_core.model import Backend
+from psc_core.images.decode import DEFAULT_MAX_PIXELS, PILLOW_MAX_PIXELS
+from psc_core.settings import Backend
 from psc_core.tasks import TASKS, module_of
 from psc_core.tasks.classification.policy import AmbiguityThreshold
 from psc_core.tasks.policy import Alpha, BasePolicy, Coverage

@@ -18,7 +18,7 @@ from benchmarks.networks import NETWORKS
 from benchmarks.runs import Run
 from benchmarks.train import Job, train
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.spec import open_dataset
+from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.network.weights import load_weights, read_weights
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.spec import open_dataset
+from psc_core.data.open import open_dataset
 from psc_core.errors import DataError
 from psc_core.images.preprocess import Preprocess
 

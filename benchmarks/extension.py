@@ -21,14 +21,12 @@ from torch import Tensor
 from benchmarks import runs
 from benchmarks.runs import BUNDLE, Json, Run
 from psc_core import PSC
-from psc_core.bundle.manifest import HISTORY
-from psc_core.data.dataset import ImageDataset, labelled
-from psc_core.data.sources import ArraySource
-from psc_core.data.spec import open_dataset
-from psc_core.fitting.audit import Audit
-from psc_core.fitting.recalibrate import recalibrate_from_audit
-from psc_core.metrics.ranking import auroc
-from psc_core.model.base import FittedModel
+from psc_core.bundle import HISTORY
+from psc_core.data.dataset import ArraySource, ImageDataset, labelled
+from psc_core.data.open import open_dataset
+from psc_core.metrics import auroc
+from psc_core.model import FittedModel
+from psc_core.recalibrate import Audit, recalibrate_from_audit
 
 NAME: Final = "extension"
 REPEATS: Final = {"smoke": 1, "cpu": 1, "full": 10}

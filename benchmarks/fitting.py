@@ -11,18 +11,17 @@ from torch import Tensor, nn
 from benchmarks.checkpoints import Trained, scale_of
 from benchmarks.data import random_images
 from benchmarks.runs import Run
-from psc_core import FitSettings
-from psc_core.collapse.report import Candidate, CollapseReport
-from psc_core.compute.passes import Compute, passes
+from psc_core import FitSettings, fit
+from psc_core.checkpoint import Checkpoint
+from psc_core.collapse import Candidate, CollapseReport
+from psc_core.compute import Compute, passes
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.spec import open_dataset
+from psc_core.data.open import open_dataset
 from psc_core.evaluation.baselines import Baselines, fit_baselines, penultimate_and_logits
-from psc_core.fitting import paper as fit
-from psc_core.fitting.checkpoint import Checkpoint
-from psc_core.model.classifier import PSC
+from psc_core.model import PSC
 from psc_core.network.backbone import trial_input, truncate
 from psc_core.network.layers import list_layers
-from psc_core.projection.fit.report import FittedProjection
+from psc_core.projection import FittedProjection
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,7 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.runs import ROOT, markdown_table
-from psc_core.log.models import LoggedModel
-from psc_core.log.schema import arrow, image_path, model_path, row_schema, rows_path
-from psc_core.log.store import Log, open_log
+from psc_core.log.store import Log, LoggedModel, arrow, image_path, model_path, open_log, row_schema, rows_path
 from psc_core.tasks.classification.answer import SCORES
 from psc_core.tasks.classification.task import Classification
 
@@ -36,9 +34,9 @@ PER_FILE: Final = 50_000
 DECISIONS: Final = {"accept": 0.9, "abstain_ood": 0.05, "abstain_ambiguous": 0.05}
 POLICY: Final = json.dumps({"alpha": 0.05, "ambiguity_threshold": 0.5, "coverage": 0.95})
 
-_IMPORTS: Final = "import psc_core.log.unreviewed, psc_core.log.review, psc_core.log.erase; "
+_IMPORTS: Final = "import psc_core.log.review, psc_core.log.review, psc_core.log.erase; "
 _LIST: Final = (
-    "from psc_core.log.store import open_log; from psc_core.log.unreviewed import UnreviewedImages; "
+    "from psc_core.log.store import open_log; from psc_core.log.review import UnreviewedImages; "
     "print(len(UnreviewedImages(open_log('{log}')).newest(limit=12, seconds=60)), 'images')"
 )
 _MEASURED: Final = """

@@ -38,20 +38,15 @@ from torch.nn import functional as F
 from benchmarks.data import keep_classes
 from benchmarks.networks import resnet18
 from benchmarks.runs import BUNDLE, ROOT, Json, Run, markdown_table, parser, plus_minus, provenance, results, start
-from psc_core.bundle.io import read_bundle
-from psc_core.compute.passes import Compute
+from psc_core.bundle import read_bundle
+from psc_core.compute import Compute
 from psc_core.data.dataset import ImageDataset, drawn
-from psc_core.data.spec import open_dataset
-from psc_core.fitting.early_layers import early_layers
-from psc_core.fitting.maps import choose_map
+from psc_core.data.open import open_dataset
+from psc_core.fit_parts import choose_map, early_layers
 from psc_core.images.preprocess import PRESETS, Preprocess
-from psc_core.maps.fit.gaussian import fit_positions, with_levels
-from psc_core.maps.fit.moments import PositionMoments
-from psc_core.maps.fit.pasted import TEXTURE, paste
-from psc_core.maps.grid import grid_of
-from psc_core.maps.layer_map import LayerMap
-from psc_core.maps.picture import map_document
-from psc_core.metrics.ranking import auroc
+from psc_core.made_up import TEXTURE, paste
+from psc_core.maps import LayerMap, PositionMoments, fit_positions, grid_of, map_document, with_levels
+from psc_core.metrics import auroc
 from psc_core.network.backbone import Backbone, trial_input, truncate
 
 TRAIN, SELECTION, TEST = 250, 60, 60

@@ -26,9 +26,9 @@ from benchmarks.checkpoints import Trained, images_to_test, scale_of
 from benchmarks.data import keep_classes, random_images
 from benchmarks.fitting import linear_output
 from benchmarks.runs import Run
-from psc_core.compute.passes import track
+from psc_core.compute import track
 from psc_core.data.dataset import ImageDataset, balanced
-from psc_core.data.spec import open_dataset
+from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.network.weights import load_weights, read_weights
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from benchmarks import fitting
 from benchmarks.checkpoints import Trained
 from benchmarks.runs import Json, Run
-from psc_core.compute.passes import track_images
+from psc_core import metrics as classification
+from psc_core.compute import track_images
 from psc_core.data.dataset import ImageDataset
-from psc_core.evaluation.temperature import fit_temperature
-from psc_core.metrics import classification
-from psc_core.model.classifier import PSC
+from psc_core.evaluation.baselines import fit_temperature
+from psc_core.model import PSC
 from psc_core.numerics.matrix import as_matrix
 from psc_core.tasks.classification.fit.head import fit_head
 from psc_core.tasks.classification.fit.temperature import better_of, fit_temperature_head

@@ -34,10 +34,10 @@ from benchmarks.ood.settings import SHIFTS
 from benchmarks.pretrained import PretrainedJob
 from benchmarks.runs import BUNDLE, Json, Run
 from psc_core import PSC, fit_psc
-from psc_core.calibration.conformal import conformal_p_values
+from psc_core.calibrate import settings_of
+from psc_core.conformal import conformal_p_values
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.spec import open_dataset
-from psc_core.fitting.calibrate import settings_of
+from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import Images
 from psc_core.settings import FitSettings
 from psc_core.tasks.calibration import BaseCalibration

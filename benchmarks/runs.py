@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.data import ROOT_VARIABLE
 from benchmarks.instruction_sets import cpu_flags
-from psc_core.compute.device import resolve_device
+from psc_core.compute import resolve_device
 from psc_core.version import __version__
 
 SCALES = ("smoke", "cpu", "full")

@@ -23,10 +23,9 @@ from torch.nn import functional as F
 
 from benchmarks.networks import NETWORKS, bound_spectral_norm, fold_spectral_norm
 from benchmarks.runs import plain_parser
-from psc_core.compute.device import resolve_device
-from psc_core.compute.passes import track
+from psc_core.compute import resolve_device, track
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.spec import open_dataset
+from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS
 
 SCHEDULES: Mapping[str, float] = {"one-cycle": 0.1, "ddu": 0.1, "adamw": 2e-3}

@@ -18,7 +18,7 @@ from torchvision.datasets import ImageFolder
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from psc_core import PSC, load_network, open_dataset
-from psc_core.network.described.families import describe
+from psc_core.network.described import describe
 
 
 def small_vit(images: Path) -> Path:

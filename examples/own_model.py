@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from psc_core import PRESETS, PSC, fit_projection, fit_psc, load_network, measure_collapse, open_dataset
-from psc_core.collapse.report import to_text
+from psc_core.collapse import to_text
 
 
 class SmallNet(nn.Module):

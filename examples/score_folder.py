@@ -15,8 +15,7 @@ from pathlib import Path
 from digits import scratch
 
 from psc_core import load_model
-from psc_core.scoring.inputs import in_parts, named_images
-from psc_core.scoring.parts import PartWriter, write_parts
+from psc_core.scoring import PartWriter, in_parts, named_images, write_parts
 
 SHIPPED = Path(__file__).parents[1] / "artifacts" / "dirty-mnist-resnet18"
 bundle, images = map(Path, sys.argv[1:3]) if len(sys.argv) > 2 else (SHIPPED, SHIPPED / "examples")

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from psc_core import PSC
-from psc_core.maps.picture import box_of
+from psc_core.maps import box_of
 
 SHIPPED = Path(__file__).parents[1] / "artifacts" / "dirty-mnist-resnet18"
 bundle = Path(sys.argv[1]) if len(sys.argv) > 1 else SHIPPED

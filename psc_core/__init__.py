@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from psc_core.data.dataset import ImageDataset as ImageDataset
     from psc_core.data.loaders import open_loader as open_loader
-    from psc_core.data.spec import open_dataset as open_dataset
-    from psc_core.fitting.paper import fit_projection as fit_projection
-    from psc_core.fitting.paper import fit_psc as fit_psc
-    from psc_core.fitting.paper import fit_regressor as fit_regressor
-    from psc_core.fitting.paper import measure_collapse as measure_collapse
+    from psc_core.data.open import open_dataset as open_dataset
+    from psc_core.fit import fit_projection as fit_projection
+    from psc_core.fit import fit_psc as fit_psc
+    from psc_core.fit import fit_regressor as fit_regressor
+    from psc_core.fit import measure_collapse as measure_collapse
     from psc_core.images.preprocess import PRESETS as PRESETS
     from psc_core.images.preprocess import Preprocess as Preprocess
-    from psc_core.model.classifier import PSC as PSC
-    from psc_core.model.load import load_model as load_model
-    from psc_core.model.regressor import PSCRegressor as PSCRegressor
+    from psc_core.model import PSC as PSC
+    from psc_core.model import PSCRegressor as PSCRegressor
+    from psc_core.model import load_model as load_model
     from psc_core.network.load import load_network as load_network
     from psc_core.settings import FitSettings as FitSettings
     from psc_core.tasks.classification.prediction import ClassificationPrediction as ClassificationPrediction
@@ -32,20 +32,20 @@ _MODULES = {
     "BasePrediction": "tasks.prediction",
     "ClassificationPrediction": "tasks.classification.prediction",
     "PRESETS": "images.preprocess",
-    "PSC": "model.classifier",
-    "PSCRegressor": "model.regressor",
+    "PSC": "model",
+    "PSCRegressor": "model",
     "FitSettings": "settings",
     "ImageDataset": "data.dataset",
     "Preprocess": "images.preprocess",
     "RegressionPrediction": "tasks.regression.prediction",
     "__version__": "version",
-    "fit_projection": "fitting.paper",
-    "fit_psc": "fitting.paper",
-    "fit_regressor": "fitting.paper",
-    "load_model": "model.load",
+    "fit_projection": "fit",
+    "fit_psc": "fit",
+    "fit_regressor": "fit",
+    "load_model": "model",
     "load_network": "network.load",
-    "measure_collapse": "fitting.paper",
-    "open_dataset": "data.spec",
+    "measure_collapse": "fit",
+    "open_dataset": "data.open",
     "open_loader": "data.loaders",
 }
 

@@ -1,26 +1,137 @@
-"""The settings of a fit: the flags of ``psc-fit`` with their defaults, and the part that a bundle records.
+"""The ranges of arguments, of command lines and Python alike, and values that command lines take as text.
+
+The settings of a fit: the flags of ``psc-fit`` with their defaults, and the part that a bundle records.
 
 What needs torch is imported when a fit begins, so that the command line shows the defaults at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import json
+import math
+import re
+from argparse import ArgumentTypeError
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields, replace
+from datetime import date
 from enum import StrEnum
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
-from psc_core.arguments import FRACTION, POSITIVE, POSITIVE_NUMBER, SEED, Range
-from psc_core.compute import BATCH_IMAGES, MAX_MEMORY
 from psc_core.errors import UsageError, hint
-from psc_core.precision import PRECISIONS
 
 if TYPE_CHECKING:
     import torch
 
-    from psc_core.compute.distributed import Reducer
-    from psc_core.compute.passes import Compute
+    from psc_core.compute import Compute, Reducer
+
+
+_WHOLE_NUMBER: Final = re.compile(r"0|[0-9]*[1-9][0-9]*")
+"""What is read as an integer; Python itself would read "1_0" and " 5" too."""
+
+_UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that an argument may be, those between two bounds that are not among them.
+
+    Example:
+        >>> 0.5 in FRACTION, 1.0 in FRACTION, POSITIVE.parse("3")
+        (True, False, 3)
+    """
+
+    noun: str  # as messages name it
+    kind: type[int] | type[float]
+    above: int | float
+    below: int | float = math.inf
+
+    def __contains__(self, value: Any) -> bool:
+        return bool(self.above < value < self.below)  # NaN is in none.
+
+    def parse(self, text: str) -> Any:
+        """Return the number in ``text`` (argparse type)."""
+        return self._parsed(text, self.noun)
+
+    def parse_or_auto(self, text: str) -> Any:
+        """Return the number in ``text``, or None for ``"auto"`` (argparse type)."""
+        return None if text == "auto" else self._parsed(text, f"{self.noun} or auto")
+
+    def _parsed(self, text: str, wanted: str) -> Any:
+        with suppress(ValueError):
+            value = self.kind(text)
+            if value in self and (self.kind is float or _WHOLE_NUMBER.fullmatch(text)):
+                return value
+        raise ArgumentTypeError(f"expected {wanted}, got {text!r}")
+
+
+POSITIVE: Final = Range("a positive integer", int, 0)
+WHOLE: Final = Range("0 or a positive integer", int, -1)
+SEED: Final = Range("a whole number from 0 to 2**63 - 1", int, -1, 1 << 63)
+POSITIVE_NUMBER: Final = Range("a number above 0", float, 0)
+FRACTION: Final = Range("a number between 0 and 1", float, 0, 1)
+
+positive, whole, positive_number = POSITIVE.parse, WHOLE.parse, POSITIVE_NUMBER.parse
+open_unit_interval = FRACTION.parse
+
+
+def by_commas(text: str) -> list[str]:
+    """Split ``a,b`` into its parts; for flags with ``action="extend"``."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def key_values(pairs: Sequence[str]) -> dict[str, Any]:
+    """Parse ``["a=1", "b=x"]`` into ``{"a": 1, "b": "x"}``; values that are not JSON stay text."""
+    result: dict[str, Any] = {}
+    for pair in pairs:
+        key, separator, value = pair.partition("=")
+        if not separator or not key:
+            raise UsageError(f"expected key=value, got {pair!r}")
+        try:
+            result[key] = json.loads(value)
+        except ValueError:
+            result[key] = value
+    return result
+
+
+def day(text: str) -> str:
+    """Return a day given as YYYY-MM-DD (argparse type)."""
+    try:
+        if date.fromisoformat(text).isoformat() == text:
+            return text
+    except ValueError:
+        pass
+    raise ArgumentTypeError(f"expected a day as YYYY-MM-DD, got {text!r}")
+
+
+def byte_count(text: str) -> int:
+    """Parse ``"512M"``, ``"2G"`` or a plain number of bytes (argparse type)."""
+    match = re.fullmatch(r"(\d+)([kmg]?)i?b?", text.strip().lower())
+    if not match or int(match[1]) < 1:
+        raise ArgumentTypeError(f"expected a size such as 512M or 2G, got {text!r}")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+Precision = Literal["fp32", "bf16"]
+
+PRECISIONS: Final[tuple[Precision, ...]] = get_args(Precision)
+"""All formats, the default first."""
+
+
+BATCH_IMAGES: Final = 256
+"""Default number of images that pass through the network at once."""
+
+MAX_MEMORY: Final = 1 << 30
+"""Default budget of one stage's statistics and the features of a batch, bytes."""
+
+
+Backend = Literal["folded", "plain", "onnx"]
+"""The ways to run the network of a fitted model; see :mod:`psc_core.pipeline`."""
+
+BACKENDS: Final[tuple[Backend, ...]] = get_args(Backend)
+"""All backends; the first is the one that a fit calibrates."""
+
 
 EPSILON: Final = 0.2
 """The cutoff ε on NC1 below which a layer has collapsed, as in the paper."""
@@ -133,9 +244,7 @@ class FitSettings:
         Raises:
             UsageError: If the precision is unknown, or the device does not exist.
         """
-        from psc_core.compute.device import resolve_device
-        from psc_core.compute.distributed import Reducer
-        from psc_core.compute.passes import Compute
+        from psc_core.compute import Compute, Reducer, resolve_device
 
         if self.precision not in PRECISIONS:
             raise UsageError(f"expected a precision of {', '.join(PRECISIONS)}, got {self.precision!r}")

@@ -65,7 +65,7 @@ def tiny_job(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> TinyJ
     """A small network trained on real digits and its command line for ``psc-fit``, once a test process."""
     from safetensors.torch import save_file
 
-    from psc_core.data.spec import open_dataset
+    from psc_core.data.open import open_dataset
     from psc_core.images.preprocess import PRESETS
     from tests import tiny
 
@@ -110,7 +110,7 @@ def angle_job(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Tiny
     """A small network that predicts the angle of turned digits, and its command line for ``psc-fit``."""
     from safetensors.torch import save_file
 
-    from psc_core.data.spec import open_dataset
+    from psc_core.data.open import open_dataset
     from psc_core.images.preprocess import PRESETS
     from tests import tiny
 
@@ -150,4 +150,4 @@ def angle_bundle(angle_job: TinyJob) -> Path:
 @pytest.fixture(autouse=True)
 def a_thread_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step is quick enough for the event loop: many tests hold the network up while they look at the rest."""
-    monkeypatch.setattr("app.inference.steps.eager.QUICK_SECONDS", 0.0)
+    monkeypatch.setattr("app.inference.steps.QUICK_SECONDS", 0.0)

@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from psc_core.model.classifier import PSC
-from psc_core.model.pipeline import Pipeline
-from psc_core.precision import Precision
+from psc_core.model import PSC
+from psc_core.pipeline import Pipeline
+from psc_core.settings import Precision
 
 GPU = torch.device("cuda:0")
 

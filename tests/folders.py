@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from psc_core.data.spec import open_dataset
+from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS, Preprocess
 
 NAMES: Final = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")

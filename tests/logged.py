@@ -17,8 +17,7 @@ from PIL import Image
 
 from psc_core.data.dataset import ImageDataset
 from psc_core.log.labels import Label, write_labels
-from psc_core.log.schema import image_path, row_schema, rows_path
-from psc_core.log.store import Log, open_log
+from psc_core.log.store import Log, image_path, open_log, row_schema, rows_path
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 

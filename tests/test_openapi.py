@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from psc_core.bundle.io import read_bundle
+from psc_core.bundle import read_bundle
 from tests.conftest import SHIPPED_BUNDLE
 from tests.served import GUARD_SECONDS, serve_shipped
 

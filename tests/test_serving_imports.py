@@ -1,8 +1,4 @@
-"""Serving loads no fitting code; ``pyproject.toml`` has the same rule as an import contract.
-
-The contract sees imports that are written down; a task's modules are imported by their name, so what a service has
-loaded is looked at too.
-"""
+"""A service that has answered a request has loaded no library that only a fit needs."""
 
 from __future__ import annotations
 
@@ -47,18 +43,8 @@ BUNDLES: Final = {"classification": "tiny_bundle", "regression": "neighbours_bun
 """Task → fixture of a bundle of it."""
 
 OFFLINE: Final = (
-    "laplace",
-    "psc_core.cli",
-    "psc_core.collapse",
-    "psc_core.compute.passes",
-    "psc_core.data",
-    "psc_core.evaluation",
-    "psc_core.fitting",
-    "psc_core.metrics",
-    "psc_core.report",
-    "psc_core.scoring",
-    "tensorly",
-)
+    "laplace", "matplotlib", "psc_core.cli", "psc_core.evaluation", "psc_core.fit", "psc_core.report", "tensorly",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -69,8 +55,6 @@ def test_serving_loads_no_fitting_code(task: str, request: pytest.FixtureRequest
     assert done.returncode == 0, done.stderr[-4000:]
     loaded = done.stdout.split()
     assert f"psc_core.tasks.{task}.task" in loaded
-    fits = [name for name in loaded if name.startswith("psc_core.") and "fit" in name.split(".")]
-    assert fits == []
     assert [name for name in loaded if f"{name}.".startswith(tuple(f"{part}." for part in OFFLINE))] == []
 
 

@@ -1,7 +1,7 @@
 """Serve the gRPC methods as routes whose bodies are the protocol's messages.
 
 Each method but ``ModelInfer`` converts the document of a REST route (:data:`_DOCUMENTS`); ``ModelInfer`` shares
-:func:`app.http.v2.inference.infer` with REST.  Errors are exceptions, as everywhere.
+:func:`app.http.v2.infer_tensors` with REST.  Errors are exceptions, as everywhere.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from pydantic import BaseModel
 from app.errors import BodyTooLarge, MalformedRequest
 from app.grpc.messages import METHODS, PREFIX
 from app.grpc.wire import check_counts
-from app.http.uploads import parse, read_body
-from app.http.v2 import repository
-from app.http.v2 import routes as v2
-from app.http.v2.inference import Received, find_model, infer
-from app.http.v2.schemas import InferRequest
-from app.http.v2.tensors import request_of, to_binary
+from app.http import v2
+from app.http import v2 as repository
+from app.http.body import parse, read_body
+from app.http.v2 import InferRequest, Received, find_model, infer_tensors, request_of, to_binary
 from app.service import service_of, service_to_predict
 
 _PUBLIC: Final = frozenset({"ServerLive", "ServerReady", "ModelReady", "ServerMetadata"})
@@ -59,7 +57,7 @@ async def _infer(request: Request) -> Response:
     name, version = message.model_name, message.model_version or None
     find_model(service, name, version).engine.check_room()
     wanted, binary = await parse(service.parser, body, tensor_of, message)
-    answer = await infer(service, name, version, Received(wanted, binary, body), request.receive)
+    answer = await infer_tensors(service, name, version, Received(wanted, binary, body), request.receive)
     model = answer.served
     response = METHODS["ModelInfer"][1](model_name=model.name, model_version=model.model.version, id=message.id)
     response.parameters["alpha"].double_param = answer.alpha

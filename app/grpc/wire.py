@@ -15,8 +15,8 @@ from typing import Any, Final
 from google.protobuf.descriptor import FieldDescriptor
 
 from app.errors import MalformedRequest
-from app.http.json_body import MAX_VALUES
-from psc_core.protobuf import GROUPS, LENGTH, fields
+from app.http.body import MAX_VALUES
+from psc_core.network.onnx_check import GROUPS, LENGTH, fields
 
 MAX_OCCURRENCES: Final = 256
 """The maximum number of times that a field occurs in a message, including the messages inside it."""

@@ -180,7 +180,7 @@ def problem_response(problem: Problem, scope: Scope, metrics: Metrics) -> Respon
 
 
 async def on_http_exception(request: Request, error: Any) -> Response:
-    """Answer a request whose path or method has no route; other errors reach :mod:`app.http.middleware.problems`."""
+    """Answer a request whose path or method has no route; other errors reach :mod:`app.http.middleware`."""
     slug, title = ROUTING.get(error.status_code, (f"http-{error.status_code}", "Request refused"))
     problem = make_problem((error.status_code, slug, title), str(error.detail), error.headers)
     return problem_response(problem, request.scope, request.app.state.service.metrics)

@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 
 from psc_core.errors import NetworkError
-from psc_core.model import Backend
-from psc_core.model.backends import available_backends, pipeline_on
-from psc_core.model.base import FittedModel
-from psc_core.model.pipeline import Pipeline
-from psc_core.network.cache import cache_file, read_checked, write_checked
+from psc_core.model import FittedModel
+from psc_core.network.load import cache_file, read_checked, write_checked
 from psc_core.network.onnx import INSTALLED
+from psc_core.pipeline import Pipeline, available_backends, pipeline_on
+from psc_core.settings import Backend
 
 logger = logging.getLogger("psc.backend")
 

@@ -1,4 +1,10 @@
-"""Decide which images run next: a state machine with an explicit clock.
+"""The contents of the queue: requests with their images, batches of slices of requests, and results.
+
+Estimate how long batches take on the device, from measured times.
+
+Times are kept by batch size, because a batch of one image says little about the time for 64.  This module has no clock.
+
+Decide which images run next: a state machine with an explicit clock.
 
 The life of a :class:`QueuedRequest` with ``count`` images::
 
@@ -34,16 +40,222 @@ This module knows nothing of torch or HTTP.
 
 from __future__ import annotations
 
+import enum
 import math
+import threading
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from app.errors import ClientGone, DeadlineExceeded, InferenceFailed, NotReady, QueueFull
-from app.inference.batch_times import BatchTimes, RunningMean
-from app.inference.request import DeviceBatch, Images, QueuedRequest, RequestMode, RequestSlice, Result, State
+
+Images = npt.NDArray[np.uint8]
+"""Decoded images, of shape (n, channels, height, width)."""
+
+
+class RequestMode(enum.Enum):
+    """Which outputs a request asks for: the packed ones alone, with maps, with explanations, or with both."""
+
+    PREDICT = enum.auto()
+    MAP = enum.auto()
+    EXPLAIN = enum.auto()
+    EXPLAIN_WITH_MAP = enum.auto()
+
+    __hash__ = object.__hash__  # Members are singletons; Enum's own is a Python function, called for each look-up.
+
+    @property
+    def has_map(self) -> bool:
+        """Whether the request needs a model with a map."""
+        return self in (RequestMode.MAP, RequestMode.EXPLAIN_WITH_MAP)
+
+
+class State(enum.Enum):
+    """The state of a request's life."""
+
+    RESERVED = enum.auto()
+    QUEUED = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outputs that the device computed for some images.
+
+    Attributes:
+        packed: ``float32 (n, S + K + G)`` outputs (:mod:`psc_core.tasks.outputs`).
+        explanation: The arrays of ``Pipeline.explain`` by name, whose first axis is the images; empty unless asked for.
+    """
+
+    packed: npt.NDArray[np.float32]
+    explanation: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+
+    def __getitem__(self, images: slice) -> Result:
+        """Return a view of some of the images."""
+        return Result(self.packed[images], {name: array[images] for name, array in self.explanation.items()})
+
+
+@dataclass(eq=False, slots=True)
+class QueuedRequest:
+    """One request's images on their way through the device; times are seconds of the batcher's clock.
+
+    Attributes:
+        count: The number of images.
+        admitted_at: The time at which the request was reserved.
+        deadline: The time by which the result is due.
+        urgent_at: The time from which the request keeps its turn until all of its images are taken.
+        mode: Only requests of one mode share a batch.
+        waiter: The caller's object that waits for the result; the queue only stores it.
+        state: How far the request is.
+        images: The decoded images; empty while the request is reserved.
+        n_taken: The number of images handed out in batches so far.
+        n_done: The number of images computed so far.
+        queued_at: The time at which the request was queued.
+        results: The results so far, by the index of the first image of each slice.
+        error: The reason why the request failed; ``None`` after FINISHED means success.
+    """
+
+    count: int
+    admitted_at: float
+    deadline: float
+    urgent_at: float
+    mode: RequestMode
+    waiter: Any
+    state: State = State.RESERVED
+    images: Images = field(default_factory=lambda: np.empty((0, 0, 0, 0), np.uint8))
+    n_taken: int = 0
+    n_done: int = 0
+    queued_at: float = 0.0
+    results: dict[int, Result] = field(default_factory=dict)
+    error: Exception | None = None
+
+    def result(self) -> Result:
+        """Return the result of all images, once all are computed."""
+        slices = [self.results[start] for start in sorted(self.results)]
+        if len(slices) == 1:
+            return slices[0]
+        names = slices[0].explanation
+        return Result(
+            np.concatenate([each.packed for each in slices]),
+            {name: np.concatenate([each.explanation[name] for each in slices]) for name in names},
+        )
+
+
+class RequestSlice(NamedTuple):
+    """Images ``start … stop - 1`` of a request."""
+
+    request: QueuedRequest
+    start: int
+    stop: int
+
+
+class DeviceBatch(NamedTuple):
+    """Slices of requests of one mode, in the order of their outputs; ``size`` images in all."""
+
+    mode: RequestMode
+    slices: list[RequestSlice]
+    size: int
+    taken_at: float
+
+    def copy_images(self, buffer: Images) -> None:
+        """Copy the images of the slices, in order, to the front of ``buffer``."""
+        offset = 0
+        for request, start, stop in self.slices:
+            buffer[offset : offset + stop - start] = request.images[start:stop]
+            offset += stop - start
+
+    def alive(self) -> DeviceBatch:
+        """Return the batch without the slices of finished requests."""
+        alive = [each for each in self.slices if each.request.state is not State.FINISHED]
+        return self._replace(slices=alive, size=sum(each.stop - each.start for each in alive))
+
+    def halves(self) -> tuple[DeviceBatch, DeviceBatch]:
+        """Return the batch in two halves, cutting a slice if necessary."""
+        half = room = self.size // 2
+        left: list[RequestSlice] = []
+        right: list[RequestSlice] = []
+        for request, start, stop in self.slices:
+            cut = min(stop, start + room)
+            if cut > start:
+                left.append(RequestSlice(request, start, cut))
+            if cut < stop:
+                right.append(RequestSlice(request, cut, stop))
+            room -= cut - start
+        return self._replace(slices=left, size=half), self._replace(slices=right, size=self.size - half)
+
+
+_SMOOTHING: Final = 0.2
+"""The weight of the newest value in a running mean."""
+
+
+class RunningMean:
+    """A mean in which newer values weigh more.
+
+    Attributes:
+        value: The mean; None before the first value.
+    """
+
+    value: float | None = None
+
+    def add(self, value: float) -> None:
+        """Update the mean with a new value."""
+        self.value = value if self.value is None else self.value + _SMOOTHING * (value - self.value)
+
+
+class BatchTimes:
+    """Running means of the times of batches of one mode.
+
+    A batch larger than any measured one is taken to last as long as the largest.
+
+    Args:
+        max_batch: The maximum number of images in a batch.
+    """
+
+    def __init__(self, max_batch: int) -> None:
+        self._max_batch = max_batch
+        self._means = [RunningMean() for _ in range(_size_class(max_batch) + 1)]
+
+    def add(self, size: int, seconds: float) -> None:
+        """Record a batch of ``size`` images that the device has computed in ``seconds``."""
+        self._means[_size_class(size)].add(seconds)
+
+    def total(self, images: int) -> float:
+        """Return the least time that this many images take, seconds; 0 before the first batch."""
+        full, rest = divmod(images, self._max_batch)
+        return (full * self._seconds(self._max_batch) if full else 0.0) + (self._seconds(rest) if rest else 0.0)
+
+    @property
+    def fixed(self) -> float:
+        """The part of a batch's time that does not grow with its images, seconds.
+
+        It is the intercept of the line through the smallest and the largest measured size.
+        """
+        sizes = (min(1 << index, self._max_batch) for index in range(len(self._means)))
+        known = [(size, mean.value) for size, mean in zip(sizes, self._means, strict=True) if mean.value is not None]
+        if len(known) < 2:
+            return 0.0
+        (few, quick), (many, slow) = known[0], known[-1]
+        return max(0.0, (many * quick - few * slow) / (many - few))
+
+    def _seconds(self, size: int) -> float:
+        """Return the time of a batch: that of its size class, else a fraction of a larger one's, else the largest's."""
+        smallest = _size_class(size)
+        for larger in range(smallest, len(self._means)):
+            seconds = self._means[larger].value
+            if seconds is not None:
+                return seconds if larger == smallest else seconds * size / min(1 << larger, self._max_batch)
+        return next((mean.value for mean in reversed(self._means) if mean.value is not None), 0.0)
+
+
+def _size_class(size: int) -> int:
+    """Return the class of a batch size: 1, 2, 3–4, 5–8, … images."""
+    return (size - 1).bit_length()
+
 
 _MAX_RETRY_AFTER_S: Final = 60
 _WAIT_FRACTION: Final = 1 / 3
@@ -320,3 +532,72 @@ class Batcher:
         request.error = error
         del self._live[request]
         self.finished.append(request)
+
+
+class RequestQueue:
+    """A :class:`Batcher` that the event loop, decode threads and the device thread share, one at a time::
+
+        with queue as batcher:
+            request = batcher.reserve(...)
+
+    Requests that finish in the block are delivered when it ends, without holding the lock.  A blocked :meth:`take` is
+    woken if its batch is now due earlier.
+
+    Args:
+        batcher: The state machine; nobody else may touch it.
+        deliver: Called with the requests that have just finished, on the thread that finished them.
+    """
+
+    def __init__(self, batcher: Batcher, deliver: Callable[[list[QueuedRequest]], None]) -> None:
+        self._batcher = batcher
+        self._deliver = deliver
+        self._condition = threading.Condition(threading.Lock())
+        self._stopped = False
+        self._wakes_at = -math.inf
+
+    def __enter__(self) -> Batcher:
+        self._condition.acquire()
+        return self._batcher
+
+    def __exit__(self, *_: object) -> None:
+        finished = self._batcher.collect()
+        if self._wakes_at != -math.inf:  # Otherwise no take is blocked, and asking for the next batch is wasted.
+            now = time.monotonic()
+            due_in = self._batcher.due_in(now)
+            if due_in is not None and now + due_in < self._wakes_at:
+                self._condition.notify()
+        self._condition.release()
+        if finished:
+            self._deliver(finished)
+
+    def put(self, decoded: list[tuple[QueuedRequest, Images]]) -> None:
+        """Queue reserved requests with their images."""
+        with self as batcher:
+            now = time.monotonic()
+            for request, images in decoded:
+                batcher.put(request, images, now=now)
+
+    def take(self, *, block: bool, full: bool = False) -> DeviceBatch | None:
+        """Return the next batch, or None if none is due or the queue was stopped; with ``block``, wait for one."""
+        while True:
+            with self as batcher:
+                now = time.monotonic()
+                batch = batcher.take(now, full=full, patient=block)
+                if batch is not None or not block or self._stopped:
+                    return batch
+                if not batcher.finished:  # Otherwise take() has expired requests, to be delivered before we wait.
+                    due_in = batcher.due_in(now)
+                    self._wakes_at = math.inf if due_in is None else now + due_in
+                    self._condition.wait(due_in)
+                self._wakes_at = -math.inf
+
+    def stop(self) -> None:
+        """Make :meth:`take` return at once, now if it is blocked and from now on."""
+        with self._condition:
+            self._stopped = True
+            self._condition.notify_all()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether :meth:`stop` was called."""
+        return self._stopped

@@ -6,6 +6,7 @@ longer, and then goes to the end of the pool's queue.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from app.errors import ImageRefused, TooManyPixels
+from app.inference.batcher import Images
 from app.memory import MemoryBudget
 from psc_core.errors import ImageError, ImageTooLarge
 from psc_core.images.decode import open_image
@@ -183,3 +185,22 @@ class _Progress:
             if self._left:
                 return
         self._on_done(self._errors[min(self._errors)] if self._errors else None)
+
+
+_AT_ONCE: Final = 1 << 20
+"""The most bytes that are hashed on the event loop, in less than a millisecond; more are hashed on a thread."""
+
+
+async def fingerprints(images: Sequence[EncodedImage] | Images) -> list[int]:
+    """Return a 64-bit hash of each image's file, or of its pixels.
+
+    ``hash`` of bytes is SipHash with a key that Python draws when it starts: ten times as fast as a cryptographic hash,
+    and nobody outside can construct two images with the same hash.
+    """
+    # map() is lazy: the bytes are read only where the list is made, perhaps on a thread.
+    if isinstance(images, np.ndarray):
+        size, hashes = images.nbytes, map(hash, map(np.ndarray.tobytes, images))
+    else:
+        files = [image.data for image in images]
+        size, hashes = sum(map(len, files)), map(hash, files)
+    return await asyncio.to_thread(list, hashes) if size > _AT_ONCE else list(hashes)

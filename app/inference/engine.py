@@ -1,4 +1,8 @@
-"""Take one model's requests from encoded images to results in three stages that overlap: decode, queue, device.
+"""Put requests whose images are decoded into the queue, and compute them here if the step is quick.
+
+Everything runs on the event loop, which alone touches the arrivals: they need no lock.
+
+Take one model's requests from encoded images to results in three stages that overlap: decode, queue, device.
 
 ::
 
@@ -24,14 +28,53 @@ from typing import Any, Protocol
 import numpy as np
 
 from app.errors import ImageRefused, NotReady, TooManyPixels
-from app.inference.arrivals import Arrivals
-from app.inference.batcher import Batcher
+from app.inference.batcher import Batcher, DeviceBatch, Images, QueuedRequest, RequestMode, RequestQueue, Result, State
 from app.inference.decoder import Decoder, EncodedImage
-from app.inference.queue import RequestQueue
-from app.inference.request import DeviceBatch, Images, QueuedRequest, RequestMode, Result, State
 from app.inference.steps import Step
 from app.inference.worker import DeviceWorker
 from psc_core.errors import DeviceError, PSCError
+
+
+class Arrivals:
+    """The requests that one turn of the event loop brings.
+
+    Args:
+        loop: The event loop.
+        queue: The queue that takes them.
+        worker: Computes them, on the event loop if it is ``inline``.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, queue: RequestQueue, worker: DeviceWorker) -> None:
+        self._loop = loop
+        self._queue = queue
+        self._worker = worker
+        self._requests: list[tuple[QueuedRequest, Images]] = []
+
+    def add(self, request: QueuedRequest, images: Images) -> None:
+        """Queue a request with those that come in the same turn, and compute them when no more come or a batch is full.
+
+        Together they cost one lock and one wake-up of the device thread.
+        """
+        if not self._requests:
+            self._loop.call_soon(self._put)
+        self._requests.append((request, images))
+
+    def _put(self) -> None:
+        arrived, self._requests = self._requests, []
+        self._queue.put(arrived)
+        if self._worker.inline:
+            with self._queue as batcher:
+                full = batcher.pending >= batcher.max_batch
+            if full:
+                self._worker.run_due()
+            else:
+                self._loop.call_soon(self._run_unless_more_came)
+
+    def _run_unless_more_came(self) -> None:
+        """Compute the queued requests, unless the last turn of the loop brought more, which make a fuller batch."""
+        if not self._requests:
+            self._worker.run_due()
+
 
 logger = logging.getLogger("psc.engine")
 

@@ -58,7 +58,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import betaln
 
-from psc_core.rates import ood_rank
+from psc_core.conformal import ood_rank
 
 EXPONENTS: Final = (0.1, 0.25, 0.5, 0.75, 0.9)
 """The ε of the power bets: small values find a few very unusual images, large ones a mild shift of many."""

@@ -18,11 +18,10 @@ import numpy.typing as npt
 from prometheus_client import Gauge
 
 from app.observability.drift import DriftMonitor, DriftState
-from app.observability.metrics import Metrics
-from app.observability.repeats import RepeatFilter
+from app.observability.metrics import Metrics, RepeatFilter
 from app.tasks.base import served_task
-from psc_core.calibration.conformal import decision_p_value
-from psc_core.model.base import FittedModel
+from psc_core.conformal import decision_p_value
+from psc_core.model import FittedModel
 from psc_core.tasks.decide import BaseDecisions
 from psc_core.tasks.outputs import FloatArray, Outputs
 from psc_core.tasks.policy import BasePolicy

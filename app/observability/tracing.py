@@ -6,12 +6,15 @@ or with several, a new trace begins.  FastAPI makes the spans; if they are expor
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import Final, NamedTuple
+from datetime import UTC, datetime
+from typing import Any, Final, NamedTuple
 
+import orjson
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -91,3 +94,41 @@ def _sampled(span: trace.SpanContext) -> bool:
 
 def _new_id(bits: int) -> str:
     return f"{_ids.getrandbits(bits) or 1:0{bits // 4}x}"  # An id of zeros alone is invalid.
+
+
+_STANDARD_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {
+    "message",
+    "asctime",
+    "color_message",
+    "taskName",
+}
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats a record as JSON: time, level, logger, message, trace id within a request, and what ``extra`` holds."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        trace = current_trace.get()
+        if trace is not None:
+            line["trace_id"] = trace.trace_id
+        line |= {name: value for name, value in vars(record).items() if name not in _STANDARD_FIELDS}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return orjson.dumps(line, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+
+
+def log_config(level: str) -> dict[str, Any]:
+    """Return a configuration for ``logging.config`` that logs every record at ``level`` or above as a JSON line."""
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"json": {"()": JsonFormatter}},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "json"}},
+        "root": {"level": level.upper(), "handlers": ["stderr"]},
+    }

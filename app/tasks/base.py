@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from app.tasks.query import PredictQuery
-from psc_core.maps.picture import map_document
-from psc_core.model.base import FittedModel
-from psc_core.model.pipeline import MAP
+from psc_core.maps import map_document
+from psc_core.model import FittedModel
+from psc_core.pipeline import MAP
 from psc_core.tasks import TASKS, module_of
 from psc_core.tasks.decide import AnyDecisions
 from psc_core.tasks.outputs import FloatArray, Outputs

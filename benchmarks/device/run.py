@@ -53,10 +53,10 @@ from benchmarks.device.timing import (
     traffic,
 )
 from benchmarks.runs import RESULTS, Json, environment, plain_parser, write_json
-from psc_core.compute.allocator import keep_freed_memory
-from psc_core.compute.device import resolve_device
-from psc_core.model.pipeline import Pipeline, average_positions
-from psc_core.precision import Precision
+from psc_core.allocator import keep_freed_memory
+from psc_core.compute import resolve_device
+from psc_core.pipeline import Pipeline, average_positions
+from psc_core.settings import Precision
 from psc_core.tasks.classification.heads.base import entropy
 from psc_core.tasks.head import Scored
 

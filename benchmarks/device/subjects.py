@@ -17,15 +17,15 @@ from benchmarks.runs import BUNDLE
 from psc_core.density.base import Density, restore_density
 from psc_core.density.gaussian import ClasswiseDensity, TiedDensity
 from psc_core.images.preprocess import PRESETS, Preprocess
-from psc_core.model.classifier import PSC
-from psc_core.model.pipeline import Pipeline, Scorer, ScorerParts
+from psc_core.model import PSC
 from psc_core.network.backbone import truncate
 from psc_core.network.cut import cut_graph
 from psc_core.network.fuse import fuse
 from psc_core.network.layers import list_layers
 from psc_core.network.load import load_network
-from psc_core.precision import Precision
-from psc_core.projection.module import Projection
+from psc_core.pipeline import Pipeline, Scorer, ScorerParts
+from psc_core.projection import Projection
+from psc_core.settings import Precision
 from psc_core.tasks.classification.heads.base import entropy
 from psc_core.tasks.classification.heads.laplace import LaplaceHead
 

@@ -26,9 +26,8 @@ from benchmarks.data import repeated
 from benchmarks.instruction_sets import in_fresh_process
 from benchmarks.runs import RESULTS, Json
 from psc_core import FitSettings, fit_projection, fit_psc, measure_collapse
-from psc_core.compute.passes import Compute
-from psc_core.data.dataset import ImageDataset, labelled
-from psc_core.data.sources import ArraySource
+from psc_core.compute import Compute
+from psc_core.data.dataset import ArraySource, ImageDataset, labelled
 from psc_core.images.preprocess import PRESETS
 
 NAME = "fit-scaling"

@@ -25,22 +25,20 @@ from pydantic import SecretStr
 from starlette.testclient import TestClient
 from torch import Tensor
 
-from app.inference.batcher import Batcher
+from app.inference.batcher import Batcher, RequestMode
 from app.inference.decoder import Decoder
 from app.inference.engine import Engine
-from app.inference.request import RequestMode
 from app.inference.steps import EagerStep, Step, make_step
-from app.main import create_app
+from app.main import allow_compiled_shapes, create_app
 from app.memory import MemoryBudget
-from app.runtime import allow_compiled_shapes
 from app.settings import Settings
 from benchmarks.runs import BUNDLE, plain_parser
 from benchmarks.serving import bundles
 from benchmarks.serving import images as files
-from psc_core.data.spec import open_dataset
+from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS
-from psc_core.model.classifier import PSC
-from psc_core.model.pipeline import Pipeline
+from psc_core.model import PSC
+from psc_core.pipeline import Pipeline
 
 KEY = "k" * 32
 FITS = 2

@@ -29,9 +29,8 @@ from safetensors.torch import save_file
 from benchmarks.data import repeated
 from benchmarks.runs import Json, environment, markdown_table, plain_parser, write_json
 from benchmarks.serving.gpu import GpuUse
-from psc_core.compute.passes import Compute
-from psc_core.data.dataset import ImageDataset, labelled
-from psc_core.data.sources import EncodedSource
+from psc_core.compute import Compute
+from psc_core.data.dataset import EncodedSource, ImageDataset, labelled
 from psc_core.images.preprocess import Preprocess
 from psc_core.network.load import load_network
 

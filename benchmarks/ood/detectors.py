@@ -25,13 +25,12 @@ from benchmarks import fitting
 from benchmarks.checkpoints import Trained
 from benchmarks.fitting import Penultimate
 from benchmarks.runs import Run
+from psc_core.calibrate import calibrate_scorer, score_dataset
 from psc_core.data.dataset import ImageDataset
 from psc_core.evaluation.baselines import full_density
-from psc_core.fitting.calibrate import calibrate_scorer, score_dataset
-from psc_core.fitting.data import FitData
-from psc_core.fitting.job import FitJob
-from psc_core.model.classifier import PSC
-from psc_core.model.pipeline import Pipeline
+from psc_core.fit_data import FitData, FitJob
+from psc_core.model import PSC
+from psc_core.pipeline import Pipeline
 from psc_core.tasks.classification.heads.base import entropy
 from psc_core.tasks.outputs import Outputs
 

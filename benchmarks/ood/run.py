@@ -21,9 +21,9 @@ from benchmarks.ood.detectors import DEFAULT, PSC_OPTIONS, Detector, Images, sco
 from benchmarks.ood.settings import AT_SCALE, SETTINGS, SHIFTS, Setting
 from benchmarks.probabilities import DIVISIONS, divide, examples_of, qualities
 from benchmarks.runs import Json, Run
+from psc_core import metrics as ranking
 from psc_core.data.dataset import split_validation
-from psc_core.metrics import ranking
-from psc_core.model.classifier import PSC
+from psc_core.model import PSC
 
 SHIFTED_IMAGES = 2000
 """The number of test images that are shifted."""

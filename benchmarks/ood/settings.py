@@ -23,7 +23,7 @@ from benchmarks.pretrained import BACKBONES, PretrainedJob
 from benchmarks.runs import Run
 from benchmarks.train import Job
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.spec import open_dataset
+from psc_core.data.open import open_dataset
 
 
 @dataclass(frozen=True)

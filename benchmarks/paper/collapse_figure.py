@@ -17,7 +17,7 @@ from benchmarks.checkpoints import SPECTRAL_NORM, job_of, obtain
 from benchmarks.networks import NETWORKS
 from benchmarks.runs import Json, Run
 from benchmarks.train import SCHEDULES, Job, correct
-from psc_core.collapse.report import CollapseReport
+from psc_core.collapse import CollapseReport
 
 NAME = "collapse_figure"
 

@@ -24,14 +24,14 @@ from torch import Tensor
 from benchmarks import fitting, plots, runs
 from benchmarks.checkpoints import SPECTRAL_NORM, Trained, images_to_test, job_of, obtain
 from benchmarks.runs import BUNDLE, Json, Run
-from psc_core.compute.passes import track_images
+from psc_core import metrics as ranking
+from psc_core.compute import track_images
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.spec import open_dataset
+from psc_core.data.open import open_dataset
 from psc_core.density import DENSITIES
 from psc_core.evaluation.baselines import Baselines
 from psc_core.evaluation.classification import score_images
-from psc_core.metrics import ranking
-from psc_core.model.classifier import PSC
+from psc_core.model import PSC
 from psc_core.tasks.classification.heads.base import entropy
 
 NAME = "ddu_case_study"

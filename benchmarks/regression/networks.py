@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.train import learning_rate, load_images
-from psc_core.compute.passes import track
+from psc_core.compute import track
 from psc_core.data.dataset import ImageDataset
 
 BATCH = 128

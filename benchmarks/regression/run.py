@@ -25,12 +25,12 @@ from benchmarks.regression.networks import AngleNet, trained
 from benchmarks.runs import Json, Run
 from benchmarks.train import load_images
 from psc_core import PSCRegressor, fit_projection, fit_regressor, measure_collapse
-from psc_core.data.dataset import ImageDataset, split_validation
-from psc_core.data.sources import ArraySource
-from psc_core.data.spec import open_dataset
+from psc_core import metrics as ranking
+from psc_core import metrics as regression
+from psc_core.data.dataset import ArraySource, ImageDataset, split_validation
+from psc_core.data.open import open_dataset
 from psc_core.evaluation.regression import score_images
 from psc_core.images.preprocess import PRESETS
-from psc_core.metrics import ranking, regression
 from psc_core.network.load import load_network
 
 NAME = "regression"
@@ -208,7 +208,7 @@ def measured(forecast: Forecast, data: ImageDataset) -> Mapping[str, float]:
     inside = (y - mean).abs() <= forecast.half_width
     return {
         "rmse": regression.rmse(mean, y),
-        "nll": regression.nll(mean, deviation, y),
+        "nll": regression.gaussian_nll(mean, deviation, y),
         "crps": regression.crps(mean, deviation, y),
         "coverage": float(inside.double().mean()),
         "width": float(2 * forecast.half_width.mean()),

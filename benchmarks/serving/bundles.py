@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from benchmarks.serving.images import DATA
 from psc_core.cli.fit import main as psc_fit
-from psc_core.data.spec import open_dataset
+from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS
 from psc_core.network.load import load_network
 

@@ -43,9 +43,9 @@ def _prepare(bundle: Path, device: str) -> None:
 
     from app.inference.steps import TorchThreads, make_step
     from benchmarks.serving.adapters.settings import FACTORY, MAX_BATCH
-    from psc_core.compute.allocator import keep_freed_memory
-    from psc_core.model.backends import available_backends, pipeline_on
-    from psc_core.model.classifier import PSC
+    from psc_core.allocator import keep_freed_memory
+    from psc_core.model import PSC
+    from psc_core.pipeline import available_backends, pipeline_on
 
     keep_freed_memory()
     psc = PSC.load(bundle, device=device, allow_factories=[FACTORY])
@@ -98,7 +98,7 @@ def best_images_per_s(steps: Mapping[str, Times]) -> float:
 def decode_only(bundle: Path, images: Sequence[bytes], seconds: float) -> float:
     """Return images/s of the service's decoder on one core."""
     from benchmarks.serving.adapters.settings import FACTORY
-    from psc_core.model.classifier import PSC
+    from psc_core.model import PSC
 
     preprocess = PSC.load(bundle, device="cpu", allow_factories=[FACTORY]).preprocess
     count, began = 0, time.perf_counter()

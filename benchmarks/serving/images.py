@@ -9,7 +9,7 @@ import tarfile
 from PIL import Image
 
 from benchmarks.runs import ROOT
-from psc_core.data.spec import open_dataset
+from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS
 
 DATA = ROOT / "tests" / "data"

@@ -21,8 +21,8 @@ from benchmarks.serving.client import Phase, Target, drive
 from benchmarks.serving.gpu import GpuUse
 from benchmarks.serving.processes import Processes, ServerFailed, free_port, mean_batch, scraped
 from benchmarks.serving.servers import COMPUTE, OURS, Server, answer_of, versions
-from psc_core.model import BACKENDS
-from psc_core.model.classifier import PSC
+from psc_core.model import PSC
+from psc_core.settings import BACKENDS
 
 CLIENTS, MANY, MANY_CLIENTS = 64, 32, 4
 FIRST_WARM_UP_SECONDS, WARM_UP_SECONDS = 1.5, 0.3

@@ -22,7 +22,7 @@ MODULES = [
     "app.client.client",
     "app.client.errors",
     "app.client.retry",
-    "psc_core.arguments",
+    "psc_core.settings",
     "psc_core.errors",
     "psc_core.images",
     "psc_core.images.files",

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from psc_core import arguments
+from psc_core import settings as arguments
 from psc_core.cli import flags
-from psc_core.compute import BATCH_IMAGES
 from psc_core.errors import UsageError
 from psc_core.report import FIGURES, PAGE
+from psc_core.settings import BATCH_IMAGES
 from psc_core.tasks import module_of
 
 if TYPE_CHECKING:
@@ -56,11 +56,11 @@ def parser() -> argparse.ArgumentParser:
 
 def evaluate(args: argparse.Namespace) -> None:
     """Measure the bundle, print the report, and write it where ``--out`` says."""
-    from psc_core.bundle.io import read_bundle
-    from psc_core.data.spec import unread_files
+    from psc_core.bundle import read_bundle
+    from psc_core.data.open import unread_files
     from psc_core.evaluation.evaluate import check_images, seen_warning
     from psc_core.evaluation.evaluate import evaluate as measure
-    from psc_core.model.load import model_class_of
+    from psc_core.model import model_class_of
     from psc_core.report import page
     from psc_core.report.collect import collect_test
     from psc_core.report.content import FILE, Content
@@ -103,7 +103,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
 def open_others(given: Iterable[str], preprocess: Preprocess) -> dict[str, ImageDataset]:
     """Open the out-of-distribution images of ``--ood NAME=DIR``, by name."""
-    from psc_core.data.spec import open_dataset
+    from psc_core.data.open import open_dataset
 
     ood: dict[str, ImageDataset] = {}
     for text in given:

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from psc_core import arguments
+from psc_core import settings as arguments
 from psc_core.cli import flags, preprocessing
 from psc_core.data import MAX_BAD_IMAGES
 from psc_core.density import DENSITIES
 from psc_core.network import GRANULARITIES, LIBRARIES
-from psc_core.precision import PRECISIONS
-from psc_core.settings import HEAD_INPUTS, OOD_SCORES, PREDICTIONS, RANGES, FitSettings
+from psc_core.settings import HEAD_INPUTS, OOD_SCORES, PRECISIONS, PREDICTIONS, RANGES, FitSettings
 from psc_core.tasks import TASKS, module_of
 
 _Group = Any
@@ -191,10 +190,17 @@ def _name_of(flag: str) -> str:
 
 def fit(args: argparse.Namespace) -> None:
     """Open and check what the flags name, run all stages, and write bundle and report."""
-    from psc_core.cli.estimate import estimate
-    from psc_core.cli.job import checked_provenance, decoded, look, open_checkpoint, open_job, write
-    from psc_core.cli.provenance import origins_of
-    from psc_core.cli.run import run_stages
+    from psc_core.cli.job import (
+        checked_provenance,
+        decoded,
+        estimate,
+        look,
+        open_checkpoint,
+        open_job,
+        origins_of,
+        run_stages,
+        write,
+    )
 
     job = open_job(args)
     if job.is_first:

@@ -9,9 +9,9 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from psc_core.arguments import by_commas, day
-from psc_core.compute.allocator import keep_freed_memory
+from psc_core.allocator import keep_freed_memory
 from psc_core.errors import ExitCode, PSCError, UsageError
+from psc_core.settings import by_commas, day
 from psc_core.tables import print_any_text
 from psc_core.version import __version__
 

@@ -1,51 +1,139 @@
-"""A fit that ``psc-fit`` was asked for, and its steps; :func:`psc_core.cli.fit.fit` takes them in order.
+"""Record the origin of a bundle, and decide by it whether two fits are the same job.
+
+A fit that ``psc-fit`` was asked for, and its steps; :func:`psc_core.cli.fit.fit` takes them in order.
 
 Everything that can be refused is refused in :func:`open_job`, before the first pass over the images, or while they are
 decoded; nothing is written to the bundle's folder before the model is fitted.
+
+``psc-fit --dry-run``: how long a fit and its report take, and how much memory and disk, from two fits on few images.
+
+A fit on n training images, and validation images in proportion, takes a + b · n seconds: its stages are passes over the
+images, and everything else costs the same for any n.  Two small fits give a and b.  A still smaller one goes before
+them, because the first fit of a process also loads libraries.  Of a large fit the report is estimated too long, because
+it looks at no more than 2,000 images of a set.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import contextlib
+import hashlib
+import io
+import math
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch import nn
 
-from psc_core.arguments import key_values
-from psc_core.bundle.io import check_target
-from psc_core.bundle.manifest import MAX_NAME, check_network, check_text
+from psc_core import fit as stages
+from psc_core.bundle import MAX_NAME, check_network, check_target, check_text
+from psc_core.checkpoint import Checkpoint
 from psc_core.cli import preprocessing
-from psc_core.cli.provenance import job_of, provenance_of
-from psc_core.collapse.report import CollapseReport, to_csv
-from psc_core.compute.distributed import Reducer
-from psc_core.compute.passes import Compute, track
-from psc_core.data.cache import PixelCache
-from psc_core.data.classes import in_network_order
-from psc_core.data.dataset import ImageDataset
-from psc_core.data.overlap import check_disjoint
-from psc_core.data.spec import open_dataset, unread_files
+from psc_core.collapse import CollapseReport, to_csv, to_text
+from psc_core.compute import Compute, Reducer, passes, track
+from psc_core.data.cache import PixelCache, check_disjoint, only_readable
+from psc_core.data.dataset import ImageDataset, balanced
+from psc_core.data.open import in_network_order, open_dataset, unread_files
 from psc_core.errors import UsageError
-from psc_core.fitting.checkpoint import Checkpoint
-from psc_core.fitting.data import FitData
-from psc_core.fitting.job import FitJob
-from psc_core.fitting.stages import checked
-from psc_core.model.base import FittedModel
-from psc_core.network.described.base import Described
-from psc_core.network.described.families import describe
+from psc_core.fit import checked
+from psc_core.fit_data import FitData, FitJob
+from psc_core.model import FittedModel
+from psc_core.network.described import Described, describe, is_described
+from psc_core.network.export import check_exportable
 from psc_core.network.load import Recipe, forget_recipe, load_described, notes_of, recipe_for, recipe_of
-from psc_core.network.onnx.export import check_exportable
 from psc_core.network.output import check_images, check_output, trial_images
-from psc_core.projection.fit.report import FittedProjection
+from psc_core.network.weights import files_of
+from psc_core.projection import FittedProjection
 from psc_core.report import page
 from psc_core.report.collect import collect_fit
 from psc_core.report.content import Content
 from psc_core.report.facts import facts_about
-from psc_core.settings import FitSettings
+from psc_core.settings import FitSettings, key_values
 from psc_core.tasks.task import task_type
+from psc_core.version import __version__
+
+
+def provenance_of(recipe: Recipe, weights: Sequence[Path], settings: FitSettings, data: FitData) -> dict[str, Any]:
+    """Return everything that fitting the bundle again needs, without any path of this machine; JSON types."""
+    return {
+        "psc_version": __version__,
+        "model": without_path(recipe.spec),
+        "model_args": dict(recipe.model_args),
+        "weights_sha256": digest_of([file for path in weights for file in files_of(path)]),
+        **origins_of(data),
+        "settings": settings.recorded(),
+    }
+
+
+def origins_of(data: FitData) -> dict[str, Any]:
+    """Return the part of the provenance that changes when images are left out; JSON types."""
+    return {"train": origin_of(data.train, data.left_out[0]), "val": origin_of(data.val, data.left_out[1])}
+
+
+def without_path(spec: str) -> str:
+    """Return the spec of a network with the path of its file or folder, where it has one, cut down to the name."""
+    family, _, name = spec.partition(":")
+    is_path = is_described(spec) and Path(name).expanduser().exists()
+    return f"{family}:{_printable(name)}" if is_path else spec
+
+
+def _printable(path: str) -> str:
+    """Return the last name in a path as text that UTF-8 can hold."""
+    return os.fsencode(Path(path).resolve().name).decode(errors="replace")
+
+
+def origin_of(data: ImageDataset, left_out: int) -> dict[str, Any]:
+    """Return name, sizes and digest of a data set, and how many images were left out of it."""
+    return {
+        "name": _printable(data.name),
+        "images": len(data),
+        "rows": data.examples,
+        "sha256": data.digest(),
+        "left_out": left_out,
+    }
+
+
+def job_of(
+    provenance: Mapping[str, Any],
+    settings: FitSettings,
+    data: FitData,
+    compute: Compute,
+    configuration: Path | None = None,
+) -> dict[str, Any]:
+    """Return the inputs of the stages in a checkpoint, JSON types; ``configuration`` is a file of the network.
+
+    Image files count by name, size and the time of their last change: an edited bitmap keeps its size.
+    """
+    on = {
+        "preprocess": data.train.preprocess.to_json(),
+        "modified": [_modified(data.train), _modified(data.val)],
+        "device": compute.device.type,
+        "configuration": None if configuration is None else digest_of([configuration]),
+    }
+    return {**provenance, "settings": settings.of_stages(), **on}
+
+
+def _modified(data: ImageDataset) -> str:
+    """Return a digest of when each image file was last changed; copies have other times, so no bundle records it."""
+    times = (data.source.modified_ns(index) for index in data.indices.tolist())
+    return hashlib.sha256(b"".join(b"%d\n" % time for time in times)).hexdigest()
+
+
+def digest_of(files: Sequence[Path]) -> str:
+    """Return the SHA-256 of the files one after the other, hexadecimal."""
+    sha = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            hashlib.file_digest(file, lambda: sha)
+    return sha.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -236,3 +324,134 @@ def write(
     if pictures:
         print(f"report: {page.write(facts, out)}")
     print(f"next: {page.serve_command(out, manifest)}")
+
+
+def run_stages(
+    net: nn.Module, job: FitJob, name: str, provenance: Mapping[str, Any], checkpoint: Checkpoint
+) -> tuple[CollapseReport, FittedProjection, stages.FitResult]:
+    """Fit stage by stage, except for those in the checkpoint; of several processes the first prints."""
+    layer, is_first = job.settings.layer, job.compute.reducer.rank == 0
+    report = checkpoint.load_collapse()
+    if report is None:
+        report = stages.collapse(net, job)
+        checkpoint.save_collapse(report)
+    candidate = report.candidate(None if layer == "auto" else layer)
+    if is_first:
+        print(to_text(report, candidate))
+
+    projection = checkpoint.load_projection()
+    if projection is None:
+        projection = stages.project(net, candidate, job)
+        checkpoint.save_projection(projection)
+    if is_first:
+        print(projection.report.summary(report.nc4_of(candidate)))
+
+    fitted = stages.fit_model(net, candidate, projection, job, name=name, provenance=provenance)
+    if is_first and fitted.gate_choice is not None:
+        print(fitted.gate_choice.table())
+    return report, projection, fitted
+
+
+SECONDS: Final = 60.0
+"""Time that the two fits together may take, roughly."""
+
+PASSES: Final = 8
+"""Assumed cost of a small fit, fixed costs included, in passes over its training images."""
+
+FIT_IMAGES: Final = (256, 4096)
+"""Smallest and largest number of training images in the larger fit."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The time, memory and disk space that a fit on all images would take."""
+
+    images: int  # number of training images in the larger of the two fits
+    seconds: float
+    memory: int  # peak of this process, bytes
+    device_memory: int  # peak on the GPU, bytes; 0 without one
+    pixels: int  # decoded images on disk, bytes; 0 where none are kept
+    features: int  # features of the last stage on disk, bytes
+
+    def __str__(self) -> str:
+        hours, minutes = divmod(round(self.seconds / 60), 60)
+        took = f"{hours} h {minutes:02d} min" if hours else f"{minutes} min" if minutes > 1 else f"{self.seconds:.0f} s"
+        parts = [f"about {took}", f"{self.memory / (1 << 30):.1f} GiB of memory"]
+        if self.device_memory:
+            parts.append(f"{self.device_memory / (1 << 30):.1f} GiB on the GPU")
+        disk = {"decoded images": self.pixels, "features": self.features}
+        parts += [f"{math.ceil(size / (1 << 20)):,} MiB of disk for {what}" for what, size in disk.items() if size]
+        return (
+            f"a fit on all images takes {', '.join(parts)} (from fits on up to {self.images} images; nothing written)"
+        )
+
+
+def estimate(job: Job, max_bad_images: int) -> Estimate:
+    """Fit twice on a few images, print what the larger fit found, and extrapolate."""
+    train, val, compute = job.data.train, job.data.val, job.compute
+    if job.cache is not None and not job.cache.has_room(train, val):
+        print(*job.cache.notes(train, val), sep="\n", flush=True)
+        job = replace(job, cache=None)
+    larger = fit_images(rate(job.network.net, train, compute, job.settings.seed, max_bad_images), train)
+    smallest = min(larger, 4 * len(train.classes))
+    sizes = (max(larger // 3, smallest), larger)
+    with contextlib.redirect_stdout(io.StringIO()):
+        timed_fit(job, smallest, max_bad_images)
+        first, _ = timed_fit(job, sizes[0], max_bad_images)
+    second, feature_bytes = timed_fit(job, larger, max_bad_images)
+    return Estimate(
+        larger,
+        extrapolate(sizes, (first, second), len(train)),
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+        torch.cuda.max_memory_allocated(compute.device) if compute.device.type == "cuda" else 0,
+        0 if job.cache is None else job.cache.size(train, val),
+        compute.reducer.world * round(feature_bytes * len(train) / larger),
+    )
+
+
+def timed_fit(job: Job, size: int, max_bad_images: int) -> tuple[float, int]:
+    """Fit to ``size`` training images and the same fraction of the validation images.
+
+    Returns:
+        The seconds, and the bytes that its features took on disk.
+    """
+    data, net = job.data, job.network.net
+    fraction, classes = size / len(data.train), len(data.train.classes)
+    lenient = replace(job.settings, alpha=0.5, coverage=0.5)  # Rates that so few images can keep.
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="psc-dry-run-") as scratch:
+        checkpoint = Checkpoint.of(Path(scratch) / "stages", {})
+        few = data.fewer(size, max(round(len(data.val) * fraction), min(len(data.val), 4 * classes)))
+        few, _ = few.cached(job.cache)
+        few, left_out = few.readable(max_bad_images)
+        print(*left_out, sep="\n", end="\n" * bool(left_out))
+        _, projection, fitted = run_stages(net, replace(job, data=few, settings=lenient), "dry-run", {}, checkpoint)
+        collect_fit(fitted.model, net, few, projection.report, job.compute, "")
+    return time.perf_counter() - began, fitted.feature_bytes
+
+
+def extrapolate(sizes: tuple[int, int], seconds: tuple[float, float], images: int) -> float:
+    """Return the seconds for ``images`` on the line through two measurements.
+
+    Where noise makes the line fall, half of the larger fit's time is assumed to be in proportion to its images.
+    """
+    slope = (seconds[1] - seconds[0]) / (sizes[1] - sizes[0]) if sizes[1] > sizes[0] else 0.0
+    if slope <= 0:
+        slope = seconds[1] / sizes[1] / 2
+    return seconds[1] + slope * max(0, images - sizes[1])
+
+
+def rate(net: nn.Module, train: ImageDataset, compute: Compute, seed: int, max_bad_images: int) -> float:
+    """Return the images per second through the network alone, decoding included."""
+    few = only_readable(balanced(train, 2 * compute.batch_size, seed), max_bad_images)
+    began = time.perf_counter()
+    for _ in passes(few, compute, "one pass", net.to(compute.device)):
+        pass
+    return len(few) / max(time.perf_counter() - began, 1e-9)
+
+
+def fit_images(images_per_second: float, train: ImageDataset) -> int:
+    """Return the number of training images in the larger fit, so that both together take about :data:`SECONDS`."""
+    affordable = round(SECONDS * images_per_second / PASSES)
+    wanted = min(max(affordable, FIT_IMAGES[0], 12 * len(train.classes)), max(FIT_IMAGES[1], 12 * len(train.classes)))
+    return min(wanted, len(train))

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from psc_core import arguments
+from psc_core import settings as arguments
 from psc_core.cli import flags
 from psc_core.errors import UsageError
 
@@ -57,9 +57,9 @@ def parser() -> argparse.ArgumentParser:
 def review(args: argparse.Namespace) -> None:
     """Write the images that people should look at as tasks."""
     from psc_core.log.labels import read_labels
+    from psc_core.log.review import label_studio_prefix, path_prefix, to_csv, to_label_studio
     from psc_core.log.review import review as choose
     from psc_core.log.store import open_log
-    from psc_core.log.tasks import label_studio_prefix, path_prefix, to_csv, to_label_studio
 
     if args.out is None and args.csv is None:
         raise UsageError("there is nothing to write; give --out FILE, --csv FILE or both")
@@ -77,9 +77,8 @@ def review(args: argparse.Namespace) -> None:
 
 def import_labels(args: argparse.Namespace) -> None:
     """Add the answers of people to a log as labels."""
-    from psc_core.log.labels import write_labels
+    from psc_core.log.labels import labels_of, read_answers, write_labels
     from psc_core.log.store import open_log
-    from psc_core.log.verdicts import labels_of, read_answers
 
     log = open_log(args.log)
     labels = labels_of(log, read_answers(args.labels), args.model)

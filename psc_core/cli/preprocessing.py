@@ -4,7 +4,7 @@ They have to describe what the network was trained with: a wrong size or filter 
 ``--preprocess`` takes it from where it is written down: a JSON file with the fields of
 :class:`psc_core.images.preprocess.Preprocess` (as under ``preprocess`` in a manifest), the transforms of torchvision's
 weights, or the data configuration of a timm model.  Without it and without ``--preset``, the description of a network
-that has one counts (:mod:`psc_core.network.described.families`).  The other flags change single fields.
+that has one counts (:mod:`psc_core.network.described`).  The other flags change single fields.
 
 What needs torch is imported when the flags have been parsed.
 """
@@ -16,12 +16,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from psc_core.arguments import positive
 from psc_core.errors import UsageError, fault, needs
 from psc_core.images import BACKGROUNDS, INTERPOLATIONS, PRESET_FIELDS
+from psc_core.settings import positive
 
 if TYPE_CHECKING:
-    from psc_core.images.preparation import Aspect, Preparation
+    from psc_core.images.described import Aspect, Preparation
     from psc_core.images.preprocess import Preprocess
 
 DEFAULT: Final = "imagenet"
@@ -136,7 +136,7 @@ def from_torchvision(name: str) -> Preprocess:
     """Return the preprocessing of torchvision's weights, named as ``ResNet50_Weights.IMAGENET1K_V2``."""
     from torchvision.models import get_weight
 
-    from psc_core.images.preparation import read_torchvision
+    from psc_core.images.described import read_torchvision
 
     try:
         transforms = get_weight(name).transforms()
@@ -149,7 +149,7 @@ def from_torchvision(name: str) -> Preprocess:
 
 def from_timm(name: str) -> Preprocess:
     """Return the preprocessing of a timm model, named as ``resnet50.a1_in1k``."""
-    from psc_core.images.preparation import read_timm
+    from psc_core.images.described import read_timm
 
     timm = needs(f"timm:{name}", "timm", "timm")
     config = timm.get_pretrained_cfg(name) if timm.is_model(name) else None

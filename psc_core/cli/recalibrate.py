@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from psc_core.arguments import FRACTION, open_unit_interval, positive_number
 from psc_core.cli import flags
 from psc_core.errors import UsageError
+from psc_core.settings import FRACTION, open_unit_interval, positive_number
 
 _EXAMPLE = """example:
   psc-recalibrate bundle --log log --out bundle-2
@@ -56,12 +56,10 @@ def parser() -> argparse.ArgumentParser:
 
 def recalibrate(args: argparse.Namespace) -> None:
     """Read the log, calibrate the bundle again, and write the new version."""
-    from psc_core.bundle.io import TRY_FOLDER, check_target
-    from psc_core.fitting.audit import read_audit, read_outside
-    from psc_core.fitting.extend import seen_examples
-    from psc_core.fitting.recalibrate import recalibrate_from_audit
+    from psc_core.bundle import TRY_FOLDER, check_target
     from psc_core.log.store import open_log
-    from psc_core.model.load import load_model
+    from psc_core.model import load_model
+    from psc_core.recalibrate import read_audit, read_outside, recalibrate_from_audit, seen_examples
     from psc_core.report import page
     from psc_core.report.content import Content
     from psc_core.report.facts import facts_about

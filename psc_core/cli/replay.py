@@ -37,7 +37,7 @@ def replay(args: argparse.Namespace) -> None:
     """Answer the images again, print the differences, and write the page."""
     from psc_core.evaluation.replay import replay as answer_again
     from psc_core.log.store import open_log
-    from psc_core.model.load import load_model
+    from psc_core.model import load_model
     from psc_core.report.replay import to_text, write
 
     if args.out and not args.overwrite:

@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
 
 def report(args: argparse.Namespace) -> None:
     """Write the page and say where it is."""
-    from psc_core.bundle.io import read_bundle
+    from psc_core.bundle import read_bundle
     from psc_core.report import FIGURES, PAGE, page
     from psc_core.report.content import Content
     from psc_core.report.facts import facts_of

@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from psc_core import arguments
+from psc_core import settings as arguments
 from psc_core.cli import flags
 from psc_core.errors import UsageError
 from psc_core.images.files import unread_below
-from psc_core.scoring import TABLE_FORMATS
-from psc_core.scoring.inputs import COLUMN, NamedImage, in_parts, named_images
+from psc_core.scoring import COLUMN, TABLE_FORMATS, NamedImage, in_parts, named_images
 
 if TYPE_CHECKING:
-    from psc_core.scoring.parts import PartWriter
+    from psc_core.scoring import PartWriter
 
 VERSION_FILE = "_bundle-version"
 """The file of the bundle's version; readers of a folder of Parquet files skip names that begin with an underscore."""
@@ -65,10 +64,9 @@ def parser() -> argparse.ArgumentParser:
 
 def score(args: argparse.Namespace) -> None:
     """Score the parts that fall to this process."""
-    from psc_core.bundle.io import read_bundle
-    from psc_core.compute.distributed import Process
-    from psc_core.scoring.on_ray import write_on_ray
-    from psc_core.scoring.parts import write_parts
+    from psc_core.bundle import read_bundle
+    from psc_core.compute import Process
+    from psc_core.scoring import write_on_ray, write_parts
 
     process = Process.from_environment()
     rank, world = process.rank, process.world
@@ -118,8 +116,8 @@ def load_writer(
     allow_factories: Sequence[str],
 ) -> PartWriter:
     """Load a bundle, and return what writes parts with it."""
-    from psc_core.model.load import load_model
-    from psc_core.scoring.parts import PartWriter
+    from psc_core.model import load_model
+    from psc_core.scoring import PartWriter
 
     return PartWriter(
         load_model(bundle, device=device, allow_factories=allow_factories), out, file_format, threads, maps

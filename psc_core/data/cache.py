@@ -2,15 +2,23 @@
 
 The file has no name, so nothing is left of it however the process ends.  Its space is reserved before the file is
 mapped, because otherwise a full disk would kill the process at a write to memory.
+
+Find images that cannot be decoded before anything is computed, so that a few of them do not end a fit.
+
+If pixels are cached (:mod:`psc_core.data.cache`), this pass is the one that decodes them, at no extra cost.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import mmap
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -18,10 +26,13 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
-from psc_core.data.dataset import ImageDataset
-from psc_core.data.sources import ArraySource, ImageSource, RawImage, TensorSource
-from psc_core.errors import UsageError
+from psc_core.compute import Reducer, track
+from psc_core.data.dataset import DECODERS, ArraySource, FileSource, ImageDataset, ImageSource, RawImage, TensorSource
+from psc_core.errors import DataError, ImageError, UsageError
+from psc_core.images.files import read_file
 from psc_core.images.preprocess import Preprocess
 
 FREE_FRACTION: Final = 0.5
@@ -133,3 +144,187 @@ def cached(dataset: ImageDataset, folder: Path | None = None) -> ImageDataset:
 
 def _unusable(folder: Path, error: OSError) -> UsageError:
     return UsageError(f"cannot store pixels in {folder}: {error.strerror}; choose another --cache or off")
+
+
+REPEATED: Final = 0.01
+"""Fraction of the validation images that may be duplicates: real data sets have a few by accident."""
+
+HOLD_OUT: Final = "calibration on training images does not hold for new ones, so hold some images out"
+"""The remedy, for messages."""
+
+COMPARED_VALUES: Final = 4096
+"""Maximum number of values that the key of an image in an array is made of."""
+
+
+def shared_images(train: ImageDataset, val: ImageDataset, show: Callable[[Sequence[int]], Iterable[int]] = iter) -> int:
+    """Return how many images of ``val`` are images of ``train``; of files their copies count, whatever their names.
+
+    Args:
+        train: Training images.
+        val: Validation images.
+        show: Yields the positions of the training images, and shows how many are done.
+    """
+    sizes = {_file_size(val, position) for position in range(len(val))}
+    keys = [*image_keys(val)]
+    contents: dict[bytes, set[bytes | None]] = {key: set() for key in keys}
+    for position in show(range(len(train))):
+        # A file is opened only where a validation image has its size: on a network that takes most of the time.
+        if _file_size(train, position) in sizes and (key := _key(train, position)) in contents:
+            contents[key].add(_content(train, position))
+    unreadable = {None}
+    # Different images may have one key: of bitmaps with the same background nearly all do.
+    return sum(
+        bool(of_train := contents[key] - unreadable) and _content(val, position) in of_train
+        for position, key in enumerate(keys)
+    )
+
+
+def check_disjoint(
+    train: ImageDataset,
+    val: ImageDataset,
+    show: Callable[[Sequence[int]], Iterable[int]] = iter,
+) -> None:
+    """Require validation images that are not training images, but for a few accidental duplicates.
+
+    Args:
+        train: Training images.
+        val: Validation images.
+        show: Yields the positions of the training images, and shows how many are done.
+
+    Raises:
+        UsageError: If more are shared.
+    """
+    shared = shared_images(train, val, show)
+    if shared > REPEATED * len(val):
+        raise UsageError(
+            f"expected validation images that the network was not trained on, {shared} of the {len(val)} images of "
+            f"{val.name} are training images too; {HOLD_OUT}"
+        )
+
+
+def image_keys(data: ImageDataset) -> Iterator[bytes]:
+    """Yield a key for each image; copies of it have the same key, and of other images in a data set mostly few."""
+    return (_key(data, position) for position in range(len(data)))
+
+
+def _key(data: ImageDataset, position: int) -> bytes:
+    match _origin(data, position):
+        case FileSource() as files, index:
+            key = files.sample(index)
+        case TensorSource(images=images), index:
+            values = images[index].reshape(-1)
+            key = values[:: max(1, len(values) // COMPARED_VALUES)].tobytes()
+        case source, index:
+            key = source.fingerprint(index)
+    return _digest(key)
+
+
+def _file_size(data: ImageDataset, position: int) -> int | None:
+    """Return the size of an image's file; None for an image in memory."""
+    source, index = _origin(data, position)
+    return source.size(index) if isinstance(source, FileSource) else None
+
+
+def _content(data: ImageDataset, position: int) -> bytes | None:
+    """Return a digest of all of an image; None if it cannot be read."""
+    with suppress(ImageError, OSError):
+        match _origin(data, position):
+            case FileSource() as files, index:
+                return _digest(read_file(files.path(index)))
+            case source, index:
+                return _digest(source.fingerprint(index))
+    return None
+
+
+def _origin(data: ImageDataset, position: int) -> tuple[ImageSource, int]:
+    """Return the store of an image, behind a cache, and its index there."""
+    source, index = data.source, int(data.indices[position])
+    return (source.origin, int(source.indices[index])) if isinstance(source, CachedSource) else (source, index)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+SHOWN_IMAGES: Final = 5
+"""Maximum number of images that a message names."""
+
+_AT_ONCE: Final = 256
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """The images of a data set that cannot be decoded; if there are too many, only the first ones found."""
+
+    positions: Int[Tensor, " n"]  # in the data set, ascending
+    reasons: tuple[str, ...]  # for the first :data:`SHOWN_IMAGES`, each with the image's name
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+
+NONE: Final = Unreadable(torch.empty(0, dtype=torch.int64), ())
+
+
+def find_unreadable(dataset: ImageDataset, at_most: int, reducer: Reducer | None = None) -> Unreadable:
+    """Decode each image to find those that cannot be decoded; processes share the work and all get the same result.
+
+    Args:
+        dataset: The images; arrays need no decoding.
+        at_most: The number of unreadable images after which the search ends early.
+        reducer: This process among those that fit one model.
+    """
+    reducer = reducer or Reducer()
+    is_bad = torch.zeros(len(dataset), dtype=torch.int64)
+    if not isinstance(dataset.source, ArraySource | TensorSource):
+        chunks = torch.split(torch.arange(reducer.rank, len(dataset), reducer.world), _AT_ONCE)
+        with ThreadPoolExecutor(DECODERS, "psc-decode") as pool:
+            for chunk in track(chunks, total=len(chunks), description=f"decoding {dataset.name}"):
+                reasons = pool.map(lambda position: why_unreadable(dataset, position), chunk.tolist())
+                is_bad[chunk] = torch.tensor([reason is not None for reason in reasons], dtype=torch.int64)
+                if int(is_bad.sum()) > at_most:
+                    break
+    positions = reducer.sum_(is_bad).nonzero().flatten()
+    first = (why_unreadable(dataset, position) for position in positions[:SHOWN_IMAGES].tolist())
+    return Unreadable(positions, tuple(filter(None, first)))
+
+
+def why_unreadable(dataset: ImageDataset, position: int) -> str | None:
+    """Return the reason why an image cannot be decoded, with its name; None if it can."""
+    try:
+        dataset.image(position)
+    except (DataError, ImageError) as error:
+        return str(error)
+    return None
+
+
+def without(dataset: ImageDataset, found: Unreadable) -> ImageDataset:
+    """Return the data set without the images found, or the data set itself if there are none."""
+    if not len(found):
+        return dataset
+    is_kept = torch.ones(len(dataset), dtype=torch.bool)
+    is_kept[found.positions] = False
+    return dataset.subset(is_kept.nonzero().flatten())
+
+
+def only_readable(dataset: ImageDataset, at_most: int) -> ImageDataset:
+    """Return the images that can be decoded; with ``at_most`` 0 nothing is checked.
+
+    Raises:
+        DataError: If more than ``at_most`` images cannot be decoded.
+    """
+    if not at_most:
+        return dataset
+    found = find_unreadable(dataset, at_most)
+    check_unreadable(at_most, found)
+    return without(dataset, found)
+
+
+def check_unreadable(at_most: int, *found: Unreadable) -> None:
+    """Raise :class:`DataError` if more than ``at_most`` images, of all data sets together, cannot be decoded."""
+    count, reasons = sum(map(len, found)), [reason for each in found for reason in each.reasons]
+    if count > at_most:
+        raise DataError(
+            f"expected at most {at_most} images that cannot be decoded, found more: {'; '.join(reasons[:SHOWN_IMAGES])}"
+            f"{'; …' * (count > SHOWN_IMAGES)}; repair or remove them, or leave out more by --max-bad-images of psc-fit"
+        )

@@ -17,14 +17,12 @@ from PIL import ExifTags, Image
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
-from psc_core.data.dataset import ImageDataset
-from psc_core.data.overlap import HOLD_OUT, REPEATED, image_keys
-from psc_core.data.sources import TensorSource
+from psc_core.data.cache import HOLD_OUT, REPEATED, image_keys
+from psc_core.data.dataset import ImageDataset, TensorSource
 from psc_core.errors import LoaderWarning, PSCError, UsageError, listed, warn
 from psc_core.images import BACKGROUNDS
 from psc_core.images.decode import IMAGE_FORMATS
-from psc_core.images.inputs import as_batch
-from psc_core.images.preprocess import Preprocess
+from psc_core.images.preprocess import Preprocess, as_batch
 
 READ_TWICE: Final = 8
 """Number of examples that are read twice to see whether they change; a random flip may spare some of them."""

@@ -1,4 +1,11 @@
-"""Open what a training loop has: a DataLoader, a data set of (image, label), or any iterable of batches.
+"""The preprocessing behind the inputs of a loader, as a caller states it: as a whole, by mean and deviation, or not.
+
+Keep images whose number is not known beforehand in a file while a fit makes its passes.
+
+The file has no name, so nothing is left of it however the process ends.  It is written before it is mapped, so a full
+disk is an error at a write; reserving the space would need the size beforehand.
+
+Open what a training loop has: a DataLoader, a data set of (image, label), or any iterable of batches.
 
 Everything is read once into a scratch file, and the passes of a fit read that file, so the order, shuffling, workers
 and collate function of a loader do not matter.  Floating-point images are the network's inputs and are kept unchanged
@@ -10,10 +17,14 @@ of :data:`IMAGE_KEYS` and one of :data:`LABEL_KEYS`.
 
 from __future__ import annotations
 
+import mmap
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +33,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Subset
 
-from psc_core.data.classes import SHOWN_CLASSES
-from psc_core.data.dataset import ImageDataset, check_labels, labelled
+from psc_core.data.cache import FREE_FRACTION
+from psc_core.data.dataset import ImageDataset, TensorSource, check_labels, labelled, measured
 from psc_core.data.loader_warnings import (
     dataset_of,
     length_of,
@@ -32,15 +43,218 @@ from psc_core.data.loader_warnings import (
     warn_of_random,
     warn_of_range,
 )
-from psc_core.data.scratch import scratch_file
-from psc_core.data.sources import TensorSource
-from psc_core.data.targets import measured
+from psc_core.data.open import SHOWN_CLASSES
 from psc_core.errors import DataError, UsageError, listed
-from psc_core.images.inputs import check_known, described, read_image
-from psc_core.images.loader_description import LoaderDescription
-from psc_core.images.loader_preprocessing import Statistic
-from psc_core.images.preprocess import Preprocess
-from psc_core.names import composed
+from psc_core.images.described import as_preprocess
+from psc_core.images.preprocess import Preprocess, check_known, described, mode_of, read_image
+from psc_core.names import class_names, composed
+from psc_core.target import UNNAMED, Target
+
+Statistic = float | Sequence[float] | Tensor | npt.NDArray[Any]
+"""The mean or the standard deviation of each channel, or one number for all channels."""
+
+
+@dataclass(frozen=True)
+class LoaderPreprocessing:
+    """A preprocess, the mean and standard deviation of each channel, or nothing where the caller does not know."""
+
+    preprocess: Preprocess | None = None
+    mean: Statistic | None = None
+    std: Statistic | None = None
+
+    def __post_init__(self) -> None:
+        if (self.mean is None) != (self.std is None):
+            raise UsageError("expected both mean and std of the transform, got only one; give the other too")
+        if self.preprocess is not None and self.mean is not None:
+            raise UsageError("expected a preprocess, or mean and std, got both; a preprocess has its own")
+
+    @classmethod
+    def of(cls, preprocess: Any, mean: Statistic | None, std: Statistic | None) -> LoaderPreprocessing:
+        """Return what a caller states, whose preprocess :func:`.as_preprocess` takes; None is none."""
+        return cls(None if preprocess is None else as_preprocess(preprocess), mean, std)
+
+    def preprocess_of(self, shape: tuple[int, ...], low: Sequence[float], high: Sequence[float]) -> Preprocess:
+        """Return the preprocess for inputs of ``shape`` (channels, height, width) with values from ``low`` to ``high``.
+
+        Example:
+            >>> print(LoaderPreprocessing(mean=0.5, std=0.25).preprocess_of((1, 8, 8), [-2.0], [2.0]))
+            L, resized to 8 × 8 pixels, bilinear; mean 0.5; std 0.25
+
+        Raises:
+            UsageError: If the preprocess has another shape, there are not 1 or 3 channels, or a mean lacks a channel.
+        """
+        channels, height, width = shape
+        if self.preprocess is not None:
+            if self.preprocess.shape != shape:
+                raise UsageError(
+                    f"expected inputs of the preprocess's shape {self.preprocess.shape}, got {shape}; give the "
+                    "preprocess of your transform"
+                )
+            return self.preprocess
+        if self.mean is None or self.std is None:
+            return ObservedPreprocess.of_range((channels, height, width), low, high)
+        return Preprocess(mode_of(channels), height, width, None, _each(self.mean, channels), _each(self.std, channels))
+
+
+@dataclass(frozen=True)
+class ObservedPreprocess(Preprocess):
+    """A stand-in for an unknown preprocessing, which takes the range of the inputs for 0 … 255.
+
+    This is enough for pictures and made-up images, but cannot turn a file into an input.
+    """
+
+    is_known: ClassVar[bool] = False
+
+    @classmethod
+    def of_range(cls, shape: tuple[int, int, int], low: Sequence[float], high: Sequence[float]) -> ObservedPreprocess:
+        """Return the stand-in for inputs of ``shape`` from ``low`` to ``high`` in each channel.
+
+        Example:
+            >>> ObservedPreprocess.of_range((1, 4, 4), [-1.0], [1.0]).standardise(torch.tensor([[[[0, 255]]]]).byte())
+            tensor([[[[-1.,  1.]]]])
+        """
+        channels, height, width = shape
+        std = tuple(1 / (top - bottom) if top > bottom else 1.0 for bottom, top in zip(low, high, strict=True))
+        mean = tuple(-bottom * scale for bottom, scale in zip(low, std, strict=True))
+        return cls(mode_of(channels), height, width, None, mean, std)
+
+    def __str__(self) -> str:
+        return f"{self.mode}, {self.height} × {self.width} inputs from a loader; preprocessing of files unknown"
+
+
+def _each(statistic: Statistic, channels: int) -> tuple[float, ...]:
+    """Return the statistic of each channel; a single number applies to all channels."""
+    each: tuple[float, ...] = tuple(torch.as_tensor(statistic, dtype=torch.float64).reshape(-1).tolist())
+    return each * channels if len(each) == 1 else each
+
+
+@dataclass(frozen=True)
+class LoaderDescription:
+    """The preprocessing of a loader's images, and the names of what their labels mean."""
+
+    preprocessing: LoaderPreprocessing = field(default_factory=LoaderPreprocessing)
+    classes: Sequence[str] | None = None  # class names; None: numbered by the labels
+    target: Target | None = None  # of a regression, whose labels are numbers; None: classes
+
+    @classmethod
+    def of(
+        cls,
+        preprocess: Any,
+        mean: Statistic | None,
+        std: Statistic | None,
+        *,
+        classes: Any = None,
+        target: str | None = None,
+        unit: str = "",
+    ) -> LoaderDescription:
+        """Return what the arguments of a public function say, before any image is read.
+
+        Raises:
+            UsageError: If they contradict each other, or cannot be the names of classes or of a number.
+        """
+        names = None if classes is None else class_names(classes)
+        number = None if target is None else Target.of(target, unit)
+        return cls(LoaderPreprocessing.of(preprocess, mean, std), names, number)
+
+    def given(self) -> tuple[str, ...]:
+        """Return the names of the arguments by which a caller said something.
+
+        Example:
+            >>> LoaderDescription(LoaderPreprocessing(mean=0.5, std=0.5), target=Target(name="age")).given()
+            ('mean', 'std', 'target')
+        """
+        preprocessing, target = self.preprocessing, self.target
+        named = UNNAMED if target is None else target
+        said: dict[str, Any] = {
+            "preprocess": preprocessing.preprocess,
+            "mean": preprocessing.mean,
+            "std": preprocessing.std,
+            "classes": self.classes,
+            "target": None if named.name == UNNAMED.name else named.name,
+            "unit": named.unit or None,
+        }
+        return tuple(name for name, value in said.items() if value is not None)
+
+
+ELSEWHERE: Final = "set TMPDIR to a folder of a larger disk"
+"""The remedy for a full disk, for messages."""
+
+
+@dataclass
+class Scratch:
+    """Batches of images of one shape and dtype, appended to a file."""
+
+    name: str  # of the data set, for messages
+    file: IO[bytes]
+    room: int  # maximum size, bytes
+    first: npt.NDArray[Any] | None = None  # an empty array with the images' shape and dtype
+    count: int = 0  # batches written
+    size: int = 0  # bytes written
+
+    def append(self, images: npt.NDArray[Any]) -> None:
+        """Write a batch (n, channels, height, width).
+
+        Raises:
+            DataError: If its shape or dtype differs from the batches before it.
+            UsageError: If it does not fit on the disk.
+        """
+        first = images if self.first is None else self.first
+        if images.shape[1:] != first.shape[1:] or images.dtype != first.dtype:
+            raise DataError(
+                f"{self.name}: expected images of one shape and type, batch {self.count} has {images.dtype} "
+                f"{images.shape[1:]}, those before {first.dtype} {first.shape[1:]}; resize them in the transform, or "
+                "give a preprocess"
+            )
+        self.check_room(self.size + images.nbytes, images.dtype)
+        left = memoryview(images.tobytes())
+        try:
+            while left:
+                left = left[self.file.write(left) :]
+        except OSError as error:
+            raise UsageError(
+                f"cannot store {self.name} in {tempfile.gettempdir()}: {error.strerror}; {ELSEWHERE}"
+            ) from error
+        self.first = first[:0]
+        self.count += 1
+        self.size += images.nbytes
+
+    def check_room(self, size: int, dtype: npt.DTypeLike) -> None:
+        """Raise :class:`UsageError` if a file of ``size`` bytes does not fit on the disk."""
+        if size > self.room:
+            smaller = "" if dtype == np.uint8 else ", or uint8 images with preprocess=…, which take a quarter"
+            raise UsageError(
+                f"{self.name} takes {size / 2**30:.3g} GiB on the disk while a fit runs, of {tempfile.gettempdir()} "
+                f"{self.room / 2**30:.3g} GiB may be used; {ELSEWHERE}, give fewer images "
+                f"(torch.utils.data.Subset){smaller}"
+            )
+
+    def images(self) -> npt.NDArray[Any]:
+        """Map everything appended, (n, channels, height, width), read-only; the array outlives the file object.
+
+        Raises:
+            DataError: If nothing was appended.
+        """
+        if self.first is None:
+            raise DataError(f"{self.name} gave no images; an iterator gives them only once, so give the loader itself")
+        mapped = mmap.mmap(self.file.fileno(), self.size, access=mmap.ACCESS_READ)
+        return np.frombuffer(mapped, self.first.dtype).reshape(-1, *self.first.shape[1:])
+
+
+def temporary_folder() -> str:
+    """Return the folder of scratch files; raise :class:`UsageError` if there is none that may be written to."""
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise UsageError(f"a fit needs a folder for temporary files: {error.strerror}; set TMPDIR to one") from error
+
+
+@contextmanager
+def scratch_file(name: str) -> Iterator[Scratch]:
+    """Open an empty scratch file for the images of the data set ``name``; raises :class:`UsageError` if none can be."""
+    temporary_folder()
+    with tempfile.TemporaryFile(prefix="psc-inputs-", buffering=0) as file:
+        yield Scratch(name, file, int(FREE_FRACTION * shutil.disk_usage(tempfile.gettempdir()).free))
+
 
 IMAGE_KEYS: Final = ("pixel_values", "image", "images", "img", "x")
 """The keys under which a mapping may hold images; the first key present counts."""

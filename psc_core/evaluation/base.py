@@ -9,11 +9,11 @@ from typing import Any, Final
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from psc_core.compute.device import autocast
+from psc_core import metrics as intervals
+from psc_core.compute import autocast
 from psc_core.images.preprocess import Images, Preprocess
-from psc_core.metrics import intervals
-from psc_core.metrics.intervals import CountInterval, RateInterval
-from psc_core.precision import Precision
+from psc_core.metrics import CountInterval, RateInterval
+from psc_core.settings import Precision
 
 PRIMARY: Final = "psc"
 """The name of the score by which the service decides, and of its predictor; all others are compared with it."""

@@ -1,4 +1,9 @@
-"""Detectors that people use instead of PSC, from one forward pass of the same network.
+"""Temperature scaling (Guo et al. 2017, equation 9) as it is commonly used: T alone minimises the validation NLL.
+
+Base predictions of a fitted model have another T, which has a prior and must gain more than its error
+(:func:`psc_core.tasks.classification.fit.posterior.choose_temperature`).
+
+Detectors that people use instead of PSC, from one forward pass of the same network.
 
 Every score is higher for images that are less like the training data.  Symbols: ``f_c`` logits, ``p = softmax(f)``,
 ``h`` the penultimate features (averaged over positions if the layer has several).
@@ -32,7 +37,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from psc_core.compute.passes import Compute, passes
+from psc_core.compute import Compute, passes
 from psc_core.data.dataset import ImageDataset, drawn
 from psc_core.density import DENSITIES
 from psc_core.density.base import Density
@@ -40,13 +45,50 @@ from psc_core.density.fit.density import Examples, fit_density
 from psc_core.density.gaussian import ClasswiseDensity
 from psc_core.errors import FitError, NetworkError
 from psc_core.evaluation.base import PlainNetwork
-from psc_core.evaluation.temperature import fit_temperature
 from psc_core.images.preprocess import Images, Preprocess
 from psc_core.network.backbone import Backbone, trial_input, truncate
 from psc_core.network.output import check_network_output
 from psc_core.numerics import linalg
-from psc_core.numerics.matrix import usable
+from psc_core.numerics.matrix import chunk_rows, usable
+from psc_core.tasks.classification.fit.posterior import TEMPERATURES
 from psc_core.tasks.classification.heads.base import entropy
+
+
+def fit_temperature(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> float:
+    """Return the T that minimises the NLL of softmax(f / T), within :data:`TEMPERATURES`.
+
+    The NLL is convex in β = 1/T, with slope Σ (E_p[f] − f_label) and curvature Σ Var_p[f], so this takes Newton steps,
+    with bisection in log β if a step leaves the bracket.
+
+    Args:
+        logits: The logits f.
+        labels: The class index of each labelled example.
+    """
+    low, high = 1 / TEMPERATURES[1], 1 / TEMPERATURES[0]
+    beta = 1.0
+    for _ in range(100):
+        slope, curvature = nll_derivatives(logits, labels, beta)
+        if slope == 0:
+            break
+        low, high = (low, beta) if slope > 0 else (beta, high)
+        newton = beta - slope / curvature if curvature > 0 else math.inf
+        previous, beta = beta, newton if low < newton < high else math.sqrt(low * high)
+        if abs(beta - previous) <= 1e-8 * beta:
+            break
+    return 1 / beta
+
+
+def nll_derivatives(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"], beta: float) -> tuple[float, float]:
+    """Return the slope and the curvature in β of the summed NLL of softmax(β f)."""
+    slope = curvature = 0.0
+    for chunk in chunk_rows(*logits.shape):
+        f = logits[chunk].double()
+        p = (beta * f).softmax(1)
+        mean = (p * f).sum(1)
+        slope += float((mean - f.gather(1, labels[chunk, None]).squeeze(1)).sum())
+        curvature += float((p * (f - mean[:, None]).square()).sum())
+    return slope, curvature
+
 
 NEIGHBOURS: Final = 50
 """The k of ``knn``, OpenOOD's choice for CIFAR-10."""

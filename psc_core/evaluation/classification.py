@@ -1,4 +1,17 @@
-"""Evaluate a classifier, beside the detectors that people use instead.
+"""The losses of a classifier on each labelled example, and the metrics computed from them.
+
+Measure acceptance when some images are out of distribution: accepting one of those counts as an error.
+
+Every score alone is compared with the decision of the service, which rejects an image for its OOD score or for its
+predictive entropy.  With one false-alarm rate for both, the decision is a threshold on one score: the larger of an
+image's two ranks among in-distribution images.  The predicted class is always the service's.
+
+Say in plain sentences what the evaluation of a classifier found.
+
+For OOD scores the same rule holds for and against PSC: a score *wins* over another if their AUROC differs by more than
+:data:`STANDARD_ERRORS` standard errors of the paired difference, else they *tie*.  Classifiers are only ranked.
+
+Evaluate a classifier, beside the detectors that people use instead.
 
 One pass over each data set keeps a handful of float64 numbers for each image (scores) and each labelled example
 (losses), but no features and no probabilities.
@@ -9,35 +22,395 @@ alarms and prediction sets count images, and a set is right if it contains the f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from psc_core.compute import BATCH_IMAGES
-from psc_core.compute.passes import Compute
-from psc_core.data.classes import check_same
-from psc_core.data.dataset import ImageDataset
-from psc_core.data.spec import is_table, open_dataset
+from psc_core import metrics as ranking
+from psc_core.compute import Compute
+from psc_core.conformal import tolerant_ceil
+from psc_core.data.dataset import Batch, ImageDataset
+from psc_core.data.open import check_same, is_table, open_dataset
 from psc_core.errors import UsageError
-from psc_core.evaluation.base import PRIMARY, observed_rate
+from psc_core.evaluation.base import PRIMARY, ObservedRate, Report, observed_rate
 from psc_core.evaluation.baselines import Baselines, PlainClassifier, fit_baselines
-from psc_core.evaluation.classification_report import ClassificationReport
-from psc_core.evaluation.losses import QUALITIES, Losses, losses_of
-from psc_core.evaluation.selective import acceptance
-from psc_core.evaluation.separation import ENTROPY, EPISTEMIC, separation
-from psc_core.metrics import ranking
-from psc_core.model.classifier import PSC
+from psc_core.metrics import (
+    Difference,
+    adaptive_ece,
+    augrc,
+    aurc,
+    check_values,
+    coverage_at_risk,
+    ece,
+    label_brier,
+    label_nll,
+    placements,
+)
+from psc_core.model import PSC
 from psc_core.network.backbone import trial_input
 from psc_core.network.layers import list_layers
 from psc_core.network.load import bounded_size, load_network
-from psc_core.scoring.dataset import scored_batches
+from psc_core.scoring import scored_batches
+from psc_core.settings import BATCH_IMAGES
+from psc_core.tables import aligned
 from psc_core.tasks.classification.decide import ACCEPT
 from psc_core.tasks.classification.heads.base import entropy
+
+
+class Losses(NamedTuple):
+    """The losses on n labelled examples."""
+
+    nll: Float[Tensor, " n"]  # nats
+    brier: Float[Tensor, " n"]  # in [0, 2]
+    confidence: Float[Tensor, " n"]  # the highest probability
+    correct: Bool[Tensor, " n"]  # whether the most probable class is the label
+
+
+def losses_of(probabilities: Float[Tensor, "batch classes"], batch: Batch) -> Losses:
+    """Return the losses on the labelled examples of a batch."""
+    p, labels = batch.per_example(probabilities), batch.labels
+    confidence, predicted = p.double().max(1)
+    return Losses(label_nll(p, labels), label_brier(p, labels), confidence, predicted == labels)
+
+
+QUALITIES: Final[Mapping[str, tuple[str, Callable[[Losses], float]]]] = {
+    "accuracy": ("Accuracy", lambda losses: float(losses.correct.double().mean())),
+    "nll": ("NLL", lambda losses: float(losses.nll.mean())),
+    "brier": ("Brier", lambda losses: float(losses.brier.mean())),
+    "ece": ("ECE", lambda losses: ece(losses.confidence, losses.correct)),
+    "adaptive_ece": ("aECE", lambda losses: adaptive_ece(losses.confidence, losses.correct)),
+    "aurc": ("AURC", lambda losses: aurc(losses.confidence, losses.correct)),
+    "augrc": ("AUGRC", lambda losses: augrc(losses.confidence, losses.correct)),
+    "coverage_at_risk_1_percent": ("cov@1%", lambda losses: coverage_at_risk(losses.confidence, losses.correct, 0.01)),
+    "coverage_at_risk_5_percent": ("cov@5%", lambda losses: coverage_at_risk(losses.confidence, losses.correct, 0.05)),
+}
+"""The metrics of a classifier: the title of the column, and the function of the losses."""
+
+
+ENTROPY: Final = f"{PRIMARY}-entropy"
+"""The name of the score by which the service calls an image ambiguous."""
+
+EPISTEMIC: Final = f"{PRIMARY}-epistemic"
+"""The name of the head's epistemic uncertainty."""
+
+FIELDS: Final = {ENTROPY: "predictive_entropy", EPISTEMIC: "epistemic"}
+"""The scores besides the primary one that every answer of the service holds, and the names of their fields."""
+
+
+@dataclass(frozen=True)
+class Separation:
+    """The quality of one score as a detector of OOD images."""
+
+    auroc: float
+    aupr_in: float  # average precision, in-distribution positive
+    aupr_out: float  # average precision, OOD positive
+    fpr95: float  # fraction of in-distribution images rejected when 95 % of the OOD images are
+    auroc_difference: Difference  # AUROC of the primary score minus this one's, with its standard error
+    threshold: float  # exceeded by the fraction α of the in-distribution images
+
+
+def separation(
+    inside: Mapping[str, Float[Tensor, " n"]], outside: Mapping[str, Float[Tensor, " m"]], alpha: float
+) -> dict[str, Separation]:
+    """Compare two sets of images by every score, and each AUROC with the primary score's.
+
+    Args:
+        inside: The scores of in-distribution images by name; higher is more unusual.
+        outside: The scores of out-of-distribution images by name.
+        alpha: The false-alarm rate of the thresholds.
+    """
+    return {
+        name: Separation(
+            auroc=ranking.auroc(inside[name], outside[name]),
+            aupr_in=ranking.aupr(-inside[name], -outside[name]),
+            aupr_out=ranking.aupr(outside[name], inside[name]),
+            fpr95=ranking.fpr95(inside[name], outside[name]),
+            auroc_difference=ranking.auroc_difference(inside[PRIMARY], outside[PRIMARY], inside[name], outside[name]),
+            threshold=float(inside[name].kthvalue(max(1, tolerant_ceil((1 - alpha) * len(inside[name])))).values),
+        )
+        for name in inside
+    }
+
+
+DECISION: Final = f"{PRIMARY}-decision"
+"""The name of the OOD score and the predictive entropy combined into one score."""
+
+ACCEPTED: Final = 0.95
+"""Fraction of in-distribution images that a threshold accepts."""
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """The errors of thresholds on one score, counting an accepted OOD image or a wrong class as an error."""
+
+    ood_accepted: float  # fraction of OOD images accepted if 95 % of the in-distribution images are
+    aurc: float  # area under the risk-coverage curve, over both sets of images
+
+
+def acceptance(
+    inside: Mapping[str, Float[Tensor, " n"]], outside: Mapping[str, Float[Tensor, " m"]], correct: Bool[Tensor, " n"]
+) -> dict[str, Acceptance]:
+    """Return the acceptance for thresholds on each score, and for the decision of the service.
+
+    Args:
+        inside: The scores of in-distribution images by name; higher is more unusual.
+        outside: The scores of out-of-distribution images by name.
+        correct: Whether the predicted class of each in-distribution image is right.
+
+    Raises:
+        UsageError: If there is no image, or a score is NaN.
+    """
+    ranked = {name: _with_decision(scores, inside) for name, scores in (("in", inside), ("out", outside))}
+    found = {}
+    for name, known in ranked["in"].items():
+        unknown = ranked["out"][name]
+        right = torch.cat([correct, correct.new_zeros(len(unknown))])
+        found[name] = Acceptance(ood_accepted(known, unknown), aurc(-torch.cat([known, unknown]), right))
+    return found
+
+
+def ood_accepted(in_scores: Float[Tensor, " n"], out_scores: Float[Tensor, " m"]) -> float:
+    """Return the fraction of OOD images under the lowest threshold that accepts :data:`ACCEPTED` of the others."""
+    check_values("ood_accepted", in_scores, out_scores)
+    ordered = in_scores.sort().values
+    # The margin forgives the rounding of the product.
+    accepted = torch.arange(1, len(ordered) + 1) >= ACCEPTED * len(ordered) - 1e-9
+    threshold = ordered[int(accepted.long().argmax())]
+    return float((out_scores <= threshold).double().mean())
+
+
+def _with_decision(scores: Mapping[str, Tensor], inside: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    ood, ambiguous = (placements(scores[name], inside[name]) for name in (PRIMARY, ENTROPY))
+    return {DECISION: torch.maximum(ood, ambiguous), **scores}
+
+
+STANDARD_ERRORS: Final = 2.0
+"""Minimum difference, in standard errors, at which one score beats another."""
+
+COMPARED: Final = ("accuracy", "nll", "ece")
+"""The metrics by which classifiers are compared."""
+
+
+def compare_scores(ood: str, scores: Mapping[str, Separation]) -> str:
+    """Compare PSC with the other methods on one OOD set."""
+    psc = scores[PRIMARY]
+    others = [name for name in scores if not name.startswith(PRIMARY)]
+    if not others:
+        return f"{ood}: PSC reaches AUROC {psc.auroc:.4f}; no other method was run."
+    best = max(others, key=lambda name: scores[name].auroc)
+    better = [name for name in others if is_significant(scores[name].auroc_difference, sign=-1)]
+    difference = scores[best].auroc_difference
+    numbers = f"AUROC {psc.auroc:.4f} against {scores[best].auroc:.4f}, difference {signed(difference)}"
+    if better:
+        return f"{ood}: PSC loses to {', '.join(better)}; the best is {best} ({numbers})."
+    if is_significant(difference):
+        return f"{ood}: PSC wins; the next is {best} ({numbers})."
+    return f"{ood}: PSC ties with {best} ({numbers})."
+
+
+def better_fields(ood: str, scores: Mapping[str, Separation], id_name: str, alpha: float) -> list[str]:
+    """Describe the other fields of an answer that beat the OOD score on one OOD set, and how to decide by them."""
+    return [
+        f"{ood}: the field {field} of the same answers would do better (AUROC {scores[name].auroc:.4f} against "
+        f"{scores[PRIMARY].auroc:.4f}). To use it, nothing is fitted again: call an image out of distribution where "
+        f"{field} > {scores[name].threshold:.6g}, which {alpha:g} of {id_name} exceed."
+        for name, field in FIELDS.items()
+        if name in scores and is_significant(scores[name].auroc_difference, sign=-1)
+    ]
+
+
+def describe_acceptance(ood: str, found: Mapping[str, Acceptance], id_name: str) -> str:
+    """Say how much of one OOD set the service's two thresholds accept, and how much the best single threshold does."""
+    single = {name: value.ood_accepted for name, value in found.items() if name != DECISION}
+    best = min(single, key=lambda name: single[name])
+    return (
+        f"{ood}: the two thresholds accept {found[DECISION].ood_accepted:.1%} of it where they accept 95 % of "
+        f"{id_name}; one threshold on {best} accepts {single[best]:.1%}."
+    )
+
+
+def is_significant(difference: Difference, *, sign: int = 1) -> bool:
+    """Return whether a difference of this sign exceeds :data:`STANDARD_ERRORS` standard errors."""
+    return sign * difference.value > STANDARD_ERRORS * difference.standard_error
+
+
+def signed(difference: Difference) -> str:
+    """Format a difference as ``+0.0100 ± 0.0010``."""
+    return f"{difference.value:+.4f} ± {difference.standard_error:.4f}"
+
+
+def compare_classifiers(classifiers: Mapping[str, Mapping[str, float]], metric: str) -> str:
+    """Say which classifier is best by one metric."""
+    values = {name: quality[metric] for name, quality in classifiers.items()}
+    best = max(values.values()) if metric == "accuracy" else min(values.values())
+    names = [name for name, value in values.items() if value == best]
+    listed = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
+    return f"{QUALITIES[metric][0]}: best is {' and '.join(names)} ({listed})."
+
+
+def describe_rate(what: str, rate: ObservedRate) -> str:
+    """Describe an observed rate beside the nominal rate."""
+    low, high = rate.calibrated_acceptance
+    return (
+        f"{what}: {rate.count} of {rate.images} ({rate.rate:.2%}), {rate.assessment} ({rate.nominal:.2%}; "
+        f"{low}…{high} expected at {rate.level:.0%})."
+    )
+
+
+def describe_accepted(accepted: int, wrong: int, images: int) -> str:
+    """Say how many in-distribution images nobody has to look at, and how many of these are wrong."""
+    of_these = f", of which {wrong} are wrong ({wrong / accepted:.2%})" if accepted else ""
+    return f"Accepted: {accepted} of {images} ({accepted / images:.2%}){of_these}."
+
+
+@dataclass(frozen=True)
+class Table:
+    """Lines of text under a title; the first column is aligned to the left, the others to the right."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def to_text(self) -> str:
+        """Return the table as text for a terminal."""
+        head, *lines = aligned([self.header, *self.rows])
+        rule = "─" * max(map(len, (head, *lines)))
+        return "\n".join([self.title, head, rule, *lines])
+
+    def to_markdown(self) -> str:
+        """Return the table as a Markdown table under a heading."""
+        align = ["---", *["---:"] * (len(self.header) - 1)]
+        lines = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in (self.header, align, *self.rows)]
+        return "\n".join([f"## {self.title}", "", *(f"| {line} |" for line in lines)])
+
+
+@dataclass(frozen=True)
+class ClassificationReport(Report):
+    """Everything that ``psc-eval`` measures of a classifier."""
+
+    examples: int  # labelled examples in the in-distribution data
+    classification: Mapping[str, Mapping[str, float]]  # by classifier and metric, see :mod:`.losses`
+    ood_images: Mapping[str, int]  # number of images in each OOD set
+    separation: Mapping[str, Mapping[str, Separation]]  # by OOD set and score
+    acceptance: Mapping[str, Mapping[str, Acceptance]]  # by OOD set and score
+    flagged: Mapping[str, float]  # fraction of each OOD set with p-value ≤ α
+    false_alarms: ObservedRate  # in-distribution images with p-value ≤ α
+    misses: ObservedRate  # in-distribution images whose (first) label is outside the prediction set
+    accepted: int  # number of in-distribution images that are neither out of distribution nor ambiguous
+    accepted_wrong: int  # number of these whose (first) label is not predicted
+    mean_set_size: float  # mean number of classes in a prediction set
+    ambiguity: Mapping[str, float] = field(default_factory=dict)  # AUROC of entropy by classifier; empty if none
+
+    def to_text(self) -> str:
+        parts = [self.heading(), *(table.to_text() for table in self.tables()), "\n".join(self.summary())]
+        return "\n\n".join(parts) + "\n"
+
+    def to_markdown(self) -> str:
+        listed = "\n".join(f"- {sentence}" for sentence in self.summary())
+        parts = [f"# {self.heading()}", listed, *(table.to_markdown() for table in self.tables())]
+        return "\n\n".join(parts) + "\n"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report with its summary as JSON types; an unknown standard error is null."""
+        data: dict[str, Any] = asdict(self)
+        for scores in data["separation"].values():
+            for score in scores.values():
+                value, error = score["auroc_difference"]
+                score["auroc_difference"] = {"value": value, "standard_error": error if error != float("inf") else None}
+        for key in ("false_alarms", "misses"):
+            rate: ObservedRate = getattr(self, key)
+            data[key] |= {"rate": rate.rate, "assessment": rate.assessment}
+        return {**data, "summary": self.summary()}
+
+    def heading(self) -> str:
+        """Return the model, its layer and the test images in one line."""
+        model = " ".join(value for value in (self.model["name"], self.model["version"]) if value)
+        labels = "" if self.examples == self.images else f", {self.examples} labels"
+        return f"{model} (layer {self.model['layer']}) on {self.id_name}: {self.images} images{labels}"
+
+    def summary(self) -> list[str]:
+        """Say in sentences which score wins, which classifier is best, and whether nominal rates hold."""
+        alpha, known = self.false_alarms.nominal, self.id_name
+        sentences = [compare_scores(ood, scores) for ood, scores in self.separation.items()]
+        for ood, scores in self.separation.items():
+            sentences += better_fields(ood, scores, known, alpha)
+        sentences += [describe_acceptance(ood, found, known) for ood, found in self.acceptance.items()]
+        if len(self.classification) > 1:
+            sentences += [compare_classifiers(self.classification, metric) for metric in COMPARED]
+        return [
+            *sentences,
+            describe_rate("False alarms", self.false_alarms),
+            describe_rate("Labels outside the prediction set", self.misses),
+            describe_accepted(self.accepted, self.accepted_wrong, self.images),
+        ]
+
+    def tables(self) -> list[Table]:
+        """Return all tables in printed order."""
+        found = [self._classifiers()]
+        for ood in self.separation:
+            found += [self._separation_of(ood), self._acceptance_of(ood)]
+        found.append(self._rates())
+        if self.ambiguity:
+            rows = [[name, f"{value:.4f}"] for name, value in self.ambiguity.items()]
+            found.append(Table("Ambiguous against clean images", ["entropy of", "AUROC"], rows))
+        return found
+
+    def _classifiers(self) -> Table:
+        rows = [
+            [name, *(f"{quality[metric]:.4f}" for metric in QUALITIES)] for name, quality in self.classification.items()
+        ]
+        return Table("Classification", ["classifier", *(title for title, _ in QUALITIES.values())], rows)
+
+    def _separation_of(self, ood: str) -> Table:
+        """Return the table of every score on one OOD set, the best first."""
+        ranked = sorted(self.separation[ood].items(), key=lambda item: -item[1].auroc)
+        rows = [
+            [
+                name,
+                *(f"{value:.4f}" for value in (s.auroc, s.aupr_in, s.aupr_out, s.fpr95)),
+                "" if name == PRIMARY else signed(s.auroc_difference),
+            ]
+            for name, s in ranked
+        ]
+        header = ["score", "AUROC", "AUPR in", "AUPR out", "FPR95", "PSC ahead by"]
+        return Table(f"{ood}: {self.ood_images[ood]} OOD images", header, rows)
+
+    def _acceptance_of(self, ood: str) -> Table:
+        """Return the table of the fraction of one OOD set that a threshold on each score accepts, the lowest first."""
+        ranked = sorted(self.acceptance[ood].items(), key=lambda item: item[1].ood_accepted)
+        rows = [[name, f"{found.ood_accepted:.4f}", f"{found.aurc:.4f}"] for name, found in ranked]
+        return Table(f"{ood}: accepted beside 95 % of {self.id_name}", ["score", "OOD accepted", "AURC"], rows)
+
+    def _rates(self) -> Table:
+        alarms, misses = self.false_alarms, self.misses
+        header = ["rate", "nominal", "observed", f"{alarms.level:.0%} interval", "count", "binomial", "beta-binomial"]
+        rows = [
+            _cells(f"false alarms (p ≤ {alarms.nominal:g})", alarms),
+            _cells(f"label outside {1 - misses.nominal:.0%} set", misses),
+        ]
+        rows += [
+            [f"flagged in {name}", "", f"{fraction:.4f}", "", "", "", ""] for name, fraction in self.flagged.items()
+        ]
+        rows.append(["mean prediction set", "", f"{self.mean_set_size:.3f}", "", "", "", ""])
+        return Table("Rates", header, rows)
+
+
+def _cells(name: str, rate: ObservedRate) -> list[str]:
+    return [
+        name,
+        f"{rate.nominal:.4f}",
+        f"{rate.rate:.4f}",
+        f"{rate.interval.low:.4f}…{rate.interval.high:.4f}",
+        str(rate.count),
+        f"{rate.acceptance.low}…{rate.acceptance.high}",
+        f"{rate.calibrated_acceptance.low}…{rate.calibrated_acceptance.high}",
+    ]
+
 
 AMBIGUOUS_PREFIX: Final = "ambiguous"
 """Prefix of the names of groups of ambiguous images; the images of all other groups are clean."""
@@ -83,7 +456,7 @@ def open_images(model: PSC, spec: str, *, split: str = "test", target: str | Non
     Args:
         model: The fitted model.
         spec: The images.
-        split: One of :data:`psc_core.data.spec.SPLITS`.
+        split: One of :data:`psc_core.data.open.SPLITS`.
         target: The column of a table that holds the classes; None if there is only one.
 
     Raises:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from psc_core.bundle.manifest import HISTORY
-from psc_core.compute import BATCH_IMAGES
+from psc_core.bundle import HISTORY
+from psc_core.data.cache import REPEATED, shared_images
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.overlap import REPEATED, shared_images
 from psc_core.evaluation.base import Report
-from psc_core.model.base import FittedModel
+from psc_core.model import FittedModel
+from psc_core.settings import BATCH_IMAGES
 from psc_core.tasks import module_of
 from psc_core.tasks.fit.task import task_fit
 

@@ -15,16 +15,16 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from psc_core.compute import BATCH_IMAGES
-from psc_core.compute.passes import Compute
-from psc_core.data.dataset import ImageDataset
-from psc_core.data.spec import is_table, open_dataset
-from psc_core.data.targets import known_values
+from psc_core import metrics as ranking
+from psc_core import metrics as regression
+from psc_core.compute import Compute
+from psc_core.data.dataset import ImageDataset, known_values
+from psc_core.data.open import is_table, open_dataset
 from psc_core.errors import UsageError
 from psc_core.evaluation.base import PRIMARY, ObservedRate, PlainNetwork, Report, observed_rate
-from psc_core.metrics import ranking, regression
-from psc_core.model.regressor import PSCRegressor
-from psc_core.scoring.dataset import scored_batches
+from psc_core.model import PSCRegressor
+from psc_core.scoring import scored_batches
+from psc_core.settings import BATCH_IMAGES
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def quality_of(scored: ScoredNumbers, data: ImageDataset) -> dict[str, dict[str,
     errors = {
         "rmse": regression.rmse(scored.mean, data.values),
         "r2": regression.r2(scored.mean, data.values),
-        "nll": regression.nll(scored.mean, scored.deviation, data.values),
+        "nll": regression.gaussian_nll(scored.mean, scored.deviation, data.values),
         "crps": regression.crps(scored.mean, scored.deviation, data.values),
     }
     return {**plain, PRIMARY: errors}

@@ -4,7 +4,7 @@ Only logged images can be answered again, and there are two samples of them.
 
 * The audit slice is a random sample of all answered images.  A row of it stands for ``1 / audit_probability`` images,
   so its fractions estimate those of all images, with an interval
-  (:func:`psc_core.metrics.intervals.weighted_interval`).
+  (:func:`psc_core.metrics.weighted_interval`).
 * All logged images, which include the slice, were mostly stored because of the decision on them.  Their counts hold for
   these images alone, and say nothing about all images.
 
@@ -25,14 +25,11 @@ import torch
 
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.errors import UsageError
-from psc_core.log.rows import days_of, logged_model, read_rows
-from psc_core.log.schema import IMAGE_PATH, SHA256
-from psc_core.log.source import LoggedImages, is_stored
-from psc_core.log.store import Log
-from psc_core.metrics.intervals import RateInterval, weighted_interval, weighted_median
-from psc_core.model.base import FittedModel
+from psc_core.log.store import IMAGE_PATH, SHA256, Log, LoggedImages, days_of, is_stored, logged_model, read_rows
+from psc_core.metrics import RateInterval, weighted_interval, weighted_median
+from psc_core.model import FittedModel
 from psc_core.names import composed
-from psc_core.scoring.dataset import dataset_outputs
+from psc_core.scoring import dataset_outputs
 from psc_core.tasks.answer import ACCEPT
 from psc_core.tasks.outputs import FloatArray, Outputs
 from psc_core.tasks.task import Task

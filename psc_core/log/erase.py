@@ -11,10 +11,19 @@ from threading import Event
 from typing import Any, Final
 
 from psc_core.errors import DataError, UsageError
-from psc_core.log.labels import label_files, read_file, write_labels
-from psc_core.log.rows import days_of, models_in
-from psc_core.log.schema import IMAGE_INDEX, IMAGE_PATH, IMAGES, LABELS, REQUEST_ID, SHA256, arrow
-from psc_core.log.store import Log
+from psc_core.log.labels import label_files, read_label_file, write_labels
+from psc_core.log.store import (
+    IMAGE_INDEX,
+    IMAGE_PATH,
+    IMAGES,
+    LABELS,
+    REQUEST_ID,
+    SHA256,
+    Log,
+    arrow,
+    days_of,
+    models_in,
+)
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
@@ -70,7 +79,7 @@ def erase(log: Log, sha256: str) -> Erased:
             keys |= _forget(log, name, sha256)
     labels = 0
     for name, written in label_files(log):
-        found = read_file(log, name)
+        found = read_label_file(log, name)
         left = [
             each for each in found if each.image_sha256 != sha256 and (each.request_id, each.image_index) not in keys
         ]

@@ -4,18 +4,45 @@ A label names its model, and its image by request and position, by the digest of
 every row of that model with these bytes, so the same image in another request has the same verdict; another model may
 have other classes.  Older labels without a model apply only to their row, or, if they name only a digest, to every row
 of that image.
+
+Turn people's answers, from Label Studio's export, a CSV or folders of images, into labels of a log.
+
+An answer that cannot be used raises an error that names its place, and nothing is written; an answer that is still
+empty is skipped.  A CSV, and the data of a Label Studio task, have the columns ``request_id`` and ``image_index``, or
+``image_sha256``; ``label``, which is a class, a number, ``none_of_the_classes`` or ``cannot_tell``; and optionally
+``source``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, Final, Literal, get_args
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 from psc_core.errors import DataError
-from psc_core.log.schema import IMAGE_INDEX, LABELS, REQUEST_ID, SHA256, arrow, label_schema, labels_path
-from psc_core.log.store import Log
+from psc_core.images import SUFFIXES
+from psc_core.images.files import files_below, is_hidden, read_file
+from psc_core.log.store import (
+    IMAGE_INDEX,
+    LABELS,
+    REQUEST_ID,
+    SHA256,
+    Log,
+    LoggedModel,
+    arrow,
+    label_schema,
+    labels_path,
+    logged_model,
+    models_in,
+    read_model,
+    read_rows,
+)
+from psc_core.names import composed
+from psc_core.tables import check_columns, number_marks, open_csv
 
 Verdict = Literal["label", "none_of_the_classes", "cannot_tell"]
 
@@ -87,7 +114,7 @@ def read_labels(log: Log) -> Labels:
         DataError: If a file of labels is damaged.
         OSError: If the log cannot be read.
     """
-    return Labels(label for name, _ in label_files(log) for label in read_file(log, name))
+    return Labels(label for name, _ in label_files(log) for label in read_label_file(log, name))
 
 
 def label_files(log: Log) -> list[tuple[str, datetime]]:
@@ -95,7 +122,7 @@ def label_files(log: Log) -> list[tuple[str, datetime]]:
     return list(log.names(LABELS, suffix=".parquet"))
 
 
-def read_file(log: Log, name: str) -> list[Label]:
+def read_label_file(log: Log, name: str) -> list[Label]:
     """Return the labels in one file; raises the errors of :func:`read_labels`."""
     pa = arrow()
     try:
@@ -132,3 +159,240 @@ def joined(rows: Iterable[Any], labels: Labels, model: str) -> Iterator[Any]:
         ):
             batch = batch.append_column(name, pa.array(cells, arrow_type))
         yield batch
+
+
+MAX_TASKS_BYTES: Final = 1 << 30
+"""Maximum size of a file of answers, in bytes."""
+
+_MAX_SOURCE: Final = 200
+
+
+@dataclass(frozen=True)
+class HumanAnswer:
+    """A person's answer for one image."""
+
+    where: str  # the file and line, or task
+    request_id: str | None
+    image_index: int | None
+    image_sha256: str | None
+    text: str  # a class, a number, or one of the other verdicts
+    source: str
+    time: datetime | None
+    marks: str = "."  # how a number is written, see :func:`psc_core.tables.parse_number`
+
+    @property
+    def key(self) -> tuple[str, int | None] | str | None:
+        """The row or the digest that the answer names."""
+        return self.image_sha256 if self.request_id is None else (self.request_id, self.image_index)
+
+
+class _Row(NamedTuple):
+    """The parts of an image's row that a label needs."""
+
+    model: str
+    version: str
+    sha256: str | None
+
+
+def read_answers(path: Path) -> Iterator[HumanAnswer]:
+    """Yield the answers in a ``.json`` or ``.csv`` file, or in a folder with a subfolder of images for each answer.
+
+    Raises:
+        DataError: If an answer cannot be used, or the file does not have the format of its suffix.
+        OSError: If the file cannot be read.
+    """
+    if path.is_dir():
+        yield from _folders(path)
+    elif path.suffix.lower() == ".csv":
+        yield from _csv(path)
+    elif path.suffix.lower() == ".json":
+        yield from _json(path)
+    else:
+        raise DataError(f"expected a .json or .csv file or a folder, got {path}; export the labels as one of them")
+
+
+def labels_of(log: Log, answers: Iterable[HumanAnswer], model: str | None = None) -> list[Label]:
+    """Return the labels for answers on images that have rows in the log.
+
+    An answer on an image given by its digest becomes a label for each model that has the image and can predict it.
+
+    Args:
+        log: The log.
+        answers: The answers from :func:`read_answers`.
+        model: The only model to label; None labels all.
+
+    Raises:
+        DataError: If an image has no row, or none of its models can predict the answer.
+        UsageError: If the log has no such model.
+        OSError: If the log cannot be read.
+    """
+    given = list(answers)
+    rows: dict[Any, dict[str, _Row]] = {each.key: {} for each in given}
+    for name in models_in(log) if model is None else [logged_model(log, model)]:
+        for batch in read_rows(log, name, columns=[REQUEST_ID, IMAGE_INDEX, SHA256, "bundle_version"]):
+            for request_id, index, digest, version in zip(*(column.to_pylist() for column in batch), strict=True):
+                for key in ((request_id, index), digest):
+                    if key in rows:
+                        rows[key][name] = _Row(name, version, digest)
+    models: dict[str, LoggedModel] = {}
+    return [label for answer in given for label in _labels(log, answer, rows[answer.key].values(), models)]
+
+
+def _labels(log: Log, answer: HumanAnswer, rows: Collection[_Row], models: dict[str, LoggedModel]) -> Iterator[Label]:
+    """Yield the label of each row whose model can predict the answer; raise if none can."""
+    if not rows:
+        name = answer.image_sha256 if answer.request_id is None else f"{answer.request_id} {answer.image_index}"
+        raise DataError(
+            f"{answer.where}: the log has no row of the image {name!r}; remove it, or give the log of this image"
+        )
+    errors = []
+    for row in rows:
+        if row.version not in models:
+            models[row.version] = read_model(log, row.version)
+        try:
+            yield _label(answer, row, models[row.version])
+        except DataError as error:
+            errors.append(error)
+    if len(errors) == len(rows):
+        raise DataError(f"{answer.where}: {errors[0]}") from errors[0]
+
+
+def _label(answer: HumanAnswer, row: _Row, model: LoggedModel) -> Label:
+    """Return the label for a row; raise :class:`.DataError` if the answer does not fit the row."""
+    if None not in (answer.image_sha256, row.sha256) and answer.image_sha256 != row.sha256:
+        raise DataError(
+            f"the row is of the image {row.sha256}, not of {answer.image_sha256}; correct request_id or image_index"
+        )
+    is_label = answer.text not in (NONE_OF_THE_CLASSES, CANNOT_TELL)
+    text = model.check_label(answer.text, answer.marks) if is_label else None
+    now = datetime.now(UTC)  # otherwise a clock that is ahead wins over later verdicts
+    return Label(
+        answer.request_id,
+        answer.image_index,
+        row.sha256,  # None if erased: an answer must not bring the digest back
+        LABEL if is_label else answer.text,
+        text,
+        answer.source[:_MAX_SOURCE].encode("utf-8", "replace").decode(),
+        min(answer.time or now, now),
+        row.model,
+    )
+
+
+def _csv(path: Path) -> Iterator[HumanAnswer]:
+    _check_size(path)
+    with open_csv(path) as opened:
+        names = [*map(composed, next(opened.lines, (0, []))[1])]
+        if "label" not in names or not ({REQUEST_ID, IMAGE_INDEX} <= set(names) or SHA256 in names):
+            raise DataError(
+                f"{path}: expected the columns label and {REQUEST_ID}, {IMAGE_INDEX} or {SHA256}, got "
+                f"{', '.join(names)[:200] or 'none'}; keep the first line of the file from psc-log review"
+            )
+        check_columns(path, names)
+        lines = [*opened.lines]
+    for number, cells in lines:
+        if len(cells) != len(names):
+            raise DataError(f"{path}, line {number}: expected {len(names)} cells, got {len(cells)}; correct the line")
+    marks = number_marks((cells[names.index("label")] for _, cells in lines), opened.delimiter)
+    for number, cells in lines:
+        line = dict(zip(names, cells, strict=True))
+        answer = _answer(f"{path}, line {number}", line, line["label"], line.get("source"), None)
+        if answer is not None:
+            yield replace(answer, marks=marks)
+
+
+def _json(path: Path) -> Iterator[HumanAnswer]:
+    _check_size(path)
+    try:
+        tasks = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON ({error}); export the labels from Label Studio as JSON") from error
+    if not isinstance(tasks, list):
+        raise DataError(f"{path}: expected a list of tasks, got {type(tasks).__name__}; export the labels as JSON")
+    for number, task in enumerate(tasks, 1):
+        where = f"{path}, task {number}"
+        if not isinstance(task, dict):
+            raise DataError(f"{where}: expected an object, got {type(task).__name__}; export the labels as JSON")
+        answer = _of_task(where, task) if "annotations" in task else _of_short_task(where, task)
+        if answer is not None:
+            yield answer
+
+
+def _of_short_task(where: str, task: Mapping[str, Any]) -> HumanAnswer | None:
+    """Read a task in JSON-MIN, which has data and answer side by side."""
+    return _answer(where, task, task.get("label"), task.get("annotator"), task.get("updated_at"))
+
+
+def _of_task(where: str, task: Mapping[str, Any]) -> HumanAnswer | None:
+    data, annotations = task.get("data"), task["annotations"]
+    if not isinstance(data, dict) or not isinstance(annotations, list):
+        raise DataError(f"{where}: expected data and a list of annotations; export the labels as JSON")
+    done = [each for each in annotations if isinstance(each, dict) and not each.get("was_cancelled")]
+    done = [each for each in done if each.get("result")]
+    if not done:
+        return None
+    last = max(done, key=lambda each: str(each.get("updated_at") or each.get("created_at") or ""))
+    texts: list[Any] = []
+    for region in last["result"] if isinstance(last["result"], list) else []:
+        value = region.get("value") if isinstance(region, dict) else None
+        if isinstance(value, dict):
+            texts += value["choices"] if isinstance(value.get("choices"), list) else []
+            texts += [value["number"]] if "number" in value else []
+    if len(texts) != 1:
+        raise DataError(f"{where}: expected one choice or number, got {len(texts)}; correct the annotation")
+    person = last.get("completed_by")
+    person = person.get("id") if isinstance(person, dict) else person
+    source = "label studio" if person is None else f"label studio {person}"
+    return _answer(where, data, texts[0], source, last.get("updated_at") or last.get("created_at"))
+
+
+def _folders(root: Path) -> Iterator[HumanAnswer]:
+    folders = sorted(each for each in root.iterdir() if each.is_dir() and not is_hidden(each.name))
+    if not folders:
+        raise DataError(f"{root} has no folders; make one for each class, and put the images of the class there")
+    for folder in folders:
+        for file in sorted(files_below(folder)):
+            if file.lower().endswith(SUFFIXES) and Path(file).is_file():
+                digest = hashlib.sha256(read_file(file)).hexdigest()
+                yield HumanAnswer(file, None, None, digest, composed(folder.name), "folder", None)
+
+
+def _answer(where: str, of: Mapping[str, Any], text: Any, source: Any, time: Any) -> HumanAnswer | None:
+    """Return the answer for the image that ``of`` names; None if there is no answer yet."""
+    if text is None or (isinstance(text, str) and not text.strip()):
+        return None
+    if isinstance(text, bool) or not isinstance(text, str | int | float):
+        raise DataError(f"{where}: expected one label, got {type(text).__name__}; correct it")
+    request_id, digest, number = of.get(REQUEST_ID) or None, of.get(SHA256) or None, None
+    if request_id is not None:
+        number = _whole(of.get(IMAGE_INDEX))
+        if not isinstance(request_id, str) or number is None:
+            raise DataError(
+                f"{where}: expected {REQUEST_ID} and a whole number {IMAGE_INDEX}; keep the values from the review"
+            )
+    elif not isinstance(digest, str):
+        raise DataError(f"{where}: there is neither {REQUEST_ID} nor {SHA256}; keep the values from the review")
+    named = None if source is None or source == "" else str(source)
+    answer = HumanAnswer(where, request_id, number, digest, composed(str(text)), named or "file", _time(time))
+    return replace(answer, image_sha256=digest.lower() if isinstance(digest, str) else None)
+
+
+def _whole(value: Any) -> int | None:
+    if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit() and len(value) < 10:
+        return int(value)
+    return value if type(value) is int and 0 <= value < 1 << 31 else None
+
+
+def _time(value: Any) -> datetime | None:
+    """Return a time in UTC; None if it cannot be parsed, because an answer must not be lost for its date."""
+    try:
+        found = datetime.fromisoformat(value)
+        return (found if found.tzinfo else found.replace(tzinfo=UTC)).astimezone(UTC)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _check_size(path: Path) -> None:
+    if not path.is_file():
+        raise DataError(f"{path} is not a file; check the path")
+    if path.stat().st_size > MAX_TASKS_BYTES:
+        raise DataError(f"{path} has more than {MAX_TASKS_BYTES} bytes; split it")

@@ -1,18 +1,120 @@
-"""The files of a log, in a folder or a bucket, through pyarrow's file systems: each appears whole under its name."""
+"""The columns of a log's rows and labels, as Arrow schemas, and the paths of its files.
+
+The scores of a task, float32, follow the columns that all tasks share; :func:`scores_in` tells them apart.  pyarrow is
+imported only when a schema is made (extra ``log``).
+"""
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 from urllib.parse import parse_qsl, urlsplit
 from uuid import uuid4
 
-from psc_core.errors import UsageError
-from psc_core.log.schema import arrow
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from psc_core.errors import DataError, ImageError, UsageError, needs
+from psc_core.images.decode import PILLOW_MAX_PIXELS, decode_image
+from psc_core.images.preprocess import Preprocess
+from psc_core.names import composed
+from psc_core.tasks.task import Task, task_type_of
+
+MODELS: Final = "models"
+IMAGES: Final = "images"
+LABELS: Final = "labels"
+"""The folders of a log."""
+
+REQUEST_ID: Final = "request_id"
+IMAGE_INDEX: Final = "image_index"
+SHA256: Final = "image_sha256"
+IMAGE_PATH: Final = "image_path"
+"""The columns of rows and labels that identify an image; only rows have its path."""
+
+
+def arrow() -> Any:
+    """Return the module ``pyarrow``; raise :class:`.UsageError` if it is not installed."""
+    return needs("the prediction log", "log", "pyarrow.dataset", "pyarrow.parquet", "pyarrow.fs", "pyarrow")
+
+
+def row_schema(scores: Sequence[str]) -> Any:
+    """Return the Arrow schema of rows.
+
+    Args:
+        scores: The names of the scores of the model's task, in order.
+    """
+    pa = arrow()
+    return pa.schema(
+        [
+            ("time", pa.timestamp("us", tz="UTC")),  # of the answer
+            (REQUEST_ID, pa.string()),  # trace and span of the answer's header ``traceresponse``: "TRACE-SPAN"
+            (IMAGE_INDEX, pa.int32()),  # position in the request, from 0
+            ("bundle_version", pa.string()),
+            ("policy", pa.string()),  # the thresholds in use, as JSON
+            *((score, pa.float32()) for score in scores),
+            ("probabilities", pa.list_(pa.float32())),  # in class order; null for a task without probabilities
+            ("gates", pa.map_(pa.string(), pa.float32())),  # p-value of each gate; empty for a model without gates
+            ("label", pa.string()),  # null for a task whose answers have no label
+            ("decision", pa.string()),
+            ("sampling_probability", pa.float64()),  # of an image with this decision to enter the log
+            ("audit", pa.bool_()),  # whether the row belongs to the audit slice
+            ("audit_probability", pa.float64()),  # of any image to enter the audit slice
+            (SHA256, pa.string()),  # of the bytes as received, hexadecimal; null once the image is erased
+            (IMAGE_PATH, pa.string()),  # of the logged image, relative to the log; null if it was not stored
+        ]
+    )
+
+
+def label_schema() -> Any:
+    """Return the Arrow schema of labels."""
+    pa = arrow()
+    return pa.schema(
+        [
+            (REQUEST_ID, pa.string()),  # null if the label names only a digest
+            (IMAGE_INDEX, pa.int32()),
+            (SHA256, pa.string()),  # null if the label names only a request
+            ("verdict", pa.string()),  # one of :data:`.labels.VERDICTS`
+            ("label", pa.string()),  # a class, or the number of a regression as text; null with other verdicts
+            ("source", pa.string()),  # the person or tool that it comes from
+            ("time", pa.timestamp("us", tz="UTC")),
+            ("model", pa.string()),  # of the row; null in older labels
+        ]
+    )
+
+
+def scores_in(schema: Any) -> list[str]:
+    """Return the names of the scores among the columns of rows."""
+    common = set(row_schema(()).names)
+    return [field.name for field in schema if field.name not in common and field.type == arrow().float32()]
+
+
+def rows_path(model: str, day: str) -> str:
+    """Return the path of a new file of rows for ``day``, ``YYYY-MM-DD`` in UTC."""
+    return f"model={model}/day={day}/part-{uuid4().hex}.parquet"
+
+
+def labels_path() -> str:
+    return f"{LABELS}/part-{uuid4().hex}.parquet"
+
+
+def image_path(sha256: str, extension: str) -> str:
+    """Return the path of a logged image; ``extension`` has no dot."""
+    return f"{IMAGES}/{sha256[:2]}/{sha256}.{extension}"
+
+
+def model_path(version: str) -> str:
+    """Return the path of the record that a log keeps of a bundle."""
+    return f"{MODELS}/{version}.json"
+
 
 _OPTIONS: Final = ("region", "endpoint_override")
 
@@ -179,3 +281,272 @@ def _put_local(path: Path, data: Any, *, synced: bool) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+_BATCH: Final = 16_384
+
+
+def models_in(log: Log) -> list[str]:
+    """Return the names of the models that have rows; may raise ``OSError``."""
+    return [name.removeprefix("model=") for name in log.folders() if name.startswith("model=")]
+
+
+def days_of(log: Log, model: str, *, since: str | None = None, until: str | None = None) -> list[str]:
+    """Return the days with rows of a model as ``YYYY-MM-DD``, the oldest first; may raise ``OSError``."""
+    days = [name.removeprefix("day=") for name in log.folders(f"model={model}") if name.startswith("day=")]
+    return [day for day in days if (since or day) <= day <= (until or day)]
+
+
+def logged_model(log: Log, name: str | None) -> str:
+    """Return the name of a model that has rows; None asks for the only one.
+
+    Raises:
+        UsageError: If there are no rows, no model of this name, or ``name`` is None and there is not exactly one.
+        OSError: If the log cannot be read.
+    """
+    names = models_in(log)
+    if not names:
+        raise UsageError(f"{log.where} has no rows; give the folder that psc-serve --log writes")
+    if name is None and len(names) == 1:
+        return names[0]
+    if name is None or name not in names:
+        given = f"has no rows of model {name}" if name else "has rows of several models"
+        raise UsageError(f"{log.where} {given}; it has {', '.join(names)}, name one by --model")
+    return name
+
+
+def read_rows(
+    log: Log,
+    model: str,
+    *,
+    audit: bool = False,
+    days: Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
+) -> Iterator[Any]:
+    """Yield the rows of a model as ``pyarrow.RecordBatch``, each with rows of a single bundle.
+
+    Args:
+        log: The log.
+        model: The name of the served model.
+        audit: Read only the audit slice.
+        days: Days as ``YYYY-MM-DD`` in the order of reading; None reads all, the oldest first.
+        columns: The columns to read, scores only where a file has them; None reads all.
+
+    Raises:
+        DataError: If a file of the log is damaged.
+        OSError: If the log cannot be read.
+    """
+    ds = arrow().dataset
+    wanted = ds.field("audit") if audit else ds.scalar(True)
+    return _scan(log, model, days_of(log, model) if days is None else days, wanted, columns)
+
+
+def find_row(log: Log, request_id: str, image_index: int) -> dict[str, Any] | None:
+    """Return the digest, ``bundle_version`` and ``model`` of an image's row, or None; search the newest days first.
+
+    Raises:
+        DataError: If a file of the log is damaged.
+        OSError: If the log cannot be read.
+    """
+    ds = arrow().dataset
+    wanted = (ds.field(REQUEST_ID) == request_id) & (ds.field(IMAGE_INDEX) == image_index)
+    days = [(day, name) for name in models_in(log) for day in days_of(log, name)]
+    for day, model in sorted(days, reverse=True):
+        for batch in _scan(log, model, [day], wanted, [SHA256, "bundle_version"]):
+            return {**batch.slice(0, 1).to_pylist()[0], "model": model}
+    return None
+
+
+def rows_of_file(
+    log: Log, name: str, wanted: Any, columns: Sequence[str] | None = None, without: Sequence[str] = ()
+) -> Iterator[Any]:
+    """Yield the rows of one file that match a ``pyarrow.dataset`` filter, as :func:`read_rows` does.
+
+    Args:
+        log: The log.
+        name: The name of the file.
+        wanted: The filter.
+        columns: The columns to read, scores only where the file has them; None reads all.
+        without: The columns to leave out if ``columns`` is None.
+    """
+    pa = arrow()
+    try:
+        # Each file is its own data set, because a data set of several files would have only the columns of the first.
+        file = pa.dataset.dataset(log.path(name), filesystem=log.files, format="parquet")
+        names = file.schema.names
+        if columns is None:
+            some = [each for each in names if each not in without]
+        else:
+            some = [each for each in columns if each in names or each in row_schema(()).names]
+        batches = file.to_batches(columns=some, filter=wanted, batch_size=_BATCH)
+        yield from (batch for batch in batches if batch.num_rows)
+    except (pa.ArrowInvalid, pa.ArrowKeyError) as error:
+        raise DataError(f"{log.where}/{name} is not a file of rows ({error}); remove it") from error
+
+
+def _scan(log: Log, model: str, days: Sequence[str], wanted: Any, columns: Sequence[str] | None) -> Iterator[Any]:
+    for day in days:
+        for name, _ in log.names(f"model={model}/day={day}", suffix=".parquet"):
+            yield from rows_of_file(log, name, wanted, columns)
+
+
+_EXTENSIONS: Final = (
+    (b"\xff\xd8\xff", "jpg"),
+    (b"\x89PNG", "png"),
+    (b"BM", "bmp"),
+    (b"GIF8", "gif"),
+    (b"II", "tif"),
+    (b"MM", "tif"),
+    (b"RIFF", "webp"),
+)
+"""The first bytes of the formats in :data:`psc_core.images.decode.IMAGE_FORMATS`, with their extensions."""
+
+INPUT: Final = "dib"
+"""The extension of a network input that came as pixels, a BMP file by its other name; received files never get it."""
+
+MEDIA_TYPES: Final = {
+    "jpg": "image/jpeg",
+    **{name: f"image/{name}" for name in ("png", "bmp", "gif", "webp")},
+    "tif": "image/tiff",
+    INPUT: "image/bmp",
+}
+"""The media type of each extension."""
+
+
+def extension_of(data: bytes) -> str:
+    """Return the extension, without its dot, for the file of an image that was decoded."""
+    return next((extension for signature, extension in _EXTENSIONS if data.startswith(signature)), "img")
+
+
+def file_of(pixels: npt.NDArray[Any]) -> bytes:
+    """Encode ``uint8 (1 or 3, height, width)`` as a BMP file, whose digest depends on no library's compression."""
+    image = Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0))
+    file = io.BytesIO()
+    image.save(file, "BMP")
+    return file.getvalue()
+
+
+def pixels_of(file: bytes) -> npt.NDArray[np.uint8]:
+    """Return the pixels that :func:`file_of` encoded; may raise :class:`.ImageError`."""
+    pixels = np.atleast_3d(np.asarray(decode_image(file, max_pixels=PILLOW_MAX_PIXELS)))
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+_NAME: Final = re.compile(r"[0-9a-f]{64}\.[a-z]{3,4}")
+
+_BLOCK_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class LoggedImages:
+    """Images given by their paths in a log; an :class:`psc_core.data.dataset.ImageSource`."""
+
+    log: Log
+    paths: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
+        """Return the image as the model's network reads it.
+
+        Raises:
+            DataError: If the image is missing, its bytes have changed since it was logged, or it was logged as a
+                network input of another shape.
+        """
+        path = PurePosixPath(self.paths[index])
+        where = f"{self.log.where}/{path}"
+        try:
+            content = self.log.get(self.paths[index])
+            if hashlib.sha256(content).hexdigest() != path.stem:
+                raise DataError(f"{where} was changed since it was logged; restore it or remove it")
+            if path.suffix != f".{INPUT}":
+                # The service has applied its own --max-pixels before it answered.
+                return preprocess.from_bytes(content, max_pixels=PILLOW_MAX_PIXELS)
+            pixels = pixels_of(content)
+        except (OSError, ImageError) as error:
+            raise DataError(f"cannot read the image {where}: {error}; restore it or remove it") from error
+        if pixels.shape != preprocess.shape:
+            raise DataError(
+                f"{where} was sent as a network input of the shape {pixels.shape}, and the bundle's network reads "
+                f"{preprocess.shape}; give a bundle with that input, or leave its days out"
+            )
+        return pixels
+
+    def fingerprint(self, index: int) -> bytes:
+        return self.paths[index].encode()
+
+    def modified_ns(self, index: int) -> int:
+        return 0  # Its path holds the digest of its content.
+
+
+def is_stored(sha256: str | None, path: str | None) -> bool:
+    """Return whether a row names a logged image by a valid path."""
+    if not sha256 or not path:
+        return False
+    return path == image_path(sha256, PurePosixPath(path).suffix.removeprefix("."))
+
+
+def open_logged_image(log: Log, name: str) -> tuple[Any, int]:
+    """Open a logged image; return the file, at its beginning, and its size in bytes.
+
+    Args:
+        log: The log.
+        name: ``SHA256.EXT``.
+
+    Raises:
+        FileNotFoundError: If there is no such regular file, or its content does not have this digest.
+        OSError: If the log cannot be read.
+    """
+    digest, _, extension = name.partition(".")
+    path = log.path(image_path(digest, extension))
+    if not _NAME.fullmatch(name) or log.files.get_file_info(path).type != arrow().fs.FileType.File:
+        raise FileNotFoundError(name)
+    file = log.files.open_input_file(path)
+    found = hashlib.sha256()
+    while block := file.read(_BLOCK_BYTES):
+        found.update(block)
+    if found.hexdigest() != digest:
+        file.close()
+        raise FileNotFoundError(name)
+    file.seek(0)
+    return file, file.size()
+
+
+@dataclass(frozen=True)
+class LoggedModel:
+    """A bundle that wrote to a log."""
+
+    version: str  # the digest of the bundle
+    task: Task  # the task of the model
+    classes: tuple[str, ...]  # the class names in the order of ``probabilities``; for a regression the bins
+
+    def to_json(self) -> bytes:
+        """Return the JSON document that :func:`read_model` reads."""
+        fields = {"version": self.version, "classes": self.classes, **self.task.manifest_fields()}
+        return json.dumps(fields, ensure_ascii=False).encode()
+
+    def check_label(self, label: str, marks: str = ".") -> str:
+        """Return a person's label in the form of the log; raise :class:`.DataError` if the model cannot predict it."""
+        return self.task.parse_label(label, self.classes, marks)
+
+
+def read_model(log: Log, version: str) -> LoggedModel:
+    """Return the record of a bundle.
+
+    Raises:
+        DataError: If the log has no record of the bundle, or cannot be understood.
+        OSError: If the log cannot be read.
+    """
+    name = model_path(version)
+    try:
+        fields: Any = json.loads(log.get(name))
+        found = task_type_of(fields)
+        if found is None:
+            raise ValueError("a task that this version does not know")
+        of_task = {field: fields[field] for field in found.model_fields}
+        return LoggedModel(version, found.model_validate(of_task), tuple(map(composed, fields["classes"])))
+    except FileNotFoundError as error:
+        raise DataError(f"{log.where} has no {name}; restore it from a copy of the log") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{log.where}/{name} cannot be used ({error}); restore it from a copy of the log") from error

@@ -3,7 +3,7 @@
 from typing import Final
 
 LIBRARIES: Final = ("torchvision", "timm")
-"""The network libraries that every bundle may name; :data:`psc_core.network.builders.BUILDERS` has their builders."""
+"""The network libraries that every bundle may name; :data:`psc_core.network.load.BUILDERS` has their builders."""
 
 GRANULARITIES: Final = ("operations", "blocks", "all")
 """Which modules of a network are its layers, see :mod:`psc_core.network.layers`."""

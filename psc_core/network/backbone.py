@@ -8,23 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, Final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from psc_core.errors import BundleError, NetworkError, hint
+from psc_core.errors import BundleError, NetworkError, UsageError, hint
 from psc_core.images.preprocess import Inputs, Preprocess
-from psc_core.network.cut import HookedNetwork, HookPlan, cut_graph, plan_stop
+from psc_core.network.cut import HookedNetwork, HookPlan, cut_graph, deep_copy, plan_stop
+from psc_core.network.described import Logits
 from psc_core.network.fuse import fuse, images_format
-from psc_core.network.layout import INPUT_SUFFIX, Layout, canonical, layout_of
+from psc_core.network.layers import INPUT_SUFFIX, Layout, canonical, layout_of
 from psc_core.network.load import BUILT_BY_HAND, Recipe, bounded_size, build, recipe_of
-from psc_core.network.onnx.body import OnnxBody
-from psc_core.network.onnx.network import OnnxNetwork
+from psc_core.network.onnx import OnnxBody, OnnxNetwork
 from psc_core.network.output import check_same
 from psc_core.network.weights import load_weights
-from psc_core.precision import Precision
+from psc_core.settings import Precision
 
 FeatureStep = Callable[[Tensor], list[Tensor]]
 
@@ -53,7 +54,7 @@ class Backbone(nn.Module):
         body: The module that returns one tensor per layer, then the logits.
         cut: The place of the cut.
         memory_format: The format to which images are converted.
-        precision: The precision of the network, under :func:`psc_core.compute.device.autocast`.
+        precision: The precision of the network, under :func:`psc_core.compute.autocast`.
     """
 
     def __init__(
@@ -268,3 +269,55 @@ def feature_step(backbone: Backbone, precision: Precision | None = None) -> Feat
     """
     running = backbone if precision is None else backbone.fused(precision)
     return lambda images: running(images)[0]
+
+
+_TRANSFORMERS_INPUT: Final = "pixel_values"
+"""What transformers' networks for images call their input."""
+
+
+def readable_copy(net: object) -> nn.Module:
+    """Return a copy of ``net`` in evaluation mode and single precision that returns logits and can be hooked.
+
+    ``torch.compile``, ``DataParallel`` and ``DistributedDataParallel`` run the same network faster, but hide its
+    layers; the network inside them is copied.  A classifier of transformers gives its logits alone.
+
+    Example:
+        >>> readable_copy(nn.DataParallel(nn.Linear(2, 3).half())).weight.dtype
+        torch.float32
+
+    Raises:
+        UsageError: If ``net`` is no module.
+        NetworkError: If it is TorchScript, or cannot be copied.
+    """
+    if not isinstance(net, nn.Module):
+        raise UsageError(
+            f"expected a network, that is an nn.Module, got a {type(net).__name__}; build one and load its weights, as "
+            'load_network("torchvision:resnet50", weights="net.pth", num_classes=…) does'
+        )
+    net = _unwrapped(net)
+    if isinstance(net, torch.jit.ScriptModule):
+        raise NetworkError(
+            "the network is TorchScript, whose layers cannot be read; give the nn.Module that it was made from, or an "
+            'ONNX file, load_network("onnx:net.onnx")'
+        )
+    copied = deep_copy(net)
+    if any(tensor.dtype in (torch.half, torch.bfloat16, torch.double) for tensor in copied.parameters()):
+        copied = copied.float()
+    return Logits(copied) if getattr(copied, "main_input_name", None) == _TRANSFORMERS_INPUT else copied
+
+
+def device_of(net: nn.Module) -> torch.device:
+    """Return the device that the network is on."""
+    return next(chain(net.parameters(), net.buffers()), torch.empty(0)).device
+
+
+def _unwrapped(net: nn.Module) -> nn.Module:
+    """Return the network inside the modules that only run it."""
+    while True:
+        if isinstance(net, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            inner = net.module
+        else:
+            inner = getattr(net, "_orig_mod", None)  # As torch.compile names it, in every state dict too.
+        if not isinstance(inner, nn.Module):
+            return net
+        net = inner

@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 from torch.utils.hooks import RemovableHandle
 
 from psc_core.errors import NetworkError
-from psc_core.network.layout import INPUT_SUFFIX, value_of
+from psc_core.network.layers import INPUT_SUFFIX, value_of
 
 
 def shared_copy(net: nn.Module) -> nn.Module:

@@ -1,10 +1,19 @@
-"""Load a network by its *spec*, with the weights of a checkpoint; nothing is ever downloaded.
+"""Build untrained networks: torchvision's and timm's by name, all others by a factory.
+
+Each library is imported only when one of its networks is built; torchvision alone takes as long to import as torch.
+
+Cache what takes seconds to find out about a network: its export, the fastest backend for it.
+
+Entries lie in the user's cache folder (``$XDG_CACHE_HOME/psc``, else ``~/.cache/psc``), which may be deleted at any
+time and need not be writable.
+
+Load a network by its *spec*, with the weights of a checkpoint; nothing is ever downloaded.
 
 * ``torchvision:NAME``: a classification network of torchvision;
 * ``timm:NAME``: a network of timm (``pip install 'psc[timm]'``);
 * ``onnx:FILE``: an ONNX file, run by ONNX Runtime (``pip install 'psc[onnx]'``);
 * ``hf:DIR``, ``timm:local-dir:DIR``: a folder of transformers (``pip install 'psc[hf]'``) or of timm, with its weights;
-  with ORG/NAME instead of DIR, the model in the Hugging Face cache (:mod:`psc_core.network.described.families`);
+  with ORG/NAME instead of DIR, the model in the Hugging Face cache (:mod:`psc_core.network.described`);
 * ``package.module:factory``: a function ``factory(num_classes=…, **model_args) -> nn.Module``.  Importing it runs its
   code: whoever writes the spec permits that, but a factory that a bundle names must be on an allow-list
   (:func:`psc_core.network.backbone.rebuild_backbone`).
@@ -16,23 +25,212 @@ average pooling, one linear layer) to 28- and 32-pixel images.  All other argume
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+import hashlib
+import importlib
+import importlib.metadata
+import inspect
+import json
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from psc_core.compute.device import own_state
-from psc_core.errors import NetworkError
-from psc_core.network.builders import BUILDERS, from_factory
-from psc_core.network.described import hugging_face
-from psc_core.network.described.base import Described
-from psc_core.network.described.families import describe
-from psc_core.network.onnx.network import OnnxNetwork, open_onnx
+from psc_core.compute import own_state
+from psc_core.errors import NetworkError, hint, imported, needs
+from psc_core.network import described as hugging_face
+from psc_core.network.described import Described, describe
+from psc_core.network.onnx import PACKAGES, OnnxNetwork, open_onnx
 from psc_core.network.weights import load_weights, read_weights
+from psc_core.version import __version__
+
+_ELSEWHERE: Final = "see its documentation for names"
+
+
+def from_torchvision(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.Module:
+    import torchvision
+
+    known = torchvision.models.list_models(module=torchvision.models)
+    if name not in known:
+        raise NetworkError(f"torchvision has no classification network {name!r}; {hint(name, known, _ELSEWHERE)}")
+    args = dict(model_args)
+    stem, in_channels = args.pop("stem", None), args.pop("in_channels", None)
+    if stem not in (None, "small"):
+        raise NetworkError(f"expected model argument stem=small or none, got {stem!r}")
+    try:
+        net: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=num_classes, **args)
+    except (TypeError, ValueError) as error:
+        raise NetworkError(f"torchvision:{name} rejects the model arguments {args}: {error}") from error
+    if stem == "small":
+        _small_stem(net, name, num_classes)
+    if in_channels is not None:
+        if not isinstance(in_channels, int) or in_channels < 1:
+            raise NetworkError(f"expected model argument in_channels to be a positive integer, got {in_channels!r}")
+        _set_in_channels(net, in_channels)
+    return net
+
+
+def _small_stem(net: nn.Module, name: str, num_classes: int) -> None:
+    import torchvision
+
+    if isinstance(net, torchvision.models.ResNet):
+        net.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
+        net.maxpool = nn.Identity()
+    elif isinstance(net, torchvision.models.VGG):
+        # 28 pixels allow four of the five halvings: 28 → 14 → 7 → 3 → 1.
+        net.features[-1] = nn.Identity()
+        net.avgpool = nn.AdaptiveAvgPool2d(1)
+        net.classifier = nn.Linear(512, num_classes)
+    else:
+        raise NetworkError(f"stem=small is for ResNets and VGGs, not torchvision:{name}; drop the argument")
+
+
+def _set_in_channels(net: nn.Module, in_channels: int) -> None:
+    """Replace the first convolution by one with ``in_channels`` input channels."""
+    convolutions = [(name, module) for name, module in net.named_modules() if isinstance(module, nn.Conv2d)]
+    if not convolutions:
+        raise NetworkError("in_channels needs a network with a convolution; drop the argument")
+    name, old = convolutions[0]
+    if old.in_channels != in_channels:
+        parent, _, attribute = name.rpartition(".")
+        settings: Any = {key: getattr(old, key) for key in ("kernel_size", "stride", "padding")}
+        first = nn.Conv2d(in_channels, old.out_channels, **settings, bias=old.bias is not None)
+        setattr(net.get_submodule(parent), attribute, first)
+
+
+_TIMM_FILES: Final = {"checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}
+"""Arguments of timm that load files and may unpickle or download them."""
+
+
+def from_timm(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.Module:
+    timm = needs(f"timm:{name}", "timm", "timm", error=NetworkError)
+    args = dict(model_args)
+    if forbidden := sorted(_TIMM_FILES & set(args)):
+        raise NetworkError(
+            f"model arguments {', '.join(forbidden)} are not allowed, because they read or download files; give "
+            "the weights as a separate file"
+        )
+    if "in_channels" in args:
+        args["in_chans"] = args.pop("in_channels")
+    if not timm.is_model(name):
+        raise NetworkError(f"timm has no network {name!r}; {hint(name, timm.list_models(), _ELSEWHERE)}")
+    try:
+        net: nn.Module = timm.create_model(name, pretrained=False, num_classes=num_classes, **args)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise NetworkError(f"timm:{name} rejects the model arguments {args}: {error}") from error
+    return net
+
+
+def from_factory(spec: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.Module:
+    module, _, name = spec.partition(":")
+    if module.startswith(".") or module.endswith(".py") or "/" in module or "\\" in module:
+        raise NetworkError(f"expected package.module:factory, not a path, got {spec!r}; give the module's import name")
+    try:
+        factory = imported(module, name, error=NetworkError)
+    except (ImportError, AttributeError) as error:
+        raise NetworkError(f"cannot import the factory {spec}: {error}") from error
+    try:
+        inspect.signature(factory).bind(num_classes=num_classes, **model_args)
+    except (TypeError, ValueError) as error:
+        given = ", ".join(["num_classes", *model_args])
+        raise NetworkError(
+            f"expected {spec} to take the arguments ({given}): {error}; name a function that takes them and "
+            "returns the network"
+        ) from error
+    net = factory(num_classes=num_classes, **model_args)
+    if not isinstance(net, nn.Module):
+        raise NetworkError(f"expected {spec} to return an nn.Module, got {type(net).__name__}")
+    return net
+
+
+BUILDERS: Mapping[str, Callable[[str, int, Mapping[str, Any]], nn.Module]] = {
+    "torchvision": from_torchvision,
+    "timm": from_timm,
+}
+
+
+logger = logging.getLogger("psc.cache")
+
+
+def need_no_folder() -> None:
+    """Let PyTorch be imported where no folder may be written to, as in a container with a read-only file system.
+
+    The import of ``torch.compile``, which torchvision asks for, makes a folder for what it would compile.
+    """
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.sep)  # Exists, so that none is made.
+
+
+def cache_file(suffix: str, *given: bytes) -> Path:
+    """Return the path in the cache for a result that depends on ``given`` and the versions of the packages."""
+    versions = [torch.__version__, *map(version_of, PACKAGES)]
+    key = hashlib.sha256(b"\0".join([json.dumps([__version__, *versions]).encode(), *given])).hexdigest()
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    return folder / "psc" / f"{key}.{suffix}"
+
+
+def version_of(module: str) -> str:
+    """Return the version of an installed module; empty if it cannot be imported or does not tell.
+
+    Most distributions bear the name of their module, and asking them does not import it, which takes seconds.  Others
+    bring it under another name, as onnxruntime-gpu, onnxruntime-openvino and onnxruntime-directml do.
+    """
+    try:
+        return importlib.metadata.version(module)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    try:
+        return str(importlib.import_module(module).__version__)
+    except Exception:  # An installation may be broken in any way; whoever needs the module reports it.
+        return ""
+
+
+def read_checked(file: Path) -> bytes | None:
+    """Return the bytes that :func:`write_checked` wrote, or None if the file is missing or has changed.
+
+    The digest in the file detects damage, not forgery, so a file that another user could have written is not read.
+    """
+    try:
+        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)) as kept:
+            status = os.fstat(kept.fileno())
+            if not (stat.S_ISREG(status.st_mode) and is_private(status) and is_private(file.parent.stat())):
+                logger.warning("cache not used", extra={"file": str(file), "reason": "others may write to it"})
+                return None
+            data = kept.read()
+    except OSError:
+        return None
+    digest, content = data[:32], data[32:]
+    return content if hashlib.sha256(content).digest() == digest else None
+
+
+def is_private(status: os.stat_result) -> bool:
+    """Return whether a file or folder belongs to this user and nobody else may write to it."""
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def write_checked(file: Path, content: bytes) -> None:
+    """Write bytes after their digest, atomically; do nothing if the cache folder is not writable."""
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=file.parent, delete=False) as part:
+            try:
+                part.write(hashlib.sha256(content).digest() + content)
+                part.flush()
+                Path(part.name).replace(file)
+            except OSError:
+                Path(part.name).unlink()
+
 
 ONNX: Final = "onnx:"
 """Prefix of the spec of a network in an ONNX file."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from psc_core.errors import NetworkError, UsageError
 from psc_core.images.preprocess import Inputs, Preprocess
-from psc_core.network.layout import INPUT_SUFFIX, value_of
+from psc_core.network.layers import INPUT_SUFFIX, value_of
 
 if TYPE_CHECKING:
     from psc_core.network.backbone import Backbone

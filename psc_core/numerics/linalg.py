@@ -6,10 +6,36 @@ eigenvalues and eigenvectors, ``C = U diag(λ) Uᵀ``.
 Covariances are sums of centred outer products over blocks of rows, in two passes with the mean first, so that nothing
 cancels and no feature matrix is copied to float64 as a whole.  Singular covariances are repaired by raising small
 eigenvalues to a floor; the number raised and the largest increase are returned, so that callers can record them.
+
+Mean and covariance of groups of vectors, accumulated batch by batch in float64.
+
+For the N vectors x of each of G groups,
+
+    μ = (1/N) Σ x          (G, d)
+    Σ = (1/N) Σ (x − μ)ᵀ(x − μ)      (G, d, d)
+
+in one pass: each batch, of b vectors with the mean m, is centred on its own mean and merged with the batches before it
+by n b / (n + b) times the outer product of m − μ (Chan, Golub & LeVeque 1983).  Only centred products are added, so
+nothing cancels.
+
+R², the fraction of the variance that predictions explain, from their squared errors.
+
+    R² = 1 − Σ_i e_i / Σ_i (y_i − ȳ)²,   e_i = (y_i − ŷ_i)²          y, ŷ (n,) float64, in one unit
+
+If all numbers are equal, there is no variance to explain: then R² is 1 if all predictions are exact and 0 otherwise, as
+in scikit-learn's ``r2_score``, so that it is always finite.
+
+The tail of held-out readings.
+
+Beyond the largest of m readings ``r_1 ≤ … ≤ r_m`` a p-value falls exponentially; the scale is the mean excess of the k
+largest over the next smaller one,
+
+    (1/k) Σ_{i > m − k} r_i − r_{m−k}      with r_1 in place of r_{m−k} where k = m
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import torch
@@ -144,3 +170,72 @@ def oas_shrinkage(covariance: Float[Tensor, "d d"], samples: int) -> tuple[Float
     rho = 1.0 if spread <= 0 else min(1.0, (pull / spread).item())
     target = (trace / d) * torch.eye(d, dtype=covariance.dtype, device=covariance.device)
     return (1 - rho) * covariance + rho * target, rho
+
+
+class Moments(NamedTuple):
+    """Mean and covariance of the vectors of each group, float64."""
+
+    vectors: int  # their number
+    mean: Float[Tensor, "groups dim"]
+    covariance: Float[Tensor, "groups dim dim"]
+
+
+class MomentSums:
+    """The sums over the vectors so far, G · d² numbers whatever their number."""
+
+    def __init__(self, groups: int, dim: int, device: torch.device | str = "cpu") -> None:
+        self._count = 0
+        self._mean = torch.zeros(groups, dim, dtype=torch.float64, device=device)
+        self._products = self._mean.new_zeros(groups, dim, dim)
+
+    def add(self, vectors: Float[Tensor, "batch groups dim"]) -> None:
+        """Merge a batch of at least one vector, which is not modified."""
+        x = vectors.transpose(0, 1).to(torch.float64, copy=True)
+        mean, total = x.mean(1), self._count + len(vectors)
+        gap = mean - self._mean
+        x -= mean[:, None]
+        self._products.baddbmm_(x.transpose(1, 2), x)
+        self._merge(gap, self._count * len(vectors) / total)
+        self._mean += gap * (len(vectors) / total)
+        self._count = total
+
+    def finish(self, sum_: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Moments:
+        """Return the moments and use up the sums, whose memory the covariance takes.
+
+        Args:
+            sum_: A function that adds a tensor over all processes, each of which has added a vector.
+        """
+        total = sum_(self._mean.new_tensor(float(self._count)))
+        mean = sum_(self._mean * (self._count / total))
+        if int(total) > self._count:
+            self._merge(self._mean - mean, float(self._count))
+        return Moments(int(total), mean, sum_(self._products).div_(total))
+
+    def _merge(self, gap: Float[Tensor, "groups dim"], weight: float) -> None:
+        self._products.baddbmm_(gap[:, :, None], gap[:, None], alpha=weight)
+
+
+def r_squared(squared_errors: Float[Tensor, " n"], y: Float[Tensor, " n"]) -> float:
+    total, left = total_squares(y), float(squared_errors.sum())
+    return 1.0 - left / total if total > 0 else float(left == 0)
+
+
+def r_squared_error(one: Float[Tensor, " n"], other: Float[Tensor, " n"], y: Float[Tensor, " n"]) -> float:
+    """Return the standard error of the difference between two R², from the squared errors of both."""
+    total = total_squares(y)
+    return float((one - other).norm()) / total if total > 0 else 0.0
+
+
+def total_squares(y: Float[Tensor, " n"]) -> float:
+    """Return Σ (y − ȳ)²; exactly 0 if all numbers are equal, in spite of the rounding of ȳ."""
+    return 0.0 if bool((y == y[0]).all()) else float((y - y.mean()).square().sum())
+
+
+TAIL_FRACTION: Final = 0.05
+"""Fraction of the readings that are the tail."""
+
+
+def tail_excess(ascending: Float[Tensor, "m ..."], k: int) -> Float[Tensor, "..."]:
+    """Return the mean excess of the k largest readings of each column over the next smaller one, float64."""
+    wide = ascending.double()
+    return (wide[len(wide) - k :] - wide[max(0, len(wide) - k - 1)]).mean(dim=0)

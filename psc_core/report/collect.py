@@ -12,13 +12,13 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from psc_core.compute.passes import Compute
+from psc_core.compute import Compute
 from psc_core.data.dataset import ImageDataset, balanced
 from psc_core.evaluation.evaluate import Evaluation
-from psc_core.fitting.data import FitData
-from psc_core.gates.fit.made_up import REAL, made_up_batches
-from psc_core.model.base import FittedModel
-from psc_core.projection.fit.report import ProjectionReport
+from psc_core.fit_data import FitData
+from psc_core.made_up import REAL, made_up_batches
+from psc_core.model import FittedModel
+from psc_core.projection import ProjectionReport
 from psc_core.report.content import Content, Role, ScoredSet
 from psc_core.tasks import module_of
 

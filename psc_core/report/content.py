@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from psc_core.bundle.io import write_file
+from psc_core.bundle import write_file
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import BundleError
 from psc_core.tasks import module_of

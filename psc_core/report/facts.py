@@ -8,12 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from psc_core.bundle.io import Bundle
-from psc_core.bundle.manifest import HISTORY, Manifest
-from psc_core.collapse.report import Candidate, CollapseReport
+from psc_core.bundle import HISTORY, Bundle, Manifest
+from psc_core.collapse import Candidate, CollapseReport
 from psc_core.errors import BundleError
-from psc_core.gates.fit.choice import KINDS_KEY
-from psc_core.metrics.intervals import in_practice
+from psc_core.gates import KINDS_KEY
+from psc_core.metrics import in_practice
 from psc_core.report import words
 from psc_core.report.content import Content, Role, ScoredSet
 from psc_core.tasks import module_of

@@ -17,7 +17,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from psc_core.collapse.report import CollapseReport
+from psc_core.collapse import CollapseReport
 from psc_core.report.content import Role, ScoredSet
 from psc_core.report.facts import Facts
 from psc_core.tasks import module_of

@@ -10,8 +10,8 @@ from typing import Any, Final
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template, pass_eval_context
 from jinja2.nodes import EvalContext
 
-from psc_core.bundle.manifest import Manifest
-from psc_core.images.png import SMALL, as_base64, png_of
+from psc_core.bundle import Manifest
+from psc_core.images.decode import SMALL, as_base64, png_of
 from psc_core.network.load import Recipe
 from psc_core.report import FIGURES, PAGE, figures
 from psc_core.report.content import FILE, Role

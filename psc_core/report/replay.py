@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from psc_core.evaluation.replay import Fraction, Replay
-from psc_core.images.png import SMALL, as_base64, png_of
+from psc_core.images.decode import SMALL, as_base64, png_of
 from psc_core.report.page import TEMPLATES
 from psc_core.tables import aligned
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from psc_core.calibration.conformal import decision_p_value, ood_score_threshold
+from psc_core.conformal import decision_p_value, ood_score_threshold
 from psc_core.tasks.decide import BaseThresholds
 from psc_core.tasks.policy import BasePolicy
 

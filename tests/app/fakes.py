@@ -15,8 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from psc_core.images.preprocess import Preprocess
-from psc_core.maps.grid import Grid
-from psc_core.maps.layer_map import LayerMap, PositionDensity
+from psc_core.maps import Grid, LayerMap, PositionDensity
 from psc_core.target import Target
 from psc_core.tasks.classification.answer import SCORES
 from psc_core.tasks.classification.calibration import Calibration
@@ -28,7 +27,7 @@ from psc_core.tasks.regression.calibration import Calibration as ValueCalibratio
 from psc_core.tasks.regression.policy import RegressionPolicy
 from psc_core.tasks.regression.task import Regression
 from psc_core.tasks.task import Task
-from psc_core.thumbnails.thumbnails import Thumbnails
+from psc_core.thumbnails import Thumbnails
 
 CLASSES = ("dark", "middle", "bright")
 PREPROCESS = Preprocess("L", 8, 8, None, (0.5,), (0.5,))

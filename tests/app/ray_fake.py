@@ -15,7 +15,7 @@ class FakeReplica(Replica):
     """``dead`` in the folder ``state``: the device fails, of one replica; ``version``: what a load finds."""
 
     def __serve_build_asgi_app__(self) -> Any:
-        from app.models import sources
+        from app import models as sources
         from tests.app.fakes import FakeModel, FakePipeline
 
         state = Path(self._settings.pop("state"))

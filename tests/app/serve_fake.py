@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-import app.models.sources
-import app.runtime
+import app.main
+import app.models
 from app.cli import main
 from psc_core.errors import BundleError
 from tests.app.fakes import FakeModel, FakePipeline
@@ -47,9 +47,9 @@ def load(*_: Any, **__: Any) -> FakeModel:
 
 
 if __name__ in ("__main__", "__mp_main__"):  # In the workers too, which import this module under the second name.
-    app.models.sources.build_model = load  # type: ignore[assignment]
-    app.models.sources.check_affordable = lambda *_, **__: None  # type: ignore[assignment]
-    app.runtime.LINGER_SECONDS = float(OPTIONS.get("linger", 1.0))  # type: ignore[misc]
+    app.models.build_model = load  # type: ignore[assignment]
+    app.models.check_affordable = lambda *_, **__: None  # type: ignore[assignment]
+    app.main.LINGER_SECONDS = float(OPTIONS.get("linger", 1.0))  # type: ignore[misc]
 if __name__ == "__main__":
     os.environ["SERVE_FAKE"] = " ".join(WORDS)  # For the workers.
     sys.argv[1:] = [each for each in sys.argv[1:] if each.startswith("--")]

@@ -10,11 +10,10 @@ from typing import Any
 
 import httpx
 
-from app.main import create_app
-from app.runtime import Runtime
+from app.main import Runtime, create_app
 from app.service import Service
 from app.settings import load_settings
-from psc_core.model.classifier import PSC
+from psc_core.model import PSC
 from tests.app.fakes import FakeModel
 
 PNG = {"content-type": "image/png"}

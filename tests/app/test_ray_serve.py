@@ -24,8 +24,7 @@ import pytest
 import yaml
 
 from app.ray_serve import Replica, replicas_for_images
-from psc_core.log.rows import read_rows
-from psc_core.log.store import open_log
+from psc_core.log.store import open_log, read_rows
 from tests.app.fakes import FakeModel, png
 from tests.app.support import PNG, until
 from tests.conftest import ROOT, SHIPPED_BUNDLE
@@ -49,8 +48,8 @@ async def test_replica_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         models.append(FakeModel(version=next(versions)))
         return models[-1]
 
-    monkeypatch.setattr("app.models.sources.build_model", load)
-    monkeypatch.setattr("app.models.sources.check_affordable", lambda *_, **__: None)
+    monkeypatch.setattr("app.models.build_model", load)
+    monkeypatch.setattr("app.models.check_affordable", lambda *_, **__: None)
     monkeypatch.setattr("app.ray_serve.prepare_process", lambda _settings: None)
     replica = Replica({"bundle": f"m={SHIPPED_BUNDLE}", "max_batch_size": 8, "device": "cpu"})
     app = replica.__serve_build_asgi_app__()

@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 from PIL import Image
 
-from app.runtime import linger_seconds, network_threads
+from app.main import linger_seconds, network_threads
 from app.server import uvicorn_config
 from app.settings import load_settings
 from tests.app.fakes import png
@@ -75,8 +75,8 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 import torch
-from app.runtime import UvicornRuntime
-from psc_core.compute.allocator import keep_freed_memory
+from app.main import UvicornRuntime
+from psc_core.allocator import keep_freed_memory
 
 def resident_mib():
     return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10
@@ -101,7 +101,7 @@ def test_memory_of_replaced_models_is_returned() -> None:
 COMPUTING = """
 import sys, threading, time
 import torch
-from app import runtime
+from app import main as runtime
 
 seconds, runtime._THREAD_SECONDS = map(float, sys.argv[1:])
 began = time.monotonic()

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.main import make_service
-from app.runtime import Runtime
+from app.main import Runtime, make_service
 from app.service import Host
 from app.settings import load_settings
 from tests.app.fakes import FakeModel
@@ -56,8 +55,8 @@ async def test_log_has_time_when_the_models_have_used_all_of_theirs(
                 left.append(within_s)
                 advance(within_s)
 
-            monkeypatch.setattr("app.models.registry.Registry.close", close)
-            monkeypatch.setattr("app.log.writer.LogWriter.close", close)
+            monkeypatch.setattr("app.models.Registry.close", close)
+            monkeypatch.setattr("app.log.LogWriter.close", close)
             await app.service.close()
         monkeypatch.undo()
     assert left == [pytest.approx(800, abs=100), pytest.approx(200, abs=100)]

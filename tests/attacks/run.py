@@ -222,7 +222,7 @@ def blinded_drift(_url: str) -> Seen:
 def loose_manifests(_url: str) -> Seen:
     import shutil
 
-    from psc_core.bundle.io import read_bundle
+    from psc_core.bundle import read_bundle
     from psc_core.errors import BundleError
     from tests.attacks import forge
 

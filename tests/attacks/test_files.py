@@ -16,8 +16,7 @@ import torch
 from safetensors.torch import load_file, save
 
 from psc_core import PSC
-from psc_core.bundle.io import read_bundle
-from psc_core.bundle.manifest import PARTS
+from psc_core.bundle import PARTS, read_bundle
 from psc_core.errors import BundleError
 from tests.attacks import forge
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from psc_core import PSC, load_model
-from psc_core.bundle.manifest import PARTS
+from psc_core.bundle import PARTS
 from psc_core.errors import PSCError
 from tests.attacks import forge
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, UnsupportedImage
-from psc_core.images import limits as image_limits
+from psc_core.images import decode as image_limits
 from psc_core.images.decode import IMAGE_FORMATS, decode_image
 from psc_core.images.preprocess import PRESETS
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from psc_core import PSC
-from psc_core.bundle.io import MAX_MANIFEST_BYTES, read_bundle
+from psc_core.bundle import MAX_MANIFEST_BYTES, read_bundle
 from psc_core.errors import BundleError
 from tests.attacks import forge
 

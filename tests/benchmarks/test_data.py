@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import data
-from psc_core.data.spec import open_dataset
+from psc_core.data.open import open_dataset
 from psc_core.errors import DataError
 from psc_core.images.preprocess import PRESETS
 

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.recalibration import AS_FITTED, MEASURED, Seen, accepted, calibrated, cell, fragment, informative, kept
 from psc_core import PRESETS, PSC, open_dataset
-from psc_core.fitting.calibrate import settings_of
+from psc_core.calibrate import settings_of
 from psc_core.tasks.outputs import Outputs
 from tests.conftest import ROOT, SHIPPED_BUNDLE
 

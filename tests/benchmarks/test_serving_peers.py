@@ -250,7 +250,7 @@ def test_gpu_use_from_nvidia_smi(
 
 
 def test_bare_steps_run_on_every_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psc_core.model.backends.available_backends", lambda _: ("folded", "plain"))
+    monkeypatch.setattr("psc_core.pipeline.available_backends", lambda _: ("folded", "plain"))
     monkeypatch.setattr(ceilings, "fresh_process", lambda: ThreadPoolExecutor(1))
     monkeypatch.setattr(ceilings, "_steps", {})
     bare = BareSteps(bundles.small(tmp_path / "bundle"), "cpu")

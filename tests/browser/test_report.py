@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from psc_core.bundle.io import read_bundle
+from psc_core.bundle import read_bundle
 from psc_core.report import page
 from psc_core.report.facts import facts_of
 from tests.browser.test_page import Driver, chromium  # noqa: F401 (a fixture)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from psc_core.log.erase import erase
-from psc_core.log.labels import read_file
+from psc_core.log.labels import read_label_file
 from psc_core.log.store import Log, open_log
 from tests.app.fakes import FakeModel, FakeValueModel, png
 from tests.app.live import live_server
@@ -69,7 +69,7 @@ def labels(log: Log) -> list[tuple[str, str | None, str]]:
     return [
         (label.verdict, label.label, label.source)
         for name, _ in sorted(log.names("labels"), key=lambda each: each[1])
-        for label in read_file(log, name)
+        for label in read_label_file(log, name)
     ]
 
 

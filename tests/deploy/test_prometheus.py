@@ -22,7 +22,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from psc_core.data.spec import open_dataset
+from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS
 from tests.deploy.test_files import dashboard_expressions, expressions, rules
 from tests.deploy.tools import DEPLOY, ROOT, program

@@ -6,8 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from psc_core.log.rows import models_in, read_rows
-from psc_core.log.store import open_log
+from psc_core.log.store import models_in, open_log, read_rows
 
 if __name__ == "__main__":
     if len(sys.argv) == 2:

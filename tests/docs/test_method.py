@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from psc_core.data.builtin import read_idx
+from psc_core.data.open import read_idx
 from psc_core.network.load import load_network
 from tests.conftest import ROOT
 

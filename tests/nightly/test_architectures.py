@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from psc_core.cli import fit as cli
-from psc_core.data.spec import open_dataset
+from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS, Preprocess
-from psc_core.model.classifier import PSC
+from psc_core.model import PSC
 from psc_core.network.load import load_network
-from psc_core.precision import PRECISIONS
+from psc_core.settings import PRECISIONS
 from tests.fake_gpu import assert_steps_on_gpu
 
 CLASSES = 10

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.regression import networks
-from psc_core.bundle.io import read_bundle
+from psc_core.bundle import read_bundle
 from psc_core.network.load import load_network
 from tests import folders
 from tests.conftest import ROOT, SHIPPED_BUNDLE

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from psc_core import arguments
+from psc_core import settings as arguments
 from psc_core.errors import UsageError
 
 VALUES: dict[Callable[[str], Any], dict[str, Any]] = {

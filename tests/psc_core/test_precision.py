@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import get_type_hints
 
 from psc_core import FitSettings
-from psc_core.bundle.manifest import Manifest
-from psc_core.compute.passes import Compute
-from psc_core.precision import PRECISIONS, Precision
+from psc_core.bundle import Manifest
+from psc_core.compute import Compute
+from psc_core.settings import PRECISIONS, Precision
 
 
 def test_fit_and_bundle_name_the_same_formats() -> None:

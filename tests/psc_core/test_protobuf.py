@@ -12,7 +12,7 @@ from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from psc_core.protobuf import FIXED32, FIXED64, GROUPS, LENGTH, VARINT, fields
+from psc_core.network.onnx_check import FIXED32, FIXED64, GROUPS, LENGTH, VARINT, fields
 
 
 def varint(number: int) -> bytes:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from psc_core.conformal import check_fraction, conformal_rank, ood_rank, tolerant_ceil
 from psc_core.errors import UsageError
-from psc_core.rates import check_fraction, conformal_rank, ood_rank, tolerant_ceil
 
 
 @given(hundredths=st.integers(1, 99), n=st.integers(1, 10_000))

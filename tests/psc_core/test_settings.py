@@ -9,9 +9,9 @@ import pytest
 
 from psc_core import FitSettings
 from psc_core.cli.fit import parser
-from psc_core.collapse.report import Candidate, CollapseReport
+from psc_core.collapse import Candidate, CollapseReport
 from psc_core.errors import UsageError
-from psc_core.fitting.paper import settings_for
+from psc_core.fit import settings_for
 
 NEEDED = ["--model", "torchvision:resnet18", "--weights", "w", "--train", "a", "--val", "b", "--out", "c"]
 REPORT = CollapseReport((), epsilon=0.1, granularity="blocks", pattern=None, train_examples=1, val_examples=1, seed=3)

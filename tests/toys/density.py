@@ -102,7 +102,7 @@ assert pytest.main(["-q", "--noconftest", "-p", "no:cacheprovider", *tests]) == 
 
 from psc_core import load_model
 from psc_core.cli.fit import main
-from psc_core.data.spec import open_dataset
+from psc_core.data.open import open_dataset
 from psc_core.density.fit.density import Examples, fit_density
 from tests.psc_core.density.fit.test_density import assert_close_to_twin
 from tests.psc_core.density.support import images

@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
-from psc_core.data.dataset import ImageDataset
-from psc_core.data.sources import ArraySource
+from psc_core.data.dataset import ArraySource, ImageDataset
 from psc_core.images.preprocess import PRESETS, Preprocess
 from tests import tiny
 

@@ -1,7 +1,7 @@
 """A network family: ``tiny:NAME``, where :mod:`tests.tiny` plays the library."""
 
 EDITS = {
-    "psc_core/network/builders.py": [
+    "psc_core/network/load.py": [
         (
             "BUILDERS: ",
             """def from_tiny(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.Module:

@@ -1,22 +1,123 @@
-"""``POST /feedback``: write a person's verdict on an image to the labels of the prediction log."""
+"""Find the images of the log that people should review, and write their verdicts to its labels."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Final, Self
+from pathlib import PurePosixPath
+from typing import Any, Final, Self
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from starlette.responses import StreamingResponse
 
-from app.errors import MalformedRequest
-from app.http.json_body import load_json
+from app.errors import ImageConflict, LogUnavailable, MalformedRequest, UnknownImage, UnusableLabel
+from app.http.body import load_json, parse, parse_query, query_parameters, read_json_body
 from app.http.openapi import responses
-from app.http.uploads import parse, read_json_body
-from app.log.feedback import add_verdict, wait_seconds
+from app.http.schemas import ClassNames, PredictedNumber, TaskName
+from app.log import LogWriter
 from app.service import service_of
-from psc_core.errors import fault
-from psc_core.log.labels import LABEL, Label, Verdict
+from psc_core.errors import DataError, fault
+from psc_core.log.labels import LABEL, Label, Verdict, write_labels
+from psc_core.log.review import Unreviewed
+from psc_core.log.store import IMAGE_PATH, MEDIA_TYPES, SHA256, LoggedModel, find_row, open_logged_image, read_model
 from psc_core.tasks.answer import Document
+
+_MAX_WAIT_SECONDS: Final = 5.0
+
+
+def wait_seconds(deadline_s: float) -> float:
+    """Return the longest time that a search waits for the writer, and then the longest time that it takes, seconds.
+
+    A third of the deadline is left for reading the models.
+    """
+    return min(_MAX_WAIT_SECONDS, deadline_s / 3)
+
+
+def add_verdict(writer: LogWriter, label: Label, *, seconds: float) -> Label:
+    """Write a verdict and return it as written.  It may take seconds, so call it on a thread.
+
+    Args:
+        writer: The writer of the log, which is flushed if the row is not found otherwise.
+        label: The verdict on an image, which it names by request and position.
+        seconds: The result of :func:`wait_seconds`.
+
+    Raises:
+        UnknownImage: If the log has no row of the image.
+        ImageConflict: If the row is of another image, or of one that was erased.
+        UnusableLabel: If the row's model could not have given this label.
+        LogUnavailable: If the log cannot be read or written.
+    """
+    try:
+        row = _row(writer, label, seconds)
+        if label.image_sha256 is not None and label.image_sha256 != row[SHA256]:
+            shown = "an image that was erased" if row[SHA256] is None else f"the image {row[SHA256]}"
+            raise ImageConflict(
+                f"the row is of {shown}, not of {label.image_sha256}; correct request_id or image_index"
+            )
+        checked = replace(label, image_sha256=row[SHA256], time=datetime.now(UTC), model=row["model"])
+        if label.verdict == LABEL:
+            model = read_model(writer.log, row["bundle_version"])
+            try:
+                checked = replace(checked, label=model.check_label(label.label or ""))
+            except DataError as error:
+                raise UnusableLabel(str(error)) from error
+        write_labels(writer.log, [checked])
+    except (OSError, DataError) as error:
+        raise LogUnavailable("the prediction log cannot be used now; psc-log review names a damaged file") from error
+    return checked
+
+
+def to_review(writer: LogWriter, limit: int, *, seconds: float) -> tuple[list[Unreviewed], dict[str, LoggedModel]]:
+    """Return the newest logged images that were not accepted and have no verdict, and their models by version.
+
+    It may take seconds, so call it on a thread.
+
+    Args:
+        writer: The writer of the log, which is flushed first.
+        limit: The maximum number of images.
+        seconds: The result of :func:`wait_seconds`.
+
+    Raises:
+        LogUnavailable: If the log cannot be read.
+    """
+    writer.flush(seconds)
+    try:
+        found = writer.unreviewed.newest(limit=limit, seconds=seconds)
+        versions = {each.row["bundle_version"] for each in found}
+        return found, {version: read_model(writer.log, version) for version in sorted(versions)}
+    except (OSError, DataError) as error:
+        raise LogUnavailable("the prediction log cannot be read now; psc-log review names a damaged file") from error
+
+
+def logged_image(writer: LogWriter, name: str) -> tuple[Any, int]:
+    """Open a logged image and return it with its size in bytes; call it on a thread.
+
+    Raises:
+        UnknownImage: If the log has no such image.
+        LogUnavailable: If the log cannot be read.
+    """
+    try:
+        return open_logged_image(writer.log, name)
+    except FileNotFoundError as error:
+        raise UnknownImage("the log has no such image; it was not stored, was erased or is too old") from error
+    except OSError as error:
+        raise LogUnavailable("the prediction log cannot be read now; try again later") from error
+
+
+def _row(writer: LogWriter, label: Label, seconds: float) -> dict[str, Any]:
+    key = label.request_id or "", label.image_index or 0
+    row = find_row(writer.log, *key)
+    if row is None and writer.flush(seconds):
+        row = find_row(writer.log, *key)
+    if row is None:
+        raise UnknownImage(
+            f"the log has no row of image {key[1]} of request {key[0]!r}; it was not drawn (log_rows), or another "
+            "worker still holds it: try again after log_flush_seconds"
+        )
+    return row
 
 
 class Feedback(BaseModel):
@@ -85,3 +186,119 @@ async def feedback(request: Request) -> FeedbackDocument:
     label = await service.search_log(lambda log: add_verdict(log, given.to_label(), seconds=seconds))
     service.metrics.psc_feedback_total.labels(verdict=label.verdict).inc()
     return FeedbackDocument(**{name: getattr(label, name) for name in FeedbackDocument.model_fields})
+
+
+MAX_IMAGES: Final = 50
+
+_BLOCK_BYTES: Final = 1 << 16
+
+_HEADERS: Final = {
+    "X-Content-Type-Options": "nosniff",
+    "Content-Security-Policy": "default-src 'none'; sandbox",
+    "Cache-Control": "no-store",
+}
+"""The headers of a logged image: anyone may have sent it, so it must not run; and it may be erased, so it must not be
+cached."""
+
+
+class ImageToReview(Document):
+    """A logged image that was not accepted and has no verdict."""
+
+    request_id: str
+    image_index: int
+    image_sha256: str
+    file: str = Field(description="The image's name at `/feedback/images/{file}`.")
+    time: datetime = Field(description="The time of the answer.")
+    model: str
+    bundle_version: str
+    decision: str
+    label: str | None = Field(description="The most probable class; null for a regression.")
+    policy: dict[str, Any] = Field(description="The thresholds behind the decision.")
+    scores: dict[str, float] = Field(description="The scores of the answer, by name.")
+    gates: dict[str, float] = Field(description="The p-value of each gate.")
+
+
+class ReviewedModel(Document):
+    """A model of the listed images, and the labels that they may get."""
+
+    task: TaskName
+    classes: ClassNames
+    target: PredictedNumber
+
+
+class ReviewDocument(Document):
+    """Images for people to review."""
+
+    images: list[ImageToReview] = Field(description="The images, the newest first.")
+    models: dict[str, ReviewedModel] = Field(description="Their models, by `bundle_version`.")
+
+
+class _ReviewQuery(BaseModel):
+    limit: int = Field(default=12, ge=1, le=MAX_IMAGES, description="Maximum number of images.")
+
+
+review_router = APIRouter(tags=["feedback"], responses=responses(401, 403, 429, 503, 504))
+
+
+@review_router.get(
+    "/feedback/images",
+    summary="Images to review",
+    responses=responses(400),
+    openapi_extra={"parameters": query_parameters(_ReviewQuery)},
+)
+async def images(request: Request) -> ReviewDocument:
+    """List the newest logged images (with `--log`) that were neither accepted nor reviewed.
+
+    `POST /feedback` takes a verdict on them.
+    """
+    service = service_of(request)
+    service.keys.check_feedback(request.headers)
+    seconds = wait_seconds(service.settings.deadline_seconds)
+    query = parse_query(_ReviewQuery, request)
+    found, models = await service.search_log(lambda log: to_review(log, query.limit, seconds=seconds))
+    return ReviewDocument(
+        images=[_image(each) for each in found], models={version: _model(each) for version, each in models.items()}
+    )
+
+
+@review_router.get(
+    "/feedback/images/{file}",
+    summary="A logged image",
+    response_class=StreamingResponse,
+    responses={
+        200: {"content": {"image/*": {"schema": {"type": "string", "format": "binary"}}}},
+        **responses(404),
+    },
+)
+async def image(request: Request, file: str) -> StreamingResponse:
+    """Return one of these images, with its bytes as received."""
+    service = service_of(request)
+    service.keys.check_feedback(request.headers)
+    opened, size = await service.search_log(lambda log: logged_image(log, file))
+    media_type = MEDIA_TYPES.get(file.rpartition(".")[2], "application/octet-stream")
+    return StreamingResponse(_blocks(opened), headers={**_HEADERS, "Content-Length": str(size)}, media_type=media_type)
+
+
+def _blocks(file: Any) -> Iterator[bytes]:
+    with file:
+        while block := file.read(_BLOCK_BYTES):
+            yield block
+
+
+def _image(found: Unreviewed) -> ImageToReview:
+    row = found.row
+    taken = {name: row[name] for name in ImageToReview.model_fields if name in row}
+    return ImageToReview(
+        **{
+            **taken,
+            "file": PurePosixPath(row[IMAGE_PATH]).name,
+            "model": found.model,
+            "policy": json.loads(row["policy"]),
+            "scores": found.scores,
+            "gates": dict(row["gates"] or ()),
+        }
+    )
+
+
+def _model(model: LoggedModel) -> ReviewedModel:
+    return ReviewedModel(task=model.task.name, classes=list(model.classes), target=model.task.number())

@@ -1,15 +1,39 @@
-"""``/model`` and ``/models/{name}``: describe a served model and its calibration."""
+"""``/model`` and ``/models/{name}``: describe a served model and its calibration.
+
+Serve the pages at ``/`` and ``/docs``, with headers that let the browser run nothing but their own files.
+
+Swagger UI comes from the package fastapi-offline, so that the browser asks no other host.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, FastAPI, Request, Response
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+from starlette.responses import FileResponse, RedirectResponse
+from starlette.staticfiles import StaticFiles
 
+from app.http.body import parse_query, query_parameters
 from app.http.openapi import get_and_head, responses
-from app.http.schemas import CalibrationDocument, Histogram, ModelDocument
-from app.service import Service, service_to_predict
+from app.http.schemas import (
+    CalibrationDocument,
+    ExamplesDocument,
+    HealthDocument,
+    Histogram,
+    ModelDocument,
+    ReadyDocument,
+    RecentDocument,
+    ReloadDocument,
+    ReloadedModel,
+)
+from app.service import Service, service_of, service_to_predict
+from psc_core.bundle import TRY_FOLDER
+from psc_core.images import SUFFIXES
 
 _BINS: Final = 40
 
@@ -59,3 +83,187 @@ def model_document(service: Service, name: str | None) -> ModelDocument:
         models=list(service.registry.names),
         feedback=service.log is not None,
     )
+
+
+MAX_FILES: Final = 12
+MAX_FILE_BYTES: Final = 1 << 20
+"""The maximum size of an image to try, bytes; larger files are not shown."""
+
+live_router = APIRouter(tags=["model"], responses=responses(401, 404, 503))
+
+
+@live_router.get("/models/{name}/live", summary="The last images of a model")
+async def live(request: Request, name: str) -> RecentDocument:
+    """Summarise this process's latest answers: the fraction of out-of-distribution images, drift, and the queue."""
+    served = service_to_predict(request).registry.get(name)
+    drift = served.recorder.drift
+    return RecentDocument(
+        images=drift.window_images,
+        ood_fraction=drift.window_ood_rate,
+        alpha=served.thresholds.policy.alpha,
+        drift_active=drift.is_active,
+        drift_alarms=drift.alarms,
+        queued_images=served.engine.pending,
+        queue_limit=served.recorder.queue_limit,
+    )
+
+
+@live_router.get(
+    "/models/{name}/examples",
+    summary="Images to try",
+    description=f"List the image files in the folder `{TRY_FOLDER}` of the bundle, at most {MAX_FILES} of at most "
+    f"{MAX_FILE_BYTES >> 20} MiB.",
+)
+async def examples(request: Request, name: str) -> ExamplesDocument:
+    """List a model's images to try."""
+    service = service_to_predict(request)
+    service.registry.get(name)
+    return ExamplesDocument(files=sorted(example_files(service, name)))
+
+
+@live_router.get("/models/{name}/examples/{file}", summary="An image to try", response_class=FileResponse)
+async def example(request: Request, name: str, file: str) -> FileResponse:
+    """Return one of these images."""
+    service = service_to_predict(request)
+    service.registry.get(name)
+    found = example_files(service, name).get(file)
+    if found is None:
+        raise HTTPException(404, f"model {name!r} has no such image to try")
+    return FileResponse(found, headers={"X-Content-Type-Options": "nosniff"})
+
+
+def example_files(service: Service, name: str) -> dict[str, Path]:
+    """Return a model's images to try by file name; only regular files inside the bundle."""
+    bundle = dict(service.settings.named_bundles).get(name)
+    if bundle is None or not (bundle / TRY_FOLDER).is_dir():
+        return {}
+    root = bundle.resolve()
+    files = [
+        path
+        for path in sorted((bundle / TRY_FOLDER).iterdir())
+        if path.suffix.lower() in SUFFIXES
+        and path.is_file()
+        and path.resolve().is_relative_to(root)
+        and path.stat().st_size <= MAX_FILE_BYTES
+    ]
+    return {path.name: path for path in files[:MAX_FILES]}
+
+
+class _ReloadQuery(BaseModel):
+    model: str | None = Field(default=None, description="The model to reload; by default all.")
+
+
+operations_router = APIRouter()
+
+
+@get_and_head(operations_router, "/healthz", summary="Liveness", tags=["health"])
+async def healthz() -> HealthDocument:
+    """Answer 200 while the process is alive."""
+    return HealthDocument(status="ok")
+
+
+@get_and_head(
+    operations_router,
+    "/readyz",
+    summary="Readiness",
+    tags=["health"],
+    responses={503: {"model": ReadyDocument, "description": "Loading, warming up, draining or failed."}},
+)
+async def readyz(request: Request, response: Response) -> ReadyDocument:
+    """Answer 200 if every model is loaded, checked on its device and warmed up; else 503 with the reasons."""
+    reasons = service_of(request).reasons()
+    if reasons:
+        response.status_code = 503
+    return ReadyDocument(status="not ready" if reasons else "ready", reasons=reasons)
+
+
+@get_and_head(
+    operations_router,
+    "/metrics",
+    summary="Metrics",
+    tags=["metrics"],
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+)
+async def metrics(request: Request) -> Response:
+    """Return the metrics in the Prometheus text format."""
+    service = service_of(request)
+    service.refresh_metrics()
+    service.refresh_gpu_metrics()
+    body, content_type = service.metrics.exposition()
+    return Response(body, headers={"content-type": content_type})
+
+
+@operations_router.post(
+    "/admin/reload",
+    summary="Reload bundles",
+    tags=["admin"],
+    responses=responses(400, 401, 403, 404, 409, 415, 422, 500, 503),
+    openapi_extra={"parameters": query_parameters(_ReloadQuery)},
+)
+async def reload(request: Request) -> ReloadDocument:
+    """Load and warm up the new model beside the old one, then swap them; a bad bundle changes nothing.
+
+    With several workers, the one that answers has reloaded by then; after that, all are replaced one by one.
+    """
+    service = service_of(request)
+    service.keys.check_admin(request.headers)
+    changes = await service.reload(parse_query(_ReloadQuery, request).model)
+    return ReloadDocument(
+        reloaded=[ReloadedModel(name=name, previous_version=before, version=now) for name, before, now in changes]
+    )
+
+
+SECURITY_HEADERS: Final = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+"""The headers of every file: nothing inline, nothing from elsewhere, no framing, always revalidate."""
+
+_FOLDER: Final = Path(str(files("app.http") / "page"))
+_SWAGGER: Final = Path(str(files("fastapi_offline") / "static"))
+
+
+class PageFiles(StaticFiles):
+    """Static files that are sent with :data:`SECURITY_HEADERS`."""
+
+    def file_response(self, *arguments: Any, **options: Any) -> Response:
+        response = super().file_response(*arguments, **options)
+        response.headers.update(SECURITY_HEADERS)
+        return response
+
+
+def add_to(app: FastAPI, *, index: bool) -> None:
+    """Serve Swagger UI at ``/docs`` and, with ``index``, the page at ``/``.
+
+    The files have routes of their own, because a mount does not find them behind a proxy that strips a prefix.
+    """
+    page_files, swagger = PageFiles(directory=_FOLDER), PageFiles(directory=_SWAGGER)
+
+    @app.get("/page/{file}", include_in_schema=False)
+    async def page_file(request: Request, file: str) -> Response:
+        return await page_files.get_response(file, request.scope)
+
+    @app.get("/docs-assets/{file}", include_in_schema=False)
+    async def swagger_file(request: Request, file: str) -> Response:
+        return await swagger.get_response(file, request.scope)
+
+    @get_and_head(app, "/docs", include_in_schema=False)
+    async def docs(request: Request) -> Response:
+        return await page_files.get_response("docs.html", request.scope)
+
+    @app.get("/redoc", include_in_schema=False)
+    async def redoc() -> Response:
+        return RedirectResponse("docs")  # ReDoc needs inline styles, which the headers forbid.
+
+    if index:
+
+        @get_and_head(app, "/", include_in_schema=False)
+        async def page(request: Request) -> Response:
+            return await page_files.get_response("index.html", request.scope)

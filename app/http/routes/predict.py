@@ -10,12 +10,10 @@ from fastapi import APIRouter, Request, Response
 from pydantic import create_model
 
 from app.errors import MalformedRequest
-from app.http.disconnect import has_disconnected
+from app.http.body import UploadLimits, has_disconnected, parse_query, query_parameters, read_images
 from app.http.openapi import IMAGES_BODY, responses
-from app.http.query import parse_query, query_parameters
-from app.http.uploads import UploadLimits, read_images
-from app.inference.request import RequestMode
-from app.models.served import Predicted, ServedModel
+from app.inference.batcher import RequestMode
+from app.models import Predicted, ServedModel
 from app.service import service_to_predict
 from app.tasks.base import served_type
 from app.tasks.query import PredictQuery

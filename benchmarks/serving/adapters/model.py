@@ -21,7 +21,7 @@ from torch import Tensor
 from torchvision.io import ImageReadMode, decode_png
 
 from benchmarks.serving.adapters.settings import COUNTS, FACTORY, JPEG, MAX_BATCH, option
-from psc_core.model.classifier import PSC
+from psc_core.model import PSC
 from psc_core.tasks.classification.answer import SCORES
 
 ANSWERED = ("predictive_entropy", "log_density", "ood_p_value")

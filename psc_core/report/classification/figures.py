@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from psc_core.metrics.classification import ECE_BINS
+from psc_core.metrics import ECE_BINS
 from psc_core.report import words
 from psc_core.report.classification.sets import ClassificationSet
 from psc_core.report.facts import Facts

@@ -14,7 +14,7 @@ from torch.nn import functional
 from psc_core.data.dataset import ImageDataset
 from psc_core.evaluation.base import PRIMARY
 from psc_core.evaluation.classification import ScoredImages, quality_of
-from psc_core.model.classifier import PSC
+from psc_core.model import PSC
 from psc_core.report.content import Picture, Role, ScoredSet, parts_of
 
 CLASSES: Final = 20

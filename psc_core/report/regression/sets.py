@@ -11,7 +11,7 @@ from torch import Tensor
 
 from psc_core.data.dataset import ImageDataset
 from psc_core.evaluation.regression import ScoredNumbers, numbers_of, quality_of
-from psc_core.model.regressor import PSCRegressor
+from psc_core.model import PSCRegressor
 from psc_core.report.content import Picture, Role, ScoredSet, parts_of
 
 

@@ -3,7 +3,7 @@
 A prediction set with coverage 1 − α contains the classes whose probability is at least the k-th largest calibration
 probability of a true label, ``k = ⌈(n + 1)(1 − α)⌉`` (score ``1 − p_y``: Sadinle et al. 2019).  It contains the true
 label with probability ≥ 1 − α, over all images (marginal).  The most probable class is always in the set, which can
-only raise coverage.  p-values are those of :mod:`psc_core.calibration.conformal`.
+only raise coverage.  p-values are those of :mod:`psc_core.conformal`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from psc_core.calibration.conformal import (
-    MAX_SCORE,
-    check_ascending,
-    check_names,
-    check_range,
-    check_rates,
-)
+from psc_core.conformal import MAX_SCORE, check_ascending, check_names, check_range, check_rates, conformal_rank
 from psc_core.errors import BundleError
-from psc_core.rates import conformal_rank
 from psc_core.tasks.calibration import BaseCalibration
 from psc_core.tasks.classification.decide import Thresholds
 from psc_core.tasks.classification.policy import FLOAT32_ROUNDING

@@ -10,11 +10,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from psc_core.collapse.nearest_mean import NearestMean
-from psc_core.collapse.quality import LayerQuality
-from psc_core.compute.passes import Compute, passes
-from psc_core.data.classes import check_same
+from psc_core.collapse import LayerQuality, NearestMean
+from psc_core.compute import Compute, passes
 from psc_core.data.dataset import ImageDataset
+from psc_core.data.open import check_same
 from psc_core.errors import DataError, UsageError, listed
 from psc_core.names import composed
 from psc_core.numerics.matrix import FeatureMatrix

@@ -17,14 +17,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from psc_core.calibration.conformal import (
-    MAX_SCORE,
-    check_ascending,
-    check_names,
-    check_range,
-    check_rates,
-)
-from psc_core.rates import conformal_rank
+from psc_core.conformal import MAX_SCORE, check_ascending, check_names, check_range, check_rates, conformal_rank
 from psc_core.tasks.calibration import BaseCalibration
 from psc_core.tasks.regression.decide import Thresholds
 

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from psc_core.bundle.manifest import manifest_digest
+from psc_core.bundle import manifest_digest
 from tests.conftest import ROOT, SHIPPED_BUNDLE
 from tests.served import GUARD_SECONDS, Server, serve
 

@@ -18,8 +18,7 @@ import httpx
 import numpy as np
 import pytest
 
-from psc_core.log.rows import read_rows
-from psc_core.log.store import open_log
+from psc_core.log.store import open_log, read_rows
 from psc_core.tasks.classification.answer import SCORES
 from psc_core.tasks.regression.answer import SCORES as VALUE_SCORES
 from tests.app.fakes import FakeModel, FakePipelineWithGates, FakeValueModel, png

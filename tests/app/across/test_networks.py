@@ -8,9 +8,9 @@ import torch
 
 from app.inference.steps import make_step
 from psc_core import PRESETS, PSC, fit_projection, fit_psc, measure_collapse, open_dataset
-from psc_core.model import BACKENDS
-from psc_core.model.backends import available_backends, pipeline_on
 from psc_core.network.load import load_network
+from psc_core.pipeline import available_backends, pipeline_on
+from psc_core.settings import BACKENDS
 from tests import tiny
 
 FACTORY = "tests.tiny:LeNet"

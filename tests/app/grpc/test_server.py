@@ -246,7 +246,7 @@ async def test_what_fails_outside_the_routes_stays_inside(monkeypatch: pytest.Mo
                 await send({"type": "http.response.body", "body": b"half a mes", "more_body": True})
             raise RuntimeError("a secret")
 
-        monkeypatch.setattr("app.http.middleware.problems.ProblemResponses.__call__", fail)
+        monkeypatch.setattr("app.http.middleware.ProblemResponses.__call__", fail)
         with pytest.raises(triton.InferenceServerException) as caught:
             await client.infer("m", [raw(GREY)])
         assert caught.value.status() == "StatusCode.INTERNAL"

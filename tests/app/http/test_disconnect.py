@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.http.disconnect import has_disconnected
+from app.http.body import has_disconnected
 
 pytestmark = pytest.mark.anyio
 

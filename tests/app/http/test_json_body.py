@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import MalformedRequest, TooManyImages
-from app.http.json_body import MAX_CONTAINERS, MAX_VALUES, has_more, load_json
-from app.http.uploads import parse_json
-from app.http.v2.tensors import parse_request
+from app.http.body import MAX_CONTAINERS, MAX_VALUES, has_more, load_json, parse_json
+from app.http.v2 import parse_request
 
 
 @pytest.mark.parametrize(
@@ -38,7 +37,7 @@ def test_too_many_values_are_refused_before_they_exist(body: bytes, monkeypatch:
 def test_counts_piece_by_piece_as_at_once(text: str, most: int, most_with_commas: int, piece: int) -> None:
     found = sum(text.count(mark) for mark in "[{:")
     too_many = found > most or found + text.count(",") > most_with_commas
-    with mock.patch("app.http.json_body._PIECE", piece):
+    with mock.patch("app.http.body._PIECE", piece):
         assert has_more(text.encode(), {b"[{:": most, b"[{:,": most_with_commas}) == too_many
 
 

@@ -20,9 +20,8 @@ from app.errors import (
     UnsupportedEncoding,
     UnsupportedMedia,
 )
-from app.http import uploads
-from app.http.json_body import MAX_CONTAINERS
-from app.http.uploads import UploadLimits, read_images
+from app.http import body as uploads
+from app.http.body import MAX_CONTAINERS, UploadLimits, read_images
 from app.inference.decoder import EncodedImage
 
 LIMITS = UploadLimits(max_images=10, max_fields=20, seconds=5.0)

@@ -8,4 +8,4 @@ import pytest
 @pytest.fixture(params=["on its thread", "on the event loop"])
 def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test holds wherever steps run."""
-    monkeypatch.setattr("app.inference.steps.eager.QUICK_SECONDS", 0.0 if request.param == "on its thread" else 60.0)
+    monkeypatch.setattr("app.inference.steps.QUICK_SECONDS", 0.0 if request.param == "on its thread" else 60.0)

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from app.inference.batcher import Batcher
+from app.inference.batcher import Batcher, DeviceBatch, QueuedRequest, RequestMode, Result
 from app.inference.decoder import Decoder
 from app.inference.engine import Engine
-from app.inference.request import DeviceBatch, QueuedRequest, RequestMode, Result
 from app.inference.steps import make_step
 from app.memory import MemoryBudget
 from tests.app.fakes import PREPROCESS, FakePipeline

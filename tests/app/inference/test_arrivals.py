@@ -13,7 +13,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_quick_step_waits_until_no_more_requests_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.inference.steps.eager.QUICK_SECONDS", 60.0)
+    monkeypatch.setattr("app.inference.steps.QUICK_SECONDS", 60.0)
     async with engine(max_batch=8) as setup:
 
         async def later(turns: int) -> None:

@@ -14,7 +14,7 @@ from app.inference.backend import choose_backend, fastest, measure
 from app.settings import Settings
 from psc_core import PSC
 from psc_core.errors import NetworkError
-from psc_core.model import BACKENDS
+from psc_core.settings import BACKENDS
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_auto_takes_the_fastest_that_works(
 
 
 def test_a_backend_that_was_asked_for_must_work(psc: PSC, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psc_core.model.backends.INSTALLED", False)
+    monkeypatch.setattr("psc_core.pipeline.INSTALLED", False)
     with pytest.raises(NetworkError, match=r"pip install 'psc\[onnx\]'"):
         choose_backend(psc, "onnx", max_batch=4, threads=1)
 

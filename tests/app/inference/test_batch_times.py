@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.inference.batch_times import BatchTimes
+from app.inference.batcher import BatchTimes
 
 
 @given(st.lists(st.tuples(st.integers(1, 8), st.floats(0.01, 9.0)), max_size=12), st.integers(0, 100))

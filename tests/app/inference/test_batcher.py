@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from app.errors import ClientGone, DeadlineExceeded, NotReady, QueueFull
-from app.inference.batcher import Batcher
-from app.inference.request import DeviceBatch, QueuedRequest, RequestMode, State
+from app.inference.batcher import Batcher, DeviceBatch, QueuedRequest, RequestMode, State
 from tests.app.inference.support import EXPLAIN, NO_IMAGES, PREDICT, admit, complete, make
 
 

@@ -17,9 +17,9 @@ from app.errors import (
     NotReady,
     QueueFull,
 )
+from app.inference.batcher import RequestMode
 from app.inference.decoder import EncodedImage
 from app.inference.engine import Phase
-from app.inference.request import RequestMode
 from psc_core.errors import DeviceError
 from tests.app.fakes import NOT_FINITE, outputs_of, pixels, png
 from tests.app.inference.support import engine, stack

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from app.inference.decoder import EncodedImage
-from app.inference.fingerprints import fingerprints
+from app.inference.decoder import EncodedImage, fingerprints
 
 pytestmark = pytest.mark.anyio
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from app.inference.queue import RequestQueue
-from app.inference.request import DeviceBatch, QueuedRequest
+from app.inference.batcher import DeviceBatch, QueuedRequest, RequestQueue
 from tests.app.inference.support import NO_IMAGES, complete, make
 
 

@@ -16,9 +16,8 @@ import torch
 from app.errors import (
     NotReady,
 )
-from app.inference.batcher import Batcher
+from app.inference.batcher import Batcher, RequestMode, Result
 from app.inference.engine import Engine, Phase
-from app.inference.request import RequestMode, Result
 from app.inference.steps import EagerStep
 from psc_core.errors import DeviceError
 from tests.app.fakes import FakePipeline, outputs_of, pixels
@@ -39,7 +38,7 @@ async def where_steps_run(setup: Setup) -> set[int]:
 async def test_quick_step_runs_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     async with engine() as setup:
         assert threading.get_ident() not in await where_steps_run(setup)
-    monkeypatch.setattr("app.inference.steps.eager.QUICK_SECONDS", 60.0)
+    monkeypatch.setattr("app.inference.steps.QUICK_SECONDS", 60.0)
     async with engine() as setup:
         assert await where_steps_run(setup) == {threading.get_ident()}
     async with engine(delay_ms=1.0) as setup:  # Waiting for a fuller batch is the thread's.
@@ -47,7 +46,7 @@ async def test_quick_step_runs_on_the_event_loop(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_device_that_dies_on_the_event_loop_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.inference.steps.eager.QUICK_SECONDS", 60.0)
+    monkeypatch.setattr("app.inference.steps.QUICK_SECONDS", 60.0)
     async with engine() as setup:
         setup.network.dead = True
         requests = [setup.arrays(pixels(k), pixels(k)) for k in range(20)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.log.pruner import LogPruner
+from app.log import LogPruner
 from psc_core.log.store import Log, open_log
 from tests.app.log.test_writer import rows_in, send
 from tests.app.support import running, until
@@ -73,8 +73,8 @@ async def test_error_is_told_and_ends_nothing(
         times += 1
         raise OSError("gone")
 
-    monkeypatch.setattr("app.log.pruner.prune", fail)
-    monkeypatch.setattr("app.log.pruner.PRUNE_SECONDS", 0.01)
+    monkeypatch.setattr("app.log.prune", fail)
+    monkeypatch.setattr("app.log.PRUNE_SECONDS", 0.01)
     pruner = LogPruner(open_log(tmp_path), 1)
     pruner.start()
     await until(lambda: times > 1)

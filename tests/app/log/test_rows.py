@@ -16,11 +16,8 @@ pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 import pyarrow.parquet as pq
 
 from app.inference.decoder import EncodedImage
-from app.log.rows import ROW_BYTES, OpenRows, Source, Waiting, day_of
-from app.log.sampling import Sampling, number_of
-from psc_core.log.images import file_of
-from psc_core.log.models import LoggedModel
-from psc_core.log.schema import image_path
+from app.log import ROW_BYTES, OpenRows, Sampling, Source, Waiting, day_of, number_of
+from psc_core.log.store import LoggedModel, file_of, image_path
 from tests.app.fakes import FakeModel, FakeValueModel, pixels, png
 
 VALUES = (0, 64, 255, 128)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.log.sampling import Sampling, number_of
+from app.log import Sampling, number_of
 from app.settings import load_settings
 from psc_core.errors import UsageError
 from psc_core.target import Target

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from app.log.rows import day_of
+from app.log import day_of
 from psc_core.errors import UsageError
-from psc_core.log.rows import days_of, read_rows
-from psc_core.log.store import Log, open_log
+from psc_core.log.store import Log, days_of, open_log, read_rows
 from tests.app.fakes import FakeModel, pixels, png
 from tests.app.support import PNG, Running, running, serve_next, until
 
@@ -191,7 +190,7 @@ async def test_flush_is_not_done_when_the_one_before_it_is(tmp_path: Path, monke
 
 async def test_bug_in_the_thread_ends_neither_log_nor_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(log=str(tmp_path), log_flush_seconds=0.05, log_audit=0) as app:
-        monkeypatch.setattr("app.log.rows.OpenRows.to_parquet", lambda _: 1 / 0)
+        monkeypatch.setattr("app.log.OpenRows.to_parquet", lambda _: 1 / 0)
         await send(app, 0)
         await until_counted(app, (0, 1, 0, 0))
         monkeypatch.undo()

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from app.models import affordable
-from app.models.affordable import ALIVE, check_affordable, cost_of_an_image
+from app import models as affordable
+from app.models import ALIVE, check_affordable, cost_of_an_image
 from psc_core.errors import BundleError
-from psc_core.model.classifier import PSC
+from psc_core.model import PSC
 
 
 @pytest.fixture

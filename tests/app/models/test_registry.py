@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from app.runtime import Runtime, UvicornRuntime
+from app.main import Runtime, UvicornRuntime
 from psc_core.errors import BundleError
 from tests.app.fakes import FakeModel, pixels, png
 from tests.app.support import PNG, running, serve_next, until
@@ -179,7 +179,7 @@ async def test_prediction_recorded_after_its_model_has_ended_counts(monkeypatch:
         await go_on.wait()
         return list(range(len(images)))
 
-    monkeypatch.setattr("app.models.served.fingerprints", late)
+    monkeypatch.setattr("app.models.fingerprints", late)
     async with running(admin_keys="root") as app:
         request = asyncio.create_task(app.client.post("/predict", content=png(1), headers=PNG))
         await answered.wait()

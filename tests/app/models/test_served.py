@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from app.errors import UnattainableAlpha
-from app.models.served import ModelStarter
+from app.models import ModelStarter
 from psc_core.tasks.classification.answer import SCORES
 from psc_core.tasks.outputs import Outputs
 from tests.app.support import running

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.models.sources import BundleSource, MemorySource
+from app.models import BundleSource, MemorySource
 from app.settings import load_settings
 from psc_core.errors import BundleError
 from tests.app.fakes import FakeModel

@@ -13,7 +13,7 @@ from app.errors import MalformedRequest, TooManyImages
 from app.grpc.messages import METHODS
 from app.grpc.methods import parsed, tensor_of
 from app.grpc.wire import HIGHER, MAX_OCCURRENCES
-from app.http.v2.tensors import images_of
+from app.http.v2 import images_of
 from tests.app.grpc.occurrences import occurrences
 
 SHAPE: Final = (1, 2, 2)

@@ -12,7 +12,7 @@ from typing import Any, Final
 from starlette.requests import Request
 
 from app.errors import MalformedRequest, TooManyImages
-from app.http.uploads import UploadLimits, read_images
+from app.http.body import UploadLimits, read_images
 from app.inference.decoder import EncodedImage
 
 LIMITS: Final = UploadLimits(max_images=4, max_fields=8, seconds=1000.0)

@@ -11,11 +11,9 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from psc_core.errors import NetworkError
-from psc_core.network.onnx.model import check_model, parse_model
-from psc_core.network.onnx.network import OnnxNetwork
-from psc_core.network.onnx.restore import restore_body
-from psc_core.network.onnx.rewrite import with_one_input
-from psc_core.network.onnx.sizes import sizes_of
+from psc_core.network.onnx import OnnxNetwork, restore_body
+from psc_core.network.onnx_check import check_model, parse_model, sizes_of
+from psc_core.network.onnx_graph import with_one_input
 
 SIZE: Final = (1, 8, 8)
 OUTPUTS: Final = 2

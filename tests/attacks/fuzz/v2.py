@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 
 from app.errors import MalformedRequest, TooManyImages
-from app.http.v2.tensors import images_of, parse_request
+from app.http.v2 import images_of, parse_request
 
 SHAPE: Final = (1, 2, 2)
 MAX_IMAGES: Final = 4

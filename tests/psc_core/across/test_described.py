@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from psc_core import FitSettings, fit_projection, fit_psc, load_model, load_network, measure_collapse, open_dataset
-from psc_core.bundle.io import read_bundle
+from psc_core.bundle import read_bundle
 from psc_core.cli.evaluate import main as evaluate
 from psc_core.cli.fit import main
-from psc_core.data.classes import in_network_order
 from psc_core.data.dataset import ImageDataset
-from psc_core.network.described.families import describe
+from psc_core.data.open import in_network_order
+from psc_core.network.described import describe
 from tests import folders
 from tests.psc_core.cli.support import run
 

@@ -22,7 +22,7 @@ def test_importing_the_package_is_light() -> None:
     code = (
         "import sys, psc_core; heavy = {'torch', 'torchvision', 'tensorly', 'laplace', 'fastapi', "
         "'prometheus_client', 'numpy'} & set(sys.modules); assert not heavy, heavy; "
-        "import psc_core.model.classifier, psc_core.fitting.stages, psc_core.cli.job, psc_core.evaluation.evaluate; "
+        "import psc_core.model, psc_core.fit, psc_core.cli.job, psc_core.evaluation.evaluate; "
         "web = {'fastapi', 'starlette', 'uvicorn', 'prometheus_client', 'app'} & set(sys.modules); "
         "assert not web, web"
     )

@@ -18,12 +18,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from psc_core import PRESETS, PSC, PSCRegressor, open_dataset
-from psc_core.bundle.io import MAX_AXES, MAX_DEPTH, MAX_MANIFEST_BYTES
-from psc_core.bundle.manifest import GRAPH, MAX_ARGUMENT, PARTS, Manifest
+from psc_core.bundle import GRAPH, MAX_ARGUMENT, MAX_AXES, MAX_DEPTH, MAX_MANIFEST_BYTES, PARTS, Manifest
 from psc_core.density import DENSITIES
 from psc_core.images.preprocess import MAX_INPUT_PIXELS, MAX_RESIZE
-from psc_core.maps.grid import MAX_POSITIONS
-from psc_core.maps.layer_map import LEVELS
+from psc_core.maps import LEVELS, MAX_POSITIONS
 from psc_core.network.load import MAX_MODULES, MAX_WEIGHTS
 from psc_core.tasks import TASKS
 from psc_core.tasks.classification.answer import DECISIONS
@@ -33,7 +31,7 @@ from psc_core.tasks.classification.heads.temperature import TemperatureHead
 from psc_core.tasks.regression.fit import dve
 from psc_core.tasks.regression.heads import HEADS as VALUE_HEADS
 from psc_core.tasks.task import task_type
-from psc_core.thumbnails.thumbnails import MAX_COUNT, SIDE
+from psc_core.thumbnails import MAX_COUNT, SIDE
 from tests.conftest import TinyJob
 from tests.second_reader import Rejected, SecondReader, parse_safetensors, version_of
 

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from psc_core import PSC
-from psc_core.bundle.io import check_target, read_bundle, write_bundle
-from psc_core.bundle.manifest import PARTS
+from psc_core.bundle import PARTS, check_target, read_bundle, write_bundle
 from psc_core.errors import BundleError, UsageError
 from tests.attacks import forge
 

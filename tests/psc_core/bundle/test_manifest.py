@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from psc_core.bundle.io import read_bundle, write_bundle
-from psc_core.bundle.manifest import MAX_ARGUMENT, check_network, manifest_of
+from psc_core.bundle import MAX_ARGUMENT, check_network, manifest_of, read_bundle, write_bundle
 from psc_core.errors import BundleError, UsageError
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from psc_core import FitSettings
-from psc_core.bundle.refit import fit_command
+from psc_core.bundle import fit_command
 from psc_core.cli.fit import parser
 
 

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from psc_core.calibration.conformal import check_rates, conformal_p_values, decision_p_value, ood_score_threshold
+from psc_core.conformal import check_rates, conformal_p_values, decision_p_value, ood_rank, ood_score_threshold
 from psc_core.errors import UsageError
-from psc_core.rates import ood_rank
 from tests.reference import calibration as naive
 
 FLOATS = st.one_of(st.sampled_from([-3.0, -1.5, 0.0, 0.125, 2.0]), st.floats(-1e6, 1e6, width=32))

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core.calibration.conformal import conformal_p_values
-from psc_core.calibration.weighted import effective_count, equal_scores, thinned
+from psc_core.conformal import conformal_p_values, effective_count, equal_scores, thinned
 from psc_core.errors import UsageError
 from tests.reference import calibration as naive
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from psc_core import PRESETS, FitSettings, open_dataset
-from psc_core.cli import estimate, fit
+from psc_core import fit_parts as parts
+from psc_core.cli import fit
+from psc_core.cli import job as estimate
 from psc_core.cli.job import Job, LoadedNetwork
 from psc_core.data import cache
 from psc_core.data.cache import PixelCache
-from psc_core.fitting import parts
-from psc_core.fitting.data import FitData
+from psc_core.fit_data import FitData
 from psc_core.images.preprocess import Preprocess
 from psc_core.network.load import Recipe
 from psc_core.numerics.matrix import FeatureFile

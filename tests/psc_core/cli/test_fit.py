@@ -15,16 +15,15 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from psc_core.bundle.io import read_bundle
+from psc_core import fit as stages
+from psc_core.bundle import read_bundle
 from psc_core.cli import evaluate as cli_eval
 from psc_core.cli import fit as cli
 from psc_core.data import cache
-from psc_core.data.dataset import ImageDataset
-from psc_core.data.sources import FileSource
-from psc_core.data.spec import open_dataset
-from psc_core.fitting import stages
+from psc_core.data.dataset import FileSource, ImageDataset
+from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS, Preprocess
-from psc_core.model.load import load_model
+from psc_core.model import load_model
 from psc_core.tasks.classification.fit.calibrate import CONFIDENCE
 from tests import tiny
 from tests.folders import Job

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from psc_core.cli.log import main
-from psc_core.log.labels import label_files, read_file
+from psc_core.log.labels import label_files, read_label_file
 from tests.psc_core.log.support import digest, make_log
 
 
@@ -24,7 +24,7 @@ def test_round_trip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tasks.write_text(tasks.read_text().replace("False,\n", "False,cat\n"))
     assert main(["import", where, str(tasks)]) == 0
     ((file, _),) = label_files(log)
-    assert len(read_file(log, file)) == 3
+    assert len(read_label_file(log, file)) == 3
     assert main(["review", where, "--csv", str(tasks)]) == 0
     assert "1 images" in capsys.readouterr().out
     assert main(["delete", where, digest(0)]) == 0

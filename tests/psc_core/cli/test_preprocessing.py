@@ -11,7 +11,7 @@ import pytest
 
 from psc_core.cli.preprocessing import add_flags, preprocess_from
 from psc_core.errors import UsageError
-from psc_core.images.preparation import Aspect, Preparation
+from psc_core.images.described import Aspect, Preparation
 from psc_core.images.preprocess import PRESETS, Preprocess
 
 

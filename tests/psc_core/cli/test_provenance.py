@@ -13,10 +13,10 @@ import pytest
 from PIL import Image
 
 from psc_core import FitSettings
-from psc_core.cli.provenance import digest_of, job_of, provenance_of, without_path
+from psc_core.cli.job import digest_of, job_of, provenance_of, without_path
 from psc_core.data.cache import PixelCache
-from psc_core.data.spec import image_folder
-from psc_core.fitting.data import FitData
+from psc_core.data.open import image_folder
+from psc_core.fit_data import FitData
 from psc_core.images.preprocess import PRESETS
 from psc_core.network.load import Recipe
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from psc_core.bundle.io import read_bundle
+from psc_core.bundle import read_bundle
 from psc_core.cli import recalibrate as cli
-from psc_core.data.spec import open_dataset
+from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS
 from tests.logged import Logged, dimmed, write_log
 from tests.psc_core.cli.support import run

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from psc_core.collapse.measure import measure_layers
-from psc_core.collapse.report import CollapseReport
-from psc_core.compute.distributed import Reducer
+from psc_core.collapse import CollapseReport, measure_layers
+from psc_core.compute import Reducer
 from psc_core.data.dataset import ImageDataset
 from psc_core.settings import FitSettings
 from psc_core.tasks.fit.task import task_fit_for

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from psc_core.collapse import columns
+from psc_core import collapse as columns
 from psc_core.network.layers import list_layers
 from tests.psc_core.collapse.test_measure import Net
 

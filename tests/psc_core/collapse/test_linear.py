@@ -10,9 +10,9 @@ import torch
 from sklearn.linear_model import Ridge
 from torch import nn
 
-from psc_core.collapse.report import R2, CollapseReport, to_csv, to_text
+from psc_core.collapse import R2, CollapseReport, to_csv, to_text
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.spec import open_dataset
+from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS
 from psc_core.settings import FitSettings
 from psc_core.tasks.regression.fit.bins import binned

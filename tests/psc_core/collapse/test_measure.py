@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from psc_core.collapse import columns
-from psc_core.data.dataset import ImageDataset, labelled
-from psc_core.data.sources import ArraySource
+from psc_core import collapse as columns
+from psc_core.data.dataset import ArraySource, ImageDataset, labelled
 from psc_core.errors import FitError, UsageError
 from psc_core.images.preprocess import Preprocess
-from psc_core.network.layers import list_layers
-from psc_core.network.layout import canonical
+from psc_core.network.layers import canonical, list_layers
 from psc_core.settings import FitSettings
 from tests.psc_core.collapse.support import measured
 from tests.reference import collapse as reference

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from psc_core.collapse.nearest_mean import paired_error
+from psc_core.collapse import paired_error
 from tests.reference import collapse as reference
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from psc_core.collapse.report import R2, CollapseReport, LayerCollapse, to_csv, to_text
+from psc_core.collapse import R2, CollapseReport, LayerCollapse, to_csv, to_text
 from psc_core.errors import UsageError
 from tests.reference import collapse as reference
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core.collapse import ridge
-from psc_core.collapse.ridge import PENALTIES, CountSketch, RidgeSums, fit_ridge
-from psc_core.numerics.explained import r_squared
+from psc_core import collapse as ridge
+from psc_core.collapse import PENALTIES, CountSketch, RidgeSums, fit_ridge
+from psc_core.numerics.linalg import r_squared
 
 
 def summed(x: torch.Tensor, y: torch.Tensor, batch: int = 7) -> RidgeSums:

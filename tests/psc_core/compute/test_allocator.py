@@ -11,7 +11,7 @@ import pytest
 STEPS = """
 import resource, sys, threading
 import torch
-from psc_core.compute.allocator import keep_freed_memory
+from psc_core.allocator import keep_freed_memory
 
 if sys.argv[1] == "keep":
     keep_freed_memory()
@@ -47,7 +47,7 @@ RELEASE = """
 import re
 from pathlib import Path
 import torch
-from psc_core.compute.allocator import keep_freed_memory, release_freed_memory
+from psc_core.allocator import keep_freed_memory, release_freed_memory
 
 def resident_mib():
     return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10

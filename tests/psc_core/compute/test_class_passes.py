@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from psc_core.compute.class_passes import add_statistics, distances_to_means
+from psc_core.compute import add_statistics, distances_to_means
 from psc_core.numerics.scatter import ClassScatter, ScatterSums
 from psc_core.settings import FitSettings
 from tests.psc_core.collapse.test_measure import images

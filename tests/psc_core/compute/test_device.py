@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 import pytest
 import torch
 
-from psc_core.compute.device import own_state, resolve_device
+from psc_core.compute import own_state, resolve_device
 from psc_core.errors import UsageError
 
 

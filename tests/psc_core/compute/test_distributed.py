@@ -11,19 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from psc_core.compute import distributed
-from psc_core.compute.distributed import Process, Reducer
+from psc_core import compute as distributed
+from psc_core import fit as stages
+from psc_core.compute import Process, Reducer
 from psc_core.data.dataset import balanced
 from psc_core.errors import UsageError
-from psc_core.fitting import stages
-from psc_core.fitting.data import FitData
-from psc_core.fitting.job import FitJob
+from psc_core.fit_data import FitData, FitJob
 from tests.psc_core.collapse.support import measured
 from tests.psc_core.collapse.test_measure import Net, images, on_cpu
 
 PROGRAM = """
 import json, torch
-from psc_core.compute.distributed import Reducer
+from psc_core.compute import Reducer
 from tests.psc_core.collapse.support import measured
 from tests.psc_core.collapse.test_measure import Net, images, on_cpu
 reducer = Reducer.start()

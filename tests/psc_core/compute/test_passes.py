@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from psc_core.compute.passes import Compute, passes, track
-from psc_core.data.dataset import labelled
-from psc_core.data.sources import ArraySource
+from psc_core.compute import Compute, passes, track
+from psc_core.data.dataset import ArraySource, labelled
 from psc_core.images.preprocess import Preprocess
 
 PREPROCESS = Preprocess("L", 2, 2, None, (0.5,), (0.25,))
@@ -51,7 +50,7 @@ def test_long_pass_logs_every_thirty_seconds(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = itertools.count(0.0, 10.0)
-    monkeypatch.setattr("psc_core.compute.passes.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("psc_core.compute.time.monotonic", lambda: next(clock))
     list(track(range(7), total=7, description="pass"))
     assert capsys.readouterr().err.splitlines() == [
         "pass 3/7 (0.1/s, 30 s, 40 s left)",

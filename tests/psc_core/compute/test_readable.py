@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from psc_core.compute import readable
-from psc_core.compute.distributed import Reducer
-from psc_core.compute.readable import find_unreadable, only_readable, without
-from psc_core.data.cache import cached
-from psc_core.data.dataset import ImageDataset
-from psc_core.data.sources import FileSource
-from psc_core.data.spec import image_folder, open_dataset
+from psc_core.compute import Reducer
+from psc_core.data import cache as readable
+from psc_core.data.cache import cached, find_unreadable, only_readable, without
+from psc_core.data.dataset import FileSource, ImageDataset
+from psc_core.data.open import image_folder, open_dataset
 from psc_core.errors import DataError
 from psc_core.images.preprocess import PRESETS
 from tests.psc_core.data.support import TINY, write_folder

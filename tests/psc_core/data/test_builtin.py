@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from psc_core.data.builtin import read_idx, read_tar
-from psc_core.data.spec import open_dataset
+from psc_core.data.open import open_dataset, read_idx, read_tar
 from psc_core.errors import DataError
 from psc_core.images.preprocess import PRESETS
 

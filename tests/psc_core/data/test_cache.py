@@ -15,9 +15,8 @@ from PIL import Image
 
 from psc_core.data import cache
 from psc_core.data.cache import CachedSource, PixelCache, cached, pixel_bytes
-from psc_core.data.dataset import ImageDataset, split_validation
-from psc_core.data.sources import FileSource
-from psc_core.data.spec import open_dataset
+from psc_core.data.dataset import FileSource, ImageDataset, split_validation
+from psc_core.data.open import open_dataset
 from psc_core.errors import UsageError
 from psc_core.images.preprocess import PRESETS
 

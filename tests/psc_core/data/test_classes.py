@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from psc_core import PRESETS, open_dataset
-from psc_core.data.classes import check_same, in_network_order, match
+from psc_core.data.open import check_same, in_network_order, match
 from psc_core.errors import DataError
 from psc_core.names import composed
 from tests.conftest import ROOT

@@ -11,9 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core.data.dataset import ImageDataset, balanced, labelled, split_validation, stable_order
-from psc_core.data.sources import ArraySource
-from psc_core.data.spec import open_dataset
+from psc_core.data.dataset import ArraySource, ImageDataset, balanced, labelled, split_validation, stable_order
+from psc_core.data.open import open_dataset
 from psc_core.errors import DataError
 from psc_core.images.preprocess import PRESETS
 from tests.psc_core.data.support import TINY

@@ -29,11 +29,10 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from psc_core import PRESETS, open_dataset, open_loader
+from psc_core.data.cache import check_disjoint
 from psc_core.data.loader_warnings import check_apart, warn_of_random, warn_of_repeated
-from psc_core.data.overlap import check_disjoint
 from psc_core.errors import LoaderWarning, UsageError
-from psc_core.images.inputs import as_batch
-from psc_core.images.preprocess import Preprocess
+from psc_core.images.preprocess import Preprocess, as_batch
 
 INPUTS = torch.rand(40, 1, 4, 4, generator=torch.Generator().manual_seed(0))
 PAIRS = TensorDataset(INPUTS, torch.arange(40) % 2)

@@ -19,11 +19,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from torchvision.datasets import ImageFolder
 
 from psc_core import PRESETS, open_dataset, open_loader
-from psc_core.data import scratch
+from psc_core.data import loaders as scratch
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.loaders import JOINED
+from psc_core.data.loaders import JOINED, ObservedPreprocess
 from psc_core.errors import DataError, LoaderWarning, UsageError
-from psc_core.images.loader_preprocessing import ObservedPreprocess
 from psc_core.images.preprocess import Preprocess
 from tests.psc_core.data.support import write_folder
 

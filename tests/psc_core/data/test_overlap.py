@@ -13,11 +13,9 @@ import pytest
 import torch
 from PIL import Image
 
-from psc_core.data.cache import cached
-from psc_core.data.dataset import ImageDataset, labelled
-from psc_core.data.overlap import shared_images
-from psc_core.data.sources import ArraySource, EncodedSource, FileSource, TensorSource
-from psc_core.data.spec import image_folder
+from psc_core.data.cache import cached, shared_images
+from psc_core.data.dataset import ArraySource, EncodedSource, FileSource, ImageDataset, TensorSource, labelled
+from psc_core.data.open import image_folder
 from psc_core.images.preprocess import PRESETS, Preprocess
 
 MNIST = PRESETS["mnist"]

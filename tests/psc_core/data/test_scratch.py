@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from psc_core.data import scratch
-from psc_core.data.scratch import scratch_file
+from psc_core.data import loaders as scratch
+from psc_core.data.loaders import scratch_file
 from psc_core.errors import DataError, UsageError
 
 

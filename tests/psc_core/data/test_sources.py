@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from psc_core.data.dataset import labelled
-from psc_core.data.sources import ArraySource
-from psc_core.data.spec import image_folder
+from psc_core.data.dataset import ArraySource, labelled
+from psc_core.data.open import image_folder
 from psc_core.errors import DataError
 from tests.psc_core.data.support import TINY, write_folder
 

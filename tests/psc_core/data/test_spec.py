@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from psc_core.data.sources import FileSource
-from psc_core.data.spec import image_folder, open_dataset, unread_files
+from psc_core.data.dataset import FileSource
+from psc_core.data.open import image_folder, open_dataset, unread_files
 from psc_core.errors import DataError, UsageError
 from psc_core.images.preprocess import PRESETS
 from tests.psc_core.data.support import TINY, write_folder
@@ -99,7 +99,7 @@ def test_rejects_paths_as_factories(spec: str) -> None:
         open_dataset(spec, split="train", preprocess=TINY)
 
 
-@pytest.mark.parametrize("spec", ["nowhere.module:make", "psc_core.data.spec:nothing"])
+@pytest.mark.parametrize("spec", ["nowhere.module:make", "psc_core.data.open:nothing"])
 def test_rejects_unknown_factories(spec: str) -> None:
     with pytest.raises(DataError, match="cannot be imported"):
         open_dataset(spec, split="train", preprocess=TINY)

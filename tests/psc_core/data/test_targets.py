@@ -9,10 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from psc_core.data.dataset import ImageDataset
-from psc_core.data.sources import ArraySource
-from psc_core.data.spec import open_dataset
-from psc_core.data.targets import measured
+from psc_core.data.dataset import ArraySource, ImageDataset, measured
+from psc_core.data.open import open_dataset
 from psc_core.errors import DataError
 from psc_core.images.preprocess import PRESETS
 from psc_core.target import Target

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from psc_core.evaluation.base import ObservedRate
-from psc_core.evaluation.classification_report import ClassificationReport
-from psc_core.evaluation.losses import QUALITIES
-from psc_core.evaluation.selective import Acceptance
-from psc_core.evaluation.separation import Separation
-from psc_core.metrics.intervals import CountInterval, RateInterval
-from psc_core.metrics.ranking import Difference
+from psc_core.evaluation.classification import QUALITIES, Acceptance, ClassificationReport, Separation
+from psc_core.metrics import CountInterval, Difference, RateInterval
 
 
 def separation(auroc: float, difference: float, error: float) -> Separation:

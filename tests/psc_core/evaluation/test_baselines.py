@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from psc_core.compute.passes import Compute
-from psc_core.data.dataset import ImageDataset, labelled
-from psc_core.data.sources import ArraySource
+from psc_core.compute import Compute
+from psc_core.data.dataset import ArraySource, ImageDataset, labelled
 from psc_core.errors import FitError, NetworkError, UsageError
 from psc_core.evaluation import baselines as module
 from psc_core.evaluation.baselines import (
@@ -23,7 +22,7 @@ from psc_core.evaluation.baselines import (
     max_softmax_score,
 )
 from psc_core.images.preprocess import Preprocess
-from psc_core.metrics.ranking import auroc
+from psc_core.metrics import auroc
 from tests.reference import metrics as naive
 
 CPU = Compute(torch.device("cpu"), batch_images=32)

@@ -12,19 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from psc_core import PRESETS, open_dataset
-from psc_core.compute.passes import Compute
-from psc_core.data.dataset import ImageDataset, labelled
-from psc_core.data.sources import ArraySource
+from psc_core import metrics as classification
+from psc_core.compute import Compute
+from psc_core.data.dataset import ArraySource, ImageDataset, labelled
 from psc_core.errors import DataError, UsageError
 from psc_core.evaluation.baselines import fit_baselines
-from psc_core.evaluation.classification import ambiguity, plain_network, score_images
-from psc_core.evaluation.classification_report import ClassificationReport
+from psc_core.evaluation.classification import ClassificationReport, ambiguity, plain_network, score_images
 from psc_core.evaluation.evaluate import evaluate
 from psc_core.images.preprocess import Preprocess
-from psc_core.metrics import classification
-from psc_core.model.classifier import PSC
-from psc_core.model.pipeline import Pipeline, Scorer
+from psc_core.model import PSC
 from psc_core.network.backbone import truncate
+from psc_core.pipeline import Pipeline, Scorer
 from psc_core.tasks.classification.fit.calibrate import fit_calibration
 from psc_core.tasks.classification.heads.base import entropy
 from psc_core.tasks.classification.heads.temperature import TemperatureHead

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from psc_core.evaluation.classification_report import Table
+from psc_core.evaluation.classification import Table
 from tests.psc_core.evaluation.support import REPORT
 
 

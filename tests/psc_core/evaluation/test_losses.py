@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from psc_core.data.dataset import Batch
-from psc_core.evaluation.losses import QUALITIES, losses_of
+from psc_core.evaluation.classification import QUALITIES, losses_of
 
 
 def test_an_image_with_two_labels_has_two_losses() -> None:

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from psc_core import PRESETS, PSCRegressor, open_dataset
+from psc_core import metrics as ranking
+from psc_core import metrics as regression
 from psc_core.cli.evaluate import main
-from psc_core.compute.passes import Compute
+from psc_core.compute import Compute
 from psc_core.errors import DataError, UsageError
 from psc_core.evaluation.evaluate import evaluate
 from psc_core.evaluation.regression import RegressionReport, plain_network, quality_of, score_images
-from psc_core.metrics import ranking, regression
 from psc_core.target import Target
 from tests.conftest import TinyJob
 

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from psc_core.data.spec import open_dataset
+from psc_core.data.open import open_dataset
 from psc_core.errors import UsageError
 from psc_core.evaluation.replay import replay
 from psc_core.images.preprocess import PRESETS
 from psc_core.log.store import open_log
-from psc_core.model.base import FittedModel
-from psc_core.model.load import load_model
+from psc_core.model import FittedModel, load_model
 from psc_core.report.replay import to_text, write
 from tests.logged import Logged, dimmed, png, write_log
 

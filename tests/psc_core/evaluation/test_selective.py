@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core.evaluation.selective import acceptance, ood_accepted
+from psc_core.evaluation.classification import acceptance, ood_accepted
 from tests.psc_core.metrics.support import LEVELS, SCORES, tensor
 from tests.reference import metrics as naive
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from psc_core.evaluation.separation import separation
+from psc_core.evaluation.classification import separation
 from tests.reference import metrics as naive
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import optimize
 
-from psc_core.evaluation.temperature import fit_temperature
+from psc_core.evaluation.baselines import fit_temperature
 from psc_core.tasks.classification.fit.posterior import TEMPERATURES
 from tests.reference import metrics as naive
 

@@ -10,7 +10,7 @@ import torch
 from psc_core import FitSettings, fit_projection, load_network, measure_collapse, open_dataset
 from psc_core.data.dataset import ImageDataset
 from psc_core.images.preprocess import PRESETS
-from psc_core.projection.fit.report import FittedProjection
+from psc_core.projection import FittedProjection
 from tests.conftest import TinyJob
 
 FACTORY = "tests.tiny:network"

@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from psc_core.data.dataset import ImageDataset
-from psc_core.data.sources import ImageSource
-from psc_core.data.spec import open_dataset
+from psc_core.data.dataset import ImageDataset, ImageSource
+from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS, Preprocess
 
 

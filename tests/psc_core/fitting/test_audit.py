@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from psc_core.errors import DataError, UsageError
-from psc_core.fitting.audit import LoggedVerdict, read_audit, read_outside, reviewed_of
-from psc_core.log.labels import label_files, read_file, write_labels
+from psc_core.log.labels import label_files, read_label_file, write_labels
 from psc_core.log.store import open_log
-from psc_core.model.base import FittedModel
-from psc_core.model.load import load_model
+from psc_core.model import FittedModel, load_model
+from psc_core.recalibrate import LoggedVerdict, read_audit, read_outside, reviewed_of
 from tests.logged import NOW, Logged, png, write_log
 
 
@@ -55,7 +54,7 @@ def test_the_last_verdict_on_an_image_counts_whichever_row_is_read_last(model: F
         ])  # fmt: skip
         if not with_model:  # As labels were written before they had the column.
             ((file, _),) = label_files(log)
-            write_labels(log, [replace(each, model=None) for each in read_file(log, file)], file)
+            write_labels(log, [replace(each, model=None) for each in read_label_file(log, file)], file)
         assert read_audit(log, model).of_class.first_labels().tolist() == [1]
 
 

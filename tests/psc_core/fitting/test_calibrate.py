@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from psc_core import PSC, FitSettings, fit_projection, fit_psc, measure_collapse
-from psc_core.collapse.report import Candidate
-from psc_core.data.dataset import ImageDataset, split_validation
-from psc_core.data.sources import ArraySource
+from psc_core.collapse import Candidate
+from psc_core.data.dataset import ArraySource, ImageDataset, split_validation
 from psc_core.errors import UsageError
-from psc_core.projection.fit.report import FittedProjection
+from psc_core.projection import FittedProjection
 from psc_core.tasks.classification.fit.calibrate import Errors
 from psc_core.tasks.head import Head
 

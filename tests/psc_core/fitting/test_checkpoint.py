@@ -12,13 +12,12 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from psc_core.bundle import io as bundle
+from psc_core import bundle, fit
+from psc_core.checkpoint import agreed
 from psc_core.cli import fit as cli
 from psc_core.cli import job
-from psc_core.compute.distributed import Reducer
+from psc_core.compute import Reducer
 from psc_core.errors import ExitCode
-from psc_core.fitting import stages as fit
-from psc_core.fitting.checkpoint import agreed
 from tests.conftest import ROOT, TinyJob
 
 STAGES = ("collapse", "project", "fit_model")

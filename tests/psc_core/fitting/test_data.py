@@ -22,17 +22,15 @@ from psc_core import (
     open_dataset,
     open_loader,
 )
-from psc_core.collapse.report import Candidate
+from psc_core.collapse import Candidate
 from psc_core.data import cache
 from psc_core.data.cache import CachedSource, PixelCache
-from psc_core.data.dataset import ImageDataset, split_validation
-from psc_core.data.sources import ArraySource
-from psc_core.data.spec import image_folder
-from psc_core.data.targets import measured
+from psc_core.data.dataset import ArraySource, ImageDataset, measured, split_validation
+from psc_core.data.open import image_folder
 from psc_core.errors import DataError, FitError, UsageError
-from psc_core.fitting.data import FitData
+from psc_core.fit_data import FitData
 from psc_core.images.preprocess import Preprocess
-from psc_core.projection.fit.report import FittedProjection
+from psc_core.projection import FittedProjection
 from psc_core.target import Target
 from tests.psc_core.data.support import TINY, write_folder
 
@@ -72,7 +70,7 @@ def test_rejects_invalid_options_before_any_image_is_read(
     option: dict[str, Any],
     message: str,
 ) -> None:
-    monkeypatch.setattr("psc_core.fitting.parts.cut", None)
+    monkeypatch.setattr("psc_core.fit_parts.cut", None)
     with pytest.raises(UsageError, match=message):
         fit_psc(net, Candidate(("4",), ""), projection, train, val, settings=SETTINGS, **option)
 

@@ -11,13 +11,13 @@ from torch import nn
 from torchvision import models
 
 from psc_core import PSC, FitSettings, fit_psc, open_dataset
-from psc_core.collapse.report import Candidate
+from psc_core.calibrate import score_dataset
+from psc_core.collapse import Candidate
 from psc_core.data.dataset import ImageDataset, split_validation
-from psc_core.fitting.calibrate import score_dataset
-from psc_core.fitting.early_layers import early_layers
-from psc_core.gates.combined import readings_of
+from psc_core.fit_parts import early_layers
+from psc_core.gates import readings_of
 from psc_core.images.preprocess import PRESETS
-from psc_core.projection.fit.report import FittedProjection
+from psc_core.projection import FittedProjection
 
 FACTORY = "tests.tiny:network"
 SETTINGS = FitSettings(device="cpu")

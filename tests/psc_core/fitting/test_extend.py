@@ -9,20 +9,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from psc_core.bundle.manifest import HISTORY
+from psc_core import recalibrate as extend
+from psc_core.bundle import HISTORY
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.spec import open_dataset
+from psc_core.data.open import open_dataset
 from psc_core.errors import UsageError
-from psc_core.fitting import extend
-from psc_core.fitting.audit import Audit, read_audit, read_outside
-from psc_core.fitting.extend import LARGEST_LOSS, TIMES, Extension, extended, seen_examples
-from psc_core.fitting.recalibrate import recalibrate_from_audit
 from psc_core.images.preprocess import PRESETS
 from psc_core.log.store import Log
-from psc_core.model.base import FittedModel
-from psc_core.model.load import load_model
-from psc_core.model.pipeline import Pipeline
-from psc_core.thumbnails.thumbnails import Thumbnails
+from psc_core.model import FittedModel, load_model
+from psc_core.pipeline import Pipeline
+from psc_core.recalibrate import (
+    LARGEST_LOSS,
+    TIMES,
+    Audit,
+    Extension,
+    extended,
+    read_audit,
+    read_outside,
+    recalibrate_from_audit,
+    seen_examples,
+)
+from psc_core.thumbnails import Thumbnails
 from tests.logged import Logged, dimmed, write_log
 from tests.second_reader import SecondReader
 

@@ -31,11 +31,11 @@ from psc_core import (
     open_dataset,
     open_loader,
 )
-from psc_core.bundle.manifest import HISTORY
+from psc_core.bundle import HISTORY
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import DataError, LoaderWarning, NetworkError, UsageError
 from psc_core.images.preprocess import Preprocess
-from psc_core.model.base import TRIAL_IMAGES
+from psc_core.model import TRIAL_IMAGES
 from psc_core.report.content import Content
 from psc_core.report.facts import facts_about
 from tests import tiny

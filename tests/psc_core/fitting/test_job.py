@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from psc_core import FitSettings
 from psc_core.data.dataset import ImageDataset
-from psc_core.fitting.data import FitData
-from psc_core.fitting.job import FitJob
+from psc_core.fit_data import FitData, FitJob
 
 
 def test_a_job_computes_as_its_settings_say(train: ImageDataset, val: ImageDataset) -> None:

@@ -10,16 +10,15 @@ import torch
 from torch import nn
 
 from psc_core import PSC, FitSettings, fit_psc
-from psc_core.collapse.report import Candidate
+from psc_core.collapse import Candidate
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.errors import UsageError
-from psc_core.fitting.maps import MapChoice, choose_map
-from psc_core.gates.fit.choice import regret
-from psc_core.maps.fit.moments import PositionMoments
-from psc_core.maps.fit.pasted import CROP, PATCHES, TEXTURE, paste
-from psc_core.maps.grid import Grid
-from psc_core.metrics.ranking import auroc
-from psc_core.projection.fit.report import FittedProjection
+from psc_core.fit_parts import MapChoice, choose_map
+from psc_core.gates import regret
+from psc_core.made_up import CROP, PATCHES, TEXTURE, paste
+from psc_core.maps import Grid, PositionMoments
+from psc_core.metrics import auroc
+from psc_core.projection import FittedProjection
 
 FACTORY = "tests.tiny:network"
 SETTINGS = FitSettings(device="cpu")

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from psc_core import FitSettings, fit_projection, fit_psc, fit_regressor, measure_collapse, open_loader
-from psc_core.collapse.report import Candidate
+from psc_core.collapse import Candidate
 from psc_core.data.dataset import ImageDataset, balanced, concatenate
 from psc_core.errors import FitError, LoaderWarning, NetworkError, UsageError
-from psc_core.projection.fit.report import FittedProjection
+from psc_core.projection import FittedProjection
 from tests import tiny
 
 SETTINGS = FitSettings(device="cpu")
@@ -32,7 +32,7 @@ def test_fit_that_cannot_be_probed_is_an_error_of_the_fit(
     projection: FittedProjection,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("psc_core.model.base.FUSION_TOLERANCE", {"fp32": -1.0})
+    monkeypatch.setattr("psc_core.model.FUSION_TOLERANCE", {"fp32": -1.0})
     with pytest.raises(FitError, match="same features"):
         fit_psc(net, Candidate(("4",), ""), projection, train, val, head="duq", settings=SETTINGS)
 

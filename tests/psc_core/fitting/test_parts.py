@@ -8,13 +8,11 @@ import pytest
 import torch
 
 from psc_core import FitSettings
-from psc_core.collapse.report import Candidate
+from psc_core.collapse import Candidate
 from psc_core.data.dataset import ImageDataset
-from psc_core.fitting.data import FitData
-from psc_core.fitting.job import FitJob
-from psc_core.fitting.parts import fit_parts
-from psc_core.fitting.record import report_of
-from psc_core.projection.fit.report import FittedProjection
+from psc_core.fit_data import FitData, FitJob
+from psc_core.fit_parts import fit_parts, report_of
+from psc_core.projection import FittedProjection
 
 SETTINGS = FitSettings(device="cpu")
 CANDIDATE = Candidate(("4",), "")

@@ -10,18 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from psc_core import FitSettings, fit_projection, fit_psc, measure_collapse
-from psc_core.collapse.report import Candidate
+from psc_core import FitSettings, fit_projection, fit_psc, made_up, measure_collapse
+from psc_core.checkpoint import Checkpoint
+from psc_core.collapse import Candidate
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.errors import UsageError
-from psc_core.fitting.checkpoint import Checkpoint
-from psc_core.fitting.data import FitData
-from psc_core.fitting.job import FitJob
-from psc_core.fitting.positions import fewest_positions
-from psc_core.fitting.stages import project
-from psc_core.gates.fit import made_up
-from psc_core.metrics.ranking import auroc
-from psc_core.projection.fit.ranks import RankChoice
+from psc_core.fit import project
+from psc_core.fit_data import FitData, FitJob
+from psc_core.fit_parts import fewest_positions
+from psc_core.metrics import auroc
+from psc_core.projection import RankChoice
 
 SETTINGS = FitSettings(device="cpu")
 
@@ -81,7 +79,7 @@ def test_no_images_are_mixed_where_any_are_ambiguous(
         asked.append(mixed)
         return made_up.made_up_batches(*given, mixed=mixed, seed=seed)
 
-    monkeypatch.setattr("psc_core.fitting.positions.made_up_batches", recorded)
+    monkeypatch.setattr("psc_core.fit_parts.made_up_batches", recorded)
     settings = replace(SETTINGS, c_proj=6, minimum_dim=1, density="gda")
     plain = FitData.of(train, val)
     two_labels = torch.stack([val.labels, (val.labels + 1) % 10], dim=1).flatten()

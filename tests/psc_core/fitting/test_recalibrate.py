@@ -8,18 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from psc_core.bundle.manifest import HISTORY
+from psc_core.bundle import HISTORY
 from psc_core.cli.fit import main as fit
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.spec import open_dataset
+from psc_core.data.open import open_dataset
 from psc_core.errors import UsageError
-from psc_core.fitting.audit import Audit, read_audit
-from psc_core.fitting.recalibrate import recalibrate_from_audit
 from psc_core.images.preprocess import PRESETS
 from psc_core.log.store import Log
-from psc_core.model.base import FittedModel
-from psc_core.model.load import load_model
-from psc_core.scoring.dataset import dataset_outputs
+from psc_core.model import FittedModel, load_model
+from psc_core.recalibrate import Audit, read_audit, recalibrate_from_audit
+from psc_core.scoring import dataset_outputs
 from psc_core.tasks.classification.heads.temperature import TemperatureHead
 from tests.conftest import TinyJob
 from tests.logged import Logged, dimmed, png, write_log

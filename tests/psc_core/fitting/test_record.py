@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from psc_core.fitting.record import rounded
+from psc_core.fit_parts import rounded
 
 
 def test_numbers_of_a_report_have_nine_digits() -> None:

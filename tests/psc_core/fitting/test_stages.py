@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from psc_core import FitSettings
-from psc_core.collapse.report import Candidate
+from psc_core.collapse import Candidate
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
-from psc_core.fitting.data import FitData
-from psc_core.fitting.stages import check_same_layers, checked, trial_of
-from psc_core.model.base import TRIAL_IMAGES
-from psc_core.projection.fit.report import FittedProjection
+from psc_core.fit import check_same_layers, checked, trial_of
+from psc_core.fit_data import FitData
+from psc_core.model import TRIAL_IMAGES
+from psc_core.projection import FittedProjection
 
 SETTINGS = FitSettings(device="cpu")
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 from scipy import stats
 
-from psc_core.calibration.conformal import conformal_p_values, decision_p_value
+from psc_core.conformal import conformal_p_values, decision_p_value
 from psc_core.errors import BundleError
-from psc_core.gates.combined import GATES, Gates, readings_of
-from psc_core.gates.fit.combined import TEXTURE_COUNTS_BELOW, fit_gates
+from psc_core.gates import GATES, TEXTURE_COUNTS_BELOW, Gates, fit_gates, readings_of
 from tests.reference import gates as naive
 
 

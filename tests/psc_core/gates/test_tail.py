@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core.gates.tail import log_p_pieces
-from psc_core.gates.tail import log_p_values as from_pieces
+from psc_core.gates import log_p_pieces
+from psc_core.gates import log_p_values as from_pieces
 from tests.reference import gates as naive
 
 

@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 
 from psc_core import PSC
+from psc_core.data.loaders import LoaderPreprocessing
 from psc_core.errors import UsageError
-from psc_core.images.inputs import as_batch, read_image
-from psc_core.images.loader_preprocessing import LoaderPreprocessing
+from psc_core.images.preprocess import as_batch, read_image
 
 
 def png(image: torch.Tensor) -> bytes:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psc_core.images.loader_description import LoaderDescription
-from psc_core.images.loader_preprocessing import LoaderPreprocessing
+from psc_core.data.loaders import LoaderDescription, LoaderPreprocessing
 from psc_core.images.preprocess import PRESETS
 from psc_core.target import UNNAMED, Target
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psc_core import PRESETS
+from psc_core.data.loaders import LoaderPreprocessing, ObservedPreprocess
 from psc_core.errors import UsageError
-from psc_core.images.loader_preprocessing import LoaderPreprocessing, ObservedPreprocess
 
 
 def test_mean_and_std_make_a_preprocess_of_the_inputs_size() -> None:

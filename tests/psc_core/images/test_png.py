@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from psc_core.images.png import FAST, SMALL, as_base64, png_of
+from psc_core.images.decode import FAST, SMALL, as_base64, png_of
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (1, 5, 7), (3, 5, 7)])

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from psc_core.errors import NetworkError
-from psc_core.images.preparation import read_processor, read_timm
+from psc_core.images.described import read_processor, read_timm
 from psc_core.images.preprocess import Preprocess
 
 CONFIG = {"model_type": "vit", "num_channels": 3, "image_size": 224}

@@ -17,8 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from psc_core.errors import UsageError
 from psc_core.images import BACKGROUNDS
-from psc_core.images.inputs import read_image
-from psc_core.images.preprocess import INTERPOLATIONS, PRESETS, RESIZERS, Preprocess
+from psc_core.images.preprocess import INTERPOLATIONS, PRESETS, RESIZERS, Preprocess, read_image
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

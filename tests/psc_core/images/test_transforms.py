@@ -14,7 +14,7 @@ from torchvision.transforms import InterpolationMode
 
 from psc_core import PRESETS, PSC, Preprocess, open_dataset, open_loader
 from psc_core.errors import UsageError
-from psc_core.images.transforms import as_preprocess
+from psc_core.images.described import as_preprocess
 from tests.psc_core.data.support import write_folder
 
 IMAGENET = PRESETS["imagenet"]

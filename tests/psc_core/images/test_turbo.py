@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from psc_core.errors import ImageError
-from psc_core.images import turbo
+from psc_core.images import decode as turbo
 from psc_core.images.decode import open_image
 from psc_core.images.preprocess import PRESETS
 from tests.psc_core.images.support import encode

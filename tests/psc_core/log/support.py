@@ -11,9 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from psc_core.log.models import LoggedModel
-from psc_core.log.schema import image_path, model_path, row_schema, rows_path
-from psc_core.log.store import Log, open_log
+from psc_core.log.store import Log, LoggedModel, image_path, model_path, open_log, row_schema, rows_path
 from psc_core.target import Target
 from psc_core.tasks.classification.answer import SCORES
 from psc_core.tasks.classification.task import Classification

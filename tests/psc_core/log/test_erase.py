@@ -10,10 +10,8 @@ import pytest
 
 from psc_core.errors import DataError, UsageError
 from psc_core.log.erase import Erased, Pruned, erase, prune
-from psc_core.log.labels import Label, label_files, read_file, read_labels, write_labels
-from psc_core.log.rows import read_rows
-from psc_core.log.schema import row_schema
-from psc_core.log.store import Log
+from psc_core.log.labels import Label, label_files, read_label_file, read_labels, write_labels
+from psc_core.log.store import Log, read_rows, row_schema
 from psc_core.tasks.classification.answer import SCORES
 from tests.psc_core.log.support import TIME, content, digest, make_log, put_rows, row
 
@@ -87,7 +85,7 @@ def test_labels_beside_erased_ones_grow_no_younger(tmp_path: Path) -> None:
     for n in (0, 1):  # Again, of the file that the first one wrote.
         assert erase(log, digest(n)).labels == 1
     ((name, written),) = label_files(log)
-    assert [each.request_id for each in read_file(log, name)] == ["r2"] and written > TIME
+    assert [each.request_id for each in read_label_file(log, name)] == ["r2"] and written > TIME
     first = TIME.date() + timedelta(days=1)
     assert prune(log, 1, datetime(first.year, first.month, first.day, 23, tzinfo=UTC)).label_files == 0
     assert prune(log, 1, datetime(first.year, first.month, first.day + 1, tzinfo=UTC)).label_files == 1

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from psc_core.images.decode import IMAGE_FORMATS
-from psc_core.log.images import extension_of, file_of, pixels_of
+from psc_core.log.store import extension_of, file_of, pixels_of
 
 
 @pytest.mark.parametrize("name", IMAGE_FORMATS)

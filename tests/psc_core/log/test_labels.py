@@ -11,9 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from psc_core.errors import DataError
-from psc_core.log.labels import Label, Labels, joined, label_files, read_file, read_labels, write_labels
-from psc_core.log.rows import read_rows
-from psc_core.log.schema import label_schema
+from psc_core.log.labels import Label, Labels, joined, label_files, read_label_file, read_labels, write_labels
+from psc_core.log.store import label_schema, read_rows
 from tests.psc_core.log.support import TIME, digest, make_log, put_rows, row
 
 OF_ROW = Label("r0", 0, digest(0), "label", "cat", "a person", TIME)
@@ -44,7 +43,7 @@ def test_labels_beside_rows(tmp_path: Path) -> None:
     write_labels(log, [OF_ROW])
     write_labels(log, [Label(None, None, digest(2), "none_of_the_classes", None, "folder", TIME)])
     labels = read_labels(log)
-    assert [OF_ROW] in [read_file(log, name) for name, _ in label_files(log)]
+    assert [OF_ROW] in [read_label_file(log, name) for name, _ in label_files(log)]
     found = {row["request_id"]: row for batch in joined(read_rows(log, "m"), labels, "m") for row in batch.to_pylist()}
     assert {name: (row["verdict"], row["true_label"]) for name, row in found.items()} == {
         "r0": ("label", "cat"), "r1": (None, None), "r2": ("none_of_the_classes", None),

@@ -10,7 +10,7 @@ from unicodedata import normalize
 import pytest
 
 from psc_core.errors import DataError
-from psc_core.log.models import read_model
+from psc_core.log.store import read_model
 from tests.psc_core.log.support import CLASSES, add_values, make_log
 
 

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from psc_core.errors import DataError, UsageError
-from psc_core.log.rows import days_of, find_row, logged_model, models_in, read_rows
-from psc_core.log.schema import row_schema, scores_in
-from psc_core.log.store import open_log
+from psc_core.log.store import days_of, find_row, logged_model, models_in, open_log, read_rows, row_schema, scores_in
 from psc_core.tasks.classification.answer import SCORES
 from tests.psc_core.log.support import add_values, digest, make_log, put_rows, row
 

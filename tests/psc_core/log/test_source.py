@@ -10,12 +10,9 @@ import numpy as np
 import pytest
 
 from psc_core.errors import DataError
-from psc_core.images.limits import DEFAULT_MAX_PIXELS
+from psc_core.images.decode import DEFAULT_MAX_PIXELS
 from psc_core.images.preprocess import PRESETS
-from psc_core.log.images import INPUT, file_of
-from psc_core.log.schema import image_path
-from psc_core.log.source import LoggedImages, is_stored, open_logged_image
-from psc_core.log.store import open_log
+from psc_core.log.store import INPUT, LoggedImages, file_of, image_path, is_stored, open_log, open_logged_image
 from tests.logged import Logged, png, write_log
 
 

@@ -7,10 +7,8 @@ import io
 import json
 from pathlib import Path
 
-from psc_core.log.labels import Labels
-from psc_core.log.review import review
-from psc_core.log.tasks import label_studio_prefix, to_csv, to_label_studio
-from psc_core.log.verdicts import labels_of, read_answers
+from psc_core.log.labels import Labels, labels_of, read_answers
+from psc_core.log.review import label_studio_prefix, review, to_csv, to_label_studio
 from tests.psc_core.log.support import add_values, make_log
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from psc_core.errors import DataError
 from psc_core.log.labels import CANNOT_TELL, Label, write_labels
+from psc_core.log.review import UnreviewedImages
 from psc_core.log.store import Log
-from psc_core.log.unreviewed import UnreviewedImages
 from psc_core.tasks.classification.answer import SCORES
 from tests.psc_core.log.support import TIME, add_values, digest, make_log, put_rows, row
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core.maps.grid import MAX_POSITIONS, MIN_SIDE, Grid, grid_of
+from psc_core.maps import MAX_POSITIONS, MIN_SIDE, Grid, grid_of
 
 
 @pytest.mark.parametrize(

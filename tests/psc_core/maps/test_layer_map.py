@@ -8,10 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from psc_core import maps as layer_map
 from psc_core.errors import BundleError
-from psc_core.maps import layer_map
-from psc_core.maps.grid import Grid
-from psc_core.maps.layer_map import LEVELS, LayerMap, PositionDensity
+from psc_core.maps import LEVELS, Grid, LayerMap, PositionDensity
 from tests.reference import maps as naive
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 from PIL import Image
 
-from psc_core.images.png import png_of
-from psc_core.maps.picture import box_of, map_document
+from psc_core.images.decode import png_of
+from psc_core.maps import box_of, map_document
 from tests.reference import maps as naive
 
 GREYS = st_numpy.arrays(np.uint8, st_numpy.array_shapes(min_dims=2, max_dims=2, max_side=8))

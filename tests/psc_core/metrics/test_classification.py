@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core.metrics import classification
+from psc_core import metrics as classification
 from tests.psc_core.metrics.support import LEVELS, PREDICTIONS, tensor, unzip
 from tests.reference import metrics as naive
 

@@ -9,8 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from psc_core import metrics as classification
+from psc_core import metrics as inputs
+from psc_core import metrics as ranking
+from psc_core import metrics as selective
 from psc_core.errors import UsageError
-from psc_core.metrics import classification, inputs, ranking, selective
 from tests.psc_core.metrics.support import PREDICTIONS, unzip
 
 

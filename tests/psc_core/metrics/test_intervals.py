@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from psc_core.errors import UsageError
-from psc_core.metrics.intervals import (
+from psc_core.metrics import (
     CountInterval,
     beta_binomial_acceptance,
     binomial_acceptance,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn import metrics as sklearn_metrics
 
-from psc_core.metrics import ranking
+from psc_core import metrics as ranking
 from tests.psc_core.metrics.support import LEVELS, SCORES, tensor
 from tests.reference import metrics as naive
 

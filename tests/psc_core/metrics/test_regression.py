@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import integrate, stats
 from sklearn.metrics import r2_score, root_mean_squared_error
 
-from psc_core.metrics.regression import better_than_guessing, crps, nll, r2, rmse
+from psc_core.metrics import crps, gaussian_nll, r2, rises_with, rmse
 
 NUMBERS = st.lists(
     st.tuples(st.floats(-50, 50), st.floats(0.1, 20), st.floats(-50, 50)), min_size=2, max_size=20
@@ -24,7 +24,7 @@ def test_equal_their_references(rows: list[tuple[float, float, float]]) -> None:
     mean, deviation, y = torch.tensor(rows, dtype=torch.float64).T
     assert rmse(mean, y) == pytest.approx(root_mean_squared_error(y, mean))
     assert r2(mean, y) == pytest.approx(r2_score(y, mean), rel=1e-9)
-    assert nll(mean, deviation, y) == pytest.approx(-stats.norm(mean, deviation).logpdf(y).mean())
+    assert gaussian_nll(mean, deviation, y) == pytest.approx(-stats.norm(mean, deviation).logpdf(y).mean())
 
 
 @given(st.lists(st.tuples(st.integers(-5, 5), st.integers(-5, 5)), min_size=3, max_size=7))
@@ -33,7 +33,7 @@ def test_better_than_guessing_is_above_the_correlations_of_all_orders(rows: list
     products = [float(np.array(order) @ y) for order in permutations(mean)]
     chance = np.mean(products) + 1.645 * np.std(products)
     expected = bool((y == y[0]).all()) or (float(mean @ y) > chance + 1e-9 and np.ptp(mean) > 0)
-    assert better_than_guessing(torch.tensor(mean), torch.tensor(y)) == expected
+    assert rises_with(torch.tensor(mean), torch.tensor(y)) == expected
 
 
 def test_crps_is_the_integral_of_its_definition() -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core.metrics import selective
+from psc_core import metrics as selective
 from tests.psc_core.metrics.support import PREDICTIONS, tensor, unzip
 from tests.reference import metrics as naive
 

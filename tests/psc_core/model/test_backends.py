@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from psc_core import PRESETS, PSC, open_dataset
+from psc_core import pipeline as backends
 from psc_core.errors import NetworkError
-from psc_core.model import BACKENDS, backends
-from psc_core.model.backends import available_backends, check_agreement, pipeline_on
+from psc_core.pipeline import available_backends, check_agreement, pipeline_on
+from psc_core.settings import BACKENDS
 
 
 def test_real_digits_and_garments_get_the_same_decisions(shipped_bundle: Path, data_root: Path) -> None:

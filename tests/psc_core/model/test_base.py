@@ -10,8 +10,8 @@ import torch
 
 from psc_core import PSC
 from psc_core.errors import BundleError, FitError
-from psc_core.model.load import build_model
-from psc_core.model.pipeline import Pipeline
+from psc_core.model import build_model
+from psc_core.pipeline import Pipeline
 from tests import tiny
 
 ALLOW = ("tests.tiny:network",)
@@ -64,7 +64,7 @@ def test_rejects_other_features_after_fusion(tiny_bundle: Path, monkeypatch: pyt
             parameter.mul_(1.2)
     with pytest.raises(FitError, match=r"same features from .* in fewer operations"):
         psc.probe()
-    monkeypatch.setattr("psc_core.model.base.FUSION_TOLERANCE", {"fp32": -1.0})
+    monkeypatch.setattr("psc_core.model.FUSION_TOLERANCE", {"fp32": -1.0})
     with pytest.raises(BundleError, match="same features"):
         PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
 

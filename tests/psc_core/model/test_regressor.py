@@ -9,9 +9,9 @@ import torch
 
 from psc_core import PSC, ClassificationPrediction, PSCRegressor, RegressionPrediction
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.spec import open_dataset
+from psc_core.data.open import open_dataset
 from psc_core.errors import BundleError
-from psc_core.model.load import load_model
+from psc_core.model import load_model
 from psc_core.tasks.regression.answer import SCORES
 
 ALLOW = ("tests.tiny:network",)

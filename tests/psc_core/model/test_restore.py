@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from psc_core import PSC
-from psc_core.bundle.manifest import PARTS
+from psc_core import pipeline as restore
+from psc_core.bundle import PARTS
 from psc_core.errors import BundleError
-from psc_core.model import restore
 from tests.attacks.forge import ALLOW, assign, edit_part
 
 

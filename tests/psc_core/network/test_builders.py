@@ -9,8 +9,7 @@ from torch import nn
 
 from psc_core.errors import NetworkError
 from psc_core.network import LIBRARIES
-from psc_core.network.builders import BUILDERS
-from psc_core.network.load import load_network
+from psc_core.network.load import BUILDERS, load_network
 
 HERE = __name__
 

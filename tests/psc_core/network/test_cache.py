@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from psc_core.network import cache
-from psc_core.network.cache import cache_file, read_checked, version_of, write_checked
+from psc_core.network import load as cache
+from psc_core.network.load import cache_file, read_checked, version_of, write_checked
 
 
 def install(folder: Path, version: str, *, distribution: str, code: str = "") -> None:

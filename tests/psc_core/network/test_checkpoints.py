@@ -26,8 +26,8 @@ from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError
-from psc_core.network import checkpoints
-from psc_core.network.checkpoints import files_of, is_whole_network, read_checkpoint
+from psc_core.network import weights as checkpoints
+from psc_core.network.weights import files_of, is_whole_network, read_checkpoint
 
 TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "a.bias": torch.ones(2), "count": torch.tensor(7)}
 older = partial(torch.save, _use_new_zipfile_serialization=False)

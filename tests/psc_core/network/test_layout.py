@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from psc_core.network.layout import Layout, canonical, layout_of
+from psc_core.network.layers import Layout, canonical, layout_of
 
 
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from psc_core.network.backbone import truncate
 from psc_core.network.cut import cut_graph
-from psc_core.network.strides import reads_strides, reshape_views
+from psc_core.network.fuse import reads_strides, reshape_views
 
 LAST, FIRST = torch.channels_last, torch.contiguous_format
 Wire = Callable[[Tensor], Tensor]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import r2_score
 
-from psc_core.numerics.explained import r_squared, r_squared_error
+from psc_core.numerics.linalg import r_squared, r_squared_error
 
 NUMBERS = st.one_of(st.floats(-50, 50), st.sampled_from([0.0, 0.1, 1e9]))
 

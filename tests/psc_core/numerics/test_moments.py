@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from psc_core.numerics.moments import MomentSums
+from psc_core.numerics.linalg import MomentSums
 from tests.reference import projection as reference
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core.numerics.tail import tail_excess
+from psc_core.numerics.linalg import tail_excess
 from tests.reference import gates as naive
 
 READINGS = st.lists(st.floats(-1e5, 1e5), min_size=1, max_size=50).map(sorted)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psc_core.errors import BundleError, FitError
-from psc_core.projection.module import Projection, reshape_features
+from psc_core.projection import Projection, reshape_features
 from tests.reference import projection as reference
 
 

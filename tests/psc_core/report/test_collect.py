@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from psc_core import PRESETS, open_dataset
+from psc_core import metrics as regression
 from psc_core.data.dataset import split_validation
-from psc_core.metrics import regression
-from psc_core.model.classifier import PSC
-from psc_core.model.regressor import PSCRegressor
+from psc_core.model import PSC, PSCRegressor
 from psc_core.report.content import Content, Role
 from psc_core.report.regression.sets import RegressionSet
 from tests.conftest import TinyJob

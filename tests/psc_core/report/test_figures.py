@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from psc_core.bundle.io import read_bundle
-from psc_core.collapse.report import NC4, R2, CollapseReport, LayerCollapse
+from psc_core.bundle import read_bundle
+from psc_core.collapse import NC4, R2, CollapseReport, LayerCollapse
 from psc_core.report import figures
 from psc_core.report.classification.sets import ClassificationSet
 from psc_core.report.content import Content, Role

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from psc_core.bundle.io import read_bundle
+from psc_core.bundle import read_bundle
 from psc_core.report import FIGURES, page
 from psc_core.report.classification import words
 from psc_core.report.content import Content

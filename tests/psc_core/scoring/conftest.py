@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from psc_core.data.spec import open_dataset
+from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS
 from tests.conftest import ROOT
 from tests.psc_core.scoring.support import COUNT, run

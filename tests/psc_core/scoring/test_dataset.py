@@ -10,7 +10,7 @@ import torch
 
 from psc_core import PSC, open_dataset
 from psc_core.errors import UsageError
-from psc_core.scoring.dataset import dataset_outputs
+from psc_core.scoring import dataset_outputs
 from tests.attacks.forge import ALLOW
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from psc_core.errors import DataError, UsageError
-from psc_core.scoring.inputs import NamedImage, in_parts, named_images
+from psc_core.scoring import NamedImage, in_parts, named_images
 from tests.psc_core.scoring.support import rows_of
 
 

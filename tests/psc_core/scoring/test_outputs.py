@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from psc_core import PSC, load_model
-from psc_core.data.spec import open_dataset
+from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS
-from psc_core.scoring.outputs import columns_of, merge, write
+from psc_core.scoring import columns_of, merge, write
 from tests.conftest import ROOT
 
 OF_ALL = {

@@ -19,10 +19,8 @@ from PIL import Image
 from psc_core import PSC, PSCRegressor, load_model
 from psc_core.cli import score as cli
 from psc_core.errors import UsageError
-from psc_core.model.pipeline import Pipeline
-from psc_core.scoring.inputs import NamedImage, named_images
-from psc_core.scoring.outputs import errors_in
-from psc_core.scoring.parts import PartCount, PartWriter
+from psc_core.pipeline import Pipeline
+from psc_core.scoring import NamedImage, PartCount, PartWriter, errors_in, named_images
 from psc_core.tasks.classification.answer import ClassificationAnswer
 from psc_core.tasks.regression.answer import RegressionAnswer
 from tests.conftest import ROOT, SHIPPED_BUNDLE

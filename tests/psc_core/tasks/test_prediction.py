@@ -14,7 +14,7 @@ import torch
 from app.tasks.base import served_task
 from psc_core import PRESETS, load_model, open_dataset
 from psc_core.errors import UsageError
-from psc_core.model.base import FittedModel
+from psc_core.model import FittedModel
 from psc_core.tasks import TASKS
 from psc_core.tasks.prediction import SHOWN, BasePrediction
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from psc_core.scoring.outputs import columns_of
+from psc_core.scoring import columns_of
 from psc_core.tasks import TASKS
 from psc_core.tasks.decide import BaseThresholds
 from psc_core.tasks.outputs import Outputs

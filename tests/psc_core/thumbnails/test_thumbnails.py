@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from psc_core.errors import BundleError
-from psc_core.thumbnails.thumbnails import MAX_COUNT, NEAREST, SIDE, Thumbnails
+from psc_core.thumbnails import MAX_COUNT, NEAREST, SIDE, Thumbnails
 from tests.reference import thumbnails as naive
 
 MODEL: dict[str, Any] = {"components": 2, "channels": 3, "classes": 3, "has_values": False}

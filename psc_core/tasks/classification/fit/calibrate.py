@@ -12,9 +12,7 @@ from jaxtyping import Bool, Float, Int
 from scipy import stats
 from torch import Tensor
 
-from psc_core.calibration.conformal import check_finite
-from psc_core.calibration.weighted import equal_scores, thinned
-from psc_core.rates import check_fraction, tolerant_ceil
+from psc_core.conformal import check_finite, check_fraction, equal_scores, thinned, tolerant_ceil
 from psc_core.tasks.classification.calibration import Calibration
 
 CONFIDENCE: Final = 0.95
@@ -39,7 +37,7 @@ def fit_calibration(
         probabilities: Class probabilities of each image.
         labels: One true label for each image.  An image with several labels counts once, with any of them: repeated
             images would make n too large, and the guarantees void.
-        weights: How many images each stands for, see :mod:`psc_core.calibration.weighted`; None where all are equal.
+        weights: How many images each stands for, see :mod:`psc_core.conformal`; None where all are equal.
 
     Raises:
         FitError: If scores are not finite.

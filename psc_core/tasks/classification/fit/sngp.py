@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from psc_core.compute.passes import track
+from psc_core.compute import track
 from psc_core.numerics import linalg
 from psc_core.numerics.matrix import FeatureMatrix, blocks
 from psc_core.tasks.classification.fit.data import ClassifierData

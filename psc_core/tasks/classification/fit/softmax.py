@@ -25,7 +25,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from psc_core.compute.passes import track
+from psc_core.compute import track
 from psc_core.numerics.matrix import FeatureMatrix, blocks
 from psc_core.tasks.classification.fit.posterior import nll
 from psc_core.tasks.classification.fit.preconditioning import variables_at

@@ -7,11 +7,11 @@ from typing import Any, Final
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from psc_core.calibration.weighted import thinned
-from psc_core.compute.passes import Compute
+from psc_core import metrics as classification
+from psc_core.compute import Compute
+from psc_core.conformal import thinned
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
-from psc_core.metrics import classification
 from psc_core.settings import FitSettings
 from psc_core.tasks.classification.fit.calibrate import Errors, fewest_to_show, fit_calibration
 from psc_core.tasks.classification.fit.head import fit_head

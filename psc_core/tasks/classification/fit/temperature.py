@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from psc_core.metrics.classification import label_nll
+from psc_core.metrics import label_nll
 from psc_core.tasks.classification.fit.posterior import choose_temperature, nll
 from psc_core.tasks.classification.heads.base import ClassifierHead
 from psc_core.tasks.classification.heads.temperature import TemperatureHead
@@ -48,7 +48,7 @@ def better_of(
     """Return the head, unless its NLL on the selection split is higher by more than one paired standard error.
 
     The record of the returned head has the difference and its error, nats.  A probability of zero, or
-    NaN, costs 87.3 nats (:data:`psc_core.metrics.classification.LOG_FLOOR`).
+    NaN, costs 87.3 nats (:data:`psc_core.metrics.LOG_FLOOR`).
     """
     of_head = label_nll(head(z).probabilities.nan_to_num(nan=0.0), labels)
     difference = of_head - nll(logits / tempered.temperature.to(logits.device), labels)

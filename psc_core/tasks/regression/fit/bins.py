@@ -14,8 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from psc_core.data.dataset import ImageDataset
-from psc_core.data.targets import known_values
+from psc_core.data.dataset import ImageDataset, known_values
 from psc_core.errors import DataError
 
 BINS: Final = 10

@@ -5,8 +5,7 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
-from psc_core.calibration.conformal import check_finite
-from psc_core.calibration.weighted import equal_scores
+from psc_core.conformal import check_finite, equal_scores
 from psc_core.tasks.regression.calibration import Calibration
 
 
@@ -24,7 +23,7 @@ def fit_calibration(
         mean: μ, in the target's unit.
         deviation: σ, in the target's unit.
         values: y, in the target's unit.
-        weights: How many images each stands for, see :mod:`psc_core.calibration.weighted`; None where all are equal.
+        weights: How many images each stands for, see :mod:`psc_core.conformal`; None where all are equal.
 
     Raises:
         FitError: If scores are not finite.

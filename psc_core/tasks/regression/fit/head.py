@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from psc_core.data.targets import known_values
+from psc_core.data.dataset import known_values
 from psc_core.errors import FitError
 from psc_core.numerics.matrix import check_features
 from psc_core.tasks.fit.standardisation import fit_standardisation

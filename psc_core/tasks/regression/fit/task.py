@@ -10,13 +10,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from psc_core.calibration.weighted import thinned
-from psc_core.collapse.linear import LinearFit
-from psc_core.compute.passes import Compute
-from psc_core.data.dataset import ImageDataset
-from psc_core.data.targets import known_values
+from psc_core import metrics as regression
+from psc_core.collapse import LinearFit
+from psc_core.compute import Compute
+from psc_core.conformal import thinned
+from psc_core.data.dataset import ImageDataset, known_values
 from psc_core.errors import DataError
-from psc_core.metrics import regression
 from psc_core.settings import FitSettings
 from psc_core.tasks.fit.task import (
     FIRST_LOOK_IMAGES,
@@ -121,7 +120,7 @@ class RegressionFit(TaskFit):
             f"the network itself: RMSE {of_train:.4g} on training and {of_val:.4g}{unit} on validation images (at most "
             f"{FIRST_LOOK_IMAGES:,} of each), the deviation of the numbers is {spread:.4g}"
         )
-        if not regression.better_than_guessing(predicted, known_values(val.values)):
+        if not regression.rises_with(predicted, known_values(val.values)):
             return FirstLook(text, f"THE NETWORK IS NO BETTER THAN GUESSING ON VALIDATION IMAGES, {WRONG_NETWORK}")
         if of_val > spread:
             warning = "always predicting the mean would be better; is the network's output in the table's unit?"
@@ -141,8 +140,8 @@ def calibration_metrics(
         "validation_images": len(values),
         "rmse": regression.rmse(mean, values),
         "r2": regression.r2(mean, values),
-        BETTER_THAN_GUESSING: regression.better_than_guessing(mean, values),
-        "nll_nats": regression.nll(mean, deviation, values),
+        BETTER_THAN_GUESSING: regression.rises_with(mean, values),
+        "nll_nats": regression.gaussian_nll(mean, deviation, values),
         "crps": regression.crps(mean, deviation, values),
     }
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from app.http.middleware.problems import ProblemResponses
+from app.http.middleware import ProblemResponses
 from app.observability.metrics import Metrics
 from tests.app.fakes import png
 from tests.app.http.support import check_problem

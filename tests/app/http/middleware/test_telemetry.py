@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.http.middleware.telemetry import Telemetry
+from app.http.middleware import Telemetry
 from app.main import make_service
 from app.observability.tracing import current_trace
 from app.service import Host

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from app.http.routes.page import SECURITY_HEADERS
-from psc_core.rates import RANK_ROUNDING
+from app.http.routes.model import SECURITY_HEADERS
+from psc_core.conformal import RANK_ROUNDING
 from psc_core.tasks.classification.answer import ClassificationResponse
 from tests.app.support import running
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from app.runtime import Runtime
+from app.main import Runtime
 from app.service import SWEEP_SECONDS
 from psc_core.tasks.classification.answer import ClassificationResponse
 from tests.app.fakes import (

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from app.http.routes.review import MAX_IMAGES
-from app.log.writer import LogWriter
-from psc_core.fitting.audit import images_of, reviewed_of
+from app.http.routes.feedback import MAX_IMAGES
+from app.log import LogWriter
 from psc_core.log.erase import erase
 from psc_core.log.labels import joined, read_labels
-from psc_core.log.rows import read_rows
-from psc_core.log.store import open_log
-from psc_core.log.unreviewed import UnreviewedImages
-from psc_core.model.base import FittedModel
+from psc_core.log.review import UnreviewedImages
+from psc_core.log.store import open_log, read_rows
+from psc_core.model import FittedModel
+from psc_core.recalibrate import images_of, reviewed_of
 from tests.app.fakes import FakeModel, FakePipelineWithGates, FakeValueModel, png
 from tests.app.http.routes.test_feedback import KEY, KEYS, predict
 from tests.app.support import Running, running

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from app.errors import UnknownModel
-from app.http.v2 import inference
-from app.http.v2.inference import Received, find_model, infer
-from app.http.v2.tensors import request_of
+from app.http import v2 as inference
+from app.http.v2 import Received, find_model, infer_tensors, request_of
 from psc_core.images.preprocess import Preprocess
 from tests.app.fakes import FakeModel, pixels, png
 from tests.app.support import running, serve_next
@@ -55,5 +54,5 @@ async def test_reload_while_the_images_are_read(monkeypatch: pytest.MonkeyPatch,
         else:
             data = pixels(200).tobytes()
             wanted = request("images", "UINT8", [1, 8, 8, 1], len(data))
-        answer = await infer(app.service, "m", None, Received(wanted, memoryview(data), data), never)
+        answer = await infer_tensors(app.service, "m", None, Received(wanted, memoryview(data), data), never)
     assert answer.served.model.version == "v2"

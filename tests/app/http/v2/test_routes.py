@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from app.http.json_body import MAX_CONTAINERS
-from app.http.v2.schemas import HEADER, ErrorDocument, InferResponse, ModelMetadata
+from app.http.body import MAX_CONTAINERS
+from app.http.v2 import HEADER, ErrorDocument, InferResponse, ModelMetadata
 from app.tasks.base import GATES_OUTPUT
 from app.tasks.classification import ServedClassification
 from app.tasks.regression import ServedRegression

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from app.errors import MalformedRequest
-from app.http.v2.schemas import HEADER
-from app.http.v2.tensors import OutputTensor, build_response, images_of, parse_request, request_of
+from app.http.v2 import HEADER, OutputTensor, build_response, images_of, parse_request, request_of
 from psc_core.errors import PSCError
 
 FILE = {"name": "encoded_images", "shape": [1], "datatype": "BYTES"}

@@ -10,9 +10,8 @@ import torch.compiler.config
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from app.inference.steps import make_step
-from app.inference.steps.base import is_out_of_memory
-from app.runtime import allow_compiled_shapes
+from app.inference.steps import is_out_of_memory, make_step
+from app.main import allow_compiled_shapes
 
 SHAPE = (1, 2, 2)
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from app.inference.steps import EagerStep, TorchThreads, make_step
-from app.inference.steps.base import buckets_to
+from app.inference.steps import EagerStep, TorchThreads, buckets_to, make_step
 from tests.app.fakes import FakePipeline, outputs_of, pixels
 from tests.app.inference.support import stack
 
@@ -30,7 +29,7 @@ def test_a_quick_step_takes_one_thread_unless_told(monkeypatch: pytest.MonkeyPat
     usual = torch.get_num_threads()
     two = TorchThreads(2, 2)
     for limit, given, expected in ((0.0, None, usual), (60.0, None, 1), (60.0, two, 2), (0.0, two, 2)):
-        monkeypatch.setattr("app.inference.steps.eager.QUICK_SECONDS", limit)
+        monkeypatch.setattr("app.inference.steps.QUICK_SECONDS", limit)
         network = CountsThreads()
         step = make_step(network, (1, 8, 8), max_batch=2, device=torch.device("cpu"), compiled=False, threads=given)
         try:
@@ -65,7 +64,7 @@ class TimeAnImage(FakePipeline):
 
 
 def test_step_with_a_slow_full_batch_is_not_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.inference.steps.eager.QUICK_SECONDS", 0.008)
+    monkeypatch.setattr("app.inference.steps.QUICK_SECONDS", 0.008)
     step = make_step(TimeAnImage(), (1, 8, 8), max_batch=8, device=torch.device("cpu"), compiled=False)
     assert not step.warm_up()
 

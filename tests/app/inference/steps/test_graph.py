@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.inference.request import RequestMode
+from app.inference import steps as graph_module
+from app.inference.batcher import RequestMode
 from app.inference.steps import EagerStep, GraphStep, make_step
-from app.inference.steps import graph as graph_module
 
 SHAPE = (1, 2, 2)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from psc_core import PRESETS, PSC, FitSettings, fit_projection, fit_psc, load_network, open_dataset
-from psc_core.collapse.report import Candidate
+from psc_core.collapse import Candidate
 from tests.conftest import TinyJob
 
 FACTORY = "tests.tiny:network"

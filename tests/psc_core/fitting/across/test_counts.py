@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from psc_core import FitSettings, fit_projection, fit_psc
-from psc_core.compute.passes import MAX_CPU_BATCH, Compute
-from psc_core.model.base import TRIAL_IMAGES
+from psc_core.compute import MAX_CPU_BATCH, Compute
+from psc_core.model import TRIAL_IMAGES
 from psc_core.numerics.scatter import ClassScatter, class_pairs
 from psc_core.tasks.classification.fit import softmax
 from tests import tiny

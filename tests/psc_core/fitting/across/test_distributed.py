@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from psc_core import projection as fit_tucker
 from psc_core.cli import fit as cli
-from psc_core.data.spec import open_dataset
+from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS
-from psc_core.model.classifier import PSC
-from psc_core.projection.fit import projection as fit_tucker
+from psc_core.model import PSC
 from tests.conftest import ROOT, TinyJob
 from tests.tiny import network
 

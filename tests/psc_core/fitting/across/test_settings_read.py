@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from psc_core import FitSettings, open_dataset
-from psc_core.fitting import stages
-from psc_core.fitting.data import FitData
-from psc_core.fitting.job import FitJob
+from psc_core import fit as stages
+from psc_core.fit_data import FitData, FitJob
 from psc_core.images.preprocess import PRESETS
 from psc_core.settings import Stage, settings_where
 from tests.conftest import TinyJob

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from psc_core import PSC, FitSettings, PSCRegressor, fit_psc, load_model, open_dataset
-from psc_core.collapse.report import Candidate
+from psc_core.collapse import Candidate
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
 from psc_core.images.preprocess import PRESETS
-from psc_core.model.base import FittedModel
-from psc_core.projection.fit.report import FittedProjection
+from psc_core.model import FittedModel
+from psc_core.projection import FittedProjection
 from tests import tiny
 from tests.conftest import TinyJob
 from tests.psc_core.fitting.support import counted

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
 from psc_core import PSC, FitSettings, fit_psc, load_model
-from psc_core.collapse.report import Candidate
+from psc_core.collapse import Candidate
 from psc_core.data.dataset import ImageDataset
-from psc_core.maps.fit.pasted import TEXTURE, paste
-from psc_core.maps.grid import Grid
-from psc_core.metrics.ranking import auroc
-from psc_core.projection.fit.report import FittedProjection
+from psc_core.made_up import TEXTURE, paste
+from psc_core.maps import Grid
+from psc_core.metrics import auroc
+from psc_core.projection import FittedProjection
 
 FACTORY = "tests.tiny:network"
 SETTINGS = FitSettings(device="cpu", head="duq", keep_examples=20)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core.gates.fit.choice import GateChoice, best_of, regret
+from psc_core.gates import GateChoice, best_of, regret
 
 CHOICE = GateChoice(
     {

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psc_core.errors import FitError
-from psc_core.gates.fit.combined import MINIMUM_TAIL, fit_gates, tail_scales, vary
-from psc_core.numerics.tail import TAIL_FRACTION
+from psc_core.gates import MINIMUM_TAIL, fit_gates, tail_scales, vary
+from psc_core.numerics.linalg import TAIL_FRACTION
 from tests.reference import gates as naive
 
 

@@ -8,11 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core.compute.passes import Compute
-from psc_core.data.dataset import labelled
-from psc_core.data.sources import TensorSource
-from psc_core.gates.fit.made_up import CONTRAST, MIXED, REAL, TRANSFORMS, by_transform, made_up_batches, mix, turn
+from psc_core.compute import Compute
+from psc_core.data.dataset import TensorSource, labelled
 from psc_core.images.preprocess import Preprocess
+from psc_core.made_up import CONTRAST, MIXED, REAL, TRANSFORMS, by_transform, made_up_batches, mix, turn
 
 
 def random_images(seed: int, count: int, channels: int, height: int, width: int) -> torch.Tensor:

@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psc_core.errors import FitError
-from psc_core.maps.fit.gaussian import (
+from psc_core.maps import (
+    DECADES,
     DISTANCE_ROUNDING,
+    LEVELS,
     MAX_COMPONENTS,
+    LayerMoments,
     fit_positions,
     thresholds,
     with_levels,
 )
-from psc_core.maps.fit.moments import LayerMoments
-from psc_core.maps.layer_map import DECADES, LEVELS
-from psc_core.numerics.linalg import DEAD_UNIT, EIGENVALUE_FLOOR
-from psc_core.numerics.tail import TAIL_FRACTION
+from psc_core.numerics.linalg import DEAD_UNIT, EIGENVALUE_FLOOR, TAIL_FRACTION
 from tests.reference import maps as naive
 
 

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core.maps.fit.moments import POSITIONS, PositionMoments
-from psc_core.maps.grid import Grid
+from psc_core.maps import POSITIONS, Grid, PositionMoments
 from tests.reference import maps as naive
 
 

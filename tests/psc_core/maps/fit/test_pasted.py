@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core.maps.fit.pasted import CROP, PATCHES, paste
+from psc_core.made_up import CROP, PATCHES, paste
 
 SIDES = st.integers(1, 20)
 

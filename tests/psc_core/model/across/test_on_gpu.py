@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 
 from psc_core.density import DENSITIES
 from psc_core.density.fit.density import Examples, fit_density
-from psc_core.model.classifier import PSC
+from psc_core.model import PSC
 from psc_core.network.backbone import truncate
 from psc_core.network.load import load_network
-from psc_core.precision import PRECISIONS, Precision
+from psc_core.settings import PRECISIONS, Precision
 from psc_core.tasks.classification.fit import sngp
 from psc_core.tasks.classification.heads import HEADS
 from tests.fake_gpu import GPU, assert_steps_on_gpu, gpu, moved

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from psc_core import PRESETS, PSC, fit_projection, fit_psc, load_model, measure_collapse, open_dataset
-from psc_core.bundle.io import read_bundle, write_bundle
+from psc_core.bundle import read_bundle, write_bundle
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import BundleError, NetworkError
-from psc_core.model.backends import available_backends, pipeline_on
 from psc_core.network.load import load_network
+from psc_core.pipeline import available_backends, pipeline_on
 
 
 class Branching(nn.Module):

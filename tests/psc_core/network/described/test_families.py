@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from psc_core.errors import NetworkError
-from psc_core.network.described.base import Described
-from psc_core.network.described.families import DESCRIBERS, describe, is_described
+from psc_core.network.described import DESCRIBERS, Described, describe, is_described
 from psc_core.network.load import load_network
 from tests import folders
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from psc_core.errors import NetworkError
-from psc_core.network.described import files
-from psc_core.network.described.files import folder_of, read_json, weights_in
+from psc_core.network import described as files
+from psc_core.network.described import folder_of, read_json, weights_in
 
 
 def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from psc_core.errors import NetworkError
 from psc_core.network.backbone import trial_input, truncate
-from psc_core.network.described.hugging_face import describe
+from psc_core.network.described import describe_hugging_face
 from psc_core.network.layers import list_layers
 from psc_core.network.load import load_network, recipe_of
 from tests import folders
@@ -34,7 +34,7 @@ def copied(job: folders.Job, folder: Path) -> Path:
 
 
 def test_classes_in_the_order_of_the_outputs(tmp_path: Path) -> None:
-    found = describe(write(tmp_path, id2label={"1": "cat", "0": "dog", "2": "ant"}))
+    found = describe_hugging_face(write(tmp_path, id2label={"1": "cat", "0": "dog", "2": "ant"}))
     assert (found.outputs, found.classes, found.spec) == (3, ("dog", "cat", "ant"), "")
 
 
@@ -42,12 +42,12 @@ def test_classes_in_the_order_of_the_outputs(tmp_path: Path) -> None:
     ("labels", "outputs"), [(None, 2), ({"0": "LABEL_0", "1": "LABEL_1", "2": "LABEL_2"}, 3), ({"0": "age"}, 1)]
 )
 def test_outputs_without_names(labels: Any, outputs: int, tmp_path: Path) -> None:
-    found = describe(write(tmp_path, id2label=labels))
+    found = describe_hugging_face(write(tmp_path, id2label=labels))
     assert (found.outputs, found.classes) == (outputs, None)
 
 
 def test_a_folder_without_preprocessing_says_so(tmp_path: Path) -> None:
-    preparation = describe(write(tmp_path)).preparation
+    preparation = describe_hugging_face(write(tmp_path)).preparation
     assert preparation is not None
     assert preparation.unlike == {"whole": f"{tmp_path} has no preprocessor_config.json"}
 
@@ -77,13 +77,13 @@ def test_rejects_what_it_cannot_use(changes: dict[str, Any], message: str, tmp_p
     if changes.pop("preprocessor", False):
         (tmp_path / "preprocessor_config.json").write_text("{}")
     with pytest.raises(NetworkError, match=message):
-        describe(write(tmp_path, **changes))
+        describe_hugging_face(write(tmp_path, **changes))
 
 
 def test_an_adapter_is_no_network(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(NetworkError, match=r"holds an adapter .* merge_and_unload"):
-        describe(tmp_path)
+        describe_hugging_face(tmp_path)
 
 
 def test_gives_the_logits_of_transformers(hf_job: folders.Job) -> None:
@@ -103,7 +103,7 @@ def test_weights_in_other_forms(form: str, hf_job: folders.Job, tmp_path: Path, 
     theirs = AutoModelForImageClassification.from_pretrained(hf_job.model, local_files_only=True).eval()
     if form == "shards":
         folder = folders.save_transformer(tmp_path, theirs, max_shard_size="20kB")
-        assert len(describe(folder).weights) > 2
+        assert len(describe_hugging_face(folder).weights) > 2
     else:
         folder = copied(hf_job, tmp_path)
         if form == "half":

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from psc_core.errors import NetworkError
-from psc_core.network.described.timm import describe, is_of_timm
+from psc_core.network.described import describe_timm, is_of_timm
 from psc_core.network.load import Recipe, load_network, recipe_of
 from tests import folders
 
@@ -42,7 +42,7 @@ def test_a_fixed_size_is_an_argument(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config["model_args"] = {"depth": 1}  # as files before timm 1.0.30
     (tmp_path / "config.json").write_text(json.dumps(config))
-    described = describe(tmp_path)
+    described = describe_timm(tmp_path)
     assert described.preparation is not None
     assert described.preparation.preprocess.shape == (1, 32, 32)
     images = torch.randn(2, 1, 32, 32)
@@ -53,14 +53,14 @@ def test_a_size_among_the_arguments(tmp_path: Path) -> None:
     pretrained = {"input_size": [3, 224, 224], "fixed_input_size": True, "crop_pct": 1.0}
     for size in (96, [96, 96]):
         arguments = {"img_size": size, "num_classes": 5, "in_chans": 3}
-        found = describe(write(tmp_path, {**CONFIG, "pretrained_cfg": pretrained, "model_args": arguments}))
+        found = describe_timm(write(tmp_path, {**CONFIG, "pretrained_cfg": pretrained, "model_args": arguments}))
         assert found.outputs == 5 and found.model_args == {"img_size": size, "in_chans": 3}
         assert found.preparation is not None and found.preparation.preprocess.shape == (3, 96, 96)
 
 
 def test_oldest_files_have_one_level(tmp_path: Path) -> None:
     flat = {"architecture": "resnet18", "num_classes": 2, "input_size": [3, 96, 96], "labels": ["cat", "dog"]}
-    found = describe(write(tmp_path, flat))
+    found = describe_timm(write(tmp_path, flat))
     assert (found.spec, found.outputs, found.classes) == ("timm:resnet18", 2, ("cat", "dog"))
     assert found.preparation is not None and found.preparation.preprocess.height == 96
 
@@ -76,7 +76,7 @@ def test_oldest_files_have_one_level(tmp_path: Path) -> None:
     ],
 )
 def test_class_names(names: Any, expected: tuple[str, ...] | None, tmp_path: Path) -> None:
-    assert describe(write(tmp_path, {**CONFIG, "label_names": names})).classes == expected
+    assert describe_timm(write(tmp_path, {**CONFIG, "label_names": names})).classes == expected
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_class_names(names: Any, expected: tuple[str, ...] | None, tmp_path: Pat
 )
 def test_rejects_what_is_malformed(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(NetworkError, match=message):
-        describe(write(tmp_path, {**CONFIG, **changes}))
+        describe_timm(write(tmp_path, {**CONFIG, **changes}))
 
 
 def test_arguments_that_load_files_are_rejected(tmp_path: Path) -> None:

@@ -14,9 +14,8 @@ from torch import nn
 
 from psc_core.errors import NetworkError
 from psc_core.network.backbone import Backbone, truncate
-from psc_core.network.cache import read_checked
-from psc_core.network.load import load_network, recipe_of
-from psc_core.network.onnx.export import to_onnx
+from psc_core.network.export import to_onnx
+from psc_core.network.load import load_network, read_checked, recipe_of
 
 SIZE = (1, 28, 28)
 
@@ -94,7 +93,7 @@ def test_a_warm_step_runs_nothing_in_onednn(tmp_path: Path) -> None:
     program.write_text(
         "import torch\n"
         "from tests.psc_core.network.onnx.test_export import SIZE, backbone\n"
-        "from psc_core.network.onnx.export import to_onnx\n"
+        "from psc_core.network.export import to_onnx\n"
         "net = backbone(['2'])\n"
         "exported, images = to_onnx(net, SIZE), torch.randn(4, *SIZE)\n"
         "with torch.inference_mode(), torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):\n"

@@ -13,9 +13,9 @@ import onnx
 import pytest
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from psc_core.network.onnx import graph as graph_module
-from psc_core.network.onnx.graph import Graph
-from psc_core.network.onnx.sizes import sizes_of
+from psc_core.network import onnx_graph as graph_module
+from psc_core.network.onnx_check import sizes_of
+from psc_core.network.onnx_graph import Graph
 
 node = helper.make_node
 DEEPER = sys.getrecursionlimit() + 100

@@ -16,10 +16,9 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError
-from psc_core.network.onnx import model as model_module
-from psc_core.network.onnx.body import MAX_SESSIONS, keep_from_compiler
-from psc_core.network.onnx.model import parse_model
-from psc_core.network.onnx.restore import restore_body
+from psc_core.network import onnx_check as model_module
+from psc_core.network.onnx import MAX_SESSIONS, keep_from_compiler, restore_body
+from psc_core.network.onnx_check import parse_model
 from tests.attacks.fuzz.onnx import SIZE, edited, graph
 
 good = cache(graph)

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from psc_core.errors import NetworkError
 from psc_core.network.backbone import truncate
-from psc_core.network.described.families import describe
+from psc_core.network.described import describe
 from psc_core.network.layers import list_layers
 from psc_core.network.load import load_network
-from psc_core.network.onnx.model import files_of_model
-from psc_core.network.onnx.network import OnnxNetwork, open_onnx
+from psc_core.network.onnx import OnnxNetwork, open_onnx
+from psc_core.network.onnx_check import files_of_model
 
 X = torch.randn(5, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 

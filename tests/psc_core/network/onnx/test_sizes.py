@@ -12,9 +12,8 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from psc_core.errors import NetworkError
-from psc_core.network.onnx.model import check_model, parse_model
-from psc_core.network.onnx.restore import restore_body
-from psc_core.network.onnx.sizes import sizes_of
+from psc_core.network.onnx import restore_body
+from psc_core.network.onnx_check import check_model, parse_model, sizes_of
 from tests.attacks.fuzz.onnx import SIZE, edited
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from psc_core.errors import FitError
 from psc_core.numerics.linalg import DEAD_UNIT
-from psc_core.projection.fit.moments import channel_moments
+from psc_core.projection import channel_moments
 from tests.reference import projection as reference
 
 

@@ -11,12 +11,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from psc_core import FitSettings, fit_projection, open_dataset
-from psc_core.collapse.report import Candidate
+from psc_core import projection as fit_tucker
+from psc_core.collapse import Candidate
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import FitError
 from psc_core.images.preprocess import PRESETS
-from psc_core.projection.fit import projection as fit_tucker
-from psc_core.projection.fit.projection import reduced_positions
+from psc_core.projection import reduced_positions
 from tests import tiny
 
 CANDIDATE = Candidate(("2",), "16 channels, 7 × 7 positions")

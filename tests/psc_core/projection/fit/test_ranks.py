@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psc_core.numerics.scatter import ClassScatter, class_pairs
-from psc_core.projection.fit.ranks import choose_ranks, nc1_prefixes, nearest_mean_hits
+from psc_core.projection import choose_ranks, nc1_prefixes, nearest_mean_hits
 from psc_core.settings import FitSettings
 from tests.reference import projection as reference
 
@@ -106,8 +106,8 @@ def test_choice_matches_search(c: int, d: int, data: st.DataObject) -> None:
         for _ in range(2)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("psc_core.projection.fit.ranks.NC4_LOSS", 0.1)
-        patch.setattr("psc_core.projection.fit.ranks.MUCH_NC4", 0.25)
+        patch.setattr("psc_core.projection.NC4_LOSS", 0.1)
+        patch.setattr("psc_core.projection.MUCH_NC4", 0.25)
         choice = choose_ranks(nc1, nc4, 0.7, settings(epsilon=0.3))
     assert (choice.c_proj, choice.d_proj) == reference.smallest_size(nc1, nc4, 0.3, 0.7, 0.1, 0.25)
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from psc_core.projection.fit.ranks import RankChoice
-from psc_core.projection.fit.report import ProjectionReport
+from psc_core.projection import ProjectionReport, RankChoice
 
 
 def test_summary_names_the_choice_and_what_it_was_chosen_from() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from psc_core import FitSettings, fit_projection
-from psc_core.projection.fit import projection as fit_tucker
-from psc_core.projection.fit import sizes
+from psc_core import projection as fit_tucker
+from psc_core import projection as sizes
 from tests import tiny
 from tests.psc_core.collapse.support import measured
 from tests.psc_core.fitting.support import counted, typical

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core.projection.fit.tucker import ITERATIONS, tucker_factors
+from psc_core.projection import ITERATIONS, tucker_factors
 from tests.reference import projection as naive
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from psc_core.bundle.io import Bundle, read_bundle
+from psc_core.bundle import Bundle, read_bundle
 from psc_core.report.content import Content, Role
 from psc_core.report.facts import facts_of
 from psc_core.tasks.classification.policy import ACCEPTS_NOTHING

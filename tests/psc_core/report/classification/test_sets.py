@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from psc_core import PSC, open_dataset
-from psc_core.data.dataset import labelled
-from psc_core.data.sources import ArraySource
+from psc_core.data.dataset import ArraySource, labelled
 from psc_core.evaluation.classification import score_images
 from psc_core.images.preprocess import Preprocess
 from psc_core.report.classification import sets

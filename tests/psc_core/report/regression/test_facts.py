@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from psc_core.bundle.io import read_bundle
+from psc_core.bundle import read_bundle
 from psc_core.report.content import Content, Role
 from psc_core.report.facts import facts_of
 from psc_core.tasks.regression.policy import RegressionPolicy

@@ -12,7 +12,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from psc_core.bundle.io import Bundle, read_bundle
+from psc_core.bundle import Bundle, read_bundle
 from psc_core.report.content import Content, Role
 from psc_core.report.facts import facts_of
 from psc_core.report.regression import figures

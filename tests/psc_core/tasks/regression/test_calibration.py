@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psc_core.errors import BundleError, FitError, UsageError
-from psc_core.metrics.intervals import binomial_acceptance
+from psc_core.metrics import binomial_acceptance
 from psc_core.tasks.regression.calibration import Calibration
 from psc_core.tasks.regression.fit.calibrate import fit_calibration
 from psc_core.tasks.regression.policy import RegressionPolicy

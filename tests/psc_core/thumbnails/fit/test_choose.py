@@ -8,12 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core.data.dataset import ImageDataset, labelled
-from psc_core.data.sources import ArraySource
+from psc_core.data.dataset import ArraySource, ImageDataset, labelled
 from psc_core.errors import UsageError
 from psc_core.images.preprocess import PRESETS
-from psc_core.thumbnails.fit.choose import check_thumbnail_count, kept_images, thumbnails_of
-from psc_core.thumbnails.thumbnails import MAX_COUNT, SIDE
+from psc_core.thumbnails import MAX_COUNT, SIDE, check_thumbnail_count, kept_images, thumbnails_of
 
 
 def dataset(labels: torch.Tensor) -> ImageDataset:

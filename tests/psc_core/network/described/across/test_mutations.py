@@ -13,8 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from psc_core.errors import NetworkError
-from psc_core.network.described import hugging_face, timm
-from psc_core.network.described.base import Described
+from psc_core.network import described as hugging_face
+from psc_core.network import described as timm
+from psc_core.network.described import Described
 
 LABELS: Final = {"id2label": {"0": "cat", "1": "dog"}, "label2id": {"cat": 0, "dog": 1}}
 IMAGENET: Final = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
@@ -175,7 +176,7 @@ def described(folder: Path, files: dict[str, Any]) -> list[Described]:
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
     found = []
-    readers: list[Callable[[Path], Described]] = [hugging_face.describe, timm.describe]
+    readers: list[Callable[[Path], Described]] = [hugging_face.describe_hugging_face, timm.describe_timm]
     for read in readers:
         try:
             found.append(read(folder))
@@ -234,4 +235,4 @@ def test_the_error_names_the_field(
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
     with pytest.raises(NetworkError, match=message):
-        hugging_face.describe(folder)
+        hugging_face.describe_hugging_face(folder)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from psc_core.evaluation.temperature import fit_temperature
+from psc_core.evaluation.baselines import fit_temperature
 from psc_core.tasks.classification.fit import posterior, softmax
 from psc_core.tasks.classification.fit.posterior import COST, choose_posterior, choose_temperature
 from psc_core.tasks.classification.heads.base import entropy

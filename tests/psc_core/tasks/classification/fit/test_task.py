@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from psc_core import PRESETS, FitSettings, open_dataset
-from psc_core.data.dataset import ImageDataset, labelled
-from psc_core.data.sources import ArraySource
+from psc_core.data.dataset import ArraySource, ImageDataset, labelled
 from psc_core.tasks.classification.fit.task import FIT, network_accuracy
 from tests.conftest import TinyJob
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from psc_core.metrics.classification import LOG_FLOOR
+from psc_core.metrics import LOG_FLOOR
 from psc_core.tasks.classification.fit.temperature import better_of, fit_temperature_head, retempered
 from psc_core.tasks.classification.heads.base import ClassifierHead, HeadOutput
 from psc_core.tasks.classification.heads.temperature import TemperatureHead

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from psc_core import metrics as ranking
 from psc_core.errors import FitError
-from psc_core.metrics import ranking
 from psc_core.tasks.classification.answer import SCORES
 from psc_core.tasks.classification.heads import HEADS
 from psc_core.tasks.classification.heads.base import entropy

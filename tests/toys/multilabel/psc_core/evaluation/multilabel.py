@@ -11,14 +11,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from psc_core.compute.passes import Compute
+from psc_core import metrics as ranking
+from psc_core.compute import Compute
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.spec import open_dataset
+from psc_core.data.open import open_dataset
 from psc_core.errors import UsageError
 from psc_core.evaluation.base import PRIMARY, ObservedRate, Report, observed_rate
-from psc_core.metrics import ranking
-from psc_core.model.base import FittedModel
-from psc_core.scoring.dataset import scored_batches
+from psc_core.model import FittedModel
+from psc_core.scoring import scored_batches
 from psc_core.tasks.multilabel.fit.task import held
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from psc_core.data.dataset import ImageDataset
 from psc_core.evaluation.multilabel import ScoredLabels, labels_of, quality_of
-from psc_core.model.base import FittedModel
+from psc_core.model import FittedModel
 from psc_core.report.content import Picture, Role, ScoredSet, parts_of
 
 

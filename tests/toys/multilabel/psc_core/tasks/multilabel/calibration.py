@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from psc_core.calibration.conformal import check_ascending, check_names, check_range, check_rates
-from psc_core.rates import conformal_rank
+from psc_core.conformal import check_ascending, check_names, check_range, check_rates, conformal_rank
 from psc_core.tasks.calibration import BaseCalibration
 from psc_core.tasks.multilabel.decide import Thresholds
 

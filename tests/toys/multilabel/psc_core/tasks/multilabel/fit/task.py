@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from psc_core.calibration.weighted import equal_scores
-from psc_core.compute.passes import Compute
+from psc_core.compute import Compute
+from psc_core.conformal import equal_scores
 from psc_core.data.dataset import ImageDataset
 from psc_core.settings import FitSettings
 from psc_core.tasks.fit.task import Calibrated, Features, FirstLook, HeadJob, TaskFit, run_network

@@ -1,0 +1,404 @@
+"""Parse the JSON of a request, unless it has so many values that parsing would take too long.
+
+The cost of JSON lies in its values, not its bytes: a megabyte of ``[],`` takes 0.1 s and 30 MB to parse, a hundred
+times as much as a megabyte of base64, and the interpreter's lock is held throughout.  So commas, colons and brackets
+are counted first, piece by piece at a gigabyte per second: a document cannot have more values than these.  (Those
+inside strings count too, but no string that the service reads has many.)
+
+Find the clients that have left, without a task for each request.
+
+While the client is connected, an ASGI server's ``receive()`` waits; after a disconnect it returns.  So ``receive()`` is
+driven one step by hand: either it returns at once (the client has left), or it suspends (the client is there) and is
+closed.  A sweep over all waiting requests a few times a second costs less than a task, and its wake-up, for each.
+
+Read the encoded images from the body of a prediction request, with limits that hold while it arrives.
+
+The body has one of three forms: ``multipart/form-data`` with the field ``images`` repeated, ``application/json`` with
+``{"images": [{"b64": …}, …]}``, or one image file as ``image/*``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+import reprlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import orjson
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
+from app.errors import ClientGone, MalformedRequest, SlowUpload, TooManyImages, UnsupportedEncoding, UnsupportedMedia
+from app.inference.decoder import EncodedImage
+from psc_core.errors import all_faults, hint, shortened
+
+MAX_VALUES: Final = 1 << 22
+"""The maximum number of values in one document; parsing them takes 0.1 s."""
+
+MAX_CONTAINERS: Final = 1 << 18
+"""The maximum number of lists, objects and keys in one document; parsing them takes 0.1 s."""
+
+_MOST: Final = {b"[{:": MAX_CONTAINERS, b"[{:,": MAX_VALUES}
+
+_PIECE: Final = 1 << 18
+"""The bytes counted at a time; between two pieces, other threads get the interpreter's lock."""
+
+
+class Marks:
+    """A count of some characters in a body that comes in pieces.
+
+    Args:
+        most: Maps a set of characters to the maximum number of all of them together.
+    """
+
+    def __init__(self, most: Mapping[bytes, int]) -> None:
+        self._most = most
+        self._found = Counter(dict.fromkeys(b"".join(most), 0))
+
+    def exceeded_with(self, piece: bytes) -> bool:
+        """Count the characters of another piece; return whether there are now too many."""
+        self._found.update({mark: piece.count(mark) for mark in self._found})
+        return any(sum(self._found[mark] for mark in together) > limit for together, limit in self._most.items())
+
+
+def has_more(body: bytes, most: Mapping[bytes, int]) -> bool:
+    """Return whether some characters occur more often than ``most`` allows; counting stops once that is known."""
+    marks = Marks(most)
+    return any(marks.exceeded_with(body[start : start + _PIECE]) for start in range(0, len(body), _PIECE))
+
+
+def counted() -> Callable[[bytes], None]:
+    """Return a function that checks each piece of a document as it arrives, so that a costly one is not kept.
+
+    The function raises the errors of :func:`load_json`.  A document whose pieces have passed goes to :func:`parsed`.
+    """
+    marks = Marks(_MOST)
+
+    def check(piece: bytes) -> None:
+        if marks.exceeded_with(piece):
+            raise _too_costly()
+
+    return check
+
+
+def _too_costly() -> MalformedRequest:
+    return MalformedRequest(
+        f"expected JSON of at most {MAX_VALUES} values and {MAX_CONTAINERS} lists, objects and keys, got "
+        "more; send fewer images, image files instead of pixels, or binary data"
+    )
+
+
+def load_json(body: bytes) -> Any:
+    """Return the document.
+
+    Raises:
+        MalformedRequest: If it is not JSON, or has too many values, lists, objects or keys.
+    """
+    if has_more(body, _MOST):
+        raise _too_costly()
+    return parsed(body)
+
+
+def parsed(body: bytes) -> Any:
+    """Return a document whose values were counted before; counting them again takes longer than parsing it.
+
+    Raises:
+        MalformedRequest: If it is not JSON.
+    """
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise MalformedRequest(f"the body is not JSON: {error.msg} at byte {error.pos}") from error
+
+
+def has_disconnected(receive: Receive) -> bool:
+    """Return whether the client has closed its connection; call it only after the whole body was read."""
+    waiting = receive().__await__()
+    try:
+        next(waiting)
+    except StopIteration as message:
+        return bool(message.value["type"] == "http.disconnect")
+    close = getattr(waiting, "close", None)  # Awaitables other than coroutines have none.
+    if close is not None:
+        close()
+    return False
+
+
+Query = TypeVar("Query", bound=BaseModel)
+
+
+def parse_query(model: type[Query], request: Request) -> Query:
+    """Parse the query parameters of a request to a route that takes some; those that take none ignore them.
+
+    FastAPI would ignore unknown parameters, and silently take the last value of a repeated one.
+
+    Raises:
+        MalformedRequest: If a parameter is unknown, repeated or out of range.
+    """
+    given = [name for name, _ in request.query_params.multi_items()]
+    for name in given:
+        if name not in model.model_fields:
+            raise MalformedRequest(f"there is no parameter {shortened(name)}; {hint(name, [*model.model_fields])}")
+    if len(set(given)) < len(given):
+        raise MalformedRequest(f"give each parameter once, got {', '.join(given)}")
+    try:
+        return model.model_validate_strings(dict(request.query_params))
+    except ValidationError as error:
+        raise MalformedRequest(all_faults(error.errors(), "parameter")) from error
+
+
+def query_parameters(model: type[BaseModel]) -> list[dict[str, Any]]:
+    """Return a model's parameters as OpenAPI describes them."""
+    return [
+        {"name": name, "in": "query", "required": False, "description": schema.pop("description", ""), "schema": schema}
+        for name, schema in model.model_json_schema()["properties"].items()
+    ]
+
+
+Parsed = TypeVar("Parsed")
+
+FIELD: Final = "images"
+_INLINE_BYTES: Final = 256 * 1024
+"""The largest body that is parsed on the event loop, bytes; a larger one would hold it up."""
+
+_MAX_PARAMETERS: Final = 16
+"""The maximum number of parameters of a part's ``Content-Disposition``, or of semicolons in its file name."""
+
+_CHARSETS: Final = frozenset({"utf-8", "utf8", "us-ascii", "ascii"})
+"""The charsets whose texts are UTF-8."""
+
+_RAW: Final = frozenset({b"binary", b"8bit", b"7bit", b"identity"})
+"""The encodings of a part that leave its bytes as they are."""
+
+_FORMS: Final = "multipart/form-data with the field 'images', application/json, or image/*"
+
+
+@dataclass(frozen=True, slots=True)
+class UploadLimits:
+    """The limits on one request: images, multipart fields (images included), and seconds to arrive."""
+
+    max_images: int
+    max_fields: int
+    seconds: float
+
+
+async def read_images(request: Request, limits: UploadLimits, parser: Executor) -> list[EncodedImage]:
+    """Read the images of a request, at least one.
+
+    Args:
+        request: The request.
+        limits: The limits on its body.
+        parser: Parses a large JSON document.
+
+    Raises:
+        UnsupportedMedia: If the content type is none of the three forms.
+        UnsupportedEncoding: If a part of a form is encoded.
+        MalformedRequest: If the body does not follow its form, or holds no image.
+        TooManyImages: If there are more than ``limits.max_images``; raised as soon as it is known.
+        SlowUpload: If the body did not arrive in time.
+        ClientGone: If the client left before the body was complete.
+    """
+    content_type = request.headers.get("content-type", "")
+    media = content_type.partition(";")[0].strip().lower()
+    if media.startswith("image/"):
+        image = await read_body(request, limits.seconds)
+        if not image:
+            raise MalformedRequest("the body is empty; send the image file as the body")
+        return [EncodedImage(image)]
+    if media == "application/json":
+        body = await read_json_body(request, limits.seconds)
+        return await parse(parser, body, parse_json, body, limits.max_images)
+    if media == "multipart/form-data":
+        return await _read_multipart(content_type, request, limits)
+    got = repr(media) if media else "no content type"
+    raise UnsupportedMedia(f"expected {_FORMS}, got {got}; set Content-Type")
+
+
+async def read_body(request: Request, seconds: float) -> bytes:
+    """Read the whole body.
+
+    Raises:
+        SlowUpload: If the body did not arrive within ``seconds``.
+        ClientGone: If the client left before the body was complete.
+    """
+    pieces: list[bytes] = []
+    await _read(request, pieces.append, seconds)
+    return b"".join(pieces)
+
+
+async def read_json_body(request: Request, seconds: float) -> bytes:
+    """Read the whole body, a JSON document.
+
+    Raises:
+        UnsupportedMedia: If the content type names a charset other than UTF-8, the only one of JSON.
+        MalformedRequest: If the document has too many values; raised as soon as it is known.
+        SlowUpload: If the body did not arrive within ``seconds``.
+        ClientGone: If the client left before the body was complete.
+    """
+    content_type = request.headers.get("content-type", "")
+    if ";" in content_type:
+        charset = parse_options_header(content_type)[1].get(b"charset", b"utf-8").decode("latin-1")
+        if charset.lower() not in _CHARSETS:
+            raise UnsupportedMedia(f"expected JSON in UTF-8, got charset={charset[:64]}; encode the body in UTF-8")
+    pieces: list[bytes] = []
+    check = counted()
+
+    def take(piece: bytes) -> None:
+        check(piece)
+        pieces.append(piece)
+
+    await _read(request, take, seconds)
+    return b"".join(pieces)
+
+
+async def parse(parser: Executor, body: bytes, work: Callable[..., Parsed], *arguments: Any) -> Parsed:
+    """Return ``work(*arguments)``; for a large body it runs in ``parser``, so as not to hold up the event loop."""
+    if len(body) <= _INLINE_BYTES:
+        return work(*arguments)
+    return await asyncio.get_running_loop().run_in_executor(parser, work, *arguments)
+
+
+async def _read(request: Request, take: Callable[[bytes], Any], seconds: float) -> None:
+    """Pass every piece of the body to ``take``."""
+    try:
+        async with asyncio.timeout(seconds):
+            async for piece in request.stream():
+                if piece:
+                    take(piece)
+    except TimeoutError as error:
+        raise SlowUpload(f"the body did not arrive within {seconds:g} s; send it faster") from error
+    except ClientDisconnect as error:
+        raise ClientGone("the client left while the body arrived") from error
+
+
+def parse_json(body: bytes, max_images: int) -> list[EncodedImage]:
+    """Return the images of a JSON body from :func:`read_json_body`; raises the errors of :func:`read_images`."""
+    if has_more(body, {b"{": max_images + 1}):  # Each image is an object: too many are refused before they are parsed.
+        raise TooManyImages(f"expected at most {max_images} images, got more; split the request")
+    document = parsed(body)
+    images = document.get(FIELD) if isinstance(document, dict) else None
+    if not isinstance(images, list) or set(document) != {FIELD}:
+        raise MalformedRequest('expected {"images": [{"b64": "…"}, …]} and nothing else; correct the body')
+    if len(images) > max_images:
+        raise TooManyImages(f"expected at most {max_images} images, got {len(images)}; split the request")
+    if not images:
+        raise MalformedRequest("the list of images is empty; add an image")
+    return [EncodedImage(_file_of(image, index)) for index, image in enumerate(images)]
+
+
+def _file_of(image: Any, index: int) -> bytes:
+    text = image.get("b64") if isinstance(image, dict) and len(image) == 1 else None
+    if not isinstance(text, str):
+        raise MalformedRequest(f'image {index}: expected {{"b64": "…"}} and nothing else; correct the body')
+    return decode_base64(text, f"image {index}")
+
+
+def decode_base64(text: Any, where: str) -> bytes:
+    """Decode strict base64 text; raises :class:`MalformedRequest`, whose text begins with ``where``."""
+    if isinstance(text, str) and text.startswith("data:"):
+        raise MalformedRequest(f"{where}: expected base64, got a data: URL; send only what follows its comma")
+    try:
+        return binascii.a2b_base64(text, strict_mode=True)
+    except (TypeError, ValueError) as error:  # binascii.Error is a ValueError.
+        raise MalformedRequest(f"{where}: expected base64 with padding and without line breaks ({error})") from error
+
+
+class _FormFields:
+    """The callbacks of the streaming parser, which keep the image parts, and count and drop every other field."""
+
+    def __init__(self, limits: UploadLimits) -> None:
+        self.images: list[EncodedImage] = []
+        self.others: list[str] = []
+        self.ended = False
+        self._limits = limits
+        self._fields = 0
+        self._header_name = b""
+        self._header_value = b""
+        self._disposition = b""
+        self._encoding = b""
+        self._name = ""
+        self._file_name: str | None = None
+        self._data = bytearray()
+
+    def on_part_begin(self) -> None:
+        self._fields += 1
+        if self._fields > self._limits.max_fields:
+            raise MalformedRequest(f"expected at most {self._limits.max_fields} fields; send fewer")
+        self._disposition = self._encoding = b""
+        self._data = bytearray()
+
+    def on_header_begin(self) -> None:
+        self._header_name = b""
+        self._header_value = b""
+
+    def on_header_field(self, data: bytes, start: int, end: int) -> None:
+        self._header_name += data[start:end]
+
+    def on_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._header_value += data[start:end]
+
+    def on_header_end(self) -> None:
+        name = self._header_name.lower()
+        if name in (b"content-transfer-encoding", b"content-encoding"):
+            if self._header_value.strip().lower() not in _RAW:
+                self._encoding = self._header_name + b": " + self._header_value[:64]
+        elif name == b"content-disposition":
+            if self._header_value.count(b";") > _MAX_PARAMETERS:
+                raise MalformedRequest(f"a part's header has more than {_MAX_PARAMETERS} parameters; send fewer")
+            self._disposition = self._header_value
+
+    def on_headers_finished(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        if b"name" not in options:
+            raise MalformedRequest("a part has no name in its Content-Disposition; add one")
+        self._name = options[b"name"].decode("utf-8", "replace")
+        file_name = options.get(b"filename")
+        self._file_name = file_name.decode("utf-8", "replace") if file_name else None
+        if self._name == FIELD and self._encoding:
+            raise UnsupportedEncoding(
+                f"expected the bytes of image files, got {self._encoding.decode('latin-1')}; send them as they are"
+            )
+        if self._name == FIELD and len(self.images) >= self._limits.max_images:
+            raise TooManyImages(f"expected at most {self._limits.max_images} images; split the request")
+
+    def on_part_data(self, data: bytes, start: int, end: int) -> None:
+        if self._name == FIELD:
+            self._data += data[start:end]
+
+    def on_part_end(self) -> None:
+        if self._name == FIELD:
+            self.images.append(EncodedImage(bytes(self._data), self._file_name))
+        else:
+            self.others.append(self._name)
+
+    def on_end(self) -> None:
+        self.ended = True
+
+
+async def _read_multipart(content_type: str, request: Request, limits: UploadLimits) -> list[EncodedImage]:
+    _, options = parse_options_header(content_type)
+    boundary = options.get(b"boundary")
+    if not boundary:
+        raise MalformedRequest("the Content-Type has no boundary; let the HTTP client set it")
+    parts = _FormFields(limits)
+    try:
+        callbacks: Any = {name: getattr(parts, name) for name in vars(_FormFields) if name.startswith("on_")}
+        parser = MultipartParser(boundary, callbacks)
+        await _read(request, parser.write, limits.seconds)
+        parser.finalize()
+    except FormParserError as error:
+        raise MalformedRequest(f"the body is not multipart/form-data: {error}") from error
+    if not parts.ended:
+        raise MalformedRequest("the multipart body ends before its last boundary; send it again")
+    if not parts.images:
+        seen = reprlib.repr(sorted(set(parts.others))) if parts.others else "no field"
+        raise MalformedRequest(f"expected at least one field {FIELD!r}, got {seen}; name the field {FIELD!r}")
+    return parts.images

@@ -1,0 +1,254 @@
+"""Pure ASGI middleware, one concern per module (not ``BaseHTTPMiddleware``, which hides disconnects).
+
+Limit the number of concurrent requests, the body of each, and the memory of all bodies.
+
+A compressed body is refused here, before any route reads it: its size after inflation has no limit.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import time
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Final
+
+from fastapi import Response
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.errors import BodyTooLarge, TooManyRequests, UnsupportedEncoding
+from app.http.problems import MEDIA_TYPE, error_response, make_problem
+from app.memory import COPIES
+from app.observability.metrics import Metrics
+from app.observability.tracing import current_trace, trace_of_request
+from app.service import Service
+from psc_core.errors import shortened
+
+_CALLS: Final = {f"/inference.GRPCInferenceService/{name}" for name in ("ServerLive", "ServerReady", "ModelReady")}
+_PROBES: Final = frozenset({"/healthz", "/readyz", "/metrics", "/v2/health/live", "/v2/health/ready", *_CALLS})
+_LARGE_BYTES: Final = 1 << 20
+_WITHOUT_BODY: Final = frozenset({"GET", "HEAD"})
+_PROBE_OF_MODEL: Final = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/ready")
+
+
+def is_probe(path: str) -> bool:
+    """Return whether orchestrators or Prometheus probe this path; they ask by address, even of a busy service."""
+    return path in _PROBES or (path.endswith("/ready") and _PROBE_OF_MODEL.fullmatch(path) is not None)
+
+
+class RequestLimits:
+    """Limits the number of concurrent requests and the bytes of their bodies.
+
+    Args:
+        app: The wrapped ASGI application.
+        service: The service whose settings apply, and whose ``inflight`` is kept up to date.
+    """
+
+    def __init__(self, app: ASGIApp, *, service: Service) -> None:
+        self.app = app
+        self._service = service
+        self._max_requests = service.settings.max_requests
+        self._max_bytes = service.settings.max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        self._service.inflight += 1
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            self._service.inflight -= 1
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._service.inflight > self._max_requests and not is_probe(scope["path"]):
+            raise TooManyRequests(f"more than {self._max_requests} requests at once; try again in 1 s", retry_after=1)
+        if scope["method"] not in _WITHOUT_BODY:
+            _check_encoding(scope["headers"])
+        announced = _announced_bytes(scope["headers"])
+        if announced > self._max_bytes:
+            raise self._too_large(f"{announced} bytes" if announced != sys.maxsize else "more")
+        memory, received, taken = self._service.memory, 0, 0
+        if announced > _LARGE_BYTES:  # Refused before it is read, so that bodies that are arriving find room.
+            memory.check(COPIES * announced)
+
+        async def receive_counted() -> Message:
+            nonlocal received, taken
+            message = await receive()
+            if message["type"] == "http.request":
+                size = len(message.get("body", b""))
+                received += size
+                if received > self._max_bytes:
+                    raise self._too_large("more")
+                if size:
+                    memory.take(COPIES * size)
+                    taken += COPIES * size
+            return message
+
+        try:
+            await self.app(scope, receive_counted, send)
+        finally:
+            memory.give(taken)
+
+    def _too_large(self, got: str) -> BodyTooLarge:
+        return BodyTooLarge(f"expected a body of at most {self._max_bytes} bytes, got {got}; send less")
+
+
+def _check_encoding(headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Refuse a body with a content coding; ``identity`` is none."""
+    for name, value in headers:
+        if name == b"content-encoding":
+            given = value.decode("latin-1")
+            if any(coding.strip().lower() not in ("", "identity") for coding in given.split(",")):
+                raise UnsupportedEncoding(
+                    f"expected an uncompressed body, got Content-Encoding: {given[:64]}; send it without"
+                )
+
+
+def _announced_bytes(headers: Sequence[tuple[bytes, bytes]]) -> int:
+    for name, value in headers:
+        if name == b"content-length":
+            if not value.isdigit():
+                return 0
+            digits = value.lstrip(b"0") or b"0"  # int() raises ValueError for more than 4,300 digits.
+            return int(digits) if len(digits) < 20 else sys.maxsize
+    return 0
+
+
+class HostAllowList(TrustedHostMiddleware):
+    """The allow-list of hosts; probes, which name an address, and gRPC, which no web page speaks, are exempt."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (scope.get("scheme") == "grpc" or is_probe(scope["path"])):
+            await self.app(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
+class ProblemCORS(CORSMiddleware):
+    """Starlette's CORS, except that a refused preflight request is answered with a problem document."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code != HTTPStatus.BAD_REQUEST:
+            return response
+        detail = f"{bytes(response.body).decode()}; allow it with the setting cors_origins"
+        problem = make_problem((response.status_code, "cors", "Cross-origin request refused"), detail)
+        del response.headers["content-length"], response.headers["content-type"]
+        body = problem.document.model_dump_json(exclude_none=True).encode()
+        return Response(body, response.status_code, dict(response.headers), media_type=MEDIA_TYPE)
+
+
+class Draining:
+    """Answers with ``Connection: close`` while the service drains.
+
+    Args:
+        app: The wrapped ASGI application.
+        service: The service, which knows whether it is draining.
+    """
+
+    def __init__(self, app: ASGIApp, *, service: Service) -> None:
+        self.app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_last(message: Message) -> None:
+            if self._service.draining and message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+            await send(message)
+
+        await self.app(scope, receive, send_last)
+
+
+logger = logging.getLogger("psc.http")
+
+
+class ProblemResponses:
+    """Turns exceptions into problem documents.
+
+    Args:
+        app: The wrapped ASGI application.
+        metrics: The metrics in which errors are counted.
+    """
+
+    def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
+        self.app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began = complete = False
+
+        async def watch(message: Message) -> None:
+            nonlocal began, complete
+            began = True
+            complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watch)
+        except Exception as error:
+            if not began:
+                await error_response(error, scope, self._metrics)(scope, receive, send)
+            elif not complete:
+                logger.exception("a request failed while it was answered", exc_info=error)
+                raise
+
+
+class Telemetry:
+    """Traces, counts and times each request.
+
+    Args:
+        app: The wrapped ASGI application.
+        service: The service whose metrics are updated.
+    """
+
+    def __init__(self, app: ASGIApp, *, service: Service) -> None:
+        self.app = app
+        self._service = service
+        self._access_log = service.settings.access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        service, began, status = self._service, time.perf_counter(), 0
+        trace = trace_of_request(scope["headers"])
+        token = current_trace.set(trace)
+
+        async def send_with_trace(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = [*message.get("headers", ()), (b"traceresponse", trace.traceparent.encode("ascii"))]
+                message["headers"] = headers
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_trace)
+        finally:
+            seconds = time.perf_counter() - began
+            route = getattr(scope.get("route"), "path", "unmatched")
+            service.metrics.psc_request_seconds.labels(route=route, status=str(status)).observe(seconds)
+            if self._access_log:
+                _log(scope, status, seconds)
+            current_trace.reset(token)
+
+
+def _log(scope: Scope, status: int, seconds: float) -> None:
+    client = scope.get("client")
+    extra = {
+        "method": scope["method"],
+        "path": shortened(scope["path"]),
+        "status": status,
+        "seconds": round(seconds, 6),
+        "client": shortened(client[0]) if client else None,
+    }
+    logger.info("request", extra=extra)

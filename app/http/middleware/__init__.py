@@ -1,1 +1,0 @@
-"""Pure ASGI middleware, one concern per module (not ``BaseHTTPMiddleware``, which hides disconnects)."""

@@ -1,0 +1,793 @@
+"""The Open Inference Protocol v2 over REST, with the binary tensor extension.
+
+Convert between tensors and the bodies of the Open Inference Protocol v2, JSON or with the binary extension.
+
+::
+
+    body ─ parse_request ─▶ InferRequest ─ images_of ─▶ uint8 array or encoded files
+    arrays ─ build_response ─▶ body, length of its JSON header
+
+A body is one JSON object.  With the binary tensor extension, the header ``Inference-Header-Content-Length`` gives the
+object's length, and the data of the tensors that have a ``binary_data_size`` follow it in order: little-endian,
+row-major, each ``BYTES`` element after its 4-byte length.  In JSON, data are flat or nested as ``shape`` says; elements
+of ``BYTES`` are base64 text, because a JSON string cannot hold the bytes of an image.
+
+A request has exactly one input: ``images`` (``UINT8``, NHWC or NCHW, of the network's input size) or
+``encoded_images`` (``BYTES``, image files).  gRPC requests pass through here too.
+
+The protocol's model repository: list the models, and take them in and out of service.
+
+Loading a model that is in service reads its bundle again, as ``POST /admin/reload`` does.
+
+The Open Inference Protocol v2 over REST, with the binary tensor data extension.
+
+Engine, limits, keys and thresholds are those of ``/predict``; errors are the protocol's ``{"error": "…"}`` with the
+statuses of :mod:`app.http.problems`.  A request may set the parameter ``alpha`` for ``is_ood``; the answer's
+parameters give the alpha that was used.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Final, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
+from starlette.types import Receive
+
+from app.errors import MalformedRequest, TooManyImages, UnknownModel
+from app.http.body import decode_base64, has_disconnected, load_json, parse, read_body, read_json_body
+from app.http.openapi import get_and_head
+from app.inference.batcher import RequestMode
+from app.inference.decoder import EncodedImage
+from app.models import ServedModel
+from app.service import Service, service_of, service_to_predict
+from app.tasks.base import GATES_OUTPUT, Datatype, tensor_names
+from psc_core.errors import fault
+from psc_core.maps import LayerMap
+from psc_core.pipeline import MAP
+from psc_core.tasks.answer import Document
+from psc_core.tasks.policy import Alpha
+from psc_core.version import __version__
+
+MAX_DIMENSIONS: Final = 8
+"""The maximum number of dimensions of an input.
+
+Validation stops at the first fault, because building an error for each of many elements would be slow."""
+
+_NAMES: Final = (*tensor_names(), MAP)
+
+
+class ErrorDocument(Document):
+    """The reason why a request failed."""
+
+    error: str
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the ``responses=`` of a route that can answer with errors of these statuses."""
+    return {status: {"model": ErrorDocument} for status in statuses}
+
+
+class ServerMetadata(Document):
+    """The server and what it supports."""
+
+    name: str
+    version: str
+    extensions: list[str]
+
+
+class ServerLiveDocument(Document):
+    """The answer of a process that is alive."""
+
+    live: bool
+
+
+class ServerReadyDocument(Document):
+    """Whether all models are ready."""
+
+    live: bool
+    ready: bool
+
+
+class ModelReadyDocument(Document):
+    """Whether one model is ready."""
+
+    name: str
+    ready: bool
+
+
+class RepositoryModel(Document):
+    """A model of the repository."""
+
+    name: str
+    version: str = Field(description="The digest of the bundle; empty while the model is not in service.")
+    state: Literal["READY", "UNAVAILABLE"]
+    reason: str = Field(description="The reason why the model is not available.")
+
+
+class TensorMetadata(Document):
+    """A tensor; −1 stands for a size that varies."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+
+
+class ModelMetadata(Document):
+    """The inputs and outputs of a model."""
+
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata] = Field(description="The inputs, of which a request has exactly one.")
+    outputs: list[TensorMetadata]
+
+
+class InferOutput(Document):
+    """An output; ``data`` is left out if binary data follows the document."""
+
+    name: str
+    datatype: Datatype
+    shape: list[int]
+    data: list[Any] | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class InferResponse(Document):
+    """The answer to an inference request."""
+
+    model_name: str
+    model_version: str
+    id: str | None = None
+    parameters: dict[str, Any] = Field(description="`alpha`: the false-alarm rate behind `is_ood`.")
+    outputs: list[InferOutput]
+
+
+_OutputName = Literal[_NAMES]  # type: ignore[valid-type]
+
+
+class RequestModel(BaseModel):
+    """The base of a request's parts; undeclared members and parameters are ignored, as the protocol demands."""
+
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
+
+
+def _reject(value: Any) -> None:
+    if value is not None:
+        raise ValueError("not supported by this server; leave it out")
+
+
+_Unsupported = Annotated[None, BeforeValidator(_reject), Field(description="Not supported.")]
+
+
+class _TensorParameters(RequestModel):
+    """The parameters of a tensor; those that would change the answer if they were supported are refused."""
+
+    shared_memory_region: _Unsupported = None
+    classification: _Unsupported = None
+
+
+class InputParameters(_TensorParameters):
+    """The parameters of an input."""
+
+    binary_data_size: int | None = Field(default=None, ge=0, description="The size of its binary data, bytes.")
+    layout: Literal["NHWC", "NCHW"] | None = Field(
+        default=None, description="The order of the axes; unset: the order that fits the shape."
+    )
+
+
+class InputTensor(RequestModel):
+    """An input: JSON ``data``, or binary data of the size that its parameters give."""
+
+    name: Literal["images", "encoded_images"]
+    datatype: Literal["UINT8", "BYTES"]
+    shape: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_DIMENSIONS), FailFast()]
+    parameters: InputParameters = InputParameters()
+    data: list[Any] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.data is None) == (self.parameters.binary_data_size is None):
+            raise ValueError("give either data or binary_data_size")
+        expected = "UINT8" if self.name == "images" else "BYTES"
+        if self.datatype != expected:
+            raise ValueError(f"expected datatype {expected} for {self.name}, got {self.datatype}")
+        return self
+
+
+class OutputParameters(_TensorParameters):
+    """The parameters of a wanted output."""
+
+    binary_data: bool | None = Field(
+        default=None, description="Return binary data; unset: the request's `binary_data_output`."
+    )
+
+
+class WantedOutput(RequestModel):
+    """An output that the answer should have."""
+
+    name: _OutputName
+    parameters: OutputParameters = OutputParameters()
+
+
+class RequestParameters(RequestModel):
+    """The parameters of a request."""
+
+    alpha: Alpha | None = Field(default=None, description="`is_ood` if p ≤ alpha, in this request.")
+    monitor: bool = Field(default=True, description="`false` leaves the images out of drift and metrics of scores.")
+    binary_data_output: bool = Field(
+        default=False, description="Return outputs as binary data unless their own parameters say otherwise."
+    )
+
+
+class InferRequest(RequestModel):
+    """An inference request; without ``outputs``, the answer has all of them but ``map``."""
+
+    id: str | None = None
+    parameters: RequestParameters = RequestParameters()
+    inputs: Annotated[list[InputTensor], Field(min_length=1, max_length=1), FailFast()]
+    outputs: Annotated[list[WantedOutput], Field(max_length=len(_NAMES)), FailFast()] = []
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len({output.name for output in self.outputs}) < len(self.outputs):
+            raise ValueError("name each output once")
+        return self
+
+    def binary_outputs(self, available: Sequence[str]) -> dict[str, bool]:
+        """Map each wanted output, or each available one, to whether it is returned as binary data."""
+        default = self.parameters.binary_data_output
+        if not self.outputs:
+            return dict.fromkeys(available, default)
+        given = {output.name: output.parameters.binary_data for output in self.outputs}
+        return {name: default if binary is None else binary for name, binary in given.items()}
+
+
+def _inline(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the JSON schema of a model with its references resolved."""
+    schema = model.model_json_schema()
+    parts = schema.pop("$defs", {})
+
+    def resolve(value: Any) -> Any:
+        if isinstance(value, dict):
+            if "$ref" in value:
+                return resolve(parts[value["$ref"].rpartition("/")[2]])
+            return {key: resolve(item) for key, item in value.items() if key != "default"}
+        return [resolve(item) for item in value] if isinstance(value, list) else value
+
+    resolved: dict[str, Any] = resolve(schema)
+    return resolved
+
+
+INFER_BODY: Final = {
+    "required": True,
+    "description": "Either `images`: UINT8 pixels of the network's input size, NHWC or NCHW; or `encoded_images`: "
+    "BYTES, image files (base64 in JSON).",
+    "content": {
+        "application/json": {"schema": _inline(InferRequest)},
+        "application/octet-stream": {
+            "schema": {
+                "type": "string",
+                "format": "binary",
+                "description": "The JSON object, then the binary data of its tensors.",
+            }
+        },
+    },
+}
+"""The body of an inference request, for OpenAPI."""
+
+HEADER: Final = "Inference-Header-Content-Length"
+"""The header with the length of the JSON object, bytes, if binary data follows it."""
+
+INFER_PARAMETERS: Final = [
+    {
+        "name": HEADER,
+        "in": "header",
+        "required": False,
+        "schema": {"type": "integer", "minimum": 1},
+        "description": "The length of the JSON object, bytes, if binary data follows it.",
+    }
+]
+"""The header of the binary tensor data extension, for OpenAPI."""
+
+
+_LENGTH: Final = 4
+_DTYPES: Final = {"FP32": "<f4", "INT64": "<i8", "UINT8": "|u1", "BOOL": "|b1"}
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """One output: an array, or for ``BYTES`` a sequence of texts."""
+
+    name: str
+    datatype: Datatype
+    shape: Sequence[int]
+    values: npt.NDArray[Any] | Sequence[str]
+
+
+def parse_request(body: bytes, header_length: str | None) -> tuple[InferRequest, memoryview | None]:
+    """Parse a request body.
+
+    Args:
+        body: The whole body.
+        header_length: The value of ``Inference-Header-Content-Length``, if sent.
+
+    Returns:
+        The request, and the binary data of its input if it has any.
+
+    Raises:
+        MalformedRequest: If the body does not follow the protocol.
+    """
+    length = _header_length(header_length, len(body))
+    text, binary = body if length == len(body) else body[:length], memoryview(body)[length:]
+    request = request_of(load_json(text))
+    size = request.inputs[0].parameters.binary_data_size
+    if len(binary) != (size or 0):
+        raise MalformedRequest(
+            f"expected {size or 0} bytes of binary data, got {len(binary)}; check binary_data_size and {HEADER}"
+        )
+    return request, None if size is None else binary
+
+
+def request_of(document: Any) -> InferRequest:
+    """Return the request in a JSON document.
+
+    Raises:
+        MalformedRequest: If the document does not follow the protocol.
+    """
+    try:
+        return InferRequest.model_validate(document)
+    except ValidationError as error:
+        raise MalformedRequest(f"request: {fault(error.errors(include_input=False, include_url=False)[0])}") from error
+
+
+def images_of(
+    tensor: InputTensor, binary: memoryview | None, shape: tuple[int, int, int], *, max_images: int
+) -> npt.NDArray[np.uint8] | list[bytes]:
+    """Return the images of an input.
+
+    Args:
+        tensor: The input, ``images`` or ``encoded_images``.
+        binary: The input's binary data; None if its data are in the JSON.
+        shape: (channels, height, width) of the network's input.
+        max_images: The maximum number of images in a request.
+
+    Returns:
+        ``uint8`` of shape (n, channels, height, width), or n encoded files; n ≥ 1.
+
+    Raises:
+        MalformedRequest: If the data do not fit the shape, or the shape does not fit the network.
+        TooManyImages: If there are more than ``max_images``.
+    """
+    if tensor.name == "images":
+        layout = _layout(tensor, shape)
+    elif len(tensor.shape) != 1 and tensor.shape[1:] != [1]:
+        raise _bad_shape(tensor, "[n] or [n, 1]")
+    count = tensor.shape[0]
+    if count < 1:
+        raise MalformedRequest(f"input {tensor.name!r} has no image; add one")
+    if count > max_images:
+        raise TooManyImages(f"expected at most {max_images} images, got {count}; split the request")
+    if tensor.name == "encoded_images":
+        return _files_from_json(tensor, count) if binary is None else _files(tensor, binary, count)
+    pixels = _pixels(tensor, binary).reshape(tensor.shape)
+    return np.ascontiguousarray(pixels.transpose(0, 3, 1, 2) if layout == "NHWC" else pixels)
+
+
+def build_response(
+    head: Mapping[str, Any], tensors: Sequence[OutputTensor], wanted_binary: Mapping[str, bool]
+) -> tuple[bytes, int | None]:
+    """Return the body of a response, and the length of its JSON part if binary data follows it.
+
+    Args:
+        head: The members of the response other than ``outputs``.
+        tensors: The outputs, in the order of the response.
+        wanted_binary: Maps the name of an output to whether it is returned as binary data.
+    """
+    outputs: list[dict[str, Any]] = []
+    buffers: list[bytes] = []
+    for tensor in tensors:
+        output: dict[str, Any] = {"name": tensor.name, "shape": tensor.shape, "datatype": tensor.datatype}
+        if wanted_binary[tensor.name]:
+            buffers.append(to_binary(tensor))
+            output["parameters"] = {"binary_data_size": len(buffers[-1])}
+        else:
+            values = tensor.values
+            output["data"] = np.ascontiguousarray(values).ravel() if isinstance(values, np.ndarray) else values
+        outputs.append(output)
+    document = orjson.dumps({**head, "outputs": outputs}, option=orjson.OPT_SERIALIZE_NUMPY)
+    return (b"".join((document, *buffers)), len(document)) if buffers else (document, None)
+
+
+def to_binary(tensor: OutputTensor) -> bytes:
+    """Return the values as bytes, in the form of the binary tensor extension and of gRPC's raw contents."""
+    if isinstance(tensor.values, np.ndarray):
+        return np.ascontiguousarray(tensor.values, dtype=_DTYPES[tensor.datatype]).tobytes()
+    encoded = [value.encode() for value in tensor.values]
+    return b"".join(len(value).to_bytes(_LENGTH, "little") + value for value in encoded)
+
+
+def _header_length(value: str | None, body_length: int) -> int:
+    if value is None:
+        return body_length
+    if not (value.isascii() and value.isdigit() and len(value) < 16 and 0 < int(value) <= body_length):
+        raise MalformedRequest(
+            f"expected {HEADER} from 1 to the body's {body_length} bytes, got "
+            f"{value[:32]!r}; send the length of the JSON object"
+        )
+    return int(value)
+
+
+def _layout(tensor: InputTensor, shape: tuple[int, int, int]) -> str:
+    """Return the layout that the parameter names, else the one that the shape fits; NHWC if both fit."""
+    channels, height, width = shape
+    sizes = {"NHWC": [height, width, channels], "NCHW": [channels, height, width]}
+    named = tensor.parameters.layout
+    for layout in [named] if named else sizes:
+        if len(tensor.shape) == 4 and tensor.shape[1:] == sizes[layout]:
+            return layout
+    choices = " or ".join(
+        f"[n, {', '.join(map(str, sizes[layout]))}] ({layout})" for layout in ([named] if named else sizes)
+    )
+    raise _bad_shape(tensor, f"{choices}; send images of other sizes as 'encoded_images'")
+
+
+def _pixels(tensor: InputTensor, binary: memoryview | None) -> npt.NDArray[np.uint8]:
+    size = math.prod(tensor.shape)
+    if binary is not None:
+        if len(binary) != size:
+            raise _bad_size(tensor, size, len(binary), "bytes")
+        return np.frombuffer(binary, np.uint8)
+    try:
+        # As objects: in an array of strings, every element would take as much memory as the longest.
+        values = np.asarray(tensor.data, dtype=object)
+    except ValueError as error:
+        raise MalformedRequest(f"input {tensor.name!r}: expected rows of equal length; pad or cut them") from error
+    types = set(map(type, values.ravel().tolist()))
+    if list in types:
+        raise MalformedRequest(f"input {tensor.name!r}: expected rows of equal length; pad or cut them")
+    if values.size != size:
+        raise _bad_size(tensor, size, values.size, "values")
+    if values.ndim > 1 and values.shape != tuple(tensor.shape):  # Reshaped, the pixels would be those of another image.
+        raise _bad_nesting(tensor, values.shape)
+    if types != {int} or values.min() < 0 or values.max() > 255:
+        raise MalformedRequest(f"input {tensor.name!r}: expected whole numbers from 0 to 255")
+    return values.astype(np.uint8)
+
+
+def _files(tensor: InputTensor, binary: memoryview, count: int) -> list[bytes]:
+    files: list[bytes] = []
+    while len(binary):
+        size = int.from_bytes(binary[:_LENGTH], "little")
+        if len(binary) < _LENGTH + size or len(files) == count:
+            raise _bad_size(tensor, count, len(files) + 1, "elements behind 4-byte lengths")
+        files.append(bytes(binary[_LENGTH : _LENGTH + size]))
+        binary = binary[_LENGTH + size :]
+    if len(files) != count:
+        raise _bad_size(tensor, count, len(files), "elements")
+    return files
+
+
+def _files_from_json(tensor: InputTensor, count: int) -> list[bytes]:
+    data = tensor.data or []
+    if len(data) != count:
+        raise _bad_size(tensor, count, len(data), "elements")
+    if any(isinstance(value, list) for value in data):
+        if len(tensor.shape) != 2 or not all(isinstance(value, list) and len(value) == 1 for value in data):
+            raise _bad_nesting(tensor)
+        data = [value for (value,) in data]
+    return [decode_base64(value, f"input {tensor.name!r}") for value in data]
+
+
+def _bad_shape(tensor: InputTensor, expected: str) -> MalformedRequest:
+    return MalformedRequest(f"input {tensor.name!r}: expected shape {expected}; got {reprlib.repr(list(tensor.shape))}")
+
+
+def _bad_nesting(tensor: InputTensor, got: Sequence[int] = ()) -> MalformedRequest:
+    lists = f", got lists of {list(got)}" if got else ""
+    return MalformedRequest(
+        f"input {tensor.name!r}: expected flat data, or lists nested as its shape {list(tensor.shape)}{lists}; "
+        "correct shape or data"
+    )
+
+
+def _bad_size(tensor: InputTensor, expected: int, got: int, unit: str) -> MalformedRequest:
+    return MalformedRequest(
+        f"input {tensor.name!r}: expected {expected} {unit} for shape {list(tensor.shape)}, got {got}; "
+        "correct shape or data"
+    )
+
+
+@dataclass(frozen=True)
+class Received:
+    """A request as it arrived."""
+
+    wanted: InferRequest  # the request without its binary data
+    binary: memoryview | None  # the binary data of its input, if it has any
+    body: bytes  # the whole body, whose size decides whether it is parsed on a thread
+
+
+@dataclass(frozen=True)
+class InferAnswer:
+    """A model's answer to the images of a request."""
+
+    served: ServedModel  # the model that answered
+    alpha: float  # the false-alarm rate behind ``is_ood``
+    tensors: list[OutputTensor]  # the wanted outputs, in order
+    as_binary: Mapping[str, bool]  # maps the name of each output to whether the request asks for binary data
+
+
+def find_model(service: Service, name: str, version: str | None) -> ServedModel:
+    """Return the model of this name and, if one is given, this version.
+
+    Raises:
+        UnknownModel: If there is no such model.
+        NotReady: If the model is not in service.
+    """
+    served = service.registry.get(name)
+    if version is not None and version != served.model.version:
+        raise UnknownModel(f"model {name!r} has the version {served.model.version!r}, not {version!r}; see /v2")
+    return served
+
+
+async def infer_tensors(
+    service: Service, name: str, version: str | None, received: Received, receive: Receive
+) -> InferAnswer:
+    """Answer a request.
+
+    Args:
+        service: The service whose model answers.
+        name: The name of the model.
+        version: The version of the model; ``None`` takes the one in service.
+        received: The request.
+        receive: The ASGI callable that tells when the client has left.
+
+    Raises:
+        PSCError: See :meth:`.ServedModel.predict` and :func:`.images_of`.
+    """
+    served, wanted, limit = find_model(service, name, version), received.wanted, service.settings.max_images_per_request
+    while True:
+        read = partial(images_of, wanted.inputs[0], received.binary, served.model.preprocess.shape, max_images=limit)
+        images = await parse(service.parser, received.body, read)
+        before, served = served, find_model(service, name, version)
+        if served is before:  # Or a reload has swapped the model, whose input may have another size now.
+            break
+    task, classes, gates = served.task, served.model.classes, served.model.gates
+    as_binary = wanted.binary_outputs(output_names(served))
+    unknown = [output for output in as_binary if output not in task.tensors and output != MAP]
+    if unknown:
+        known = (*task.tensors, *([] if served.model.pipeline.map is None else [MAP]))
+        raise MalformedRequest(f"model {served.name!r} has no output {unknown[0]!r}; expected some of {known}")
+    alpha = wanted.parameters.alpha
+    thresholds = served.thresholds if alpha is None else served.thresholds_with(alpha=alpha)
+    outputs, decisions, explanation = await served.predict(
+        images if isinstance(images, np.ndarray) else [EncodedImage(data) for data in images],
+        thresholds,
+        disconnected=partial(has_disconnected, receive),
+        mode=RequestMode.MAP if MAP in as_binary else RequestMode.PREDICT,
+        monitor=wanted.parameters.monitor,
+    )
+    tensors = [
+        OutputTensor(MAP, "UINT8", list(explanation[MAP].shape), explanation[MAP])
+        if output == MAP
+        else OutputTensor(
+            output,
+            task.tensors[output],
+            [len(outputs), *task.tensor_shape(output, classes, gates)],
+            task.tensor(output, outputs, decisions, classes),
+        )
+        for output in as_binary
+    ]
+    return InferAnswer(served, thresholds.policy.alpha, tensors, as_binary)
+
+
+def output_names(served: ServedModel) -> tuple[str, ...]:
+    """Return the names of the outputs that a model returns unless the request names some.
+
+    A model without gates leaves out theirs, though a request may name it.
+    """
+    return tuple(name for name in served.task.tensors if name != GATES_OUTPUT or served.model.gates)
+
+
+_ERRORS: Final = errors(400, 403, 404, 409, 422, 500, 503)
+
+repository_router = APIRouter(prefix="/v2/repository", tags=["open inference protocol v2"], responses=errors(401, 415))
+
+
+@repository_router.post("/index", summary="Models of the repository")
+async def index(request: Request) -> list[RepositoryModel]:
+    """List every model, its version and whether it answers."""
+    registry = service_to_predict(request).registry
+    reasons = registry.reasons() | dict.fromkeys(registry.unloaded, "unloaded")
+    versions = {served.name: served.model.version for served in registry.served}
+    return [
+        RepositoryModel(
+            name=name,
+            version=versions.get(name, ""),
+            state="UNAVAILABLE" if name in reasons else "READY",
+            reason=reasons.get(name, ""),
+        )
+        for name in registry.names
+    ]
+
+
+@repository_router.post("/models/{name}/load", summary="Load a model", responses=_ERRORS)
+async def load(request: Request, name: str) -> dict[str, str]:
+    """Load and warm up the model's bundle, then swap it in; a bad bundle changes nothing."""
+    service = service_of(request)
+    service.keys.check_admin(request.headers)
+    await service.reload(name)
+    return {}
+
+
+@repository_router.post("/models/{name}/unload", summary="Unload a model", responses=_ERRORS)
+async def unload(request: Request, name: str) -> dict[str, str]:
+    """Take the model out of service; the requests that it has admitted are answered."""
+    service = service_of(request)
+    service.keys.check_admin(request.headers)
+    if service.settings.workers > 1:
+        raise MalformedRequest("a worker cannot unload a model for the others; serve with workers = 1")
+    service.registry.unload(name)
+    return {}
+
+
+_METADATA_ERRORS: Final = errors(401, 404, 503)
+_INFER_ERRORS: Final = errors(400, 401, 404, 408, 413, 415, 422, 429, 500, 503, 504)
+_INFER: Final[Mapping[str, Any]] = {
+    "response_model": InferResponse,
+    "responses": {
+        200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}},
+        **_INFER_ERRORS,
+    },
+    "openapi_extra": {"requestBody": INFER_BODY, "parameters": INFER_PARAMETERS},
+}
+
+router = APIRouter(prefix="/v2", tags=["open inference protocol v2"])
+
+
+@router.get("", summary="Server metadata")
+async def server_metadata() -> ServerMetadata:
+    """Return the server's name, version and extensions."""
+    return ServerMetadata(name="psc", version=__version__, extensions=["binary_tensor_data", "model_repository"])
+
+
+@get_and_head(router, "/health/live", summary="Server liveness")
+async def live() -> ServerLiveDocument:
+    """Answer 200 while the process is alive."""
+    return ServerLiveDocument(live=True)
+
+
+@get_and_head(router, "/health/ready", summary="Server readiness", responses={503: {"model": ServerReadyDocument}})
+async def ready(request: Request, response: Response) -> ServerReadyDocument:
+    """Answer 200 if every model is ready; else 503."""
+    is_ready = not service_of(request).reasons()
+    response.status_code = 200 if is_ready else 503
+    return ServerReadyDocument(live=True, ready=is_ready)
+
+
+@router.get("/models/{name}", response_model=ModelMetadata, responses=_METADATA_ERRORS, summary="Model metadata")
+async def model_metadata(request: Request, name: str) -> ModelMetadata:
+    """Describe a model's inputs and outputs; a request has one of the two inputs."""
+    return metadata_of(find_model(service_to_predict(request), name, None))
+
+
+@router.get(
+    "/models/{name}/versions/{version}",
+    response_model=ModelMetadata,
+    responses=_METADATA_ERRORS,
+    summary="Metadata of a model's version",
+)
+async def version_metadata(request: Request, name: str, version: str) -> ModelMetadata:
+    """Describe a model if this version, the digest of its bundle, is in service."""
+    return metadata_of(find_model(service_to_predict(request), name, version))
+
+
+@get_and_head(
+    router,
+    "/models/{name}/ready",
+    response_model=ModelReadyDocument,
+    responses={503: {"model": ModelReadyDocument}, **errors(404)},
+    summary="Model readiness",
+)
+async def model_ready(request: Request, response: Response, name: str) -> ModelReadyDocument:
+    """Answer 200 if the model is ready; else 503."""
+    return _readiness(request, response, name, None)
+
+
+@get_and_head(
+    router,
+    "/models/{name}/versions/{version}/ready",
+    response_model=ModelReadyDocument,
+    responses={503: {"model": ModelReadyDocument}, **errors(404)},
+    summary="Readiness of a model's version",
+)
+async def version_ready(request: Request, response: Response, name: str, version: str) -> ModelReadyDocument:
+    """Answer 200 if this version of the model is ready; else 503."""
+    return _readiness(request, response, name, version)
+
+
+@router.post("/models/{name}/infer", summary="Inference", **_INFER)
+async def infer(request: Request, name: str) -> Response:
+    """Run inference on images and return the wanted outputs, as JSON or binary data."""
+    return await _infer(request, name, None)
+
+
+@router.post("/models/{name}/versions/{version}/infer", summary="Inference with a version", **_INFER)
+async def version_infer(request: Request, name: str, version: str) -> Response:
+    """Run inference with this version of the model."""
+    return await _infer(request, name, version)
+
+
+def metadata_of(served: ServedModel) -> ModelMetadata:
+    """Return the description of a model's inputs and outputs."""
+    model, preprocess = served.model, served.model.preprocess
+    pixels = [-1, preprocess.height, preprocess.width, preprocess.channels]
+    return ModelMetadata(
+        name=served.name,
+        versions=[model.version],
+        platform="pytorch_psc",
+        inputs=[
+            TensorMetadata(name="images", datatype="UINT8", shape=pixels),
+            TensorMetadata(name="encoded_images", datatype="BYTES", shape=[-1]),
+        ],
+        outputs=[
+            TensorMetadata(
+                name=name,
+                datatype=served.task.tensors[name],
+                shape=[-1, *served.task.tensor_shape(name, model.classes, model.gates)],
+            )
+            for name in output_names(served)
+        ]
+        + _map_outputs(model.pipeline.map),
+    )
+
+
+def _map_outputs(layer_map: LayerMap | None) -> list[TensorMetadata]:
+    """Describe the map, which the answer has only if the request names it."""
+    if layer_map is None:
+        return []
+    return [TensorMetadata(name=MAP, datatype="UINT8", shape=[-1, layer_map.grid.rows, layer_map.grid.columns])]
+
+
+def is_model_ready(service: Service, name: str, version: str | None) -> bool:
+    """Return whether a model is ready.
+
+    Raises:
+        UnknownModel: If there is no model of this name and version.
+    """
+    if name in {*service.registry.unloaded, *service.registry.reasons()}:
+        return False
+    find_model(service, name, version)
+    return "service" not in service.reasons()
+
+
+def _readiness(request: Request, response: Response, name: str, version: str | None) -> ModelReadyDocument:
+    is_ready = is_model_ready(service_of(request), name, version)
+    response.status_code = 200 if is_ready else 503
+    return ModelReadyDocument(name=name, ready=is_ready)
+
+
+async def _infer(request: Request, name: str, version: str | None) -> Response:
+    service = service_to_predict(request)
+    find_model(service, name, version).engine.check_room()
+    of_head = request.headers.get(HEADER)
+    read = read_json_body if of_head is None else read_body
+    body = await read(request, service.settings.upload_seconds)
+    wanted, binary = await parse(service.parser, body, parse_request, body, of_head)
+    answer = await infer_tensors(service, name, version, Received(wanted, binary, body), request.receive)
+    head: dict[str, Any] = {"model_name": answer.served.name, "model_version": answer.served.model.version}
+    head["parameters"] = {"alpha": answer.alpha}
+    if wanted.id is not None:
+        head["id"] = wanted.id
+    document, length = build_response(head, answer.tensors, answer.as_binary)
+    if length is None:
+        return Response(document, media_type="application/json")
+    return Response(document, media_type="application/octet-stream", headers={HEADER: str(length)})

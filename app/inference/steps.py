@@ -1,0 +1,336 @@
+"""The interface of a step, from ``uint8 (n, C, H, W)`` host images to packed ``float32 (n, S + K + G)`` host outputs.
+
+Every step runs under ``torch.inference_mode`` and is used by one thread at a time.  The outputs of padding images are
+never returned.
+
+A step that replays captured CUDA graphs, one per bucket; batches are padded, and nothing is allocated.
+
+A batch is one copy from the slot's pinned host buffer to the device, one replay and one copy back.  The host may fill
+and launch the next slot while the device works on this one.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from app.inference.batcher import DeviceBatch, Images, RequestMode, Result
+from psc_core.network.onnx import keep_from_compiler
+from psc_core.pipeline import MAP, Pipeline
+from psc_core.tasks.outputs import FloatArray
+
+
+class TorchThreads(NamedTuple):
+    """The numbers of threads that PyTorch uses on a CPU."""
+
+    full: int  # the number of threads of a network that runs on the device thread
+    quick: int  # the number of threads of a network that is quick enough for the event loop
+
+
+class Step(Protocol):
+    """A way to compute batches."""
+
+    slots: int  # the number of batches that may be launched and not yet fetched
+
+    def input(self, slot: int) -> Images:
+        """Return the slot's host buffer (max_batch, C, H, W), which :meth:`launch` sends to the device."""
+
+    def warm_up(self, is_wanted: Callable[[], bool] = ...) -> bool:
+        """Run every shape once, so that no request pays for compilation or capture.
+
+        Args:
+            is_wanted: Returns whether anybody still waits for the step; asked before each shape.
+
+        Returns:
+            Whether the step is quick: a full batch takes less time on one thread than handing it to another.
+        """
+
+    def launch(self, slot: int, count: int) -> None:
+        """Start to compute the first ``count`` images of the slot's buffer."""
+
+    def done(self, slot: int) -> bool:
+        """Return whether :meth:`fetch` would return without waiting."""
+
+    def fetch(self, slot: int, count: int) -> FloatArray:
+        """Wait for a launched batch and return its outputs, which the caller owns; device errors surface here."""
+
+    def explain(self, images: Images, mode: RequestMode) -> Result:
+        """Compute outputs with maps, explanations or both, as the mode asks, without a slot."""
+
+    def release_memory(self) -> None:
+        """Return cached device memory to the device after an allocation has failed."""
+
+
+class CompiledNetwork:
+    """A network whose forward pass is compiled, with one graph per shape; explanations are not compiled.
+
+    PyTorch compiles only a few shapes unless the process allows more (:func:`app.main.allow_compiled_shapes`).
+    """
+
+    def __init__(self, network: Pipeline) -> None:
+        keep_from_compiler(network)
+        self._forward = torch.compile(network, dynamic=False)
+        self.explain = network.explain
+        self.forward_with_map = network.forward_with_map
+
+    def __call__(self, images: Tensor, /) -> Tensor:
+        outputs: Tensor = self._forward(images)
+        return outputs
+
+
+def always() -> bool:
+    """Say that a step is wanted."""
+    return True
+
+
+def buckets_to(max_batch: int) -> tuple[int, ...]:
+    """Return the batch sizes to warm up: 1, 2, 4, … below ``max_batch``, then ``max_batch``."""
+    sizes = [1]
+    while sizes[-1] * 2 < max_batch:
+        sizes.append(sizes[-1] * 2)
+    return (*sizes, max_batch) if max_batch > 1 else (1,)
+
+
+def bucket_of(buckets: tuple[int, ...], count: int) -> int:
+    """Return the smallest bucket that holds ``count`` images."""
+    return next(size for size in buckets if size >= count)
+
+
+def explain(network: Pipeline | CompiledNetwork, images: Tensor, mode: RequestMode) -> Result:
+    """Compute the outputs of a batch on the network's device, with maps, explanations or both, as the mode asks."""
+    if mode is RequestMode.MAP:
+        packed, grey = network.forward_with_map(images)
+        explanation = {MAP: grey}
+    else:
+        packed, explanation = network.explain(images, with_map=mode.has_map)
+    arrays: dict[str, Any] = {name: value.cpu().numpy() for name, value in explanation.items()}
+    return Result(packed.float().cpu().numpy(), arrays)
+
+
+def run_batch(step: Step, batch: DeviceBatch) -> Result:
+    """Compute a batch and return its result, using slot 0."""
+    if batch.mode is not RequestMode.PREDICT:
+        images = np.empty((batch.size, *step.input(0).shape[1:]), np.uint8)
+        batch.copy_images(images)
+        return step.explain(images, batch.mode)
+    batch.copy_images(step.input(0))
+    step.launch(0, batch.size)
+    return Result(step.fetch(0, batch.size))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a step failed for lack of memory, on the device or the host.
+
+    PyTorch's CPU allocator has no exception of its own; it raises a RuntimeError that only its text tells apart.
+    """
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    )
+
+
+QUICK_SECONDS: Final = 2e-3
+"""A full batch that takes less time than this is computed sooner here than on another thread.
+
+On another thread, PyTorch gives up the interpreter's lock around every operation and then waits for the event loop to
+release it, so the dozens of operations of a small network take several times as long as they do alone.
+"""
+
+
+class EagerStep:
+    """A step that runs the network when its outputs are fetched.
+
+    Args:
+        network: Computes packed outputs from a uint8 batch.
+        shape: (channels, height, width) of an image.
+        max_batch: The maximum number of images in a step.
+        device: The device of the network.
+        fixed_shapes: Whether to pad batches to buckets, for a compiled network; otherwise any size runs unpadded.
+        threads: The numbers of threads on a CPU; see :func:`app.inference.steps.make_step`.
+    """
+
+    slots = 1
+
+    def __init__(
+        self,
+        network: Pipeline | CompiledNetwork,
+        shape: tuple[int, int, int],
+        *,
+        max_batch: int,
+        device: torch.device,
+        fixed_shapes: bool = False,
+        threads: TorchThreads | None = None,
+    ) -> None:
+        self._network = network
+        self._device = device
+        self._host = torch.zeros((max_batch, *shape), dtype=torch.uint8)
+        self._buffer: Images = self._host.numpy()
+        self._buckets = buckets_to(max_batch)
+        self._fixed_shapes = fixed_shapes
+        self._threads, self._quick_threads = threads or TorchThreads(torch.get_num_threads(), 1)
+
+    def input(self, slot: int) -> Images:
+        return self._buffer
+
+    def warm_up(self, is_wanted: Callable[[], bool] = always) -> bool:
+        for count in self._buckets:
+            if not is_wanted():
+                return False
+            self.fetch(0, count)
+        if self._device.type != "cpu":
+            return False
+        full, self._threads = self._threads, self._quick_threads
+        quick = all(self._is_quick(count) for count in (1, self._buckets[-1]))
+        self._threads = self._quick_threads if quick else full
+        return quick
+
+    def _is_quick(self, count: int) -> bool:
+        seconds = []
+        for _ in range(3):
+            began = time.perf_counter()
+            self.fetch(0, count)
+            seconds.append(time.perf_counter() - began)
+        return min(seconds) < QUICK_SECONDS
+
+    def launch(self, slot: int, count: int) -> None:
+        pass
+
+    def done(self, slot: int) -> bool:
+        return True
+
+    @torch.inference_mode()
+    def fetch(self, slot: int, count: int) -> FloatArray:
+        size = bucket_of(self._buckets, count) if self._fixed_shapes else count
+        # PyTorch keeps this number for each calling thread, and warm-up may have run on another one.
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
+        packed = self._network(self._host[:size].to(self._device))
+        return cast(FloatArray, packed[:count].float().cpu().numpy())
+
+    @torch.inference_mode()
+    def explain(self, images: Images, mode: RequestMode) -> Result:
+        return explain(self._network, torch.from_numpy(images).to(self._device), mode)
+
+    def release_memory(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+_IDLE_STREAMS: Final[dict[torch.device, list[torch.cuda.Stream]]] = defaultdict(list)
+"""The streams of steps that are gone, for reuse.
+
+PyTorch has a pool of 32 streams and then hands out the same ones again, which other models may be using."""
+
+
+class GraphStep:
+    """A step that replays captured CUDA graphs.
+
+    Args:
+        network: Computes packed outputs from a uint8 batch on ``device``.
+        shape: (channels, height, width) of an image.
+        max_batch: The maximum number of images in a step.
+        device: A CUDA device.
+    """
+
+    slots = 2
+
+    def __init__(
+        self, network: Pipeline | CompiledNetwork, shape: tuple[int, int, int], *, max_batch: int, device: torch.device
+    ) -> None:
+        self._network = network
+        self._buckets = buckets_to(max_batch)
+        self._host_images = [torch.zeros((max_batch, *shape), dtype=torch.uint8).pin_memory() for _ in range(2)]
+        self._buffers: list[Images] = [images.numpy() for images in self._host_images]
+        self._images = torch.zeros((max_batch, *shape), dtype=torch.uint8, device=device)
+        self._device = self._images.device  # With its index, which set_device needs.
+        idle = _IDLE_STREAMS[self._device]
+        self._stream = idle.pop() if idle else torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        weakref.finalize(self, idle.append, self._stream)
+        self._events = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._host_outputs: list[Tensor] = []
+
+    def input(self, slot: int) -> Images:
+        return self._buffers[slot]
+
+    @torch.inference_mode()
+    def warm_up(self, is_wanted: Callable[[], bool] = always) -> bool:
+        torch.cuda.set_device(self._device)
+        pool = torch.cuda.graph_pool_handle()
+        # The largest first: all graphs share a pool, and the smaller ones fit into the memory of the largest.
+        for count in reversed(self._buckets):
+            if not is_wanted():
+                return False
+            images = self._images[:count]
+            # Libraries choose algorithms and allocate workspaces in the first runs, which a capture must not contain.
+            with torch.cuda.stream(self._stream):
+                for _ in range(3):
+                    self._network(images)
+            self._stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            # By default, an allocation on any thread, such as a running model's, would break the capture.
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+                packed = self._network(images).float()
+            self._graphs[count] = (graph, packed)
+        largest = self._graphs[self._buckets[-1]][1]
+        self._host_outputs = [torch.zeros(largest.shape, dtype=torch.float32).pin_memory() for _ in range(2)]
+        return False
+
+    @torch.inference_mode()
+    def launch(self, slot: int, count: int) -> None:
+        graph, packed = self._graphs[bucket_of(self._buckets, count)]
+        with torch.cuda.stream(self._stream):
+            self._images[:count].copy_(self._host_images[slot][:count], non_blocking=True)
+            graph.replay()
+            self._host_outputs[slot][:count].copy_(packed[:count], non_blocking=True)
+            self._events[slot].record(self._stream)
+
+    def done(self, slot: int) -> bool:
+        return bool(self._events[slot].query())  # type: ignore[no-untyped-call]
+
+    def fetch(self, slot: int, count: int) -> FloatArray:
+        self._events[slot].synchronize()
+        return cast(FloatArray, self._host_outputs[slot][:count].numpy().copy())
+
+    @torch.inference_mode()
+    def explain(self, images: Images, mode: RequestMode) -> Result:
+        with torch.cuda.stream(self._stream):
+            return explain(self._network, torch.from_numpy(images).to(self._device), mode)
+
+    def release_memory(self) -> None:
+        torch.cuda.empty_cache()
+
+
+__all__ = ["EagerStep", "GraphStep", "Step", "TorchThreads", "make_step"]
+
+
+def make_step(
+    network: Pipeline,
+    shape: tuple[int, int, int],
+    *,
+    max_batch: int,
+    device: torch.device,
+    compiled: bool = False,
+    threads: TorchThreads | None = None,
+) -> Step:
+    """Return the fastest step for ``device``.
+
+    Args:
+        network: The pipeline, already on ``device``.
+        shape: (channels, height, width) of an image.
+        max_batch: The maximum number of images in a step.
+        device: The device of the network.
+        compiled: Whether to run the network through ``torch.compile``.
+        threads: The numbers of threads on a CPU; by default PyTorch's present number, and one for a quick step.
+    """
+    run = CompiledNetwork(network) if compiled else network
+    # A network that is not traced may let the host decide how to go on, which a captured graph cannot.
+    if device.type == "cuda" and network.is_traced:
+        return GraphStep(run, shape, max_batch=max_batch, device=device)
+    return EagerStep(run, shape, max_batch=max_batch, device=device, fixed_shapes=compiled, threads=threads)

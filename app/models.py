@@ -1,0 +1,599 @@
+"""The served models: load them, warm them up and swap them.
+
+Check that a model can be warmed up on this machine, before warm-up takes minutes or all of the memory.
+
+One image on PyTorch's meta device, which computes nothing, gives the number of operations and the size of the largest
+feature map; a matrix product gives the speed of the device.  Warm-up runs batches of 1, 2, 4, … images, which have
+twice the images of a full batch, and three feature maps of a batch are in memory at once.
+
+Keep the served models by name, and swap one for another without losing a request.
+
+A reload reads, verifies, builds and warms up the new model beside the old one, swaps one reference, and then lets the
+old engine finish the requests that it has admitted.  A bundle that cannot be used changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, Literal, NamedTuple, Protocol, Self
+
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
+
+from app.errors import NotReady, ReloadRunning, UnattainableAlpha, UnavailableMap, UnknownModel
+from app.inference.backend import choose_backend
+from app.inference.batcher import Batcher, Images, RequestMode
+from app.inference.decoder import Decoder, EncodedImage, fingerprints
+from app.inference.engine import Engine, Phase
+from app.inference.steps import Step, TorchThreads, make_step
+from app.log import LogWriter, ModelLog
+from app.memory import MemoryBudget, limits
+from app.observability.drift import DriftMonitor
+from app.observability.metrics import Metrics
+from app.observability.recorder import ModelRecorder
+from app.settings import MAX_DECODE_THREADS, Settings
+from app.tasks.base import ServedTask, served_task
+from psc_core.errors import BundleError, NetworkError, UsageError
+from psc_core.images.preprocess import Preprocess
+from psc_core.model import FittedModel, build_model
+from psc_core.network.onnx import OnnxBody
+from psc_core.settings import Backend
+from psc_core.tasks.decide import BaseDecisions, BaseThresholds
+from psc_core.tasks.outputs import FloatArray, Outputs
+from psc_core.tasks.policy import BasePolicy
+
+memory_logger = logging.getLogger("psc.models")
+
+ALIVE: Final = 3
+"""The number of a batch's feature maps in memory at once: an operation's input and output, and a shortcut past it."""
+
+EFFICIENCY: Final = 0.3
+"""The speed of a network as a fraction of the speed of a matrix product."""
+
+_SIDE: Final = 1024
+
+
+def check_affordable(model: FittedModel, *, max_batch: int, seconds: float) -> None:
+    """Refuse a model whose full batch does not fit in memory, or that takes longer than ``seconds`` to warm up.
+
+    Raises:
+        BundleError: If the model needs more memory or time; the message says how much, and which settings to change.
+    """
+    try:
+        alive, operations = cost_of_an_image(model)
+    except (RuntimeError, NotImplementedError):  # The meta device lacks an operation of a user's own network.
+        memory_logger.warning("the cost of the network is not known", extra={"model": model.name})
+        return
+    needed, free = alive * max_batch, free_bytes(model.device)
+    size = " × ".join(map(str, model.preprocess.shape[1:]))
+    if needed > free:
+        raise BundleError(
+            f"model {model.name!r}: a batch of {max_batch} images of {size} pixels needs about {needed / 2**30:.1f} "
+            f"GiB, and {free / 2**30:.1f} GiB are free; lower --max-batch-size, or fit the network for smaller images"
+        )
+    expected = 2 * max_batch * operations / operations_per_second(model.device)
+    if expected > seconds:
+        raise BundleError(
+            f"model {model.name!r}: warming up batches of {max_batch} images of {size} pixels would take about "
+            f"{expected:.0f} s, longer than {seconds:g} s; lower --max-batch-size or raise --warmup-seconds"
+        )
+
+
+class _NoTracker(ModuleTracker):
+    """Tracks no modules, because torch's tracker hooks all modules of the process, even those in service."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@torch.inference_mode()
+def cost_of_an_image(model: FittedModel) -> tuple[int, int]:
+    """Return the bytes in memory at once and the number of operations for one image.
+
+    The bytes are :data:`ALIVE` times the largest output of a module.
+    """
+    if isinstance(model.backbone.body, OnnxBody) and model.backbone.body.cost is not None:
+        return model.backbone.body.cost
+    largest = 0
+
+    def measure(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        nonlocal largest
+        if isinstance(output, Tensor):
+            largest = max(largest, output.nbytes)
+
+    network = deepcopy(model.backbone).to("meta")
+    image = torch.empty(1, *model.preprocess.shape, device="meta")
+    for module in network.modules():  # Of this copy alone: other models serve on other threads meanwhile.
+        module.register_forward_hook(measure)
+    counter = FlopCounterMode(display=False)
+    counter.mod_tracker = _NoTracker()
+    with counter:
+        network(image)
+    return ALIVE * largest, counter.get_total_flops()
+
+
+def operations_per_second(device: torch.device) -> float:
+    """Return the float32 operations per second, at :data:`EFFICIENCY`, of the faster of two matrix products."""
+    factor = torch.ones(_SIDE, _SIDE, device=device)
+    fastest = math.inf
+    for _ in range(2):
+        began = time.perf_counter()
+        float((factor @ factor)[0, 0])
+        fastest = min(fastest, time.perf_counter() - began)
+    return EFFICIENCY * 2 * _SIDE**3 / fastest
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes that can still be allocated on the GPU, or on this machine and in its control group."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min(limit - used for limit, used in limits())
+
+
+class ModelSource(Protocol):
+    """Fitted models by name, each read again whenever it is loaded."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The model names, the default first."""
+
+    def load(self, name: str) -> FittedModel:
+        """Read the model of this name; called on a thread."""
+
+
+@dataclass(frozen=True)
+class BundleSource:
+    """The bundles that the settings name."""
+
+    settings: Settings
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The model names, the default first."""
+        return tuple(name for name, _ in self.settings.named_bundles)
+
+    def load(self, name: str) -> FittedModel:
+        """Read, verify, build and probe the bundle of this name.
+
+        Raises:
+            BundleError: If the bundle cannot be used.
+        """
+        settings, path = self.settings, dict(self.settings.named_bundles)[name]
+        model = build_model(path, device=settings.device, allow_factories=settings.allow_factories)
+        # Before its first image, for which an oversized network would take minutes, or all memory.
+        check_affordable(model, max_batch=settings.max_batch_size, seconds=settings.warmup_seconds)
+        return model.probed()
+
+
+@dataclass(frozen=True)
+class MemorySource:
+    """Models that the caller has in memory."""
+
+    models: Mapping[str, FittedModel]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The model names, the default first."""
+        return tuple(self.models)
+
+    def load(self, name: str) -> FittedModel:
+        """Return the model of this name."""
+        return self.models[name]
+
+
+model_logger = logging.getLogger("psc.model")
+
+
+class Predicted(NamedTuple):
+    """The outputs and decisions for the images of one request."""
+
+    outputs: Outputs[FloatArray]
+    decisions: BaseDecisions
+    explanation: dict[str, npt.NDArray[Any]]  # by name, the first axis is the images; empty unless asked for
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """One model in service."""
+
+    name: str  # the name of the served model
+    model: FittedModel  # the fitted model
+    backend: str  # the backend that runs the network, see :mod:`psc_core.model.backends`
+    engine: Engine  # the model's queue and device worker
+    thresholds: BaseThresholds  # the thresholds of a request that sets none
+    recorder: ModelRecorder  # records the predictions in metrics and drift
+    log: ModelLog | None  # logs the predictions with their images; None if predictions are not logged
+
+    @cached_property
+    def task(self) -> ServedTask[Any]:
+        """The model's task in service."""
+        return served_task(self.model.task)
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """The members of every answer that identify the model and its task."""
+        reference = {"name": self.name, "version": self.model.version, "layer": self.model.layer}
+        return {"model": reference, **self.model.task.model_dump()}
+
+    @property
+    def headline(self) -> str:
+        """The sentence on what is promised of accepted images."""
+        return self.thresholds.policy.headline(self.model.report.get("metrics", {}))
+
+    def thresholds_with(self, **changes: float) -> BaseThresholds:
+        """Return the thresholds of a request that changes some of the policy's values.
+
+        Raises:
+            UnattainableAlpha: If there are too few calibration images for this alpha.
+        """
+        if not changes:
+            return self.thresholds
+        try:
+            calibration = self.model.calibration
+            return calibration.thresholds(calibration.changed(self.thresholds.policy, changes))
+        except UsageError as error:
+            raise UnattainableAlpha(str(error)) from error
+
+    def check_map(self, mode: RequestMode) -> None:
+        """Raise :class:`UnavailableMap` if the request asks for a map, and the model has none."""
+        if mode.has_map and self.model.pipeline.map is None:
+            raise UnavailableMap(f"model {self.name!r} was fitted without a map; leave out map")
+
+    async def predict(
+        self,
+        images: Sequence[EncodedImage] | Images,
+        thresholds: BaseThresholds,
+        *,
+        disconnected: Callable[[], bool],
+        mode: RequestMode = RequestMode.PREDICT,
+        monitor: bool = True,
+    ) -> Predicted:
+        """Predict the images of one request, decide, and record the predictions.
+
+        Args:
+            images: The images, see :meth:`app.inference.engine.Engine.predict`.
+            thresholds: The thresholds of the decisions.
+            disconnected: Returns whether the client has left.
+            mode: Which outputs to compute.
+            monitor: Whether the images count in drift and in the metrics of scores.
+
+        Raises:
+            UnavailableMap: If the request asks for a map, and the model has none.
+            ServiceError: See :meth:`app.inference.engine.Engine.predict`.
+        """
+        self.check_map(mode)
+        result = await self.engine.predict(images, disconnected=disconnected, mode=mode)
+        outputs = self.model.outputs(result.packed)
+        decisions = thresholds.decide(outputs)
+        self.recorder.predicted(outputs, decisions, await fingerprints(images) if monitor else None)
+        if self.log is not None:
+            self.log.predicted(images, outputs, decisions, thresholds.policy, is_monitored=monitor)
+        return Predicted(outputs, decisions, result.explanation)
+
+
+class ModelStarter:
+    """Turns fitted models into served ones.
+
+    Args:
+        settings: The service's settings.
+        metrics: The application's metrics.
+        memory: The bytes that requests may hold.
+        log: The writer of the prediction log; None if predictions are not logged.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        memory: MemoryBudget,
+        log: LogWriter | None,
+    ) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        self._memory = memory
+        self._log = log
+        self._threads = TorchThreads(settings.threads or torch.get_num_threads(), settings.threads or 1)
+        self._decode_threads = settings.decode_threads or min(MAX_DECODE_THREADS, len(os.sched_getaffinity(0)))
+        self._pool = ThreadPoolExecutor(self._decode_threads, thread_name_prefix="psc-decode")
+
+    async def start(self, name: str, model: FittedModel) -> ServedModel:
+        """Build the engine of a model and warm it up.
+
+        Raises:
+            BundleError: If there are too few calibration images for the policy, or the network does not run on the
+                wanted backend.
+            DeviceError: If the network failed while it was warmed up.
+        """
+        try:
+            changes = self._settings.thresholds(type(model.policy))
+            thresholds = model.calibration.thresholds(model.calibration.changed(model.policy, changes))
+            backend, step = await asyncio.to_thread(self._step, model)
+        except (UsageError, NetworkError) as error:
+            raise BundleError(f"model {name!r}: {error}") from error
+        recorder = self._recorder(name, model, thresholds.policy)
+        log = None if self._log is None else self._log.log_of(name, model)
+        engine = Engine(
+            name,
+            step,
+            self._decoder(model.preprocess),
+            batcher=self._batcher(model.device),
+            observer=recorder,
+            deadline_s=self._settings.deadline_seconds,
+        )
+        try:
+            await engine.start()
+        except BaseException:  # Also if cancelled: the thread that warms up would keep the model in memory.
+            await engine.close(within_s=0)
+            raise
+        served = ServedModel(name, model, backend, engine, thresholds, recorder, log)
+        model_logger.info("%s: %s", name, served.headline)
+        return served
+
+    def close(self) -> None:
+        """End the decode threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _step(self, model: FittedModel) -> tuple[Backend, Step]:
+        """Return the step of the wanted or of the fastest backend; measuring takes seconds."""
+        settings, threads = self._settings, self._threads
+        wanted: Backend | Literal["auto"] = "folded" if settings.compile else settings.backend
+        backend, pipeline = choose_backend(model, wanted, max_batch=settings.max_batch_size, threads=threads.full)
+        return backend, make_step(
+            pipeline,
+            model.preprocess.shape,
+            max_batch=settings.max_batch_size,
+            device=model.device,
+            threads=threads,
+            compiled=settings.compile,
+        )
+
+    def _decoder(self, preprocess: Preprocess) -> Decoder:
+        return Decoder(
+            self._pool,
+            self._memory,
+            threads=self._decode_threads,
+            preprocess=preprocess,
+            max_pixels=self._settings.max_pixels,
+            max_request_pixels=self._settings.max_pixels_per_request,
+            inline_bytes=self._settings.inline_decode_bytes,
+        )
+
+    def _batcher(self, device: torch.device) -> Batcher:
+        return Batcher(
+            max_batch=self._settings.max_batch_size,
+            max_queue_images=self._settings.max_queue_images,
+            max_delay_s=self._settings.max_delay_ms / 1000.0,
+            shares_cores=device.type == "cpu",
+        )
+
+    def _recorder(self, name: str, model: FittedModel, policy: BasePolicy) -> ModelRecorder:
+        drift = DriftMonitor(
+            len(model.calibration.ood_scores),
+            policy.alpha,
+            false_alarm_probability=self._settings.drift_false_alarm / self._settings.drift_monitors,
+            window=self._settings.drift_window,
+        )
+        limit = self._settings.max_queue_images
+        return ModelRecorder(name, model, policy=policy, queue_limit=limit, metrics=self._metrics, drift=drift)
+
+
+logger = logging.getLogger("psc.registry")
+
+
+class Registry:
+    """The models by name; to be used on the event loop only.
+
+    Args:
+        source: Where the fitted models come from.
+        starter: Turns fitted models into served ones.
+        metrics: The application's metrics.
+        retire_within_s: The time in which a replaced model must finish the requests it has admitted, seconds.
+
+    Attributes:
+        changed: Set when every model is ready, and when all replaced models have ended; who reacts to it clears it.
+    """
+
+    def __init__(self, source: ModelSource, starter: ModelStarter, metrics: Metrics, *, retire_within_s: float) -> None:
+        self.changed = asyncio.Event()
+        self._source = source
+        self._names = source.names
+        self._starter = starter
+        self._metrics = metrics
+        self._retire_within_s = retire_within_s
+        self._served: dict[str, ServedModel] = {}
+        self._reloading = asyncio.Lock()
+        self._reload_waits = False
+        self._unloaded: set[str] = set()
+        self._retiring: dict[asyncio.Task[None], ServedModel] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The model names, the default first."""
+        return self._names
+
+    @property
+    def unloaded(self) -> frozenset[str]:
+        """The names of the models that were taken out of service."""
+        return frozenset(self._unloaded)
+
+    @property
+    def served(self) -> tuple[ServedModel, ...]:
+        """The models in service."""
+        return tuple(self._served.values())
+
+    def get(self, name: str | None = None) -> ServedModel:
+        """Return the model of this name, or the default model.
+
+        Raises:
+            UnknownModel: If there is no model of this name.
+            NotReady: If the model is still loading, or was unloaded.
+        """
+        if name is None and self._names:
+            name = self._names[0]
+        served = self._served.get(name or "")
+        if served is not None:
+            return served
+        if name not in self._names:
+            raise UnknownModel(f"no model {name!r}; the models are {', '.join(self._names)}")
+        if name in self._unloaded:
+            raise NotReady(f"model {name!r} was unloaded; load it")
+        raise NotReady(f"model {name!r} is loading; try again in a few seconds")
+
+    def reasons(self) -> dict[str, str]:
+        """Return why a model that should be ready is not, by model name; empty if all are ready."""
+        reasons = {name: "loading" for name in self._names if name not in {*self._served, *self._unloaded}}
+        for name, served in self._served.items():
+            if served.engine.phase is not Phase.READY:
+                reasons[name] = served.engine.phase.value
+        return reasons
+
+    async def start(self) -> None:
+        """Load and warm up every model.
+
+        Raises:
+            PSCError: If a bundle cannot be used, or its network failed at warm-up.
+        """
+        for name in self._names:
+            began = time.perf_counter()
+            served = await self._start(name)
+            self._swap(served)
+            model, seconds = served.model, round(time.perf_counter() - began, 3)
+            extra = {"model": name, "version": model.version, "device": str(model.device), "seconds": seconds}
+            logger.info("model ready", extra=extra)
+        self.changed.set()
+
+    async def reload(self, name: str | None = None) -> list[tuple[str, str, str]]:
+        """Reload one bundle, or all, and swap the models; an unloaded model is loaded only by its name.
+
+        Returns:
+            (name, previous version, new version) of each model; the previous version of an unloaded model is empty.
+
+        Raises:
+            UnknownModel: If there is no model of this name.
+            NotReady: If the model is still loading for the first time.
+            ReloadRunning: If another reload is running.
+            BundleError: If a bundle cannot be used; no model was changed.
+            DeviceError: If the new network failed at warm-up; no model was changed.
+        """
+        names = [each for each in self._names if each not in self._unloaded] if name is None else [name]
+        for each in names:
+            if each not in self._unloaded:
+                self.get(each)
+        if self._reloading.locked():
+            raise ReloadRunning("another reload is running; try again when it is done")
+        fresh: list[ServedModel] = []
+        async with self._reloading:
+            try:
+                for each in names:
+                    fresh.append(await self._start(each))
+            except BaseException:
+                for served in fresh:
+                    await served.engine.close(within_s=0)
+                for each in names:
+                    self._metrics.psc_reloads_total.labels(model=each, result="failed").inc()
+                raise
+        changes = []
+        for served in fresh:
+            old = self._served.get(served.name)
+            changes.append((served.name, "" if old is None else old.model.version, served.model.version))
+            self._swap(served)
+            self._metrics.psc_reloads_total.labels(model=served.name, result="ok").inc()
+        logger.info("reloaded", extra={"versions": {name: now for name, _, now in changes}})
+        return changes
+
+    def unload(self, name: str) -> None:
+        """Take a model out of service until it is loaded by its name; the requests it has admitted are finished.
+
+        Raises:
+            UnknownModel: If there is no model of this name.
+            NotReady: If the model is still loading for the first time, or was unloaded already.
+            ReloadRunning: If a reload is running.
+        """
+        old = self.get(name)
+        if self._reloading.locked():
+            raise ReloadRunning("a reload is running; try again when it is done")
+        del self._served[name]
+        self._unloaded.add(name)
+        self._metrics.psc_queue_depth.labels(model=name).set(0)
+        self._begin_to_retire(old)
+
+    async def reload_when_free(self) -> None:
+        """Reload every bundle once the running reload has ended, because that may have read older files.
+
+        Raises:
+            PSCError: See :meth:`reload`.
+        """
+        if self._reload_waits:  # That reload has not read anything yet, and will see the same files.
+            return
+        self._reload_waits = True
+        try:
+            async with self._reloading:
+                pass
+        finally:
+            self._reload_waits = False
+        await self.reload()
+
+    def sweep(self) -> None:
+        """Fail requests past their deadline and drop those whose clients left; to be called a few times a second."""
+        for served in self._served.values():
+            served.engine.sweep()
+
+    @property
+    def device_error(self) -> Exception | None:
+        """The error that killed the device of a model in service; None while all devices work."""
+        return next((error for served in self.served if (error := served.engine.device_error)), None)
+
+    def refresh_metrics(self) -> None:
+        """Bring the metrics of the models up to date."""
+        for name, served in self._served.items():
+            served.recorder.flush()
+            self._metrics.psc_queue_depth.labels(model=name).set(served.engine.pending)
+
+    async def close(self, *, within_s: float) -> None:
+        """Finish the admitted requests within ``within_s`` seconds, and end all threads."""
+        retiring = dict(self._retiring)
+        models = (*self._served.values(), *retiring.values())
+        await asyncio.gather(*(served.engine.close(within_s=within_s) for served in models))
+        for task in retiring:  # They may have been given more time than is left now.
+            task.cancel()
+        await asyncio.gather(*retiring, return_exceptions=True)
+        self._starter.close()
+        self.refresh_metrics()
+
+    async def _start(self, name: str) -> ServedModel:
+        return await self._starter.start(name, await asyncio.to_thread(self._source.load, name))
+
+    def _swap(self, served: ServedModel) -> None:
+        old = self._served.get(served.name)
+        self._served[served.name] = served
+        self._unloaded.discard(served.name)
+        if old is not None:
+            self._begin_to_retire(old)
+        served.recorder.show()
+
+    def _begin_to_retire(self, old: ServedModel) -> None:
+        closing = old.engine.close(within_s=self._retire_within_s)
+        task = asyncio.get_running_loop().create_task(closing)
+        self._retiring[task] = old
+        task.add_done_callback(self._retired)
+        old.recorder.hide()
+
+    def _retired(self, task: asyncio.Task[None]) -> None:
+        del self._retiring[task]
+        if not self._retiring:  # Nothing holds a replaced model any more.
+            self.changed.set()

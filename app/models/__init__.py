@@ -1,1 +1,0 @@
-"""The served models: load them, warm them up and swap them."""

@@ -1,1 +1,0 @@
-"""The files of a fitted model: manifest, tensors and their verification."""

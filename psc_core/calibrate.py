@@ -1,0 +1,205 @@
+"""Calibrate a model on images that nothing was chosen on, through the path that serves.
+
+A fit calibrates a :class:`.Scorer` (:func:`calibrate_scorer`); later, a fitted :class:`.Pipeline` is calibrated again
+on other images (:func:`calibrate_pipeline`).  Both run n images through the network and get, by name, scores of shape
+(n,) and probabilities (n, K); from them come
+
+    s        (n,)           the OOD score of each image, higher is more unusual: the gates combined, or −log p
+    sorted   (n,)           s in ascending order, to which the served p-value of a new image is compared
+    ``Calibrated``          the task's calibration, the thresholds of its policy, and metrics of the n images
+
+All results are on the CPU.  Where images stand for several others, ``weights`` (n,) says for how many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from psc_core.bundle import HISTORY
+from psc_core.compute import Compute, track_images
+from psc_core.conformal import check_rates, effective_count, equal_scores
+from psc_core.data.dataset import ImageDataset
+from psc_core.errors import UsageError, warn
+from psc_core.fit_data import FitJob
+from psc_core.fit_parts import rounded
+from psc_core.gates import fit_gates, readings_of
+from psc_core.maps import LayerMap
+from psc_core.model import TRIAL_IMAGES, FittedModel
+from psc_core.pipeline import Pipeline, Scorer, ood_score_of
+from psc_core.settings import FitSettings, settings_where
+from psc_core.tasks.fit.task import Calibrated, TaskFit, task_fit
+from psc_core.tasks.head import Scored
+from psc_core.tasks.policy import BasePolicy
+from psc_core.thumbnails import Thumbnails
+from psc_core.version import __version__
+
+
+def calibrate_scorer(
+    scorer: Scorer,
+    job: FitJob,
+    gates: Sequence[str] = (),
+    layer_map: LayerMap | None = None,
+    thumbnails: Thumbnails | None = None,
+) -> tuple[Pipeline, Calibrated]:
+    """Return a pipeline whose gates are fitted to the selection split, calibrated on the calibration split.
+
+    Args:
+        scorer: The fitted parts of the model.
+        job: The images, the rates and the device.
+        gates: Names of the gates that make the OOD score; without any, the density alone does.
+        layer_map: The map that the pipeline will have, which needs no calibration.
+        thumbnails: The thumbnails that it will have, which need none either.
+
+    Raises:
+        FitError: If scores are not finite.
+    """
+    data, compute, fitted_gates = job.data, job.compute, None
+    scored = score_dataset(scorer, data.calibration, compute, "calibration")
+    if gates:
+        selected = score_dataset(scorer, data.selection, compute, "selection").scores
+        fitted_gates = fit_gates(gates, readings_of(gates, selected), readings_of(gates, scored.scores))
+    ood_score, _ = ood_score_of(scored.scores, fitted_gates)
+    calibrated = data.task_fit.calibrate(scored, ood_score, data.calibration, job.settings)
+    pipeline = Pipeline(scorer, calibrated.calibration.ood_scores, fitted_gates, layer_map, thumbnails)
+    return pipeline, calibrated
+
+
+def calibrate_pipeline(
+    pipeline: Pipeline,
+    fit: TaskFit,
+    data: ImageDataset,
+    settings: FitSettings,
+    weights: Tensor | None = None,
+    *,
+    or_higher: bool = False,
+) -> tuple[Pipeline, Calibrated]:
+    """Return a pipeline calibrated again, on ``data`` alone.
+
+    Everything that was chosen stays, and so do the readings of the selection split that the gates are fitted to.
+
+    Args:
+        pipeline: The pipeline of a fitted model.
+        fit: How models of its task are fitted.
+        data: Images that nothing was chosen on.
+        settings: The rates.
+        weights: How many images each one stands for; None where each stands for itself.
+        or_higher: Whether a higher risk may take the place of the one in the settings that cannot be shown.
+
+    Raises:
+        UsageError: If so few images cannot keep the rates, or a risk that has to be shown cannot be.
+        FitError: If scores are not finite.
+    """
+    images = len(data) if weights is None else effective_count(weights)
+    fit.check(settings.changed({"risk": None}) if or_higher else settings, images)
+    check_rates(images, alpha=settings.alpha, coverage=settings.coverage)
+    scored = score_dataset(pipeline.scorer, data, settings.compute(), "calibration")
+    gates = pipeline.gates
+    if gates is not None:
+        each = readings_of(gates.names, scored.scores).float().T
+        readings = torch.stack([reading[equal_scores(reading, weights)] for reading in each])
+        gates = gates.calibrated_on(readings)
+    ood_score, _ = ood_score_of(scored.scores, gates)
+    calibrated = fit.calibrate(scored, ood_score, data, settings, weights, or_higher=or_higher)
+    scores = calibrated.calibration.ood_scores
+    return pipeline.with_scorer(pipeline.scorer, scores=scores, gates=gates), calibrated
+
+
+def with_calibration(
+    model: FittedModel,
+    pipeline: Pipeline,
+    found: Calibrated,
+    data: ImageDataset,
+    entry: Mapping[str, Any],
+) -> FittedModel:
+    """Return ``model`` with a pipeline that was calibrated again, and no version: no bundle holds it yet.
+
+    Args:
+        model: The model as it was.
+        pipeline: The pipeline from :func:`calibrate_pipeline`.
+        found: The calibration from the same call.
+        data: The images that calibrated it.
+        entry: What the provenance records of the images; the version before and that of psc_core are added.
+    """
+    metrics = {**model.report.get("metrics", {}), **found.metrics}
+    provenance = model.report.get("provenance", {})
+    entry = {"from": model.version, "psc_version": __version__, **entry}
+    return replace(
+        model,
+        pipeline=pipeline,
+        calibration=found.calibration,
+        policy=found.policy,
+        report={
+            **model.report,
+            "metrics": rounded(metrics),
+            "provenance": {**provenance, HISTORY: [*provenance.get(HISTORY, []), entry]},
+        },
+        version="",
+        trial=trial_of(data),
+    )
+
+
+def warn_of_policy(policy: BasePolicy, metrics: Mapping[str, Any]) -> None:
+    """Warn where what a policy promises of accepted images is less than a user expects."""
+    if policy.surprises(metrics):
+        warn(policy.headline(metrics))
+
+
+def temper(pipeline: Pipeline, fit: TaskFit, data: ImageDataset, settings: FitSettings) -> Pipeline:
+    """Return a pipeline with a new temperature of its base predictions, chosen on images that do not calibrate.
+
+    The gate ``confidence`` reads logits divided by the temperature; where that changes, the gates are fitted to the
+    same images again.  The result has to be calibrated.  A pipeline without base predictions is returned as it is.
+    """
+    compute = settings.compute()
+    scored = score_dataset(pipeline.scorer, data, compute, "temperature")
+    head = fit.temper(pipeline.scorer.head, scored, data)
+    if head is pipeline.scorer.head:
+        return pipeline
+    scorer, gates = pipeline.scorer.with_head(head), pipeline.gates
+    if gates is not None:
+        scores = score_dataset(scorer, data, compute, "gates").scores
+        gates = fit_gates(gates.names, *[readings_of(gates.names, scores)] * 2)
+    return pipeline.with_scorer(scorer, gates=gates)
+
+
+def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:
+    """Return the settings that a fitted model was calibrated with, after ``changes``.
+
+    Raises:
+        UsageError: If calibration does not read one of the changed settings, or it has another type.
+    """
+    known = [*filter(task_fit(model.task.name).reads, settings_where(calibrates=True))]
+    if unread := changes.keys() - {*known}:
+        raise UsageError(
+            f"calibration of a {model.task.noun} does not read {', '.join(sorted(unread))}; it takes {', '.join(known)}"
+        )
+    rates = {name: value for name, value in model.policy.model_dump().items() if name in known and name != "risk"}
+    return FitSettings(device=model.device, **rates, risk=risk_asked(model)).changed(changes)
+
+
+def risk_asked(model: FittedModel) -> float | None:
+    """Return the risk that the user of a fit asked for; None where it was left to the fit."""
+    asked = model.report.get("metrics", {}).get("risk_asked")
+    return asked if isinstance(asked, float) and 0 < asked < 1 else None
+
+
+@torch.inference_mode()
+def score_dataset(scorer: Scorer, dataset: ImageDataset, compute: Compute, description: str) -> Scored:
+    """Run every image through the path that serves; scores (n,) by name and probabilities (n, K), on the CPU."""
+    parts = []
+    for batch in track_images(dataset, compute, description):
+        scored = scorer(batch.images.to(compute.device))
+        parts.append(Scored({name: values.cpu() for name, values in scored.scores.items()}, scored.probabilities.cpu()))
+    scores = {name: torch.cat([part.scores[name] for part in parts]) for name in parts[0].scores}
+    return Scored(scores, torch.cat([part.probabilities for part in parts]))
+
+
+def trial_of(calibration: ImageDataset) -> Tensor:
+    """Return the first calibration images, which the model keeps for checking a copy of it."""
+    first = calibration.subset(torch.arange(min(TRIAL_IMAGES, len(calibration))))
+    return torch.cat([batch.images for batch in first.batches(TRIAL_IMAGES)])

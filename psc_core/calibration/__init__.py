@@ -1,1 +1,0 @@
-"""Conformal p-values, prediction sets and thresholds from held-out images."""

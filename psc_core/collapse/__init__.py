@@ -1,1 +1,0 @@
-"""Measure neural collapse after every layer, and select the candidate layer(s) by it."""

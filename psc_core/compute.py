@@ -1,0 +1,343 @@
+"""The device that computes, chosen by name, the floating-point format of a network on it, and PyTorch's own state.
+
+A program may set a default type or device, or call from within autocast or inference mode, and a package may do so when
+it is imported.  Every public function that computes runs in :func:`own_state`, so that its numbers are the calibrated
+ones.
+
+Fit one model in several processes: each reads its shard of the images, and sums are taken over all processes.
+
+Under ``torchrun`` every process runs the same program, and image i belongs to process i mod world.  Every sum over
+images goes through :meth:`Reducer.sum_`, so everything computed from sums is the same in each process.
+
+Run a truncated network over a data set, batch by batch, and yield its features.
+
+Calibration and evaluation run a whole pipeline instead, in a loop over :func:`track_images`.
+Progress goes to stderr: a bar on a terminal, log lines elsewhere.
+
+The two passes of a nearest-class-mean classifier: class statistics of features, then distances to the class means.
+
+Features are split into ranges of columns, over which scatter and distances add up (:mod:`psc_core.numerics.scatter`),
+so that the class means of wide features fit into memory, one range at a time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, TypeVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch import distributed as dist
+from tqdm import tqdm
+
+from psc_core.allocator import release_freed_memory
+from psc_core.data.dataset import Batch, ImageDataset, stable_order
+from psc_core.errors import UsageError
+from psc_core.numerics.scatter import Centroids, ClassScatter, class_pairs
+from psc_core.settings import BATCH_IMAGES, MAX_MEMORY, Precision
+
+
+def resolve_device(name: str | torch.device) -> torch.device:
+    """Return the device ``"auto"`` (CUDA if available, else the CPU), ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
+
+    On CUDA this turns off TF32 for the process: cuDNN's convolutions use it by default, and a bundle fitted on one
+    device would not give the same numbers on another.
+
+    Raises:
+        UsageError: If the name is unknown, or this machine does not have the CUDA device.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    unknown = UsageError(f"expected a device auto, cpu, cuda or cuda:N, got {name!r}")
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise unknown from error
+    if device.type not in ("cpu", "cuda"):
+        raise unknown
+    if device.type == "cuda":
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise UsageError(
+                f"no CUDA device {name!r}, this machine has {torch.cuda.device_count()}; use --device cpu or auto"
+            )
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_tf32 = False
+    return device
+
+
+def autocast(device: torch.device, precision: Precision) -> torch.autocast:
+    """Return the context in which a network runs; everything after the network runs outside of it, in float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
+@contextmanager
+def own_state() -> Iterator[None]:
+    """Run a block or, as a decorator, a function in float32, on the CPU unless a device is named, without autocast and
+    outside of inference mode; then restore the caller's state.
+    """
+    with ExitStack() as entered:
+        entered.enter_context(_DEFAULT_TYPE)
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                entered.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            entered.enter_context(torch.device("cpu"))
+        entered.enter_context(torch.inference_mode(False))
+        entered.enter_context(torch.enable_grad())
+        yield
+
+
+class _DefaultType:
+    """Makes float32 the default type, which all threads of a process share, as long as one of them is inside."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._outside = torch.float32
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._outside = torch.get_default_dtype()
+            self._inside += 1
+            self._set(torch.float32)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            self._set(torch.float32 if self._inside else self._outside)  # An import inside may have set another.
+
+    def _set(self, dtype: torch.dtype) -> None:
+        if torch.get_default_dtype() != dtype:
+            torch.set_default_dtype(dtype)
+
+
+_DEFAULT_TYPE = _DefaultType()
+
+
+class Process(NamedTuple):
+    """This process among those that ``torchrun`` started; by default the only one."""
+
+    rank: int = 0  # from 0
+    world: int = 1  # number of processes
+    local_rank: int = 0  # on this machine, from 0
+    local_world: int = 1  # number of processes on this machine
+
+    @classmethod
+    def from_environment(cls) -> Process:
+        """Read ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``, which ``torchrun`` sets."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        return cls(*(int(os.environ.get(name, alone)) for name, alone in zip(names, cls(), strict=True)))
+
+    @property
+    def gpu(self) -> int | None:
+        """The index of this process's GPU, or None without GPUs; processes that outnumber the GPUs share them."""
+        gpus = torch.cuda.device_count()
+        return self.local_rank % gpus if gpus else None
+
+    @property
+    def shares_gpus(self) -> bool:
+        """True if two processes on this machine use the same GPU, which NCCL refuses."""
+        return 0 < torch.cuda.device_count() < self.local_world
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """Process ``rank`` (from 0) of the ``world`` processes that fit one model; a single process by default."""
+
+    rank: int = 0
+    world: int = 1
+
+    @classmethod
+    def start(cls) -> Reducer:
+        """Join the processes that ``torchrun`` started, with Gloo for CPU tensors and NCCL for CUDA tensors.
+
+        If processes share a GPU, Gloo sums CUDA tensors too.  Each process leaves the group when the program ends.
+
+        Raises:
+            UsageError: If ``torchrun`` did not start this process.
+        """
+        if "WORLD_SIZE" not in os.environ:
+            raise UsageError(
+                "--distributed needs torchrun, WORLD_SIZE is not set; run "
+                "torchrun --nproc-per-node N -m psc_core.cli … --distributed"
+            )
+        process = Process.from_environment()
+        if process.gpu is not None:
+            torch.cuda.set_device(process.gpu)
+        dist.init_process_group("gloo" if process.shares_gpus else None)
+        atexit.register(dist.destroy_process_group)
+        return cls(dist.get_rank(), dist.get_world_size())
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Sum ``tensor`` over the processes, in place; every process must make the same calls."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def first(self, value: int) -> int:
+        """Return the value of the first process, in all processes."""
+        return int(self.sum_(torch.tensor([value if self.rank == 0 else 0])))
+
+    def require(self, dataset: ImageDataset) -> None:
+        """Raise :class:`UsageError` in all processes if one would have no image, so that none waits for another."""
+        if len(dataset) < self.world:
+            raise UsageError(
+                f"expected at least one image of {dataset.name} for each of {self.world} processes, got "
+                f"{len(dataset)}; start fewer processes"
+            )
+
+    def shard(self, dataset: ImageDataset) -> ImageDataset:
+        """Return the images of this process, in order."""
+        return dataset.subset(torch.arange(self.rank, len(dataset), self.world)) if self.world > 1 else dataset
+
+    def shard_examples(self, dataset: ImageDataset) -> Int[Tensor, " examples"]:
+        """Return the positions, among the labelled examples of ``dataset``, of those in :meth:`shard`."""
+        image = torch.arange(len(dataset)).repeat_interleave(dataset.offsets.diff())
+        return torch.nonzero(image % self.world == self.rank).flatten()
+
+
+Item = TypeVar("Item")
+Value = TypeVar("Value")
+
+MAX_CPU_BATCH = 64
+"""Maximum batch size on a CPU, because the activations of more images leave the cache."""
+
+LOG_SECONDS: Final = 30.0
+"""Minimum time between two lines in a log, in seconds."""
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The device, precision, batch size and memory with which a fit computes features."""
+
+    device: torch.device
+    precision: Precision = "fp32"  # of the network
+    batch_images: int = BATCH_IMAGES  # maximum batch size
+    reducer: Reducer = field(default_factory=Reducer)  # this process among those that fit one model
+    max_memory: int = MAX_MEMORY  # budget for the statistics of a stage and the features of a batch, bytes
+
+    @property
+    def batch_size(self) -> int:
+        """The batch size: ``batch_images``, but at most :data:`MAX_CPU_BATCH` on a CPU."""
+        return min(self.batch_images, MAX_CPU_BATCH) if self.device.type == "cpu" else self.batch_images
+
+
+def passes(
+    dataset: ImageDataset,
+    compute: Compute,
+    description: str,
+    step: Callable[[Tensor], Value],
+    *,
+    order: Tensor | None = None,
+) -> Iterator[tuple[Value, Batch]]:
+    """Yield ``step(standardised images)`` with its batch, in inference mode, and show ``description`` with the
+    progress.
+
+    ``step`` is a function of float images (B, C, H, W) on the device; ``order`` is as in :meth:`ImageDataset.batches`.
+    """
+    release_freed_memory()
+    for batch in track_images(dataset, compute, description, order):
+        with torch.inference_mode():
+            images = dataset.preprocess.standardise(batch.images.to(compute.device, non_blocking=True))
+            with autocast(compute.device, compute.precision):
+                value = step(images)
+        yield value, batch
+
+
+def track_images(
+    dataset: ImageDataset, compute: Compute, description: str, order: Tensor | None = None
+) -> Iterator[Batch]:
+    """Yield the batches of ``dataset``, with a progress bar."""
+    batches = dataset.batches(compute.batch_size, order=order)
+    return track(batches, total=math.ceil(len(dataset) / compute.batch_size), description=description)
+
+
+def track(items: Iterable[Item], *, total: int, description: str) -> Iterator[Item]:
+    """Yield ``items`` and report how many of ``total`` are done, the rate, and the time left.
+
+    There may be fewer: a search that ends early.  Instead of a bar, a file or pipe gets one line at the end and at most
+    one every :data:`LOG_SECONDS`.
+    """
+    if sys.stderr.isatty():
+        yield from tqdm(items, desc=description, total=total, dynamic_ncols=True)
+        return
+    began = last = time.monotonic()
+    done = 0
+    for done, item in enumerate(items, 1):
+        yield item
+        if (now := time.monotonic()) - last >= LOG_SECONDS and done < total:
+            last = now
+            _log(description, done, total, now - began)
+    _log(description, done, done, time.monotonic() - began)
+
+
+def _log(description: str, done: int, total: int, seconds: float) -> None:
+    left = f", {seconds * (total - done) / done:.0f} s left" if 0 < done < total else ""
+    rate = done / max(seconds, 1e-9)
+    print(f"{description} {done}/{total} ({rate:.1f}/s, {seconds:.0f} s{left})", file=sys.stderr, flush=True)
+
+
+Step = Callable[[Tensor], list[Tensor]]
+"""A function from standardised images to the features of each layer."""
+
+Ranges = Callable[[list[Tensor]], Sequence[Tensor]]
+"""A function from these features to the columns (batch, columns) of each range."""
+
+
+class BatchDistances(NamedTuple):
+    """A batch and its distances to the class means."""
+
+    batch: Batch
+    columns: Sequence[Tensor]  # of each range
+    distances: Sequence[Tensor]  # (batch, classes) for each range with means, see :class:`.Centroids`
+
+
+def add_statistics(
+    statistics: Sequence[ClassScatter], data: ImageDataset, compute: Compute, description: str, step: Step, of: Ranges
+) -> None:
+    """Add the images of this process class by class, then sum over all processes.
+
+    Args:
+        statistics: One for each range.
+        data: The images of this process.
+        compute: The device, batch size and processes.
+        description: The label of the progress bar.
+        step: A function from a batch of images to features.
+        of: A function from features to the columns of each range.
+    """
+    for features, batch in passes(data, compute, description, step, order=stable_order(data.first_labels())):
+        pairs = class_pairs(batch.labels, batch.image_index, compute.device)
+        for columns, scatter in zip(of(features), statistics, strict=True):
+            scatter.add(columns, pairs)
+    for scatter in statistics:
+        scatter.all_reduce(compute.reducer.sum_)
+
+
+def distances_to_means(
+    means: Sequence[Tensor], data: ImageDataset, compute: Compute, description: str, step: Step, of: Ranges
+) -> Iterator[BatchDistances]:
+    """Yield the distances of every batch of ``data``, in order.
+
+    Args:
+        means: (classes, columns) of the leading ranges; overwritten.
+        data: The images.
+        compute: The device, batch size and processes.
+        description: The label of the progress bar.
+        step: A function from a batch of images to features.
+        of: A function from features to the columns of each range.
+    """
+    centroids = [Centroids.of(class_means) for class_means in means]
+    for features, batch in passes(data, compute, description, step):
+        columns = of(features)
+        distances = [each.distances(part) for each, part in zip(centroids, columns, strict=False)]
+        yield BatchDistances(batch, columns, distances)

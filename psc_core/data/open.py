@@ -1,0 +1,711 @@
+"""Match the classes of images to a network's outputs by name.
+
+Folder names come in alphabetical order, a network's outputs in the order of its training.  Case, spaces,
+underscores, hyphens and characters without a width are ignored, unless two classes on the same side differ in nothing
+else.
+
+Images with a class or a number each, from a table: a ``.csv`` or ``.tsv`` with a header, or a ``.parquet``.
+
+The column :data:`FILE_COLUMN`, or the first one where none has this name, holds paths, absolute or relative to the
+table's folder.  Another column holds a class name, a class index or a number for each image.
+
+The named data sets: MNIST and its relatives as IDX files, CIFAR-10 as a tar archive of JPEGs, and rotated digits.
+
+The validation split of each consists of training images at fixed positions.
+
+Open a data set by its *spec*:
+
+* ``DIR``: the ImageFolder layout, ``class/file.png``;
+* ``FILE.csv``, ``FILE.tsv`` or ``FILE.parquet``: a table of image files and their classes, or their numbers
+  (:mod:`psc_core.data.table`);
+* ``mnist:ROOT``, ``fashion-mnist:ROOT``, ``ambiguous-mnist:ROOT``, ``dirty-mnist:ROOT``, ``cifar10:ROOT``,
+  ``rotated-mnist:ROOT``: a named data set whose files are below ``ROOT`` (:mod:`psc_core.data.builtin`);
+* ``package.module:factory``: a function ``factory(split=…, preprocess=…) -> ImageDataset``.
+
+``#train``, ``#val`` or ``#test`` after a spec overrides the split that the caller asks for.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import os
+import re
+import tarfile
+import unicodedata
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import date
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+from unicodedata import normalize
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Tensor
+
+from psc_core.data.dataset import (
+    ArraySource,
+    EncodedSource,
+    FileSource,
+    ImageDataset,
+    concatenate,
+    held_out,
+    labelled,
+    measured,
+)
+from psc_core.errors import DataError, UsageError, imported, listed, shortened
+from psc_core.images import SUFFIXES
+from psc_core.images.described import as_preprocess
+from psc_core.images.files import files_below, is_hidden, unread_below, unread_beside
+from psc_core.images.preprocess import Preprocess
+from psc_core.names import composed
+from psc_core.tables import check_columns, is_number, number_marks, open_csv, parse_number
+from psc_core.target import Target
+
+SHOWN_CLASSES = 10
+"""Maximum number of class names in an error message."""
+
+
+class Matched(NamedTuple):
+    """Class names in the order of the network's outputs, and a note for the user, which may be empty."""
+
+    classes: tuple[str, ...]
+    note: str
+
+
+def match(images: Sequence[str], outputs: Sequence[str], name: str) -> Matched:
+    """Put the class names of images into the order of the network's outputs.
+
+    If there are as many names as outputs but none of them matches, they keep their order: one side may use codes for
+    the names of the other.
+
+    Args:
+        images: Class names of the images, each once.
+        outputs: Names of the network's outputs.
+        name: Name of the data set, for messages.
+
+    Raises:
+        DataError: If only some names are the network's, or their numbers differ; the message lists the differences.
+    """
+    found = _in_order(images, outputs, composed) or _in_order(images, outputs, _plain)
+    if found is not None:
+        moved = found != tuple(images)
+        return Matched(found, "classes are in the order of the network's outputs, by their names" if moved else "")
+    if len(images) == len(outputs) and {*map(_plain, images)}.isdisjoint(map(_plain, outputs)):
+        return Matched(
+            tuple(images),
+            f"no class of {name} has a name of the network's ({listed(outputs, SHOWN_CLASSES)}); their order is taken "
+            "to be that of its outputs",
+        )
+    raise _other_classes(images, outputs, name, "network's")
+
+
+def in_network_order(data: ImageDataset, outputs: Sequence[str] | None) -> tuple[ImageDataset, str]:
+    """Return the images with their labels in the order of the network's outputs, and a note for the user.
+
+    Images without classes, and images for a network without class names, stay unchanged.
+
+    Raises:
+        DataError: If their classes are not the network's.
+    """
+    if not outputs or not data.classes:
+        return data, ""
+    matched = match(data.classes, outputs, data.name)
+    return data.in_order(matched.classes), matched.note
+
+
+def check_same(data: ImageDataset, classes: Sequence[str], whose: str) -> None:
+    """Check that a data set has exactly these classes, in this order.
+
+    Args:
+        data: The images.
+        classes: The expected class names.
+        whose: The owner of the expected classes, for messages, such as ``"network's"``.
+
+    Raises:
+        DataError: If the classes differ; the message lists the differences.
+    """
+    if data.classes != tuple(map(composed, classes)):
+        raise _other_classes(data.classes, classes, data.name, whose)
+
+
+def _other_classes(images: Sequence[str], expected: Sequence[str], name: str, whose: str) -> DataError:
+    """Return the error for images with other classes, which lists the names that only one side has."""
+    for key in (_plain, composed):
+        odd = {"unknown": _without(images, expected, key), "missing": _without(expected, images, key)}
+        differences = [f"{what}: {listed(names, SHOWN_CLASSES)}" for what, names in odd.items() if names]
+        if differences:
+            break
+    in_common = "in another order" if len(images) == len(expected) else "some share a name"
+    return DataError(
+        f"expected the {whose} {len(expected)} classes in {name}, got {len(images)} "
+        f"({'; '.join(differences) or in_common}); use images of the same classes, in folders named alike (among "
+        "validation and test images an empty one is enough)"
+    )
+
+
+def _without(names: Sequence[str], others: Sequence[str], key: Callable[[str], str]) -> list[str]:
+    """Return the names whose key is not a key of ``others``."""
+    known = {*map(key, others)}
+    return [name for name in names if key(name) not in known]
+
+
+def _in_order(images: Sequence[str], outputs: Sequence[str], key: Callable[[str], str]) -> tuple[str, ...] | None:
+    """Return the images' names in the network's order; None if the sets of keys differ or two names share a key."""
+    by_key = {key(name): name for name in images}
+    wanted = [key(name) for name in outputs]
+    if len(by_key) != len(images) or sorted(by_key) != sorted(wanted):
+        return None
+    return tuple(by_key[each] for each in wanted)
+
+
+def _plain(name: str) -> str:
+    shown = "".join(each for each in composed(name) if unicodedata.category(each) != "Cf")
+    return composed(re.sub(r"[\s_-]+", " ", shown).casefold())
+
+
+FILE_COLUMN: Final = "file"
+"""The name of the column of paths."""
+
+MAX_DIGITS: Final = 100
+"""Maximum number of digits of a class index; Python itself converts no more than 4,300."""
+
+_INDEX: Final = re.compile(rf"(-?[0-9]{{1,{MAX_DIGITS}}})([.,]0*)?")
+
+_MARKS: Final = {
+    ".": "a decimal point",
+    ".,": "commas between groups of digits",
+    ",": "a decimal comma",
+    "": "a decimal comma in some cells and a decimal point in others",
+}
+"""How numbers are written, by what :func:`psc_core.tables.number_marks` returns."""
+
+TABLE_SUFFIXES: Final = (".csv", ".tsv", ".parquet")
+
+
+@dataclass(frozen=True)
+class Column:
+    """What a table says of each image, in one of its columns."""
+
+    name: str | None = None  # None: the only one beside that of the files
+    numbers: bool | None = None  # true: numbers; false: class names or indices; None: numbers are numbers, text classes
+    unit: str = ""  # of the numbers
+
+
+def open_table(path: Path, preprocess: Preprocess, column: Column | None) -> ImageDataset:
+    """Open the images that a table lists, with what a column says of them; without one, all images form one class.
+
+    Raises:
+        DataError: If the table cannot be read, none of its files exists, or an entry is neither class nor number.
+        UsageError: If the column is not in the table, or has no name and is not the only one, or classes get a unit.
+    """
+    columns, delimiter = _read_table(path)
+    file_column = next((name for name in columns if name.casefold() == FILE_COLUMN), next(iter(columns)))
+    source = _files_of(path, file_column, columns.pop(file_column))
+    if column is None:
+        stem = path.stem.encode(errors="replace").decode()  # One class may have any name.
+        return labelled(str(path), [stem], source, torch.zeros(len(source), dtype=torch.int64), preprocess)
+    name = _chosen(path, column.name, [*columns], file_column)
+    entries = [*map(_cell, columns[name])]
+    marks = number_marks([entry for entry in entries if isinstance(entry, str)], delimiter)
+    if column.numbers is not False and _are_numbers(path, name, entries, by_request=column.numbers is True):
+        values = _checked_numbers(path, name, entries, marks)
+        data = measured(str(path), Target.of(name, column.unit), source, values, preprocess)
+        _check_repeated(path, source, name, entries, values.tolist())
+        return replace(data, notes=_reading(path, name, entries, marks))
+    if column.unit:
+        raise UsageError(f"{path} has classes in {name!r}, which have no unit; leave out the unit {column.unit!r}")
+    are_indices = all(_is_number(entry) for entry in entries)
+    labels = _class_names(path, name, entries, marks if are_indices else None)
+    _check_repeated(path, source, name, entries, labels)
+    # Class indices count in their own order: "10" comes after "9".
+    classes = sorted({*labels}, key=(lambda label: (int(label), label)) if are_indices else None)
+    position = {label: index for index, label in enumerate(classes)}
+    data = labelled(str(path), classes, source, torch.tensor([position[label] for label in labels]), preprocess)
+    return replace(data, names_empty_classes=False)
+
+
+def _chosen(path: Path, name: str | None, others: Sequence[str], file_column: str) -> str:
+    """Return the name of the column to read among those beside the files'; raises :class:`UsageError`."""
+    shown = f"the columns {', '.join(others) or 'none'} beside that of the files, {file_column!r}"
+    if name is None and len(others) != 1:
+        raise UsageError(f"{path} has {shown}; choose one with --target")
+    chosen = others[0] if name is None else composed(name)
+    if chosen not in others:
+        raise UsageError(f"{path} has no column {chosen!r}, it has {shown}; choose one with --target")
+    return chosen
+
+
+def _files_of(path: Path, column: str, entries: Sequence[Any]) -> FileSource:
+    """Return the files of a table; raise :class:`DataError` if there are none, or none of them exists."""
+    if not entries:
+        raise DataError(f"{path} has no rows; give one for each image")
+    given = [os.fsdecode(entry) if isinstance(entry, bytes) else str(entry or "") for entry in entries]
+    if empty := next((row for row, name in enumerate(given, 1) if not name.strip()), 0):
+        raise DataError(f"{path}: row {empty} has no file in the column {column!r}; give one, or leave the row out")
+    names = _Names(path.parent)
+    source = FileSource(path.parent, np.array([os.fsencode(names.on_disk(name)) for name in given], dtype=np.bytes_))
+    if not any(source.path(index).exists() for index in range(len(source))):
+        raise DataError(
+            f"{path}: none of the files in the column {column!r} exists, the first is {source.path(0)}; give paths "
+            f"with their suffixes, relative to the table's folder, in the column {FILE_COLUMN!r} or in the first one"
+        )
+    return source
+
+
+class _Names:
+    """The names of the files below a folder, which a table may have in another Unicode form than the disk."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._listed: dict[Path, dict[str, str]] = {}  # of each folder, by their composed form
+
+    def on_disk(self, name: str) -> str:
+        """Return a path as the disk has it, or unchanged if it has none."""
+        bare = name.strip()
+        if (name == bare and name.isascii()) or (self._root / name).exists():  # ASCII is the same in every form.
+            return name
+        found = Path()
+        for part in Path(bare).parts:
+            found /= self._of_folder(self._root / found).get(normalize("NFC", part), part)
+        return str(found)
+
+    def _of_folder(self, folder: Path) -> dict[str, str]:
+        if folder not in self._listed:
+            with suppress(OSError):
+                self._listed[folder] = {normalize("NFC", each.name): each.name for each in folder.iterdir()}
+        return self._listed.setdefault(folder, {})
+
+
+def _check_repeated(path: Path, source: FileSource, column: str, entries: Sequence[Any], said: Sequence[Any]) -> None:
+    """Raise :class:`DataError` if two rows say different things of one file."""
+    first: dict[str, int] = {}
+    for row, value in enumerate(said):
+        before = first.setdefault(os.path.normpath(source.names[row]), row)
+        if said[before] != value:
+            raise DataError(
+                f"{path}: rows {before + 1} and {row + 1} are of the file {os.fsdecode(source.names[row])}, with "
+                f"{column} {entries[before]!r} and {entries[row]!r}; keep one of them"
+            )
+
+
+def _is_number(entry: Any) -> bool:
+    return isinstance(entry, int | float | Decimal) or (isinstance(entry, str) and is_number(entry))
+
+
+def _is_missing(entry: Any) -> bool:
+    """Return whether an entry is NaN, which programs write where a value is missing."""
+    return entry != entry or (isinstance(entry, str) and entry.lower() == "nan")  # NaN differs from itself.
+
+
+def _are_numbers(path: Path, column: str, entries: Sequence[Any], *, by_request: bool) -> bool:
+    """Return whether a column holds numbers: by request, or if any entry is one, or none is anything else."""
+    odd = [entry for entry in entries if not _is_number(entry)]
+    percent = [entry for entry in odd if isinstance(entry, str) and entry.endswith("%") and is_number(entry[:-1])]
+    if percent and (by_request or percent == odd):
+        raise DataError(
+            f"{path} has {column} {percent[0]!r}, a number with a sign; write the numbers alone, with the unit apart "
+            "(--unit '%'), or give --task classification if these are classes"
+        )
+    return by_request or not odd or any(_is_number(entry) and not _is_missing(entry) for entry in entries)
+
+
+def _number(path: Path, column: str, row: int, entry: Any, marks: str) -> float | None:
+    """Return the number that an entry is; None if it is none."""
+    try:
+        return parse_number(entry, marks) if isinstance(entry, str) else float(entry) if _is_number(entry) else None
+    except DataError as error:
+        raise DataError(f"{path}: row {row} has {column} {error}") from error
+
+
+def _checked_numbers(path: Path, column: str, entries: Sequence[Any], marks: str) -> torch.Tensor:
+    """Return the numbers of a column, float64."""
+    numbers = list[float]()
+    for row, entry in enumerate(entries, 1):
+        number = _number(path, column, row, entry, marks)
+        if number is None:
+            raise DataError(
+                f"{path}: row {row} has {column} {entry!r}, expected a number; correct it, or give --task "
+                "classification if these are classes"
+            )
+        numbers.append(number)
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def _reading(path: Path, column: str, entries: Sequence[Any], marks: str) -> tuple[str, ...]:
+    """Return a line that says how numbers were read, where that was found from the column."""
+    odd = ",." if marks == "," else ","
+    text = next((entry for entry in entries if isinstance(entry, str) and {*odd} & {*entry}), None)
+    if text is None:
+        return ()
+    how = _MARKS[marks]
+    return (f"{path}: numbers of {column!r} are read with {how}: {text!r} is {parse_number(text, marks):.15g}",)
+
+
+def _class_names(path: Path, column: str, entries: Sequence[Any], marks: str | None) -> list[str]:
+    """Return the class name of each row; with ``marks`` all are numbers, so these are class indices, and 3.0 is "3"."""
+    names: list[str] = []
+    spelled: dict[int, str] = {}
+    for row, entry in enumerate(entries, 1):
+        if entry is None or entry == "":
+            raise DataError(f"{path}: row {row} has no {column}; give its class, or leave the image out")
+        if marks is None and _is_missing(entry):
+            raise DataError(
+                f"{path}: row {row} has {column} {entry!r}, which programs write where a value is missing; give its "
+                "class, under another name if it is called so, or leave the image out"
+            )
+        if not isinstance(entry, str | int | float | Decimal | date):
+            raise DataError(f"{path}: row {row} has {column} {shortened(repr(entry))}, expected the name of one class")
+        number = None if marks is None else _number(path, column, row, entry, marks)
+        name = str(entry) if marks is None else _index(entry, number)
+        if name is None:
+            advice = (
+                "expected a class name or index; numbers are of --task regression"
+                if number is not None and math.isfinite(number) and not number.is_integer()
+                else f"expected a class index of at most {MAX_DIGITS} digits, as in other rows; give its class, under "
+                "another name if it is called so, or leave the image out"
+            )
+            raise DataError(f"{path}: row {row} has {column} {shortened(repr(entry))}, {advice}")
+        if marks is not None and (other := spelled.setdefault(int(name), name)) != name:
+            raise DataError(
+                f"{path}: row {row} has {column} {name!r}, a row before it {other!r}; write a class one way"
+            )
+        names.append(name)
+    return names
+
+
+def _index(entry: Any, number: float | None) -> str | None:
+    """Return a class index with all its digits, also of 3.0; None if it is another number."""
+    if isinstance(entry, str):  # Not by way of a float, which has digits for no number above 2**53.
+        found = _INDEX.fullmatch(entry)
+        return found[1] if found and float(found[1]) == number else None
+    return str(int(entry)) if math.isfinite(entry) and entry == int(entry) else None
+
+
+def _read_table(path: Path) -> tuple[dict[str, list[Any]], str]:
+    """Read the columns of a table by name; return them and what separates them, empty for a Parquet table."""
+    if path.suffix.lower() == ".parquet":
+        columns, delimiter = _read_parquet(path), ""
+    else:
+        try:
+            with open_csv(path) as opened:
+                rows = [row for _, row in opened.lines]
+        except OSError as error:
+            raise DataError(f"cannot read the table {path}: {error}") from error
+        columns, delimiter = _columns_of(path, rows), opened.delimiter
+    return columns, delimiter
+
+
+def _read_parquet(path: Path) -> dict[str, list[Any]]:
+    try:
+        from pyarrow import parquet
+        from pyarrow.lib import ArrowException
+    except ImportError as error:
+        raise UsageError(f"{path} needs pyarrow; pip install 'psc[parquet]'") from error
+    try:
+        table = parquet.ParquetFile(path).read()
+    except (OSError, ArrowException) as error:
+        raise DataError(f"cannot read the table {path}: {error}") from error
+    names = [composed(name) for name in table.column_names]
+    check_columns(path, names)
+    return {name: column.to_pylist() for name, column in zip(names, table.columns, strict=True)}
+
+
+def _columns_of(path: Path, rows: Sequence[Sequence[str]]) -> dict[str, list[Any]]:
+    """Return the columns of a table of text by the names in its first row, without those that are empty altogether."""
+    if not rows:
+        raise DataError(f"{path} is empty; give a table with a header, as file,label")
+    header, *others = rows
+    for number, row in enumerate(others, 1):
+        if len(row) != len(header):
+            raise DataError(
+                f"{path}: row {number} has {len(row)} values, the header {len(header)}; correct the row, with "
+                "quotation marks around a value that holds what separates the columns"
+            )
+    kept = [at for at, name in enumerate(header) if name.strip() or any(row[at].strip() for row in others)]
+    names = [composed(header[at]) for at in kept]
+    check_columns(path, names)
+    if image := next((name for name in names if name.lower().endswith(SUFFIXES)), None):
+        raise DataError(f"{path} has no header, its first row holds the file {image}; add the line file,label above it")
+    return {name: [row[at] for row in others] for name, at in zip(names, kept, strict=True)}
+
+
+def _cell(entry: Any) -> Any:
+    """Return a cell without blanks at its ends; what one kind of table holds as it would be in the others."""
+    if isinstance(entry, bytes):
+        with suppress(UnicodeDecodeError):
+            entry = entry.decode()
+    if isinstance(entry, bool):
+        return str(entry)
+    return composed(entry) if isinstance(entry, str) else entry
+
+
+SEEDS = (0, 1)
+"""Seeds for the angles of rotated-mnist's training and test images."""
+
+LARGEST_ANGLE = 60.0
+"""Largest rotation of the digits of rotated-mnist in either direction, in degrees."""
+
+_DIGITS = tuple("0123456789")
+_FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+
+
+def read_idx(path: Path, *, ndim: int | None = None) -> npt.NDArray[np.uint8]:
+    """Read an IDX file of unsigned bytes, plain or compressed (with ``.gz`` after its name).
+
+    The header is two zero bytes, the type code, the number of axes, and the length of each axis as big-endian uint32.
+
+    Raises:
+        DataError: If the file is missing, has another type, or its length does not match the header.
+    """
+    packed = path.with_name(path.name + ".gz")
+    try:
+        data = gzip.decompress(packed.read_bytes()) if packed.exists() else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"cannot read the IDX file {packed} or {path}: {error}") from error
+    if len(data) < 4 or data[:3] != b"\x00\x00\x08":
+        raise DataError(f"{path}: expected an IDX header of unsigned bytes, got {data[:4]!r}")
+    axes = data[3]
+    if not 1 <= axes <= len(data) // 4 - 1:
+        raise DataError(f"{path}: expected the length of each of {axes} axes, got {len(data)} bytes")
+    shape = tuple(int(n) for n in np.frombuffer(data, ">u4", count=axes, offset=4))
+    if (ndim is not None and axes != ndim) or len(data) != 4 + 4 * axes + math.prod(shape):
+        raise DataError(
+            f"{path}: expected {ndim or axes} axes and {shape} bytes, got {axes} axes and "
+            f"{len(data) - 4 - 4 * axes} bytes"
+        )
+    return np.frombuffer(data, np.uint8, offset=4 + 4 * axes).reshape(shape).copy()
+
+
+def read_tar(path: Path, prefix: str) -> dict[str, bytes]:
+    """Read the files below ``prefix`` in a tar archive into memory, and return their contents by name, sorted.
+
+    Raises:
+        DataError: If the file is not a tar archive, or has no files below ``prefix``.
+    """
+    try:
+        with tarfile.open(path) as tar:
+            members = sorted((m for m in tar if m.isfile() and m.name.startswith(prefix)), key=lambda m: m.name)
+            files = {member.name: file.read() for member in members if (file := tar.extractfile(member))}
+    except (OSError, tarfile.TarError, EOFError, zlib.error) as error:
+        raise DataError(f"cannot read the tar archive {path}: {error}") from error
+    if not files:
+        raise DataError(f"{path} has no files below {prefix}; give the whole archive")
+    return files
+
+
+def _idx_pair(root: Path, folder: str, split: str) -> tuple[ArraySource, Tensor]:
+    stem = root / folder / "raw" / ("t10k" if split == "test" else "train")
+    images = read_idx(Path(f"{stem}-images-idx3-ubyte"), ndim=3)
+    label_file = f"{stem}-labels-idx{2 if folder == 'AmbiguousMNIST' else 1}-ubyte"
+    return ArraySource(images), torch.from_numpy(read_idx(Path(label_file)).astype(np.int64))
+
+
+def mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
+    return held_out(labelled("mnist", _DIGITS, *_idx_pair(root, "MNIST", split), preprocess), split, every=12)
+
+
+def fashion_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
+    whole = labelled("fashion-mnist", _FASHION, *_idx_pair(root, "FashionMNIST", split), preprocess)
+    return held_out(whole, split, every=12)
+
+
+def ambiguous_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
+    source, labels = _idx_pair(root, "AmbiguousMNIST", split)
+    labels = labels if split == "train" else labels[:, 0]
+    return held_out(labelled("ambiguous-mnist", _DIGITS, source, labels, preprocess), split, every=2)
+
+
+def dirty_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
+    """Join MNIST and Ambiguous-MNIST; validation takes 5,000 and 3,000 images, the proportion of the test sets.
+
+    In training an ambiguous image has ten labels; in validation and test it has one, the first.
+    """
+    return concatenate("dirty-mnist", [mnist(root, split, preprocess), ambiguous_mnist(root, split, preprocess)])
+
+
+def cifar10(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
+    files = read_tar(root / "cifar10-jpeg.tar.gz", f"cifar10/{'test' if split == 'test' else 'train'}/")
+    folders = [name.split("/")[-2] for name in files]
+    classes = sorted(set(folders))
+    source = EncodedSource(list(files), list(files.values()))
+    labels = torch.tensor([classes.index(folder) for folder in folders])
+    return held_out(labelled("cifar10", classes, source, labels, preprocess), split, every=10)
+
+
+def rotated_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
+    """Rotate each digit by a random angle up to :data:`LARGEST_ANGLE`, its target; the same on every call."""
+    source, _ = _idx_pair(root, "MNIST", split)
+    generator = torch.Generator().manual_seed(SEEDS[split == "test"])
+    angles = (2 * torch.rand(len(source), generator=generator, dtype=torch.float64) - 1) * LARGEST_ANGLE
+    turned = [
+        np.asarray(Image.fromarray(image).rotate(angle, Image.Resampling.BILINEAR))
+        for image, angle in zip(source.images, angles.tolist(), strict=True)
+    ]
+    target = Target(name="angle", unit="degrees")
+    return held_out(
+        measured("rotated-mnist", target, ArraySource(np.stack(turned)), angles, preprocess), split, every=12
+    )
+
+
+BUILT_IN: Mapping[str, Callable[[Path, str, Preprocess], ImageDataset]] = {
+    "mnist": mnist,
+    "fashion-mnist": fashion_mnist,
+    "ambiguous-mnist": ambiguous_mnist,
+    "dirty-mnist": dirty_mnist,
+    "cifar10": cifar10,
+    "rotated-mnist": rotated_mnist,
+}
+"""The function that opens each data set, by the part of a spec before the colon."""
+
+
+SPLITS = ("train", "val", "test")
+
+
+def open_dataset(
+    spec: str,
+    *,
+    split: str,
+    preprocess: Any,
+    labelled_images: bool = True,
+    numbers: bool | None = None,
+    target: str | None = None,
+    unit: str = "",
+) -> ImageDataset:
+    """Open the data set that ``spec`` names; see the module docstring.
+
+    Args:
+        split: ``"train"``, ``"val"`` or ``"test"``.  A directory is the same for every split, but each of its class
+            folders must hold images only for ``"train"``.
+        preprocess: How the images are read: a :class:`psc_core.Preprocess`, or what else
+            :func:`psc_core.images.described.as_preprocess` takes.
+        labelled_images: If false, all images of a directory or table form one class (out-of-distribution sets).
+        numbers: Whether a table holds numbers or, if false, class names or indices; None: numbers are numbers, text is
+            classes.
+        target: The column of a table that holds the classes or numbers; None if there is only one.
+        unit: The unit of the numbers in a table.
+
+    Raises:
+        DataError: If the spec, the directory or its layout is invalid.
+        UsageError: If a table lacks the target, or ``target`` or ``unit`` is given and ``spec`` names no table.
+
+    Example:
+        >>> from psc_core import PRESETS, open_dataset
+        >>> test = open_dataset("mnist:tests/data", split="test", preprocess=PRESETS["mnist"])
+        >>> len(test), len(test.classes)
+        (800, 10)
+    """
+    preprocess = as_preprocess(preprocess)
+    body, chosen = _parted(spec)
+    split = chosen or split
+    if split not in SPLITS:
+        raise DataError(f"expected a split of {', '.join(SPLITS)}, got {split!r} in {spec!r}")
+    if is_table(spec):
+        return open_table(Path(body), preprocess, Column(target, numbers, unit) if labelled_images else None)
+    if target is not None or unit:
+        given = f"target {target!r}" if target is not None else f"unit {unit!r}"
+        raise UsageError(
+            f"{spec} is no table, so {given} has no effect; leave it out, or give a table of images "
+            f"({', '.join(TABLE_SUFFIXES)})"
+        )
+    family, rest = _family(body)
+    if family is not None and family in BUILT_IN:
+        return BUILT_IN[family](Path(rest), split, preprocess)
+    if family is not None:
+        return _from_factory(family, rest, split, preprocess)
+    return image_folder(Path(body), preprocess, labelled_images=labelled_images, empty_classes=split != "train")
+
+
+def is_table(spec: str) -> bool:
+    """Return whether a spec names a table, the only data set that may need a target and a unit."""
+    body, _ = _parted(spec)
+    is_path = _family(body)[0] is None
+    return is_path and Path(body).suffix.lower() in TABLE_SUFFIXES and not Path(body).is_dir()
+
+
+def _family(body: str) -> tuple[str | None, str]:
+    """Return what a spec without its split has before and after a colon, or None and the spec if it is a path."""
+    family, separator, rest = body.partition(":")
+    is_named = separator and (family in BUILT_IN or ("/" not in family and not Path(body).exists()))
+    return (family, rest) if is_named else (None, body)
+
+
+def _parted(spec: str) -> tuple[str, str]:
+    """Return a spec without the split at its end, and that split; empty without one."""
+    body, mark, chosen = spec.rpartition("#")
+    return (spec, "") if not mark or Path(spec).exists() else (body, chosen)  # A "#" may belong to the name.
+
+
+def image_folder(
+    root: Path, preprocess: Preprocess, *, labelled_images: bool = True, empty_classes: bool = False
+) -> ImageDataset:
+    """Open the images below ``root``; each of its folders is a class, in name order.
+
+    Hidden files and folders, such as a notebook's ``.ipynb_checkpoints`` and a Mac's ``._1.jpg``, are skipped.  Without
+    ``labelled_images`` all images form one class.  ``empty_classes`` accepts class folders without images, for test
+    sets that lack a class.
+
+    Raises:
+        DataError: If it is not a directory, has no class folders, a class without images, or a name that is not UTF-8.
+    """
+    if not root.is_dir():
+        raise DataError(f"{root} is not a directory; give a directory of images")
+    below = (entry for entry in root.iterdir() if entry.is_dir() and not is_hidden(entry.name))
+    folders = sorted(below) if labelled_images else [root]
+    if not folders:
+        raise DataError(f"{root} has no class folders; lay out the images as class/file.png")
+    names: list[npt.NDArray[Any]] = []
+    for label, folder in enumerate(folders):
+        if labelled_images and folder.name.encode(errors="replace").decode() != folder.name:
+            raise DataError(f"{root} has a class folder whose name is not UTF-8, {folder.name!r}; rename it")
+        files = sorted(path for path in map(Path, files_below(folder)) if path.suffix.lower() in SUFFIXES)
+        if not files and not empty_classes:
+            raise DataError(
+                f"class folder {label + 1} of {len(folders)}, {folder}, has no images "
+                f"({', '.join(SUFFIXES)}); add two or more, or remove the folder of a class that the network lacks"
+            )
+        names.append(np.array([os.fsencode(path.relative_to(root)) for path in files], dtype=np.bytes_))
+    if not any(map(len, names)):
+        raise DataError(f"{root} has no images ({', '.join(SUFFIXES)}); add some")
+    labels = torch.arange(len(folders)).repeat_interleave(torch.tensor([len(files) for files in names]))
+    source = FileSource(root, np.concatenate(names))
+    classes = [folder.name.encode(errors="replace").decode() for folder in folders]  # One class may have any name.
+    data = labelled(str(root), classes, source, labels, preprocess)
+    if [*data.classes] == sorted(data.classes):
+        return data
+    note = (
+        f"{root}: the classes are in the order of the folders' names as the disk has them, which are decomposed (NFD, "
+        "as a Mac writes them) or begin with a blank; a network that was trained on composed names has them in another "
+        "order: convmv -r -f utf8 -t utf8 --nfc --notest renames the folders"
+    )
+    return replace(data, notes=(note,))
+
+
+def unread_files(data: ImageDataset) -> tuple[str, ...]:
+    """Return lines that count the files that are not read of a folder of images with classes; of others none."""
+    match data.source:
+        case FileSource(root=root) if str(root) == data.name:
+            return tuple(filter(None, (unread_beside(root), unread_below(root))))
+    return ()
+
+
+def _from_factory(module: str, name: str, split: str, preprocess: Preprocess) -> ImageDataset:
+    if not module or module.startswith("."):
+        raise DataError(f"expected package.module:factory, not a path, got {module}:{name}")
+    try:
+        factory = imported(module, name, error=DataError)
+    except (ImportError, AttributeError) as error:
+        raise DataError(
+            f"expected a directory, one of {', '.join(f'{k}:ROOT' for k in BUILT_IN)}, or "
+            f"package.module:factory; {module}:{name} cannot be imported ({error})"
+        ) from error
+    dataset = factory(split=split, preprocess=preprocess)
+    if not isinstance(dataset, ImageDataset):
+        raise DataError(f"expected {module}:{name} to return an ImageDataset, got {type(dataset).__name__}")
+    return dataset

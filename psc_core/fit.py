@@ -1,0 +1,613 @@
+"""Fit a model to a trained network, stage by stage (:mod:`.stages`), and calibrate it again later.
+
+From a trained network to a fitted model in three stages, each of which returns what the next one needs.
+
+    :func:`collapse`    network, images                        → :class:`.CollapseReport`, which names the candidate
+    :func:`project`     network, candidate, images             → :class:`.FittedProjection`, its features to z (B, D)
+    :func:`fit_model`   network, candidate, projection, images → :class:`FitResult`, the calibrated model
+
+Training images fit, the selection split chooses, and the calibration split only calibrates (:class:`.FitData`).
+:mod:`.paper` has the same stages under the names of the paper's pseudo-code.
+
+Fit a module that lives in this process, with the loaders that it was trained with, and calibrate a model again.
+
+``PSC.fit`` and ``PSCRegressor.fit`` call :func:`fit`, and ``calibrate`` of a fitted model calls :func:`calibrate_on`;
+both are imported when they are first called, so a model that only predicts loads no fitting code.
+
+The stages of a fit under the names of the paper's pseudo-code.
+
+    net        = load_network("torchvision:resnet18", weights="net.safetensors", num_classes=10)
+    candidate  = measure_collapse(net, train, val).candidate()
+    projection = fit_projection(net, candidate, train)
+    psc        = fit_psc(net, candidate, projection, train, val, head="laplace")
+
+The settings of :class:`psc_core.FitSettings` that a stage reads can be given by name, or all as ``settings``; the
+defaults agree with how the candidate was chosen.  ``layer`` and ``task`` are settings of ``psc-fit`` alone: here the
+candidate and the function decide them.  Each call checks and splits the images anew, in the same way for the same seed;
+``psc-fit`` does that once and calls :mod:`.stages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any, Final, NamedTuple, cast
+
+from torch import Tensor, nn
+
+from psc_core.calibrate import (
+    calibrate_pipeline,
+    calibrate_scorer,
+    settings_of,
+    trial_of,
+    warn_of_policy,
+    with_calibration,
+)
+from psc_core.collapse import Candidate, CollapseReport, measure_layers
+from psc_core.compute import own_state
+from psc_core.data import MAX_BAD_IMAGES
+from psc_core.data.cache import PixelCache, check_disjoint
+from psc_core.data.dataset import ImageDataset
+from psc_core.data.loader_warnings import check_apart, warn_of_repeated
+from psc_core.data.loaders import LoaderDescription, LoaderPreprocessing, read_loader, temporary_folder
+from psc_core.data.open import in_network_order
+from psc_core.density import DENSITIES
+from psc_core.errors import NetworkError, UsageError, warn
+from psc_core.fit_data import FitData, FitJob
+from psc_core.fit_parts import compare_positions, cut, fewest_positions, fit_parts, report_of
+from psc_core.gates import GateChoice
+from psc_core.images.preprocess import MAKE_KNOWN
+from psc_core.model import PSC, FittedModel, PSCRegressor, model_class_of
+from psc_core.network.backbone import device_of, readable_copy
+from psc_core.network.described import classes_of
+from psc_core.network.export import check_exportable
+from psc_core.network.load import recipe_of
+from psc_core.network.output import check_images, check_output, trial_images
+from psc_core.projection import FittedProjection, ProjectionReport, choose_ranks, fit_tucker
+from psc_core.scoring import check_read_by
+from psc_core.settings import HEAD_INPUTS, OOD_SCORES, PREDICTIONS, FitSettings, Stage, settings_where
+from psc_core.tasks.fit.task import one_of, task_fit
+from psc_core.thumbnails import check_thumbnail_count
+from psc_core.version import __version__
+
+
+class FitResult(NamedTuple):
+    """A fitted model, the comparison that chose its gates, and the disk space that its features took meanwhile."""
+
+    model: FittedModel
+    gate_choice: GateChoice | None  # None for a model without gates
+    feature_bytes: int
+
+
+@own_state()
+def collapse(net: nn.Module, job: FitJob) -> CollapseReport:
+    """Measure NC1 on the training images and NC4 (for a regression R²) on the selection split, after every layer.
+
+    Raises:
+        UsageError: If a setting is unknown, or a pattern matches no layer.
+        FitError: If features are not finite.
+        NetworkError: If the network cannot be run or cut.
+    """
+    data, compute = job.data, job.compute
+    compute.reducer.require(data.train)
+    return measure_layers(net, data.train, data.selection, job.settings, compute, data.task_fit.layer_quality)
+
+
+@own_state()
+def project(net: nn.Module, candidate: Candidate, job: FitJob) -> FittedProjection:
+    """Fit moments and Tucker factors to the training images, and choose the sizes on the selection split.
+
+    The sizes are the smallest that keep NC1 and NC4; for a density that reads z, with as many spatial components as
+    that needs (:mod:`psc_core.fit_parts`).
+
+    Raises:
+        UsageError: If the density is unknown.
+        FitError: If features are constant, or sizes are larger than the layer allows.
+        NetworkError: If the network cannot be cut.
+    """
+    data, settings, compute = job.data, job.settings, job.compute
+    one_of("density", settings.density, tuple(DENSITIES), data.task_fit.task_type.noun)
+    reads_z = DENSITIES[settings.density].reads == "z"
+    compute.reducer.require(data.train)
+    backbone = cut(net, candidate.layers, data.train, compute, keep_output=False)
+    sized = fit_tucker(backbone, data.train, data.selection, settings, compute)
+    choice = choose_ranks(sized.nc1, sized.nc4, sized.scaled_nc4, settings)
+    compared: dict[int, float] = {}
+    sizes = [choice]
+    if settings.d_proj is None:
+        sizes = choice.with_more_positions(sized.nc1, sized.nc4, sized.deviation, epsilon=settings.epsilon)
+    if reads_z and len(sizes) > 1:
+        pairs = [(size.c_proj, size.d_proj) for size in sizes]
+        compared = compare_positions(backbone, sized, pairs, job)
+        kept = compute.reducer.first(fewest_positions(compared))
+        choice = next(size for size in sizes if size.d_proj == kept)
+    if data.task_fit.averages_candidate(settings) and not reads_z:
+        choice = replace(choice, warning="")  # Head and density read besides z, or instead of it, what z gives up.
+    projection = sized.largest.leading(choice.c_proj, choice.d_proj).cpu()
+    return FittedProjection(projection, ProjectionReport.of(choice, sized, compared), candidate.layers)
+
+
+def checked(settings: FitSettings, data: FitData) -> FitSettings:
+    """Return the settings with the task of the images and, where no head is named, the task's first.
+
+    Raises:
+        UsageError: If an option is unknown, no folder can hold temporary files, or so few validation images cannot keep
+            a rate.
+    """
+    temporary_folder()  # Before hours are spent on what is to be kept there.
+    fit = data.task_fit
+    settings = settings.of_task(fit.task_type.name, fit.task_type.heads)
+    for option, allowed in (
+        ("predictions", PREDICTIONS), ("head_input", HEAD_INPUTS), ("head", tuple(fit.task_type.heads)),
+        ("density", tuple(DENSITIES)), ("ood_score", OOD_SCORES),
+    ):  # fmt: skip
+        one_of(option, getattr(settings, option), allowed, fit.task_type.noun)
+    fit.check(settings, len(data.calibration))
+    data.check_rates(alpha=settings.alpha, coverage=settings.coverage)
+    if settings.keep_examples is not None:
+        check_thumbnail_count(settings.keep_examples, len(data.train.classes))
+    return settings
+
+
+@own_state()
+def fit_model(
+    net: nn.Module,
+    candidate: Candidate,
+    projection: FittedProjection,
+    job: FitJob,
+    *,
+    name: str = "psc",
+    provenance: Mapping[str, Any] | None = None,
+) -> FitResult:
+    """Fit density, head and gates to the training images, and calibrate them on the calibration split.
+
+    Args:
+        net: The whole network.
+        candidate: The layer(s) that z is made from.
+        projection: The candidate's features to z.
+        job: The images, settings and device.
+        name: The model's name.
+        provenance: The origin that a bundle of the model records.
+
+    Raises:
+        UsageError: If the projection is of other layers than the candidate's.
+        FitError: If features or outputs cannot be fitted; the message says why.
+        NetworkError: If the network cannot be cut.
+    """
+    check_same_layers(candidate, projection)
+    data = job.data
+    job.compute.reducer.require(data.train)
+    parts = fit_parts(net, candidate, projection, job)
+    layer_map = None if parts.map is None else parts.map.map
+    pipeline, calibrated = calibrate_scorer(parts.scorer, job, parts.gate_names, layer_map, parts.thumbnails)
+    model = model_class_of(data.task)(
+        task=data.task,
+        pipeline=pipeline,
+        backbone=parts.backbone,
+        classes=data.train.classes,
+        calibration=calibrated.calibration,
+        policy=calibrated.policy,
+        layers=tuple(candidate.layers),
+        name=name,
+        report=report_of(candidate, projection, parts, calibrated.metrics, provenance),
+        trial=trial_of(data.calibration),
+    )
+    model.probe()  # As in loading: a model that cannot be loaded is not saved.
+    choice = None if parts.chosen_gates is None else parts.chosen_gates.choice
+    return FitResult(model, choice, parts.feature_bytes)
+
+
+def check_same_layers(candidate: Candidate, projection: FittedProjection) -> None:
+    """Raise :class:`UsageError` for a projection of other layers than the candidate's."""
+    if projection.layers != candidate.layers:
+        raise UsageError(
+            f"expected a projection of the candidate {'+'.join(candidate.layers)}, got one of "
+            f"{'+'.join(projection.layers)}; fit the projection for this candidate"
+        )
+
+
+@own_state()
+def fit(
+    task: str,
+    net: nn.Module,
+    loaders: tuple[Any, Any],
+    description: LoaderDescription,
+    name: str,
+    settings: Mapping[str, Any],
+) -> FittedModel:
+    """Fit all stages to a copy of ``net``; mode, device and gradients of ``net`` itself stay as they are.
+
+    Args:
+        task: One of :data:`psc_core.tasks.TASKS`.
+        net: A network that returns logits, or one number for each image.
+        loaders: The loaders of training and of validation images; an :class:`ImageDataset` is taken as it is.
+        description: What the caller says of the loaders' images.
+        name: The model's name.
+        settings: Settings of :class:`.FitSettings`, by name; without a device it is the network's.
+
+    Raises:
+        UsageError: If the network is no module, a loader or a setting cannot be used, validation images are training
+            images, or the training data are a data
+            set with a description.
+        DataError: If a batch cannot be used, or a class has too few images.
+        NetworkError: If the network cannot be copied, run or cut.
+        FitError: If features cannot be fitted.
+    """
+    net = readable_copy(net)
+    chosen = FitSettings(device=device_of(net)).changed(settings)
+    compute = chosen.compute()
+    check_apart(*loaders)
+    train = opened(loaders[0], "the training data", description)
+    if train is loaders[0]:
+        check_undescribed(train, description)
+    elif description.classes is None:
+        train = _named_by(net, train)
+    train = _in_order_of(net, train, are_given=description.classes is not None)
+    of_task = task_fit(task)
+    predicts = of_task.takes(train)
+    if predicts:  # Before hours are spent on reading the others; otherwise the error comes below.
+        images = trial_images(train.preprocess).to(compute.device)
+        outputs = of_task.task(train).network_outputs(train.classes)
+        try:
+            check_output(net.to(compute.device), images[:1], outputs, name=type(net).__name__)
+        except NetworkError as error:
+            if description.classes is None:
+                raise
+            predicts = False
+            if chosen.predictions == "auto":
+                warn(f"the head will predict, the network itself cannot: {error}")
+        check_images(net, images, name=type(net).__name__)
+        if train.preprocess.is_known and recipe_of(net) is None:
+            _warn_of_no_export(net, images[:1], chosen.precision)
+    val = opened(loaders[1], "the validation data", described_as(train))
+    check_disjoint(train, val)
+    warn_of_repeated(val)
+    data = FitData.of(train, val, seed=chosen.seed, task=task, max_images=chosen.max_images)
+    chosen = checked(chosen, data)
+    if not train.preprocess.is_known:
+        warn(f"the fitted model predicts tensors, but cannot be saved: {MAKE_KNOWN}")
+    job = FitJob(_decoded(data, chosen), chosen, compute)
+    if predicts and (warning := job.first_look(net.to(compute.device)).warning):
+        warn(warning)
+    report = collapse(net, job)
+    candidate = report.candidate(None if chosen.layer == "auto" else chosen.layer)
+    projection = project(net, candidate, job)
+    provenance = {"psc_version": __version__, "settings": job.settings.recorded()}
+    fitted = fit_model(net, candidate, projection, job, name=name, provenance=provenance)
+    warn_of_policy(fitted.model.policy, fitted.model.report["metrics"])
+    return fitted.model
+
+
+@own_state()
+def calibrate_on(model: FittedModel, loader: Any, **changes: Any) -> FittedModel:
+    """Return ``model`` calibrated on other images, see :meth:`.FittedModel.calibrate`."""
+    as_fitted = LoaderDescription(LoaderPreprocessing(model.preprocess), model.classes, model.task.number())
+    data = opened(loader, "the calibration data", as_fitted).in_order(model.classes)
+    check_read_by(model, data)
+    settings, fit = settings_of(model, changes), task_fit(model.task.name)
+    fit.check_same(model.task, model.classes, data)
+    warn_of_repeated(data)
+    pipeline, calibrated = calibrate_pipeline(model.pipeline, fit, data, settings, or_higher="risk" not in changes)
+    warn_of_policy(calibrated.policy, calibrated.metrics)
+    count = len(data)
+    entry = {"labels": count, "calibrated_on": count, "worth": count, "sha256": data.digest()}
+    return with_calibration(model, pipeline, calibrated, data, entry)
+
+
+def _named_by(net: nn.Module, train: ImageDataset) -> ImageDataset:
+    """Return images whose classes nobody named, "0", "1", …, with the names that a network of transformers has."""
+    names = classes_of(net) or ()
+    is_unnamed = train.classes == tuple(map(str, range(len(names))))
+    return replace(train, classes=names) if is_unnamed and len({*names}) == len(names) else train
+
+
+def _in_order_of(net: nn.Module, train: ImageDataset, *, are_given: bool) -> ImageDataset:
+    """Return images whose classes are in the order of the outputs, where a network of transformers names them.
+
+    Names that the caller gave may be other words for the network's.
+    """
+    names = classes_of(net) or ()
+    if len({*names}) != len(train.classes) or (are_given and {*names} != {*train.classes}):
+        return train
+    train, note = in_network_order(train, names)
+    if note:
+        warn(note)
+    return train
+
+
+def _decoded(data: FitData, settings: FitSettings) -> FitData:
+    """Return the images decoded once, without the few that cannot be, as ``psc-fit`` reads them."""
+    data, not_kept = data.cached(PixelCache())
+    data, left_out = data.readable(MAX_BAD_IMAGES)
+    if left_out:
+        data.check_rates(alpha=settings.alpha, coverage=settings.coverage)
+    for lines in filter(None, (not_kept, left_out)):
+        warn("; ".join(lines))
+    return data
+
+
+def _warn_of_no_export(net: nn.Module, trial: Tensor, precision: str) -> None:
+    """Warn where the model could not be saved; it can predict all the same."""
+    try:
+        check_exportable(net, trial, precision)
+    except NetworkError as error:
+        warn(
+            f"the fitted model predicts, but cannot be saved: {error}; a network that a function builds can, as "
+            'net = load_network("package.module:function", weights="net.pth", num_classes=…)',
+        )
+
+
+def opened(loader: Any, name: str, description: LoaderDescription) -> ImageDataset:
+    """Return the images of a loader as a data set; a data set is returned as it is."""
+    return loader if isinstance(loader, ImageDataset) else read_loader(loader, name, description)
+
+
+def check_undescribed(data: ImageDataset, description: LoaderDescription) -> None:
+    """Require that a caller says nothing of a data set, which says it itself.
+
+    Raises:
+        UsageError: If something is said; the message names the arguments.
+    """
+    if given := description.given():
+        raise UsageError(
+            f"{data.name} is a data set, which says itself how its images are read and what their labels mean; leave "
+            f"out {', '.join(given)}, or give them where the data set is opened"
+        )
+
+
+def described_as(data: ImageDataset) -> LoaderDescription:
+    """Return the description of a loader whose images belong to those of a data set."""
+    return LoaderDescription(LoaderPreprocessing(data.preprocess), data.classes, data.target)
+
+
+LAST_STAGE: Final = "fit_psc or fit_regressor"
+
+READ_BY_ONE: Final[Mapping[str, tuple[str, ...]]] = {
+    "measure_collapse": settings_where(stage=Stage.COLLAPSE),
+    "fit_projection": settings_where(stage=Stage.PROJECTION),
+    LAST_STAGE: settings_where(stage=Stage.LAST),
+}
+"""The settings that one stage alone reads, by its function."""
+
+
+@own_state()
+def measure_collapse(
+    net: nn.Module, train: ImageDataset, val: ImageDataset, *, settings: FitSettings | None = None, **changes: Any
+) -> CollapseReport:
+    """Measure NC1 on ``train`` and NC4 (for a regression R²) on the selection split of ``val``, after every layer.
+
+    Example:
+        >>> from functools import partial
+        >>> from psc_core import PRESETS, open_dataset
+        >>> open_split = partial(open_dataset, "mnist:tests/data", preprocess=PRESETS["mnist"])
+        >>> train, val = open_split(split="train"), open_split(split="val")
+        >>> net = nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10)).eval()
+        >>> [layer.name for layer in measure_collapse(net, train, val).layers]
+        ['1', '3:input', '3']
+
+    Args:
+        net: Trained network in eval mode.
+        train: Training images.
+        val: Validation images, none of them trained on.
+        settings: The settings of all stages.
+        changes: Settings by name, such as ``layers`` or ``granularity``.
+
+    Raises:
+        UsageError: If an option is unknown, ε is outside (0, 1), or a pattern matches no layer.
+        DataError: If classes differ or have too few images.
+        FitError: If features are not finite.
+        NetworkError: If the network cannot be run or cut.
+    """
+    check_read("measure_collapse", changes)
+    settings = (settings or FitSettings()).changed(changes)
+    return collapse(net, _job(net, _data(train, val, settings), settings))
+
+
+@own_state()
+def fit_projection(
+    net: nn.Module,
+    candidate: Candidate,
+    train: ImageDataset,
+    val: ImageDataset | None = None,
+    *,
+    settings: FitSettings | None = None,
+    **changes: Any,
+) -> FittedProjection:
+    """Fit moments and Tucker factors to ``train``; the selection split of ``val``, or ``train``, chooses the sizes.
+
+    Example:
+        >>> from psc_core import PRESETS, open_dataset
+        >>> train = open_dataset("mnist:tests/data", split="train", preprocess=PRESETS["mnist"])
+        >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(1352, 10)).eval()
+        >>> fit_projection(net, Candidate(("0",), "by hand"), train, c_proj=4, d_proj=3).projection.config()
+        {'method': 'tucker', 'positions': [169], 'channels': 8, 'c_proj': 4, 'd_proj': 3}
+
+    Args:
+        net: Trained network in eval mode.
+        candidate: The layer(s) that the network is cut behind.
+        train: Training images.
+        val: Validation images, or None to choose the sizes on all of ``train``.
+        settings: Settings of all stages.
+        changes: Settings by name, such as ``c_proj``, ``d_proj`` or ``minimum_dim``; also ``density``, the kind that
+            will be fitted, because one that reads z needs more spatial components, and ``head_input``, because a head
+            that reads z alone lacks what z gives up.
+
+    Raises:
+        UsageError: If the density is unknown, or the settings have another seed or epsilon than the candidate's.
+        DataError: If classes differ or have too few images.
+        FitError: If features are constant, or sizes are larger than the layer allows.
+        NetworkError: If the network cannot be cut.
+    """
+    check_read("fit_projection", changes)
+    settings = settings_for(candidate, settings, changes)
+    if val is None:
+        data = FitData.without_validation(train, seed=settings.seed, max_images=settings.max_images)
+    else:
+        data = _data(train, val, settings)
+    return project(net, candidate, _job(net, data, settings))
+
+
+@own_state()
+def fit_psc(  # noqa: PLR0913
+    net: nn.Module,
+    candidate: Candidate,
+    projection: FittedProjection,
+    train: ImageDataset,
+    val: ImageDataset,
+    *,
+    name: str = "psc",
+    provenance: Mapping[str, Any] | None = None,
+    settings: FitSettings | None = None,
+    **changes: Any,
+) -> PSC:
+    """Fit density and head to z of ``train``, and calibrate them on the calibration split of ``val``.
+
+    Example:
+        >>> from functools import partial
+        >>> from psc_core import PRESETS, open_dataset
+        >>> open_split = partial(open_dataset, "mnist:tests/data", preprocess=PRESETS["mnist"])
+        >>> train, val = open_split(split="train"), open_split(split="val")
+        >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(1352, 10)).eval()
+        >>> candidate = measure_collapse(net, train, val).candidate("0")
+        >>> projection = fit_projection(net, candidate, train, val)
+        >>> psc = fit_psc(net, candidate, projection, train, val, head="duq")
+        >>> psc.predict(next(val.batches(3)).images).probabilities.shape
+        torch.Size([3, 10])
+
+    Args:
+        net: Trained network, from :func:`psc_core.load_network` or of your own; a bundle names the function that builds
+            the former, and holds the latter as an ONNX graph, if it can be exported.
+        candidate: The layer(s) it is cut behind.
+        projection: From :func:`fit_projection`.
+        train: Training images.
+        val: Validation images, none of them trained on; a :class:`psc_core.errors.LoaderWarning` says where they were.
+        name: Model name.
+        provenance: The origin that a bundle records.
+        settings: The settings of all stages.
+        changes: Settings by name: ``head`` (``"laplace"``, ``"sngp"``, ``"duq"``), ``density`` (``"gda"``, the paper's,
+            ``"tied"``, ``"gda++"``, ``"mahalanobis++"``, ``"pooled++"``, ``"rmd"``), ``predictions`` (``"psc"``, the
+            head's, or ``"base"``, the network's own), ``alpha``, ``coverage``, ``risk``, ``ood_score`` (``"gates"`` or
+            ``"density"``, the paper's), ``pca``, ``keep_examples`` (training images kept as thumbnails; none).
+
+    Raises:
+        UsageError: If an option is unknown, rates are outside (0, 1) or so few validation images cannot keep them,
+            images have numbers, or the projection has other layers, or the settings another seed or epsilon, than the
+            candidate.
+        DataError: If classes differ or have too few images.
+        FitError: If features or outputs cannot be fitted; the message says why.
+        NetworkError: If the network cannot be cut.
+    """
+    check_read(LAST_STAGE, changes)
+    settings = settings_for(candidate, settings, changes)
+    fitted = _fit(PSC, net, candidate, projection, (train, val), settings, name=name, provenance=provenance)
+    return cast(PSC, fitted)
+
+
+@own_state()
+def fit_regressor(  # noqa: PLR0913
+    net: nn.Module,
+    candidate: Candidate,
+    projection: FittedProjection,
+    train: ImageDataset,
+    val: ImageDataset,
+    *,
+    name: str = "psc",
+    provenance: Mapping[str, Any] | None = None,
+    settings: FitSettings | None = None,
+    **changes: Any,
+) -> PSCRegressor:
+    """Fit a density of bins and a head to z of ``train``, and calibrate them on the calibration split of ``val``.
+
+    Example:
+        >>> from functools import partial
+        >>> from psc_core import PRESETS, open_dataset
+        >>> open_split = partial(open_dataset, "rotated-mnist:tests/data", preprocess=PRESETS["mnist"])
+        >>> train, val = open_split(split="train"), open_split(split="val")
+        >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(1352, 1)).eval()
+        >>> candidate = measure_collapse(net, train, val).candidate("0")
+        >>> projection = fit_projection(net, candidate, train, val, c_proj=4, d_proj=4)
+        >>> model = fit_regressor(net, candidate, projection, train, val, coverage=0.9)
+        >>> model.target, model.predict(next(val.batches(3)).images).interval.shape
+        (Target(name='angle', unit='degrees'), torch.Size([3, 2]))
+
+    The arguments are those of :func:`fit_psc`, with a network of one output and images with numbers of one target.
+    ``head`` is ``"blr"`` or ``"dve"``, and ``max_width`` the width of an interval above which an image is uncertain, in
+    the target's unit.
+
+    Raises:
+        UsageError: If :func:`fit_psc` would raise it, or images have no numbers.
+        DataError: If numbers are all equal, or of another target.
+        FitError: If features or outputs cannot be fitted; the message says why.
+        NetworkError: If the network cannot be cut.
+    """
+    check_read(LAST_STAGE, changes)
+    settings = settings_for(candidate, settings, changes)
+    fitted = _fit(PSCRegressor, net, candidate, projection, (train, val), settings, name=name, provenance=provenance)
+    return cast(PSCRegressor, fitted)
+
+
+def _fit(
+    model_class: type[FittedModel],
+    net: nn.Module,
+    candidate: Candidate,
+    projection: FittedProjection,
+    images: tuple[ImageDataset, ImageDataset],
+    settings: FitSettings,
+    **recorded: Any,
+) -> FittedModel:
+    """Return a model of type ``model_class``, which knows its task."""
+    data = _data(*images, settings, model_class.task_type.name)
+    job = _job(net, data, checked(settings, data))
+    warn_of_repeated(images[1])
+    model = fit_model(net, candidate, projection, job, **recorded).model
+    warn_of_policy(model.policy, model.report["metrics"])
+    return model
+
+
+def _data(train: ImageDataset, val: ImageDataset, settings: FitSettings, task: str | None = None) -> FitData:
+    data = FitData.of(train, val, seed=settings.seed, task=task, max_images=settings.max_images)
+    check_disjoint(train, val)
+    return data
+
+
+def _job(net: nn.Module, data: FitData, settings: FitSettings) -> FitJob:
+    """Return the job of a stage, after a trial of the network."""
+    job = FitJob.of(data, settings)
+    device = job.compute.device
+    check_images(net.to(device), trial_images(data.train.preprocess).to(device), name=type(net).__name__)
+    return job
+
+
+def check_read(stage: str, changes: Collection[str]) -> None:
+    """Require that a stage reads the settings that it is given by name.
+
+    Raises:
+        UsageError: If only another one does, or ``layer`` is given, which the candidate says.
+    """
+    if "layer" in changes:
+        raise UsageError("expected no layer: the candidate says it; name one as report.candidate(layer)")
+    for other, names in READ_BY_ONE.items():
+        unread = [name for name in changes if name in names]
+        if unread and other != stage:
+            raise UsageError(f"{stage} does not read {', '.join(unread)}, {other} does; leave out or give it there")
+
+
+def settings_for(candidate: Candidate, settings: FitSettings | None, changes: dict[str, Any]) -> FitSettings:
+    """Return ``settings`` with ``changes``, or defaults that agree with how a candidate was chosen.
+
+    Raises:
+        UsageError: If they have another seed, so that images of the calibration split chose the candidate, or another
+            epsilon.
+    """
+    report = candidate.report
+    chosen: dict[str, Any] = {} if report is None else {"epsilon": report.epsilon}
+    if report is not None and report.seed is not None:
+        chosen["seed"] = report.seed
+    wanted = (settings or FitSettings(**chosen)).changed(changes)
+    for name, value in chosen.items():
+        if getattr(wanted, name) != value:
+            raise UsageError(
+                f"expected {name}={value!r}, with which {'+'.join(candidate.layers)} was chosen as the candidate, "
+                f"got {getattr(wanted, name)!r}; use the same settings in every stage"
+            )
+    return wanted

@@ -1,0 +1,242 @@
+"""Check, label and split the images of a fit, once; every stage takes them from the resulting :class:`FitData`.
+
+Training images fit.  The validation images are split into two halves at random: the selection split chooses layer,
+sizes and whatever else is free, the calibration split only calibrates, so that the stated rates hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from psc_core.compute import Compute, Reducer
+from psc_core.conformal import check_rates
+from psc_core.data.cache import (
+    NONE,
+    SHOWN_IMAGES,
+    PixelCache,
+    cached,
+    check_unreadable,
+    find_unreadable,
+    only_readable,
+    without,
+)
+from psc_core.data.dataset import ImageDataset, balanced, drawn, split_validation
+from psc_core.data.open import check_same
+from psc_core.errors import DataError, UsageError
+from psc_core.settings import FitSettings
+from psc_core.tasks.fit.task import FIRST_LOOK_IMAGES, FirstLook, TaskFit, task_fit, task_fit_for
+from psc_core.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class FitData:
+    """The training images, and the validation images in two halves.
+
+    Attributes:
+        train: The training images.
+        val: All validation images.
+        task_fit: How models of the images' task are fitted.
+        seed: The seed that splits the validation images and draws training images.
+        left_out: Numbers of training and of validation images left out because they cannot be decoded.
+        is_split: False where the training images stand in for both halves.
+    """
+
+    train: ImageDataset
+    val: ImageDataset
+    task_fit: TaskFit
+    seed: int
+    left_out: tuple[int, int] = (0, 0)
+    is_split: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        train: ImageDataset,
+        val: ImageDataset,
+        *,
+        seed: int = 0,
+        task: str | None = None,
+        max_images: int | None = None,
+    ) -> FitData:
+        """Return images as they were opened, checked, labelled and split.
+
+        Args:
+            train: The training images.
+            val: The validation images, none of which the network was trained on.
+            seed: Splits the validation images and draws training images.
+            task: One of :data:`psc_core.tasks.TASKS`; None for the one that suits the labels.
+            max_images: Number of training images to use, balanced over classes; None for all.
+
+        Raises:
+            UsageError: If the images are not labelled with what the task predicts, or the two are read through
+                different preprocessing.
+            DataError: If classes or numbers differ between the two, or there are too few images.
+        """
+        fit = task_fit_for(train) if task is None else task_fit(task)
+        if not fit.takes(train):
+            raise UsageError(
+                f"{train.name} has {task_fit_for(train).describe_labels(train)}, which a {fit.task_type.noun} does not "
+                f"predict; the task of these images is {task_fit_for(train).task_type.name}: folders give classes, and "
+                "tables too where they hold names, or class indices that are opened with --task classification"
+            )
+        if train.target != val.target:
+            raise DataError(
+                f"expected the same target for training and validation, got {train.target} and {val.target}"
+            )
+        train, val = fit.labelled(train, val)
+        return cls(balanced(train, max_images, seed), val, fit, seed).checked()
+
+    @classmethod
+    def without_validation(cls, train: ImageDataset, *, seed: int, max_images: int | None) -> FitData:
+        """Return training images that stand in for validation images, for a stage that only chooses by them.
+
+        Raises:
+            DataError: If there are too few images.
+        """
+        fit = task_fit_for(train)
+        train = balanced(fit.labelled(train, train)[0], max_images, seed)
+        return cls(train, train, fit, seed, is_split=False).checked()
+
+    def checked(self) -> FitData:
+        """Return the same images, after checking that a fit can use them.
+
+        Raises:
+            UsageError: If the two are read through different preprocessing.
+            DataError: If classes differ between the two, there are too few images, or nothing can be measured on a
+                half.
+        """
+        check_preprocessing(self.train, self.val)
+        check_classes(self.train, self.val)
+        for half in self._halves:
+            self.task_fit.check_half(half)
+        return self
+
+    @cached_property
+    def task(self) -> Task:
+        """The task of a model that is fitted to these images."""
+        return self.task_fit.task(self.train)
+
+    @cached_property
+    def _halves(self) -> tuple[ImageDataset, ImageDataset]:
+        return split_validation(self.val, self.seed) if self.is_split else (self.val, self.val)
+
+    @property
+    def selection(self) -> ImageDataset:
+        """The half of the validation images that chooses layer, sizes, prior precision and temperature."""
+        return self._halves[0]
+
+    @property
+    def calibration(self) -> ImageDataset:
+        """The half of the validation images that only calibrates, so that the stated rates hold."""
+        return self._halves[1]
+
+    def fewer(self, training_images: int, validation_images: int) -> FitData:
+        """Return this many random images, balanced over classes, and split in the same way."""
+        train = balanced(self.train, training_images, self.seed)
+        return replace(self, train=train, val=balanced(self.val, validation_images, self.seed))
+
+    def cached(self, cache: PixelCache | None) -> tuple[FitData, tuple[str, ...]]:
+        """Return the same images with their pixels kept in ``cache``, and a line of text if it has no room for all."""
+        if cache is None:
+            return self, ()
+        train, val = self.train, self.val
+        if cache.has_room(train, val):
+            train, val = cached(train, cache.folder), cached(val, cache.folder)
+        return replace(self, train=train, val=val), cache.notes(train, val)
+
+    def readable(self, at_most: int, reducer: Reducer | None = None) -> tuple[FitData, tuple[str, ...]]:
+        """Return the images that can be decoded, and lines of text about those that cannot.
+
+        Args:
+            at_most: How many may be left out; with 0 none are searched for, and the first one met ends the fit.
+            reducer: This process, among those that fit the model.
+
+        Raises:
+            DataError: If more than ``at_most`` cannot be decoded, or too few are left.
+        """
+        if not at_most:
+            return self, ()
+        train = find_unreadable(self.train, at_most, reducer)
+        val = find_unreadable(self.val, at_most - len(train), reducer) if len(train) <= at_most else NONE
+        check_unreadable(at_most, train, val)
+        count, reasons = len(train) + len(val), (*train.reasons, *val.reasons)[:SHOWN_IMAGES]
+        if not count:
+            return self, ()
+        kept_train, kept_val = without(self.train, train), without(self.val, val)  # They are labelled already.
+        of_each = f"{len(train)} of {self.train.name}, {len(val)} of {self.val.name}"
+        notes = (*(f"left out: {reason}" for reason in reasons), f"left out {count} that cannot be decoded: {of_each}")
+        kept = replace(self, train=kept_train, val=kept_val, left_out=(len(train), len(val)))
+        return kept.checked(), notes
+
+    @property
+    def is_ambiguous(self) -> bool:
+        """Whether some image has labels of several classes."""
+        return self.train.is_ambiguous or self.val.is_ambiguous
+
+    def check_rates(self, *, alpha: float, coverage: float) -> None:
+        """Require a calibration split that is large enough for the rates.
+
+        Raises:
+            UsageError: If ``alpha`` is below 1/(n + 1) or ``coverage`` above n/(n + 1).
+        """
+        try:
+            check_rates(len(self.calibration), alpha=alpha, coverage=coverage)
+        except UsageError as error:
+            raise UsageError(f"{error} (half of the {len(self.val)} validation images calibrate)") from error
+
+
+def check_preprocessing(train: ImageDataset, val: ImageDataset) -> None:
+    """Require images that become inputs in the same way: the model takes that of the training images.
+
+    Raises:
+        UsageError: If they do not.
+    """
+    if different := train.preprocess.differences(val.preprocess):
+        raise UsageError(
+            f"expected {val.name} to be read through the training images' preprocessing {train.preprocess}, got "
+            f"{val.preprocess}, with another {', '.join(different)}; open both with the same preprocess"
+        )
+
+
+def check_classes(train: ImageDataset, val: ImageDataset) -> None:
+    """Require the same classes in both, at least two classes, and at least two training images of each.
+
+    Raises:
+        DataError: If they differ or have too few images.
+    """
+    check_same(val, train.classes, "training images'")
+    if len(train.classes) < 2:
+        raise DataError(f"expected at least two classes, got {list(train.classes)}; give a folder for each class")
+    counts = torch.bincount(train.labels, minlength=len(train.classes))
+    if counts.min() < 2:
+        rare = train.classes[int(counts.argmin())]
+        raise DataError(
+            f"expected at least two training images of each class, got {int(counts.min())} of {rare!r}; add images of "
+            "it"
+        )
+
+
+@dataclass(frozen=True)
+class FitJob:
+    """The images, the settings and the device of a fit."""
+
+    data: FitData
+    settings: FitSettings  # as :func:`.stages.checked` returns them
+    compute: Compute  # device, precision, batch size, processes
+
+    @classmethod
+    def of(cls, data: FitData, settings: FitSettings) -> FitJob:
+        """Return a job of this process alone, on the device that the settings name."""
+        return cls(data, settings, settings.compute())
+
+    def first_look(self, net: nn.Module, max_bad_images: int = 0) -> FirstLook:
+        """Return how good the plain network, on the device, is on a few random images."""
+        train, val = (
+            only_readable(drawn(images, FIRST_LOOK_IMAGES, self.data.seed), max_bad_images)
+            for images in (self.data.train, self.data.val)
+        )
+        return self.data.task_fit.first_look(net, train, val, self.compute)

@@ -1,0 +1,719 @@
+"""Read a network once over a data set, and keep on disk the features that the last stage of a fit needs.
+
+The input is the network, cut behind the layers of :class:`Layers`, and a data set of images with n labelled examples;
+an image may carry several labels, and all its examples have the same features.  The output is
+:class:`KeptFeatures`, whose rows are the labelled examples, ordered by class, float32:
+
+    ``features.head_input``  (n, D + Σ C)    z, then each layer that the head reads besides it, averaged over positions
+    ``features.network_output``  (n, outputs)    the output of the network as trained, where it may be served
+    ``density_input``        (n, D) or (n, C)    z, or the candidate's features averaged over positions
+    ``texture``              (n, C) by layer     an early layer, averaged over positions
+
+D is the dimension of z, C the channels of a layer.  z, each layer's averages and the output lie in a file each, one
+class after the other, because a density reads one class at a time; memory does not grow with n.
+
+Choose the gates of a model, and the early layer that the gate ``texture`` reads.
+
+The input is a scorer, the densities of a few early layers, and the images; the output is :class:`ChosenGates`.
+
+Which gates a model has follows from a rule: always ``kind``; ``texture`` wherever a layer lies before the candidate;
+and ``confidence`` unless images are ambiguous by nature, that is, unless some training or validation image has labels
+of several classes.  For such images low confidence is no reason to call them out of distribution.  A task without
+energies has no such gate (:meth:`.TaskFit.confidence_gate`).  Choosing the gates by made-up images as well was tried,
+and dropped gates that real images need, because made-up images far from the data have more anomalous textures.
+
+Which early layer ``texture`` reads is chosen by AUROC: readings (n,) of the n real images of the selection split
+against readings of the images made from them (:mod:`psc_core.made_up`), for each of the early layers.
+
+Choose the layer that the map of a model reads, and fit the map's grey levels.
+
+The input is the moments of a few early layers over the training images, and the selection split; the output is
+:class:`ChosenMap`, the map of one of these layers.
+
+Deep layers detect objects better, early ones surfaces, and a map is as fine as its layer.  So each layer's map gives
+distances (B, rows, columns) to the images of the selection split, once as they are and once with something pasted into
+them (:mod:`psc_core.made_up`).  Layers are compared by AUROC, of pasted against other points of the same
+images, at :data:`POINTS` × :data:`POINTS` points whatever a layer's grid.  The layer with the least regret over the
+patches is taken, as in choosing the gates (:func:`psc_core.gates.regret`).
+
+Fit density, head and gates to features, and join them in a scorer, which lacks only calibration.
+
+The input is the network, its candidate layer(s), their projection to z, and the images of a fit; the output is
+:class:`FittedParts`.  The steps, in order:
+
+1. cut the network behind the candidate, the layers that the head reads besides z, and a few early layers;
+2. read training images and selection split once each, and keep their features on disk (:mod:`.features`);
+3. fit the density and the head to the training features; the selection split chooses their free numbers;
+4. fit a density to each early layer, and choose one for the gate ``texture`` (:mod:`.early_layers`);
+5. choose the early layer of the map (:mod:`.maps`);
+6. cut the network again, behind the layers that are still read.
+
+Choose how many spatial components of the projection a density of z needs.
+
+The input is the largest projection, to z (n, c_max · d_max), and a few sizes c_proj × d_proj within it; the output
+is the mean AUROC of each d_proj, of which :func:`fewest_positions` takes the smallest that is good enough.
+
+NC1 and NC4 only ask for what tells the known classes apart, and often one component a channel is enough for that: it
+says what is in the image and not where.  A density needs more.  So it is fitted with d_proj spatial components, with
+twice as many, and so on, and asked to tell images made from the selection split (:mod:`psc_core.made_up`)
+from the images as they are; the fewest components within :data:`AUROC_LOSS` of the best mean AUROC are kept.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+from psc_core.bundle import layers_of
+from psc_core.collapse import Candidate
+from psc_core.compute import Compute, autocast, passes, track_images
+from psc_core.data.dataset import ImageDataset, drawn, stable_order
+from psc_core.density import DENSITIES
+from psc_core.density.base import Density
+from psc_core.density.fit.density import Examples, fit_density
+from psc_core.errors import FitError, NetworkError
+from psc_core.fit_data import FitData, FitJob
+from psc_core.gates import CONFIDENCE, DENSITY, KINDS_KEY, TEXTURE, GateChoice, fit_gates, readings_of, regret, vary
+from psc_core.images.preprocess import Pixels, Preprocess
+from psc_core.made_up import PATCHES, REAL, by_transform, made_up_batches, paste
+from psc_core.maps import MAX_CHANNELS, LayerMap, PositionMoments, fit_positions, grid_of, with_levels
+from psc_core.metrics import auroc
+from psc_core.network.backbone import Backbone, FeatureStep, feature_step, trial_input, truncate
+from psc_core.network.layers import LayerInfo, list_layers
+from psc_core.network.output import check_network_output, output_width
+from psc_core.numerics.matrix import FeatureFile, FeatureMatrix, blocks, side_by_side, usable
+from psc_core.pipeline import Scorer, ScorerParts, average_positions
+from psc_core.projection import FittedProjection, Projection, ProjectionReport, SizedProjection
+from psc_core.tasks.fit.task import Features, HeadJob
+from psc_core.tasks.head import Head
+from psc_core.thumbnails import Thumbnails, kept_images, thumbnails_of
+
+Z: Final = ".z"
+OUTPUT: Final = ".output"
+"""The names of z and of the network's output among those of layers, none of which begins with a dot."""
+
+
+class Layers(NamedTuple):
+    """The parts of a network that the last stage reads; an early layer may serve both the head and the gates."""
+
+    candidate: tuple[str, ...]  # projected to z
+    head: tuple[str, ...]  # read by the head besides z
+    texture: tuple[str, ...]  # early layers, one of which the gate "texture" will read
+    output: bool = False  # whether the network's own output is read too
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Each layer once, in the order in which the network is cut behind them."""
+        return tuple(dict.fromkeys((*self.candidate, *self.head, *self.texture)))
+
+    def of(self, features: Sequence[Tensor], layers: Iterable[str]) -> list[Tensor]:
+        """Return the features of some ``layers``, picked from those of all :attr:`names`."""
+        return [features[self.names.index(layer)] for layer in layers]
+
+
+class KeptFeatures(NamedTuple):
+    """The features of n labelled examples that one pass keeps; the module docstring gives their shapes."""
+
+    features: Features  # read by the head, with labels and image indices
+    density_input: FeatureMatrix
+    texture: Mapping[str, FeatureMatrix]  # by early layer
+    moments: Mapping[str, PositionMoments]  # by early layer with a grid, over the images of this process
+    file_bytes: int  # of all files together
+
+    def examples(self, features: FeatureMatrix, classes: Sequence[str]) -> Examples:
+        """Return the labelled examples with these of their features, as a density is fitted to them."""
+        return Examples(features, self.features.labels, len(classes), self.features.images, classes)
+
+
+def cut(net: nn.Module, layers: Sequence[str], data: ImageDataset, compute: Compute, *, keep_output: bool) -> Backbone:
+    """Return ``net`` cut behind ``layers``, on the device, after a trial on one input."""
+    trial = trial_input(data.preprocess).to(compute.device)
+    return truncate(net.to(compute.device), layers, keep_output=keep_output, trial=trial)
+
+
+def read(
+    backbone: Backbone,
+    layers: Layers,
+    projection: Projection,
+    dataset: ImageDataset,
+    compute: Compute,
+    folder: Path,
+    *,
+    pooled: bool,
+) -> KeptFeatures:
+    """Run the network over a data set and write the features of every labelled example to files in ``folder``.
+
+    Args:
+        backbone: The network cut behind ``layers.names``; it keeps its output where ``layers.output`` asks for it.
+        layers: The layers, by what reads them.
+        projection: From the candidate's features to z, on the device.
+        dataset: The images.
+        compute: Device, precision, batch size, processes.
+        folder: An empty folder; the files lie in it as long as the result is used.
+        pooled: Whether the density reads the candidate's features averaged over positions, and not z.
+    """
+    running = backbone.fused(compute.precision)
+    head, density = [Z, *layers.head], [*layers.candidate] if pooled else []
+    averaged = dict.fromkeys([*layers.head, *density, *layers.texture])  # Each layer once, whatever reads it.
+
+    def columns_of(found: Sequence[Tensor], output: Tensor | None) -> dict[str, Tensor]:
+        columns = {Z: projection(layers.of(found, layers.candidate))}
+        columns |= {layer: average_positions(*layers.of(found, [layer])) for layer in averaged}
+        return columns if output is None or not layers.output else columns | {OUTPUT: output.float()}
+
+    def step(images: Tensor) -> dict[str, Tensor]:
+        found, output = running(images)
+        for layer, sums in moments.items():
+            sums.add(*layers.of(found, [layer]))
+        return columns_of(found, output)
+
+    with torch.inference_mode():
+        of_one, output = backbone(trial_input(dataset.preprocess).to(compute.device))
+        widths = {name: columns.shape[1] for name, columns in columns_of(of_one, output).items()}
+    moments = _moments_of(layers, of_one, dataset.preprocess)
+    order = stable_order(dataset.labels)
+    files = store(step, widths, dataset, order, compute, folder)
+
+    def matrix(names: Sequence[str], beside: Sequence[str]) -> FeatureMatrix:
+        # The rows of a block decide how sums round: as if all of ``beside`` were read, which earlier fits did.
+        return side_by_side([files[name] for name in names], widest=sum(widths[name] for name in beside))
+
+    images = torch.arange(len(dataset)).repeat_interleave(dataset.offsets.diff())[order]
+    values, of_head = dataset.subset(images).values, tuple(widths[name] for name in head)
+    labels, read_together = dataset.labels[order], head + density
+    features = Features(matrix(head, read_together), labels, images, of_head, values, files.get(OUTPUT))
+    texture = {layer: matrix([layer], layers.texture) for layer in layers.texture}
+    file_bytes = sum(file.bytes for file in files.values())
+    return KeptFeatures(features, matrix(density or [Z], read_together), texture, moments, file_bytes)
+
+
+def _moments_of(layers: Layers, of_one: Sequence[Tensor], preprocess: Preprocess) -> dict[str, PositionMoments]:
+    """Return empty sums for each early layer that a map can be made from; ``of_one`` are one image's features."""
+    found = {}
+    for layer, features in zip(layers.texture, layers.of(of_one, layers.texture), strict=True):
+        grid = grid_of(features.shape[2], preprocess.height, preprocess.width)
+        if grid is not None and features.shape[1] <= MAX_CHANNELS:
+            found[layer] = PositionMoments(features.shape[1], grid, features.device)
+    return found
+
+
+def store(
+    step: Callable[[Tensor], Mapping[str, Tensor]],
+    widths: Mapping[str, int],
+    dataset: ImageDataset,
+    order: Int[Tensor, " examples"],
+    compute: Compute,
+    folder: Path,
+) -> dict[str, FeatureFile]:
+    """Run ``step`` over the images and write its results by name, (B, width), to one file each.
+
+    A file has one row for each labelled example, in ``order``: row i is that of example ``order[i]``.
+    """
+    reducer = compute.reducer
+    files = {
+        name: FeatureFile.create(folder / str(number), (dataset.examples, width))
+        for number, (name, width) in enumerate(widths.items())
+    }
+    where = torch.empty_like(order)
+    where[order] = torch.arange(len(where))
+    if reducer.world > 1:
+        where = where[reducer.shard_examples(dataset)]
+    at = 0
+    for columns, batch in passes(reducer.shard(dataset), compute, "features", step):
+        for name, file in files.items():
+            values = batch.per_example(columns[name]).cpu()
+            file.write(where[at : at + len(values)], values)
+        at += len(batch.labels)
+    if reducer.world > 1:
+        for file in files.values():
+            for chunk, block in blocks(file):
+                file.write(chunk, reducer.sum_(block))
+    return files
+
+
+DEPTHS: Final = (1 / 3, 1 / 2, 2 / 3)
+"""The fractions of the way to the candidate at which early layers are compared."""
+
+TEXTURE_DENSITY: Final = "gda"
+"""The density of an early layer; not one of unit length, for the length of features tells textures apart."""
+
+
+class Texture(NamedTuple):
+    """An early layer, and the density of its features averaged over positions."""
+
+    layer: str
+    density: Density
+
+
+class ChosenGates(NamedTuple):
+    """The gates of a model."""
+
+    names: tuple[str, ...]  # some of :data:`psc_core.gates.combined.GATES`
+    texture: Texture | None  # None where no layer lies before the candidate
+    choice: GateChoice  # the comparison that chose it
+
+
+def choose_gates(
+    scorer: Scorer, layers: Layers, textures: Mapping[str, Density], data: FitData, compute: Compute
+) -> ChosenGates:
+    """Return the gates by the rule, and the early layer that tells made-up images apart best.
+
+    Args:
+        scorer: The scorer of the model, still without a texture.
+        layers: The layers that its network is cut behind.
+        textures: The density of each early layer.
+        data: The images.
+        compute: Device, precision, batch size.
+
+    Raises:
+        FitError: If gates cannot be fitted to the readings.
+    """
+    reads_confidence, reason = data.task_fit.confidence_gate(ambiguous=data.is_ambiguous)
+    names: tuple[str, ...] = (DENSITY, CONFIDENCE) if reads_confidence else (DENSITY,)
+    readings = made_up_readings(scorer, layers, textures, names, data, compute)
+    energies = readings[REAL].get(CONFIDENCE)
+    if energies is not None and not vary(energies):
+        names = (DENSITY,)
+    choice = compare(readings, names, tuple(textures), reason=reason)
+    if not textures:
+        return ChosenGates(names, None, choice)
+    layer = {option_name(layer, names): layer for layer in textures}[choice.chosen]
+    return ChosenGates((TEXTURE, *names), Texture(layer, textures[layer]), choice)
+
+
+def early_layers(net: nn.Module, layers: Sequence[str], trial: Tensor) -> list[str]:
+    """Return a few layers before the first of ``layers``, at :data:`DEPTHS` of the way to it.
+
+    They are blocks, or operations of a network that has no blocks before it.
+    """
+    order = {layer.name: layer.index for layer in list_layers(net, trial, granularity="all")}
+    end = min(order.get(name, len(order)) for name in layers)
+    for granularity in ("blocks", "operations"):
+        try:
+            listed: list[LayerInfo] = list_layers(net, trial, granularity=granularity)
+        except NetworkError:  # The network has no blocks there.
+            continue
+        before = [layer.name for layer in listed if order.get(layer.name, end) < end]
+        if before:
+            return list(dict.fromkeys(before[max(0, round(depth * len(before)) - 1)] for depth in DEPTHS))
+    return []
+
+
+Readings = Mapping[str, Tensor]
+"""The readings of n images, (n,) by gate; those of early layers by layer."""
+
+
+def made_up_readings(
+    scorer: Scorer,
+    layers: Layers,
+    textures: Mapping[str, Density],
+    names: Sequence[str],
+    data: FitData,
+    compute: Compute,
+) -> dict[str, dict[str, Tensor]]:
+    """Return readings by transform, those of real images under :data:`.REAL`, then by gate or early layer."""
+
+    def read(images: Pixels) -> dict[str, Tensor]:
+        features, output = scorer.features(scorer.standardise(images))
+        scores = scorer.score(scorer.embedding(features, output)).scores
+        readings = dict(zip(names, readings_of(names, scores).unbind(1), strict=True))
+        for (layer, density), early in zip(textures.items(), layers.of(features, layers.texture), strict=True):
+            readings[layer] = -density(average_positions(early)).log_density
+        return readings
+
+    mixed = not data.is_ambiguous
+    return by_transform(made_up_batches(data.selection, compute, "made-up images", mixed=mixed, seed=data.seed), read)
+
+
+def compare(
+    readings: Mapping[str, Readings], names: Sequence[str], layers: Sequence[str], *, reason: str
+) -> GateChoice:
+    """Compare all gates with each early layer, and fewer gates for the record, by AUROC on each transform.
+
+    Args:
+        readings: The readings, as :func:`made_up_readings` returns them.
+        names: The gates besides ``texture``.
+        layers: The early layers.
+        reason: Why the gate ``confidence`` is one of them or not, a sentence.
+    """
+    real, transforms = readings[REAL], [name for name in readings if name != REAL]
+    full = {option_name(layer, names): [layer, *names] for layer in layers} or {option_name(None, names): list(names)}
+    fewer = {option_name(None, names): list(names), **{name: [name] for name in names}}
+    fewer |= {option_name(layer, ()): [layer] for layer in layers}
+    aurocs = {}
+    for option, columns in (fewer | full).items():
+        inside = torch.stack([real[column] for column in columns], dim=1)
+        gates = fit_gates(_as_gates(columns, layers), inside, inside)
+        made_up = {each: torch.stack([readings[each][name] for name in columns], dim=1) for each in transforms}
+        aurocs[option] = {each: auroc(gates.score(inside), gates.score(values)) for each, values in made_up.items()}
+    return GateChoice(aurocs, tuple(full), reason)
+
+
+def option_name(layer: str | None, names: Sequence[str]) -> str:
+    """Return the name of an option in tables, such as ``texture[layer1] + kind``."""
+    return " + ".join([*([] if layer is None else [f"{TEXTURE}[{layer}]"]), *names])
+
+
+def _as_gates(columns: Sequence[str], layers: Sequence[str]) -> list[str]:
+    return [TEXTURE if column in layers else column for column in columns]
+
+
+IMAGES: Final = 500
+"""Maximum number of images of the selection split that are used."""
+
+POINTS: Final = 32
+"""Number of points in each direction at which maps are compared."""
+
+
+@dataclass(frozen=True)
+class MapChoice:
+    """The comparison that chooses the layer of the map."""
+
+    aurocs: Mapping[str, Mapping[str, float]]  # by layer, then by patch
+
+    @property
+    def chosen(self) -> str:
+        """The layer with the least regret, on a tie the earliest."""
+        return min(self.aurocs, key=partial(regret, self.aurocs))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the comparison as a manifest records it, in JSON types."""
+        layers = [{"layer": layer, "auroc": list(of.values())} for layer, of in self.aurocs.items()]
+        return {"chosen": self.chosen, KINDS_KEY: list(PATCHES), "layers": layers}
+
+
+@dataclass(frozen=True)
+class ChosenMap:
+    """The map of a model, and the comparison that chose it."""
+
+    map: LayerMap
+    choice: MapChoice
+
+
+@torch.inference_mode()
+def choose_map(
+    features_of: Callable[[Pixels], Mapping[str, Tensor]],
+    moments: Mapping[str, PositionMoments],
+    selection: ImageDataset,
+    compute: Compute,
+    seed: int,
+) -> ChosenMap | None:
+    """Return the map of the early layer that tells patches apart best, or None where no layer can have a map.
+
+    Args:
+        features_of: A function from pixels on the device to the canonical features of each layer.
+        moments: The moments of each early layer that has a grid, over the training images.
+        selection: In-distribution images that the moments have not seen.
+        compute: Device, batch size, processes.
+        seed: Draws the images and what is pasted into them.
+    """
+    maps: dict[str, LayerMap] = {}
+    for layer, sums in moments.items():
+        found = sums.finish(compute.reducer.sum_)  # In every process, whether or not a density can be fitted.
+        with suppress(FitError):  # All positions look the same there.
+            maps[layer] = LayerMap(layer, sums.grid, fit_positions(found))
+    if not maps:
+        return None
+    real: dict[str, list[Tensor]] = {layer: [] for layer in maps}
+    pasted: dict[str, dict[str, list[Tensor]]] = {layer: {patch: [] for patch in PATCHES} for layer in maps}
+    masks: dict[str, list[Tensor]] = {patch: [] for patch in PATCHES}
+    generator = torch.Generator().manual_seed(seed)
+    for batch in track_images(drawn(selection, IMAGES, seed), compute, "map: pasted images"):
+        pixels = selection.preprocess.to_pixels(batch.images)
+        for layer, distances in _distances(maps, features_of(pixels.to(compute.device))).items():
+            real[layer].append(distances.flatten())
+        for patch in PATCHES:
+            images, mask = paste(pixels, patch, generator)
+            masks[patch].append(_points(mask.float(), "nearest") > 0)
+            for layer, distances in _distances(maps, features_of(images.to(compute.device))).items():
+                pasted[layer][patch].append(_points(distances, "bilinear"))
+    aurocs = {
+        layer: {patch: _auroc(torch.cat(of_layer[patch]), torch.cat(masks[patch])) for patch in PATCHES}
+        for layer, of_layer in pasted.items()
+    }
+    names, choice = list(maps), MapChoice(aurocs)
+    chosen = maps[names[compute.reducer.first(names.index(choice.chosen))]]
+    density = with_levels(chosen.density, torch.cat(real[chosen.layer]))
+    return ChosenMap(LayerMap(chosen.layer, chosen.grid, density), choice)
+
+
+def _distances(
+    maps: Mapping[str, LayerMap], features: Mapping[str, Tensor]
+) -> dict[str, Float[Tensor, "batch rows columns"]]:
+    return {layer: of.distances(features[layer]).cpu() for layer, of in maps.items()}
+
+
+def _points(maps: Float[Tensor, "batch _ _"], mode: str) -> Float[Tensor, "batch points"]:
+    return functional.interpolate(maps[:, None], (POINTS, POINTS), mode=mode).flatten(1)
+
+
+def _auroc(distances: Float[Tensor, "n points"], pasted: Bool[Tensor, "n points"]) -> float:
+    return auroc(distances[~pasted], distances[pasted])
+
+
+BATCH: Final = 64
+"""Number of images whose thumbnails are made at once."""
+
+
+@dataclass(frozen=True)
+class FittedParts:
+    """Everything that a model consists of before it is calibrated."""
+
+    backbone: Backbone  # as a bundle stores it; the scorer runs a fused copy
+    scorer: Scorer  # uint8 pixels to scores
+    chosen_gates: ChosenGates | None  # None: the density alone makes the OOD score
+    map: ChosenMap | None  # None: no early layer has a grid
+    thumbnails: Thumbnails | None  # None: the settings keep none
+    feature_bytes: int  # on disk while these were fitted
+
+    @property
+    def gate_names(self) -> tuple[str, ...]:
+        """Names of the gates; an empty tuple for a model without any."""
+        return () if self.chosen_gates is None else self.chosen_gates.names
+
+
+def fit_parts(
+    net: nn.Module,
+    candidate: Candidate,
+    projection: FittedProjection,
+    job: FitJob,
+) -> FittedParts:
+    """Take the steps above and return the parts.
+
+    Args:
+        net: The whole network.
+        candidate: The layer(s) that z is made from.
+        projection: The candidate's features to z.
+        job: The images, settings and device.
+
+    Raises:
+        UsageError: If base predictions are asked for, and the network has another number of outputs than the task
+            needs.
+        FitError: If features cannot be fitted; the message says why.
+        NetworkError: If the network cannot be cut.
+    """
+    data, settings, compute = job.data, job.settings, job.compute
+    is_base = settings.predictions == "base"
+    is_asked = is_base or (settings.predictions == "auto" and data.task_fit.compares_network_output)
+    layers = _layers(net, candidate, job)
+    backbone = cut(net, layers.names, data.train, compute, keep_output=is_asked)
+    outputs = data.task.network_outputs(data.train.classes)
+    trial = trial_input(data.train.preprocess).to(compute.device)
+    if is_base:
+        check_network_output(backbone, trial, outputs, name=data.train.name)
+    of_selection = layers._replace(texture=(), output=is_asked and output_width(backbone, trial) == outputs)
+    device_projection = projection.projection.to(compute.device)
+    pooled = DENSITIES[settings.density].reads == "pooled"
+    with tempfile.TemporaryDirectory(prefix="psc-fit-") as scratch:
+        folders = [Path(tempfile.mkdtemp(dir=scratch)) for _ in range(2)]
+        train = read(backbone, layers, device_projection, data.train, compute, folders[0], pooled=pooled)
+        selection = read(backbone, of_selection, device_projection, data.selection, compute, folders[1], pooled=pooled)
+        fitted = _fit_to_features(train, selection, job)
+    parts = ScorerParts(
+        data.train.preprocess,
+        backbone.fused(compute.precision),
+        device_projection,
+        fitted.density,
+        fitted.head,
+        head_layers=layers.head,
+    )
+    scorer = Scorer(parts)
+    gates = choose_gates(scorer, layers, fitted.textures, data, compute) if settings.ood_score == "gates" else None
+    chosen_map = _choose_map(scorer, layers, train, data, compute)
+    layer, texture = (None, None) if gates is None or gates.texture is None else gates.texture
+    kept = layers_of(layers.candidate, layers.head, layer, None if chosen_map is None else chosen_map.map.layer)
+    keep_output = is_base or fitted.head.reads_output
+    if tuple(kept) != layers.names or keep_output != backbone.keep_output:
+        backbone = cut(net, kept, data.train, compute, keep_output=keep_output)
+    scorer = scorer.with_backbone(backbone.fused(compute.precision), texture)
+    feature_bytes = train.file_bytes + selection.file_bytes
+    return FittedParts(backbone, scorer, gates, chosen_map, fitted.thumbnails, feature_bytes)
+
+
+class _FromFeatures(NamedTuple):
+    """The parts that are fitted to the features on disk, on the device."""
+
+    density: Density
+    head: Head
+    textures: dict[str, Density]  # by early layer
+    thumbnails: Thumbnails | None
+
+
+def _fit_to_features(train: KeptFeatures, selection: KeptFeatures, job: FitJob) -> _FromFeatures:
+    """Fit density, head and early layers' densities to the training features; the selection split chooses."""
+    data, settings, device = job.data, job.settings, job.compute.device
+    classes = data.train.classes
+    density = fit_density(
+        train.examples(train.density_input, classes),
+        kind=settings.density,
+        pca=settings.pca,
+        held_out=selection.examples(selection.density_input, classes),
+    ).to(device)
+    kind = settings.head_of(data.task.heads)
+    head_job = HeadJob(kind, train.features, selection.features, classes, settings.predictions, settings.seed, device)
+    head = data.task_fit.fit_head(head_job)
+    textures = {
+        layer: fit_density(train.examples(early, classes), kind=TEXTURE_DENSITY).to(device)
+        for layer, early in train.texture.items()
+    }
+    keep = settings.keep_examples
+    return _FromFeatures(density, head, textures, None if keep is None else _thumbnails(keep, train, density, data))
+
+
+def _layers(net: nn.Module, candidate: Candidate, job: FitJob) -> Layers:
+    """Return the layers to read: the early ones where gates or the head read them."""
+    data, settings, device = job.data, job.settings, job.compute.device
+    reads_layers = data.task.heads[settings.head_of(data.task.heads)].reads_layers
+    early: tuple[str, ...] = ()
+    with_gates = settings.ood_score == "gates"
+    if with_gates or reads_layers:
+        trial = trial_input(data.train.preprocess).to(device)
+        early = tuple(early_layers(net.to(device), candidate.layers, trial))
+    beside_z = candidate.layers if data.task_fit.averages_candidate(settings) else ()
+    return Layers(candidate.layers, early if reads_layers else beside_z, early if with_gates else ())
+
+
+def _choose_map(
+    scorer: Scorer, layers: Layers, train: KeptFeatures, data: FitData, compute: Compute
+) -> ChosenMap | None:
+    def features_of(images: Pixels) -> dict[str, Tensor]:
+        features, _ = scorer.features(scorer.standardise(images))
+        return dict(zip(layers.names, features, strict=True))
+
+    return choose_map(features_of, train.moments, data.selection, compute, data.seed)
+
+
+def _thumbnails(count: int, read: KeptFeatures, density: Density, data: FitData) -> Thumbnails:
+    """Return thumbnails of training images with their coordinates, from the features that were read."""
+    kept = kept_images(data.train, count, data.seed)
+    images, rows = read.features.images, torch.empty(len(data.train), dtype=torch.int64)
+    rows[images] = torch.arange(len(images))  # Several labels of an image have the same features.
+    features = read.density_input[rows[kept]].to(density.basis.device)
+    few = data.train.subset(kept)
+    tensors = {
+        "embedding": density.coordinates(features).float(),
+        "pixels": torch.cat([thumbnails_of(few.preprocess.to_pixels(batch.images)) for batch in few.batches(BATCH)]),
+        "images": kept,
+        "labels": few.first_labels(),
+        "values": few.values,
+    }
+    return Thumbnails({name: tensor for name, tensor in tensors.items() if tensor is not None})
+
+
+def report_of(
+    candidate: Candidate,
+    projection: FittedProjection,
+    parts: FittedParts,
+    metrics: Mapping[str, Any],
+    provenance: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Return the record of a fit, JSON types; ``metrics`` were measured on the calibration split."""
+    gates = {} if parts.chosen_gates is None else {"gates": parts.chosen_gates.choice.to_json()}
+    of_map = {} if parts.map is None else {"map": parts.map.choice.to_json()}
+    report = {
+        "collapse": candidate.report and {**candidate.report.to_json(), "notes": list(candidate.notes)},
+        "metrics": {**metrics, "projection": projection_metrics(projection.report), **gates, **of_map},
+        "provenance": dict(provenance or {}),
+    }
+    recorded: dict[str, Any] = rounded(report)
+    return recorded
+
+
+def projection_metrics(report: ProjectionReport) -> dict[str, Any]:
+    """Return the record of a projection, JSON types."""
+    choice = report.choice
+    return {
+        "nc1": choice.nc1,
+        "nc4": choice.nc4,
+        "scaled_nc1": report.scaled_nc1,
+        "scaled_nc4": report.scaled_nc4,
+        "warning": choice.warning,
+        "pooled": report.note,
+        "positions": [{"d_proj": d, "made_up_auroc": value} for d, value in report.positions],
+    }
+
+
+def rounded(value: Any) -> Any:
+    """Return ``value`` with floats to 9 digits, which the version hashes; the others depend on how sums are split."""
+    if isinstance(value, float):
+        return float(f"{value:.9g}")
+    if isinstance(value, Mapping):
+        return {key: rounded(each) for key, each in value.items()}
+    return [rounded(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+AUROC_LOSS: Final = 0.005
+"""Mean AUROC that may be given up for fewer components."""
+
+TRAINING_IMAGES: Final = 10_000
+"""Maximum number of training images that the densities are fitted on."""
+
+
+def compare_positions(
+    backbone: Backbone,
+    sized: SizedProjection,
+    sizes: Sequence[tuple[int, int]],
+    job: FitJob,
+) -> dict[int, float]:
+    """Return the mean AUROC of made-up against real images for each number of spatial components.
+
+    Args:
+        backbone: The network, cut behind the candidate layer(s).
+        sized: The largest projection.
+        sizes: The pairs (c_proj, d_proj) to compare, within it.
+        job: The images, settings with a density that reads z, and the device.
+    """
+    data, compute = job.data, job.compute
+    step = feature_step(backbone, compute.precision)
+    few = drawn(data.train, TRAINING_IMAGES, data.seed)
+    kept, of_batches = [], []
+    for features, batch in passes(few, compute, "positions: features", step):
+        kept.append(batch.per_example(sized.largest(features)).cpu())
+        of_batches.append(batch.labels)
+    made = _made_up_features(sized.largest, step, data, compute)
+    z, labels, classes = usable(torch.cat(kept), torch.cat(of_batches))
+    found = {}
+    for c_proj, d_proj in sizes:
+        columns = _columns(sized.largest, c_proj, d_proj)
+        fitted = fit_density(Examples(z[:, columns], labels, classes), kind=job.settings.density)
+        scores = {name: -fitted(values[:, columns]).log_density for name, values in made.items()}
+        real = scores.pop(REAL)
+        found[d_proj] = statistics.mean(auroc(real, made_up) for made_up in scores.values())
+    return found
+
+
+def fewest_positions(found: Mapping[int, float]) -> int:
+    """Return the smallest number of spatial components within :data:`AUROC_LOSS` of the best."""
+    return min(d for d, value in found.items() if value >= max(found.values()) - AUROC_LOSS)
+
+
+def _made_up_features(
+    largest: Projection, step: FeatureStep, data: FitData, compute: Compute
+) -> dict[str, Float[Tensor, "n dim"]]:
+    """Return z of the selection split's images under :data:`.REAL`, and of the images made from them by transform."""
+    mixed, selection = not data.is_ambiguous, data.selection
+
+    def project(images: Pixels) -> dict[str, Tensor]:
+        with autocast(compute.device, compute.precision):
+            features = step(selection.preprocess.standardise(images))
+        return {"z": largest(features)}
+
+    batches = made_up_batches(selection, compute, "positions: made-up images", mixed=mixed, seed=data.seed)
+    return {name: found["z"] for name, found in by_transform(batches, project).items()}
+
+
+def _columns(largest: Projection, c_proj: int, d_proj: int) -> Tensor:
+    """Return the columns of z that hold the leading components, ``int64 (c_proj · d_proj,)``."""
+    grid = torch.arange(largest.c_proj * largest.d_proj).view(largest.c_proj, largest.d_proj)
+    return grid[:c_proj, :d_proj].flatten()

@@ -1,1 +1,0 @@
-"""Fit gates: their p-values, the made-up images on which they are compared, and the choice."""

@@ -1,0 +1,332 @@
+"""Maps that show how anomalous an image is at each position of an early layer, and where it is most anomalous.
+
+Map how unusual each position of a layer is: the distances of one Gaussian over positions, as grey levels.
+
+With the features ``x_p`` of an image at position p, a vector of C channels, and the mean ``μ`` and covariance ``Σ`` of
+such vectors over images *and* positions,
+
+    ``q_p = ‖ (x_p − μ) A ‖²``,    ``d_p`` = the mean of q over p and its neighbours in the grid, corners included
+
+where ``A`` (C, P) whitens the P components of least variance (:mod:`psc_core.maps.fit.gaussian`).  All positions share
+one Gaussian, which models surfaces, edges and seams, but not where in an image they belong.
+
+A grey level says how rare a distance is among in-distribution images.  Level g is reached by a fraction
+``10^(−4 g / 255)`` of their positions: 0 by all, 64 by one in ten, 128 by one in a hundred, 255 by one in 10,000.
+
+Shapes: B images, C channels, S positions of the layer, of which rows × columns show the image.
+
+Compute the mean and covariance of the channels over images and positions, see :mod:`psc_core.numerics.moments`.
+
+The same :data:`POSITIONS` positions are read in each image, drawn once: neighbours are alike, and a pass costs only a
+few hundredths of the network's time.  Memory is C² numbers, whatever the number of images.
+
+Fit the Gaussian of a position, and the distances of its grey levels.
+
+Channels are scaled to unit variance; a channel below :data:`.DEAD_UNIT` of the layer's root mean square is scaled as if
+it had that much.  Of the components of the correlation, C = U diag(λ) Uᵀ, the half of least variance is kept, at most
+:data:`MAX_COMPONENTS`:
+
+    A = diag(1/σ) U_kept diag(λ_kept^(−1/2))
+
+Directions in which in-distribution images hardly vary detect anomalous images best (Rippel, Mertens & Merhof 2021),
+because all images differ in the leading directions.  Components whose variance is only rounding, below
+:data:`.EIGENVALUE_FLOOR` or the squared resolution of the features, are dropped.
+
+A level's threshold is the distance that a fraction t of in-distribution positions reaches.  Of m sorted readings
+``r_1 ≤ … ≤ r_m`` the i-th has ``t_i = (m + 1 − i) / (m + 1)``, and ``log t`` is linear in between; beyond ``r_m`` it
+falls with the mean excess of the largest, :data:`.TAIL_FRACTION`, like the tails of the gates.  A threshold lies
+:data:`DISTANCE_ROUNDING` above its reading, so that equal distances, such as those of a black background, have the same
+level in spite of rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor, nn
+from torch.nn import functional
+
+from psc_core.errors import BundleError, FitError
+from psc_core.fitted import Fitted, Record
+from psc_core.images.decode import as_base64, png_of
+from psc_core.numerics.linalg import (
+    DEAD_UNIT,
+    EIGENVALUE_FLOOR,
+    TAIL_FRACTION,
+    MomentSums,
+    eigh,
+    rounding_of,
+    tail_excess,
+)
+
+MIN_SIDE: Final = 4
+"""Minimum number of rows and of columns of a map."""
+
+MAX_POSITIONS: Final = 1 << 12
+"""Maximum number of positions of a map, 64 × 64, which take about 4 KiB in memory and as PNG."""
+
+MAX_LEADING: Final = 8
+"""Maximum number of leading tokens that show no part of the image: the class token and registers."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """``rows`` × ``columns`` positions, row-major, after ``first`` positions that show no part of the image."""
+
+    rows: int
+    columns: int
+    first: int = 0
+
+    @property
+    def positions(self) -> int:
+        """The number of all positions of the layer."""
+        return self.first + self.rows * self.columns
+
+
+def grid_of(positions: int, height: int, width: int) -> Grid | None:
+    """Return the grid of a layer with this number of positions, or None if no map can be made of it.
+
+    Convolutions and patches take the same steps down and across, so rows : columns = height : width, each rounded.  Of
+    the factorisations of ``positions`` the nearest to this ratio is taken, for a square image only a square; if there
+    is none, the first positions are taken for leading tokens, as few as possible.
+
+    Args:
+        positions: The number of positions of the canonical features.
+        height: The height of the network's input, in pixels.
+        width: The width of the network's input, in pixels.
+
+    Example:
+        >>> grid_of(14 * 14, 224, 224), grid_of(1 + 14 * 14, 224, 224), grid_of(1, 224, 224)
+        (Grid(rows=14, columns=14, first=0), Grid(rows=14, columns=14, first=1), None)
+    """
+    for first in range(MAX_LEADING + 1):
+        rows = _rows(positions - first, height, width)
+        if rows is not None:
+            return Grid(rows, (positions - first) // rows, first)
+    return None
+
+
+def _rows(positions: int, height: int, width: int) -> int | None:
+    """Return the number of rows of a grid without leading tokens."""
+    if not MIN_SIDE**2 <= positions <= MAX_POSITIONS:
+        return None
+    fitting = [
+        (abs(rows * width - columns * height), rows)
+        for rows in range(MIN_SIDE, positions // MIN_SIDE + 1)
+        if rows * (columns := positions // rows) == positions and _may_be(rows, columns, height, width)
+    ]
+    return min(fitting)[1] if fitting else None
+
+
+def _may_be(rows: int, columns: int, height: int, width: int) -> bool:
+    """Return whether the sides agree up to rounding: rows × width / height is within one of the columns."""
+    if height == width:
+        return rows == columns
+    return abs(rows * width - columns * height) <= min(height, width) and rows <= height and columns <= width
+
+
+Grey = npt.NDArray[np.uint8]
+"""The grey levels (rows, columns) of a map; brighter is more anomalous."""
+
+Box = tuple[float, float, float, float]
+"""Left, top, right and bottom, as fractions of the width and height of the network's input."""
+
+_CORNERS: Final = np.ones((3, 3), bool)
+
+
+def box_of(grey: Grey) -> Box:
+    """Return the box of the most anomalous region.
+
+    A region is a connected set, corners included, of positions at least half as bright as the brightest.  The one with
+    the largest sum of grey levels is taken, on a tie the first.  The box of a black map is the whole image.
+    """
+    from scipy import ndimage  # Imported here, so that a model that only predicts does not load it.
+
+    regions, _ = ndimage.label(2 * grey.astype(np.int64) >= int(grey.max()), _CORNERS)
+    sums = np.bincount(regions.ravel(), weights=grey.ravel())
+    region = int(sums[1:].argmax()) + 1
+    rows, columns = ndimage.find_objects(regions)[region - 1]
+    height, width = grey.shape
+    return columns.start / width, rows.start / height, columns.stop / width, rows.stop / height
+
+
+def map_document(layer: str, grey: Grey) -> dict[str, Any]:
+    """Return the map of one image as the member :class:`psc_core.tasks.answer.ExplanationMap` of an answer."""
+    return {"layer": layer, "png": as_base64(png_of(grey)), "box": box_of(grey)}
+
+
+LEVELS: Final = 255
+"""The number of grey levels above black, the largest 8-bit number."""
+
+DECADES: Final = 4
+"""The number of powers of ten between the rarity of black and of white."""
+
+SERVE_ELEMENTS: Final = 1 << 24
+"""Maximum size B × C × S of a block of differences (64 MiB); larger batches are split."""
+
+
+class PositionDensity(Fitted):
+    """``mean`` (C,), ``whitener`` (C, P), and ascending squared distances ``thresholds`` (255,) of the grey levels."""
+
+    kind = "gaussian"
+    layout: ClassVar = {"mean": ("channels",), "whitener": ("channels", "kept"), "thresholds": ("levels",)}
+
+    mean: Tensor
+    whitener: Tensor
+    thresholds: Tensor
+
+    def forward(self, features: Float[Tensor, "batch channels positions"]) -> Float[Tensor, "batch positions"]:
+        """Return the squared distances from the mean, in variances."""
+        batch = max(1, SERVE_ELEMENTS // features[0].numel()) if len(features) else 1
+        if len(features) > batch:
+            return torch.cat([self(part) for part in torch.split(features, batch)])
+        # Subtract the mean first: the components of least variance are small differences of large terms.
+        whitened = self.whitener.T @ (features.float() - self.mean[:, None])
+        return whitened.square().sum(dim=1)
+
+    def grey(self, distances: Float[Tensor, "*shape"]) -> UInt8[Tensor, "*shape"]:
+        """Return the grey levels of squared distances, 0 to 255."""
+        return torch.bucketize(distances, self.thresholds, right=True).to(torch.uint8)
+
+
+class LayerMap(nn.Module):
+    """Turns the features of a layer into grey levels; brighter is more anomalous.
+
+    Args:
+        layer: The name of the layer.
+        grid: The rows and columns of its positions.
+        density: The density of one position.
+
+    Raises:
+        BundleError: If there is not one threshold for each grey level, or the thresholds are not ascending.
+    """
+
+    def __init__(self, layer: str, grid: Grid, density: PositionDensity) -> None:
+        super().__init__()
+        thresholds = density.thresholds
+        if len(thresholds) != LEVELS or not bool((thresholds.diff() >= 0).all()):
+            raise BundleError(f"expected {LEVELS} ascending thresholds of the map's grey levels; fit the bundle again")
+        self.layer = layer
+        self.grid = grid
+        self.density = density
+
+    def config(self) -> dict[str, Any]:
+        """Return the section of a manifest as JSON types; with the density's tensors it restores the map."""
+        return {"layer": self.layer, "grid": asdict(self.grid), "density": self.density.config()}
+
+    def check(self, features: Float[Tensor, "batch channels positions"]) -> None:
+        """Raise :class:`BundleError` if the features are those of another layer."""
+        expected = (len(self.density.mean), self.grid.positions)
+        if features.shape[1:] != expected:
+            raise BundleError(
+                f"expected {expected} channels and positions from {self.layer} for the map, got "
+                f"{tuple(features.shape[1:])}; fit the bundle again"
+            )
+
+    def distances(self, features: Float[Tensor, "batch channels positions"]) -> Float[Tensor, "batch rows columns"]:
+        """Return the squared distances at the positions of the image, each averaged over its 3 × 3 neighbours."""
+        inside: Tensor = self.density(features[:, :, self.grid.first :])
+        alone = inside.view(-1, 1, self.grid.rows, self.grid.columns)
+        # Anomalous regions are seldom a single position wide, but noise is.
+        return functional.avg_pool2d(alone, 3, stride=1, padding=1, count_include_pad=False)[:, 0]
+
+    def forward(self, features: Float[Tensor, "batch channels positions"]) -> UInt8[Tensor, "batch rows columns"]:
+        """Return the grey levels at the positions of the image."""
+        grey: Tensor = self.density.grey(self.distances(features))
+        return grey
+
+
+POSITIONS: Final = 256
+"""Maximum number of positions that are read in an image."""
+
+MAX_CHANNELS: Final = 2048
+"""Maximum number of channels; their covariance takes 32 MiB."""
+
+
+class LayerMoments(NamedTuple):
+    vectors: int  # number of vectors
+    mean: Float[Tensor, " channels"]
+    covariance: Float[Tensor, "channels channels"]
+    resolution: float  # spacing of the features' dtype at 1
+
+
+class PositionMoments:
+    """The sums over the images so far.
+
+    Args:
+        channels: The number of channels, C.
+        grid: The grid of the layer; its leading positions are never read.
+        device: The device of the features.
+    """
+
+    def __init__(self, channels: int, grid: Grid, device: torch.device | str = "cpu") -> None:
+        self.grid = grid
+        drawn = torch.randperm(grid.rows * grid.columns, generator=torch.Generator().manual_seed(0))[:POSITIONS]
+        self._read = (grid.first + drawn.sort().values).to(device)
+        self._sums = MomentSums(1, channels, device)
+        self._resolution = 0.0
+
+    def add(self, features: Float[Tensor, "batch channels positions"]) -> None:
+        self._resolution = max(self._resolution, torch.finfo(features.dtype).eps)
+        self._sums.add(features.index_select(2, self._read).transpose(1, 2).reshape(-1, 1, features.shape[1]))
+
+    def finish(self, sum_: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> LayerMoments:
+        """Return the moments and use up the sums; ``sum_`` adds a tensor over all processes, each with an image."""
+        vectors, mean, covariance = self._sums.finish(sum_)
+        return LayerMoments(vectors, mean[0], covariance[0], self._resolution)
+
+
+MAX_COMPONENTS: Final = 128
+"""Maximum number of components, so that a map costs a few hundredths of the network."""
+
+DISTANCE_ROUNDING: Final = 1e-4
+"""Maximum relative difference between two ways to compute a distance."""
+
+
+def fit_positions(moments: LayerMoments) -> PositionDensity:
+    """Fit the density of a position; its thresholds are 0 until :func:`with_levels` sets them.
+
+    Raises:
+        FitError: If features are not finite, or the same at all positions.
+    """
+    variance = moments.covariance.diagonal()
+    if not (bool(moments.mean.isfinite().all()) and bool(variance.isfinite().all())):
+        raise FitError("expected finite features for a map; check the weights, or use --precision fp32")
+    scale = variance.mean().sqrt()
+    if bool(scale <= rounding_of(moments.mean.square().mean().sqrt())):
+        raise FitError("expected features that differ between positions for a map, got the same at all")
+    std = torch.maximum(variance.sqrt(), DEAD_UNIT * scale)
+    values, vectors = eigh(moments.covariance / std[:, None] / std)
+    exact = values > max(EIGENVALUE_FLOOR, moments.resolution**2)
+    values, vectors = values[exact], vectors[:, exact]
+    kept = min(math.ceil(len(variance) / 2), MAX_COMPONENTS, len(values))
+    whitener = vectors[:, len(values) - kept :] * values[len(values) - kept :].rsqrt() / std[:, None]
+    record: Record = {"vectors": moments.vectors, "resolved": len(values)}
+    tensors = {"mean": moments.mean, "whitener": whitener, "thresholds": torch.zeros(LEVELS)}
+    return PositionDensity(tensors, record=record)
+
+
+def with_levels(density: PositionDensity, distances: Float[Tensor, " m"]) -> PositionDensity:
+    """Return the density with grey levels fitted to the squared distances of m in-distribution positions."""
+    tensors = {**density.state_dict(), "thresholds": thresholds(distances).to(density.mean.device)}
+    return PositionDensity(tensors, record={**density.record, "readings": len(distances)}).to(density.mean.device)
+
+
+def thresholds(readings: Float[Tensor, " m"]) -> Float[Tensor, " levels"]:
+    """Return the distance of each grey level above black, ascending, float64."""
+    ordered = readings.double().sort().values.cpu().numpy()
+    m = len(ordered)
+    log_fractions = -DECADES * math.log(10) / LEVELS * np.arange(1, LEVELS + 1)
+    log_ranks = np.log((m - np.arange(m)) / (m + 1))
+    inside = np.interp(-log_fractions, -log_ranks, ordered)
+    k = max(1, round(TAIL_FRACTION * m))
+    excess = float(tail_excess(torch.from_numpy(ordered), k))
+    beyond = np.maximum(0.0, -math.log(m + 1) - log_fractions) * excess
+    return torch.from_numpy((1 + DISTANCE_ROUNDING) * (inside + beyond))

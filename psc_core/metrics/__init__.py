@@ -1,1 +1,0 @@
-"""Metrics of classifiers, regressions and detectors, with intervals."""

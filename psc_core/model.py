@@ -1,0 +1,644 @@
+"""The base class of fitted models: their modules, saving, loading, and a trial run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from psc_core.bundle import SCHEMA, Bundle, Manifest, read_bundle, write_bundle
+from psc_core.compute import own_state, resolve_device
+from psc_core.data.loaders import LoaderDescription
+from psc_core.errors import BundleError, FitError, PSCError, UsageError, of_this_machine, shortened
+from psc_core.gates import Gates
+from psc_core.images.preprocess import MAKE_KNOWN, ImageLike, Inputs, Preprocess, as_batch
+from psc_core.network.backbone import Backbone
+from psc_core.network.output import See, dependence, first_dependent, trial_images
+from psc_core.pipeline import NO_MAP, Pipeline, Scorer, ScorerParts, restore_modules, storable_backbone
+from psc_core.target import UNNAMED, Target
+from psc_core.tasks.calibration import BaseCalibration
+from psc_core.tasks.classification.calibration import Calibration
+from psc_core.tasks.classification.policy import ClassificationPolicy
+from psc_core.tasks.classification.task import Classification
+from psc_core.tasks.decide import BaseDecisions
+from psc_core.tasks.outputs import FloatArray, Matrix, Outputs
+from psc_core.tasks.policy import BasePolicy
+from psc_core.tasks.prediction import BasePrediction
+from psc_core.tasks.regression.calibration import Calibration as RegressionCalibration
+from psc_core.tasks.regression.policy import RegressionPolicy
+from psc_core.tasks.regression.task import Regression
+from psc_core.tasks.task import Task
+
+if TYPE_CHECKING:
+    from psc_core.data.loaders import Statistic
+    from psc_core.tasks.classification.decide import Decisions
+    from psc_core.tasks.classification.prediction import ClassificationPrediction
+    from psc_core.tasks.regression.decide import Decisions as RegressionDecisions
+    from psc_core.tasks.regression.prediction import RegressionPrediction
+
+
+logger = logging.getLogger("psc.model")
+
+FUSION_TOLERANCE = {"fp32": 0.01, "bf16": 0.5}
+"""Maximum difference between fused and stored features, relative to the largest; rounding stays far below."""
+
+MAX_BATCH = 64
+"""Maximum number of images that pass through the pipeline at once."""
+
+
+TRIAL_IMAGES: Final = 64
+"""The number of calibration images that a fitted model keeps for checking a copy of it."""
+
+
+AnyModel = TypeVar("AnyModel", bound="FittedModel")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FittedModel:
+    """A network cut after its candidate layer(s), with all fitted parts, ready to predict.
+
+    A subclass for the models of one task only narrows the types.
+    """
+
+    task_type: ClassVar[type[Task]] = Task
+
+    task: Task  # what the model predicts
+    pipeline: Pipeline = field(repr=False)  # from pixels to packed outputs, on its device
+    backbone: Backbone = field(repr=False)  # the network as fitted, for the bundle; the pipeline runs a fused copy
+    classes: tuple[str, ...]  # class names; a class index is a position in them
+    calibration: BaseCalibration = field(repr=False)
+    policy: BasePolicy  # the default thresholds
+    layers: tuple[str, ...]  # candidate layer(s)
+    name: str
+    report: Mapping[str, Any] = field(default_factory=dict, repr=False)  # collapse, metrics, provenance; JSON types
+    version: str = ""  # digest of the bundle, empty before saving
+    trial: Tensor | None = field(default=None, repr=False)  # calibration images; not stored in bundles
+
+    @property
+    def device(self) -> torch.device:
+        return self.pipeline.scorer.scale.device
+
+    @property
+    def preprocess(self) -> Preprocess:
+        """The preprocessing that turns images into inputs of the network."""
+        return self.pipeline.scorer.preprocess
+
+    @property
+    def layer(self) -> str:
+        """The names of the candidate layers as one string."""
+        return "+".join(self.layers)
+
+    @property
+    def head_layers(self) -> tuple[str, ...]:
+        """The names of the head's inputs: the candidate layer(s) for z, and the other layers that the head reads."""
+        return (self.layer, *self.pipeline.scorer.head_layers)
+
+    @property
+    def predictions(self) -> str:
+        """``"psc"`` if the head on z predicts, ``"base"`` if the network's own output does."""
+        return "base" if self.backbone.keep_output else "psc"
+
+    @property
+    def epistemic_unit(self) -> str:
+        """The unit of the epistemic uncertainty; empty for base predictions of a classifier, which have none."""
+        return self.task.epistemic_unit(self.pipeline.scorer.head)
+
+    @property
+    def gates(self) -> tuple[str, ...]:
+        """The names of the gates in the OOD score; empty if the model has none."""
+        return self.pipeline.gate_names
+
+    @property
+    def score_names(self) -> tuple[str, ...]:
+        """The names of the scores in the outputs."""
+        return self.pipeline.scorer.head.score_names
+
+    @property
+    def num_probabilities(self) -> int:
+        """The number of columns of probabilities in the outputs."""
+        return self.task.probabilities(self.classes)
+
+    def outputs(self, packed: Matrix) -> Outputs[Matrix]:
+        """Give names to the columns of packed outputs."""
+        return Outputs(packed, self.score_names, self.gates)
+
+    @own_state()
+    def compute(self, images: Sequence[ImageLike] | Tensor) -> Outputs[Tensor]:
+        """Return the outputs for images in any form, on the CPU; see :meth:`psc_core.PSC.predict`."""
+        batch = as_batch(images, self.preprocess)
+        with torch.inference_mode():
+            packed = [self.pipeline(part.to(self.device)).cpu() for part in torch.split(batch, MAX_BATCH)]
+        columns = len(self.score_names) + self.num_probabilities + len(self.gates)
+        return self.outputs(torch.cat(packed) if len(batch) else torch.empty(0, columns))
+
+    @own_state()
+    def predict(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> BasePrediction:
+        """Predict with uncertainty, under the bundle's policy.
+
+        Args:
+            images: A list of paths, encoded files (bytes), Pillow images or ``uint8`` arrays (height, width) or
+                (height, width, 3), of any size; or a tensor (n, channels, height, width) of the network's input size:
+                ``uint8`` pixels, or floats from a loader, which enter the network unchanged.
+            maps: Also return ``maps``, which show where the images are anomalous.
+
+        Raises:
+            ImageError: If an image cannot be decoded.
+            UsageError: If ``images`` has another type, a file cannot be read, a tensor has the wrong shape or is not
+                finite, the preprocessing of pixels is unknown, or the model has no maps.
+        """
+        grey = None
+        if maps:
+            outputs, grey = self._compute_with_maps(as_batch(images, self.preprocess))
+        else:
+            outputs = self.compute(images)
+        decisions = self.decide(self.outputs(outputs.packed.numpy()))
+        prediction = self.task.prediction(outputs, decisions, self.classes)
+        return prediction if grey is None else replace(prediction, maps=grey)
+
+    def _compute_with_maps(self, batch: Tensor) -> tuple[Outputs[Tensor], Tensor]:
+        if self.pipeline.map is None:
+            raise UsageError(NO_MAP)
+        if not len(batch):
+            grid = self.pipeline.map.grid
+            return self.compute(batch), torch.empty(0, grid.rows, grid.columns, dtype=torch.uint8)
+        with torch.inference_mode():
+            parts = [self.pipeline.forward_with_map(part.to(self.device)) for part in torch.split(batch, MAX_BATCH)]
+        packed, grey = (torch.cat([part.cpu() for part in each]) for each in zip(*parts, strict=True))
+        return self.outputs(packed), grey
+
+    def __call__(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> BasePrediction:
+        return self.predict(images, maps=maps)
+
+    @own_state()
+    def calibrate(self: AnyModel, loader: Any, **settings: Any) -> AnyModel:
+        """Return this model with p-values, thresholds and prediction sets from other validation images.
+
+        All of these images calibrate, none selects; everything else stays.  The ambiguity threshold is chosen again;
+        where the images are too few or too often wrong to show one, it stays too, and a warning says so.  This model
+        does not change: ``psc = psc.calibrate(loader)``.
+
+        Args:
+            loader: A loader as in :meth:`psc_core.PSC.fit`, or an :class:`psc_core.ImageDataset`, of images that were
+                not used for training or fitting.
+            settings: New values of ``alpha``, ``coverage``, and ``risk`` (classifier) or ``max_width`` (regression), if
+                they change; and ``batch_images``.
+
+        Raises:
+            UsageError: If ``loader`` is not a loader, images have another size, a setting is of the other task, or
+                there are too few images for a rate.
+            DataError: If a batch cannot be used, or the classes differ.
+        """
+        from psc_core.fit import calibrate_on  # imported here, so that services load no fitting code
+
+        return cast(AnyModel, calibrate_on(self, loader, **settings))
+
+    def decide(self, outputs: Outputs[FloatArray]) -> BaseDecisions:
+        """Return the decisions under the bundle's policy."""
+        return self.calibration.thresholds(self.policy).decide(outputs)
+
+    @own_state()
+    def save(self, path: str | Path, *, graph: bool = False) -> Manifest:
+        """Write the bundle directory ``path``; equal models give equal bytes.
+
+        Args:
+            path: The directory to write.
+            graph: Store the network as an ONNX graph, which can be loaded without its code and library.  A network that
+                no name of :func:`psc_core.load_network` builds is always stored so.
+
+        Raises:
+            NetworkError: If no name builds the network and it cannot be exported to ONNX.
+            BundleError: If a bundle cannot be written to ``path``.
+            UsageError: If it is unknown how files become inputs, which a bundle has to store.
+        """
+        if not self.preprocess.is_known:
+            raise UsageError(f"a bundle has to say how files become inputs; {MAKE_KNOWN}")
+        scorer, gates = self.pipeline.scorer, self.pipeline.gates
+        backbone = storable_backbone(self, graph=graph)
+        files = {
+            "projection": scorer.projection.state_dict(),
+            "density": scorer.density.state_dict(),
+            "head": scorer.head.state_dict(),
+            "calibration": self.calibration.tensors(),
+        }
+        if backbone.onnx is None:
+            files["backbone"] = backbone.state_dict()
+        if gates is not None:
+            files["gates"] = {**gates.state_dict(), **_prefixed("texture.", scorer.texture)}
+        if self.pipeline.map is not None:
+            files["map"] = self.pipeline.map.density.state_dict()
+        if self.pipeline.thumbnails is not None:
+            files["thumbnails"] = self.pipeline.thumbnails.tensors()
+        fields = {
+            "schema_version": SCHEMA,
+            "name": self.name,
+            **self.task.manifest_fields(),
+            "classes": self.classes,
+            "preprocess": self.preprocess.to_json(),
+            "precision": scorer.precision,
+            "predictions": self.predictions,
+            "layers": self.layers,
+            "policy": self.policy.model_dump(),
+            "backbone": backbone.spec(),
+            "projection": scorer.projection.config(),
+            "density": scorer.density.config(),
+            "head": {**scorer.head.config(), **self._other_layers()},
+            "calibration": {"images": len(self.calibration)},
+            **({} if gates is None else {"gates": self._gates_config(gates)}),
+            **({} if self.pipeline.map is None else {"map": self.pipeline.map.config()}),
+            **({} if self.pipeline.thumbnails is None else {"thumbnails": self.pipeline.thumbnails.config()}),
+            "collapse": self.report.get("collapse"),
+            "metrics": self.report.get("metrics", {}),
+            "provenance": self.report.get("provenance", {}),
+        }
+        return write_bundle(Path(path), fields, files, backbone.onnx)
+
+    def _gates_config(self, gates: Gates) -> dict[str, Any]:
+        texture = self.pipeline.scorer.texture
+        config: dict[str, Any] = {"names": gates.names, "images": gates.ascending.shape[1], "texture": None}
+        if texture is not None:
+            config["texture"] = {
+                "layer": self.backbone.layers[-1],
+                "density": texture.config(),
+                "counts_below": gates.texture_counts_below,
+            }
+        return config
+
+    def _other_layers(self) -> dict[str, list[str]]:
+        """Return the names of the layers that the head reads besides z, if there are some, as a manifest entry."""
+        others = self.head_layers[1:]
+        return {"layers": list(others)} if others else {}
+
+    @classmethod
+    @own_state()
+    def load(
+        cls: type[AnyModel],
+        path: str | Path,
+        *,
+        device: str | torch.device = "auto",
+        allow_factories: Collection[str] = (),
+    ) -> AnyModel:
+        """Read, verify and build a bundle.
+
+        Args:
+            path: The bundle directory.
+            device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
+            allow_factories: The network factories (``package.module:factory``) that may be imported.
+
+        Raises:
+            BundleError: If the bundle is missing, altered, damaged, inconsistent, or its model is of another task.
+        """
+        model = cls.from_bundle(read_bundle(Path(path)), device=device, allow_factories=allow_factories)
+        return model.probed()
+
+    @classmethod
+    @own_state()
+    def from_bundle(
+        cls: type[AnyModel],
+        bundle: Bundle,
+        *,
+        device: str | torch.device = "auto",
+        allow_factories: Collection[str] = (),
+    ) -> AnyModel:
+        """Build a verified bundle as :meth:`load` does, but compute nothing; call :meth:`probed` next."""
+        target = resolve_device(device)
+        manifest = bundle.manifest
+        if not isinstance(manifest.task, cls.task_type):
+            raise BundleError(
+                f"expected the bundle of a {cls.task_type.noun}, {bundle.path} is of a {manifest.task.noun}; "
+                "load_model loads any"
+            )
+        modules = restore_modules(bundle, allow_factories)
+        parts = ScorerParts(
+            manifest.preprocess,
+            modules.backbone.to(target).fused(manifest.precision),
+            modules.projection,
+            modules.density,
+            modules.head,
+            modules.texture,
+            tuple(manifest.head.layers),
+        )
+        scorer = Scorer(parts).to(target)
+        return cls(
+            pipeline=Pipeline(scorer, modules.calibration.ood_scores, modules.gates, modules.map, modules.thumbnails),
+            backbone=modules.backbone,
+            classes=manifest.classes,
+            calibration=modules.calibration,
+            policy=manifest.policy,
+            layers=manifest.layers,
+            name=manifest.name,
+            report={"collapse": manifest.collapse, "metrics": manifest.metrics, "provenance": manifest.provenance},
+            version=manifest.version,
+            task=manifest.task,
+        )
+
+    @own_state()
+    def probed(self: AnyModel) -> AnyModel:
+        """Return this model, which was loaded from a bundle, once it has passed :meth:`probe`.
+
+        Raises:
+            BundleError: If :meth:`probe` fails.
+        """
+        try:
+            self.probe()
+        except FitError as error:
+            raise BundleError(str(error)) from error
+        return self
+
+    @own_state()
+    def probe(self) -> None:
+        """Run a black, a white and a noise image through the pipeline, and through the network among other images.
+
+        Raises:
+            FitError: If the parts do not fit together, give non-finite numbers, or the network's features of an image
+                depend on the other images of its batch.
+            torch.OutOfMemoryError, torch.AcceleratorError, MemoryError: If the device has too little memory or is
+            broken.
+        """
+        scorer = self.pipeline.scorer
+        noise = self.preprocess.noise()
+        images = torch.cat([torch.zeros_like(noise), torch.full_like(noise, 255), noise]).to(self.device)
+        try:
+            with torch.inference_mode():
+                packed = self.pipeline(images)
+                inputs = scorer.standardise(images)
+                stored, _ = self.backbone(inputs)
+                if self.pipeline.map is not None:
+                    self.pipeline.map.check(stored[self.backbone.layers.index(self.pipeline.map.layer)])
+                fused, _ = scorer.features(inputs)
+                place = first_dependent(self._see_layers, trial_images(self.preprocess).to(self.device))
+        except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
+            raise  # not the bundle's fault
+        except PSCError as error:
+            raise FitError(f"the parts of {self.name!r} do not fit together: {error}") from error
+        except (OSError, ImportError) as error:
+            logger.warning("the first images of %r: %s", self.name, shortened(repr(error)))
+            raise FitError(f"{self.name!r} cannot be run here: {of_this_machine(error)}") from error
+        except Exception as error:  # A hostile file can make a network fail in any way.
+            logger.warning("the first images of %r: %s", self.name, shortened(repr(error)))  # clients get no details
+            raise FitError(
+                f"the parts of {self.name!r} do not fit together: {type(error).__name__}, see the log; fit it again"
+            ) from error
+        # Check the features too, because a ReLU inside a convolution turns NaN into zeros.
+        finite = all(bool(part.isfinite().all()) for part in (packed, *stored))
+        others, expected = len(self.score_names) + len(self.gates), self.num_probabilities
+        if packed.shape[1] != others + expected:
+            raise FitError(
+                f"expected {others + expected} columns of outputs from {self.name!r}, got {packed.shape[1]}; fit again"
+            )
+        if not finite:
+            raise FitError(
+                f"expected finite features and outputs from {self.name!r}, got some that are not; check the weights, "
+                "fit again"
+            )
+        for exact, got in zip(stored, fused, strict=True):
+            if (exact - got.float()).abs().max() > FUSION_TOLERANCE[scorer.precision] * exact.abs().max():
+                raise FitError(
+                    f"expected the same features from {self.name!r} in fewer operations, got others; a module of its "
+                    "network does more than its type says, please report it"
+                )
+        if place is not None:
+            raise FitError(f"the network of {self.name!r}: {dependence(place)}")
+
+    def _see_layers(self, images: Inputs, see: See) -> None:
+        """Show the features of each layer of the network, and its output if it is kept."""
+        features, output = self.backbone(images)
+        for name, value in zip(self.backbone.layers, features, strict=True):
+            see(name, value)
+        if output is not None:
+            see("", output)
+
+
+def _prefixed(prefix: str, module: nn.Module | None) -> dict[str, Tensor]:
+    """Return the tensors of a module under prefixed names; an empty dictionary without a module."""
+    return {} if module is None else {prefix + name: tensor for name, tensor in module.state_dict().items()}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PSC(FittedModel):
+    """A classifier that recognises ambiguous and out-of-distribution images in one forward pass.
+
+    Example:
+        >>> bundle = "artifacts/dirty-mnist-resnet18"
+        >>> psc = PSC.load(bundle)
+        >>> prediction = psc.predict([f"{bundle}/examples/{name}.png" for name in ("clean", "shirt")])
+        >>> prediction.decision
+        ('accept', 'abstain_ood')
+    """
+
+    task_type = Classification
+
+    task: Classification = field(default_factory=Classification)
+    calibration: Calibration = field(repr=False)
+    policy: ClassificationPolicy  # the default thresholds
+
+    @classmethod
+    def fit(  # noqa: PLR0913
+        cls,
+        net: nn.Module,
+        train: Any,
+        val: Any,
+        *,
+        preprocess: Any = None,
+        mean: Statistic | None = None,
+        std: Statistic | None = None,
+        classes: Sequence[str] | Mapping[Any, Any] | None = None,
+        name: str = "psc",
+        **settings: Any,
+    ) -> PSC:
+        """Fit uncertainty to a trained network in memory: layer, projection, density, head and calibration.
+
+        Each loader is read once into a scratch file, so its order, shuffling and workers do not matter; a warning
+        (:class:`psc_core.errors.LoaderWarning`) reports augmented or dropped images.  The network is copied: yours
+        keeps its mode and its device, and you may go on training it.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from torch.utils.data import DataLoader, TensorDataset
+            >>> labels = torch.arange(400) % 4
+            >>> images = (torch.rand(400, 1, 8, 8) + labels[:, None, None, None]) / 4
+            >>> train, val = TensorDataset(images[:200], labels[:200]), TensorDataset(images[200:], labels[200:])
+            >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
+            >>> loader = DataLoader(train, batch_size=64, shuffle=True)
+            >>> psc = PSC.fit(net, loader, val, mean=0.0, std=1.0, layer="0", head="duq")
+            >>> psc(images[:3]).probabilities.shape
+            torch.Size([3, 4])
+
+        Args:
+            net: A trained network of any type whose output is logits (batch, classes), or a classifier of transformers.
+            train: A DataLoader of training images, a data set of (image, label), any iterable of batches, or an
+                :class:`psc_core.ImageDataset`.  Floats are the network's inputs; Pillow images, ``uint8`` arrays and
+                tensors need a ``preprocess``.
+            val: Validation images in the same form, none of them used for training: half of them select, half
+                calibrate.
+            preprocess: How files become inputs, if they are more than resized: a :class:`psc_core.Preprocess`, the
+                transforms of torchvision's weights, ``pretrained_cfg`` of timm or an image processor of transformers.
+            mean: The mean of each channel that the loaders' transform subtracts.  With ``mean`` and ``std`` the model
+                can predict files and can be saved; without them only the range of the inputs is known.
+            std: The standard deviation of each channel that the loaders' transform divides by.
+            classes: Class names in the order of the labels, or a mapping between both, such as ``class_to_idx`` of
+                torchvision or ``id2label`` of transformers; None takes those of the training data set, else those that
+                a network of transformers has in its configuration, else "0", "1", …, for the network's outputs.
+                If the classes are not the network's, the head predicts, and a warning says so.
+            name: The name of the model.
+            settings: The settings of :func:`psc_core.fit_psc`; ``layer``, to name the candidate layer; and ``device``,
+                by default the network's.
+
+        Raises:
+            UsageError: If ``train`` or ``val`` is not a loader or does not fit on the disk, a setting is invalid, the
+                classes are no distinct names, or an :class:`psc_core.ImageDataset` comes with classes or a
+                preprocessing, of which it has its own.
+            DataError: If a batch cannot be used, or a class has too few images.
+            FitError: If the features cannot be fitted; the message says why.
+            NetworkError: If the network returns no logits, or cannot be copied or cut.
+        """
+        from psc_core.fit import fit  # imported here, so that services load no fitting code
+
+        description = LoaderDescription.of(preprocess, mean, std, classes=classes)
+        return cast(PSC, fit(cls.task_type.name, net, (train, val), description, name, settings))
+
+    if TYPE_CHECKING:
+
+        def predict(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> ClassificationPrediction: ...
+
+        def __call__(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> ClassificationPrediction: ...
+
+        def decide(self, outputs: Outputs[FloatArray]) -> Decisions: ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PSCRegressor(FittedModel):
+    """A regression that predicts a number with its uncertainty and recognises unusual images in one forward pass.
+
+    Its :attr:`classes` are the bins of the target, which the density and the gates use.  :func:`psc_core.fit_regressor`
+    and ``psc-fit --task regression`` fit such a model.
+
+    Example:
+        >>> PSCRegressor.load("artifacts/dirty-mnist-resnet18")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        psc_core.errors.BundleError: expected the bundle of a regression, ... is of a classifier; ...
+    """
+
+    task_type = Regression
+
+    task: Regression
+    calibration: RegressionCalibration = field(repr=False)
+    policy: RegressionPolicy  # the default thresholds
+
+    @property
+    def target(self) -> Target:
+        """The number that the model predicts."""
+        return self.task.target
+
+    @classmethod
+    def fit(  # noqa: PLR0913
+        cls,
+        net: nn.Module,
+        train: Any,
+        val: Any,
+        *,
+        target: str = UNNAMED.name,
+        unit: str = "",
+        preprocess: Any = None,
+        mean: Statistic | None = None,
+        std: Statistic | None = None,
+        name: str = "psc",
+        **settings: Any,
+    ) -> PSCRegressor:
+        """Fit uncertainty to a trained network with one output in memory, from loaders of images and numbers.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from torch.utils.data import TensorDataset
+            >>> numbers = torch.rand(400)
+            >>> images = 0.9 * numbers[:, None, None, None] + 0.1 * torch.rand(400, 1, 8, 8)
+            >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 1))
+            >>> optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+            >>> for _ in range(100):
+            ...     optimizer.zero_grad()
+            ...     (net(images[:200]).squeeze(1) - numbers[:200]).square().mean().backward()
+            ...     optimizer.step()
+            >>> pairs, others = TensorDataset(images[:200], numbers[:200]), TensorDataset(images[200:], numbers[200:])
+            >>> settings = {"mean": 0.0, "std": 1.0, "layer": "0"}
+            >>> model = PSCRegressor.fit(net, pairs, others, target="age", unit="years", **settings)
+            >>> str(model.target), model(images[:3]).interval.shape
+            ('age, years', torch.Size([3, 2]))
+
+        Args:
+            net: A trained network whose output is (batch, 1), in the unit of the numbers.
+            train: A loader as in :meth:`psc_core.PSC.fit`, with numbers for labels.
+            val: Validation images in the same form, none of them used for training.
+            target: The name of the number.
+            unit: The unit of the number.
+            preprocess: See :meth:`psc_core.PSC.fit`, also for ``mean``, ``std`` and ``name``.
+            mean: The mean of each channel.
+            std: The standard deviation of each channel.
+            name: The name of the model.
+            settings: The settings of :func:`psc_core.fit_regressor`, ``layer`` and ``device``.
+
+        Raises:
+            UsageError: If ``train`` or ``val`` is not a loader or does not fit on the disk, a setting is invalid, or an
+                :class:`psc_core.ImageDataset` comes with a target or a preprocessing, of which it has its own.
+            DataError: If a batch cannot be used, or all numbers are equal.
+            FitError: If the features cannot be fitted; the message says why.
+            NetworkError: If the network cannot be copied or cut.
+        """
+        from psc_core.fit import fit  # imported here, so that services load no fitting code
+
+        description = LoaderDescription.of(preprocess, mean, std, target=target, unit=unit)
+        return cast(PSCRegressor, fit(cls.task_type.name, net, (train, val), description, name, settings))
+
+    if TYPE_CHECKING:
+
+        def predict(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> RegressionPrediction: ...
+
+        def __call__(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> RegressionPrediction: ...
+
+        def decide(self, outputs: Outputs[FloatArray]) -> RegressionDecisions: ...
+
+
+MODEL_CLASSES: tuple[type[FittedModel], ...] = (PSC, PSCRegressor)
+"""The classes for the models of single tasks; the models of other tasks are :class:`.base.FittedModel` itself."""
+
+
+@own_state()
+def load_model(
+    path: str | Path,
+    *,
+    device: str | torch.device = "auto",
+    allow_factories: Collection[str] = (),
+) -> FittedModel:
+    """Read, verify, build and probe a bundle of any task; see :meth:`psc_core.PSC.load`.
+
+    Example:
+        >>> load_model("artifacts/dirty-mnist-resnet18").task.noun
+        'classifier'
+
+    Raises:
+        BundleError: If the bundle is missing, altered, damaged or inconsistent.
+    """
+    return build_model(path, device=device, allow_factories=allow_factories).probed()
+
+
+@own_state()
+def build_model(
+    path: str | Path, *, device: str | torch.device = "auto", allow_factories: Collection[str] = ()
+) -> FittedModel:
+    """Read, verify and build a bundle of any task, but compute nothing; call :meth:`.base.FittedModel.probed` next.
+
+    Raises:
+        BundleError: If the bundle is missing, altered, damaged or inconsistent.
+    """
+    bundle = read_bundle(Path(path))
+    model_class = model_class_of(bundle.manifest.task)
+    return model_class.from_bundle(bundle, device=device, allow_factories=allow_factories)
+
+
+def model_class_of(task: object) -> type[FittedModel]:
+    return next((each for each in MODEL_CLASSES if isinstance(task, each.task_type)), FittedModel)

@@ -1,0 +1,564 @@
+"""The one path from pixels to outputs, shared by calibration, evaluation and serving.
+
+::
+
+    uint8 ─▶ standardise ─▶ truncated backbone ─┬▶ early layer ─▶ texture density ─▶ texture ─┐
+                                                ├▶ averaged over positions ─┐                 │
+                                                └▶ projection ─▶ z ─┬───────┴▶ density ───────┼▶ OOD score ─▶ p-value
+                                                                    └▶ head ─▶ p, energy ─────┘
+
+Floating-point images are already the network's inputs and enter after ``standardise``.
+
+The outputs of the head depend on the task: a regression has a mean and two standard deviations instead of p, and no
+gate reads its uncertainty.  Besides z the head may also read earlier layers, averaged over positions.
+
+:class:`Scorer` does everything that needs no calibration; :class:`Pipeline` adds the OOD score and its p-value.  The
+density reads either z or the averaged features, and only a model with the gate ``texture`` or a map reads an early
+layer.  Shapes are fixed and nothing waits for the host, so both can be compiled or captured in a CUDA graph.
+
+Run the truncated network of a fitted model in other ways, with the same outputs up to rounding.
+
+``folded`` is the network that fitting and calibration run; ``plain`` is the network as it was trained; ``onnx`` runs in
+ONNX Runtime.
+
+Turn a verified bundle into the modules of a model, on the CPU.
+
+Each module is made from the tensors in the files and then compared with the manifest, so nothing is allocated for a
+size that the manifest only claims.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor, nn
+
+from psc_core.bundle import Bundle, Manifest, MapSection, ThumbnailsSection
+from psc_core.compute import autocast
+from psc_core.conformal import check_rates, conformal_p_values
+from psc_core.density.base import Density, restore_density
+from psc_core.errors import BundleError, NetworkError, PSCError, UsageError, of_this_machine, shortened
+from psc_core.fitted import restore
+from psc_core.gates import TEXTURE, Gates, readings_of
+from psc_core.images.preprocess import Images, Inputs, Preprocess, standardise
+from psc_core.maps import MAX_POSITIONS, Grid, LayerMap, PositionDensity
+from psc_core.network.backbone import Backbone, FeaturesAndOutput, onnx_backbone, rebuild_backbone
+from psc_core.network.export import export_here, to_onnx
+from psc_core.network.load import need_no_folder
+from psc_core.network.onnx import INSTALLED, restore_body
+from psc_core.projection import Projection
+from psc_core.settings import BACKENDS, Backend, Precision
+from psc_core.tasks.calibration import BaseCalibration
+from psc_core.tasks.head import Head, Scored
+from psc_core.tasks.outputs import Outputs, pack
+from psc_core.thumbnails import Nearest, Thumbnails
+
+if TYPE_CHECKING:
+    from psc_core.model import FittedModel
+
+
+MAP: Final = "map"
+"""The name of the map in an explanation."""
+
+NO_MAP: Final = "the model has no map; fit it again with gates, and a network whose early layers have rows and columns"
+
+
+class Embedding(NamedTuple):
+    """The inputs of the density and the head."""
+
+    z: Float[Tensor, "batch dim"]  # projected features
+    head_input: Float[Tensor, "batch _"]  # z, with the averaged features of the other layers that the head reads
+    density_input: Float[Tensor, "batch _"]  # z itself, or the candidate's averaged features
+    output: Float[Tensor, "batch outputs"] | None  # the network's own output, for base predictions
+    early: Float[Tensor, "batch _"] | None  # averaged features of the early layer, for the gate "texture"
+
+
+def average_positions(features: Float[Tensor, "batch channels _"]) -> Float[Tensor, "batch channels"]:
+    """Average a layer's features over positions in float32."""
+    return features.float().mean(2)
+
+
+def _joined(parts: Sequence[Float[Tensor, "batch _"]]) -> Float[Tensor, "batch _"]:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
+
+
+def ood_score_of(
+    scores: Mapping[str, Tensor], gates: Gates | None
+) -> tuple[Float[Tensor, " batch"], list[Float[Tensor, "batch gates"]]]:
+    """Return the OOD score of the gates, in nats, and their p-values; without gates −log density and no p-values."""
+    if gates is None:
+        return -scores["log_density"], []
+    readings = readings_of(gates.names, scores)
+    return gates.score(readings), [gates.p_values(readings)]
+
+
+@dataclass(frozen=True)
+class ScorerParts:
+    """The parts of a :class:`Scorer`, all on one device, for which the backbone has been fused.
+
+    Attributes:
+        preprocess: The preprocessing, of which a scorer applies the device half.
+        backbone: The truncated network as it runs, see :meth:`psc_core.network.backbone.Backbone.fused`; for base
+            predictions it also returns the network's output.
+        projection: The projection from features to z.
+        density: log p of z, or of features averaged over positions.
+        head: g′ on z, or for base predictions a head on the network's own output.
+        texture: The density of the averaged features of the backbone's last layer, which then is not a candidate layer.
+        head_layers: The names of the backbone's layers that the head reads besides z.
+    """
+
+    preprocess: Preprocess
+    backbone: Backbone
+    projection: Projection
+    density: Density
+    head: Head
+    texture: Density | None = None
+    head_layers: tuple[str, ...] = ()
+
+
+class Scorer(nn.Module):
+    """Computes the scores of the task, the log density, and the probabilities if there are any, from pixels.
+
+    Its attributes have the names of its parts.
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, parts: ScorerParts) -> None:
+        super().__init__()
+        for name, part in zip(("scale", "shift"), parts.preprocess.scale_and_shift(), strict=True):
+            self.register_buffer(name, part.to(parts.projection.mean.device), persistent=False)
+        self.parts = parts
+        self.preprocess = parts.preprocess
+        self.backbone = parts.backbone
+        self.projection = parts.projection
+        self.density = parts.density
+        self.head = parts.head
+        self.texture = parts.texture
+        self.head_layers = parts.head_layers
+        self.eval().requires_grad_(False)
+
+    @property
+    def precision(self) -> Precision:
+        """The precision of the backbone, ``"fp32"`` or ``"bf16"``; everything after it is float32."""
+        return self.backbone.precision
+
+    def with_backbone(self, backbone: Backbone, texture: Density | None) -> Scorer:
+        """Return a scorer with another backbone, whose last layer ``texture`` reads; it shares everything else."""
+        return Scorer(replace(self.parts, backbone=backbone, texture=texture))
+
+    def with_head(self, head: Head) -> Scorer:
+        """Return a scorer with another head; it shares everything else."""
+        return Scorer(replace(self.parts, head=head.to(self.scale.device)))
+
+    def with_densities(self, density: Density, texture: Density | None) -> Scorer:
+        """Return a scorer with other densities; it shares everything else.  Keep ``texture`` None if it was."""
+        return Scorer(replace(self.parts, density=density, texture=texture)).to(self.scale.device)
+
+    def standardise(self, images: Images) -> Inputs:
+        """Standardise as :meth:`Preprocess.standardise`, with scale and shift already on the device."""
+        return standardise(images, self.scale, self.shift)
+
+    def features(self, inputs: Inputs) -> FeaturesAndOutput:
+        """Return the features of each layer, and the logits if the backbone keeps them."""
+        with autocast(inputs.device, self.precision):
+            result: FeaturesAndOutput = self.backbone(inputs)
+        return result
+
+    def embed(self, images: Images) -> Embedding:
+        """Return the inputs of the density and the head for a batch of images."""
+        return self.embedding(*self.features(self.standardise(images)))
+
+    def embedding(
+        self, features: Sequence[Float[Tensor, "batch _ _"]], output: Float[Tensor, "batch outputs"] | None
+    ) -> Embedding:
+        """Return the inputs of the density and the head from the output of :meth:`features`."""
+        by_layer = dict(zip(self.backbone.layers, features, strict=True))
+        candidate = self.backbone.layers[: len(self.projection.positions)]
+        pooled = candidate if self.density.reads == "pooled" else ()
+        early = () if self.texture is None else self.backbone.layers[-1:]
+        names = dict.fromkeys((*self.head_layers, *pooled, *early))  # Each once, whatever reads it.
+        averaged = {name: average_positions(by_layer[name]) for name in names}
+        z = self.projection([by_layer[name] for name in candidate])
+        return Embedding(
+            z,
+            _joined([z, *(averaged[name] for name in self.head_layers)]),
+            _joined([averaged[name] for name in pooled] or [z]),
+            None if output is None else output.float(),
+            averaged[early[0]] if early else None,
+        )
+
+    def score(self, embedding: Embedding) -> Scored:
+        """Return the scores and the probabilities from the inputs of the density and the head.
+
+        Raises:
+            NetworkError: If the head reads the network's output and the backbone does not keep it.
+        """
+        log_density = self.density(embedding.density_input).log_density
+        scores, probabilities = self.head.score(embedding.head_input, embedding.output)
+        scores = {**scores, "log_density": log_density}
+        if self.texture is not None and embedding.early is not None:
+            scores[TEXTURE] = -self.texture(embedding.early).log_density
+        return Scored(scores, probabilities)
+
+    def forward(self, images: Images) -> Scored:
+        """Return the probabilities and the scores of a batch; an image's do not depend on the batch."""
+        return self.score(self.embed(images))
+
+    def explain(self, embedding: Embedding, coordinates: Float[Tensor, "batch kept"]) -> dict[str, Tensor]:
+        """Return distances to all classes, the nearest class, whitened deviations, and the head's explanation.
+
+        Args:
+            embedding: The inputs of the density and the head.
+            coordinates: The coordinates of the images in the density.
+        """
+        explanation = dict(self.density.explain_at(coordinates)._asdict())
+        return explanation | self.head.explain(embedding.head_input)
+
+
+class Pipeline(nn.Module):
+    """Computes packed outputs (:mod:`psc_core.tasks.outputs`) from pixels, so that one copy brings them to the host.
+
+    Args:
+        scorer: Everything that needs no calibration.
+        calibration_scores: ``float32 (n,)`` ascending OOD scores of the calibration images.
+        gates: The gates that make the OOD score; without gates it is −log density.
+        layer_map: The map of one of the backbone's layers, for explanations.
+        thumbnails: The kept training images, for explanations.
+    """
+
+    calibration_scores: Tensor
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        calibration_scores: Float[Tensor, " n"],
+        gates: Gates | None = None,
+        layer_map: LayerMap | None = None,
+        thumbnails: Thumbnails | None = None,
+    ) -> None:
+        super().__init__()
+        self.scorer = scorer
+        scores = calibration_scores.float().to(scorer.scale.device)
+        self.register_buffer("calibration_scores", scores, persistent=False)
+        self.gates = None if gates is None else gates.to(scores.device)
+        self.map = None if layer_map is None else layer_map.to(scores.device)
+        self.thumbnails = None if thumbnails is None else thumbnails.to(scores.device)
+        self.eval()
+
+    @property
+    def gate_names(self) -> tuple[str, ...]:
+        """The names of the gates; empty if there are none."""
+        return () if self.gates is None else self.gates.names
+
+    @property
+    def is_traced(self) -> bool:
+        """True if the network runs as a graph; see :attr:`psc_core.network.backbone.Backbone.is_traced`."""
+        return self.scorer.backbone.is_traced
+
+    def with_backbone(self, backbone: Backbone) -> Pipeline:
+        """Return a pipeline with another backbone; it shares everything else."""
+        return self.with_scorer(self.scorer.with_backbone(backbone, self.scorer.texture))
+
+    def with_scorer(
+        self,
+        scorer: Scorer,
+        *,
+        scores: Float[Tensor, " n"] | None = None,
+        gates: Gates | None = None,
+        thumbnails: Thumbnails | None = None,
+    ) -> Pipeline:
+        """Return a pipeline with another scorer and the other given parts; it shares the rest."""
+        scores = self.calibration_scores if scores is None else scores
+        gates = self.gates if gates is None else gates
+        return Pipeline(scorer, scores, gates, self.map, self.thumbnails if thumbnails is None else thumbnails)
+
+    def forward(self, images: Images) -> Float[Tensor, "batch columns"]:
+        """Return the packed outputs of a batch; an image's do not depend on the batch."""
+        return self.outputs(self.scorer(images))
+
+    def outputs(self, scored: Scored) -> Float[Tensor, "batch columns"]:
+        """Pack the scores, the probabilities and the p-values of the gates."""
+        ood_score, gate_p_values = ood_score_of(scored.scores, self.gates)
+        p_value = conformal_p_values(self.calibration_scores, ood_score)
+        scores = {**scored.scores, "ood_score": ood_score, "ood_p_value": p_value}
+        return pack(self.scorer.head.score_names, scores, scored.probabilities, gate_p_values)
+
+    def explain(
+        self, images: Images, *, with_map: bool = False
+    ) -> tuple[Float[Tensor, "batch columns"], dict[str, Tensor]]:
+        """Return packed outputs and their explanation from one pass; see :meth:`Scorer.explain`.
+
+        Args:
+            images: A batch of images.
+            with_map: Add :data:`MAP`, the grey levels of each position, ``uint8`` (B, rows, columns).
+
+        Raises:
+            UsageError: If ``with_map`` is set and the model has no map.
+        """
+        features, output = self._features(images)
+        embedding = self.scorer.embedding(features, output)
+        coordinates = self.scorer.density.coordinates(embedding.density_input)
+        explanation = self.scorer.explain(embedding, coordinates)
+        if self.thumbnails is not None:
+            nearest: Nearest = self.thumbnails(coordinates)
+            explanation |= nearest._asdict()
+        if with_map:
+            explanation[MAP] = self._map_of(features)
+        return self.outputs(self.scorer.score(embedding)), explanation
+
+    def forward_with_map(
+        self, images: Images
+    ) -> tuple[Float[Tensor, "batch columns"], UInt8[Tensor, "batch grid_rows grid_columns"]]:
+        """Return packed outputs and the grey levels of each position from one pass.
+
+        Raises:
+            UsageError: If the model has no map.
+        """
+        features, output = self._features(images)
+        return self.outputs(self.scorer.score(self.scorer.embedding(features, output))), self._map_of(features)
+
+    def _features(self, images: Images) -> FeaturesAndOutput:
+        return self.scorer.features(self.scorer.standardise(images))
+
+    def _map_of(self, features: Sequence[Tensor]) -> UInt8[Tensor, "batch grid_rows grid_columns"]:
+        if self.map is None:
+            raise UsageError(NO_MAP)
+        grey: Tensor = self.map(features[self.scorer.backbone.layers.index(self.map.layer)])
+        return grey
+
+
+OUTPUT_TOLERANCE = 1e-4
+"""Maximum difference between two backends: of probabilities, of means in standard deviations, and of log densities
+relative to their magnitude."""
+
+_CHECKED_IMAGES = 32
+_FEW = 4
+
+
+def available_backends(model: FittedModel) -> tuple[Backend, ...]:
+    """Return the backends on which a model can run, ``folded`` first.
+
+    Only a traced float32 network on a CPU has a choice, and a network stored as an ONNX graph runs only in ONNX
+    Runtime.
+    """
+    if model.backbone.onnx is not None:
+        return ("onnx",)
+    if model.device.type != "cpu" or not model.pipeline.is_traced or model.pipeline.scorer.precision != "fp32":
+        return BACKENDS[:1]
+    return BACKENDS if INSTALLED else BACKENDS[:2]
+
+
+def pipeline_on(model: FittedModel, backend: Backend) -> Pipeline:
+    """Return the pipeline of a model on one of its :func:`available_backends`.
+
+    Raises:
+        NetworkError: If the backend is not installed, the network cannot be exported, or its outputs differ from the
+            calibrated ones.
+    """
+    if backend == "folded" or model.backbone.onnx is not None:
+        return model.pipeline
+    if backend == "plain":
+        return model.pipeline.with_backbone(model.backbone)
+    if not INSTALLED:
+        raise NetworkError("the backend onnx needs ONNX Runtime; pip install 'psc[onnx]'")
+    pipeline = model.pipeline.with_backbone(to_onnx(model.backbone, model.preprocess.shape))
+    images = _smooth_noise(model.preprocess)
+    with torch.inference_mode():
+        check_agreement(model, model.outputs(model.pipeline(images)), model.outputs(pipeline(images)))
+    return pipeline
+
+
+def storable_backbone(model: FittedModel, *, graph: bool) -> Backbone:
+    """Return the network as a bundle stores it: an ONNX graph if ``graph`` is set or no name builds it, else unchanged.
+
+    Raises:
+        NetworkError: If it cannot be exported, or the graph gives other outputs.
+    """
+    if model.backbone.onnx is not None or (not graph and _is_built_by_name(model)):
+        return model.backbone
+    scorer, kept = model.pipeline.scorer, model.backbone
+    if scorer.precision != "fp32":
+        raise NetworkError("a network is stored as an ONNX graph in float32 only; fit with precision fp32")
+    outputs = len(kept.layers) + kept.keep_output
+    body = restore_body(export_here(kept, model.preprocess.shape), model.preprocess.shape, outputs=outputs)
+    stored = onnx_backbone(body, kept.layers, keep_output=kept.keep_output)
+    images = _smooth_noise(model.preprocess) if model.trial is None else model.trial
+    with torch.inference_mode():
+        calibrated = model.pipeline(images.to(model.device)).cpu()
+        other = copy.deepcopy(model.pipeline).cpu().with_backbone(stored)(images)
+    check_agreement(model, model.outputs(calibrated), model.outputs(other))
+    return stored
+
+
+@torch.inference_mode()
+def _is_built_by_name(model: FittedModel) -> bool:
+    """Return whether the network's recipe still builds it; it does not if somebody has replaced a module."""
+    recipe = model.backbone.cut.recipe
+    if recipe is None or recipe.num_classes != model.task.network_outputs(model.classes):
+        return False
+    if model.trial is None:  # loaded from a bundle, by its recipe
+        return True
+    try:
+        built = rebuild_backbone(model.backbone.spec(), model.backbone.state_dict(), [recipe.spec]).to(model.device)
+    except PSCError:
+        return False
+    inputs = model.preprocess.standardise(model.trial[:_FEW].to(model.device))
+    pairs = zip(model.backbone(inputs)[0], built(inputs)[0], strict=True)
+    return all(torch.allclose(got, other, rtol=0, atol=1e-3 * float(got.abs().max())) for got, other in pairs)
+
+
+def check_agreement(model: FittedModel, calibrated: Outputs[Tensor], other: Outputs[Tensor]) -> None:
+    """Compare the outputs of a model on two backends for the same images.
+
+    A p-value may differ by one calibration image, because rounding may move a score past that image's.
+
+    Raises:
+        NetworkError: If they differ by more than rounding.
+    """
+    size = calibrated["log_density"].abs().clamp(min=1)
+    predictions, apart = model.task.difference(calibrated, other)
+    limits = {
+        predictions: (apart, OUTPUT_TOLERANCE),
+        "log densities": ((calibrated["log_density"] - other["log_density"]) / size, OUTPUT_TOLERANCE),
+        "p-values": (calibrated["ood_p_value"] - other["ood_p_value"], 1.5 / (len(model.calibration) + 1)),
+    }
+    for name, (difference, limit) in limits.items():
+        if not difference.abs().max() <= limit:
+            raise NetworkError(
+                f"the network gives other {name} on another backend, by up to {difference.abs().max():.3g}"
+            )
+
+
+def _smooth_noise(preprocess: Preprocess) -> Tensor:
+    """Return ``uint8`` images of noise, from coarse to fine, the same on every call."""
+    generator = torch.Generator().manual_seed(0)
+    images = []
+    for index in range(_CHECKED_IMAGES):
+        cells = 1 + index * (min(preprocess.height, preprocess.width) - 1) // (_CHECKED_IMAGES - 1)
+        coarse = torch.randint(0, 256, (1, preprocess.channels, cells, cells), generator=generator).float()
+        images.append(torch.nn.functional.interpolate(coarse, (preprocess.height, preprocess.width), mode="bilinear"))
+    return torch.cat(images).round().to(torch.uint8)
+
+
+logger = logging.getLogger("psc.model")
+
+
+class Modules(NamedTuple):
+    backbone: Backbone
+    projection: Projection
+    density: Density
+    head: Head
+    calibration: BaseCalibration
+    texture: Density | None  # for the gate "texture"
+    gates: Gates | None
+    map: LayerMap | None
+    thumbnails: Thumbnails | None
+
+
+def restore_modules(bundle: Bundle, allow_factories: Collection[str]) -> Modules:
+    """Build the modules of a bundle.
+
+    Raises:
+        BundleError: If tensors do not match the manifest or each other.
+    """
+    need_no_folder()
+    manifest, tensors = bundle.manifest, bundle.parts
+    try:
+        projection = Projection.restore(manifest.projection.model_dump(), tensors["projection"])
+        density = restore_density(manifest.density.model_dump(), tensors["density"])
+        dim = len(projection.z_mean)
+        if density.reads == "z" and len(density.mean) != dim:
+            raise BundleError(f"expected density.sizes.dim to be {dim}, got {len(density.mean)}; fit the bundle again")
+        head = manifest.task.restore_head(manifest.head.model_dump(exclude={"layers"}), tensors["head"])
+        calibration = _restore_calibration(manifest, tensors["calibration"])
+        check_rates(len(calibration), alpha=manifest.policy.alpha, coverage=manifest.policy.coverage)
+        texture, gates = _restore_gates(manifest, tensors)
+        layer_map = _restore_map(manifest.map, tensors["map"]) if manifest.map else None
+        thumbnails = None
+        if manifest.thumbnails:
+            thumbnails = _restore_thumbnails(manifest, manifest.thumbnails, tensors["thumbnails"], density)
+        backbone = _restore_backbone(bundle, allow_factories)
+    except PSCError as error:
+        raise BundleError(f"{bundle.path}: {error}") from error
+    except (OSError, ImportError) as error:
+        logger.warning("%s: %s", bundle.path, shortened(repr(error)))
+        raise BundleError(f"{bundle.path} is intact, but cannot be loaded here: {of_this_machine(error)}") from error
+    except Exception as error:  # a hostile file can make a constructor fail in any way
+        logger.warning("%s: %s", bundle.path, shortened(repr(error)))  # clients see only the error below
+        raise BundleError(
+            f"{bundle.path}: the manifest and the tensors do not fit together: {type(error).__name__}, see the log; "
+            "fit the bundle again"
+        ) from error
+    return Modules(backbone, projection, density, head, calibration, texture, gates, layer_map, thumbnails)
+
+
+def _restore_backbone(bundle: Bundle, allow_factories: Collection[str]) -> Backbone:
+    spec = bundle.manifest.backbone
+    if bundle.graph is None:
+        return rebuild_backbone(spec.model_dump(), bundle.parts["backbone"], allow_factories)
+    size = bundle.manifest.preprocess.shape
+    body = restore_body(bundle.graph, size, outputs=len(spec.layers) + spec.keep_output)
+    return onnx_backbone(body, spec.layers, keep_output=spec.keep_output)
+
+
+def _restore_calibration(manifest: Manifest, tensors: Mapping[str, Tensor]) -> BaseCalibration:
+    restored, images = manifest.task.calibration_type.from_tensors(tensors), manifest.calibration.images
+    if len(restored) != images:
+        raise BundleError(
+            f"expected a calibration of {images} images, got one of {len(restored)}; fit the bundle again"
+        )
+    restored.check_classes(len(manifest.classes))
+    return restored
+
+
+def _restore_gates(
+    manifest: Manifest, files: Mapping[str, Mapping[str, Tensor]]
+) -> tuple[Density | None, Gates | None]:
+    if manifest.gates is None:
+        return None, None
+    tensors = files["gates"]
+    texture, of_gates = None, {name: tensor for name, tensor in tensors.items() if "." not in name}
+    if manifest.gates.texture is not None:
+        texture_tensors = {name.removeprefix("texture."): tensor for name, tensor in tensors.items() if "." in name}
+        texture = restore_density(manifest.gates.texture.density.model_dump(), texture_tensors)
+    wanted = {"ascending", "scales", "calibration"}
+    if set(of_gates) != wanted or (texture is None and len(of_gates) != len(tensors)):
+        raise BundleError(
+            f"expected gates tensors {sorted(wanted)}, got {shortened(repr(sorted(tensors)))}; fit it again"
+        )
+    below = 1.0 if manifest.gates.texture is None else manifest.gates.texture.counts_below
+    gates = Gates.of(manifest.gates.names, **of_gates, texture_counts_below=below)
+    expected = manifest.gates.images, manifest.calibration.images
+    got = gates.ascending.shape[1], gates.calibration.shape[1]
+    if expected != got:
+        raise BundleError(f"expected {expected} readings of the gates, got {got}; fit the bundle again")
+    return texture, gates
+
+
+def _restore_map(section: MapSection, tensors: Mapping[str, Tensor]) -> LayerMap:
+    density = restore({PositionDensity.kind: PositionDensity}, section.density.model_dump(), tensors)
+    grid = Grid(**section.grid.model_dump())
+    if grid.rows * grid.columns > MAX_POSITIONS:
+        raise BundleError(f"expected a map of at most {MAX_POSITIONS} positions, got {grid}; fit the bundle again")
+    return LayerMap(section.layer, grid, density)
+
+
+def _restore_thumbnails(
+    manifest: Manifest, section: ThumbnailsSection, tensors: Mapping[str, Tensor], density: Density
+) -> Thumbnails:
+    return Thumbnails.restore(
+        section.model_dump(),
+        tensors,
+        components=density.basis.shape[1],
+        channels=manifest.preprocess.channels,
+        classes=len(manifest.classes),
+        has_values=manifest.task.has_numbers,
+    )

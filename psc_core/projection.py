@@ -1,0 +1,686 @@
+"""Project the features of the candidate layer(s) to the feature vector z.
+
+Project features of the candidate layer(s) to the feature vector z (paper, Algorithm 1, appendix A.2).
+
+    X  (B, C, d)      channels × positions of all candidate layers, concatenated along positions
+    X ← (X − μ) / σ    channelwise moments, the standard deviation in both of the paper's formulas
+    Z  = Aᵀ X B        (B, c_proj, d_proj)
+    z ← (vec Z − μ_Z) / σ_Z      second scaling, optional
+
+The paper divides by the *variance* in ``scale`` but normalises the covariance by the standard deviation.  Here it is
+the standard deviation in both: else Z would not have the correlation tensor that was decomposed.
+A fully connected layer has d = 1 and no spatial mode to reduce, so it is read as one channel with C positions: the
+decomposition is then the eigendecomposition of its correlation matrix.
+
+Measure channelwise mean and covariance of a layer's features (paper, Algorithm 2, appendix A.2.2).
+
+Axes: B batch, C channels, d spatial positions (of all candidate layers, concatenated channel by channel).
+Every channel is a group of :mod:`psc_core.numerics.moments`; covariance between channels is never formed.
+
+Standard deviations are clamped to at least :data:`.DEAD_UNIT` of their root mean square over the layer, so that a unit
+silent on the training data cannot dominate after scaling.
+
+Decompose the correlation tensor into Tucker factors (paper, section 4.2 and appendix A.2.1).
+
+    R ≈ G ×₁ A ×₂ B ×₃ B        R (C, d, d), A (C, c_max), B (d, d_max)
+
+R is symmetric in its last two modes, so one spatial factor serves both.  The diagonal of each slice is one, so that the
+slices span at most d (d − 1) / 2 + 1 dimensions; a column of A beyond what they do span would be rounding alone.  Any
+smaller projection keeps leading columns, Z = A[:, :c]ᵀ X B[:, :d'], so that :mod:`.ranks` sees all sizes in one pass.
+
+Compute NC1 and NC4 of every (c_proj, d_proj) from one pass over the largest projection, and choose a size.
+
+With Z (B, c_max, d_max) the largest projection, a smaller one keeps its leading block, so
+
+    NC1(c, d) = Σ_{i<c, j<d} w_ij / Σ_{i<c, j<d} t_ij
+    NC4(c, d) = accuracy of  argmin_k Σ_{i<c, j<d} (z_ij − μ_kij)²
+
+where w and t are the within-class and total scatter of one coordinate (:mod:`psc_core.numerics.scatter`).
+Two cumulative sums replace the sweep.
+
+Measure NC1 and NC4 of the scaled layer and of every projection size, in one pass over each data set.
+
+The first pass goes over the training images, class by class, and accumulates the class statistics of the scaled layer X
+(B, C · d) and of its largest projection Z (B, c_max · d_max); :mod:`.ranks` derives those of smaller ones.  The second
+pass goes over the selection split and counts the examples whose nearest class mean is right.  Where the class means of
+the scaled layer do not fit the memory budget, both passes are repeated for ranges of its columns, over which scatter
+and distances add up.
+
+Fit the largest projection of the candidate layer(s) that is considered, and measure every smaller size of it.
+
+The input is the network, cut behind the candidate, and the images; the output is a :class:`SizedProjection` with A
+(C, c_max), B (d, d_max), and NC1 and NC4 (c_max, d_max) of every leading block.  One pass over the training images
+gives channel means and covariances (:mod:`.moments`), whose correlation is decomposed (:mod:`.tucker`); further passes
+measure every size (:mod:`.sizes`), and :mod:`.ranks` chooses one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, Final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from psc_core.allocator import release_freed_memory
+from psc_core.compute import Compute, add_statistics, distances_to_means, passes
+from psc_core.data.dataset import ImageDataset
+from psc_core.errors import FitError
+from psc_core.fitted import Fitted, restore
+from psc_core.network.backbone import Backbone, FeatureStep, feature_step, trial_input
+from psc_core.numerics import linalg
+from psc_core.numerics.linalg import DEAD_UNIT, MomentSums, rounding_of, sizes_of
+from psc_core.numerics.matrix import chunk_rows
+from psc_core.numerics.scatter import MIN_COLUMNS, ClassScatter, ScatterSums
+from psc_core.settings import FitSettings
+
+
+class Projection(Fitted):
+    """The projection: reshape, scale, project, scale again.
+
+    Args:
+        tensors: μ, 1/σ, A, B, μ_Z and 1/σ_Z, as in ``layout``; without the second scaling the last two are 0 and 1.
+        positions: Number of positions that each candidate layer is reduced to, by average pooling where it has more.
+    """
+
+    kind = "tucker"
+    layout: ClassVar = {
+        "mean": ("channels", "positions"),
+        "inverse_std": ("channels", "positions"),
+        "channel_factor": ("channels", "c_proj"),
+        "spatial_factor": ("positions", "d_proj"),
+        "z_mean": ("dim",),
+        "z_inverse_std": ("dim",),
+    }
+    mean: Tensor
+    inverse_std: Tensor
+    channel_factor: Tensor
+    spatial_factor: Tensor
+    z_mean: Tensor
+    z_inverse_std: Tensor
+    shift: Tensor
+    z_shift: Tensor
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, positions: Sequence[int]) -> None:
+        super().__init__(tensors, record={})
+        self.positions = tuple(positions)
+        # −μ / σ of both scalings, with which each is one operation.
+        for name, mean, scale in (("shift", self.mean, self.inverse_std), ("z_shift", self.z_mean, self.z_inverse_std)):
+            self.register_buffer(name, (-mean.double() * scale.double()).float(), persistent=False)
+
+    @classmethod
+    def from_moments(
+        cls,
+        positions: Sequence[int],
+        mean: Float[Tensor, "channels positions"],
+        std: Float[Tensor, "channels positions"],
+        channel_factor: Float[Tensor, "channels c_proj"],
+        spatial_factor: Float[Tensor, "positions d_proj"],
+        z_mean: Float[Tensor, " dim"],
+        z_std: Float[Tensor, " dim"],
+    ) -> Projection:
+        """Return the projection of μ, σ, A, B, μ_Z and σ_Z; both σ are positive."""
+        scales = {"mean": mean, "inverse_std": 1.0 / std, "z_mean": z_mean, "z_inverse_std": 1.0 / z_std}
+        factors = {"channel_factor": channel_factor, "spatial_factor": spatial_factor}
+        return cls({**scales, **factors}, positions=positions)
+
+    @property
+    def c_proj(self) -> int:
+        """Number of channel components."""
+        return self.channel_factor.shape[1]
+
+    @property
+    def d_proj(self) -> int:
+        """Number of spatial components."""
+        return self.spatial_factor.shape[1]
+
+    def scaled(self, features: Sequence[Tensor]) -> Float[Tensor, "batch channels positions"]:
+        """Return X after the first scaling, from the canonical features (B, C, d_l) of each layer l."""
+        return torch.addcmul(self.shift, reshape_features(features, self.positions).float(), self.inverse_std)
+
+    def project(self, x: Float[Tensor, "batch channels positions"]) -> Float[Tensor, "batch c_proj d_proj"]:
+        """Return Z before the second scaling, from scaled X."""
+        return (self.channel_factor.T @ x) @ self.spatial_factor
+
+    def forward(self, features: Sequence[Tensor]) -> Float[Tensor, "batch dim"]:
+        """Return z (B, c_proj · d_proj), row-major over (channel, spatial) components."""
+        return torch.addcmul(self.z_shift, self.project(self.scaled(features)).flatten(1), self.z_inverse_std)
+
+    def leading(self, c_proj: int, d_proj: int) -> Projection:
+        """Return this projection with only its leading components."""
+        means, scales = (
+            part.view(self.c_proj, self.d_proj)[:c_proj, :d_proj].flatten()
+            for part in (self.z_mean, self.z_inverse_std)
+        )
+        return Projection.from_moments(
+            self.positions,
+            self.mean,
+            1.0 / self.inverse_std,
+            self.channel_factor[:, :c_proj],
+            self.spatial_factor[:, :d_proj],
+            means,
+            1.0 / scales,
+        )
+
+    def with_second_scaling(self, z_mean: Tensor, z_std: Tensor) -> Projection:
+        """Return this projection with (vec Z − z_mean) / z_std as its last step."""
+        return Projection.from_moments(
+            self.positions, self.mean, 1.0 / self.inverse_std, self.channel_factor, self.spatial_factor, z_mean, z_std
+        )
+
+    def config(self) -> dict[str, Any]:
+        """Return method and sizes, JSON types; the tensors are in ``state_dict()``."""
+        sizes = {name: self.sizes[name] for name in ("channels", "c_proj", "d_proj")}
+        return {"method": self.kind, "positions": list(self.positions), **sizes}
+
+    @classmethod
+    def restore(cls, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Projection:
+        """Return the projection with this :meth:`config` and ``state_dict()``; raises :class:`BundleError`."""
+        positions = config["positions"]
+        sizes = {name: config[name] for name in ("channels", "c_proj", "d_proj")}
+        sizes |= {"positions": sum(positions), "dim": sizes["c_proj"] * sizes["d_proj"]}
+        return restore({cls.kind: cls}, {"kind": config["method"], "sizes": sizes, "positions": positions}, state)
+
+
+def reshape_features(features: Sequence[Tensor], positions: Sequence[int]) -> Float[Tensor, "batch channels positions"]:
+    """Return X (B, C, d): the features (B, C, d_l) of each layer reduced to its number of positions, and concatenated.
+
+    Raises:
+        FitError: If the layers have different numbers of channels.
+    """
+    if len({f.shape[1] for f in features}) > 1 and any(f.shape[2] > 1 for f in features):
+        raise FitError(
+            f"expected layers with equal numbers of channels, got {[f.shape[1] for f in features]}; choose one layer"
+        )
+    if all(f.shape[2] == 1 for f in features):
+        features = [f.transpose(1, 2) for f in features]
+    parts = [reduce_positions(f, n) for f, n in zip(features, positions, strict=True)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def reduce_positions(
+    features: Float[Tensor, "batch channels _"], positions: int
+) -> Float[Tensor, "batch channels {positions}"]:
+    """Return features averaged to this many positions: in squares if both numbers are squares, else along one axis."""
+    batch, channels, have = features.shape
+    if have == positions:
+        return features
+    side, kept = round(have**0.5), round(positions**0.5)
+    if side * side == have and kept * kept == positions:
+        maps = features.reshape(batch, channels, side, side)
+        return F.adaptive_avg_pool2d(maps, kept).flatten(2)
+    return F.adaptive_avg_pool1d(features, positions)
+
+
+@dataclass(frozen=True)
+class ChannelMoments:
+    """Mean and covariance of X, float64."""
+
+    count: int  # number of labelled examples
+    mean: Float[Tensor, "channels positions"]
+    covariance: Float[Tensor, "channels positions positions"]
+
+    def std(self) -> Float[Tensor, "channels positions"]:
+        """Return the standard deviations, at least :data:`.DEAD_UNIT` of their root mean square; ∞, which scales to 0,
+        where that is no more than rounding.
+
+        Raises:
+            FitError: If every unit is constant, up to rounding.
+        """
+        std = self.covariance.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
+        scale = float(std.square().mean().sqrt())
+        clamped = std.clamp_min(DEAD_UNIT * scale)
+        varies = clamped > rounding_of(sizes_of(self.mean))
+        if scale == 0.0 or not bool((varies & (std > 0)).any()):
+            raise FitError(
+                "every unit of the candidate layer is constant over the training images, up to rounding; choose "
+                "another layer, or check the images, the weights and the running statistics of batch normalisation"
+            )
+        return torch.where(varies, clamped, math.inf)
+
+    def correlation(self) -> Float[Tensor, "channels positions positions"]:
+        """Return D⁻¹ Σ_c D⁻¹ with D = diag(std), the tensor that is decomposed; it is as large as the covariance."""
+        std = self.std()
+        return (self.covariance / std[:, :, None]).div_(std[:, None, :])
+
+
+def channel_moments(
+    batches: Iterable[Float[Tensor, "batch channels positions"]],
+    *,
+    all_reduce: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+) -> ChannelMoments:
+    """Return mean and covariance of every channel, from one pass over features of any float type.
+
+    Args:
+        batches: The features, batch after batch.
+        all_reduce: A function that sums a tensor over all processes.
+
+    Raises:
+        FitError: If there are no features, or a value is not finite.
+    """
+    sums: MomentSums | None = None
+    for features in batches:
+        if sums is None:
+            sums = MomentSums(features.shape[1], features.shape[2], features.device)
+        sums.add(features)
+    if sums is None:
+        raise FitError("expected at least one training image, got none")
+    moments = sums.finish(all_reduce)
+    if not bool(moments.mean.isfinite().all()):
+        raise FitError("the candidate layer's features are not finite; check the weights or use --precision fp32")
+    return ChannelMoments(*moments)
+
+
+ITERATIONS = 10
+"""Maximum number of higher-order orthogonal iterations; they start near the end, from the truncated HOSVD."""
+
+
+NO_RANK = 1e-12
+"""Eigenvalue of a Gram matrix, relative to the largest, below which it is rounding: an amplitude of a millionth."""
+
+
+def tucker_factors(
+    correlation: Float[Tensor, "channels positions positions"], c_max: int, d_max: int
+) -> tuple[Float[Tensor, "channels c_max"], Float[Tensor, "positions d_max"]]:
+    """Return the leading factors A and B of the channel and the spatial mode, by tensorly's HOOI in float64.
+
+    The sign of every column is fixed (largest entry positive), so that equal inputs give equal factors.
+
+    Args:
+        correlation: (C, d, d), symmetric in its last two modes.
+        c_max: Maximum number of columns of A; there are at most C, at most d_max (d_max + 1) / 2, which is what
+            symmetric slices span, and no more than these do span.
+        d_max: Maximum number of columns of B; there are at most d.
+    """
+    channels, positions, _ = correlation.shape
+    d_max = min(d_max, positions)
+    c_max = min(c_max, channels, d_max * (d_max + 1) // 2)
+    if channels == 1:
+        # One channel: the decomposition is the eigendecomposition of one symmetric matrix.
+        values, vectors = torch.linalg.eigh(correlation[0].double().cpu())
+        leading = vectors[:, values.abs().argsort(descending=True, stable=True)[:d_max]]
+        return correlation.new_ones(1, 1).double(), linalg.fix_signs(leading).to(correlation.device)
+    tensor = correlation.double().cpu()
+    core, start = truncated_hosvd(tensor, c_max, d_max)
+    import tensorly  # Imported here, so that a service does not load it.
+    from tensorly.decomposition import tucker
+
+    with tensorly.backend_context("pytorch", local_threadsafe=True):
+        _, factors = tucker(
+            tensor,
+            rank=[*core.shape],
+            n_iter_max=ITERATIONS,
+            tol=1e-6,
+            init=(core, start),
+        )
+    a, b = (linalg.fix_signs(factor).to(correlation.device) for factor in factors[:2])
+    return a, b
+
+
+def truncated_hosvd(
+    tensor: Float[Tensor, "channels positions positions"], c_max: int, d_max: int
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the start of the iterations: leading eigenvectors of each unfolding's Gram matrix."""
+    # A Gram matrix is smaller than the unfolding, whose SVD would give the same vectors.
+    channel = tensor.flatten(1) @ tensor.flatten(1).T
+    spatial = torch.zeros_like(tensor[0])
+    for part in tensor:
+        spatial.addmm_(part, part)
+    values, vectors = linalg.eigh(channel)
+    rank = max(1, int((values > NO_RANK * values[0]).sum()))
+    a, b = vectors[:, : min(c_max, rank)], linalg.eigh(spatial).vectors[:, :d_max]
+    return tensor.new_zeros(a.shape[1], d_max, d_max), [a, b, b]
+
+
+NC4_LOSS: Final = 0.01
+"""Largest loss of NC4 that a smaller size may cost."""
+
+MUCH_NC4: Final = 0.05
+"""A loss of NC4 that is more than noise: several of its standard errors."""
+
+
+def nc1_prefixes(
+    within: Float[Tensor, "c_max d_max"], total: Float[Tensor, "c_max d_max"]
+) -> Float[Tensor, "c_max d_max"]:
+    """Return NC1 of every leading block; entry [c − 1, d − 1] is that of (c, d)."""
+    return within.cumsum(0).cumsum(1) / total.cumsum(0).cumsum(1).clamp_min(torch.finfo(torch.float64).tiny)
+
+
+def nearest_mean_hits(
+    z: Float[Tensor, "n c_max d_max"], means: Float[Tensor, "classes c_max d_max"], labels: Int[Tensor, " n"]
+) -> Int[Tensor, "c_max d_max"]:
+    """Return the number of labelled examples whose nearest class mean is right, for every leading block."""
+    z, means = z.double(), means.double()
+    hits = torch.zeros(z.shape[1:], dtype=torch.int64, device=z.device)
+    for chunk in chunk_rows(len(z), means.numel()):
+        distances = (z[chunk, None] - means).square_().cumsum(2).cumsum(3)
+        hits += (distances.argmin(1) == labels[chunk, None, None]).sum(0)
+    return hits
+
+
+@dataclass(frozen=True)
+class RankChoice:
+    """The chosen sizes of a projection, and NC1 and NC4 of z with these sizes."""
+
+    c_proj: int
+    d_proj: int
+    nc1: float
+    nc4: float
+    warning: str  # what a user should know about the choice; empty where nothing is wrong
+
+    def with_more_positions(
+        self,
+        nc1: Float[Tensor, "c_max d_max"],
+        nc4: Float[Tensor, "c_max d_max"],
+        deviation: Float[Tensor, "c_max d_max"],
+        *,
+        epsilon: float,
+    ) -> list[RankChoice]:
+        """Return this choice, and those with two, four, … times its spatial components that keep NC1 > ε and its NC4.
+
+        None of their components deviates by less than :data:`.DEAD_UNIT` of the root mean square: the second scaling
+        would raise its rounding errors.
+        """
+        found = [self]
+        floor = DEAD_UNIT * deviation.square().mean().sqrt()
+        d_proj = 2 * self.d_proj
+        while d_proj < 2 * nc1.shape[1]:
+            column = min(d_proj, nc1.shape[1]) - 1
+            here = float(nc1[self.c_proj - 1, column]), float(nc4[self.c_proj - 1, column])
+            if (
+                here[0] > epsilon
+                and here[1] >= self.nc4 - NC4_LOSS
+                and deviation[: self.c_proj, : column + 1].min() >= floor
+            ):
+                found.append(replace(self, d_proj=column + 1, nc1=here[0], nc4=here[1]))
+            d_proj *= 2
+        return found
+
+
+def choose_ranks(
+    nc1: Float[Tensor, "c_max d_max"],
+    nc4: Float[Tensor, "c_max d_max"],
+    reference_nc4: float,
+    settings: FitSettings,
+) -> RankChoice:
+    """Choose the smallest c·d with NC1 > ε and NC4 ≥ ``reference_nc4`` − :data:`NC4_LOSS`, on a tie by NC4.
+
+    Where no size satisfies both, the one with the best NC4 among those with NC1 > ε (or among all) is taken; but where
+    that gives up :data:`MUCH_NC4` of what collapsed sizes keep, the smallest that keeps it.  The warning says so.
+
+    Args:
+        nc1: NC1 of every leading block.
+        nc4: NC4 of every leading block.
+        reference_nc4: NC4 of the scaled, unprojected layer.
+        settings: With ε, the components that are fixed, and the smallest c·d that is considered, or the largest there
+            is where that is smaller.
+    """
+    epsilon, c_proj, d_proj = settings.epsilon, settings.c_proj, settings.d_proj
+    c_max, d_max = nc1.shape
+    c = torch.arange(1, c_max + 1)[:, None].expand(c_max, d_max)
+    d = torch.arange(1, d_max + 1)[None, :].expand(c_max, d_max)
+    size = (c * d).double()
+    nc1, nc4 = nc1.cpu().double(), nc4.cpu().double()
+    allowed = torch.ones_like(nc1, dtype=torch.bool)
+    if c_proj is not None:
+        allowed &= c == c_proj
+    if d_proj is not None:
+        allowed &= d == d_proj
+    allowed &= size >= min(settings.minimum_dim, int(size[allowed].max()))
+    uncollapsed = allowed & (nc1 > epsilon)
+    kept = uncollapsed & (nc4 >= reference_nc4 - NC4_LOSS)
+    found = []
+    cost = size - nc4  # NC4 ≤ 1 only breaks ties between equal sizes
+    if bool(kept.any()):
+        pick = int(torch.where(kept, cost, torch.inf).argmin())
+    else:
+        candidates = uncollapsed if bool(uncollapsed.any()) else allowed
+        pick = int(torch.where(candidates, nc4 - 1e-9 * size, -torch.inf).argmax())
+        above, most = float(nc4.view(-1)[pick]), min(reference_nc4, float(nc4[allowed].max()))
+        taken = "the best NC4"
+        if most - above > MUCH_NC4:
+            pick = int(torch.where(allowed & (nc4 >= most - NC4_LOSS), cost, torch.inf).argmin())
+            taken = f"a collapsed one, NC1 > {epsilon} gives up {reference_nc4 - above:.3f} of NC4"
+        if c_proj is None or d_proj is None:
+            found.append(
+                f"no projection of at most {c_max}×{d_max} keeps NC1 > {epsilon} and NC4 within {NC4_LOSS} "
+                f"of {reference_nc4:.3f}: took {taken}"
+            )
+    row, column = divmod(pick, d_max)
+    lost = reference_nc4 - float(nc4[row, column])
+    if lost > MUCH_NC4:
+        found.append(f"the projection gives up {lost:.3f} of NC4: {_remedy(nc1, nc4, reference_nc4, lost)}")
+    return RankChoice(row + 1, column + 1, float(nc1[row, column]), float(nc4[row, column]), "; ".join(found))
+
+
+def _remedy(nc1: Tensor, nc4: Tensor, reference_nc4: float, lost: float) -> str:
+    """Return the flags that keep more of NC4 than a choice that loses ``lost`` of it."""
+    size = torch.arange(1, nc1.shape[0] + 1)[:, None] * torch.arange(1, nc1.shape[1] + 1)
+    enough = nc4 >= min(reference_nc4, float(nc4.max())) - NC4_LOSS
+    row, column = divmod(int(torch.where(enough, size, torch.inf).argmin()), nc1.shape[1])
+    left = max(0.0, reference_nc4 - float(nc4[row, column]))
+    if lost - left <= NC4_LOSS:
+        return "no size keeps more; choose another layer of the table by --layer"
+    return (
+        f"--c-proj {row + 1} --d-proj {column + 1} give up {left:.3f}, with NC1 {float(nc1[row, column]):.3f}, "
+        "and --layer reads another layer"
+    )
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """NC1 and NC4 of the scaled layer and of every projection size, and the class statistics of the largest."""
+
+    scaled_nc1: float
+    scaled_nc4: float
+    nc1: Tensor
+    nc4: Tensor
+    block: ClassScatter
+
+
+def measure_sizes(
+    largest: Projection, train: ImageDataset, selection: ImageDataset, compute: Compute, step: FeatureStep
+) -> Sizes:
+    """Measure all sizes, by both passes for each range of columns whose class means fit ``compute.max_memory``.
+
+    Args:
+        largest: The largest projection, without second scaling, on the device.
+        train: This process's shard of the training images.
+        selection: Images that NC4 is measured on.
+        compute: Device, batch size, memory and processes.
+        step: A function from a batch of images to the features of the candidate.
+    """
+    classes, device = len(train.classes), compute.device
+    c_max, d_max = largest.c_proj, largest.d_proj
+    width = largest.mean.numel()
+    columns_at_once = min(width, max(MIN_COLUMNS, compute.max_memory // (8 * classes)))
+    ranges = [slice(start, min(width, start + columns_at_once)) for start in range(0, width, columns_at_once)]
+    block = ClassScatter(classes, c_max * d_max, device, by_column=True)
+    hits = torch.zeros(c_max, d_max, dtype=torch.int64, device=device)
+    scaled_hits = torch.zeros((), dtype=torch.int64, device=device)
+    sums = ScatterSums()
+    kept = torch.zeros(len(selection) if len(ranges) > 1 else 0, classes, dtype=torch.float64)
+    for number, columns in enumerate(ranges):
+        is_first = number == 0
+        take = partial(_columns, largest=largest, columns=columns, is_first=is_first)
+        scaled = ClassScatter(classes, columns.stop - columns.start, device)
+        statistics = [scaled, block] if is_first else [scaled]
+        add_statistics(statistics, train, compute, "class statistics", step, take)
+        sums.add(scaled)
+        seen = 0
+        for batch, found, (here,) in distances_to_means([scaled.means], selection, compute, "sizes", step, take):
+            labels, image_index = batch.labels.to(device), batch.image_index.to(device)
+            if len(ranges) > 1:
+                at = slice(seen, seen := seen + len(here))
+                here = kept[at].add_(here.cpu()).to(device)
+            if columns.stop == width:
+                scaled_hits += (here.argmin(1)[image_index] == labels).sum()
+            if is_first:
+                z, means = (part.view(-1, c_max, d_max) for part in (batch.per_example(found[1]), block.means))
+                hits += nearest_mean_hits(z, means, labels)
+    nc1 = nc1_prefixes(block.within.view(c_max, d_max), block.total().view(c_max, d_max))
+    scaled_nc4 = int(scaled_hits) / selection.examples
+    return Sizes(sums.nc1, scaled_nc4, nc1, hits.double() / selection.examples, block)
+
+
+def _columns(features: list[Tensor], largest: Projection, columns: slice, *, is_first: bool) -> list[Tensor]:
+    """Return a range of columns (B, columns) of the scaled layer, and with the first range Z (B, c_max · d_max)."""
+    x = largest.scaled(features)
+    return [x.flatten(1)[:, columns], *([largest.project(x).flatten(1)] if is_first else [])]
+
+
+MAX_CHANNEL_COMPONENTS = 64
+MAX_COMPONENTS = 2048
+"""Largest projection that is measured: components of the channel mode, and of both modes together."""
+
+
+@dataclass(frozen=True)
+class SizedProjection:
+    """The largest projection, on the device, and the measurements of its sizes."""
+
+    largest: Projection
+    scaled_nc1: float  # of the scaled, unprojected layer
+    scaled_nc4: float
+    nc1: Float[Tensor, "c_max d_max"]  # of every size, float64
+    nc4: Float[Tensor, "c_max d_max"]
+    deviation: Float[Tensor, "c_max d_max"]  # standard deviation of every component of Z, float64
+    note: str  # to how many positions the layers were reduced; empty when they were not
+
+
+def fit_tucker(
+    backbone: Backbone,
+    train: ImageDataset,
+    selection: ImageDataset,
+    settings: FitSettings,
+    compute: Compute,
+) -> SizedProjection:
+    """Fit the largest projection and measure its sizes.
+
+    Args:
+        backbone: The network, cut behind the candidate layer(s).
+        train: Training images.
+        selection: Validation images that NC4 is measured on.
+        settings: The sizes, where they are given, and whether z is standardised.
+        compute: Device, batch size, processes, and the memory for the covariance tensor, whose correlation takes as
+            much again, and for the class means of the scaled layer.
+
+    Raises:
+        FitError: If ``c_proj`` or ``d_proj`` is larger than the layer, or the part of it that is measured, allows.
+    """
+    c_proj = settings.c_proj
+    step = feature_step(backbone, compute.precision)
+    with torch.inference_mode():
+        features = backbone(trial_input(train.preprocess).to(compute.device))[0]
+    shapes = [(layer.shape[1], layer.shape[2]) for layer in features]
+    if all(d == 1 for _, d in shapes):
+        shapes = [(1, c) for c, _ in shapes]  # as reshape_features lays out vectors
+    positions = [reduced_positions(c, d, compute.max_memory // len(shapes) ** 2) for c, d in shapes]
+    have = [d for _, d in shapes]
+    note = ""
+    if positions != have:
+        budget = f"{compute.max_memory >> 20} MiB"
+        note = f"positions {have} → {positions} by average pooling, to keep the covariance within {budget}"
+    c_max, d_max = largest_sizes(shapes[0][0], sum(positions), c_proj, settings.d_proj)
+    shard = compute.reducer.shard(train)
+
+    def features_of_examples() -> Iterator[Tensor]:
+        for features, batch in passes(shard, compute, "moments", step):
+            yield batch.per_example(reshape_features(features, positions)).float()
+
+    moments = channel_moments(features_of_examples(), all_reduce=compute.reducer.sum_)
+    mean, std, correlation = moments.mean, moments.std(), moments.correlation()
+    del moments  # The covariance is as large as the budget allows, and so is what the decomposition needs besides.
+    release_freed_memory()
+    a, b = tucker_factors(correlation, c_max, d_max)
+    del correlation
+    c_max, d_max = a.shape[1], b.shape[1]
+    if c_proj and c_proj > c_max:
+        raise FitError(
+            f"expected c_proj in 1…{c_max}, for the channels of this layer vary in no more ways, got {c_proj}; give a "
+            "smaller one or auto"
+        )
+    zeros, ones = torch.zeros(c_max * d_max), torch.ones(c_max * d_max)
+    largest = Projection.from_moments(positions, mean, std, a, b, zeros, ones).to(compute.device)
+    sized = measure_sizes(largest, shard, selection, compute, step)
+    z_mean, z_std = sized.block.mean_and_std()
+    if not settings.no_second_scaling:
+        largest = largest.with_second_scaling(z_mean, z_std)
+    nc1, nc4, deviation = sized.nc1.cpu(), sized.nc4.cpu(), z_std.view(c_max, d_max).cpu()
+    return SizedProjection(largest, sized.scaled_nc1, sized.scaled_nc4, nc1, nc4, deviation, note)
+
+
+def reduced_positions(channels: int, positions: int, budget_bytes: int) -> int:
+    """Return the number of positions d′ to keep of a layer, so that its covariance, C·d′² float64, fits the budget.
+
+    The sides of a square map are halved as often as needed, else the number of positions.
+    """
+    side = round(positions**0.5)
+    square = side * side == positions
+    while channels * positions**2 * 8 > budget_bytes and positions > 1:
+        side //= 2
+        positions = side * side if square else positions // 2
+    return positions
+
+
+def largest_sizes(channels: int, d: int, c_proj: int | None, d_proj: int | None) -> tuple[int, int]:
+    """Return (c_max, d_max) of the largest projection to measure: the given sizes, else what the limits above allow."""
+    c_max = min(channels, max(c_proj or 0, MAX_CHANNEL_COMPONENTS))
+    d_max = min(d, max(d_proj or 0, MAX_COMPONENTS // c_max, 1))
+    here, ever = (min(channels, n * (n + 1) // 2) for n in (d_max, d))  # see tucker_factors
+    for name, value, limit in (("c_proj", c_proj, ever), ("d_proj", d_proj, d)):
+        if value is not None and not 1 <= value <= limit:
+            raise FitError(f"expected {name} in 1…{limit} for this layer, got {value}; give a smaller one or auto")
+    if c_proj and c_proj > here:
+        needed = next(n for n in range(d_max, d + 1) if n * (n + 1) // 2 >= c_proj)
+        raise FitError(
+            f"expected c_proj in 1…{here} beside {d_max} spatial components, got {c_proj}; give d_proj too, at "
+            f"least {needed}, or a smaller c_proj"
+        )
+    return c_max, d_max
+
+
+@dataclass(frozen=True)
+class ProjectionReport:
+    """The chosen sizes, and the measurements that they were chosen from."""
+
+    choice: RankChoice
+    scaled_nc1: float  # of the scaled, unprojected layer
+    scaled_nc4: float
+    nc1: Float[Tensor, "c_max d_max"]  # of every size, float64
+    nc4: Float[Tensor, "c_max d_max"]
+    note: str  # to how many positions the layers were reduced; empty when they were not
+    positions: tuple[tuple[int, float], ...] = ()  # spatial components and the density's mean AUROC on made-up images
+
+    @classmethod
+    def of(cls, choice: RankChoice, sized: SizedProjection, positions: Mapping[int, float]) -> ProjectionReport:
+        """Return the report of a choice among the sizes of ``sized``."""
+        return cls(
+            choice, sized.scaled_nc1, sized.scaled_nc4, sized.nc1, sized.nc4, sized.note, tuple(positions.items())
+        )
+
+    def summary(self, raw_nc4: float | None) -> str:
+        """Return lines for the terminal: the choice, the scaled layer, and the raw one where its NC4 is known."""
+        choice, raw = self.choice, "" if raw_nc4 is None else f", raw {raw_nc4:.4f}"
+        lines = [
+            f"projection {choice.c_proj} × {choice.d_proj}: NC1 {choice.nc1:.3f} (scaled layer "
+            f"{self.scaled_nc1:.3f}), NC4 {choice.nc4:.4f} (scaled layer {self.scaled_nc4:.4f}{raw})"
+        ]
+        if self.positions:
+            found = ", ".join(f"{d} {value:.4f}" for d, value in self.positions)
+            lines.append(f"density on made-up images by spatial components (mean AUROC): {found}")
+        lines += [f"note: {text}" for text in (self.note, choice.warning) if text]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class FittedProjection:
+    """A projection, its report, and the layers that it reads."""
+
+    projection: Projection
+    report: ProjectionReport
+    layers: tuple[str, ...]

@@ -1,1 +1,0 @@
-"""Project the features of the candidate layer(s) to the feature vector z."""

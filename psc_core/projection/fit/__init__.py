@@ -1,1 +1,0 @@
-"""Fitting a projection; nothing here is imported to serve one."""

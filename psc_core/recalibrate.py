@@ -1,0 +1,513 @@
+"""Read the audit slice of a prediction log as a data set: a random sample of images, with people's verdicts.
+
+The input is the rows and labels of a log; the output is an :class:`Audit` of n labelled images and the weight (n,) of
+each, the inverse of the probability that it was drawn with.
+
+The slice is random, but people may have reviewed only a part of it, and a part that was chosen for what it looks like
+is no random sample.  So the images of each day are taken in the order of their digests, which is as good as random and
+is the order in which ``psc-log review`` gives them, up to where fewer than :data:`REVIEWED` of them have a verdict.  An
+image counts once, however often it was sent: copies would pretend to be more images than there are.
+
+The verdict decides what an image is used for:
+
+* a class (or a number): the image is in-distribution, and these images alone calibrate;
+* none of the classes: the image is out-of-distribution and calibrates nothing;
+* nobody can tell: the image calibrates nothing either.  It has no label that a prediction set could contain, and
+  whether the model should know it is unknown.  The rates therefore hold for images that a person can put into a class.
+  Ambiguous images tend to be unusual, so a new one raises the alarm more often than α; every calibration says how
+  many there are, and how many of them raise it.
+
+Extend the densities of a bundle with images that people labelled, outside the audit slice.
+
+The input is a fitted model, m labelled images that people chose as they liked, and a few audit images that calibrate
+nothing; the output is an :class:`Extension`, the model's pipeline with extended densities.  Images of the slice
+calibrate, so none of them may extend anything.
+
+The density and that of an early layer see each of the m images as one more training image
+(:mod:`psc_core.density.fit.extend`), or as several equal ones: of a new camera there are few images, of the old one
+perhaps a million.  How many it stands for is chosen by AUROC on made-up images, as a fit chooses its gates
+(:mod:`psc_core.gates.fit.choice`): the audit images are real, and altered ones are out of distribution.  The number of
+:data:`TIMES` with the least regret is chosen, among those that lose at most :data:`LARGEST_LOSS` of AUROC on every
+transform; 0 leaves model and gates as they are.  Extended densities give other readings, so the p-values of their gates
+come from the same real images; those of 0 do too while they are compared, or the gates would win and not the density.
+
+Calibrate a bundle again, on the reviewed audit slice of a service's log.
+
+The input is the model of a bundle and an :class:`.Audit`; the output is the same model, calibrated anew.  Network,
+projection, density, head and gates stay.  p-values, prediction sets or intervals and the ambiguity threshold come from
+the audit images alone: calibration images have to be like the images to come, and those of the fit no longer are once
+the images have changed; the rates of a mixture would hold for neither.  Each audit image weighs as much as the inverse
+of the probability that it was drawn with (:mod:`psc_core.calibration.weighted`).
+
+Base predictions also have a temperature, and images outside the slice can extend the density
+(:mod:`psc_core.fit.extend`).  A quarter of the audit images chooses both and calibrates nothing, so that the rates
+hold whatever is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date, datetime
+from itertools import groupby
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from psc_core.calibrate import calibrate_pipeline, settings_of, temper, with_calibration
+from psc_core.compute import Compute, track_images
+from psc_core.conformal import effective_count, thinned
+from psc_core.data.dataset import ImageDataset, labelled
+from psc_core.density.fit.extend import EXAMPLES, can_extend, extend_density
+from psc_core.errors import UsageError
+from psc_core.gates import DENSITY, KINDS_KEY, Auroc, Gates, fit_gates, readings_of, regret
+from psc_core.images.preprocess import Pixels
+from psc_core.log.labels import CANNOT_TELL, LABEL, NONE_OF_THE_CLASSES, joined, read_labels
+from psc_core.log.store import (
+    IMAGE_INDEX,
+    IMAGE_PATH,
+    REQUEST_ID,
+    SHA256,
+    Log,
+    LoggedImages,
+    arrow,
+    days_of,
+    is_stored,
+    logged_model,
+    read_rows,
+)
+from psc_core.made_up import MIXED, REAL, by_transform, made_up_batches
+from psc_core.metrics import auroc, in_practice
+from psc_core.model import FittedModel
+from psc_core.pipeline import Pipeline, Scorer
+from psc_core.scoring import dataset_outputs
+from psc_core.tables import aligned
+from psc_core.tasks.fit.task import task_fit
+
+REVIEWED: Final = 0.95
+"""Fraction of a day's images, up to the last that counts, that must have a verdict."""
+
+_COLUMNS: Final = ("time", REQUEST_ID, IMAGE_INDEX, SHA256, IMAGE_PATH, "audit_probability")
+
+
+@dataclass(frozen=True)
+class LoggedVerdict:
+    """A logged image, with the last verdict on it."""
+
+    day: date  # of its first row
+    sha256: str
+    path: str
+    probability: float  # of being drawn into the slice
+    verdict: str | None  # one of :data:`psc_core.log.labels.VERDICTS`; None until somebody reviews it
+    label: str | None
+    verdict_time: datetime | None = None
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The reviewed part of an audit slice."""
+
+    of_class: ImageDataset  # the images that show a class or have a number, labelled, in the order of their digests
+    weights: Float[Tensor, " n"]  # how many images each of these stands for
+    others: Mapping[str, ImageDataset]  # the images with another verdict, by verdict; their labels mean nothing
+    days: tuple[str, str]  # first and last day of the slice, ``YYYY-MM-DD``
+    logged: int  # number of logged images of the slice, reviewed or not
+
+    def summary(self) -> str:
+        """Return a sentence that counts the images by verdict."""
+        reviewed = len(self.of_class) + sum(map(len, self.others.values()))
+        others = "".join(f", {len(images)} {verdict}" for verdict, images in self.others.items())
+        equal = effective_count(self.weights)
+        counts = f", which count as {equal} drawn equally" if equal < len(self.of_class) else ""
+        return (
+            f"audit slice from {self.days[0]} to {self.days[1]}: {self.logged} logged images, {reviewed} reviewed: "
+            f"{len(self.of_class)} of a class{counts}{others}"
+        )
+
+    def at(self, positions: Tensor) -> Audit:
+        """Return the audit with only the images of a class at these ``positions``."""
+        return replace(self, of_class=self.of_class.subset(positions), weights=self.weights[positions])
+
+
+def read_audit(
+    log: Log, model: FittedModel, name: str | None = None, *, since: str | None = None, until: str | None = None
+) -> Audit:
+    """Return the reviewed part of the audit slice.
+
+    Args:
+        log: The prediction log of a service.
+        model: The model that has the labels' classes; rows that other versions of it wrote count too.
+        name: The name that it was served by; None where the log has only one.
+        since: First day, ``YYYY-MM-DD``; None for the first in the log.
+        until: Last day, ``YYYY-MM-DD``; None for the last in the log.
+
+    Raises:
+        UsageError: If the log has no audit images, or too few of them are reviewed.
+        DataError: If a file is damaged, or a label is no class of the model.
+    """
+    name = logged_model(log, name)
+    days = days_of(log, name, since=since, until=until)
+    rows = read_rows(log, name, audit=True, days=days, columns=list(_COLUMNS))
+    logged = images_of(joined(rows, read_labels(log), name))
+    if not logged:
+        span = f" from {days[0]} to {days[-1]}" if days else ""
+        raise UsageError(f"{log.where} has no logged audit images of {name}{span}; serve with --log-audit")
+    reviewed = reviewed_of(logged)
+    if not any(image.verdict == LABEL for image in reviewed):
+        raise UsageError(
+            f"of the {len(logged)} audit images of {name} in {log.where}, each day's in the order of their digests, "
+            f"{len(reviewed)} are reviewed and none of them has a label; label those of psc-log review --audit: others "
+            "were chosen for what they look like, and no rate comes from them"
+        )
+    return _audit(log, model, reviewed, days, len(logged))
+
+
+def read_outside(
+    log: Log, model: FittedModel, name: str | None = None, *, since: str | None = None, until: str | None = None
+) -> ImageDataset:
+    """Return the logged images outside the audit slice whose verdict is a label, each once, labelled.
+
+    An image whose bytes are also in the slice belongs to the slice.
+
+    Args:
+        log: See :func:`read_audit`, also for the other arguments.
+        model: The model that has the labels' classes.
+        name: The name that it was served by.
+        since: First day.
+        until: Last day.
+
+    Raises:
+        UsageError: If there are no such images.
+        DataError: If a file is damaged, or a label is no class of the model.
+    """
+    name = logged_model(log, name)
+    days = days_of(log, name, since=since, until=until)
+    audit, others = set(), []
+    for batch in joined(read_rows(log, name, days=days, columns=[*_COLUMNS, "audit"]), read_labels(log), name):
+        is_audit = batch["audit"].to_pylist()
+        audit |= {sha256 for sha256, of_slice in zip(batch[SHA256].to_pylist(), is_audit, strict=True) if of_slice}
+        others.append(batch.filter(arrow().array([not of_slice for of_slice in is_audit])))
+    logged = [image for image in images_of(others) if image.sha256 not in audit]
+    if not (of_class := [image for image in logged if image.verdict == LABEL]):
+        reviewed = sum(image.verdict is not None for image in logged)
+        raise UsageError(
+            f"of the {len(logged)} logged images of {name} in {log.where} outside the audit slice {reviewed} are "
+            "reviewed and none of them has a label; label some (psc-log review without --audit), or leave out "
+            "--extend-density: images of the slice calibrate, so they extend nothing"
+        )
+    return _labelled(log, model, sorted(of_class, key=lambda image: image.sha256))
+
+
+def images_of(rows: Iterable[Any]) -> list[LoggedVerdict]:
+    """Return each logged image of the rows once, with the latest verdict on any of its rows."""
+    found: dict[str, LoggedVerdict] = {}
+    for batch in rows:
+        for row in batch.to_pylist():
+            sha256, path = row[SHA256], row[IMAGE_PATH]
+            if not is_stored(sha256, path):
+                continue
+            before = found.get(sha256)
+            verdict, label, time = row["verdict"], row["true_label"], row["verdict_time"]
+            if before and before.verdict_time and (time is None or before.verdict_time > time):
+                verdict, label, time = before.verdict, before.label, before.verdict_time
+            probability = max(row["audit_probability"], before.probability if before else 0.0)
+            day = before.day if before else row["time"].date()
+            found[sha256] = LoggedVerdict(day, sha256, path, probability, verdict, label, time)
+    return list(found.values())
+
+
+def reviewed_of(images: Iterable[LoggedVerdict]) -> list[LoggedVerdict]:
+    """Return the reviewed images that count: each day's, up to where :data:`REVIEWED` of the images so far are."""
+    ordered = sorted(images, key=lambda image: (image.day, image.sha256))
+    found: list[LoggedVerdict] = []
+    for _, of_day in groupby(ordered, key=lambda image: image.day):
+        day = list(of_day)
+        has_verdict = np.array([image.verdict is not None for image in day])
+        enough = has_verdict.cumsum() >= REVIEWED * np.arange(1, len(day) + 1)
+        end = int(enough.nonzero()[0].max()) + 1 if enough.any() else 0
+        found += [image for image in day[:end] if image.verdict is not None]
+    return found
+
+
+def _audit(log: Log, model: FittedModel, reviewed: Sequence[LoggedVerdict], days: Sequence[str], logged: int) -> Audit:
+    by_verdict = {
+        verdict: [i for i in reviewed if i.verdict == verdict] for verdict in (NONE_OF_THE_CLASSES, CANNOT_TELL)
+    }
+    # In the order of their digests over all days: a part of them is as random a sample as the whole.
+    of_class = sorted((image for image in reviewed if image.verdict == LABEL), key=lambda image: image.sha256)
+    return Audit(
+        _labelled(log, model, of_class),
+        torch.tensor([1 / image.probability for image in of_class], dtype=torch.float64),
+        {verdict: _data(log, model, images) for verdict, images in by_verdict.items() if images},
+        (days[0], days[-1]),
+        logged,
+    )
+
+
+def _labelled(log: Log, model: FittedModel, images: Sequence[LoggedVerdict]) -> ImageDataset:
+    """Return images whose verdict is a label, a class or a number, labelled with it."""
+    said = [str(image.label) for image in images]
+    return task_fit(model.task.name).relabelled(model.task, _data(log, model, images), said)
+
+
+def _data(log: Log, model: FittedModel, images: Sequence[LoggedVerdict]) -> ImageDataset:
+    source = LoggedImages(log, [image.path for image in images])
+    labels = torch.zeros(len(images), dtype=torch.int64)
+    return labelled(f"images of {log.where}", model.classes, source, labels, model.preprocess)
+
+
+TIMES: Final = (0, 1, 10, 100)
+"""Numbers of training images that one image may stand for."""
+
+LARGEST_LOSS: Final = 0.02
+"""AUROC that an extended density may lose on a transform of made-up images."""
+
+
+@dataclass(frozen=True)
+class Extension:
+    """A pipeline with extended densities, and the comparison that chose how far."""
+
+    pipeline: Pipeline  # has to be calibrated again
+    images: int  # number that were given to extend the densities
+    times: int  # training images that each stands for, one of :data:`TIMES`
+    aurocs: Mapping[int, Auroc]  # by times, then by transform
+
+    def table(self) -> str:
+        """Return a line for each number of times, with the AUROC of each transform."""
+        rows = [["times", *self.aurocs[0]]]
+        for times, of_transform in self.aurocs.items():
+            numbers = (f"{value:.4f}" for value in of_transform.values())
+            rows.append([str(times), *numbers, "◀ chosen" * (times == self.times)])
+        head = f"AUROC on made-up images; each of the {self.images} images outside the slice counts this many times:"
+        return "\n".join([head, *aligned(rows)])
+
+    def warning(self) -> str:
+        """Return the reason why the densities stay as they are; empty where they change."""
+        if self.times:
+            return ""
+        return (
+            f"the density stays as it is: with these {self.images} images it is no better on made-up images, or loses "
+            f"more than {LARGEST_LOSS:g} of AUROC on a transform of them; check their labels, or give more"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the extension as a bundle records it, in JSON types."""
+        before, after = self.aurocs[0], self.aurocs[self.times]
+        return {
+            "images": self.images,
+            "times": self.times,
+            KINDS_KEY: list(before),
+            "auroc_before": [*before.values()],
+            "auroc_after": [*after.values()],
+        }
+
+
+class _DensityInputs(NamedTuple):
+    """The features of n images that the densities read, on the CPU."""
+
+    density_input: Float[Tensor, "n dim"]
+    early: Float[Tensor, "n channels"] | None  # of the gate ``texture``; None for a model without
+    labels: Int[Tensor, " n"]
+
+
+def seen_examples(model: FittedModel) -> int:
+    """Return the number of labelled examples that the densities of a model were fitted to.
+
+    Raises:
+        UsageError: If the densities cannot be extended.
+    """
+    instead = "fit the bundle again with these images among the training images, or leave out --extend-density"
+    if why_not := task_fit(model.task.name).why_not_extended:
+        raise UsageError(f"{why_not}; {instead}")
+    density = model.pipeline.scorer.density
+    if not can_extend(type(density)):
+        raise UsageError(f"a density {density.kind!r} has tensors that more images cannot extend; {instead}")
+    in_manifest = model.report.get("provenance", {}).get("train", {}).get("rows")  # Where the density does not say.
+    found = density.record.get(EXAMPLES, in_manifest)
+    if not isinstance(found, int):
+        raise UsageError(f"the bundle of {model.name} does not say how many examples its density has seen; {instead}")
+    return found
+
+
+def extend(model: FittedModel, more: ImageDataset, real: ImageDataset, compute: Compute) -> Extension:
+    """Extend the densities of a model where that is better on made-up images.
+
+    Args:
+        model: The model of a bundle.
+        more: At least one image, labelled with a class of the model, that calibrates nothing.
+        real: In-distribution images as they are sent now, which neither extend nor calibrate anything.
+        compute: Device and batch size.
+
+    Raises:
+        UsageError: If the densities cannot be extended.
+        DataError: If an image cannot be read.
+        FitError: If features are not finite, or gates cannot be fitted to the readings.
+    """
+    examples = seen_examples(model)
+    read = _read(model.pipeline.scorer, more, compute)
+    pipelines = {times: extended(model.pipeline, read, examples, times) if times else model.pipeline for times in TIMES}
+    transforms = model.report.get("metrics", {}).get("gates", {}).get(KINDS_KEY, ())
+    scorers = {times: pipeline.scorer for times, pipeline in pipelines.items()}
+    names = model.gates or (DENSITY,)
+    readings = _made_up_readings(scorers, names, real, compute, mixed=MIXED in transforms)
+    inside = {times: of_transform[REAL] for times, of_transform in readings.items()}
+    gates = {times: fit_gates(names, inside[times], inside[times]) if model.gates else None for times in TIMES}
+    aurocs = {times: _aurocs(gates[times], readings[times]) for times in TIMES}
+    chosen = _choose(aurocs)
+    pipeline = pipelines[chosen].with_scorer(scorers[chosen], gates=gates[chosen]) if chosen else model.pipeline
+    return Extension(pipeline, len(more), chosen, aurocs)
+
+
+def extended(pipeline: Pipeline, read: _DensityInputs, examples: int, times: int) -> Pipeline:
+    """Return a pipeline whose densities have seen more images, each of them ``times`` times."""
+    scorer, texture = pipeline.scorer, None
+    found = extend_density(scorer.density, read.density_input, read.labels, examples=examples, times=times)
+    if scorer.texture is not None and read.early is not None:
+        texture = extend_density(scorer.texture, read.early, read.labels, examples=examples, times=times).density
+    thumbnails = None if pipeline.thumbnails is None else pipeline.thumbnails.moved(found.moved)
+    return pipeline.with_scorer(scorer.with_densities(found.density, texture), thumbnails=thumbnails)
+
+
+def _choose(aurocs: Mapping[int, Auroc]) -> int:
+    """Return the times with the least regret, on a tie the smallest, among those that lose little everywhere."""
+    before = aurocs[0]
+    allowed = [
+        times for times in aurocs if all(value >= before[name] - LARGEST_LOSS for name, value in aurocs[times].items())
+    ]
+    named = {str(times): of_transform for times, of_transform in aurocs.items()}
+    return min(allowed, key=lambda times: (regret(named, str(times)), times))
+
+
+def _aurocs(gates: Gates | None, readings: Mapping[str, Float[Tensor, "n gates"]]) -> dict[str, float]:
+    if gates is None:
+        scores = {name: values[:, 0] for name, values in readings.items()}
+    else:
+        device = gates.ascending.device
+        scores = {name: gates.score(values.to(device)).cpu() for name, values in readings.items()}
+    return {name: auroc(scores[REAL], altered) for name, altered in scores.items() if name != REAL}
+
+
+@torch.inference_mode()
+def _read(scorer: Scorer, data: ImageDataset, compute: Compute) -> _DensityInputs:
+    inputs, early, labels = [], [], []
+    for batch in track_images(data, compute, "images more"):
+        embedding = scorer.embed(batch.images.to(compute.device))
+        inputs.append(embedding.density_input.cpu())
+        early += [] if embedding.early is None else [embedding.early.cpu()]
+        labels.append(batch.first_labels())
+    return _DensityInputs(torch.cat(inputs), torch.cat(early) if early else None, torch.cat(labels))
+
+
+def _made_up_readings(
+    scorers: Mapping[int, Scorer], names: tuple[str, ...], real: ImageDataset, compute: Compute, *, mixed: bool
+) -> dict[int, dict[str, Float[Tensor, "n gates"]]]:
+    """Return readings (n, gates) by times, then by transform; the scorers differ in their densities alone."""
+
+    def read(images: Pixels) -> dict[int, Tensor]:
+        embedding = scorers[0].embed(images)
+        return {times: readings_of(names, scorer.score(embedding).scores) for times, scorer in scorers.items()}
+
+    found = by_transform(made_up_batches(real, compute, "made-up images", mixed=mixed, seed=0), read)
+    return {times: {name: of_transform[times] for name, of_transform in found.items()} for times in scorers}
+
+
+CHOOSES: Final = 0.25
+"""Fraction of the audit images that chooses the temperature of base predictions and how a density is extended."""
+
+FEWEST_TO_CHOOSE: Final = 25
+"""Fewest images of equal weight that may choose; with fewer the temperature stays and no density is extended."""
+
+
+@dataclass(frozen=True)
+class Recalibrated:
+    """A model that was calibrated again, and what the command prints about it."""
+
+    model: FittedModel
+    lines: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def recalibrate_from_audit(
+    model: FittedModel, audit: Audit, changes: Mapping[str, Any], more: ImageDataset | None = None
+) -> Recalibrated:
+    """Return the model of a bundle, calibrated on an audit slice.
+
+    Args:
+        model: The model; its :attr:`.FittedModel.version` names the bundle.
+        audit: The reviewed images.
+        changes: Settings of :meth:`.FittedModel.calibrate` that change, by name.
+        more: Images outside the slice that extend the density; None to leave it as it is.
+
+    Raises:
+        UsageError: If so few images cannot keep the rates, calibration does not read a setting, or the density cannot
+            be extended.
+        DataError: If an image cannot be read.
+        FitError: If scores are not finite.
+    """
+    fit, settings = task_fit(model.task.name), settings_of(model, changes)
+    lines, pipeline, calibrates, extension = [], model.pipeline, audit, None
+    if more is not None or fit.has_temperature(pipeline.scorer.head):
+        chooses, rest = _split(audit)
+        real = chooses.of_class.subset(thinned(chooses.weights).nonzero()[:, 0])
+        if more is not None:
+            _check_enough(real, audit)
+            extension = extend(model, more, real, settings.compute())
+            pipeline, calibrates = extension.pipeline, rest
+            lines.append(extension.table())
+        if fit.has_temperature(pipeline.scorer.head) and len(real) >= FEWEST_TO_CHOOSE:
+            pipeline, calibrates = temper(pipeline, fit, real, settings), rest
+            before, now = (each.scorer.head.record["temperature"] for each in (model.pipeline, pipeline))
+            lines.append(f"temperature {now:.3g}, before {before:.3g}, by {len(real)} images, which do not calibrate")
+    pipeline, calibrated = calibrate_pipeline(
+        pipeline, fit, calibrates.of_class, settings, calibrates.weights, or_higher="risk" not in changes
+    )
+    entry = _entry(audit, calibrates, extension)
+    found = with_calibration(model, pipeline, calibrated, calibrates.of_class, entry)
+    policy = calibrated.policy
+    lines = [policy.headline(calibrated.metrics), *lines]
+    lines += [
+        f"alarms at alpha {policy.alpha:g} on audit images of a class: {_alarms(model, audit.of_class):.1%} "
+        f"before, at most {policy.alpha:.1%} of such images now on average; "
+        f"{in_practice(policy.alpha, len(found.calibration))}%"
+    ]
+    for verdict, images in audit.others.items():
+        before, after = (_alarms(each, images) for each in (model, found))
+        lines.append(f"alarms on the {len(images)} images with verdict {verdict}: {before:.1%} before, {after:.1%} now")
+    return Recalibrated(found, tuple(lines), tuple(filter(None, ["" if extension is None else extension.warning()])))
+
+
+def _split(audit: Audit) -> tuple[Audit, Audit]:
+    """Return the images that choose, and those that calibrate; they are in the order of digests, which is random."""
+    count = round(CHOOSES * len(audit.of_class))
+    return audit.at(torch.arange(count)), audit.at(torch.arange(count, len(audit.of_class)))
+
+
+def _check_enough(real: ImageDataset, audit: Audit) -> None:
+    if len(real) < FEWEST_TO_CHOOSE:
+        raise UsageError(
+            f"a quarter of the audit images of a class compares the densities and calibrates nothing: at least "
+            f"{FEWEST_TO_CHOOSE}, and of {len(audit.of_class)} labelled that are {len(real)} that count equally; "
+            f"review at least {round(FEWEST_TO_CHOOSE / CHOOSES)} drawn equally, or leave out --extend-density"
+        )
+
+
+def _entry(audit: Audit, calibrates: Audit, extension: Extension | None) -> dict[str, Any]:
+    """Return what the provenance records of the images."""
+    return {
+        "days": list(audit.days),
+        "labels": len(audit.of_class),
+        "calibrated_on": len(calibrates.of_class),
+        "worth": effective_count(calibrates.weights),
+        **{verdict: len(images) for verdict, images in audit.others.items()},
+        "sha256": audit.of_class.digest(),
+        **({} if extension is None else {"extension": extension.to_json()}),
+    }
+
+
+def _alarms(model: FittedModel, images: ImageDataset) -> float:
+    """Return the fraction of the images that the model calls out of distribution."""
+    packed = dataset_outputs(model, images, "alarms").packed
+    return float(model.decide(model.outputs(packed.numpy())).is_ood.mean())

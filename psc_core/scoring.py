@@ -1,0 +1,440 @@
+"""Run a fitted model over many images: over a data set, or for ``psc-score`` over a folder or list, part by part.
+
+List the images to score, in the same order in every process and every run.
+
+An input is a folder (with every image file below it), a Parquet file with a column of paths or encoded images, or a
+text file with one path a line.  Images are streamed: memory holds the names of one folder or one part at a time.
+
+Write the outputs of scored images as columns, one file a part, in Parquet or JSON lines.
+
+The columns are ``item`` (the image's name), those of the model's task (:meth:`psc_core.tasks.task.Task.columns`), and
+``error``, the reason why an image has no answer.  Either ``error`` or the columns of the task are null.
+
+Score images part by part, so that an interrupted run can continue and several processes can share the work.
+
+Part i holds the images [i·n, (i + 1)·n) and becomes one file, ``part-00000.parquet`` and so on.  A part is computed in
+the same batches by any process, so its file is the same from one process, from several, and after a restart.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import compress, islice
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Final, Union, get_args, get_origin
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Float
+from pydantic import BaseModel
+from torch import Tensor
+
+from psc_core.compute import Compute, track_images
+from psc_core.data.dataset import Batch, ImageDataset
+from psc_core.errors import DataError, ImageError, UsageError, needs
+from psc_core.images import SUFFIXES
+from psc_core.images.decode import png_of
+from psc_core.images.files import files_below
+from psc_core.images.preprocess import Images, read_image
+from psc_core.model import MAX_BATCH, FittedModel
+from psc_core.pipeline import NO_MAP
+from psc_core.settings import BATCH_IMAGES
+from psc_core.tasks.outputs import Outputs
+from psc_core.tasks.prediction import BasePrediction
+from psc_core.tasks.task import Task
+
+TABLE_FORMATS: Final = ("jsonl", "parquet")
+"""The formats of the parts, the default first."""
+
+
+COLUMN: Final = "image"
+"""The default column of a Parquet file."""
+
+
+@dataclass(frozen=True)
+class NamedImage:
+    """One image to score."""
+
+    name: str  # the path, or the row in a Parquet file
+    image: str | bytes  # a path, or an encoded image
+
+
+def in_parts(images: Iterator[NamedImage], size: int) -> Iterator[list[NamedImage]]:
+    """Yield consecutive lists of ``size`` images; the last may be shorter."""
+    while part := list(islice(images, size)):
+        yield part
+
+
+def named_images(source: Path, column: str | None = None) -> Iterator[NamedImage]:
+    """Return the images in a folder, a ``.parquet`` file (its ``column``) or a text file of paths.
+
+    Raises:
+        UsageError: If there is no such file, folder or column, pyarrow is not installed, or a column is given for what
+            has none.
+        DataError: If a Parquet file is damaged, when the images are reached.
+    """
+    if not source.is_dir() and not source.is_file():
+        raise UsageError(f"{source} does not exist; give a folder, a .parquet file or a text file of paths")
+    if source.is_file() and source.suffix.lower() == ".parquet":
+        return _parquet(source, column or COLUMN)
+    if column:
+        raise UsageError(f"{source} has no columns, a .parquet file has; leave out the column {column!r}")
+    return _folder(source) if source.is_dir() else _paths(source)
+
+
+def _folder(root: Path) -> Iterator[NamedImage]:
+    for path in files_below(root):
+        if path.lower().endswith(SUFFIXES):
+            yield NamedImage(_printable(os.path.relpath(path, root)), path)
+
+
+def _paths(file: Path) -> Iterator[NamedImage]:
+    with file.open(encoding="utf-8", errors="surrogateescape") as lines:
+        for line in lines:
+            if path := line.rstrip("\r\n"):
+                yield NamedImage(_printable(path), path)
+
+
+def _parquet(file: Path, column: str) -> Iterator[NamedImage]:
+    try:
+        for row, value in enumerate(_cells(file, column)):
+            yield NamedImage(str(row), _encoded(value, file))
+    except (needs("Parquet", "parquet", "pyarrow").ArrowException, OSError) as error:
+        raise DataError(f"{file} cannot be read as Parquet ({' '.join(str(error).split())}); write it again") from error
+
+
+def _cells(file: Path, column: str) -> Iterator[Any]:
+    table = pyarrow_parquet().ParquetFile(file)
+    if column not in table.schema_arrow.names:
+        raise UsageError(f"{file} has no column {column!r}; it has {', '.join(table.schema_arrow.names)}")
+    for batch in table.iter_batches(batch_size=256, columns=[column]):
+        yield from batch.column(0).to_pylist()
+
+
+def _printable(path: str) -> str:
+    """Return a path as valid Unicode, with � for undecodable bytes of a file name."""
+    return os.fsencode(path).decode("utf-8", "replace")
+
+
+def _encoded(value: Any, file: Path) -> str | bytes:
+    """Return the image in a cell: bytes, a path, or Hugging Face's ``{"bytes": …, "path": …}``."""
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if value is None:
+        return b""  # an empty cell fails to decode and is reported so
+    if isinstance(value, str | bytes):
+        return value
+    raise UsageError(f"{file}: expected a column of bytes, paths or structs of both, got {type(value).__name__}")
+
+
+def pyarrow_parquet() -> Any:
+    """Return the module ``pyarrow.parquet``; raise :class:`UsageError` if it is not installed."""
+    return needs("Parquet", "parquet", "pyarrow.parquet")
+
+
+def scored_batches(
+    model: FittedModel, data: ImageDataset, batch_images: int = BATCH_IMAGES, *, description: str = ""
+) -> Iterator[tuple[Batch, Images, Float[Tensor, "batch columns"]]]:
+    """Yield each batch of ``data``, its images on the model's device, and the pipeline's packed outputs on the CPU.
+
+    Raises:
+        UsageError: If :func:`check_read_by` raises it.
+    """
+    check_read_by(model, data)
+    compute = Compute(model.device, batch_images=batch_images)
+    for batch in track_images(data, compute, description or f"evaluating {data.name}"):
+        images = batch.images.to(model.device)
+        yield batch, images, model.pipeline(images).cpu()
+
+
+def check_read_by(model: FittedModel, data: ImageDataset) -> None:
+    """Check that ``data`` is read through the model's preprocessing.
+
+    Raises:
+        UsageError: If it is read through another one.
+    """
+    if different := model.preprocess.differences(data.preprocess):
+        raise UsageError(
+            f"expected {data.name} to be read through the model's preprocessing {model.preprocess}, got "
+            f"{data.preprocess}, with another {', '.join(different)}; open it with preprocess=model.preprocess"
+        )
+
+
+@torch.inference_mode()
+def dataset_outputs(model: FittedModel, data: ImageDataset, description: str) -> Outputs[Tensor]:
+    """Return the outputs for every image, on the CPU; raises the errors of :func:`scored_batches`."""
+    return model.outputs(torch.cat([packed for _, _, packed in scored_batches(model, data, description=description)]))
+
+
+Columns = dict[str, list[Any]]
+"""The cells of all images, by column."""
+
+
+def columns_of(prediction: BasePrediction, task: Task) -> Columns:
+    """Return the columns of the model's task, null where its answers have no such field."""
+    same = {name: [value] * len(prediction) for name, value in task.model_dump().items()}
+    found = {**same, **prediction.columns()}
+    return {name: found.get(name, [None] * len(prediction)) for name in task.columns()}
+
+
+def merge(names: Sequence[str], errors: Sequence[str | None], scored: Columns) -> Columns:
+    """Return the columns of a part; ``scored`` has the cells of the images without errors, in order."""
+    cells = {name: iter(column) for name, column in scored.items()}
+    merged = {name: [None if error else next(column) for error in errors] for name, column in cells.items()}
+    return {"item": list(names), **merged, "error": list(errors)}
+
+
+def write(columns: Columns, types: Mapping[str, Any], file: Path) -> None:
+    """Write columns under a temporary name, then rename the file, so that a part exists as a whole or not at all.
+
+    Args:
+        columns: The columns of a part, from :func:`merge`.
+        types: The types of the task's columns, from :meth:`psc_core.tasks.task.Task.columns`.
+        file: The file to write, ``.parquet`` or ``.jsonl``.
+    """
+    partial = file.with_suffix(".partial")
+    if file.suffix == ".parquet":
+        pyarrow_parquet().write_table(_arrow(columns, types), partial)
+    else:
+        rows = zip(*columns.values(), strict=True)
+        partial.write_text(
+            "".join(json.dumps(dict(zip(columns, row, strict=True)), allow_nan=False) + "\n" for row in rows)
+        )
+    partial.replace(file)
+
+
+def errors_in(file: Path) -> list[tuple[str, str | None]]:
+    """Return the columns ``item`` and ``error`` of a written part.
+
+    Raises:
+        UsageError: If the file is damaged.
+    """
+    try:
+        if file.suffix == ".parquet":
+            table = pyarrow_parquet().read_table(file, columns=["item", "error"])
+            return list(zip(table["item"].to_pylist(), table["error"].to_pylist(), strict=True))
+        rows = map(json.loads, file.read_text().splitlines())
+        return [(row["item"], row["error"]) for row in rows]
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"{file} cannot be read ({error}); remove it and run again") from error
+
+
+def _arrow(columns: Columns, types: Mapping[str, Any]) -> Any:
+    import pyarrow as pa
+
+    arrow = {name: _arrow_type(types.get(name, str)) for name in columns}
+    return pa.table(
+        {
+            name: pa.array([list(each.items()) if each else each for each in column], arrow[name])
+            if pa.types.is_map(arrow[name])
+            else pa.array(column, arrow[name])
+            for name, column in columns.items()
+        }
+    )
+
+
+def _arrow_type(annotation: Any) -> Any:
+    """Return the Arrow type for a field's annotation; every column may hold nulls."""
+    import pyarrow as pa
+
+    if get_origin(annotation) in (Union, UnionType):
+        (annotation,) = (each for each in get_args(annotation) if each is not NoneType)
+    plain = {float: pa.float32(), int: pa.int64(), bool: pa.bool_(), str: pa.string()}
+    if annotation in plain:
+        return plain[annotation]
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return pa.struct([(name, _arrow_type(field.annotation)) for name, field in annotation.model_fields.items()])
+    inner = get_args(annotation)
+    if get_origin(annotation) is list:
+        return pa.list_(_arrow_type(inner[0]))
+    if get_origin(annotation) is dict:
+        return pa.map_(*map(_arrow_type, inner))
+    return pa.string()  # literals
+
+
+BATCHES_AHEAD = 2
+"""The number of batches that are decoded ahead while the network computes one."""
+
+NOT_FINITE = "the network's outputs are not finite"
+"""The error of an image for which the network gives no usable output."""
+
+Decoded = npt.NDArray[np.uint8] | str
+"""Decoded pixels, or the reason why there are none."""
+
+
+@dataclass(frozen=True)
+class PartCount:
+    """The number of images in a part, and the outcome."""
+
+    images: int
+    errors: int  # images without an answer
+    written: bool  # False if the file existed already
+
+
+class PartWriter:
+    """Computes the outputs of parts with one model and writes them.
+
+    Args:
+        model: A model loaded from a bundle.
+        out: The folder for the files of the parts.
+        file_format: ``"parquet"`` or ``"jsonl"``.
+        threads: The number of threads that decode images.
+        maps: The folder for a PNG of each image with an answer: ``00003-0017.png`` for row 17 of part 3, both from 0.
+
+    Raises:
+        UsageError: If ``maps`` is given and the model has no map.
+    """
+
+    def __init__(
+        self, model: FittedModel, out: Path, file_format: str, threads: int | None = None, maps: Path | None = None
+    ) -> None:
+        if maps is not None:
+            if model.pipeline.map is None:
+                raise UsageError(f"{NO_MAP}, or leave out --maps")
+            maps.mkdir(parents=True, exist_ok=True)
+        self.model, self.out, self.file_format, self.maps = model, out, file_format, maps
+        self.threads = threads or os.cpu_count() or 1
+
+    def __call__(self, number: int, images: Sequence[NamedImage]) -> PartCount:
+        """Write the file of a part and its maps, unless they exist already.
+
+        Raises:
+            UsageError: If the file exists but has other images.
+        """
+        file = self._file(number)
+        names = [each.name for each in images]
+        if file.exists():
+            there = errors_in(file)
+            if [name for name, _ in there] != names:
+                raise UsageError(f"{file} has other images than the input now; give another --out, or remove it")
+            good = [row for row, (_, error) in enumerate(there) if error is None]
+            if self.maps is None or all(_map_file(self.maps, number, row).exists() for row in good):
+                return PartCount(len(names), len(names) - len(good), written=False)
+        columns = self.columns(images, number)
+        write(columns, self.model.task.columns(), file)
+        return PartCount(len(names), sum(error is not None for error in columns["error"]), written=True)
+
+    def check_no_more(self, parts: int) -> None:
+        """Raise :class:`UsageError` if the folder has more parts than the input, as after an input has shrunk."""
+        first = self._file(parts).name
+        there = (file.name for file in self.out.glob(f"part-*.{self.file_format}"))
+        more = [name for name in there if (len(name), name) >= (len(first), first)]
+        if more:
+            raise UsageError(
+                f"{self.out} has {min(more)}, beyond the {parts} parts of this input; give another --out, or remove it"
+            )
+
+    def _file(self, number: int) -> Path:
+        return self.out / f"part-{number:05d}.{self.file_format}"
+
+    def columns(self, images: Sequence[NamedImage], number: int = 0) -> Columns:
+        """Compute the columns of a part, and write its maps."""
+        errors: list[str | None] = []
+        scored: Columns = {name: [] for name in self.model.task.columns()}
+        for decoded in self._decode(images):
+            rows = [len(errors) + row for row, each in enumerate(decoded) if not isinstance(each, str)]
+            errors += [each if isinstance(each, str) else None for each in decoded]
+            pixels = [each for each in decoded if not isinstance(each, str)]
+            if pixels:
+                prediction = self.model.predict(torch.from_numpy(np.stack(pixels)), maps=self.maps is not None)
+                finite = prediction.outputs.packed.isfinite().all(dim=1)
+                for row in compress(rows, (~finite).tolist()):
+                    errors[row] = NOT_FINITE
+                prediction = prediction[finite]
+                self._write_maps(prediction, number, list(compress(rows, finite.tolist())))
+                for name, column in columns_of(prediction, self.model.task).items():
+                    scored[name] += column
+        return merge([each.name for each in images], errors, scored)
+
+    def _write_maps(self, prediction: BasePrediction, number: int, rows: Sequence[int]) -> None:
+        if self.maps is not None and prediction.maps is not None:
+            for row, grey in zip(rows, prediction.maps.numpy(), strict=True):
+                _map_file(self.maps, number, row).write_bytes(png_of(grey))
+
+    def _decode(self, images: Sequence[NamedImage]) -> Iterator[list[Decoded]]:
+        """Yield batches of decoded images, with :data:`BATCHES_AHEAD` more being decoded by threads."""
+        ahead: deque[list[Future[Decoded]]] = deque()
+        with ThreadPoolExecutor(self.threads, "psc-decode") as pool:
+            for start in range(0, len(images), MAX_BATCH):
+                ahead.append([pool.submit(self._read, each.image) for each in images[start : start + MAX_BATCH]])
+                if len(ahead) > BATCHES_AHEAD:
+                    yield [future.result() for future in ahead.popleft()]
+            for batch in ahead:
+                yield [future.result() for future in batch]
+
+    def _read(self, image: str | bytes) -> Decoded:
+        try:
+            return read_image(image, self.model.preprocess)
+        except (ImageError, UsageError) as error:
+            return str(error)
+
+
+def _map_file(maps: Path, number: int, row: int) -> Path:
+    return maps / f"{number:05d}-{row:04d}.png"
+
+
+def write_parts(
+    writer: PartWriter, parts: Iterable[list[NamedImage]], *, rank: int = 0, world: int = 1
+) -> Iterator[PartCount]:
+    """Write the parts of process ``rank`` of ``world``, number ≡ rank modulo world, and yield a count for each.
+
+    Raises:
+        UsageError: If the folder has other images in a part, or (in process 0, at the end) more parts.
+    """
+    count = 0
+    for number, images in enumerate(parts):
+        count = number + 1
+        if number % world == rank:
+            yield writer(number, images)
+    if rank == 0:
+        writer.check_no_more(count)
+
+
+SHARDS_PER_ACTOR = 4
+"""Several, so that a fast actor can take work from a slow one, and a lost actor loses little."""
+
+
+class ShardWriter:
+    """Writes the parts of a shard; runs on an actor.
+
+    Args:
+        make_writer: A function that loads the model.
+        make_parts: A function that opens the input.
+        shards: The number of shards.
+    """
+
+    def __init__(
+        self, make_writer: Callable[[], PartWriter], make_parts: Callable[[], Iterator[list[NamedImage]]], shards: int
+    ) -> None:
+        self._writer, self._make_parts, self._shards = make_writer(), make_parts, shards
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        counts = list(write_parts(self._writer, self._make_parts(), rank=int(row["id"]), world=self._shards))
+        return {name: [getattr(each, name) for each in counts] for name in PartCount.__annotations__}
+
+
+def write_on_ray(
+    make_writer: Callable[[], PartWriter], make_parts: Callable[[], Iterator[list[NamedImage]]], actors: int
+) -> Iterator[PartCount]:
+    """Write all parts and yield a count for each, like :func:`psc_core.scoring.write_parts`.
+
+    Raises:
+        UsageError: If Ray Data is not installed.
+    """
+    ray_data = needs("--ray", "ray", "ray.data")
+    shards = SHARDS_PER_ACTOR * actors
+    rows = ray_data.range(shards, override_num_blocks=shards).map(
+        ShardWriter,
+        fn_constructor_args=(make_writer, make_parts, shards),
+        concurrency=actors,
+        num_gpus=1 if torch.cuda.is_available() else None,
+    )
+    for row in rows.iter_rows():
+        yield from map(PartCount, row["images"], row["errors"], row["written"])

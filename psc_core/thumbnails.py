@@ -1,0 +1,239 @@
+"""Thumbnails: small training images that a model keeps, to show which of them an image is nearest to.
+
+Small pictures of training images that a bundle keeps, and the search for the nearest ones.
+
+With the coordinates ``w`` (P,) that the density gives an image, in which the pooled within-class covariance is the
+identity (:meth:`psc_core.density.base.Density.coordinates`), and the coordinates ``e_i`` of kept image i,
+
+    ``distance_i = ‖ w − e_i ‖``        in standard deviations within a class
+
+The coordinates lie on the device, the pictures on the host.
+
+Shapes: B images, N kept images, P components, C channels, k nearest.
+
+Choose the training images that a model keeps, and make their thumbnails.
+
+The images are drawn at random with a fixed seed, equally many of each class, because they have to be typical of the
+training data.  The images farthest from each other (a k-centre) would be outliers, mislabelled ones among them, and the
+images nearest to a class mean (herding) would all look alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy.typing as npt
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor, nn
+from torch.nn import functional
+
+from psc_core.data.dataset import ImageDataset, balanced_positions
+from psc_core.errors import BundleError, UsageError, shortened
+from psc_core.images.decode import as_base64, png_of
+from psc_core.images.preprocess import Pixels
+
+SIDE: Final = 64
+"""Maximum height and width of a thumbnail, in pixels; with three channels it takes 12 KiB."""
+
+MAX_COUNT: Final = 4096
+"""Maximum number of kept images; their pixels take 48 MiB."""
+
+NEAREST: Final = 3
+"""The number of kept images that an explanation names."""
+
+CANDIDATES: Final = 16
+"""The number of kept images whose exact distances are computed."""
+
+_TYPES: Final = {"embedding": torch.float32, "pixels": torch.uint8, "images": torch.int64, "labels": torch.int64}
+_AXES: Final = {
+    "embedding": ("count", "kept"),
+    "pixels": ("count", "channels", "height", "width"),
+    "images": ("count",),
+    "labels": ("count",),
+}
+_VALUES: Final = "values"
+
+
+class Nearest(NamedTuple):
+    """The kept images that are nearest to each image of a batch, the nearest first."""
+
+    nearest_kept: Int[Tensor, "batch near"]  # indices of kept images
+    nearest_distance: Float[Tensor, "batch near"]  # standard deviations within a class
+
+
+class Thumbnails(nn.Module):
+    """The kept training images of a model.
+
+    Args:
+        tensors: ``embedding`` float32 (N, P); ``pixels`` uint8 (N, C, height, width); ``images`` int64 (N), positions
+            in the training data; ``labels`` int64 (N); for a regression also ``values`` float64 (N), the target's
+            values.
+
+    Raises:
+        BundleError: If tensors do not belong together, or exceed a limit.
+    """
+
+    embedding: Tensor
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.sizes = _checked(tensors)
+        self.register_buffer("embedding", tensors["embedding"], persistent=False)
+        # Plain attributes, which stay on the host when the module moves to a device.
+        self._on_host = {name: tensor.cpu() for name, tensor in tensors.items() if name != "embedding"}
+        self._pngs: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        return len(self.embedding)
+
+    def config(self) -> dict[str, int]:
+        """Return the section of a manifest, the sizes; with :meth:`tensors` it restores the thumbnails."""
+        return self.sizes
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"embedding": self.embedding, **self._on_host}
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Thumbnails:
+        """Return the same images in other coordinates of the density; ``move`` maps the embedding."""
+        return Thumbnails({**self.tensors(), "embedding": move(self.embedding)})
+
+    @classmethod
+    def restore(
+        cls,
+        sizes: Mapping[str, int],
+        tensors: Mapping[str, Tensor],
+        *,
+        components: int,
+        channels: int,
+        classes: int,
+        has_values: bool,
+    ) -> Thumbnails:
+        """Rebuild thumbnails from :meth:`config` and :meth:`tensors`.
+
+        Args:
+            sizes: The sizes in the manifest.
+            tensors: The tensors in the file.
+            components: The number P of the density's components.
+            channels: The number of channels of the network's input.
+            classes: The number of classes, or of bins.
+            has_values: Whether each image has a target value.
+
+        Raises:
+            BundleError: If tensors match neither the sizes nor the model, or exceed a limit.
+        """
+        expected = {*_AXES, *([_VALUES] if has_values else [])}
+        if set(tensors) != expected:
+            raise BundleError(
+                f"expected thumbnails tensors {sorted(expected)}, got {shortened(repr(sorted(tensors)))}; fit it again"
+            )
+        found = cls(tensors)
+        if found.sizes != {**sizes, "kept": components, "channels": channels}:
+            raise BundleError(
+                f"expected thumbnails of {components} components, {channels} channels and the sizes {dict(sizes)}, got "
+                f"{found.sizes}; fit the bundle again"
+            )
+        labels = tensors["labels"]
+        if int(labels.min()) < 0 or int(labels.max()) >= classes or int(tensors["images"].min()) < 0:
+            raise BundleError(
+                f"expected thumbnails with labels from 0 to {classes - 1} and positions from 0, got others; fit the "
+                "bundle again"
+            )
+        return found
+
+    def forward(self, coordinates: Float[Tensor, "batch components"]) -> Nearest:
+        """Return the kept images nearest to each image of a batch."""
+        coordinates = coordinates.float()
+        # cdist is a matrix product: fast, but inexact for an image that nearly equals a kept one.
+        rough = torch.cdist(coordinates, self.embedding)
+        candidates = rough.topk(min(CANDIDATES, len(self)), dim=1, largest=False).indices
+        exact = torch.linalg.vector_norm(coordinates[:, None] - self.embedding[candidates], dim=2)
+        found = exact.topk(min(NEAREST, len(self)), dim=1, largest=False)
+        return Nearest(candidates.gather(1, found.indices), found.values)
+
+    def documents(
+        self, nearest: npt.NDArray[Any], distances: npt.NDArray[Any], classes: Sequence[str]
+    ) -> list[dict[str, Any]]:
+        """Return the kept images nearest to one image as :class:`psc_core.tasks.answer.KeptImage` members of an answer.
+
+        Args:
+            nearest: The indices of the kept images (k,), from :meth:`forward`.
+            distances: Their distances (k,), from :meth:`forward`.
+            classes: The names of the model's classes or bins.
+        """
+        host = self._on_host
+        return [
+            {
+                "image": int(host["images"][kept]),
+                "label": classes[int(host["labels"][kept])],
+                **({"value": float(host[_VALUES][kept])} if _VALUES in host else {}),
+                "distance": float(distance),
+                "png": self._png_of(kept),
+            }
+            for kept, distance in zip(nearest.tolist(), distances, strict=True)
+        ]
+
+    def _png_of(self, kept: int) -> str:
+        """Return a thumbnail's PNG in base64, made when it is first shown."""
+        if kept not in self._pngs:
+            self._pngs[kept] = as_base64(png_of(self._on_host["pixels"][kept].numpy()))
+        return self._pngs[kept]
+
+
+def _checked(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Check the tensors and return the sizes of their axes.
+
+    Raises:
+        BundleError: If a tensor has the wrong dtype, rank or size, or exceeds a limit.
+    """
+    sizes: dict[str, int] = {}
+    types, axes = {**_TYPES, _VALUES: torch.float64}, {**_AXES, _VALUES: ("count",)}
+    for name in filter(tensors.__contains__, axes):  # fixed order, so that a fault has one message
+        tensor, shape = tensors[name], tuple(tensors[name].shape)
+        expected = tuple(sizes.setdefault(axis, size) for axis, size in zip(axes[name], shape, strict=False))
+        if tensor.dtype != types[name] or len(shape) != len(axes[name]) or shape != expected or not tensor.numel():
+            raise BundleError(
+                f"expected {types[name]} thumbnails.{name} with axes {axes[name]} and the sizes {sizes}, got "
+                f"{tensor.dtype} {shape}; fit the bundle again"
+            )
+    if sizes["count"] > MAX_COUNT or max(sizes["height"], sizes["width"]) > SIDE or sizes["channels"] not in (1, 3):
+        raise BundleError(
+            f"expected at most {MAX_COUNT} thumbnails of 1 or 3 channels and at most {SIDE} × {SIDE} pixels, got the "
+            f"sizes {sizes}; fit the bundle again"
+        )
+    return sizes
+
+
+def check_thumbnail_count(count: int, classes: int) -> None:
+    """Check that the number of kept images covers the classes.
+
+    Raises:
+        UsageError: If it is smaller than their number, or larger than :data:`.thumbnails.MAX_COUNT`.
+    """
+    if not classes <= count <= MAX_COUNT:
+        raise UsageError(
+            f"expected keep_examples from {classes}, one training image of each class, to {MAX_COUNT}, got {count}"
+        )
+
+
+def kept_images(train: ImageDataset, count: int, seed: int) -> Int[Tensor, " kept"]:
+    """Draw at most ``count`` images, balanced over classes, and return their positions; avoid ambiguous images."""
+    firsts = train.first_labels()
+    others = train.labels != firsts.repeat_interleave(train.offsets.diff())
+    ambiguous = torch.zeros(len(train), dtype=torch.bool)
+    ambiguous[torch.arange(len(train)).repeat_interleave(train.offsets.diff())[others]] = True
+    has_clear = torch.zeros(len(train.classes), dtype=torch.bool)
+    has_clear[firsts[~ambiguous]] = True
+    candidates = (~ambiguous | ~has_clear[firsts]).nonzero()[:, 0]
+    return candidates[balanced_positions(train.subset(candidates), count, seed)]
+
+
+def thumbnails_of(images: Pixels) -> UInt8[Tensor, "batch channels rows columns"]:
+    """Shrink images to at most :data:`.thumbnails.SIDE` pixels in each direction, keeping their proportions."""
+    height, width = images.shape[2:]
+    scale = SIDE / max(height, width)
+    if scale >= 1:
+        return images
+    size = max(1, round(scale * height)), max(1, round(scale * width))
+    return functional.interpolate(images, size, mode="bilinear", antialias=True)

@@ -1,1 +1,0 @@
-"""Thumbnails: small training images that a model keeps, to show which of them an image is nearest to."""

@@ -1,1 +1,0 @@
-"""Choose the training images of which a model keeps thumbnails."""
