@@ -83,8 +83,8 @@ PART   ?= smoke tests
 DEVICE ?= cuda
 RUN    ?= $(BIN)/python
 
-gpu: $(if $(filter $(BIN)/python,$(RUN)),$(VENV)/.bench)  ## on a CUDA machine: every path once, or PART="device-small fit …"
-	$(RUN) -m benchmarks.gpu.run $(PART) --device $(DEVICE) $(if $(PSC_DATA),--data $(PSC_DATA))
+gpu: $(if $(filter $(BIN)/python,$(RUN)),$(VENV)/.bench)  ## on a CUDA machine: every path once, or PART="device-small paper-sn …"
+	$(RUN) -m benchmarks.device.plan $(PART) --device $(DEVICE) $(if $(PSC_DATA),--data $(PSC_DATA))
 
 QUICK_PEERS := --only psc mosec litserve bentoml fastapi --best-instructions --seconds 0.5 --rounds 2 --sweeps 1
 
@@ -94,12 +94,9 @@ bench: $(VENV)/.bench           ## speed of the service beside its peers, and of
 	$(BIN)/python -m benchmarks.device.run --only "ResNet-18, 28" tail && \
 	echo "$$(($$(date +%s) - began)) seconds"
 
-bench-more: $(VENV)/.bench      ## all peers, instruction sets and networks, overload, fitting
+bench-more: $(VENV)/.bench      ## all peers, instruction sets and networks
 	$(BIN)/python -m benchmarks.serving.peers
 	$(BIN)/python -m benchmarks.device.run
-	$(BIN)/python -m benchmarks.serving.load
-	$(BIN)/python -m benchmarks.fit.scaling
-	$(BIN)/python -m benchmarks.fit.doors
 
 $(VENV)/.serve: pyproject.toml requirements.lock
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version)'

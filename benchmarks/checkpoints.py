@@ -22,34 +22,19 @@ from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.network.weights import load_weights, read_weights
 
-SPECTRAL_NORM = 3.0
-"""The paper's bound on spectral norms."""
+SPECTRAL_NORM = 3.0  # The paper's bound on spectral norms.
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The configuration of a scale.
-
-    Attributes:
-        networks: The network in place of each of the paper's, and the ``"small"`` one and the ``"vit"``, on which OOD
-            detectors are compared.
-        mnist_epochs: The number of epochs on digits.
-        cifar_epochs: The number of epochs on CIFAR-10.
-        batch: The number of labelled examples in a training step.
-        fit_images: The number of training images that PSC and its peers are fitted on; None for all.
-        test_images: The number of test images of each data set; None for all.
-        seeds: The seeds of tables with standard errors.
-        schedule: The schedule of the learning rate, see :mod:`benchmarks.train`.
-    """
-
-    networks: Mapping[str, str]
+    networks: Mapping[str, str]  # In place of each of the paper's, and the ``"small"`` one and the ``"vit"`` of `ood`.
     mnist_epochs: int
     cifar_epochs: int
-    batch: int
-    fit_images: int | None
-    test_images: int | None
-    seeds: tuple[int, ...]
-    schedule: str = "one-cycle"
+    batch: int  # The number of labelled examples in a training step.
+    fit_images: int | None  # The number of training images that PSC and its peers are fitted on; None for all.
+    test_images: int | None  # The number of test images of each data set; None for all.
+    seeds: tuple[int, ...]  # Of tables with standard errors.
+    schedule: str = "one-cycle"  # Of the learning rate.
 
 
 _PAPER = ("resnet18", "resnet50", "vgg16", "wide_resnet28_10")
@@ -116,7 +101,6 @@ class Trained:
 
     @property
     def preprocess(self) -> Preprocess:
-        """The preprocessing of images for the network."""
         return self.train.preprocess
 
 

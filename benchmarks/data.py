@@ -20,27 +20,20 @@ from psc_core.data.open import open_dataset
 from psc_core.errors import DataError
 from psc_core.images.preprocess import Preprocess
 
-KNOWN_CLASSES = (
+KNOWN_CLASSES = (  # The six known classes of each split.
     (0, 1, 2, 4, 5, 9),
     (0, 3, 5, 7, 8, 9),
     (0, 1, 5, 6, 7, 8),
     (3, 4, 5, 7, 8, 9),
     (0, 1, 2, 3, 7, 8),
 )
-"""The six known classes of each split."""
 
-ROOT_VARIABLE = "PSC_DATA"
-"""The environment variable with the folder of the data sets."""
+ROOT_VARIABLE = "PSC_DATA"  # The environment variable with the folder of the data sets.
 
 Factory = Callable[..., ImageDataset]
 
 
 def data_root() -> Path:
-    """Return the folder that ``PSC_DATA`` names.
-
-    Raises:
-        DataError: The variable is not set.
-    """
     if ROOT_VARIABLE not in os.environ:
         raise DataError(f"{ROOT_VARIABLE} is not set; export it as the folder of the data sets")
     return Path(os.environ[ROOT_VARIABLE])
@@ -60,12 +53,6 @@ def random_images(dataset: ImageDataset, count: int | None, seed: int = 0) -> Im
         return dataset
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
     return dataset.subset(order[:count].sort().values)
-
-
-def repeated(dataset: ImageDataset, count: int) -> ImageDataset:
-    """Return ``count`` images with one label each, by going through the data set again and again."""
-    at = torch.arange(count) % len(dataset)
-    return replace(dataset, indices=at, labels=dataset.labels[at], offsets=torch.arange(count + 1))
 
 
 def _factory(source: str, split_number: int, *, known: bool) -> Factory:

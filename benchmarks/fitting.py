@@ -26,15 +26,12 @@ from psc_core.projection import FittedProjection
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages before density and head."""
-
     report: CollapseReport  # The collapse of every layer.
     candidate: Candidate  # The selected layer(s).
     projection: FittedProjection  # The projection with NC1 and NC4 of every size.
 
 
-Pair = tuple[ImageDataset, ImageDataset]
-"""The training images to fit on, and the validation images."""
+Pair = tuple[ImageDataset, ImageDataset]  # The training images to fit on, and the validation images.
 
 
 def pair_of(run: Run, trained: Trained, data: str) -> Pair:
@@ -48,7 +45,6 @@ def pair_of(run: Run, trained: Trained, data: str) -> Pair:
 
 
 def compute_of(run: Run) -> Compute:
-    """Return the device and batch size of a run."""
     return Compute(run.device, batch_images=1024 if run.device.type == "cuda" else 256)
 
 
@@ -71,15 +67,7 @@ def measure(run: Run, trained: Trained, data: Pair | None = None) -> CollapseRep
 def stages(
     run: Run, trained: Trained, *, density: str = "gda", data: Pair | None = None, collapse_on: Pair | None = None
 ) -> Stages:
-    """Measure collapse, select the candidate and fit the projection, once for a checkpoint.
-
-    Args:
-        run: The run of the script.
-        trained: The network.
-        density: The kind of density to be fitted; for one that reads z, the projection keeps more of the layer.
-        data: The images to fit on; by default the network's own.
-        collapse_on: The images to measure collapse on; by default ``data``.
-    """
+    """Measure collapse, select the candidate and fit the projection, once for a checkpoint."""
     train, val = data or (trained.fit_on, trained.val)
     report = measure(run, trained, collapse_on or data)
     candidate = report.candidate()
@@ -123,7 +111,6 @@ def psc_of(run: Run, trained: Trained, parts: Stages, *, density: str = "gda", o
 
 
 def baselines_of(run: Run, trained: Trained) -> Baselines:
-    """Fit the detectors on the penultimate features and logits of the same network."""
     return fit_baselines(
         trained.net,
         penultimate_layer(trained),
@@ -135,14 +122,12 @@ def baselines_of(run: Run, trained: Trained) -> Baselines:
 
 
 def penultimate_layer(trained: Trained) -> str:
-    """Return the name of the layer before the last linear layer."""
     device = next(trained.net.parameters()).device
     trial = trial_input(trained.preprocess).to(device)
     return next(layer.name for layer in list_layers(trained.net, trial) if layer.role == "penultimate")
 
 
 def linear_output(net: nn.Module) -> nn.Linear:
-    """Return the last linear layer, which reads the penultimate features."""
     return [module for module in net.modules() if isinstance(module, nn.Linear)][-1]
 
 

@@ -18,15 +18,13 @@ AVX2: Mapping[str, str] = {
     "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"
 }  # fmt: skip
 AVX512: Mapping[str, str] = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16", "ATEN_CPU_CAPABILITY": "avx512"}
-SETS: Mapping[str, tuple[str, Mapping[str, str]]] = {
+SETS: Mapping[str, tuple[str, Mapping[str, str]]] = {  # The CPU flag that each needs, and its environment variables.
     "AVX2": ("avx2", AVX2),
     "AVX-512": ("avx512f", AVX512),
     "AMX": ("amx_tile", {}),
 }
-"""The CPU flag that each set needs, and its environment variables."""
 
-NATIVE = "native"
-"""The name for a CPU that has none of :data:`SETS`."""
+NATIVE = "native"  # The name for a CPU that has none of :data:`SETS`.
 
 _VECTOR = ("sse4", "avx", "amx", "fma", "f16c", "asimd", "sve")
 

@@ -46,13 +46,7 @@ def resnet50(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
 
 
 class NarrowResNet(nn.Module):
-    """Build ResNet-18 for small images with ``width`` channels in its first stage, for few cores.
-
-    Args:
-        num_classes: The number of logits.
-        in_channels: The number of channels of an image.
-        width: The number of channels of the first stage; 64 is :func:`resnet18`.
-    """
+    """Build ResNet-18 for small images with ``width`` channels in its first stage, for few cores."""
 
     def __init__(self, num_classes: int, in_channels: int, width: int) -> None:
         super().__init__()
@@ -120,8 +114,7 @@ def vit_narrow(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
     return net
 
 
-BN_MOMENTUM = 0.01
-"""The momentum of a Wide-ResNet's batch normalisation."""
+BN_MOMENTUM = 0.01  # The momentum of a Wide-ResNet's batch normalisation.
 
 
 class _WideBlock(nn.Module):
@@ -145,10 +138,7 @@ class _WideBlock(nn.Module):
 
 
 class WideResNet(nn.Module):
-    """Build Wide-ResNet-``depth``-``widen`` (Zagoruyko & Komodakis, 2016) for small images.
-
-    Batch-normalisation momentum, initialisation and dropout are those of DDU's network.
-    """
+    """Wide-ResNet-``depth``-``widen`` (Zagoruyko & Komodakis, 2016) with DDU's momentum, initialisation and dropout."""
 
     def __init__(self, depth: int, widen: int, num_classes: int, in_channels: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -230,21 +220,14 @@ def _modified(plain: Callable[[int, int], nn.Module]) -> Callable[[int, int], nn
     return lambda num_classes, in_channels: modify(plain(num_classes, in_channels))
 
 
-NETWORKS: Mapping[str, Callable[[int, int], nn.Module]] = {
+NETWORKS: Mapping[str, Callable[[int, int], nn.Module]] = {  # The networks by name; ``…_mod`` as DDU modifies them.
     **{plain.__name__: plain for plain in (*_RESNETS, *_OTHERS)},
     **{f"{plain.__name__}_mod": _modified(plain) for plain in _RESNETS},
 }
-"""The networks by name; ``…_mod`` as DDU modifies them."""
 
 
 class SpectralBound(nn.Module):
-    """The parametrisation W ↦ W · min(1, coefficient / σ), with σ by power iteration on the layer's own linear map.
-
-    Args:
-        layer: The convolution or linear layer that the weight belongs to.
-        input_shape: The shape of one input, (1, channels, height, width) or (1, features).
-        coefficient: The largest spectral norm.
-    """
+    """The parametrisation W ↦ W · min(1, coefficient / σ), with σ by power iteration on the layer's own linear map."""
 
     u: Tensor
     v: Tensor
@@ -300,13 +283,7 @@ class SpectralBound(nn.Module):
 
 
 def bound_spectral_norm(net: nn.Module, coefficient: float, trial: Tensor) -> nn.Module:
-    """Put a :class:`SpectralBound` on every convolution and hidden linear layer of ``net``, in place.
-
-    Args:
-        net: A network, whose output, the last such layer, stays unbounded.
-        coefficient: The largest spectral norm of a layer.
-        trial: One input, which determines the input size of each convolution.
-    """
+    """Put a :class:`SpectralBound` on every convolution and hidden linear layer of ``net``, in place."""
     hidden = [m for m in net.modules() if isinstance(m, nn.Conv2d | nn.Linear)][:-1]
     shapes: dict[nn.Module, torch.Size] = {}
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 COLOURS = {"in-distribution": "#3b6ea8", "ambiguous": "#d99000", "out-of-distribution": "#b03a48"}
-"""The colour of each group of images."""
 
 
 @contextmanager

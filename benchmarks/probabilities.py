@@ -28,8 +28,7 @@ from psc_core.tasks.classification.heads.base import ClassifierHead as Head
 from psc_core.tasks.classification.heads.base import HeadOutput
 from psc_core.tasks.fit.task import Features, HeadJob
 
-DIVISIONS = 5
-"""The number of random divisions of validation and test images together."""
+DIVISIONS = 5  # The number of random divisions of validation and test images together.
 
 
 @dataclass(frozen=True)

@@ -8,33 +8,31 @@ is written by hand.  A section is made from the JSON of the largest scale (full,
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks.runs import RESULTS, plain_parser
+from benchmarks.device import report as device
+from benchmarks.ood import tables as ood
+from benchmarks.paper import cifar10_uq, collapse_figure, ddu_case_study, projection_table
+from benchmarks.regression import run as regression
+from benchmarks.runs import RESULTS, Json, plain_parser
+from benchmarks.serving import report as serving
 
-SECTIONS: Mapping[str, tuple[str, str]] = {
-    "ddu_case_study": ("paper.md", "benchmarks.paper.ddu_case_study"),
-    "collapse_figure": ("paper.md", "benchmarks.paper.collapse_figure"),
-    "projection_table": ("paper.md", "benchmarks.paper.projection_table"),
-    "cifar10_uq": ("paper.md", "benchmarks.paper.cifar10_uq"),
-    "ood": ("ood.md", "benchmarks.ood.tables"),
-    "maps": ("maps.md", "benchmarks.maps"),
-    "ood-pretrained": ("pretrained.md", "benchmarks.ood.tables"),
-    "regression": ("regression.md", "benchmarks.regression.run"),
-    "recalibration": ("recalibration.md", "benchmarks.recalibration"),
-    "extension": ("recalibration.md", "benchmarks.extension"),
-    "fit-scaling": ("fitting.md", "benchmarks.fit.scaling"),
-    "fit-doors": ("fitting.md", "benchmarks.fit.doors"),
-    "device-cpu": ("device.md", "benchmarks.device.report"),
-    "device-cuda": ("device.md", "benchmarks.device.report"),
-    "serving-peers": ("serving.md", "benchmarks.serving.report"),
-    "serving-peers-cuda": ("serving.md", "benchmarks.serving.report"),
-    "serving-load": ("serving.md", "benchmarks.serving.load"),
+# The page of each section, and what makes the section from its record.
+SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
+    "ddu_case_study": ("paper.md", ddu_case_study.fragment),
+    "collapse_figure": ("paper.md", collapse_figure.fragment),
+    "projection_table": ("paper.md", projection_table.fragment),
+    "cifar10_uq": ("paper.md", cifar10_uq.fragment),
+    "ood": ("ood.md", ood.fragment),
+    "ood-pretrained": ("pretrained.md", ood.fragment),
+    "regression": ("regression.md", regression.fragment),
+    "device-cpu": ("device.md", device.fragment),
+    "device-cuda": ("device.md", device.fragment),
+    "serving-peers": ("serving.md", serving.fragment),
+    "serving-peers-cuda": ("serving.md", serving.fragment),
 }
-"""Maps a section to its page and to the module whose ``fragment`` makes the section from the record."""
 
 
 def section(results: Path, name: str) -> str | None:
@@ -42,8 +40,7 @@ def section(results: Path, name: str) -> str | None:
     for scale in ("-full", "-cpu", ""):
         file = results / f"{name}{scale}.json"
         if file.exists():
-            text: str = importlib.import_module(SECTIONS[name][1]).fragment(json.loads(file.read_text()))
-            return text.strip()
+            return SECTIONS[name][1](json.loads(file.read_text())).strip()
     return None
 
 
@@ -57,7 +54,6 @@ def updated(page: str, name: str, text: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Rewrite the sections that have results."""
     cli = plain_parser(__doc__)
     cli.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     results = cli.parse_args(argv).results

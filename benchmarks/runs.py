@@ -31,25 +31,19 @@ from benchmarks.instruction_sets import cpu_flags
 from psc_core.compute import resolve_device
 from psc_core.version import __version__
 
-SCALES = ("smoke", "cpu", "full")
-"""The scales: seconds on a few images; hours on a few CPU cores; the paper's networks on a GPU."""
+SCALES = ("smoke", "cpu", "full")  # Seconds; hours on a few CPU cores; the paper's networks on a GPU.
 
-ROOT = Path(__file__).resolve().parents[1]
-"""The root of the repository."""
+ROOT = Path(__file__).resolve().parents[1]  # The root of the repository.
 
-RESULTS = Path(__file__).parent / "results"
-"""The folder of published results."""
+RESULTS = Path(__file__).parent / "results"  # The folder of published results.
 
-BUNDLE = ROOT / "artifacts" / "dirty-mnist-resnet18"
-"""The shipped bundle."""
+BUNDLE = ROOT / "artifacts" / "dirty-mnist-resnet18"  # The shipped bundle.
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Run:
-    """One invocation of a script."""
-
     name: str  # The name of the script, with which its files begin.
     scale: str  # One of :data:`SCALES`.
     data: Path  # The folder of the data sets.
@@ -96,7 +90,6 @@ class Run:
         return self.out / f"{self.name}-{self.scale}.json"
 
     def figure(self, name: str) -> Path:
-        """Return the path of a figure of this run."""
         self.out.mkdir(parents=True, exist_ok=True)
         return self.out / f"{self.name}-{self.scale}-{name}.svg"
 
@@ -109,12 +102,10 @@ class Run:
 
 
 def results(record: Json) -> dict[str, Json]:
-    """Return the results of the parts of a record by name."""
     return {name: part["result"] for name, part in record["parts"].items()}
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Add the options that all scripts with a scale have."""
     cli = plain_parser(description)
     cli.add_argument("--scale", choices=SCALES, default="cpu", help="smoke: seconds; cpu: hours; full: a GPU")
     cli.add_argument("--data", type=Path, required=True, metavar="ROOT", help="folder of the data sets")
@@ -153,8 +144,7 @@ def start(name: str, args: argparse.Namespace) -> Run:
     )
 
 
-_LOCAL = ("out", "checkpoints", "device")
-"""The options that change where a run happens, not what it measures."""
+_LOCAL = ("out", "checkpoints", "device")  # The options that change where a run happens, not what it measures.
 
 
 def command_line(args: argparse.Namespace) -> str:
@@ -170,7 +160,6 @@ def command_line(args: argparse.Namespace) -> str:
 
 
 def origin(args: argparse.Namespace, device: torch.device) -> Json:
-    """Return the command and environment of a record."""
     return {"command": command_line(args), "environment": environment(device)}
 
 
@@ -237,7 +226,6 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def where(environment: Json) -> str:
-    """Return :func:`environment` in one line."""
     return (
         f"{environment['device']}, {environment['cpus']} CPUs, {environment['threads']} threads, torch "
         f"{environment['torch']}, Python {environment['python']}, psc {environment['psc']} ({environment['commit']}), "

@@ -28,14 +28,11 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS
 
-SCHEDULES: Mapping[str, float] = {"one-cycle": 0.1, "ddu": 0.1, "adamw": 2e-3}
-"""The schedules of the learning rate, with the rate at the peak of each."""
+SCHEDULES: Mapping[str, float] = {"one-cycle": 0.1, "ddu": 0.1, "adamw": 2e-3}  # The peak of each.
 
 
 @dataclass(frozen=True)
 class Job:
-    """One network to train."""
-
     network: str  # The name in :data:`benchmarks.networks.NETWORKS`.
     data: str  # A built-in data set, or a factory of :mod:`benchmarks.data`.
     epochs: int  # An epoch visits every labelled example once.
@@ -46,7 +43,6 @@ class Job:
 
     @property
     def preset(self) -> str:
-        """The name of the data's preprocessing."""
         return "cifar10" if "cifar10" in self.data else "mnist"
 
     @property
@@ -56,14 +52,12 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The file name without suffix."""
         bound = f"-sn{self.spectral_norm:g}" if self.spectral_norm else ""
         data = self.data.rpartition(":")[2].replace("_", "-")
         schedule = "" if self.schedule == "one-cycle" else f"-{self.schedule}"
         return f"{self.network}-{data}{bound}-e{self.epochs}-b{self.batch}{schedule}-s{self.seed}"
 
     def describe(self) -> str:
-        """Return a description for tables."""
         bound = f", spectral norm ≤ {self.spectral_norm:g}" if self.spectral_norm else ""
         schedule = "" if self.schedule == "one-cycle" else f", schedule {self.schedule}"
         return f"{self.network}{bound}, {self.epochs} epochs, batch {self.batch}{schedule}, seed {self.seed}"
@@ -96,11 +90,7 @@ def learning_rate(schedule: str, peak: float, step: int, steps: int) -> float:
 
 
 def optimizer_of(net: nn.Module, schedule: str, lr: float) -> torch.optim.Optimizer:
-    """Return the optimizer of a schedule.
-
-    SGD decays every parameter (``ddu``), or only weights, with Nesterov's momentum (``one-cycle``); AdamW (``adamw``)
-    decays only weights.
-    """
+    """SGD decays every parameter (``ddu``), or only weights, with Nesterov's momentum; AdamW decays only weights."""
     paper, adamw = schedule == "ddu", schedule == "adamw"
     decay, plain = ([p for p in net.parameters() if (paper or p.ndim > 1) == decayed] for decayed in (True, False))
     groups = [{"params": decay, "weight_decay": 0.05 if adamw else 5e-4}, {"params": plain, "weight_decay": 0.0}]
@@ -124,17 +114,7 @@ def correct(net: nn.Module, dataset: ImageDataset, device: torch.device) -> Tens
 def train(
     job: Job, spec: str, out: Path, device: torch.device, *, lr: float | None = None, precision: str = ""
 ) -> dict[str, object]:
-    """Train, write checkpoint and summary, and return the summary.
-
-    Args:
-        job: The training.
-        spec: The job's data set, as ``psc-fit --train`` takes it.
-        out: The checkpoint to write (.safetensors); the summary is written beside it.
-        device: The compute device; the step is compiled on CUDA.
-        lr: The peak learning rate; by default the schedule's.
-        precision: ``"fp32"``, or ``"bf16"`` for autocast; the latter is the default on CUDA.  On a CPU without
-            instructions for bfloat16, a step takes 3.5 times as long with it.
-    """
+    """Train, write checkpoint and summary, and return the summary."""
     lr = SCHEDULES[job.schedule] if lr is None else lr
     precision = precision or ("bf16" if device.type == "cuda" else "fp32")
     torch.manual_seed(job.seed)
@@ -218,7 +198,6 @@ def train(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train one network."""
     cli = plain_parser(__doc__)
     cli.add_argument("--network", choices=sorted(NETWORKS), required=True)
     cli.add_argument("--data", required=True, help="data set, as psc-fit --train takes it")

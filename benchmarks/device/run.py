@@ -87,7 +87,6 @@ def step_of(network: Any, shape: tuple[int, int, int], bucket: int, device: torc
 
 
 def call(step: Step, images: np.ndarray[Any, Any]) -> None:
-    """Run one batch from host to host."""
     step.input(0)[: len(images)] = images
     step.launch(0, len(images))
     step.fetch(0, len(images))
@@ -143,15 +142,6 @@ def time_of_parts(pipeline: Pipeline, images: Tensor, device: torch.device, seco
 
 
 class Measurement:
-    """The measurements of one subject.
-
-    Args:
-        subject: The network to measure.
-        device: The compute device.
-        limits: The peaks of the device: operations/s by precision, and bytes/s.
-        quick: Whether to measure only batches of one image, in three rounds, with nothing compiled.
-    """
-
     def __init__(self, subject: Subject, device: torch.device, limits: Json, *, quick: bool = False) -> None:
         self.subject = subject
         self.device = device
@@ -162,7 +152,6 @@ class Measurement:
         self.seconds = 0.0 if quick else 0.5 if device.type == "cpu" else 0.4
 
     def measure(self) -> Json:
-        """Return the content of the record."""
         return {
             "layer": self.subject.layer,
             "classes": self.subject.classes,
@@ -174,15 +163,12 @@ class Measurement:
         }
 
     def images(self, count: int) -> Tensor:
-        """Return random images on the host."""
         return torch.randint(0, 256, (count, *self.shape), dtype=torch.uint8)
 
     def psc(self, precision: str, density: str = "gda") -> Pipeline:
-        """Return the PSC on the device."""
         return self.subject.pipeline(self.net, _served(precision), self.device, density=density)
 
     def plain(self, precision: str) -> dict[str, Plain]:
-        """Return the whole network, unfused and fused."""
         kind, s = _served(precision), self.subject
         networks = {
             "plain": unfused(self.net, kind, self.device),
@@ -235,7 +221,6 @@ class Measurement:
         }
 
     def bytes_of(self, network: Any, count: int) -> int:
-        """Return the bytes of one step."""
         return traffic(network, self.images(count).to(self.device))
 
     def calls(
@@ -248,7 +233,6 @@ class Measurement:
         }
 
     def cell(self, variants: Mapping[str, Any], work: Json, precision: str, mode: str, bucket: int) -> Json:
-        """Return the times of one batch size."""
         images = self.images(bucket)
         if mode == "compiled" and self.device.type == "cpu":  # the compiler fuses by itself
             variants = {**variants, "plain_fused": variants["plain"]}
@@ -340,7 +324,6 @@ def limits_of(device: torch.device) -> Json:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure the subjects and merge them into the results."""
     subjects = {subject.name: subject for subject in SUBJECTS}
     parts = [*subjects, "tail"]
     cli = plain_parser(__doc__)

@@ -29,48 +29,28 @@ from psc_core.settings import Precision
 from psc_core.tasks.classification.heads.base import entropy
 from psc_core.tasks.classification.heads.laplace import LaplaceHead
 
-MEMBERS = 5
-"""The number of networks in the ensemble."""
-SAMPLES = 10
-"""The number of passes of Monte-Carlo dropout."""
+MEMBERS = 5  # The number of networks in the ensemble.
+SAMPLES = 10  # The number of passes of Monte-Carlo dropout.
 
 
 @dataclass(frozen=True)
 class Subject:
-    """One network at one image size.
-
-    Attributes:
-        name: The name in tables.
-        spec: The spec for ``load_network``.
-        model_args: The arguments of the builder.
-        classes: The number of classes, K.
-        size: The width and height of the images, pixels.
-        layer: The candidate layer: the selected one of the shipped bundle, else the first operation of the last stage,
-            which is the same place.
-        sizes: (c_proj, d_proj, components of the density).
-        stages: The modules followed by Monte-Carlo dropout.
-        buckets: The batch sizes on a CPU.
-        shipped: Whether to measure the bundle in ``artifacts``.
-    """
-
     name: str
     spec: str
     model_args: tuple[tuple[str, object], ...]
     classes: int
-    size: int
-    layer: str
-    sizes: tuple[int, int, int]
-    stages: tuple[str, ...]
-    buckets: tuple[int, ...] = (1, 8, 32)
-    shipped: bool = False
+    size: int  # The width and height of the images, pixels.
+    layer: str  # The candidate: the shipped bundle's, else the first operation of the last stage, the same place.
+    sizes: tuple[int, int, int]  # (c_proj, d_proj, components of the density).
+    stages: tuple[str, ...]  # The modules followed by Monte-Carlo dropout.
+    buckets: tuple[int, ...] = (1, 8, 32)  # The batch sizes on a CPU.
+    shipped: bool = False  # Whether to measure the bundle in ``artifacts``.
 
     @property
     def preprocess(self) -> Preprocess:
-        """Return the preprocessing of the network's images."""
         return PRESETS["mnist" if self.shipped else "imagenet" if self.size == 224 else "cifar10"]
 
     def network(self) -> nn.Module:
-        """Build the original network with random weights."""
         torch.manual_seed(0)
         return load_network(self.spec, num_classes=self.classes, model_args=dict(self.model_args))
 
@@ -102,7 +82,7 @@ class Subject:
 
 _RESNET = ("layer1", "layer2", "layer3", "layer4")
 
-SUBJECTS = (
+SUBJECTS = (  # The subjects: the families that the paper uses, on small and on large images.
     Subject("ResNet-18, 28", "torchvision:resnet18", (("stem", "small"), ("in_channels", 1)), 10, 28,
             "layer4.0.downsample.0", (16, 11, 134), _RESNET, shipped=True),
     Subject("ResNet-50, 32", "torchvision:resnet50", (("stem", "small"),), 10, 32,
@@ -118,21 +98,13 @@ SUBJECTS = (
     Subject("VGG-16, 224", "torchvision:vgg16", (), 1000, 224,
             "features.24", (32, 8, 195), ("features.4", "features.9", "features.16", "features.23"), buckets=(1, 8)),
 )  # fmt: skip
-"""The subjects: the families that the paper uses, on small and on large images."""
 
 
 # -- peers of a step ------------------------------------------------------------------------------------------
 
 
 class Plain(nn.Module):
-    """Whole networks as a classifier without PSC, from uint8 images to class probabilities.
-
-    Args:
-        networks: One network, or the members of an ensemble.
-        preprocess: The PSC's preprocessing.
-        precision: ``"fp32"`` or ``"bf16"``; for the latter the networks' weights are already bfloat16.
-        passes: The number of runs of each network (Monte-Carlo dropout).
-    """
+    """Whole networks as a classifier without PSC, from uint8 images to class probabilities."""
 
     is_traced = True
     scale: Tensor
@@ -158,7 +130,6 @@ class Plain(nn.Module):
         return torch.cat([entropy(mean)[:, None], mean], dim=1)
 
     def explain(self, images: Tensor) -> dict[str, Tensor]:
-        """Return no explanation."""
         return {}
 
 
@@ -204,7 +175,6 @@ def with_dropout(net: nn.Module, stages: tuple[str, ...]) -> nn.Module:
 
 
 def enable_dropout(net: nn.Module) -> nn.Module:
-    """Enable the dropout of ``net`` in place, and return it."""
     for module in net.modules():
         if isinstance(module, nn.Dropout):
             module.train()

@@ -21,13 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 def take_turns(
     variants: Mapping[str, Callable[[], Any]], *, seconds: float, rounds: tuple[int, int]
 ) -> dict[str, list[float]]:
-    """Time each call by variant; the n-th calls of all variants belong to one round.
-
-    Args:
-        variants: The calls, which return when their work is done.
-        seconds: The time after which no round begins.
-        rounds: The minimum and maximum number of rounds.
-    """
+    """Time each call by variant; the n-th calls of all variants belong to one round."""
     for call in variants.values():
         call()
     times: dict[str, list[float]] = {name: [] for name in variants}
@@ -51,7 +45,6 @@ def ratio(over: list[float], under: list[float]) -> list[float]:
 
 
 def milliseconds(times: list[float]) -> float:
-    """Return the median, in milliseconds."""
     return round(median(times) * 1e3, 4)
 
 

@@ -34,27 +34,22 @@ from psc_core.pipeline import Pipeline
 from psc_core.tasks.classification.heads.base import entropy
 from psc_core.tasks.outputs import Outputs
 
-DEFAULT = "PSC"
-"""The title of ``psc-fit`` without options."""
+DEFAULT = "PSC"  # The title of ``psc-fit`` without options.
 
-PAPER = "PSC, the paper's"
-"""The title of Gaussians on z alone."""
+PAPER = "PSC, the paper's"  # The title of Gaussians on z alone.
 
 DENSITY = "PSC, density"
-WITH_ENTROPY = "PSC, density+entropy"
-"""The titles of the density alone, and of its sum with the entropy, each divided by its upper spread."""
+WITH_ENTROPY = "PSC, density+entropy"  # Their sum, each divided by its upper spread.
 
-PSC_OPTIONS: Mapping[str, Mapping[str, str]] = {
+PSC_OPTIONS: Mapping[str, Mapping[str, str]] = {  # The flags ``--density`` and ``--ood-score`` of each PSC.
     DEFAULT: {"density": "pooled++", "ood_score": "gates"},
     DENSITY: {"density": "pooled++", "ood_score": "density"},
     PAPER: {"density": "gda", "ood_score": "density"},
 }
-"""The flags ``--density`` and ``--ood-score`` of each PSC."""
 
 GAUSSIANS = ("gda", "tied", "gda++", "mahalanobis++")
 
-BATCH_IMAGES = 32
-"""The batch size of PSC; on a CPU, batches of 256 images of 96 pixels take three times as long per image."""
+BATCH_IMAGES = 32  # On a CPU, batches of 256 images of 96 pixels take three times as long per image.
 
 
 @dataclass(frozen=True)
@@ -64,14 +59,11 @@ class Images(Penultimate):
     psc: Mapping[str, Float[Tensor, " n"]] = field(default_factory=dict)  # OOD scores by the name of the options.
 
 
-Score = Callable[[Images], Tensor]
-"""Returns OOD scores ``(n,)`` of images; higher is more out-of-distribution."""
+Score = Callable[[Images], Tensor]  # Returns OOD scores ``(n,)`` of images; higher is more out-of-distribution.
 
 
 @dataclass(frozen=True)
 class Detector:
-    """A fitted detector."""
-
     name: str  # The name in tables.
     family: str  # ``"psc"``, ``"penultimate"`` or ``"pytorch-ood"``.
     score: Score
@@ -139,7 +131,6 @@ def upper_spread(score: Float[Tensor, " n"]) -> float:
 
 
 def read(run: Run, trained: Trained, pscs: Pscs, data: ImageDataset) -> Images:
-    """Compute what detectors read of test images."""
     found = fitting.penultimate_features(run, trained, data, per_example=False)
     return Images(found.features, found.logits, found.labels, pscs.read(data))
 
@@ -149,19 +140,10 @@ def _psc_score(name: str, images: Images) -> Tensor:
 
 
 def of_psc(names: Sequence[str]) -> list[Detector]:
-    """Return the detectors of PSC's own scores."""
     return [Detector(name, "psc", partial(_psc_score, name)) for name in names]
 
 
 def fit_penultimate(train: Penultimate, val: Penultimate, classes: int, output: nn.Linear) -> list[Detector]:
-    """Fit the detectors on penultimate features.
-
-    Args:
-        train: The training examples.
-        val: The validation images, which give the scale of sums.
-        classes: The number of classes.
-        output: The last linear layer.
-    """
     scores: dict[str, Score] = {}
     for kind in GAUSSIANS:
         density = full_density(train.features, train.labels, num_classes=classes, kind=kind)

@@ -17,28 +17,16 @@ from torch import Tensor, nn
 from benchmarks.fitting import Penultimate
 from benchmarks.ood.detectors import Detector, Score
 
-NNGUIDE_BANK = 0.01
-"""The fraction of the training images that NNGuide compares with."""
+NNGUIDE_BANK = 0.01  # The fraction of the training images that NNGuide compares with.
 
 NNGUIDE_NEIGHBOURS = 100
 
 
 def version() -> str:
-    """Return the installed version of pytorch-ood."""
     return importlib.metadata.version("pytorch-ood")
 
 
 def fit_peers(train: Penultimate, output: nn.Linear, seed: int) -> tuple[list[Detector], dict[str, str]]:
-    """Fit every detector.
-
-    Args:
-        train: The training examples.
-        output: The network's last linear layer.
-        seed: The seed that chooses NNGuide's bank.
-
-    Returns:
-        The fitted detectors, and the reason for each that failed.
-    """
     fitted: list[Detector] = []
     failed: dict[str, str] = {}
     for name, build in _builders(train, output, seed).items():

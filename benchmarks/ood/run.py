@@ -25,8 +25,7 @@ from psc_core import metrics as ranking
 from psc_core.data.dataset import split_validation
 from psc_core.model import PSC
 
-SHIFTED_IMAGES = 2000
-"""The number of test images that are shifted."""
+SHIFTED_IMAGES = 2000  # The number of test images that are shifted.
 
 
 def main(argv: list[str] | None = None) -> Json:
@@ -48,7 +47,6 @@ def main(argv: list[str] | None = None) -> Json:
 
 
 def one_setting(run: Run, setting: Setting) -> Json:
-    """Fit and score every detector in one setting, with one seed."""
     run = setting.limited(run)
     job = setting.job(run)
 
@@ -114,7 +112,6 @@ def fit_all(run: Run, trained: Trained, val: Penultimate) -> tuple[list[Detector
 
 
 def compare(fitted: list[Detector], inside: Images, outside: Images) -> Json:
-    """Return AUROC and FPR95 of every detector."""
     found = {}
     for detector in fitted:
         known, unknown = scored(detector, inside), scored(detector, outside)

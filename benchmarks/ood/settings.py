@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
-from benchmarks import checkpoints, pretrained
+from benchmarks import checkpoints
 from benchmarks.checkpoints import NetworkJob, Trained, images_to_test, job_of
 from benchmarks.data import KNOWN_CLASSES
-from benchmarks.pretrained import BACKBONES, PretrainedJob
+from benchmarks.ood import pretrained
+from benchmarks.ood.pretrained import BACKBONES, PretrainedJob
 from benchmarks.runs import Run
 from benchmarks.train import Job
 from psc_core.data.dataset import ImageDataset
@@ -30,8 +31,7 @@ from psc_core.data.open import open_dataset
 class Setting:
     """One comparison, on a small network trained from scratch."""
 
-    record: ClassVar[str] = "ood"
-    """The name of the record that the results belong to."""
+    record: ClassVar[str] = "ood"  # The name of the record that the results belong to.
 
     name: str
     data: str  # The in-distribution data.
@@ -45,11 +45,9 @@ class Setting:
         return run
 
     def job(self, run: Run) -> NetworkJob:
-        """Return the job that trains the network."""
         return self._training(run)
 
     def obtain(self, run: Run) -> Trained:
-        """Return the trained network and its data."""
         return checkpoints.obtain(run, self._training(run))
 
     def _training(self, run: Run) -> Job:
@@ -124,18 +122,16 @@ SETTINGS: Mapping[str, Setting] = {
     )
 }
 
-AT_SCALE: Mapping[str, Sequence[str]] = {
+AT_SCALE: Mapping[str, Sequence[str]] = {  # The settings by scale; on a CPU two splits by class of each data set.
     "smoke": ("dirty-mnist", "mnist-held-out-0"),
     "cpu": tuple(name for name in SETTINGS if not name.endswith(("-2", "-3", "-4"))),
     "full": tuple(SETTINGS),
 }
-"""The settings by scale; on a CPU two splits by class of each data set."""
 
 
 # -- covariate shift: images of the known classes, with another look --------------------------------------------------
 
-NOISE = 0.1
-"""The standard deviation of the noise; 1 is from black to white."""
+NOISE = 0.1  # The standard deviation of the noise; 1 is from black to white.
 
 
 def noisy(images: Tensor) -> Tensor:

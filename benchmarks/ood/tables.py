@@ -11,15 +11,12 @@ from benchmarks.ood.detectors import DEFAULT, DENSITY, PAPER
 from benchmarks.ood.settings import SETTINGS
 from benchmarks.runs import Json
 
-Column = tuple[str, str]
-"""A setting and the name of its OOD data."""
+Column = tuple[str, str]  # A setting and the name of its OOD data.
 
 CLASSIFIERS = {"psc": "PSC", "temperature": "temperature", "dnn": "the network"}
-"""The titles of the classifiers whose probabilities are compared."""
 
-
+# Pairs of one density at the candidate and at the penultimate layer: the paper's, of z, and that of unit length.
 SKIPS = ((PAPER, "penultimate gda"), (DENSITY, "penultimate gda++"))
-"""Pairs of one density at the candidate and at the penultimate layer: the paper's, of z, and that of unit length."""
 
 
 def fragment(record: Json) -> str:
@@ -51,7 +48,6 @@ def aurocs(parts: Sequence[Json], metric: str = "auroc") -> dict[Column, dict[st
 
 
 def means(parts: Sequence[Json], metric: str = "auroc") -> dict[str, dict[Column, float]]:
-    """Return the mean over seeds, by detector and column."""
     columns = aurocs(parts, metric)
     detectors = next(iter(columns.values()))
     return {
@@ -70,7 +66,6 @@ def worst_gaps(of_detectors: Mapping[str, Mapping[Column, float]]) -> dict[str, 
 
 
 def detector_table(parts: Sequence[Json]) -> str:
-    """Return a table with a row for each detector."""
     auroc, fpr95 = means(parts), means(parts, "fpr95")
     gaps = worst_gaps(auroc)
     families = parts[0]["families"]
@@ -85,10 +80,7 @@ def detector_table(parts: Sequence[Json]) -> str:
 
 
 def default_table(parts: Sequence[Json]) -> str:
-    """Return the default's mean ± standard error over seeds, the best detector's, and whether the two are a tie.
-
-    A tie is a difference of seed-wise pairs within one standard error of zero.
-    """
+    """Return the default's mean ± standard error over seeds, the best detector's, and whether they tie within one."""
     lines = []
     for column, values in aurocs(parts).items():
         own = values[DEFAULT]
@@ -155,7 +147,6 @@ def shift_table(parts: Sequence[Json]) -> str:
 
 
 def network_table(parts: Sequence[Json]) -> str:
-    """Describe what was trained and chosen, one line for each part."""
     lines = []
     for part in sorted(parts, key=lambda part: (list(SETTINGS).index(part["setting"]), part["seed"])):
         candidate, end = part["candidate"], part["penultimate"]
@@ -176,7 +167,6 @@ def network_table(parts: Sequence[Json]) -> str:
 
 
 def failures(parts: Sequence[Json]) -> list[str]:
-    """Return a sentence for each detector that could not be fitted."""
     return [
         f"{part['setting']}, seed {part['seed']}: {name} failed ({reason})."
         for part in parts

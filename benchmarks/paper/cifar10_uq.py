@@ -38,7 +38,7 @@ from psc_core.tasks.classification.heads.base import ClassifierHead as Head
 
 NAME = "cifar10_uq"
 
-ROWS: Mapping[str, str] = {
+ROWS: Mapping[str, str] = {  # The measured rows, in the table's order.
     "dnn": "DNN",
     "temperature": "DNN, temperature scaling",
     "psc_all": "DNN-PSC, head selected on the same images",
@@ -46,9 +46,8 @@ ROWS: Mapping[str, str] = {
     "calibrated": "a calibrated classifier",
     "sn": "DNN-SN (retrained)",
 }
-"""The measured rows, in the table's order."""
 
-PUBLISHED: Sequence[tuple[str, str, str, str]] = (
+PUBLISHED: Sequence[tuple[str, str, str, str]] = (  # The published rows, all on the original CIFAR-10.
     ("paper, WRN-28-10, 10 seeds: DNN", "96.00 ± 0.01", "0.150 ± 0.001", "0.023 ± 0.001"),
     ("paper: DNN-PSC", "95.80 ± 0.01", "0.136 ± 0.001", "0.005 ± 0.000"),
     ("paper: DNN-SN", "96.00 ± 0.03", "0.153 ± 0.002", "0.022 ± 0.001"),
@@ -56,7 +55,6 @@ PUBLISHED: Sequence[tuple[str, str, str, str]] = (
     ("uncertainty-baselines: SNGP", "—", "0.134", "0.007"),
     ("uncertainty-baselines: ensemble of 4", "—", "0.114", "0.010"),
 )
-"""The published rows, all on the original CIFAR-10."""
 
 
 def main(argv: list[str] | None = None) -> Json:

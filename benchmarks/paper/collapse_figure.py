@@ -21,23 +21,19 @@ from psc_core.collapse import CollapseReport
 
 NAME = "collapse_figure"
 
-TITLES = {
+TITLES = {  # The networks, unbounded, with the paper's bound and with a tighter one; ``mod`` as DDU modifies them.
     "base": "without SN",
     "sn": "with SN",
     "sn1": "with SN ≤ 1",
     "mod": "modified, without SN",
     "sn-mod": "modified, with SN",
 }
-"""The networks, unbounded, with the paper's bound and with a tighter one; ``mod`` as DDU modifies them."""
 
-BOUNDS = {"sn": SPECTRAL_NORM, "sn1": 1.0, "sn-mod": SPECTRAL_NORM}
-"""The maximum spectral norm of the layers of bounded networks."""
+BOUNDS = {"sn": SPECTRAL_NORM, "sn1": 1.0, "sn-mod": SPECTRAL_NORM}  # The maximum spectral norm of their layers.
 
 DATA = {"cifar10": "CIFAR-10", "cifar10-few-5000": "5,000 of CIFAR-10", "mnist": "MNIST"}
-"""The training data, each a row of the figure."""
 
-FACTORIES = {"cifar10-few-5000": "benchmarks.data:cifar10_few_5000"}
-"""The data sets that are not built in."""
+FACTORIES = {"cifar10-few-5000": "benchmarks.data:cifar10_few_5000"}  # The data sets that are not built in.
 
 
 def main(argv: list[str] | None = None) -> Json:

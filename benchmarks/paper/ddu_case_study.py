@@ -36,6 +36,7 @@ from psc_core.tasks.classification.heads.base import entropy
 
 NAME = "ddu_case_study"
 
+# The AUROC of in-distribution against OOD images by density, and of clean against ambiguous ones by entropy.
 PAPER: Mapping[str, tuple[float | None, float | None]] = {
     "resnet18": (0.99, 0.97),
     "resnet18+SN": (0.99, 0.84),
@@ -44,20 +45,15 @@ PAPER: Mapping[str, tuple[float | None, float | None]] = {
     "vgg16+SN": (None, None),
     "vgg16+PSC": (1.00, 0.95),
 }
-"""The AUROC of in-distribution against OOD images by density, and of clean against ambiguous ones by entropy."""
 
-DENSITY, COLLAPSE_ON = "gda", "mnist"
-"""The density and the data for collapse of the paper's rows."""
+DENSITY, COLLAPSE_ON = "gda", "mnist"  # The density and the data for collapse of the paper's rows.
 
 NETWORKS = ("resnet18", "vgg16")
-ROWS = ("resnet18", "sn", "vgg16", "shipped")
-"""The values of ``--only``."""
+ROWS = ("resnet18", "sn", "vgg16", "shipped")  # The values of ``--only``.
 
 GROUPS = {"mnist": "in-distribution", "ambiguous-mnist": "ambiguous"}
-"""The names of the parts of Dirty-MNIST in figures."""
 
-Scored = Mapping[str, Tensor]
-"""The scores ``"ood"`` and ``"entropy"``, each float64 (n,)."""
+Scored = Mapping[str, Tensor]  # The scores ``"ood"`` and ``"entropy"``, each float64 (n,).
 
 
 def main(argv: list[str] | None = None) -> Json:

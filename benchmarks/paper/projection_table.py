@@ -15,13 +15,12 @@ from benchmarks.runs import Json, Run
 
 NAME = "projection_table"
 
-PAPER: Mapping[tuple[str, str], tuple[float, float, float, float]] = {
+PAPER: Mapping[tuple[str, str], tuple[float, float, float, float]] = {  # NC1, NC4, before and after.
     ("resnet18", "mnist"): (0.28, 0.28, 0.99, 0.99),
     ("wide_resnet28_10", "cifar10"): (0.73, 0.75, 0.95, 0.95),
     ("resnet50", "cifar10"): (0.28, 0.50, 0.95, 0.94),
     ("vgg16", "mnist"): (0.26, 0.36, 0.97, 0.97),
 }
-"""The columns: NC1 before and after, NC4 before and after."""
 
 TRAINED_ON = {"mnist": "dirty-mnist", "cifar10": "cifar10"}
 

@@ -14,18 +14,11 @@ from psc_core.compute import track
 from psc_core.data.dataset import ImageDataset
 
 BATCH = 128
-PEAK = 3e-3
-"""The peak learning rate of Adam's single cycle."""
+PEAK = 3e-3  # The peak learning rate of Adam's single cycle.
 
 
 class AngleNet(nn.Module):
-    """Build three convolutions and two linear layers for 28-pixel images.
-
-    Args:
-        num_classes: The number of outputs: 1, or 2 for a mean and the logarithm of a variance.
-        in_channels: The number of channels of an image.
-        dropout: The probability of dropout before the last layer.
-    """
+    """Build three convolutions and two linear layers for 28-pixel images."""
 
     def __init__(self, num_classes: int = 1, in_channels: int = 1, dropout: float = 0.0) -> None:
         super().__init__()
@@ -85,5 +78,4 @@ def trained(
 
 
 def network(num_classes: int = 1, in_channels: int = 1) -> nn.Module:
-    """Build the network; a bundle names this factory."""
     return AngleNet(num_classes, in_channels)

@@ -35,14 +35,12 @@ from psc_core.network.load import load_network
 
 NAME = "regression"
 MEMBERS: Final = 5
-PASSES: Final = 30
-"""The number of passes of MC dropout."""
+PASSES: Final = 30  # The number of passes of MC dropout.
 
 DROPOUT: Final = 0.2
 COVERAGE: Final = 0.95
 EPOCHS: Final = {"smoke": 1, "cpu": 4, "full": 30}
 TRAINING_IMAGES: Final = {"smoke": 400, "cpu": 20_000, "full": None}
-"""The number of images that networks are trained and PSC is fitted on."""
 FACTORY: Final = "benchmarks.regression.networks:network"
 
 
@@ -60,7 +58,6 @@ Method = Callable[[ImageDataset], Forecast]
 
 
 def main(argv: list[str] | None = None) -> Json:
-    """Train, fit and compare."""
     run = runs.start(NAME, runs.parser(__doc__).parse_args(argv))
     epochs = run.epochs or EPOCHS[run.scale]
     run.part(f"rotated-mnist-s{run.seed}", {"seed": run.seed}, partial(compare, run, epochs))
@@ -68,7 +65,6 @@ def main(argv: list[str] | None = None) -> Json:
 
 
 def compare(run: Run, epochs: int) -> Json:
-    """Measure all methods on the same images."""
     opened = partial(open_dataset, run.spec("rotated-mnist"), preprocess=PRESETS["mnist"])
     train, val, test = (opened(split=split) for split in ("train", "val", "test"))
     fashion = open_dataset(run.spec("fashion-mnist"), split="test", preprocess=PRESETS["mnist"])
@@ -125,19 +121,16 @@ def fit(run: Run, net: nn.Module, train: ImageDataset, val: ImageDataset, **how:
 
 
 def upside_down(data: ImageDataset) -> ImageDataset:
-    """Return the same images upside down."""
     pixels = torch.rot90(load_images(data), 2, (2, 3))[:, 0].numpy().copy()
     return replace(data, source=ArraySource(pixels), indices=torch.arange(len(data)))
 
 
 @torch.inference_mode()
 def outputs_of(net: nn.Module, data: ImageDataset) -> Tensor:
-    """Return the outputs (n, outputs), float64."""
     return torch.cat([net(data.preprocess.standardise(batch.images)) for batch in data.batches(500)]).double()
 
 
 def normal(mean: Tensor, deviation: Tensor, strangeness: Tensor) -> Forecast:
-    """Return a forecast whose interval is a normal distribution's."""
     z = math.sqrt(2) * float(torch.erfinv(torch.tensor(COVERAGE, dtype=torch.float64)))
     return Forecast(mean, deviation, z * deviation, strangeness)
 
@@ -190,7 +183,6 @@ def mc_dropout(net: AngleNet, selection: ImageDataset) -> Method:
 
 
 def of_psc(model: PSCRegressor) -> Method:
-    """Return the answers that the bundle would serve."""
 
     def forecast(data: ImageDataset) -> Forecast:
         scored = score_images(model, data)
@@ -201,7 +193,6 @@ def of_psc(model: PSCRegressor) -> Method:
 
 
 def measured(forecast: Forecast, data: ImageDataset) -> Mapping[str, float]:
-    """Return errors, forecast scores, coverage and width."""
     y = data.values
     assert y is not None
     mean, deviation = forecast.mean, forecast.deviation
@@ -231,7 +222,6 @@ def flagged(model: PSCRegressor, forecasts: Mapping[str, Forecast]) -> dict[str,
 
 
 def separation(inside: Forecast, outside: Mapping[str, Forecast]) -> dict[str, float]:
-    """Return the AUROC of a method's unusualness."""
     return {name: ranking.auroc(inside.strangeness, other.strangeness) for name, other in outside.items()}
 
 

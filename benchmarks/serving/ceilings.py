@@ -14,8 +14,7 @@ import numpy as np
 from benchmarks.instruction_sets import fresh_process
 
 SIZES = (1, 8, 32, 64)
-Times = Mapping[str, float]
-"""The milliseconds of a step, by batch size."""
+Times = Mapping[str, float]  # The milliseconds of a step, by batch size.
 
 
 class BareSteps:
@@ -31,7 +30,6 @@ class BareSteps:
         return found
 
     def close(self) -> None:
-        """End the process."""
         self._pool.shutdown()
 
 
@@ -64,7 +62,6 @@ def _prepare(bundle: Path, device: str) -> None:
 
 
 def _measure(seconds: float) -> dict[str, Any]:
-    """Measure all backends and sizes in turn."""
     times: dict[tuple[str, int], list[float]] = {(backend, count): [] for count in SIZES for backend in _steps}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or not all(times.values()):

@@ -28,8 +28,6 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Target:
-    """The target and the bodies of requests."""
-
     port: int  # The port of the server on this machine.
     path: str  # The path to post to.
     content_type: str  # The content type of the bodies.
@@ -39,8 +37,6 @@ class Target:
 
 @dataclass(frozen=True)
 class Phase:
-    """A load."""
-
     seconds: float  # The time in which requests are sent.
     clients: int = 0  # The number of clients in a closed loop; 0 for an open loop.
     per_second: float = 0.0  # The arrivals per second in an open loop.
@@ -48,34 +44,22 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """The response to one request."""
-
     due: float  # The time when the request was due, seconds of the process's clock.
     seconds: float  # The latency.
     status: int | str  # The HTTP status, or :data:`CONNECTION_LOST`.
-    retry_after: str | None  # The header of a 429.
 
 
 @dataclass
 class Load:
-    """The requests of a phase and their responses.
-
-    Attributes:
-        began, ended: The times when the first request is due and when no further one is.
-        responses: The responses in the order of arrival.
-    """
-
     began: float
     ended: float
     responses: list[Response] = field(default_factory=list)
 
     @property
     def statuses(self) -> Counter[str]:
-        """Return the number of responses by status."""
         return Counter(str(response.status) for response in self.responses)
 
     def seconds(self, status: int = 200) -> list[float]:
-        """Return the latencies of one status, ascending."""
         return sorted(response.seconds for response in self.responses if response.status == status)
 
 
@@ -87,23 +71,20 @@ class Connection:
 
     @property
     def usable(self) -> bool:
-        """Return whether the connection is still open."""
         return not (self._reader.at_eof() or self._writer.is_closing())
 
-    async def send(self, request: bytes) -> tuple[int, bytes, bytes]:
-        """Send a whole request, and return status, head and body of the response."""
+    async def send(self, request: bytes) -> tuple[int, bytes]:
+        """Send a whole request, and return status and body of the response."""
         self._writer.write(request)
         head = await self._reader.readuntil(b"\r\n\r\n")
         body = await self._reader.readexactly(int(header(head, b"content-length") or b"0"))
-        return int(head[9:12]), head, body
+        return int(head[9:12]), body
 
     def close(self) -> None:
-        """Close the connection."""
         self._writer.close()
 
 
 def header(head: bytes, name: bytes) -> bytes | None:
-    """Return the value of a header."""
     _, found, rest = head.lower().partition(b"\r\n" + name + b": ")
     return rest.partition(b"\r\n")[0] if found else None
 
@@ -152,12 +133,7 @@ class Timer:
 
 
 class Generator:
-    """Sends requests to one server of this machine.
-
-    Args:
-        target: The target, of whose bodies each request carries a random one.
-        seed: The seed of bodies and arrivals.
-    """
+    """Sends requests to one server of this machine."""
 
     def __init__(self, target: Target, *, seed: int = 0) -> None:
         self._port = target.port
@@ -179,8 +155,7 @@ class Generator:
     async def _once(self, request: bytes) -> tuple[int, bytes]:
         connection = await self._connect()
         try:
-            status, _, body = await connection.send(request)
-            return status, body
+            return await connection.send(request)
         finally:
             connection.close()
 
@@ -195,11 +170,8 @@ class Generator:
         await asyncio.gather(*(client() for _ in range(clients)))
         return load
 
-    async def open_loop(self, per_second: float, seconds: float, *, sent: asyncio.Event | None = None) -> Load:
-        """Send Poisson arrivals without waiting for responses, and return after the last response.
-
-        ``sent`` is set after the last arrival.
-        """
+    async def open_loop(self, per_second: float, seconds: float) -> Load:
+        """Send Poisson arrivals without waiting for responses, and return after the last response."""
         load = Load(clock(), clock() + seconds)
         due, tasks = load.began, set()
         with Timer() as timer:
@@ -209,28 +181,23 @@ class Generator:
                 task = asyncio.create_task(self._send(load, due))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
-        if sent is not None:
-            sent.set()
         await asyncio.gather(*tasks)
         return load
 
     def close(self) -> None:
-        """Close every connection."""
         while self._idle:
             self._idle.pop().close()
 
     async def _send(self, load: Load, due: float) -> None:
         status: int | str = CONNECTION_LOST
-        wait = None
         try:
             connection = await self._connection()
-            status, head, _ = await connection.send(self._random.choice(self._requests))
-            wait = header(head, b"retry-after") if status == 429 else None
+            status, _ = await connection.send(self._random.choice(self._requests))
             self._idle.append(connection)
         except (OSError, EOFError):
             pass
         seconds = clock() - due
-        load.responses.append(Response(due, seconds, status, wait.decode() if wait else None))
+        load.responses.append(Response(due, seconds, status))
 
     async def _connection(self) -> Connection:
         while self._idle:

@@ -14,27 +14,20 @@ from itertools import islice
 from typing import Any
 
 Json = dict[str, Any]
-Sweep = list[Json]
-"""The points of one server, by ascending rate in the grid, then those between two rates of the grid."""
+Sweep = list[Json]  # The points of one server, by ascending rate in the grid, then those between two rates of the grid.
 
 FRACTIONS = (0.25, 0.5, 0.75)
 FACTOR, MAX_RATES, BETWEEN = 1.5, 12, 2
 LIMIT_MS, GOAL_MS = 1000.0, 100.0
 MAX_ERRORS = 0.01
-MAX_LAG = 0.1
-"""A server falls behind if its last answer is later than the median by this fraction of the phase."""
-BUSY_CLIENT = 0.9
-"""The cores above which the load generator itself may be why answers are late."""
+MAX_LAG = 0.1  # A server falls behind if its last answer is later than the median by this fraction of the phase.
+BUSY_CLIENT = 0.9  # The cores above which the load generator itself may be why answers are late.
 MINIMUM_ARRIVALS = 20
 KEPT = ("requests", "requests_per_s", "statuses", "p50_ms", "p99_ms", "server_cpu_s", "client_cpu_s", "mean_batch")
 
 
 def rates(slowest_peak: float) -> Iterator[float]:
-    """Yield arrivals/s, ascending, rounded to three digits.
-
-    Args:
-        slowest_peak: The requests/s of the slowest peer in a closed loop.
-    """
+    """Yield arrivals/s, ascending, rounded to three digits."""
     for fraction in FRACTIONS:
         yield _three_digits(fraction * slowest_peak)
     rate = FRACTIONS[-1] * slowest_peak
@@ -49,12 +42,7 @@ def duration(per_s: float, seconds: float) -> float:
 
 
 def end_of(phase: Json, seconds: float) -> str | None:
-    """Return why a server does not sustain the rate of a phase, or None if it does.
-
-    Args:
-        phase: The summary of the responses; its ``seconds`` last until the last response.
-        seconds: The time in which requests were due.
-    """
+    """Return why a server does not sustain the rate of a phase, or None if it does."""
     total = sum(phase["statuses"].values())
     if total - phase["requests"] > MAX_ERRORS * total:
         return "errors"
@@ -72,14 +60,7 @@ def end_of(phase: Json, seconds: float) -> str | None:
 def sweep(
     peak: float, servers: Sequence[str], send: Callable[[str, float], Json | None], between: int = BETWEEN
 ) -> dict[str, Sweep]:
-    """Return the points of every server, up to and including the one at which it stops keeping up.
-
-    Args:
-        peak: The peak of the slowest peer, requests/s.
-        servers: The names of the servers, in the order of their turns.
-        send: Offers a rate to a server and returns the point; None if the server failed, which ends its turns.
-        between: The number of additional rates around the goal.
-    """
+    """Return the points of every server, up to and including the one at which it stops keeping up."""
     found: dict[str, Sweep] = {name: [] for name in servers}
     going = list(servers)
 
@@ -101,7 +82,6 @@ def sweep(
 
 
 def point(phase: Json, per_s: float, seconds: float) -> Json:
-    """Return the numbers of a phase that the record keeps."""
     return {
         "per_s": per_s,
         "end": end_of(phase, seconds),

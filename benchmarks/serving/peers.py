@@ -36,12 +36,10 @@ import torch
 
 from benchmarks.instruction_sets import available, held_to, in_fresh_process
 from benchmarks.runs import BUNDLE, RESULTS, ROOT, Json, origin, plain_parser, write_json
-from benchmarks.serving import bundles, curve
+from benchmarks.serving import curve, inputs
 from benchmarks.serving.ceilings import BareSteps, decode_only
-from benchmarks.serving.images import digits, photographs
-from benchmarks.serving.processes import ServerFailed
 from benchmarks.serving.report import draw, fragment, name_of
-from benchmarks.serving.running import CLIENTS, MANY, MANY_CLIENTS, Client, RunningServer
+from benchmarks.serving.running import CLIENTS, MANY, MANY_CLIENTS, Client, RunningServer, ServerFailed
 from benchmarks.serving.servers import (
     BY_NAME,
     CASES,
@@ -55,15 +53,12 @@ from benchmarks.serving.servers import (
     Server,
 )
 
-Inputs = tuple[Path, list[bytes]]
-"""A bundle, and the files to send."""
+Inputs = tuple[Path, list[bytes]]  # A bundle, and the files to send.
 
-SETTLE_SECONDS = 5.0
-"""The wait before servers are suspended: Ray Serve loses its proxy if it is suspended while starting."""
+SETTLE_SECONDS = 5.0  # Before servers are suspended: Ray Serve loses its proxy if it is suspended while starting.
 
 
 def new_record(args: argparse.Namespace, servers: list[Server]) -> Json:
-    """Return a record without measurements."""
     return {
         **origin(args, torch.device(args.device)),
         "device": args.device,
@@ -118,24 +113,21 @@ def installed(servers: list[Server]) -> list[Server]:
 def inputs_of(case: str, untrained: str | None, device: str) -> Inputs:
     """Return the bundle and the files of a case; a missing bundle is made."""
     if case == COMPUTE:
-        return BUNDLE, digits(256)
+        return BUNDLE, inputs.digits(256)
     large = untrained if case in (PHOTOGRAPHS, DECODED) else None
     folder = HOME / f"bundle-{large or case.removesuffix('-decoded')}".replace(":", "-")
     if not (folder / "manifest.json").exists():
         if large:
-            bundles.untrained(folder, large, device)
+            inputs.untrained(folder, large, device)
         else:
-            bundles.small(folder, photographs=case != OVERHEAD)
-    images = photographs(32, (224, 224)) if large else digits(256) if case == OVERHEAD else photographs(32)
+            inputs.small(folder, photographs=case != OVERHEAD)
+    size = (224, 224) if large else (640, 480)
+    images = inputs.digits(256) if case == OVERHEAD else inputs.photographs(32, size)
     return folder, images
 
 
 def slowest_peak(found: Json) -> float:
-    """Return the requests/s of the slowest peer in a closed loop, median of the rounds; without peers, our own.
-
-    Args:
-        found: The results of a case, by server.
-    """
+    """Return the requests/s of the slowest peer in a closed loop, median of the rounds; without peers, our own."""
     peaks = {
         name: statistics.median(turn["closed"]["requests_per_s"] for turn in one["rounds"])
         for name, one in found.items()
@@ -146,18 +138,9 @@ def slowest_peak(found: Json) -> float:
 
 
 def measure_table(
-    record: Json, table: Json, shown: list[Server], inputs: Inputs, client: Client, write: Callable[[], None]
+    record: Json, table: Json, shown: list[Server], given: Inputs, client: Client, write: Callable[[], None]
 ) -> None:
-    """Run the rounds, then the sweeps; a server that fails is left out from then on, and the reason recorded.
-
-    Args:
-        record: The record, which has the lengths and numbers of rounds and the device.
-        table: A table of the record, without measurements.
-        shown: The servers, in the order of the tables.
-        inputs: The bundle to serve and the files to send.
-        client: The load generator.
-        write: Called after every part.
-    """
+    """Run the rounds, then the sweeps; a server that fails is left out from then on, and the reason recorded."""
     found, device, seconds = table["servers"], record["device"], record["seconds"]
     with held_to(table["instruction_set"]), contextlib.ExitStack() as stack:
         running: dict[str, RunningServer] = {}
@@ -171,7 +154,7 @@ def measure_table(
                 return None
 
         def start(server: Server) -> None:
-            started = RunningServer(server, table["case"], *inputs, device)
+            started = RunningServer(server, table["case"], *given, device)
             stack.callback(started.close)
             running[server.name] = started
             found[server.name] = {**started.about, "rounds": [], "sweeps": []}
@@ -192,7 +175,7 @@ def measure_table(
         for server in shown:
             log(f"{table['title']}: {server.label} starts")
             attempt(server.name, partial(start, server))
-        bare = BareSteps(inputs[0], device)
+        bare = BareSteps(given[0], device)
         stack.callback(bare.close)
         time.sleep(SETTLE_SECONDS)
         for started in running.values():
@@ -234,7 +217,6 @@ def log(text: str) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     cli = plain_parser(__doc__)
     cli.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help="; ".join(CASES))
     cli.add_argument("--keep", action="store_true", help="keep the tables of other cases that --out holds")
@@ -251,7 +233,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure the servers and write the record."""
     args = parser().parse_args(argv)
     servers = [server for server in SERVERS if not args.only or server.name in args.only]
     if args.installed:
@@ -260,7 +241,7 @@ def main(argv: list[str] | None = None) -> int:
         log(f"{server.label}: {server.python()}")
     args.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # Unwinds the blocks that terminate the servers.
-    inputs = {case: inputs_of(case, args.untrained, args.device) for case in args.cases}
+    given = {case: inputs_of(case, args.untrained, args.device) for case in args.cases}
     record, file = new_record(args, servers), args.out / f"{name_of(args.device)}.json"
     measured = record["tables"]
     if args.keep and file.exists():
@@ -268,9 +249,9 @@ def main(argv: list[str] | None = None) -> int:
     write = partial(write_json, file, record)
     with Client() as client:
         for table in measured:
-            measure_table(record, table, servers, inputs[table["case"]], client, write)
-    for case, given in inputs.items():
-        record["ceilings"]["decode"][case] = in_fresh_process(decode_only, *given, args.seconds)
+            measure_table(record, table, servers, given[table["case"]], client, write)
+    for case, files in given.items():
+        record["ceilings"]["decode"][case] = in_fresh_process(decode_only, *files, args.seconds)
     write()
     draw(record, args.out)
     print(fragment(record))

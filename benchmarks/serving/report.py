@@ -34,7 +34,6 @@ def fragment(record: Json) -> str:
 
 
 def name_of(device: str) -> str:
-    """Return the name of record, plot and section."""
     return "serving-peers" if device == "cpu" else f"serving-peers-{device}"
 
 
@@ -75,7 +74,6 @@ def goal(found: Json) -> float:
 
 
 def offered(table: Json) -> list[float]:
-    """Return the rates of a table's curves."""
     return grid(table["slowest_peak"], [found["sweeps"] for found in ran(table).values()])
 
 
@@ -160,7 +158,6 @@ def _middle(found: Json, phase: str, key: str) -> float:
 
 
 def _cpu_ms(found: Json, side: str) -> float:
-    """Return the CPU milliseconds of a request."""
     turns = [turn["closed"] for turn in found["rounds"]]
     return statistics.median(1000 * float(turn[f"{side}_cpu_s"]) / max(1, turn["requests"]) for turn in turns)
 

@@ -22,20 +22,17 @@ from benchmarks.serving.adapters.settings import FACTORY, JPEG, MAX_BATCH
 from benchmarks.serving.client import Target
 
 OVERHEAD, PHOTOGRAPHS, DECODED, COMPUTE = "overhead-bound", "photographs", "photographs-decoded", "compute-bound"
-CASES = {
+CASES = {  # What each case sends and serves.
     OVERHEAD: "PNG digits of 28 × 28; two convolutions of four channels: the network costs next to nothing",
     PHOTOGRAPHS: "JPEG files of 640 × 480 and 100 kB, resized to 224 × 224; a network that costs as little; "
     "peers decode and resize with Pillow, as their tutorials do",
     DECODED: "The same files and network; peers call our decoder",
     COMPUTE: "PNG digits of 28 × 28; the shipped Dirty-MNIST ResNet-18",
 }
-"""What each case sends and serves."""
 
-OURS = ("psc", "psc-workers")
-"""The names of ``psc-serve``."""
+OURS = ("psc", "psc-workers")  # The names of ``psc-serve``.
 
-HOME = ROOT / "out" / "peers"
-"""The folder of bundles and of the peers' environments."""
+HOME = ROOT / "out" / "peers"  # The folder of bundles and of the peers' environments.
 
 PURELIB = sysconfig.get_path("purelib")
 
@@ -46,8 +43,6 @@ _FAST_RAY = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_HA_PROXY":
 
 @dataclass(frozen=True)
 class Server:
-    """A server to compare."""
-
     name: str  # The name on the command line and in the results.
     label: str  # The name in tables.
     arguments: Sequence[str]  # The interpreter's, with placeholders ``{port}``, ``{bundle}`` and ``{device}``.
@@ -60,21 +55,15 @@ class Server:
     json: bool = False  # Whether bodies are base64 in JSON instead of the raw file.
 
     def python(self) -> Path:
-        """Return the server's interpreter; a missing environment is built.
-
-        Raises:
-            RuntimeError: It cannot be built.
-        """
+        """Return the server's interpreter; a missing environment is built."""
         if self.requirement is None:
             return Path(sys.executable)
         return installed(self.name, self.requirement)
 
     def command(self, python: Path, *, port: int, bundle: Path, device: str) -> list[str]:
-        """Return the command line."""
         return [str(python), *(word.format(port=port, bundle=bundle, device=device) for word in self.arguments)]
 
     def variables(self, case: str, *, port: int, bundle: Path, counts: Path, device: str) -> dict[str, str]:
-        """Return the whole environment of the process."""
         clean = {
             name: value
             for name, value in os.environ.items()
@@ -96,7 +85,6 @@ class Server:
         }
 
     def resizer(self, case: str) -> str:
-        """Return the library that decodes and resizes the server's photographs."""
         return "pillow" if case == PHOTOGRAPHS and self.name not in OURS else "torch"
 
     def target(self, port: int, images: Sequence[bytes]) -> Target:
@@ -116,11 +104,7 @@ class Server:
 
 
 def installed(name: str, requirement: str, home: Path = HOME) -> Path:
-    """Return the interpreter of a peer's environment, which is built if its requirement has changed.
-
-    Raises:
-        RuntimeError: pip failed; the message ends with its output.
-    """
+    """Return the interpreter of a peer's environment, which is built if its requirement has changed."""
     folder = home / name
     python, mark = folder / "bin" / "python", folder / "requirement.txt"
     if mark.exists() and mark.read_text() == requirement:
@@ -168,7 +152,7 @@ _PSC = ("-m", "app.cli", "--bundle", "{bundle}", "--port={port}", "--device={dev
 
 _WEB = ("fastapi", "uvicorn")
 
-SERVERS: tuple[Server, ...] = (
+SERVERS: tuple[Server, ...] = (  # The servers, in the order of the tables.
     Server("psc", "psc-serve", _PSC, "default", packages=_WEB, many="/predict"),
     Server(
         "psc-workers",
@@ -244,6 +228,5 @@ SERVERS: tuple[Server, ...] = (
         many="/predict/many",
     ),
 )
-"""The servers, in the order of the tables."""
 
 BY_NAME = {server.name: server for server in SERVERS}

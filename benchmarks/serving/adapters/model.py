@@ -24,13 +24,10 @@ from benchmarks.serving.adapters.settings import COUNTS, FACTORY, JPEG, MAX_BATC
 from psc_core.model import PSC
 from psc_core.tasks.classification.answer import SCORES
 
-ANSWERED = ("predictive_entropy", "log_density", "ood_p_value")
-"""The scores that every server answers with."""
+ANSWERED = ("predictive_entropy", "log_density", "ood_p_value")  # The scores that every server answers with.
 
 
 class Model:
-    """One copy of the model."""
-
     def __init__(self) -> None:
         torch.set_num_threads(option("THREADS", 1))
         device = os.environ.get("BENCH_DEVICE", "cpu")
@@ -47,11 +44,7 @@ class Model:
             self.packed([torch.zeros(self._shape, dtype=torch.uint8)] * count)
 
     def decode(self, data: bytes) -> Tensor:
-        """Return ``uint8 (channels, height, width)``: a JPEG decoded and resized by Pillow, or as the service does it.
-
-        Raises:
-            ValueError: A PNG of another size.
-        """
+        """Return ``uint8 (channels, height, width)``: a JPEG decoded and resized by Pillow or as the service does."""
         if data.startswith(JPEG):
             if self._preprocess.resizer == "pillow":
                 return torch.from_numpy(self._preprocess.from_image(Image.open(io.BytesIO(data))))
@@ -71,7 +64,6 @@ class Model:
         return packed
 
     def predict(self, images: Sequence[Tensor]) -> list[dict[str, Any]]:
-        """Return one answer for each image."""
         return [
             {"probabilities": row[self._of_classes], **{name: row[SCORES.index(name)] for name in ANSWERED}}
             for row in self.packed(images)
@@ -79,7 +71,6 @@ class Model:
 
     @staticmethod
     def dump(answer: Any) -> bytes:
-        """Return an answer as JSON."""
         return orjson.dumps(answer)
 
 

@@ -5,19 +5,15 @@ from __future__ import annotations
 import os
 import struct
 
-FACTORY = "benchmarks.serving.bundles:network"
+FACTORY = "benchmarks.serving.inputs:network"
 MAX_BATCH = 64
-JPEG = b"\xff\xd8\xff"
-"""The first bytes of a JPEG file."""
-COUNTS = struct.Struct("<qq")
-"""The steps and images so far, in a file of each process that runs the model."""
+JPEG = b"\xff\xd8\xff"  # The first bytes of a JPEG file.
+COUNTS = struct.Struct("<qq")  # The steps and images so far, in a file of each process that runs the model.
 
 
 def port() -> int:
-    """Return the port to listen on."""
     return option("PORT", 8000)
 
 
 def option(name: str, default: int) -> int:
-    """Return a number, or ``default``."""
     return int(os.environ.get(f"BENCH_{name}", default))

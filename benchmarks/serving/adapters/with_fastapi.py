@@ -17,7 +17,6 @@ model = Model()
 
 @app.post("/predict")
 async def predict(request: Request) -> Any:
-    """Answer one image in the raw body."""
     return model.predict([model.decode(await request.body())])[0]
 
 

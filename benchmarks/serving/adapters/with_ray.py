@@ -31,7 +31,6 @@ class Classify:
 
 
 def main() -> None:
-    """Serve until SIGTERM."""
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
     serve.start(
         proxy_location="HeadOnly",

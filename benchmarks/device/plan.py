@@ -1,8 +1,8 @@
 """Run the measurements for a machine with a GPU, in parts of at most eight minutes, each with files of its own.
 
-    python -m benchmarks.gpu.run smoke tests                    # four minutes: every path once; run it first
-    python -m benchmarks.gpu.run device-small serving-digits    # any parts
-    python -m benchmarks.gpu.run --device cpu                   # a rehearsal of all parts, which times them
+    python -m benchmarks.device.plan smoke tests                    # four minutes: every path once; run it first
+    python -m benchmarks.device.plan device-small serving-digits    # any parts
+    python -m benchmarks.device.plan --device cpu                   # a rehearsal of all parts, which times them
 
 A part is a command with a time limit; its log is ``OUT/PART-DEVICE.log``, and its results lie beside it.  A part that
 ran out of time continues where it stopped.  A rehearsal makes the same calls with fewer images and rounds.  Parts that
@@ -20,25 +20,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.runs import plain_parser
-from benchmarks.serving.processes import Processes
+from benchmarks.serving.running import Processes
 
 LIMIT_MINUTES = 8.0
 
 
 @dataclass(frozen=True)
 class Part:
-    """A command of the plan."""
-
     command: str  # The module and its arguments, with placeholders ``{device}``, ``{out}`` and ``{data}``.
     rehearsal: str | None = ""  # Additional arguments on a CPU; None if only CUDA can run it.
     minutes: float = 5.0  # The expected minutes on a GPU, a guess until it was run.
 
     def words(self, device: str, out: Path, data: Path | None) -> list[str]:
-        """Return the command line on a device."""
         text = f"{self.command} {self.rehearsal}" if device == "cpu" else self.command
         return [sys.executable, "-m", *shlex.split(text.format(device=device, out=out, data=data))]
 
 
+_TESTS = "pytest -m gpu -q -p no:cacheprovider tests/gpu"
 _HERE = "--device {device} --out {out}"
 _DEVICE = f"benchmarks.device.run {_HERE} --missing --only"
 _PEERS = "benchmarks.serving.peers --installed --best-instructions --rounds 3 --sweeps 1 --device {device}"
@@ -48,9 +46,9 @@ _FOLDERS = "--out {out}/paper --checkpoints {out}/checkpoints"
 _CASE = f"benchmarks.paper.ddu_case_study {_PAPER} {_FOLDERS} --only"
 _WRN = "benchmarks.train --network wide_resnet28_10 --data cifar10:{data} --schedule ddu --epochs 40"
 
-PARTS: dict[str, Part] = {
-    "smoke": Part(f"benchmarks.gpu.smoke {_HERE}", minutes=2),
-    "tests": Part("pytest tests/gpu -m gpu -q -p no:cacheprovider", None, minutes=2),
+PARTS: dict[str, Part] = {  # The parts, in the order of their worth for their time.
+    "smoke": Part(f"{_TESTS}/test_service.py", None, minutes=2),
+    "tests": Part(f"{_TESTS}/test_cuda.py", None, minutes=2),
     "device-small": Part(f"{_DEVICE} tail 'ResNet-18, 28' 'ResNet-50, 32' 'VGG-16, 32' 'WRN-28-10, 32'", "--quick"),
     "device-large": Part(f"{_DEVICE} 'ResNet-18, 224' 'ResNet-50, 224' 'VGG-16, 224'", "--quick", minutes=6),
     "serving-photographs": Part(
@@ -58,8 +56,6 @@ PARTS: dict[str, Part] = {
         f"{_FEWER} --untrained torchvision:resnet18",
     ),
     "serving-digits": Part(f"{_PEERS} --out {{out}}/serving-digits --cases compute-bound", _FEWER),
-    "fit": Part(f"benchmarks.gpu.fit {_HERE} --images 20000", "--images 200 --size 64"),
-    "fit-two": Part(f"benchmarks.gpu.fit {_HERE} --images 4000 --processes 2", "--images 200 --size 64", minutes=3),
     "paper-resnet18": Part(f"{_CASE} resnet18", "--scale smoke --epochs 1", minutes=8),
     "paper-sn": Part(f"{_CASE} sn", "--scale smoke --epochs 1", minutes=8),
     "paper-vgg16": Part(f"{_CASE} vgg16", "--scale smoke --epochs 1", minutes=8),
@@ -69,7 +65,6 @@ PARTS: dict[str, Part] = {
         minutes=8,
     ),
 }
-"""The parts, in the order of their worth for their time."""
 
 
 def run(name: str, device: str, out: Path, data: Path | None, minutes: float) -> str:
@@ -87,7 +82,6 @@ def run(name: str, device: str, out: Path, data: Path | None, minutes: float) ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run parts; return 1 if one failed."""
     cli = plain_parser(__doc__)
     cli.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all)")
     cli.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

