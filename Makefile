@@ -52,10 +52,10 @@ FUZZED := decode multipart v2 grpc onnx
 
 nightly: $(VENV)/.dev           ## the slow tests too, with random examples; ten minutes of fuzzing each where atheris is installed
 	$(BIN)/pytest -m "not gpu" --hypothesis-profile nightly
-	for target in $(FUZZED); do $(BIN)/python -m tests.attacks.fuzz $$target --seconds 600 || exit 1; done
+	for target in $(FUZZED); do $(BIN)/python -m tools.fuzz $$target --seconds 600 || exit 1; done
 
 attack: $(VENV)/.dev            ## what an attack found once, against a service that runs now: a table
-	PSC_BACKEND=folded $(BIN)/python -m tests.attacks.run
+	PSC_BACKEND=folded $(BIN)/python -m tools.attack
 
 # Of the versions in requirements.lock.  The tools have an environment of their own: they are no part of the project.
 audit: $(VENV)/.audit           ## known vulnerabilities, which PyPI is asked for
@@ -68,7 +68,7 @@ sbom: $(VENV)/.audit            ## a bill of materials in CycloneDX's format, ou
 MINUTES ?= 30
 
 soak: $(VENV)/.dev              ## mixed requests, clients that leave and reloads for MINUTES: what is lost, what grows
-	$(BIN)/python -m tests.attacks.soak --minutes $(MINUTES)
+	$(BIN)/python -m tools.soak --minutes $(MINUTES)
 
 PAPER := ddu_case_study collapse_figure projection_table cifar10_uq
 

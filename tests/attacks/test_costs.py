@@ -25,9 +25,9 @@ from app.grpc.methods import parsed, tensor_of
 from app.http.body import UploadLimits, read_images
 from app.http.v2 import images_of, parse_request
 from psc_core.errors import PSCError
-from tests.attacks.over_grpc import PARAMETER
-from tests.attacks.over_grpc import nested as content
 from tests.conftest import ROOT
+from tools.attack_grpc import PARAMETER
+from tools.attack_grpc import nested as content
 
 SECONDS: Final = 0.5
 SECONDS_A_BYTE: Final = 20e-6

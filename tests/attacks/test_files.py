@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save
 from psc_core import PSC
 from psc_core.bundle import PARTS, read_bundle
 from psc_core.errors import BundleError
-from tests.attacks import forge
+from tools import forge
 
 needs_unix = pytest.mark.skipif(sys.platform == "win32", reason="no such files")
 

@@ -1,4 +1,4 @@
-"""Random damage to a real bundle with valid digests: rejected with a PSCError, or its predictions are finite."""
+"""Random damage: to a real bundle with valid digests, and to the seeds of the fuzzed parsers, without atheris."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from psc_core import PSC, load_model
 from psc_core.bundle import PARTS
 from psc_core.errors import PSCError
-from tests.attacks import forge
+from tools import forge
+from tools.fuzz import decode, grpc, multipart, onnx, v2
 
 NO_DEADLINE = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
@@ -127,3 +129,15 @@ def test_one_changed_byte_of_the_manifest(victim: tuple[Path, dict[str, Any]], w
     text[int(where * len(text))] = byte
     (bundle / "manifest.json").write_bytes(bytes(text))
     rejected_or_finite(bundle)
+
+
+@pytest.mark.parametrize("target", [decode, grpc, multipart, onnx, v2], ids=lambda target: target.__name__)
+def test_damaged_seeds_of_the_fuzzer(target: ModuleType) -> None:
+    for seed in target.SEEDS:
+        target.check(seed)
+
+    @given(st.sampled_from(target.SEEDS), st.integers(0, 400), st.binary(max_size=6), st.integers(0, 6))
+    def damaged(seed: bytes, at: int, put: bytes, dropped: int) -> None:
+        target.check(seed[:at] + put + seed[at + dropped :])
+
+    damaged()

@@ -14,7 +14,7 @@ import pytest
 from psc_core import PSC
 from psc_core.bundle import MAX_MANIFEST_BYTES, read_bundle
 from psc_core.errors import BundleError
-from tests.attacks import forge
+from tools import forge
 
 LONGEST_S = 5.0
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from tests.attacks import forge
+from tools import forge
 
 pytest.importorskip("resource")
 

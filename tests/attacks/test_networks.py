@@ -12,7 +12,7 @@ import torch
 
 from psc_core import PSC, load_network
 from psc_core.errors import BundleError, NetworkError
-from tests.attacks import forge
+from tools import forge
 
 MARK = Path("pwned")
 

@@ -17,7 +17,7 @@ import torch
 from psc_core import PSC
 from psc_core.bundle import PARTS, check_target, read_bundle, write_bundle
 from psc_core.errors import BundleError, UsageError
-from tests.attacks import forge
+from tools import forge
 
 ALLOW = ("tests.tiny:network",)
 

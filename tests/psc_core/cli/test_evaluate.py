@@ -15,9 +15,9 @@ from psc_core import open_dataset
 from psc_core.cli import evaluate as cli_eval
 from psc_core.images.preprocess import PRESETS
 from tests import folders
-from tests.attacks import forge
 from tests.conftest import TinyJob
 from tests.psc_core.cli.support import run
+from tools import forge
 
 
 def test_eval_writes_its_report(tiny_job, tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]

@@ -15,7 +15,7 @@ from psc_core import PSC
 from psc_core import pipeline as restore
 from psc_core.bundle import PARTS
 from psc_core.errors import BundleError
-from tests.attacks.forge import ALLOW, assign, edit_part
+from tools.forge import ALLOW, assign, edit_part
 
 
 @pytest.fixture

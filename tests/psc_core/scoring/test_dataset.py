@@ -11,7 +11,7 @@ import torch
 from psc_core import PSC, open_dataset
 from psc_core.errors import UsageError
 from psc_core.scoring import dataset_outputs
-from tests.attacks.forge import ALLOW
+from tools.forge import ALLOW
 
 
 def test_outputs_are_those_of_predict(tiny_bundle: Path, data_root: Path) -> None:

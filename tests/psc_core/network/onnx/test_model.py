@@ -19,7 +19,7 @@ from psc_core.errors import NetworkError
 from psc_core.network import onnx_check as model_module
 from psc_core.network.onnx import MAX_SESSIONS, keep_from_compiler, restore_body
 from psc_core.network.onnx_check import parse_model
-from tests.attacks.fuzz.onnx import SIZE, edited, graph
+from tools.fuzz.onnx import SIZE, edited, graph
 
 good = cache(graph)
 

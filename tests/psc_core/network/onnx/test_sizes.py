@@ -14,7 +14,7 @@ from onnx.reference import ReferenceEvaluator
 from psc_core.errors import NetworkError
 from psc_core.network.onnx import restore_body
 from psc_core.network.onnx_check import check_model, parse_model, sizes_of
-from tests.attacks.fuzz.onnx import SIZE, edited
+from tools.fuzz.onnx import SIZE, edited
 
 
 def grown(model: onnx.ModelProto) -> None:

@@ -1,7 +1,8 @@
 """``make attack``: what an attack found once, against a service that runs now, as a table.
 
+    python -m tools.attack [WORD …]    # only the cases whose names have one of the words
+
 Each case is a function of the service's URL that gives what it saw in a few words, and whether that is what is wanted.
-The same is asserted, piece by piece, in the tests that the table names.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import httpx
 
-from tests.attacks import drain, over_files, over_grpc, over_memory
-from tests.attacks.started import EXAMPLE, LIMIT_MIB, STALL_SECONDS, Seen, is_ready, longest_stall, service
 from tests.conftest import ROOT, SHIPPED_BUNDLE
+from tests.served import serve
+from tools import attack_files, attack_grpc, attack_memory, forge
+from tools.kill import CLIENTS, drain, kill
+from tools.service import EXAMPLE, LIMIT_MIB, STALL_SECONDS, Seen, is_ready, longest_stall, service
 
 JSON = {"content-type": "application/json"}
 
@@ -63,7 +66,7 @@ def memory_given_back(_url: str) -> Seen:
 
 def sigterm(_url: str) -> Seen:
     """Of a service that 16 clients send to, five times."""
-    seen = [drain.drain() for _ in range(5)]
+    seen = [drain() for _ in range(5)]
     lost = sum(sum(each.lost.values()) for each in seen)
     return Seen(f"{lost} of {sum(each.answered for each in seen)} requests lost", lost == 0)
 
@@ -224,7 +227,6 @@ def loose_manifests(_url: str) -> Seen:
 
     from psc_core.bundle import read_bundle
     from psc_core.errors import BundleError
-    from tests.attacks import forge
 
     refused = 0
     for version in (True, 4.0):
@@ -314,9 +316,6 @@ def no_descriptors(_url: str) -> Seen:
 
 
 def killed_worker(_url: str) -> Seen:
-    from tests.attacks.kill import CLIENTS, kill
-    from tests.served import serve
-
     with serve(f"--bundle={SHIPPED_BUNDLE}", "--workers=2") as server:
         seen = kill(server)
     now = f"{seen.lost} requests lost, {seen.meanwhile} answered meanwhile, none for {seen.longest_gap_s:.2f} s at most"
@@ -325,8 +324,6 @@ def killed_worker(_url: str) -> Seen:
 
 def large_input(_url: str) -> Seen:
     import shutil
-
-    from tests.attacks import forge
 
     with tempfile.TemporaryDirectory() as folder:
         bundle = Path(shutil.copytree(SHIPPED_BUNDLE, Path(folder) / "bundle"))
@@ -368,29 +365,29 @@ CASES = (
     Case("200 connections with 96 file descriptors", no_descriptors),
     Case("SIGKILL of one of two workers, 8 clients", killed_worker),
     Case("a bundle edited to a 2048² input", large_input),
-    Case("gRPC: 10 million empty outputs", over_grpc.empty_outputs),
-    Case("gRPC: 400,000 empty outputs", over_grpc.few_empty_outputs),
-    Case("gRPC: 3 million parameters, 4 at once", over_grpc.parameters),
-    Case("gRPC: 4 million pixels one by one, 4 at once", over_grpc.numbers_one_by_one),
-    Case("gRPC: 16 calls of each method that send nothing", over_grpc.silent_streams),
-    Case("32 clients with photographs, 1,400 MiB", over_memory.photographs),
-    Case("the same, five sixths of the memory taken before", over_memory.nearly_full),
-    Case("the kernel kills it for its neighbours' memory, 8 clients", over_memory.killed),
-    Case("a pipe as the cached network, a shared folder", over_files.cache),
-    Case("psc-score: a pipe, /dev/zero, a sparse file of 40 GB", over_files.hostile_folder),
-    Case("psc-fit: classes of mathematics, HTML and escapes", over_files.class_names),
+    Case("gRPC: 10 million empty outputs", attack_grpc.empty_outputs),
+    Case("gRPC: 400,000 empty outputs", attack_grpc.few_empty_outputs),
+    Case("gRPC: 3 million parameters, 4 at once", attack_grpc.parameters),
+    Case("gRPC: 4 million pixels one by one, 4 at once", attack_grpc.numbers_one_by_one),
+    Case("gRPC: 16 calls of each method that send nothing", attack_grpc.silent_streams),
+    Case("32 clients with photographs, 1,400 MiB", attack_memory.photographs),
+    Case("the same, five sixths of the memory taken before", attack_memory.nearly_full),
+    Case("the kernel kills it for its neighbours' memory, 8 clients", attack_memory.killed),
+    Case("a pipe as the cached network, a shared folder", attack_files.cache),
+    Case("psc-score: a pipe, /dev/zero, a sparse file of 40 GB", attack_files.hostile_folder),
+    Case("psc-fit: classes of mathematics, HTML and escapes", attack_files.class_names),
     Case("SIGTERM with 16 clients, 5 times", sigterm),
     Case("the example, after all of these", still_answers),
 )
 
 
-def main() -> int:
+def main(words: Sequence[str] = ()) -> int:
     """Print the table; 1 when something is not as wanted."""
     failed = 0
     print("| attack | seen | |\n| --- | --- | --- |")
     with service("--cors-origins", "https://good.example") as started:
         idle = started.resident_bytes()
-        for case in CASES:
+        for case in (case for case in CASES if not words or any(word in case.name for word in words)):
             failed += _show(case.name, case.attack(started.url))
         peak = started.peak_bytes()
     limit = f" of {LIMIT_MIB}" if started.is_limited else ""
@@ -405,4 +402,4 @@ def _show(name: str, seen: Seen) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""``python -m tests.attacks.fuzz decode``: coverage-guided fuzzing of one target for ``--seconds``.
+"""``python -m tools.fuzz decode``: coverage-guided fuzzing of one target for ``--seconds``.
 
 A target is a module of this folder with ``SEEDS`` and ``check(data)``, which raises when something is wrong with what
 became of the data.  Inputs that reached something new are kept in ``out/fuzz`` for the next time, beside any that
@@ -33,7 +33,7 @@ MEMORY_MIB: Final = 4096
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fuzz; libFuzzer ends the process, with another code than 0 after a failure."""
-    parser = argparse.ArgumentParser(prog="python -m tests.attacks.fuzz", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.fuzz", description=__doc__)
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("--seconds", type=int, default=600)
     options = parser.parse_args(arguments)
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import atheris
 
     with atheris.instrument_imports(include=INSTRUMENTED):
-        target = importlib.import_module(f"tests.attacks.fuzz.{options.target}")
+        target = importlib.import_module(f"tools.fuzz.{options.target}")
     corpus = ROOT / "out" / "fuzz" / options.target
     corpus.mkdir(parents=True, exist_ok=True)
     for seed in target.SEEDS:

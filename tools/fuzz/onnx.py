@@ -24,7 +24,7 @@ MODEST_OPERATIONS: Final = 1 << 24
 """A graph that takes more for an image is checked only."""
 
 
-def graph(*middle: object, **constants: object) -> bytes:
+def graph(*middle: onnx.NodeProto, **constants: object) -> bytes:
     """Features of one layer and logits, with other operations between."""
     values = {
         "weights": np.ones((4, 1, 3, 3), np.float32),

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from PIL import Image
 
-from tests.attacks.started import Seen, service
 from tests.conftest import ROOT, SHIPPED_BUNDLE
 from tests.psc_core.scoring.support import rows_of, write_hostile
+from tools.service import Seen, service
 
 NAMES = (r"$\frac{1}{0$", "<script>alert(1)<b>", "# Heading\x1b[31m")
 IMAGES = 30

@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 from PIL import Image
 
-from tests.attacks.started import EXAMPLE, Seen, is_ready, service
+from tools.service import EXAMPLE, Seen, is_ready, service
 
 CLIENTS = 32
 FEW = 8

@@ -26,7 +26,7 @@ _FILES: Final[dict[str, Any]] = {"name": "encoded_images", "datatype": "BYTES", 
 
 
 def _message(method: int, **members: Any) -> bytes:
-    return bytes([method]) + METHODS[NAMES[method]][0](**members).SerializeToString()
+    return bytes([method]) + bytes(METHODS[NAMES[method]][0](**members).SerializeToString())
 
 
 SEEDS: Final = [

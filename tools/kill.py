@@ -1,7 +1,8 @@
-"""SIGKILL of one of two workers under load: what is lost, how long nobody answers, when there are two again."""
+"""SIGKILL of one of two workers under load, and SIGTERM of a service: what is lost, how long nobody answers."""
 
 from __future__ import annotations
 
+import collections
 import os
 import signal
 import sys
@@ -12,29 +13,22 @@ from typing import NamedTuple
 
 import httpx
 
-from tests.attacks.started import EXAMPLE
 from tests.conftest import SHIPPED_BUNDLE
 from tests.served import Server, serve
+from tools.service import EXAMPLE
 
 CLIENTS = 8
+DRAINED_CLIENTS = 16
 
 
 class Killed(NamedTuple):
-    """What one SIGKILL did.
+    """What one SIGKILL did."""
 
-    Attributes:
-        lost: Requests without an answer; each client has one at a time.
-        wrong: Answers that are not 200 with the right label.
-        meanwhile: Answers until there were two workers again.
-        longest_gap_s: Between two answers of that time.
-        two_again_s: Until the new worker was ready.
-    """
-
-    lost: int
-    wrong: int
-    meanwhile: int
-    longest_gap_s: float
-    two_again_s: float
+    lost: int  # Requests without an answer; each client has one at a time.
+    wrong: int  # Answers that are not 200 with the right label.
+    meanwhile: int  # Answers until there were two workers again.
+    longest_gap_s: float  # Between two answers of that time.
+    two_again_s: float  # Until the new worker was ready.
 
 
 def kill(server: Server) -> Killed:
@@ -71,6 +65,41 @@ def kill(server: Server) -> Killed:
     meanwhile = [began, *(each for each in answers if began < each < began + two_again)]
     gap = max(later - earlier for earlier, later in pairwise(meanwhile))
     return Killed(len(lost), len(wrong), len(meanwhile) - 1, gap, two_again)
+
+
+class Drained(NamedTuple):
+    """What one SIGTERM did."""
+
+    answered: int  # Requests, before and after the signal.
+    lost: dict[str, int]  # Requests that were sent and got no answer, by error.
+    wrong: int  # Answers that are not 200.
+
+
+def drain(*flags: str) -> Drained:
+    """End a service that all clients send to; a client ends when its connection is refused."""
+    statuses: list[int] = []
+    lost: list[str] = []
+
+    def send() -> None:
+        with httpx.Client(base_url=server.url, timeout=60, headers={"content-type": "image/png"}) as client:
+            while True:
+                try:
+                    statuses.append(client.post("/predict", content=EXAMPLE).status_code)
+                except httpx.ConnectError:
+                    return
+                except httpx.TransportError as error:
+                    lost.append(repr(error))
+
+    with serve(f"--bundle={SHIPPED_BUNDLE}", *flags) as server:
+        threads = [threading.Thread(target=send) for _ in range(DRAINED_CLIENTS)]
+        for thread in threads:
+            thread.start()
+        server.until(lambda: len(statuses) > 10 * DRAINED_CLIENTS)
+        server.process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join()
+    wrong = sum(status != 200 for status in statuses)
+    return Drained(len(statuses), dict(collections.Counter(lost)), wrong)
 
 
 def main() -> int:

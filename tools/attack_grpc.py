@@ -12,8 +12,8 @@ import grpc
 
 from app.grpc.messages import METHODS, PREFIX
 from tests.app.grpc.support import free_port
-from tests.attacks.started import EXAMPLE, STALL_SECONDS, Seen, Started, longest_stall, service
 from tests.conftest import SHIPPED_BUNDLE
+from tools.service import EXAMPLE, STALL_SECONDS, Seen, Started, longest_stall, service
 
 LIMIT = "ulimit -d 8388608"
 """8 GiB of data, in the shell's units."""
