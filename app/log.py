@@ -37,6 +37,7 @@ from app.inference.decoder import EncodedImage
 from app.observability.metrics import Metrics
 from app.observability.tracing import begin_trace, current_trace
 from app.settings import Settings
+from psc_core.answers import BasePolicy
 from psc_core.log.erase import prune
 from psc_core.log.review import UnreviewedImages
 from psc_core.log.store import (
@@ -56,10 +57,7 @@ from psc_core.log.store import (
     rows_path,
 )
 from psc_core.model import FittedModel
-from psc_core.tasks.decide import BaseDecisions
-from psc_core.tasks.outputs import FloatArray, Outputs
-from psc_core.tasks.policy import BasePolicy
-from psc_core.tasks.task import Task
+from psc_core.tasks.base import BaseDecisions, FloatArray, Outputs, Task
 
 _SCALE: Final = 2.0**-53
 

@@ -44,15 +44,15 @@ from app.observability.drift import DriftMonitor
 from app.observability.metrics import Metrics
 from app.observability.recorder import ModelRecorder
 from app.settings import MAX_DECODE_THREADS, Settings
-from app.tasks.base import ServedTask, served_task
+from psc_core.answers import BasePolicy
 from psc_core.errors import BundleError, NetworkError, UsageError
 from psc_core.images.preprocess import Preprocess
+from psc_core.maps import map_document
 from psc_core.model import FittedModel, build_model
 from psc_core.network.onnx import OnnxBody
+from psc_core.pipeline import MAP
 from psc_core.settings import Backend
-from psc_core.tasks.decide import BaseDecisions, BaseThresholds
-from psc_core.tasks.outputs import FloatArray, Outputs
-from psc_core.tasks.policy import BasePolicy
+from psc_core.tasks.base import BaseDecisions, BaseThresholds, FloatArray, Outputs
 
 memory_logger = logging.getLogger("psc.models")
 
@@ -220,11 +220,6 @@ class ServedModel:
     log: ModelLog | None  # logs the predictions with their images; None if predictions are not logged
 
     @cached_property
-    def task(self) -> ServedTask[Any]:
-        """The model's task in service."""
-        return served_task(self.model.task)
-
-    @cached_property
     def identity(self) -> dict[str, Any]:
         """The members of every answer that identify the model and its task."""
         reference = {"name": self.name, "version": self.model.version, "layer": self.model.layer}
@@ -284,6 +279,25 @@ class ServedModel:
         if self.log is not None:
             self.log.predicted(images, outputs, decisions, thresholds.policy, is_monitored=monitor)
         return Predicted(outputs, decisions, result.explanation)
+
+
+def explained(model: FittedModel, explanation: Mapping[str, npt.NDArray[Any]]) -> list[dict[str, Any]]:
+    """Return each image's explanation, with the nearest training images and the map where the model has them.
+
+    Args:
+        model: The model that answered.
+        explanation: The arrays by name, whose first axis is the images.
+    """
+    documents = model.task.explanations(explanation, model.classes, model.head_layers)
+    thumbnails, layer_map = model.pipeline.thumbnails, model.pipeline.map
+    if thumbnails is not None:
+        nearest = zip(explanation["nearest_kept"], explanation["nearest_distance"], strict=True)
+        for document, (kept, distances) in zip(documents, nearest, strict=True):
+            document["nearest"] = thumbnails.documents(kept, distances, model.classes)
+    if layer_map is not None and MAP in explanation:
+        for document, grey in zip(documents, explanation[MAP], strict=True):
+            document["map"] = map_document(layer_map.layer, grey)
+    return documents
 
 
 class ModelStarter:

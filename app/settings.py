@@ -15,13 +15,18 @@ from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_va
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from app.settings_sources import ENV_PREFIX, Keys, Texts, check_environment, is_service_link, read_config
+from psc_core.answers import (
+    CLASSIFICATION_DECISIONS,
+    REGRESSION_DECISIONS,
+    Alpha,
+    AmbiguityThreshold,
+    BasePolicy,
+    Coverage,
+    MaxWidth,
+)
 from psc_core.errors import UsageError, fault
 from psc_core.images.decode import DEFAULT_MAX_PIXELS, PILLOW_MAX_PIXELS
 from psc_core.settings import Backend
-from psc_core.tasks import TASKS, module_of
-from psc_core.tasks.classification.policy import AmbiguityThreshold
-from psc_core.tasks.policy import Alpha, BasePolicy, Coverage
-from psc_core.tasks.regression.policy import MaxWidth
 
 BACKLOG: Final = 2048
 """The number of connections that may wait to be accepted."""
@@ -29,7 +34,7 @@ BACKLOG: Final = 2048
 
 _DECISIONS: Final = (
     "abstained",
-    *dict.fromkeys(name for task in TASKS for name in module_of(task, "psc_core.tasks.{}.answer").DECISIONS),
+    *dict.fromkeys((*REGRESSION_DECISIONS, *CLASSIFICATION_DECISIONS)),
 )
 """The decisions that ``log_images`` may name."""
 

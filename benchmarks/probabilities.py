@@ -20,13 +20,12 @@ from psc_core import metrics as classification
 from psc_core.compute import track_images
 from psc_core.data.dataset import ImageDataset
 from psc_core.evaluation.baselines import fit_temperature
+from psc_core.heads.base import ClassifierHead as Head
+from psc_core.heads.base import ClassifierOutput, Features, HeadJob
+from psc_core.heads.temperature import better_of, fit_temperature_head
 from psc_core.model import PSC
 from psc_core.numerics.matrix import as_matrix
-from psc_core.tasks.classification.fit.head import fit_head
-from psc_core.tasks.classification.fit.temperature import better_of, fit_temperature_head
-from psc_core.tasks.classification.heads.base import ClassifierHead as Head
-from psc_core.tasks.classification.heads.base import HeadOutput
-from psc_core.tasks.fit.task import Features, HeadJob
+from psc_core.tasks.classification import fit_head
 
 DIVISIONS = 5  # The number of random divisions of validation and test images together.
 
@@ -85,7 +84,7 @@ def qualities(run: Run, train: Examples, val: Examples, test: Examples) -> Json:
 @torch.inference_mode()
 def probabilities(run: Run, head: Head, test: Examples) -> Tensor:
     """Return the probabilities of a head for the test images, ``float64 (n, K)``."""
-    output: HeadOutput = head((test.logits if head.kind == "own" else test.head_input).to(run.device))
+    output: ClassifierOutput = head((test.logits if head.kind == "own" else test.head_input).to(run.device))
     return output.probabilities.double().cpu()
 
 

@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from psc_core.model import load_model as load_model
     from psc_core.network.load import load_network as load_network
     from psc_core.settings import FitSettings as FitSettings
-    from psc_core.tasks.classification.prediction import ClassificationPrediction as ClassificationPrediction
-    from psc_core.tasks.prediction import BasePrediction as BasePrediction
-    from psc_core.tasks.regression.prediction import RegressionPrediction as RegressionPrediction
+    from psc_core.tasks.base import BasePrediction as BasePrediction
+    from psc_core.tasks.classification import ClassificationPrediction as ClassificationPrediction
+    from psc_core.tasks.regression import RegressionPrediction as RegressionPrediction
     from psc_core.version import __version__ as __version__
 
 _MODULES = {
-    "BasePrediction": "tasks.prediction",
-    "ClassificationPrediction": "tasks.classification.prediction",
+    "BasePrediction": "tasks.base",
+    "ClassificationPrediction": "tasks.classification",
     "PRESETS": "images.preprocess",
     "PSC": "model",
     "PSCRegressor": "model",
     "FitSettings": "settings",
     "ImageDataset": "data.dataset",
     "Preprocess": "images.preprocess",
-    "RegressionPrediction": "tasks.regression.prediction",
+    "RegressionPrediction": "tasks.regression",
     "__version__": "version",
     "fit_projection": "fit",
     "fit_psc": "fit",

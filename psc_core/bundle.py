@@ -40,14 +40,14 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from psc_core.answers import BasePolicy
 from psc_core.errors import BundleError, UsageError, fault, shortened
 from psc_core.images.preprocess import Preprocess
 from psc_core.names import composed
 from psc_core.network import LIBRARIES
 from psc_core.settings import Precision
-from psc_core.tasks import TASKS
-from psc_core.tasks.policy import BasePolicy
-from psc_core.tasks.task import Agreement, Task, task_type, task_type_of
+from psc_core.tasks import TASKS, task_of_manifest
+from psc_core.tasks.base import Agreement, Task
 
 SCHEMA: Final = 5
 """The version of the bundle format, the only one that is written and read."""
@@ -272,7 +272,7 @@ def manifest_of(body: Any) -> Manifest:
     """
     if not isinstance(body, dict):
         return Manifest.model_validate(body)
-    found = task_type_of(body)
+    found = task_of_manifest(body)
     if found is None:
         name = body.get("task")
         if name not in TASKS:
@@ -280,7 +280,7 @@ def manifest_of(body: Any) -> Manifest:
                 f"expected field task to be one of {', '.join(TASKS)}, got {shortened(repr(name))}; use a newer "
                 "version of psc"
             )
-        named = task_type(name)
+        named = TASKS[name]
         raise BundleError(f"leave out the field task; a {named.noun} has the field {' and '.join(named.model_fields)}")
     return _manifest_type(found).model_validate_json(json.dumps(body | _meant(body.get("preprocess"))))
 

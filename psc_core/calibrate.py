@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from psc_core.answers import BasePolicy
 from psc_core.bundle import HISTORY
 from psc_core.compute import Compute, track_images
 from psc_core.conformal import check_rates, effective_count, equal_scores
@@ -28,13 +29,12 @@ from psc_core.errors import UsageError, warn
 from psc_core.fit_data import FitJob
 from psc_core.fit_parts import rounded
 from psc_core.gates import fit_gates, readings_of
+from psc_core.heads.base import Scored
 from psc_core.maps import LayerMap
 from psc_core.model import TRIAL_IMAGES, FittedModel
 from psc_core.pipeline import Pipeline, Scorer, ood_score_of
 from psc_core.settings import FitSettings, settings_where
-from psc_core.tasks.fit.task import Calibrated, TaskFit, task_fit
-from psc_core.tasks.head import Scored
-from psc_core.tasks.policy import BasePolicy
+from psc_core.tasks.base import Calibrated, Task
 from psc_core.thumbnails import Thumbnails
 from psc_core.version import __version__
 
@@ -64,14 +64,14 @@ def calibrate_scorer(
         selected = score_dataset(scorer, data.selection, compute, "selection").scores
         fitted_gates = fit_gates(gates, readings_of(gates, selected), readings_of(gates, scored.scores))
     ood_score, _ = ood_score_of(scored.scores, fitted_gates)
-    calibrated = data.task_fit.calibrate(scored, ood_score, data.calibration, job.settings)
+    calibrated = data.task_type.calibrate(scored, ood_score, data.calibration, job.settings)
     pipeline = Pipeline(scorer, calibrated.calibration.ood_scores, fitted_gates, layer_map, thumbnails)
     return pipeline, calibrated
 
 
 def calibrate_pipeline(
     pipeline: Pipeline,
-    fit: TaskFit,
+    task: type[Task],
     data: ImageDataset,
     settings: FitSettings,
     weights: Tensor | None = None,
@@ -84,7 +84,7 @@ def calibrate_pipeline(
 
     Args:
         pipeline: The pipeline of a fitted model.
-        fit: How models of its task are fitted.
+        task: The model's task.
         data: Images that nothing was chosen on.
         settings: The rates.
         weights: How many images each one stands for; None where each stands for itself.
@@ -95,7 +95,7 @@ def calibrate_pipeline(
         FitError: If scores are not finite.
     """
     images = len(data) if weights is None else effective_count(weights)
-    fit.check(settings.changed({"risk": None}) if or_higher else settings, images)
+    task.check(settings.changed({"risk": None}) if or_higher else settings, images)
     check_rates(images, alpha=settings.alpha, coverage=settings.coverage)
     scored = score_dataset(pipeline.scorer, data, settings.compute(), "calibration")
     gates = pipeline.gates
@@ -104,7 +104,7 @@ def calibrate_pipeline(
         readings = torch.stack([reading[equal_scores(reading, weights)] for reading in each])
         gates = gates.calibrated_on(readings)
     ood_score, _ = ood_score_of(scored.scores, gates)
-    calibrated = fit.calibrate(scored, ood_score, data, settings, weights, or_higher=or_higher)
+    calibrated = task.calibrate(scored, ood_score, data, settings, weights, or_higher=or_higher)
     scores = calibrated.calibration.ood_scores
     return pipeline.with_scorer(pipeline.scorer, scores=scores, gates=gates), calibrated
 
@@ -149,7 +149,7 @@ def warn_of_policy(policy: BasePolicy, metrics: Mapping[str, Any]) -> None:
         warn(policy.headline(metrics))
 
 
-def temper(pipeline: Pipeline, fit: TaskFit, data: ImageDataset, settings: FitSettings) -> Pipeline:
+def refit_temperature(pipeline: Pipeline, data: ImageDataset, settings: FitSettings) -> Pipeline:
     """Return a pipeline with a new temperature of its base predictions, chosen on images that do not calibrate.
 
     The gate ``confidence`` reads logits divided by the temperature; where that changes, the gates are fitted to the
@@ -157,7 +157,7 @@ def temper(pipeline: Pipeline, fit: TaskFit, data: ImageDataset, settings: FitSe
     """
     compute = settings.compute()
     scored = score_dataset(pipeline.scorer, data, compute, "temperature")
-    head = fit.temper(pipeline.scorer.head, scored, data)
+    head = pipeline.scorer.head.refit_temperature(scored.probabilities, data.first_labels())
     if head is pipeline.scorer.head:
         return pipeline
     scorer, gates = pipeline.scorer.with_head(head), pipeline.gates
@@ -173,7 +173,7 @@ def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:
     Raises:
         UsageError: If calibration does not read one of the changed settings, or it has another type.
     """
-    known = [*filter(task_fit(model.task.name).reads, settings_where(calibrates=True))]
+    known = [*filter(model.task.reads, settings_where(calibrates=True))]
     if unread := changes.keys() - {*known}:
         raise UsageError(
             f"calibration of a {model.task.noun} does not read {', '.join(sorted(unread))}; it takes {', '.join(known)}"

@@ -66,7 +66,8 @@ from psc_core.network.output import check_images, check_output, trial_images
 from psc_core.projection import FittedProjection, ProjectionReport, choose_ranks, fit_tucker
 from psc_core.scoring import check_read_by
 from psc_core.settings import HEAD_INPUTS, OOD_SCORES, PREDICTIONS, FitSettings, Stage, settings_where
-from psc_core.tasks.fit.task import one_of, task_fit
+from psc_core.tasks import task_named
+from psc_core.tasks.base import one_of
 from psc_core.thumbnails import check_thumbnail_count
 from psc_core.version import __version__
 
@@ -90,7 +91,7 @@ def collapse(net: nn.Module, job: FitJob) -> CollapseReport:
     """
     data, compute = job.data, job.compute
     compute.reducer.require(data.train)
-    return measure_layers(net, data.train, data.selection, job.settings, compute, data.task_fit.layer_quality)
+    return measure_layers(net, data.train, data.selection, job.settings, compute, data.task_type.layer_quality)
 
 
 @own_state()
@@ -106,7 +107,7 @@ def project(net: nn.Module, candidate: Candidate, job: FitJob) -> FittedProjecti
         NetworkError: If the network cannot be cut.
     """
     data, settings, compute = job.data, job.settings, job.compute
-    one_of("density", settings.density, tuple(DENSITIES), data.task_fit.task_type.noun)
+    one_of("density", settings.density, tuple(DENSITIES), data.task_type.noun)
     reads_z = DENSITIES[settings.density].reads == "z"
     compute.reducer.require(data.train)
     backbone = cut(net, candidate.layers, data.train, compute, keep_output=False)
@@ -121,7 +122,7 @@ def project(net: nn.Module, candidate: Candidate, job: FitJob) -> FittedProjecti
         compared = compare_positions(backbone, sized, pairs, job)
         kept = compute.reducer.first(fewest_positions(compared))
         choice = next(size for size in sizes if size.d_proj == kept)
-    if data.task_fit.averages_candidate(settings) and not reads_z:
+    if data.task_type.averages_candidate(settings) and not reads_z:
         choice = replace(choice, warning="")  # Head and density read besides z, or instead of it, what z gives up.
     projection = sized.largest.leading(choice.c_proj, choice.d_proj).cpu()
     return FittedProjection(projection, ProjectionReport.of(choice, sized, compared), candidate.layers)
@@ -135,14 +136,14 @@ def checked(settings: FitSettings, data: FitData) -> FitSettings:
             a rate.
     """
     temporary_folder()  # Before hours are spent on what is to be kept there.
-    fit = data.task_fit
-    settings = settings.of_task(fit.task_type.name, fit.task_type.heads)
+    task = data.task_type
+    settings = settings.of_task(task.name, task.heads)
     for option, allowed in (
-        ("predictions", PREDICTIONS), ("head_input", HEAD_INPUTS), ("head", tuple(fit.task_type.heads)),
+        ("predictions", PREDICTIONS), ("head_input", HEAD_INPUTS), ("head", tuple(task.heads)),
         ("density", tuple(DENSITIES)), ("ood_score", OOD_SCORES),
     ):  # fmt: skip
-        one_of(option, getattr(settings, option), allowed, fit.task_type.noun)
-    fit.check(settings, len(data.calibration))
+        one_of(option, getattr(settings, option), allowed, task.noun)
+    task.check(settings, len(data.calibration))
     data.check_rates(alpha=settings.alpha, coverage=settings.coverage)
     if settings.keep_examples is not None:
         check_thumbnail_count(settings.keep_examples, len(data.train.classes))
@@ -243,11 +244,11 @@ def fit(
     elif description.classes is None:
         train = _named_by(net, train)
     train = _in_order_of(net, train, are_given=description.classes is not None)
-    of_task = task_fit(task)
+    of_task = task_named(task)
     predicts = of_task.takes(train)
     if predicts:  # Before hours are spent on reading the others; otherwise the error comes below.
         images = trial_images(train.preprocess).to(compute.device)
-        outputs = of_task.task(train).network_outputs(train.classes)
+        outputs = of_task.of_images(train).network_outputs(train.classes)
         try:
             check_output(net.to(compute.device), images[:1], outputs, name=type(net).__name__)
         except NetworkError as error:
@@ -284,10 +285,12 @@ def calibrate_on(model: FittedModel, loader: Any, **changes: Any) -> FittedModel
     as_fitted = LoaderDescription(LoaderPreprocessing(model.preprocess), model.classes, model.task.number())
     data = opened(loader, "the calibration data", as_fitted).in_order(model.classes)
     check_read_by(model, data)
-    settings, fit = settings_of(model, changes), task_fit(model.task.name)
-    fit.check_same(model.task, model.classes, data)
+    settings = settings_of(model, changes)
+    model.task.check_images(model.classes, data)
     warn_of_repeated(data)
-    pipeline, calibrated = calibrate_pipeline(model.pipeline, fit, data, settings, or_higher="risk" not in changes)
+    pipeline, calibrated = calibrate_pipeline(
+        model.pipeline, type(model.task), data, settings, or_higher="risk" not in changes
+    )
     warn_of_policy(calibrated.policy, calibrated.metrics)
     count = len(data)
     entry = {"labels": count, "calibrated_on": count, "worth": count, "sha256": data.digest()}

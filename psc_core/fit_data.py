@@ -28,8 +28,8 @@ from psc_core.data.dataset import ImageDataset, balanced, drawn, split_validatio
 from psc_core.data.open import check_same
 from psc_core.errors import DataError, UsageError
 from psc_core.settings import FitSettings
-from psc_core.tasks.fit.task import FIRST_LOOK_IMAGES, FirstLook, TaskFit, task_fit, task_fit_for
-from psc_core.tasks.task import Task
+from psc_core.tasks import task_named, task_of_images
+from psc_core.tasks.base import FIRST_LOOK_IMAGES, FirstLook, Task
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class FitData:
     Attributes:
         train: The training images.
         val: All validation images.
-        task_fit: How models of the images' task are fitted.
+        task_type: What a model of these images predicts.
         seed: The seed that splits the validation images and draws training images.
         left_out: Numbers of training and of validation images left out because they cannot be decoded.
         is_split: False where the training images stand in for both halves.
@@ -47,7 +47,7 @@ class FitData:
 
     train: ImageDataset
     val: ImageDataset
-    task_fit: TaskFit
+    task_type: type[Task]
     seed: int
     left_out: tuple[int, int] = (0, 0)
     is_split: bool = True
@@ -76,19 +76,20 @@ class FitData:
                 different preprocessing.
             DataError: If classes or numbers differ between the two, or there are too few images.
         """
-        fit = task_fit_for(train) if task is None else task_fit(task)
-        if not fit.takes(train):
+        found = task_of_images(train) if task is None else task_named(task)
+        if not found.takes(train):
+            suits = task_of_images(train)
             raise UsageError(
-                f"{train.name} has {task_fit_for(train).describe_labels(train)}, which a {fit.task_type.noun} does not "
-                f"predict; the task of these images is {task_fit_for(train).task_type.name}: folders give classes, and "
-                "tables too where they hold names, or class indices that are opened with --task classification"
+                f"{train.name} has {suits.describe_labels(train)}, which a {found.noun} does not predict; the task of "
+                f"these images is {suits.name}: folders give classes, and tables too where they hold names, or class "
+                "indices that are opened with --task classification"
             )
         if train.target != val.target:
             raise DataError(
                 f"expected the same target for training and validation, got {train.target} and {val.target}"
             )
-        train, val = fit.labelled(train, val)
-        return cls(balanced(train, max_images, seed), val, fit, seed).checked()
+        train, val = found.labelled(train, val)
+        return cls(balanced(train, max_images, seed), val, found, seed).checked()
 
     @classmethod
     def without_validation(cls, train: ImageDataset, *, seed: int, max_images: int | None) -> FitData:
@@ -97,9 +98,9 @@ class FitData:
         Raises:
             DataError: If there are too few images.
         """
-        fit = task_fit_for(train)
-        train = balanced(fit.labelled(train, train)[0], max_images, seed)
-        return cls(train, train, fit, seed, is_split=False).checked()
+        found = task_of_images(train)
+        train = balanced(found.labelled(train, train)[0], max_images, seed)
+        return cls(train, train, found, seed, is_split=False).checked()
 
     def checked(self) -> FitData:
         """Return the same images, after checking that a fit can use them.
@@ -112,13 +113,13 @@ class FitData:
         check_preprocessing(self.train, self.val)
         check_classes(self.train, self.val)
         for half in self._halves:
-            self.task_fit.check_half(half)
+            self.task_type.check_half(half)
         return self
 
     @cached_property
     def task(self) -> Task:
         """The task of a model that is fitted to these images."""
-        return self.task_fit.task(self.train)
+        return self.task_type.of_images(self.train)
 
     @cached_property
     def _halves(self) -> tuple[ImageDataset, ImageDataset]:
@@ -239,4 +240,4 @@ class FitJob:
             only_readable(drawn(images, FIRST_LOOK_IMAGES, self.data.seed), max_bad_images)
             for images in (self.data.train, self.data.val)
         )
-        return self.data.task_fit.first_look(net, train, val, self.compute)
+        return self.data.task_type.first_look(net, train, val, self.compute)

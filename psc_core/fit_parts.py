@@ -79,12 +79,11 @@ from psc_core.bundle import layers_of
 from psc_core.collapse import Candidate
 from psc_core.compute import Compute, autocast, passes, track_images
 from psc_core.data.dataset import ImageDataset, drawn, stable_order
-from psc_core.density import DENSITIES
-from psc_core.density.base import Density
-from psc_core.density.fit.density import Examples, fit_density
+from psc_core.density import DENSITIES, Density, Examples, fit_density
 from psc_core.errors import FitError, NetworkError
 from psc_core.fit_data import FitData, FitJob
 from psc_core.gates import CONFIDENCE, DENSITY, KINDS_KEY, TEXTURE, GateChoice, fit_gates, readings_of, regret, vary
+from psc_core.heads.base import Features, Head, HeadJob
 from psc_core.images.preprocess import Pixels, Preprocess
 from psc_core.made_up import PATCHES, REAL, by_transform, made_up_batches, paste
 from psc_core.maps import MAX_CHANNELS, LayerMap, PositionMoments, fit_positions, grid_of, with_levels
@@ -95,8 +94,6 @@ from psc_core.network.output import check_network_output, output_width
 from psc_core.numerics.matrix import FeatureFile, FeatureMatrix, blocks, side_by_side, usable
 from psc_core.pipeline import Scorer, ScorerParts, average_positions
 from psc_core.projection import FittedProjection, Projection, ProjectionReport, SizedProjection
-from psc_core.tasks.fit.task import Features, HeadJob
-from psc_core.tasks.head import Head
 from psc_core.thumbnails import Thumbnails, kept_images, thumbnails_of
 
 Z: Final = ".z"
@@ -279,7 +276,7 @@ def choose_gates(
     Raises:
         FitError: If gates cannot be fitted to the readings.
     """
-    reads_confidence, reason = data.task_fit.confidence_gate(ambiguous=data.is_ambiguous)
+    reads_confidence, reason = data.task_type.confidence_gate(ambiguous=data.is_ambiguous)
     names: tuple[str, ...] = (DENSITY, CONFIDENCE) if reads_confidence else (DENSITY,)
     readings = made_up_readings(scorer, layers, textures, names, data, compute)
     energies = readings[REAL].get(CONFIDENCE)
@@ -505,7 +502,7 @@ def fit_parts(
     """
     data, settings, compute = job.data, job.settings, job.compute
     is_base = settings.predictions == "base"
-    is_asked = is_base or (settings.predictions == "auto" and data.task_fit.compares_network_output)
+    is_asked = is_base or (settings.predictions == "auto" and data.task_type.compares_network_output)
     layers = _layers(net, candidate, job)
     backbone = cut(net, layers.names, data.train, compute, keep_output=is_asked)
     outputs = data.task.network_outputs(data.train.classes)
@@ -562,7 +559,7 @@ def _fit_to_features(train: KeptFeatures, selection: KeptFeatures, job: FitJob) 
     ).to(device)
     kind = settings.head_of(data.task.heads)
     head_job = HeadJob(kind, train.features, selection.features, classes, settings.predictions, settings.seed, device)
-    head = data.task_fit.fit_head(head_job)
+    head = data.task_type.fit_head(head_job)
     textures = {
         layer: fit_density(train.examples(early, classes), kind=TEXTURE_DENSITY).to(device)
         for layer, early in train.texture.items()
@@ -580,7 +577,7 @@ def _layers(net: nn.Module, candidate: Candidate, job: FitJob) -> Layers:
     if with_gates or reads_layers:
         trial = trial_input(data.train.preprocess).to(device)
         early = tuple(early_layers(net.to(device), candidate.layers, trial))
-    beside_z = candidate.layers if data.task_fit.averages_candidate(settings) else ()
+    beside_z = candidate.layers if data.task_type.averages_candidate(settings) else ()
     return Layers(candidate.layers, early if reads_layers else beside_z, early if with_gates else ())
 
 

@@ -116,7 +116,7 @@ GATES: Final = (TEXTURE, DENSITY, CONFIDENCE)
 
 
 def readings_of(names: Sequence[str], scores: Mapping[str, Float[Tensor, " batch"]]) -> Float[Tensor, "batch gates"]:
-    """Return the readings of the gates ``names``, from the scores of a :class:`psc_core.tasks.head.Scored`."""
+    """Return the readings of the gates ``names``, from the scores of a :class:`psc_core.heads.base.Scored`."""
     readings = {DENSITY: -scores["log_density"]}
     if CONFIDENCE in names:
         readings[CONFIDENCE] = scores["energy"]

@@ -158,7 +158,7 @@ def box_of(grey: Grey) -> Box:
 
 
 def map_document(layer: str, grey: Grey) -> dict[str, Any]:
-    """Return the map of one image as the member :class:`psc_core.tasks.answer.ExplanationMap` of an answer."""
+    """Return the map of one image as the member :class:`psc_core.answers.ExplanationMap` of an answer."""
     return {"layer": layer, "png": as_base64(png_of(grey)), "box": box_of(grey)}
 
 

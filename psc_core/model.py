@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from psc_core.answers import UNNAMED, BasePolicy, ClassificationPolicy, RegressionPolicy, Target
 from psc_core.bundle import SCHEMA, Bundle, Manifest, read_bundle, write_bundle
 from psc_core.compute import own_state, resolve_device
 from psc_core.data.loaders import LoaderDescription
@@ -20,26 +21,16 @@ from psc_core.images.preprocess import MAKE_KNOWN, ImageLike, Inputs, Preprocess
 from psc_core.network.backbone import Backbone
 from psc_core.network.output import See, dependence, first_dependent, trial_images
 from psc_core.pipeline import NO_MAP, Pipeline, Scorer, ScorerParts, restore_modules, storable_backbone
-from psc_core.target import UNNAMED, Target
-from psc_core.tasks.calibration import BaseCalibration
-from psc_core.tasks.classification.calibration import Calibration
-from psc_core.tasks.classification.policy import ClassificationPolicy
-from psc_core.tasks.classification.task import Classification
-from psc_core.tasks.decide import BaseDecisions
-from psc_core.tasks.outputs import FloatArray, Matrix, Outputs
-from psc_core.tasks.policy import BasePolicy
-from psc_core.tasks.prediction import BasePrediction
-from psc_core.tasks.regression.calibration import Calibration as RegressionCalibration
-from psc_core.tasks.regression.policy import RegressionPolicy
-from psc_core.tasks.regression.task import Regression
-from psc_core.tasks.task import Task
+from psc_core.tasks.base import BaseCalibration, BaseDecisions, BasePrediction, FloatArray, Matrix, Outputs, Task
+from psc_core.tasks.classification import Calibration, Classification
+from psc_core.tasks.regression import Calibration as RegressionCalibration
+from psc_core.tasks.regression import Regression
 
 if TYPE_CHECKING:
     from psc_core.data.loaders import Statistic
-    from psc_core.tasks.classification.decide import Decisions
-    from psc_core.tasks.classification.prediction import ClassificationPrediction
-    from psc_core.tasks.regression.decide import Decisions as RegressionDecisions
-    from psc_core.tasks.regression.prediction import RegressionPrediction
+    from psc_core.tasks.classification import ClassificationPrediction, Decisions
+    from psc_core.tasks.regression import Decisions as RegressionDecisions
+    from psc_core.tasks.regression import RegressionPrediction
 
 
 logger = logging.getLogger("psc.model")
@@ -65,7 +56,7 @@ class FittedModel:
     A subclass for the models of one task only narrows the types.
     """
 
-    task_type: ClassVar[type[Task]] = Task
+    task_type: ClassVar[type[Task]] = Task  # type: ignore[type-abstract]
 
     task: Task  # what the model predicts
     pipeline: Pipeline = field(repr=False)  # from pixels to packed outputs, on its device

@@ -42,10 +42,11 @@ from torch import Tensor, nn
 from psc_core.bundle import Bundle, Manifest, MapSection, ThumbnailsSection
 from psc_core.compute import autocast
 from psc_core.conformal import check_rates, conformal_p_values
-from psc_core.density.base import Density, restore_density
+from psc_core.density import Density, restore_density
 from psc_core.errors import BundleError, NetworkError, PSCError, UsageError, of_this_machine, shortened
 from psc_core.fitted import restore
 from psc_core.gates import TEXTURE, Gates, readings_of
+from psc_core.heads.base import Head, Scored
 from psc_core.images.preprocess import Images, Inputs, Preprocess, standardise
 from psc_core.maps import MAX_POSITIONS, Grid, LayerMap, PositionDensity
 from psc_core.network.backbone import Backbone, FeaturesAndOutput, onnx_backbone, rebuild_backbone
@@ -54,9 +55,7 @@ from psc_core.network.load import need_no_folder
 from psc_core.network.onnx import INSTALLED, restore_body
 from psc_core.projection import Projection
 from psc_core.settings import BACKENDS, Backend, Precision
-from psc_core.tasks.calibration import BaseCalibration
-from psc_core.tasks.head import Head, Scored
-from psc_core.tasks.outputs import Outputs, pack
+from psc_core.tasks.base import BaseCalibration, Outputs, pack
 from psc_core.thumbnails import Nearest, Thumbnails
 
 if TYPE_CHECKING:
@@ -224,7 +223,7 @@ class Scorer(nn.Module):
 
 
 class Pipeline(nn.Module):
-    """Computes packed outputs (:mod:`psc_core.tasks.outputs`) from pixels, so that one copy brings them to the host.
+    """Computes packed outputs (:mod:`psc_core.tasks.base`) from pixels, so that one copy brings them to the host.
 
     Args:
         scorer: Everything that needs no calibration.

@@ -24,7 +24,7 @@ nothing; the output is an :class:`Extension`, the model's pipeline with extended
 calibrate, so none of them may extend anything.
 
 The density and that of an early layer see each of the m images as one more training image
-(:mod:`psc_core.density.fit.extend`), or as several equal ones: of a new camera there are few images, of the old one
+(:mod:`psc_core.density`), or as several equal ones: of a new camera there are few images, of the old one
 perhaps a million.  How many it stands for is chosen by AUROC on made-up images, as a fit chooses its gates
 (:mod:`psc_core.gates.fit.choice`): the audit images are real, and altered ones are out of distribution.  The number of
 :data:`TIMES` with the least regret is chosen, among those that lose at most :data:`LARGEST_LOSS` of AUROC on every
@@ -57,11 +57,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from psc_core.calibrate import calibrate_pipeline, settings_of, temper, with_calibration
+from psc_core.calibrate import calibrate_pipeline, refit_temperature, settings_of, with_calibration
 from psc_core.compute import Compute, track_images
 from psc_core.conformal import effective_count, thinned
 from psc_core.data.dataset import ImageDataset, labelled
-from psc_core.density.fit.extend import EXAMPLES, can_extend, extend_density
+from psc_core.density import EXAMPLES, can_extend, extend_density
 from psc_core.errors import UsageError
 from psc_core.gates import DENSITY, KINDS_KEY, Auroc, Gates, fit_gates, readings_of, regret
 from psc_core.images.preprocess import Pixels
@@ -85,7 +85,6 @@ from psc_core.model import FittedModel
 from psc_core.pipeline import Pipeline, Scorer
 from psc_core.scoring import dataset_outputs
 from psc_core.tables import aligned
-from psc_core.tasks.fit.task import task_fit
 
 REVIEWED: Final = 0.95
 """Fraction of a day's images, up to the last that counts, that must have a verdict."""
@@ -250,7 +249,7 @@ def _audit(log: Log, model: FittedModel, reviewed: Sequence[LoggedVerdict], days
 def _labelled(log: Log, model: FittedModel, images: Sequence[LoggedVerdict]) -> ImageDataset:
     """Return images whose verdict is a label, a class or a number, labelled with it."""
     said = [str(image.label) for image in images]
-    return task_fit(model.task.name).relabelled(model.task, _data(log, model, images), said)
+    return model.task.relabelled(_data(log, model, images), said)
 
 
 def _data(log: Log, model: FittedModel, images: Sequence[LoggedVerdict]) -> ImageDataset:
@@ -320,7 +319,7 @@ def seen_examples(model: FittedModel) -> int:
         UsageError: If the densities cannot be extended.
     """
     instead = "fit the bundle again with these images among the training images, or leave out --extend-density"
-    if why_not := task_fit(model.task.name).why_not_extended:
+    if why_not := model.task.why_not_extended:
         raise UsageError(f"{why_not}; {instead}")
     density = model.pipeline.scorer.density
     if not can_extend(type(density)):
@@ -447,9 +446,9 @@ def recalibrate_from_audit(
         DataError: If an image cannot be read.
         FitError: If scores are not finite.
     """
-    fit, settings = task_fit(model.task.name), settings_of(model, changes)
+    settings = settings_of(model, changes)
     lines, pipeline, calibrates, extension = [], model.pipeline, audit, None
-    if more is not None or fit.has_temperature(pipeline.scorer.head):
+    if more is not None or pipeline.scorer.head.has_temperature:
         chooses, rest = _split(audit)
         real = chooses.of_class.subset(thinned(chooses.weights).nonzero()[:, 0])
         if more is not None:
@@ -457,12 +456,12 @@ def recalibrate_from_audit(
             extension = extend(model, more, real, settings.compute())
             pipeline, calibrates = extension.pipeline, rest
             lines.append(extension.table())
-        if fit.has_temperature(pipeline.scorer.head) and len(real) >= FEWEST_TO_CHOOSE:
-            pipeline, calibrates = temper(pipeline, fit, real, settings), rest
+        if pipeline.scorer.head.has_temperature and len(real) >= FEWEST_TO_CHOOSE:
+            pipeline, calibrates = refit_temperature(pipeline, real, settings), rest
             before, now = (each.scorer.head.record["temperature"] for each in (model.pipeline, pipeline))
             lines.append(f"temperature {now:.3g}, before {before:.3g}, by {len(real)} images, which do not calibrate")
     pipeline, calibrated = calibrate_pipeline(
-        pipeline, fit, calibrates.of_class, settings, calibrates.weights, or_higher="risk" not in changes
+        pipeline, type(model.task), calibrates.of_class, settings, calibrates.weights, or_higher="risk" not in changes
     )
     entry = _entry(audit, calibrates, extension)
     found = with_calibration(model, pipeline, calibrated, calibrates.of_class, entry)

@@ -7,7 +7,7 @@ text file with one path a line.  Images are streamed: memory holds the names of 
 
 Write the outputs of scored images as columns, one file a part, in Parquet or JSON lines.
 
-The columns are ``item`` (the image's name), those of the model's task (:meth:`psc_core.tasks.task.Task.columns`), and
+The columns are ``item`` (the image's name), those of the model's task (:meth:`psc_core.tasks.base.Task.columns`), and
 ``error``, the reason why an image has no answer.  Either ``error`` or the columns of the task are null.
 
 Score images part by part, so that an interrupted run can continue and several processes can share the work.
@@ -46,9 +46,7 @@ from psc_core.images.preprocess import Images, read_image
 from psc_core.model import MAX_BATCH, FittedModel
 from psc_core.pipeline import NO_MAP
 from psc_core.settings import BATCH_IMAGES
-from psc_core.tasks.outputs import Outputs
-from psc_core.tasks.prediction import BasePrediction
-from psc_core.tasks.task import Task
+from psc_core.tasks.base import BasePrediction, Outputs, Task
 
 TABLE_FORMATS: Final = ("jsonl", "parquet")
 """The formats of the parts, the default first."""
@@ -196,7 +194,7 @@ def write(columns: Columns, types: Mapping[str, Any], file: Path) -> None:
 
     Args:
         columns: The columns of a part, from :func:`merge`.
-        types: The types of the task's columns, from :meth:`psc_core.tasks.task.Task.columns`.
+        types: The types of the task's columns, from :meth:`psc_core.tasks.base.Task.columns`.
         file: The file to write, ``.parquet`` or ``.jsonl``.
     """
     partial = file.with_suffix(".partial")

@@ -136,6 +136,12 @@ BACKENDS: Final[tuple[Backend, ...]] = get_args(Backend)
 EPSILON: Final = 0.2
 """The cutoff ε on NC1 below which a layer has collapsed, as in the paper."""
 
+HEAD_KINDS: Final = {"classification": ("laplace", "sngp", "duq"), "regression": ("blr", "dve")}
+"""The kinds of heads by task, the default first; named here so that a command line needs no torch to list them."""
+
+DENSITY_KINDS: Final = ("gda", "tied", "gda++", "mahalanobis++", "pooled++", "rmd")
+"""The kinds of densities."""
+
 PREDICTIONS: Final = ("auto", "psc", "base")
 """The sources of a model's predictions: the better of the two, the fitted head, or the network itself."""
 
@@ -155,7 +161,12 @@ class Stage(StrEnum):
 
 
 def _facts(
-    values: Range | None = None, *, stage: Stage | None = None, calibrates: bool = False, of_machine: bool = False
+    values: Range | None = None,
+    *,
+    stage: Stage | None = None,
+    calibrates: bool = False,
+    of_machine: bool = False,
+    owner: str | None = None,
 ) -> dict[str, Any]:
     """Return the metadata of a setting.
 
@@ -164,8 +175,9 @@ def _facts(
         stage: The only stage that reads it; None: several do.
         calibrates: Whether the calibration of a fitted model reads it too.
         of_machine: Whether it suits the machine; the command that fits an older bundle again leaves it out.
+        owner: The models that it is for, in words; None: all.
     """
-    return {"values": values, "stage": stage, "calibrates": calibrates, "of_machine": of_machine}
+    return {"values": values, "stage": stage, "calibrates": calibrates, "of_machine": of_machine, "owner": owner}
 
 
 @dataclass(frozen=True)
@@ -194,14 +206,18 @@ class FitSettings:
     density: str = "pooled++"
     pca: int | None = field(default=None, metadata=_facts(POSITIVE, stage=Stage.LAST))
     head: str | None = field(default=None, metadata=_facts(stage=Stage.LAST))  # None: the first of the task's heads
-    head_input: str = "both"
+    head_input: str = field(default="both", metadata=_facts(owner="a classifier"))
     predictions: str = field(default="auto", metadata=_facts(stage=Stage.LAST))
     alpha: float = field(default=0.05, metadata=_facts(FRACTION, stage=Stage.LAST, calibrates=True))
     coverage: float = field(default=0.95, metadata=_facts(FRACTION, stage=Stage.LAST, calibrates=True))
     # Of accepted images; None: the lowest of a few that can be shown.
-    risk: float | None = field(default=None, metadata=_facts(FRACTION, stage=Stage.LAST, calibrates=True))
+    risk: float | None = field(
+        default=None, metadata=_facts(FRACTION, stage=Stage.LAST, calibrates=True, owner="a classifier")
+    )
     # Of an interval, in the target's unit; None: no limit.
-    max_width: float | None = field(default=None, metadata=_facts(POSITIVE_NUMBER, stage=Stage.LAST, calibrates=True))
+    max_width: float | None = field(
+        default=None, metadata=_facts(POSITIVE_NUMBER, stage=Stage.LAST, calibrates=True, owner="a regression")
+    )
     ood_score: str = field(default="gates", metadata=_facts(stage=Stage.LAST))
     # Training images kept as thumbnails; None: none.
     keep_examples: int | None = field(default=None, metadata=_facts(POSITIVE, stage=Stage.LAST))
@@ -270,6 +286,11 @@ RANGES: Final[Mapping[str, Range]] = {
     each.name: each.metadata["values"] for each in fields(FitSettings) if each.metadata.get("values")
 }
 """The numbers that a setting may be, by its name; the flags of ``psc-fit`` have the same."""
+
+OWNERS: Final[Mapping[str, str]] = {
+    each.name: each.metadata["owner"] for each in fields(FitSettings) if each.metadata.get("owner")
+}
+"""The models that alone read a setting, in words, by its name."""
 
 _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
     "str": (str,), "int": (Integral,), "float": (Real,), "bool": (bool,), "None": (type(None),)

@@ -3,7 +3,7 @@
 Small pictures of training images that a bundle keeps, and the search for the nearest ones.
 
 With the coordinates ``w`` (P,) that the density gives an image, in which the pooled within-class covariance is the
-identity (:meth:`psc_core.density.base.Density.coordinates`), and the coordinates ``e_i`` of kept image i,
+identity (:meth:`psc_core.density.Density.coordinates`), and the coordinates ``e_i`` of kept image i,
 
     ``distance_i = ‖ w − e_i ‖``        in standard deviations within a class
 
@@ -155,7 +155,7 @@ class Thumbnails(nn.Module):
     def documents(
         self, nearest: npt.NDArray[Any], distances: npt.NDArray[Any], classes: Sequence[str]
     ) -> list[dict[str, Any]]:
-        """Return the kept images nearest to one image as :class:`psc_core.tasks.answer.KeptImage` members of an answer.
+        """Return the kept images nearest to one image as :class:`psc_core.answers.KeptImage` members of an answer.
 
         Args:
             nearest: The indices of the kept images (k,), from :meth:`forward`.

@@ -128,7 +128,7 @@ def angle_job(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Tiny
 def neighbours_bundle(angle_job: TinyJob) -> Path:
     """The same with the head ``dve``, which is fitted in few steps."""
     from psc_core.cli.fit import main
-    from psc_core.tasks.regression.fit import dve
+    from psc_core.heads import dve
 
     out = angle_job.folder / "neighbours"
     with pytest.MonkeyPatch.context() as patch:

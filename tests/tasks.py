@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from psc_core.target import Target
-from psc_core.tasks.classification import decide as classification
-from psc_core.tasks.classification.policy import ClassificationPolicy
-from psc_core.tasks.classification.task import Classification
-from psc_core.tasks.decide import BaseThresholds
-from psc_core.tasks.outputs import FloatArray, Outputs
-from psc_core.tasks.regression import decide as regression
-from psc_core.tasks.regression.policy import RegressionPolicy
-from psc_core.tasks.regression.task import Regression
-from psc_core.tasks.task import Task
+from psc_core.answers import ClassificationPolicy, RegressionPolicy, Target
+from psc_core.tasks import classification, regression
+from psc_core.tasks.base import BaseThresholds, FloatArray, Outputs, Task
+from psc_core.tasks.classification import Classification
+from psc_core.tasks.regression import Regression
 
 CLASSES = ("a", "b", "c")
 ONE_OF_EACH: dict[str, tuple[Task, BaseThresholds]] = {

@@ -14,12 +14,17 @@ from app.client.errors import (
     Unavailable,
 )
 from app.client.retry import Retry
-from psc_core.target import Target
-from psc_core.tasks.answer import ModelRef, Response
-from psc_core.tasks.classification.answer import ClassificationAnswer, ClassificationResponse
-from psc_core.tasks.classification.policy import ClassificationPolicy
-from psc_core.tasks.regression.answer import RegressionAnswer, RegressionResponse
-from psc_core.tasks.regression.policy import RegressionPolicy
+from psc_core.answers import (
+    ClassificationAnswer,
+    ClassificationPolicy,
+    ClassificationResponse,
+    ModelRef,
+    RegressionAnswer,
+    RegressionPolicy,
+    RegressionResponse,
+    Response,
+    Target,
+)
 
 __all__ = [
     "DEFAULT_URL",

@@ -29,12 +29,12 @@ from app.client import (
     Refused,
     ServerFailed,
 )
+from psc_core.answers import BaseAnswer, Response
 from psc_core.errors import ExitCode
 from psc_core.images import SUFFIXES
 from psc_core.images.files import files_below
 from psc_core.settings import positive, positive_number
 from psc_core.tables import aligned, print_any_text
-from psc_core.tasks.answer import BaseAnswer, Response
 from psc_core.version import __version__
 
 URL_VARIABLE = "PSC_CLIENT_URL"

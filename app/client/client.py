@@ -36,10 +36,8 @@ from app.client.errors import (
     Unavailable,
 )
 from app.client.retry import DEFAULT_RETRY, Retry, attempts
+from psc_core.answers import ClassificationResponse, RegressionResponse, Response, response_type
 from psc_core.errors import fault
-from psc_core.tasks.answer import Response, response_type
-from psc_core.tasks.classification.answer import ClassificationResponse
-from psc_core.tasks.regression.answer import RegressionResponse
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 _METHODS: Final = {ClassificationResponse: "predict", RegressionResponse: "predict_values"}

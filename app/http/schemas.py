@@ -1,4 +1,4 @@
-"""The documents of the HTTP interface other than predictions (:mod:`psc_core.tasks.answer`)."""
+"""The documents of the HTTP interface other than predictions (:mod:`psc_core.answers`)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, Field
 
-from psc_core.target import Target
-from psc_core.tasks.answer import Document
-from psc_core.tasks.policy import BasePolicy
-from psc_core.tasks.task import task_types
+from psc_core.answers import BasePolicy, Document, Target
+from psc_core.tasks import TASKS
 
 if TYPE_CHECKING:
     _AnyPolicy = BasePolicy
 else:
-    _AnyPolicy = Union[*(task.policy_type for task in task_types())]
+    _AnyPolicy = Union[*(task.policy_type for task in TASKS.values())]
 
 
 class ProblemDocument(BaseModel):

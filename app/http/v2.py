@@ -49,12 +49,12 @@ from app.inference.batcher import RequestMode
 from app.inference.decoder import EncodedImage
 from app.models import ServedModel
 from app.service import Service, service_of, service_to_predict
-from app.tasks.base import GATES_OUTPUT, Datatype, tensor_names
+from psc_core.answers import Alpha, Document
 from psc_core.errors import fault
 from psc_core.maps import LayerMap
 from psc_core.pipeline import MAP
-from psc_core.tasks.answer import Document
-from psc_core.tasks.policy import Alpha
+from psc_core.tasks import TASKS
+from psc_core.tasks.base import GATES_OUTPUT, Datatype
 from psc_core.version import __version__
 
 MAX_DIMENSIONS: Final = 8
@@ -62,7 +62,7 @@ MAX_DIMENSIONS: Final = 8
 
 Validation stops at the first fault, because building an error for each of many elements would be slow."""
 
-_NAMES: Final = (*tensor_names(), MAP)
+_NAMES: Final = (*dict.fromkeys(name for task in TASKS.values() for name in task.tensors), MAP)
 
 
 class ErrorDocument(Document):
@@ -560,7 +560,7 @@ async def infer_tensors(
         before, served = served, find_model(service, name, version)
         if served is before:  # Or a reload has swapped the model, whose input may have another size now.
             break
-    task, classes, gates = served.task, served.model.classes, served.model.gates
+    task, classes, gates = served.model.task, served.model.classes, served.model.gates
     as_binary = wanted.binary_outputs(output_names(served))
     unknown = [output for output in as_binary if output not in task.tensors and output != MAP]
     if unknown:
@@ -594,7 +594,7 @@ def output_names(served: ServedModel) -> tuple[str, ...]:
 
     A model without gates leaves out theirs, though a request may name it.
     """
-    return tuple(name for name in served.task.tensors if name != GATES_OUTPUT or served.model.gates)
+    return tuple(name for name in served.model.task.tensors if name != GATES_OUTPUT or served.model.gates)
 
 
 _ERRORS: Final = errors(400, 403, 404, 409, 422, 500, 503)
@@ -741,8 +741,8 @@ def metadata_of(served: ServedModel) -> ModelMetadata:
         outputs=[
             TensorMetadata(
                 name=name,
-                datatype=served.task.tensors[name],
-                shape=[-1, *served.task.tensor_shape(name, model.classes, model.gates)],
+                datatype=served.model.task.tensors[name],
+                shape=[-1, *served.model.task.tensor_shape(name, model.classes, model.gates)],
             )
             for name in output_names(served)
         ]

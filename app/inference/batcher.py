@@ -88,7 +88,7 @@ class Result:
     """The outputs that the device computed for some images.
 
     Attributes:
-        packed: ``float32 (n, S + K + G)`` outputs (:mod:`psc_core.tasks.outputs`).
+        packed: ``float32 (n, S + K + G)`` outputs (:mod:`psc_core.tasks.base`).
         explanation: The arrays of ``Pipeline.explain`` by name, whose first axis is the images; empty unless asked for.
     """
 

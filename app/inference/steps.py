@@ -24,7 +24,7 @@ from torch import Tensor
 from app.inference.batcher import DeviceBatch, Images, RequestMode, Result
 from psc_core.network.onnx import keep_from_compiler
 from psc_core.pipeline import MAP, Pipeline
-from psc_core.tasks.outputs import FloatArray
+from psc_core.tasks.base import FloatArray
 
 
 class TorchThreads(NamedTuple):

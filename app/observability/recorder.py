@@ -19,12 +19,10 @@ from prometheus_client import Gauge
 
 from app.observability.drift import DriftMonitor, DriftState
 from app.observability.metrics import Metrics, RepeatFilter
-from app.tasks.base import served_task
+from psc_core.answers import BasePolicy
 from psc_core.conformal import decision_p_value
 from psc_core.model import FittedModel
-from psc_core.tasks.decide import BaseDecisions
-from psc_core.tasks.outputs import FloatArray, Outputs
-from psc_core.tasks.policy import BasePolicy
+from psc_core.tasks.base import BaseDecisions, FloatArray, Outputs
 
 logger = logging.getLogger("psc.drift")
 
@@ -60,9 +58,8 @@ class ModelRecorder:
         drift: DriftMonitor,
     ) -> None:
         self._name = name
-        self._task = served_task(model.task)
         self._abstentions = model.task.abstentions
-        labels = self._task.metric_labels(model.classes)
+        labels = model.task.metric_labels(model.classes)
         self._labels = (*labels[:MAX_LABELS], *[OTHER] * (len(labels) - MAX_LABELS))
         self._outputs_of = model.outputs
         self._policy = policy
@@ -124,7 +121,7 @@ class ModelRecorder:
             return
         predictions, self._predictions = self._predictions, []
         name, metrics = self._name, self._metrics
-        n_by_class = np.bincount(np.concatenate([self._task.label_index(each) for _, each, _ in predictions]))
+        n_by_class = np.bincount(np.concatenate([each.label_index for _, each, _ in predictions]))
         for index in n_by_class.nonzero()[0].tolist():
             images = int(n_by_class[index])
             metrics.psc_predictions_total.labels(model=name, label=self._labels[index]).inc(images)

@@ -55,10 +55,9 @@ from benchmarks.device.timing import (
 from benchmarks.runs import RESULTS, Json, environment, plain_parser, write_json
 from psc_core.allocator import keep_freed_memory
 from psc_core.compute import resolve_device
+from psc_core.heads.base import Scored, entropy
 from psc_core.pipeline import Pipeline, average_positions
 from psc_core.settings import Precision
-from psc_core.tasks.classification.heads.base import entropy
-from psc_core.tasks.head import Scored
 
 PRECISIONS = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16")}
 MODES = {"cpu": ("eager",), "cuda": ("graph", "eager")}

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.runs import BUNDLE
-from psc_core.density.base import Density, restore_density
-from psc_core.density.gaussian import ClasswiseDensity, TiedDensity
+from psc_core.density import ClasswiseDensity, Density, TiedDensity, restore_density
+from psc_core.heads.base import entropy
+from psc_core.heads.laplace import LaplaceHead
 from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.model import PSC
 from psc_core.network.backbone import truncate
@@ -26,8 +27,6 @@ from psc_core.network.load import load_network
 from psc_core.pipeline import Pipeline, Scorer, ScorerParts
 from psc_core.projection import Projection
 from psc_core.settings import Precision
-from psc_core.tasks.classification.heads.base import entropy
-from psc_core.tasks.classification.heads.laplace import LaplaceHead
 
 MEMBERS = 5  # The number of networks in the ensemble.
 SAMPLES = 10  # The number of passes of Monte-Carlo dropout.

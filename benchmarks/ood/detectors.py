@@ -29,10 +29,10 @@ from psc_core.calibrate import calibrate_scorer, score_dataset
 from psc_core.data.dataset import ImageDataset
 from psc_core.evaluation.baselines import full_density
 from psc_core.fit_data import FitData, FitJob
+from psc_core.heads.base import entropy
 from psc_core.model import PSC
 from psc_core.pipeline import Pipeline
-from psc_core.tasks.classification.heads.base import entropy
-from psc_core.tasks.outputs import Outputs
+from psc_core.tasks.base import Outputs
 
 DEFAULT = "PSC"  # The title of ``psc-fit`` without options.
 

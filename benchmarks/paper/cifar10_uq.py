@@ -34,7 +34,7 @@ from benchmarks.probabilities import (
     quality,
 )
 from benchmarks.runs import Json, Run
-from psc_core.tasks.classification.heads.base import ClassifierHead as Head
+from psc_core.heads.base import ClassifierHead as Head
 
 NAME = "cifar10_uq"
 

@@ -30,9 +30,9 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.data.open import open_dataset
 from psc_core.density import DENSITIES
 from psc_core.evaluation.baselines import Baselines
-from psc_core.evaluation.classification import score_images
+from psc_core.evaluation.classification import ClassificationEvaluator
+from psc_core.heads.base import entropy
 from psc_core.model import PSC
-from psc_core.tasks.classification.heads.base import entropy
 
 NAME = "ddu_case_study"
 
@@ -151,7 +151,7 @@ def psc_row(run: Run, psc: PSC, trained: Trained) -> Json:
 def scores_of_psc(run: Run, psc: PSC, test: ImageDataset) -> Json:
     """Return the layer and the scores of a PSC."""
     batch, sets = fitting.compute_of(run).batch_images, test_sets(run, test)
-    scored = [score_images(psc, data, batch_images=batch) for data in sets]
+    scored = [ClassificationEvaluator().score_images(psc, data, batch_images=batch) for data in sets]
     found = [{"ood": each.ood["psc"], "entropy": each.entropy["psc"]} for each in scored]
     return {"layer": psc.layer, **row(sets[0], *found)}
 

@@ -29,7 +29,7 @@ from psc_core import metrics as ranking
 from psc_core import metrics as regression
 from psc_core.data.dataset import ArraySource, ImageDataset, split_validation
 from psc_core.data.open import open_dataset
-from psc_core.evaluation.regression import score_images
+from psc_core.evaluation.regression import RegressionEvaluator
 from psc_core.images.preprocess import PRESETS
 from psc_core.network.load import load_network
 
@@ -185,7 +185,7 @@ def mc_dropout(net: AngleNet, selection: ImageDataset) -> Method:
 def of_psc(model: PSCRegressor) -> Method:
 
     def forecast(data: ImageDataset) -> Forecast:
-        scored = score_images(model, data)
+        scored = RegressionEvaluator().score_images(model, data)
         half = scored.interval.diff(dim=1)[:, 0].double() / 2
         return Forecast(scored.mean.double(), scored.deviation.double(), half, scored.ood_score.double())
 

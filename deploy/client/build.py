@@ -22,16 +22,13 @@ MODULES = [
     "app.client.client",
     "app.client.errors",
     "app.client.retry",
-    "psc_core.settings",
+    "psc_core.answers",
     "psc_core.errors",
     "psc_core.images",
     "psc_core.images.files",
     "psc_core.names",
+    "psc_core.settings",
     "psc_core.tables",
-    "psc_core.target",
-    "psc_core.tasks",
-    "psc_core.tasks.answer",
-    "psc_core.tasks.policy",
     "psc_core.version",
 ]
 """Modules that every task needs; those of each task are its folder's ``answer`` and ``policy``."""
@@ -74,11 +71,9 @@ def source_of(module: str) -> Path:
 def build(out: Path) -> None:
     """Write the wheel into ``out``."""
     version = runpy.run_path(str(source_of("psc_core.version")))["__version__"]
-    tasks = runpy.run_path(str(source_of("psc_core.tasks")))["TASKS"]
-    of_tasks = [f"psc_core.tasks.{task}{part}" for task in tasks for part in ("", ".answer", ".policy")]
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "psc_client"
-        for module in (*MODULES, *of_tasks):
+        for module in MODULES:
             source, copy = source_of(module), Path(folder) / renamed(module).replace(".", "/")
             copy = copy / source.name if source.name == "__init__.py" else copy.with_suffix(".py")
             copy.parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,6 @@ from psc_core.cli import flags
 from psc_core.errors import UsageError
 from psc_core.report import FIGURES, PAGE
 from psc_core.settings import BATCH_IMAGES
-from psc_core.tasks import module_of
 
 if TYPE_CHECKING:
     from psc_core.data.dataset import ImageDataset
@@ -74,7 +73,9 @@ def evaluate(args: argparse.Namespace) -> None:
     bundle = read_bundle(args.bundle)
     model_class = model_class_of(bundle.manifest.task)
     model = model_class.from_bundle(bundle, device=args.device, allow_factories=args.allow_factories).probed()
-    task = module_of(model.task.name, "psc_core.evaluation.{}")
+    task = model.task.evaluator()
+    if all(given) and not task.has_baselines:
+        raise UsageError(f"a {model.task.noun} has no baselines; leave out --weights, --train and --val")
     id_data = task.open_images(model, args.id, target=args.target)
     check_images(model, id_data)
     for line in (*unread_files(id_data), *id_data.notes):
@@ -96,7 +97,9 @@ def evaluate(args: argparse.Namespace) -> None:
     if args.out:
         (args.out / "report.json").write_text(json.dumps(found.report.to_json(), indent=2) + "\n")
         (args.out / "report.md").write_text(found.report.to_markdown())
-        fitted = Content.load(args.bundle, model.task.name) if (args.bundle / FILE).exists() else Content(model.version)
+        fitted = (
+            Content.load(args.bundle, type(model.task)) if (args.bundle / FILE).exists() else Content(model.version)
+        )
         content = fitted.extended_by(collect_test(model, id_data, ood, found))
         print(f"report: {page.write(facts_of(bundle, content), args.out)}")
 

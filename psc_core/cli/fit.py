@@ -14,10 +14,17 @@ from typing import Any
 from psc_core import settings as arguments
 from psc_core.cli import flags, preprocessing
 from psc_core.data import MAX_BAD_IMAGES
-from psc_core.density import DENSITIES
 from psc_core.network import GRANULARITIES, LIBRARIES
-from psc_core.settings import HEAD_INPUTS, OOD_SCORES, PRECISIONS, PREDICTIONS, RANGES, FitSettings
-from psc_core.tasks import TASKS, module_of
+from psc_core.settings import (
+    DENSITY_KINDS,
+    HEAD_INPUTS,
+    HEAD_KINDS,
+    OOD_SCORES,
+    PRECISIONS,
+    PREDICTIONS,
+    RANGES,
+    FitSettings,
+)
 
 _Group = Any
 """A group of flags; argparse has no public name for it."""
@@ -90,14 +97,15 @@ def _add_bundle_flags(group: _Group) -> None:
 
 def _add_answer_flags(group: _Group) -> None:
     text = "prediction of the network: a class, even where a table holds class indices, or a number"
-    group.add_argument("--task", choices=TASKS[::-1], help=f"{text} (default: {FitSettings.task})")
+    group.add_argument("--task", choices=tuple(HEAD_KINDS), help=f"{text} (default: {FitSettings.task})")
     text = "psc: the head's; base: the network's own, scaled by a temperature; auto: the better on validation images"
     _add_choice(group, "--predictions", PREDICTIONS, text)
-    heads_of = {task: tuple(module_of(task, "psc_core.tasks.{}.heads").HEADS) for task in TASKS[::-1]}
-    nouns = {task: module_of(task, "psc_core.tasks.{}").NOUN for task in heads_of}
-    listed = "; ".join(f"for a {nouns[task]}: {', '.join(heads)}" for task, heads in heads_of.items())
-    text = f"model that predicts from the features; {listed}; laplace is the paper's (default: the first)"
-    group.add_argument("--head", choices=sum(heads_of.values(), ()), help=text)
+    for_classifier, for_regression = (", ".join(kinds) for kinds in HEAD_KINDS.values())
+    text = (
+        f"model that predicts from the features; for a classifier: {for_classifier}; for a regression: "
+        f"{for_regression}; laplace is the paper's (default: the first)"
+    )
+    group.add_argument("--head", choices=sum(HEAD_KINDS.values(), ()), help=text)
     _add_rate(group, "--alpha", "false-alarm rate of the OOD decision")
     _add_rate(group, "--coverage", "coverage of the prediction sets, or of the intervals of a regression")
     text = (
@@ -126,7 +134,7 @@ def _add_method_flags(group: _Group) -> None:
     _add_number(group, "--minimum-dim", "smallest product of --c-proj and --d-proj that auto considers")
     group.add_argument("--no-second-scaling", action="store_true", help="do not standardise z")
     text = "density that measures how typical an image is; gda is the paper's"
-    _add_choice(group, "--density", tuple(DENSITIES), text)
+    _add_choice(group, "--density", DENSITY_KINDS, text)
     _add_number(group, "--pca", "dimension that the density works in")
     text = (
         "input of a classifier's head: z and the layer's features averaged over positions, or z alone, as in the paper"

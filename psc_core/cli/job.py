@@ -57,7 +57,7 @@ from psc_core.report.collect import collect_fit
 from psc_core.report.content import Content
 from psc_core.report.facts import facts_about
 from psc_core.settings import FitSettings, key_values
-from psc_core.tasks.task import task_type
+from psc_core.tasks import TASKS
 from psc_core.version import __version__
 
 
@@ -170,7 +170,7 @@ class Job(FitJob):
         """Return the lines that say what is fitted to what."""
         train, val, notes = self.data.train, self.data.val, notes_of(self.network.net)
         lines = [
-            f"train: {train.name}, {len(train)} images, {self.data.task_fit.describe_labels(train)}; "
+            f"train: {train.name}, {len(train)} images, {self.data.task_type.describe_labels(train)}; "
             f"val: {val.name}, {len(val)} images",
             *unread_files(train),
             *unread_files(val),
@@ -223,7 +223,7 @@ def _stages_folder(out: Path) -> Path:
 def open_images(args: argparse.Namespace, described: Described) -> tuple[ImageDataset, ImageDataset, str]:
     """Open training and validation images, with the classes in the network's order, and how that was found."""
     preprocess = preprocessing.preprocess_from(args, described.preparation)
-    numbers = None if args.task is None else task_type(args.task).has_numbers
+    numbers = None if args.task is None else TASKS[args.task].has_numbers
     opened = partial(open_dataset, preprocess=preprocess, numbers=numbers, target=args.target, unit=args.unit)
     train, note = in_network_order(opened(args.train, split="train"), described.classes)
     return train, opened(args.val, split="val"), note

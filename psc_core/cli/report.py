@@ -39,7 +39,7 @@ def report(args: argparse.Namespace) -> None:
         flags.check_free(out, (PAGE, FIGURES))
     out.mkdir(parents=True, exist_ok=True)
     bundle = read_bundle(args.bundle)
-    facts = facts_of(bundle, Content.load(args.bundle, bundle.manifest.task.name))
+    facts = facts_of(bundle, Content.load(args.bundle, type(bundle.manifest.task)))
     print(facts.to_text())
     print(f"report: {page.write(facts, out)}")
 

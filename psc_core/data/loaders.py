@@ -33,6 +33,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Subset
 
+from psc_core.answers import UNNAMED, Target
 from psc_core.data.cache import FREE_FRACTION
 from psc_core.data.dataset import ImageDataset, TensorSource, check_labels, labelled, measured
 from psc_core.data.loader_warnings import (
@@ -48,7 +49,6 @@ from psc_core.errors import DataError, UsageError, listed
 from psc_core.images.described import as_preprocess
 from psc_core.images.preprocess import Preprocess, check_known, described, mode_of, read_image
 from psc_core.names import class_names, composed
-from psc_core.target import UNNAMED, Target
 
 Statistic = float | Sequence[float] | Tensor | npt.NDArray[Any]
 """The mean or the standard deviation of each channel, or one number for all channels."""

@@ -49,6 +49,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from psc_core.answers import Target
 from psc_core.data.dataset import (
     ArraySource,
     EncodedSource,
@@ -66,7 +67,6 @@ from psc_core.images.files import files_below, is_hidden, unread_below, unread_b
 from psc_core.images.preprocess import Preprocess
 from psc_core.names import composed
 from psc_core.tables import check_columns, is_number, number_marks, open_csv, parse_number
-from psc_core.target import Target
 
 SHOWN_CLASSES = 10
 """Maximum number of class names in an error message."""

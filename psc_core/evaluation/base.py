@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from psc_core import metrics as intervals
-from psc_core.compute import autocast
+from psc_core.compute import Compute, autocast
+from psc_core.data.dataset import ImageDataset
 from psc_core.images.preprocess import Images, Preprocess
 from psc_core.metrics import CountInterval, RateInterval
-from psc_core.settings import Precision
+from psc_core.model import FittedModel
+from psc_core.settings import BATCH_IMAGES, Precision
 
 PRIMARY: Final = "psc"
 """The name of the score by which the service decides, and of its predictor; all others are compared with it."""
@@ -99,3 +103,79 @@ class PlainNetwork:
         with autocast(images.device, self.precision):
             output: Tensor = self.net(inputs)
         return output.double()
+
+
+AnyModel = TypeVar("AnyModel", bound=FittedModel)
+AnyScored = TypeVar("AnyScored")  # what one pass keeps of the images of a data set
+AnyBaselines = TypeVar("AnyBaselines")
+
+
+class Evaluator(ABC, Generic[AnyModel, AnyScored, AnyBaselines]):
+    """How models of one task are measured; :meth:`.Task.evaluator` returns it."""
+
+    has_baselines: ClassVar[bool] = False  # whether psc-eval can fit other detectors to the same network
+
+    @abstractmethod
+    def open_images(
+        self, model: AnyModel, spec: str, *, split: str = "test", target: str | None = None
+    ) -> ImageDataset:
+        """Open labelled images.
+
+        Args:
+            model: The fitted model.
+            spec: The images.
+            split: One of :data:`psc_core.data.open.SPLITS`.
+            target: The column of a table with what the model predicts; None: the only one, or the model's.
+
+        Raises:
+            DataError: If the spec or the data set is invalid.
+            UsageError: If a table lacks the target.
+        """
+
+    def open_baselines(
+        self, model: AnyModel, weights: Path, train: ImageDataset, val: ImageDataset, *, batch_images: int
+    ) -> AnyBaselines:
+        """Fit the other detectors on the network that the model was cut from.
+
+        Args:
+            model: The fitted model.
+            weights: The checkpoint of the whole network.
+            train: The training images.
+            val: The validation images.
+            batch_images: Maximum number of images in a batch.
+
+        Raises:
+            DataError: If the data has other classes.
+            UsageError: If the network has no layer before its output, no name builds it from a checkpoint, or models
+                of the task have no baselines.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
+    def plain_network(self, net: nn.Module, data: ImageDataset, compute: Compute) -> AnyBaselines:
+        """Return the plain network as a baseline, on the device."""
+
+    @abstractmethod
+    def score_images(
+        self,
+        model: AnyModel,
+        data: ImageDataset,
+        baselines: AnyBaselines | None = None,
+        *,
+        batch_images: int = BATCH_IMAGES,
+    ) -> AnyScored:
+        """Send ``data`` once through the served path, and through the baselines.
+
+        Raises:
+            UsageError: If the data is read through another preprocessing than the model's.
+        """
+
+    @abstractmethod
+    def quality_of(self, scored: AnyScored, data: ImageDataset) -> dict[str, dict[str, float]]:
+        """Return the metrics by predictor; none for data that are not labelled with what the model predicts."""
+
+    @abstractmethod
+    def compare(
+        self, model: AnyModel, id_data: ImageDataset, inside: AnyScored, outside: Mapping[str, AnyScored]
+    ) -> Report:
+        """Return the report of scored images: ``inside`` for ``id_data``, ``outside`` for each OOD set."""

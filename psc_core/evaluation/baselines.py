@@ -1,7 +1,7 @@
 """Temperature scaling (Guo et al. 2017, equation 9) as it is commonly used: T alone minimises the validation NLL.
 
 Base predictions of a fitted model have another T, which has a prior and must gain more than its error
-(:func:`psc_core.tasks.classification.fit.posterior.choose_temperature`).
+(:func:`psc_core.heads.softmax.choose_temperature`).
 
 Detectors that people use instead of PSC, from one forward pass of the same network.
 
@@ -39,19 +39,16 @@ from torch.nn import functional
 
 from psc_core.compute import Compute, passes
 from psc_core.data.dataset import ImageDataset, drawn
-from psc_core.density import DENSITIES
-from psc_core.density.base import Density
-from psc_core.density.fit.density import Examples, fit_density
-from psc_core.density.gaussian import ClasswiseDensity
+from psc_core.density import DENSITIES, ClasswiseDensity, Density, Examples, fit_density
 from psc_core.errors import FitError, NetworkError
 from psc_core.evaluation.base import PlainNetwork
+from psc_core.heads.base import entropy
+from psc_core.heads.softmax import TEMPERATURES
 from psc_core.images.preprocess import Images, Preprocess
 from psc_core.network.backbone import Backbone, trial_input, truncate
 from psc_core.network.output import check_network_output
 from psc_core.numerics import linalg
 from psc_core.numerics.matrix import chunk_rows, usable
-from psc_core.tasks.classification.fit.posterior import TEMPERATURES
-from psc_core.tasks.classification.heads.base import entropy
 
 
 def fit_temperature(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> float:
@@ -201,7 +198,7 @@ def full_density(z: Float[Tensor, "n dim"], labels: Int[Tensor, " n"], *, num_cl
     """Fit a density with as many components of the features as memory allows.
 
     Every class has at least two labels; arguments and errors are those of
-    :func:`psc_core.density.fit.density.fit_density`.
+    :func:`psc_core.density.fit_density`.
     """
     inputs = functional.normalize(z) if DENSITIES[kind].unit_length else z
     mean = linalg.mean_of_rows(inputs)

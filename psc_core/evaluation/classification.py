@@ -37,8 +37,9 @@ from psc_core.conformal import tolerant_ceil
 from psc_core.data.dataset import Batch, ImageDataset
 from psc_core.data.open import check_same, is_table, open_dataset
 from psc_core.errors import UsageError
-from psc_core.evaluation.base import PRIMARY, ObservedRate, Report, observed_rate
+from psc_core.evaluation.base import PRIMARY, Evaluator, ObservedRate, Report, observed_rate
 from psc_core.evaluation.baselines import Baselines, PlainClassifier, fit_baselines
+from psc_core.heads.base import entropy
 from psc_core.metrics import (
     Difference,
     adaptive_ece,
@@ -58,8 +59,7 @@ from psc_core.network.load import bounded_size, load_network
 from psc_core.scoring import scored_batches
 from psc_core.settings import BATCH_IMAGES
 from psc_core.tables import aligned
-from psc_core.tasks.classification.decide import ACCEPT
-from psc_core.tasks.classification.heads.base import entropy
+from psc_core.tasks.classification import ACCEPT
 
 
 class Losses(NamedTuple):
@@ -450,49 +450,6 @@ class ScoredImages:
         )
 
 
-def open_images(model: PSC, spec: str, *, split: str = "test", target: str | None = None) -> ImageDataset:
-    """Open the labelled images that ``spec`` names, with the classes in the model's order.
-
-    Args:
-        model: The fitted model.
-        spec: The images.
-        split: One of :data:`psc_core.data.open.SPLITS`.
-        target: The column of a table that holds the classes; None if there is only one.
-
-    Raises:
-        DataError: If the spec or the data set is invalid.
-    """
-    target = target if is_table(spec) else None
-    data = open_dataset(spec, split=split, preprocess=model.preprocess, numbers=False, target=target)
-    return data.in_order(model.classes)
-
-
-def open_baselines(
-    model: PSC, weights: Path, train: ImageDataset, val: ImageDataset, *, batch_images: int = BATCH_IMAGES
-) -> Baselines:
-    """Fit the other detectors on the network that the model was cut from.
-
-    Args:
-        model: The fitted model.
-        weights: The checkpoint of the whole network.
-        train: The training images.
-        val: The validation images.
-        batch_images: Maximum number of images in a batch.
-
-    Raises:
-        DataError: If the data has other classes.
-        UsageError: If the network has no layer before its output, or no name builds it from a checkpoint.
-    """
-    net = _whole_network(model, weights)
-    for data in (train, val):
-        check_same(data, model.classes, "model's")
-    layers = list_layers(net, trial_input(model.preprocess))
-    penultimate = [layer.name for layer in layers if layer.role == "penultimate"]
-    if not penultimate:
-        raise UsageError(f"expected a network with a layer before its output for the baselines, {weights} has none")
-    return fit_baselines(net, penultimate[0], train, val, compute=Compute(model.device, batch_images=batch_images))
-
-
 def _whole_network(model: PSC, weights: Path) -> nn.Module:
     """Build the network that the model was cut from: by its name, or if a bundle has none from the file given to fit.
 
@@ -511,87 +468,6 @@ def _whole_network(model: PSC, weights: Path) -> nn.Module:
     )
 
 
-def plain_network(net: nn.Module, data: ImageDataset, compute: Compute) -> PlainClassifier:
-    """Return the plain network as a baseline, on the device."""
-    return PlainClassifier(net.to(compute.device), data.preprocess, compute.precision)
-
-
-@torch.inference_mode()
-def score_images(
-    model: PSC,
-    data: ImageDataset,
-    baselines: Baselines | PlainClassifier | None = None,
-    *,
-    batch_images: int = BATCH_IMAGES,
-) -> ScoredImages:
-    """Send ``data`` through the served path and the baselines once.
-
-    Raises:
-        UsageError: If the data is read through another preprocessing than the model's.
-    """
-    parts = []
-    labelled = data.classes == model.classes
-    for batch, images, packed in scored_batches(model, data, batch_images):
-        outputs, decisions = model.outputs(packed), model.decide(model.outputs(packed.numpy()))
-        scores = {PRIMARY: outputs["ood_score"], ENTROPY: outputs["predictive_entropy"]}
-        if model.predictions == "psc":
-            scores[EPISTEMIC] = outputs["epistemic"]
-        probabilities = {PRIMARY: outputs.probabilities}
-        if baselines is not None:
-            others = baselines.score(images)
-            scores |= others.scores
-            probabilities |= others.probabilities
-        sets, predicted = torch.from_numpy(decisions.prediction_set), outputs.probabilities.argmax(1)
-        first = batch.first_labels() if labelled else None
-        none = torch.empty(0, dtype=torch.bool)
-        parts.append(
-            ScoredImages(
-                ood={name: values.double().cpu() for name, values in scores.items()},
-                alarm=torch.from_numpy(decisions.is_ood),
-                accepted=torch.from_numpy(decisions.decision == ACCEPT),
-                entropy={name: entropy(p.double()).cpu() for name, p in probabilities.items()},
-                set_size=sets.sum(1),
-                predicted=predicted,
-                correct=none if first is None else predicted == first,
-                covered=none if first is None else sets.gather(1, first[:, None]).squeeze(1),
-                losses={name: losses_of(p.cpu(), batch) for name, p in probabilities.items()} if labelled else {},
-            )
-        )
-    return ScoredImages.joined(parts)
-
-
-def quality_of(scored: ScoredImages, data: ImageDataset) -> dict[str, dict[str, float]]:
-    """Return every metric of :data:`.losses.QUALITIES` by classifier; none for data of other classes."""
-    return {
-        name: {metric: compute(losses) for metric, (_, compute) in QUALITIES.items()}
-        for name, losses in scored.losses.items()
-    }
-
-
-def compare(
-    model: PSC, id_data: ImageDataset, inside: ScoredImages, outside: Mapping[str, ScoredImages]
-) -> ClassificationReport:
-    """Return the report of scored images: ``inside`` for ``id_data``, ``outside`` for each OOD set."""
-    alpha, calibration_images = model.policy.alpha, len(model.calibration)
-    return ClassificationReport(
-        model={"name": model.name, "version": model.version, "layer": model.layer},
-        id_name=id_data.name,
-        images=len(id_data),
-        examples=id_data.examples,
-        classification=quality_of(inside, id_data),
-        ood_images={name: len(scored.alarm) for name, scored in outside.items()},
-        separation={name: separation(inside.ood, scored.ood, alpha) for name, scored in outside.items()},
-        acceptance={name: acceptance(inside.ood, scored.ood, inside.correct) for name, scored in outside.items()},
-        flagged={name: float(scored.alarm.double().mean()) for name, scored in outside.items()},
-        false_alarms=observed_rate(inside.alarm, alpha, calibration_images),
-        misses=observed_rate(~inside.covered, 1 - model.policy.coverage, calibration_images),
-        accepted=int(inside.accepted.sum()),
-        accepted_wrong=int((inside.accepted & ~inside.correct).sum()),
-        mean_set_size=float(inside.set_size.double().mean()),
-        ambiguity=ambiguity(inside.entropy, id_data.groups),
-    )
-
-
 def ambiguity(entropies: Mapping[str, Tensor], groups: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the AUROC of each classifier's entropy for ambiguous against clean images; none unless there are both."""
     ambiguous = [positions for name, positions in groups.items() if name.startswith(AMBIGUOUS_PREFIX)]
@@ -602,3 +478,98 @@ def ambiguity(entropies: Mapping[str, Tensor], groups: Mapping[str, Tensor]) -> 
     if min(len(inside), len(outside)) == 0:
         return {}
     return {name: ranking.auroc(values[inside], values[outside]) for name, values in entropies.items()}
+
+
+class ClassificationEvaluator(Evaluator[PSC, ScoredImages, Baselines | PlainClassifier]):
+    """How a classifier is measured."""
+
+    has_baselines = True
+
+    def open_images(self, model: PSC, spec: str, *, split: str = "test", target: str | None = None) -> ImageDataset:
+        """Open labelled images, with the classes in the model's order."""
+        target = target if is_table(spec) else None
+        data = open_dataset(spec, split=split, preprocess=model.preprocess, numbers=False, target=target)
+        return data.in_order(model.classes)
+
+    def open_baselines(
+        self, model: PSC, weights: Path, train: ImageDataset, val: ImageDataset, *, batch_images: int = BATCH_IMAGES
+    ) -> Baselines:
+        net = _whole_network(model, weights)
+        for data in (train, val):
+            check_same(data, model.classes, "model's")
+        layers = list_layers(net, trial_input(model.preprocess))
+        penultimate = [layer.name for layer in layers if layer.role == "penultimate"]
+        if not penultimate:
+            raise UsageError(f"expected a network with a layer before its output for the baselines, {weights} has none")
+        return fit_baselines(net, penultimate[0], train, val, compute=Compute(model.device, batch_images=batch_images))
+
+    def plain_network(self, net: nn.Module, data: ImageDataset, compute: Compute) -> PlainClassifier:
+        return PlainClassifier(net.to(compute.device), data.preprocess, compute.precision)
+
+    @torch.inference_mode()
+    def score_images(
+        self,
+        model: PSC,
+        data: ImageDataset,
+        baselines: Baselines | PlainClassifier | None = None,
+        *,
+        batch_images: int = BATCH_IMAGES,
+    ) -> ScoredImages:
+        parts = []
+        labelled = data.classes == model.classes
+        for batch, images, packed in scored_batches(model, data, batch_images):
+            outputs, decisions = model.outputs(packed), model.decide(model.outputs(packed.numpy()))
+            scores = {PRIMARY: outputs["ood_score"], ENTROPY: outputs["predictive_entropy"]}
+            if model.predictions == "psc":
+                scores[EPISTEMIC] = outputs["epistemic"]
+            probabilities = {PRIMARY: outputs.probabilities}
+            if baselines is not None:
+                others = baselines.score(images)
+                scores |= others.scores
+                probabilities |= others.probabilities
+            sets, predicted = torch.from_numpy(decisions.prediction_set), outputs.probabilities.argmax(1)
+            first = batch.first_labels() if labelled else None
+            none = torch.empty(0, dtype=torch.bool)
+            parts.append(
+                ScoredImages(
+                    ood={name: values.double().cpu() for name, values in scores.items()},
+                    alarm=torch.from_numpy(decisions.is_ood),
+                    accepted=torch.from_numpy(decisions.decision == ACCEPT),
+                    entropy={name: entropy(p.double()).cpu() for name, p in probabilities.items()},
+                    set_size=sets.sum(1),
+                    predicted=predicted,
+                    correct=none if first is None else predicted == first,
+                    covered=none if first is None else sets.gather(1, first[:, None]).squeeze(1),
+                    losses={name: losses_of(p.cpu(), batch) for name, p in probabilities.items()} if labelled else {},
+                )
+            )
+        return ScoredImages.joined(parts)
+
+    def quality_of(self, scored: ScoredImages, data: ImageDataset) -> dict[str, dict[str, float]]:
+        """Return every metric of :data:`.losses.QUALITIES` by classifier; none for data of other classes."""
+        return {
+            name: {metric: compute(losses) for metric, (_, compute) in QUALITIES.items()}
+            for name, losses in scored.losses.items()
+        }
+
+    def compare(
+        self, model: PSC, id_data: ImageDataset, inside: ScoredImages, outside: Mapping[str, ScoredImages]
+    ) -> ClassificationReport:
+        alpha, calibration_images = model.policy.alpha, len(model.calibration)
+        return ClassificationReport(
+            model={"name": model.name, "version": model.version, "layer": model.layer},
+            id_name=id_data.name,
+            images=len(id_data),
+            examples=id_data.examples,
+            classification=self.quality_of(inside, id_data),
+            ood_images={name: len(scored.alarm) for name, scored in outside.items()},
+            separation={name: separation(inside.ood, scored.ood, alpha) for name, scored in outside.items()},
+            acceptance={name: acceptance(inside.ood, scored.ood, inside.correct) for name, scored in outside.items()},
+            flagged={name: float(scored.alarm.double().mean()) for name, scored in outside.items()},
+            false_alarms=observed_rate(inside.alarm, alpha, calibration_images),
+            misses=observed_rate(~inside.covered, 1 - model.policy.coverage, calibration_images),
+            accepted=int(inside.accepted.sum()),
+            accepted_wrong=int((inside.accepted & ~inside.correct).sum()),
+            mean_set_size=float(inside.set_size.double().mean()),
+            ambiguity=ambiguity(inside.entropy, id_data.groups),
+        )

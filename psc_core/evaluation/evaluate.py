@@ -11,8 +11,6 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.evaluation.base import Report
 from psc_core.model import FittedModel
 from psc_core.settings import BATCH_IMAGES
-from psc_core.tasks import module_of
-from psc_core.tasks.fit.task import task_fit
 
 
 class Evaluation(NamedTuple):
@@ -25,7 +23,7 @@ class Evaluation(NamedTuple):
 
 def check_images(model: FittedModel, data: ImageDataset) -> None:
     """Raise :class:`DataError` unless the test images are labelled with what the model predicts."""
-    task_fit(model.task.name).check_same(model.task, model.classes, data)
+    model.task.check_images(model.classes, data)
 
 
 def seen_warning(model: FittedModel, data: ImageDataset, fitted_on: Mapping[str, ImageDataset]) -> str:
@@ -74,7 +72,7 @@ def evaluate(
         DataError: If the data has other classes or numbers than the model.
         UsageError: If data is read through another preprocessing.
     """
-    task = module_of(model.task.name, "psc_core.evaluation.{}")
+    task = model.task.evaluator()
     check_images(model, id_data)
     inside = task.score_images(model, id_data, baselines, batch_images=batch_images)
     outside = {name: task.score_images(model, data, baselines, batch_images=batch_images) for name, data in ood.items()}

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -20,8 +19,7 @@ from psc_core import metrics as regression
 from psc_core.compute import Compute
 from psc_core.data.dataset import ImageDataset, known_values
 from psc_core.data.open import is_table, open_dataset
-from psc_core.errors import UsageError
-from psc_core.evaluation.base import PRIMARY, ObservedRate, PlainNetwork, Report, observed_rate
+from psc_core.evaluation.base import PRIMARY, Evaluator, ObservedRate, PlainNetwork, Report, observed_rate
 from psc_core.model import PSCRegressor
 from psc_core.scoring import scored_batches
 from psc_core.settings import BATCH_IMAGES
@@ -82,54 +80,6 @@ class RegressionReport(Report):
         return asdict(self)
 
 
-def open_images(model: PSCRegressor, spec: str, *, split: str = "test", target: str | None = None) -> ImageDataset:
-    """Open the images with numbers that ``spec`` names; ``target`` is the column of a table, by default the model's.
-
-    Raises:
-        DataError: If the spec or the data set is invalid.
-        UsageError: If a table lacks the target.
-    """
-    opened, wanted = partial(open_dataset, spec, split=split, preprocess=model.preprocess), model.target
-    if not is_table(spec):
-        return opened()
-    data = opened(numbers=True, target=target or wanted.name, unit=wanted.unit)
-    return replace(data, target=wanted)
-
-
-def open_baselines(
-    model: PSCRegressor,
-    weights: Path,
-    train: ImageDataset,
-    val: ImageDataset,
-    *,
-    batch_images: int = BATCH_IMAGES,
-) -> NoReturn:
-    """Raise :class:`UsageError`, because a regression has no baselines."""
-    raise UsageError("a regression has no baselines; leave out --weights, --train and --val")
-
-
-def plain_network(net: nn.Module, data: ImageDataset, compute: Compute) -> PlainNetwork:
-    """Return the plain network as a baseline, on the device."""
-    return PlainNetwork(net.to(compute.device), data.preprocess, compute.precision)
-
-
-@torch.inference_mode()
-def score_images(
-    model: PSCRegressor, data: ImageDataset, baselines: PlainNetwork | None = None, *, batch_images: int = BATCH_IMAGES
-) -> ScoredNumbers:
-    """Send ``data`` once through the served path, and through the plain network if it is given.
-
-    Raises:
-        UsageError: If the data is read through another preprocessing than the model's.
-    """
-    outputs, plain = [], []
-    for _, images, packed in scored_batches(model, data, batch_images):
-        outputs.append(packed)
-        if baselines is not None:
-            plain.append(baselines.outputs(images)[:, 0].cpu())
-    return replace(numbers_of(model, torch.cat(outputs)), plain=torch.cat(plain) if plain else None)
-
-
 def numbers_of(model: PSCRegressor, packed: Float[Tensor, "n columns"]) -> ScoredNumbers:
     """Return the numbers that are kept of the pipeline's packed outputs for n images."""
     outputs, decisions = model.outputs(packed), model.decide(model.outputs(packed.numpy()))
@@ -138,47 +88,77 @@ def numbers_of(model: PSCRegressor, packed: Float[Tensor, "n columns"]) -> Score
     return ScoredNumbers(outputs["mean"], deviation, ends, outputs["ood_score"], torch.from_numpy(decisions.is_ood))
 
 
-def quality_of(scored: ScoredNumbers, data: ImageDataset) -> dict[str, dict[str, float]]:
-    """Return ``rmse`` and ``crps`` in the target's unit, ``r2``, and ``nll`` in nats; none for data without numbers.
-
-    The network itself gives no deviation, so it has only an RMSE.
-    """
-    if data.values is None:
-        return {}
-    plain = {} if scored.plain is None else {"base": {"rmse": regression.rmse(scored.plain, data.values)}}
-    errors = {
-        "rmse": regression.rmse(scored.mean, data.values),
-        "r2": regression.r2(scored.mean, data.values),
-        "nll": regression.gaussian_nll(scored.mean, scored.deviation, data.values),
-        "crps": regression.crps(scored.mean, scored.deviation, data.values),
-    }
-    return {**plain, PRIMARY: errors}
-
-
-def compare(
-    model: PSCRegressor, id_data: ImageDataset, inside: ScoredNumbers, outside: Mapping[str, ScoredNumbers]
-) -> RegressionReport:
-    """Return the report of scored images: ``inside`` for ``id_data``, ``outside`` for each OOD set."""
-    y, calibrated = known_values(id_data.values), len(model.calibration)
-    missed = (y < inside.interval[:, 0]) | (y > inside.interval[:, 1])
-    accepted = ~inside.is_ood
-    return RegressionReport(
-        model={"name": model.name, "version": model.version, "layer": model.layer, "target": str(model.target)},
-        id_name=id_data.name,
-        images=len(id_data),
-        errors=quality_of(inside, id_data)[PRIMARY],
-        width=float(inside.interval.diff(dim=1).mean()),
-        misses=observed_rate(missed, 1 - model.policy.coverage, calibrated),
-        false_alarms=observed_rate(inside.is_ood, model.policy.alpha, calibrated),
-        accepted_rmse=regression.rmse(inside.mean[accepted], y[accepted]) if bool(accepted.any()) else None,
-        auroc={name: ranking.auroc(inside.ood_score, scored.ood_score) for name, scored in outside.items()},
-        flagged={name: float(scored.is_ood.double().mean()) for name, scored in outside.items()},
-    )
-
-
 def _rate(rate: ObservedRate, *, inverted: bool = False) -> str:
     """Format an observed rate with its interval and the nominal rate; ``inverted`` gives the opposite event's rate."""
     seen, (low, high), nominal = rate.rate, rate.interval, rate.nominal
     if inverted:
         seen, low, high, nominal = 1 - seen, 1 - high, 1 - low, 1 - nominal
     return f"{seen:.2%} ({low:.2%} to {high:.2%}), stated {nominal:.2%}"
+
+
+class RegressionEvaluator(Evaluator[PSCRegressor, ScoredNumbers, PlainNetwork]):
+    """How a regression is measured."""
+
+    def open_images(
+        self, model: PSCRegressor, spec: str, *, split: str = "test", target: str | None = None
+    ) -> ImageDataset:
+        """Open images with numbers; ``target`` is the column of a table, by default the model's."""
+        opened, wanted = partial(open_dataset, spec, split=split, preprocess=model.preprocess), model.target
+        if not is_table(spec):
+            return opened()
+        data = opened(numbers=True, target=target or wanted.name, unit=wanted.unit)
+        return replace(data, target=wanted)
+
+    def plain_network(self, net: nn.Module, data: ImageDataset, compute: Compute) -> PlainNetwork:
+        return PlainNetwork(net.to(compute.device), data.preprocess, compute.precision)
+
+    @torch.inference_mode()
+    def score_images(
+        self,
+        model: PSCRegressor,
+        data: ImageDataset,
+        baselines: PlainNetwork | None = None,
+        *,
+        batch_images: int = BATCH_IMAGES,
+    ) -> ScoredNumbers:
+        outputs, plain = [], []
+        for _, images, packed in scored_batches(model, data, batch_images):
+            outputs.append(packed)
+            if baselines is not None:
+                plain.append(baselines.outputs(images)[:, 0].cpu())
+        return replace(numbers_of(model, torch.cat(outputs)), plain=torch.cat(plain) if plain else None)
+
+    def quality_of(self, scored: ScoredNumbers, data: ImageDataset) -> dict[str, dict[str, float]]:
+        """Return ``rmse`` and ``crps`` in the target's unit, ``r2``, and ``nll`` in nats; or nothing without numbers.
+
+        The network itself gives no deviation, so it has only an RMSE.
+        """
+        if data.values is None:
+            return {}
+        plain = {} if scored.plain is None else {"base": {"rmse": regression.rmse(scored.plain, data.values)}}
+        errors = {
+            "rmse": regression.rmse(scored.mean, data.values),
+            "r2": regression.r2(scored.mean, data.values),
+            "nll": regression.gaussian_nll(scored.mean, scored.deviation, data.values),
+            "crps": regression.crps(scored.mean, scored.deviation, data.values),
+        }
+        return {**plain, PRIMARY: errors}
+
+    def compare(
+        self, model: PSCRegressor, id_data: ImageDataset, inside: ScoredNumbers, outside: Mapping[str, ScoredNumbers]
+    ) -> RegressionReport:
+        y, calibrated = known_values(id_data.values), len(model.calibration)
+        missed = (y < inside.interval[:, 0]) | (y > inside.interval[:, 1])
+        accepted = ~inside.is_ood
+        return RegressionReport(
+            model={"name": model.name, "version": model.version, "layer": model.layer, "target": str(model.target)},
+            id_name=id_data.name,
+            images=len(id_data),
+            errors=self.quality_of(inside, id_data)[PRIMARY],
+            width=float(inside.interval.diff(dim=1).mean()),
+            misses=observed_rate(missed, 1 - model.policy.coverage, calibrated),
+            false_alarms=observed_rate(inside.is_ood, model.policy.alpha, calibrated),
+            accepted_rmse=regression.rmse(inside.mean[accepted], y[accepted]) if bool(accepted.any()) else None,
+            auroc={name: ranking.auroc(inside.ood_score, scored.ood_score) for name, scored in outside.items()},
+            flagged={name: float(scored.is_ood.double().mean()) for name, scored in outside.items()},
+        )

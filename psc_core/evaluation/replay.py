@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from psc_core.answers import ACCEPT
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.errors import UsageError
 from psc_core.log.store import IMAGE_PATH, SHA256, Log, LoggedImages, days_of, is_stored, logged_model, read_rows
@@ -30,9 +31,7 @@ from psc_core.metrics import RateInterval, weighted_interval, weighted_median
 from psc_core.model import FittedModel
 from psc_core.names import composed
 from psc_core.scoring import dataset_outputs
-from psc_core.tasks.answer import ACCEPT
-from psc_core.tasks.outputs import FloatArray, Outputs
-from psc_core.tasks.task import Task
+from psc_core.tasks.base import FloatArray, Outputs, Task
 
 _COLUMNS: Final = [SHA256, IMAGE_PATH, "label", "decision", "audit", "audit_probability"]
 

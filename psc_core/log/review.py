@@ -26,6 +26,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from psc_core.answers import ACCEPT
 from psc_core.errors import DataError
 from psc_core.log.labels import Labels, label_files, label_keys, row_keys
 from psc_core.log.store import (
@@ -44,7 +45,6 @@ from psc_core.log.store import (
     rows_of_file,
     scores_in,
 )
-from psc_core.tasks.answer import ACCEPT
 
 MAX_CANDIDATES: Final = 100_000
 """Maximum number of a model's images that are considered, the newest ones."""

@@ -27,7 +27,8 @@ from psc_core.errors import DataError, ImageError, UsageError, needs
 from psc_core.images.decode import PILLOW_MAX_PIXELS, decode_image
 from psc_core.images.preprocess import Preprocess
 from psc_core.names import composed
-from psc_core.tasks.task import Task, task_type_of
+from psc_core.tasks import task_of_manifest
+from psc_core.tasks.base import Task
 
 MODELS: Final = "models"
 IMAGES: Final = "images"
@@ -541,7 +542,7 @@ def read_model(log: Log, version: str) -> LoggedModel:
     name = model_path(version)
     try:
         fields: Any = json.loads(log.get(name))
-        found = task_type_of(fields)
+        found = task_of_manifest(fields)
         if found is None:
             raise ValueError("a task that this version does not know")
         of_task = {field: fields[field] for field in found.model_fields}

@@ -20,7 +20,6 @@ from psc_core.made_up import REAL, made_up_batches
 from psc_core.model import FittedModel
 from psc_core.projection import ProjectionReport
 from psc_core.report.content import Content, Role, ScoredSet
-from psc_core.tasks import module_of
 
 REPORTED_IMAGES: Final = 2000
 """Maximum number of images of a set in the report of a fit."""
@@ -39,8 +38,7 @@ def collect_fit(
         compute: The device, precision and batch size.
         version: The version of the bundle to which the model is saved.
     """
-    name, seed = model.task.name, data.seed
-    evaluation, sets = (module_of(name, f"psc_core.{floor}") for floor in ("evaluation.{}", "report.{}.sets"))
+    evaluation, sets, seed = model.task.evaluator(), model.task.report(), data.seed
     trained, validation = (balanced(images, REPORTED_IMAGES, seed) for images in (data.train, data.calibration))
     plain = evaluation.plain_network(net, validation, compute)
     of_validation = evaluation.score_images(model, validation, plain, batch_images=compute.batch_images)
@@ -58,7 +56,7 @@ def collect_test(
     model: FittedModel, id_data: ImageDataset, ood: Mapping[str, ImageDataset], found: Evaluation
 ) -> Content:
     """Collect the results of an evaluation for the images of ``id_data`` and for each out-of-distribution set."""
-    sets = module_of(model.task.name, "psc_core.report.{}.sets")
+    sets = model.task.report()
     outside = (sets.scored_set(name, Role.OOD, ood[name], scored) for name, scored in found.outside.items())
     inside = sets.scored_set("test", Role.TEST, id_data, found.inside)
     return Content(model.version, (inside, *outside), sets.pictures_of(id_data, found.inside))
@@ -68,7 +66,7 @@ def made_up_sets(
     model: FittedModel, selection: ImageDataset, compute: Compute, *, mixed: bool, seed: int
 ) -> list[ScoredSet]:
     """Score images made from the selection split, by transform; ``mixed`` and ``seed`` are for ``made_up_batches``."""
-    sets = module_of(model.task.name, "psc_core.report.{}.sets")
+    sets = model.task.report()
     packed: dict[str, list[Tensor]] = {}
     with torch.inference_mode():
         for made in made_up_batches(selection, compute, "report: made-up images", mixed=mixed, seed=seed):

@@ -7,11 +7,12 @@ Nothing is computed from this file, and no reader of a bundle needs it.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
 
 from jaxtyping import Float, Int, UInt8
 from safetensors import SafetensorError, safe_open
@@ -21,7 +22,14 @@ from torch import Tensor
 from psc_core.bundle import write_file
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import BundleError
-from psc_core.tasks import module_of
+from psc_core.model import FittedModel
+from psc_core.report.words import Texts
+from psc_core.tasks.base import Task
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from psc_core.report.facts import Facts
 
 FILE: Final = "report.safetensors"
 _METADATA: Final = "report"
@@ -100,7 +108,7 @@ class Content:
         write_file(folder / FILE, save(tensors, metadata={_METADATA: json.dumps(document)}))
 
     @classmethod
-    def load(cls, folder: Path, task: str) -> Content:
+    def load(cls, folder: Path, task: type[Task]) -> Content:
         """Read a saved content, for the bundle of a model of ``task``.
 
         Raises:
@@ -109,7 +117,7 @@ class Content:
         file = folder / FILE
         if not file.is_file():
             raise BundleError(f"{folder} has no {FILE}; psc-fit writes one unless it is told --no-report")
-        set_type: type[ScoredSet] = module_of(task, "psc_core.report.{}.sets").SET
+        set_type = task.report().set_type
         try:
             with safe_open(file, "pt") as opened:
                 document = json.loads(opened.metadata()[_METADATA])
@@ -145,3 +153,65 @@ def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def parts_of(data: ImageDataset) -> Mapping[str, Tensor]:
     """Return the groups of a data set; none if it has only one."""
     return data.groups if len(data.groups) > 1 else {}
+
+
+AnyModel = TypeVar("AnyModel", bound=FittedModel)
+AnyScored = TypeVar("AnyScored")
+
+
+class TaskReport(ABC, Generic[AnyModel, AnyScored]):
+    """What the report of a model of one task says and shows beyond that of all; :meth:`.Task.report` returns it.
+
+    Attributes:
+        set_type: The sets of scored images.
+        templates: The first part of the names of the templates.
+        texts: The title and explanation of each figure, in the order of the page.
+        no_limit: The explanations of figures whose limit does not exist.
+        columns: The metrics that are shown, with their titles.
+        digits: The format of a metric.
+        recorded: The metrics that are shown without images, with their names in the manifest.
+        glossary: The words that the page explains.
+        test_images: The test images in example commands.
+    """
+
+    set_type: ClassVar[type[ScoredSet]]
+    templates: ClassVar[str]
+    texts: ClassVar[Texts]
+    no_limit: ClassVar[Mapping[str, str]]
+    columns: ClassVar[Mapping[str, str]]
+    digits: ClassVar[str] = ".4g"
+    recorded: ClassVar[Mapping[str, str]] = {}
+    glossary: ClassVar[Mapping[str, str]]
+    test_images: ClassVar[str] = "images/test"
+
+    @abstractmethod
+    def scored_set(self, name: str, role: Role, data: ImageDataset, scored: AnyScored) -> ScoredSet:
+        """Return the data that reports keep of the scores of ``data``."""
+
+    @abstractmethod
+    def made_up_set(self, name: str, model: AnyModel, packed: Float[Tensor, "n columns"]) -> ScoredSet:
+        """Return the data that reports keep of the packed outputs for made-up images."""
+
+    def pictures_of(self, data: ImageDataset, scored: AnyScored) -> tuple[Picture, ...]:
+        """Return the images to show; none by default."""
+        return ()
+
+    @abstractmethod
+    def limits_of(self, policy: Any, calibration: Any, metrics: Mapping[str, Any]) -> dict[str, float | None]:
+        """Return the limits of decisions by the figure that shows them; None if no image is beyond."""
+
+    @abstractmethod
+    def policy_lines(self, task: Any, policy: Any, limits: Mapping[str, float | None]) -> list[str]:
+        """Return the meaning of the policy besides the alarm, one line each."""
+
+    def warnings_of(self, metrics: Mapping[str, Any], head: Mapping[str, float]) -> list[str]:
+        """Return the warnings that follow from the metrics and the head's record in the manifest."""
+        return []
+
+    def accuracy_lost(self, base: Mapping[str, float], psc: Mapping[str, float]) -> str:
+        """Return how much less accurate predictions with PSC are than the network; empty if it hardly matters."""
+        return ""
+
+    @abstractmethod
+    def draw(self, facts: Facts) -> Mapping[str, Figure | None]:
+        """Draw the figures of the task by name; None where there is no data for one."""

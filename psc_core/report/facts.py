@@ -14,9 +14,8 @@ from psc_core.errors import BundleError
 from psc_core.gates import KINDS_KEY
 from psc_core.metrics import in_practice
 from psc_core.report import words
-from psc_core.report.content import Content, Role, ScoredSet
-from psc_core.tasks import module_of
-from psc_core.tasks.calibration import BaseCalibration
+from psc_core.report.content import Content, Role, ScoredSet, TaskReport
+from psc_core.tasks.base import BaseCalibration
 
 
 @dataclass(frozen=True)
@@ -74,16 +73,12 @@ class Facts:
     @cached_property
     def limits(self) -> Mapping[str, float | None]:
         """The limits of the other decisions, by the figure that shows them; None if no image is beyond."""
-        limits: Mapping[str, float | None] = self._of_task("facts").limits_of(
-            self.manifest.policy, self.calibration, self.manifest.metrics
-        )
-        return limits
+        return self.of_task.limits_of(self.manifest.policy, self.calibration, self.manifest.metrics)
 
     @property
     def columns(self) -> Mapping[str, str]:
         """The metrics of this task and their titles."""
-        columns: Mapping[str, str] = self._of_task("words").COLUMNS
-        return columns
+        return self.of_task.columns
 
     @cached_property
     def flagged(self) -> dict[str, float]:
@@ -107,7 +102,7 @@ class Facts:
 
     @property
     def _recorded(self) -> Mapping[str, Mapping[str, float]]:
-        metrics, keys = self.manifest.metrics, self._of_task("facts").RECORDED
+        metrics, keys = self.manifest.metrics, self.of_task.recorded
         found = {name: metrics[key] for name, key in keys.items() if key in metrics}
         return {"psc": found} if found else {}
 
@@ -120,7 +115,7 @@ class Facts:
 
     def cells(self, quality: Mapping[str, float]) -> list[str]:
         """Format the metrics of a predictor in the order of :attr:`columns`, with a dash for a missing one."""
-        digits = self._of_task("facts").DIGITS
+        digits = self.of_task.digits
         return [f"{quality[metric]:{digits}}" if metric in quality else "–" for metric in self.columns]
 
     @property
@@ -130,7 +125,7 @@ class Facts:
         return [
             f"out of distribution: OOD score above {self.ood_threshold:.4g} nats (alpha {policy.alpha:g}: at most "
             f"{policy.alpha:.1%} of images like the calibration images on average; {self.in_practice}%)",
-            *self._of_task("facts").policy_lines(self.manifest.task, policy, self.limits),
+            *self.of_task.policy_lines(self.manifest.task, policy, self.limits),
         ]
 
     @property
@@ -160,8 +155,10 @@ class Facts:
             lines.append(f"made-up images found out of distribution: {found}")
         return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
 
-    def _of_task(self, module: str) -> Any:
-        return module_of(self.manifest.task.name, f"psc_core.report.{{}}.{module}")
+    @cached_property
+    def of_task(self) -> TaskReport[Any, Any]:
+        """What the report says and shows of a model of this task."""
+        return self.manifest.task.report()
 
 
 def facts_of(bundle: Bundle, content: Content) -> Facts:
@@ -207,7 +204,7 @@ def _collapse_of(manifest: Manifest) -> tuple[CollapseReport | None, Candidate |
 
 
 def _warnings(manifest: Manifest, candidate: Candidate | None, content: Content) -> list[str]:
-    of_task, metrics = module_of(manifest.task.name, "psc_core.report.{}.facts"), manifest.metrics
+    of_task, metrics = manifest.task.report(), manifest.metrics
     projection = metrics.get("projection", {})
     found = manifest.policy.notes(manifest.classes)
     found += candidate.notes if candidate else ()

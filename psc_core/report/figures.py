@@ -20,7 +20,6 @@ from torch import Tensor
 from psc_core.collapse import CollapseReport
 from psc_core.report.content import Role, ScoredSet
 from psc_core.report.facts import Facts
-from psc_core.tasks import module_of
 
 Figures = dict[str, Figure | None]
 """Figures by name; None if there is nothing to draw."""
@@ -50,7 +49,7 @@ def draw(facts: Facts) -> dict[str, Figure]:
         "sizes": sizes(sized["nc1"], sized["nc4"], size) if sized else None,
         "ood-scores": scores(content.sets, "ood_score", "OOD score, nats", facts.ood_threshold),
         "roc": None if facts.measured is None else roc(facts.measured, unknown),
-        **module_of(manifest.task.name, "psc_core.report.{}.figures").draw(facts),
+        **facts.of_task.draw(facts),
     }
     return {name: figure for name, figure in found.items() if figure is not None}
 

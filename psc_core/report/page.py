@@ -16,7 +16,6 @@ from psc_core.network.load import Recipe
 from psc_core.report import FIGURES, PAGE, figures
 from psc_core.report.content import FILE, Role
 from psc_core.report.facts import Facts
-from psc_core.tasks import module_of
 
 CARD: Final = "README.md"
 
@@ -60,21 +59,21 @@ def write(facts: Facts, folder: Path) -> Path:
     _remove_figures(folder)
     for name, png in pngs.items():
         (folder / FIGURES / f"{name}.png").write_bytes(png)
-    words, limits = _words(facts), facts.limits
+    words, limits = facts.of_task, facts.limits
     shown = [
         {
             "name": name,
             "title": title,
-            "text": words.NO_LIMIT[name] if limits.get(name, 0) is None else text,
+            "text": words.no_limit[name] if limits.get(name, 0) is None else text,
             "png": as_base64(pngs[name]),
             "is_wide": drawn[name].get_figwidth() >= _WIDE,
         }
-        for name, (title, text) in words.TEXTS.items()
+        for name, (title, text) in words.texts.items()
         if name in drawn
     ]
     page = folder / PAGE
     page.write_text(
-        _template(facts, PAGE).render(**_values(facts), figures=shown, gallery=_gallery(facts), glossary=words.GLOSSARY)
+        _template(facts, PAGE).render(**_values(facts), figures=shown, gallery=_gallery(facts), glossary=words.glossary)
     )
     return page
 
@@ -112,15 +111,11 @@ def _permission(manifest: Manifest) -> str:
 
 
 def _template(facts: Facts, name: str) -> Template:
-    return TEMPLATES.get_template(f"{facts.manifest.task.name}/{name}.jinja")
-
-
-def _words(facts: Facts) -> Any:
-    return module_of(facts.manifest.task.name, "psc_core.report.{}.words")
+    return TEMPLATES.get_template(f"{facts.of_task.templates}.{name}.jinja")
 
 
 def _values(facts: Facts) -> dict[str, Any]:
-    images, permission = _words(facts).TEST_IMAGES, _permission(facts.manifest)
+    images, permission = facts.of_task.test_images, _permission(facts.manifest)
     return {
         "facts": facts,
         "manifest": facts.manifest,

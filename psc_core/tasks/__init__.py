@@ -1,40 +1,34 @@
-"""The tasks of networks: a folder for each task, with everything that tells it from the others.
-
-Every folder has the same files, in the order in which an image meets them:
-
-=================== ===============================================================================================
-``answer``          the fields of an answer, each declared once, with unit and meaning
-``policy``          the thresholds that a user sets
-``decide``          thresholds, the decisions that they make of outputs, and the fields' values
-``calibration``     the scores of calibration images, and the thresholds that a policy implies on them
-``prediction``      what ``predict`` returns in Python
-``task``            the :class:`.task.Task`: its names, its types, and how it does what every task does
-``heads``           the heads (the paper's g′) of its models
-``fit``             how heads, calibration and thresholds are fitted; nothing above imports it
-=================== ===============================================================================================
-
-Code outside these folders asks the :class:`.task.Task` of a model, or the module that bears the task's name on its
-floor (:func:`module_of`), and knows of no task by name.
-"""
+"""The tasks: what a model predicts, a class in a file each."""
 
 from __future__ import annotations
 
-from importlib import import_module
+from collections.abc import Mapping
 from typing import Any, Final
 
-TASKS: Final = (
-    "regression",
-    "classification",
-)
-"""Names of all tasks, in the order in which manifests, answers and data are matched with them: classification comes
-last, because it also takes a manifest that names no task."""
+from psc_core.data.dataset import ImageDataset
+from psc_core.errors import UsageError
+from psc_core.tasks.base import Task
+from psc_core.tasks.classification import Classification
+from psc_core.tasks.regression import Regression
+
+TASKS: Final[dict[str, type[Task]]] = {task.name: task for task in (Classification, Regression)}  # by name
 
 
-def module_of(task: str, module: str) -> Any:
-    """Return the module of one task, imported when it is asked for: clients need no torch, services no fitting code.
+def task_named(name: str) -> type[Task]:
+    """Return a task by name; raises :class:`UsageError` for one that is not in :data:`TASKS`."""
+    if name not in TASKS:
+        raise UsageError(f"expected a task of {', '.join(TASKS)}, got {name!r}")
+    return TASKS[name]
 
-    Args:
-        task: One of :data:`TASKS`.
-        module: ``"{}"`` stands for the task, as in ``"psc_core.tasks.{}.answer"``.
+
+def task_of_images(data: ImageDataset) -> type[Task]:
+    """Return the task of a model of these images, by what they are labelled with."""
+    return next(task for task in TASKS.values() if task.takes(data))
+
+
+def task_of_manifest(manifest: Mapping[str, Any]) -> type[Task] | None:
+    """Return the task of the model that a manifest describes; None for one that this version does not know.
+
+    A classifier's manifest names no task, so that task is asked last.
     """
-    return import_module(module.format(task))
+    return next((task for task in reversed(TASKS.values()) if task.is_of(manifest)), None)

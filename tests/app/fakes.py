@@ -14,19 +14,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from psc_core.answers import CLASSIFICATION_SCORES, ClassificationPolicy, RegressionPolicy, Target
+from psc_core.answers import REGRESSION_SCORES as VALUE_SCORES
 from psc_core.images.preprocess import Preprocess
 from psc_core.maps import Grid, LayerMap, PositionDensity
-from psc_core.target import Target
-from psc_core.tasks.classification.answer import SCORES
-from psc_core.tasks.classification.calibration import Calibration
-from psc_core.tasks.classification.policy import ClassificationPolicy
-from psc_core.tasks.classification.task import Classification
-from psc_core.tasks.outputs import Matrix, Outputs, pack
-from psc_core.tasks.regression.answer import SCORES as VALUE_SCORES
-from psc_core.tasks.regression.calibration import Calibration as ValueCalibration
-from psc_core.tasks.regression.policy import RegressionPolicy
-from psc_core.tasks.regression.task import Regression
-from psc_core.tasks.task import Task
+from psc_core.tasks.base import Matrix, Outputs, Task, pack
+from psc_core.tasks.classification import Calibration, Classification
+from psc_core.tasks.regression import Calibration as ValueCalibration
+from psc_core.tasks.regression import Regression
 from psc_core.thumbnails import Thumbnails
 
 CLASSES = ("dark", "middle", "bright")
@@ -105,14 +100,14 @@ def outputs_of(images: Tensor) -> Tensor:
     spread = images.float().std((1, 2, 3)) / 255.0
     entropy = torch.special.entr(probabilities).sum(1)
     p_value = (1.0 - 1.8 * spread).clamp(0.01, 1.0)
-    scores = {name: torch.zeros_like(spread) for name in SCORES} | {
+    scores = {name: torch.zeros_like(spread) for name in CLASSIFICATION_SCORES} | {
         "predictive_entropy": entropy,
         "log_density": -10.0 * spread,
         "ood_score": 10.0 * spread + 2.0 * entropy,
         "ood_p_value": p_value,
         "epistemic": spread,
     }
-    return pack(SCORES, scores, probabilities)
+    return pack(CLASSIFICATION_SCORES, scores, probabilities)
 
 
 class FakePipelineWithMap(FakePipeline):
@@ -178,7 +173,7 @@ class FakeModel:
     predictions: str = "psc"
     epistemic_unit: str = "fraction"
     gates: tuple[str, ...] = ()
-    score_names: tuple[str, ...] = SCORES
+    score_names: tuple[str, ...] = CLASSIFICATION_SCORES
     report: dict[str, Any] = field(default_factory=lambda: {"metrics": {"accuracy": 0.99}})
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     calibration: Calibration = field(
@@ -205,7 +200,7 @@ class FakeValuePipeline(FakePipeline):
     """Predicts the brightness in per cent; the p-value is that of the other one."""
 
     def __call__(self, images: Tensor, /) -> Tensor:
-        of_classes = Outputs(super().__call__(images), SCORES, ())
+        of_classes = Outputs(super().__call__(images), CLASSIFICATION_SCORES, ())
         brightness = images.float().mean((1, 2, 3)) / 2.55
         scores = {name: of_classes[name] for name in ("log_density", "ood_score", "ood_p_value")} | {
             "mean": brightness,

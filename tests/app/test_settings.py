@@ -15,9 +15,8 @@ from pydantic import ValidationError
 from app.cli import parser, settings_from
 from app.reference import settings_table
 from app.settings import Settings, load_settings
+from psc_core.answers import Alpha, BasePolicy, ClassificationPolicy, Coverage
 from psc_core.errors import UsageError
-from psc_core.tasks.classification.policy import ClassificationPolicy
-from psc_core.tasks.policy import Alpha, BasePolicy, Coverage
 
 
 @pytest.fixture(autouse=True)

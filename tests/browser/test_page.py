@@ -20,13 +20,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from psc_core.answers import REGRESSION_DECISIONS, ClassificationPolicy, RegressionPolicy
+from psc_core.answers import REGRESSION_SCORES as VALUE_SCORES
 from psc_core.tasks import TASKS
-from psc_core.tasks.classification.policy import ClassificationPolicy
-from psc_core.tasks.outputs import Outputs
-from psc_core.tasks.regression.answer import DECISIONS
-from psc_core.tasks.regression.answer import SCORES as VALUE_SCORES
-from psc_core.tasks.regression.decide import Thresholds
-from psc_core.tasks.regression.policy import RegressionPolicy
+from psc_core.tasks.base import Outputs
+from psc_core.tasks.regression import Thresholds
 from tests.app.fakes import (
     FakeModel,
     FakePipeline,
@@ -365,7 +363,7 @@ def test_measures_an_interval_as_the_service_does(page: Driver) -> None:
         for low, high in zip(shortest(decided_here.lower), shortest(decided_here.upper), strict=True)
     ]
     found = decided(page, predictions, [policy.model_dump()] * 200, {"task": "regression"})
-    assert found == [DECISIONS[code] for code in decided_here.decision] and len(set(found)) == 2
+    assert found == [REGRESSION_DECISIONS[code] for code in decided_here.decision] and len(set(found)) == 2
 
 
 def test_knows_every_task(page: Driver) -> None:

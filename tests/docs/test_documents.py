@@ -17,6 +17,7 @@ import shtab
 from app.cli import parser as serve_parser
 from app.client.cli import parser as predict_parser
 from psc_core import gates as combined
+from psc_core.answers import ClassificationAnswer
 from psc_core.cli.evaluate import parser as eval_parser
 from psc_core.cli.fit import parser as fit_parser
 from psc_core.cli.log import parser as log_parser
@@ -25,7 +26,6 @@ from psc_core.cli.replay import parser as replay_parser
 from psc_core.cli.report import parser as report_parser
 from psc_core.cli.score import parser as score_parser
 from psc_core.gates import GATES
-from psc_core.tasks.classification.answer import ClassificationAnswer
 from tests.conftest import ROOT
 
 README = (ROOT / "README.md").read_text()

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from psc_core.answers import Target
 from psc_core.errors import UsageError
-from psc_core.target import Target
 
 
 def test_says_its_name_and_unit() -> None:

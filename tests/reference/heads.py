@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from psc_core.tasks.classification.heads.laplace import LaplaceHead
+from psc_core.heads.laplace import LaplaceHead
 
 
 def softmax_objective(theta: Tensor, phi: Tensor, labels: Tensor, precision: float) -> Tensor:

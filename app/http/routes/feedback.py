@@ -19,11 +19,11 @@ from app.http.openapi import responses
 from app.http.schemas import ClassNames, PredictedNumber, TaskName
 from app.log import LogWriter
 from app.service import service_of
+from psc_core.answers import Document
 from psc_core.errors import DataError, fault
 from psc_core.log.labels import LABEL, Label, Verdict, write_labels
 from psc_core.log.review import Unreviewed
 from psc_core.log.store import IMAGE_PATH, MEDIA_TYPES, SHA256, LoggedModel, find_row, open_logged_image, read_model
-from psc_core.tasks.answer import Document
 
 _MAX_WAIT_SECONDS: Final = 5.0
 

@@ -13,22 +13,19 @@ from app.errors import MalformedRequest
 from app.http.body import UploadLimits, has_disconnected, parse_query, query_parameters, read_images
 from app.http.openapi import IMAGES_BODY, responses
 from app.inference.batcher import RequestMode
-from app.models import Predicted, ServedModel
+from app.models import Predicted, ServedModel, explained
 from app.service import service_to_predict
-from app.tasks.base import served_type
-from app.tasks.query import PredictQuery
+from psc_core.answers import BasePolicy, PredictQuery
 from psc_core.tasks import TASKS
-from psc_core.tasks.decide import BaseThresholds
-from psc_core.tasks.policy import BasePolicy
-from psc_core.tasks.task import task_types
+from psc_core.tasks.base import BaseThresholds
 
 _Query: Final[type[PredictQuery]] = create_model(
-    "PredictQuery", __base__=tuple(served_type(name).query for name in reversed(TASKS))
+    "PredictQuery", __base__=tuple(task.query_type for task in TASKS.values())
 )
 """The parameters of all tasks, any of which may be asked."""
 
 _ROUTE: Final[dict[str, Any]] = {
-    "response_model": Union[*(task.response_type for task in task_types())],
+    "response_model": Union[*(task.response_type for task in TASKS.values())],
     "responses": responses(400, 401, 404, 408, 413, 415, 422, 429, 500, 503, 504),
     "openapi_extra": {"requestBody": IMAGES_BODY, "parameters": query_parameters(_Query)},
 }
@@ -80,7 +77,7 @@ def _asked_of(served: ServedModel, query: PredictQuery, mode: RequestMode) -> tu
     kinds = PredictQuery.model_fields.keys() - task.policy_type.model_fields
     options = query.model_dump(exclude_none=True, exclude=kinds)
     changes = {name: options.pop(name) for name in options.keys() & task.policy_type.model_fields}
-    if unknown := sorted(options.keys() - served.task.query.model_fields):
+    if unknown := sorted(options.keys() - task.query_type.model_fields):
         raise MalformedRequest(f"model {served.name!r} is a {task.noun}, which has no {unknown[0]}; leave it out")
     served.check_map(mode)
     return served.thresholds_with(**changes), options
@@ -99,9 +96,9 @@ def predict_response(served: ServedModel, policy: BasePolicy, predicted: Predict
         options: The parameters of the request that belong to the task and are no thresholds.
     """
     model, (outputs, decisions, explanation) = served.model, predicted
-    predictions = served.task.documents(outputs, decisions, model.classes, **options)
+    predictions = decisions.documents(outputs, model.classes, **options)
     if explanation:
-        for prediction, explained in zip(predictions, served.task.explained(model, explanation), strict=True):
-            prediction["explanation"] = explained
+        for prediction, document in zip(predictions, explained(model, explanation), strict=True):
+            prediction["explanation"] = document
     document = {**served.identity, "policy": policy.model_dump(), "predictions": predictions}
     return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)

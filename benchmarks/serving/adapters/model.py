@@ -21,8 +21,8 @@ from torch import Tensor
 from torchvision.io import ImageReadMode, decode_png
 
 from benchmarks.serving.adapters.settings import COUNTS, FACTORY, JPEG, MAX_BATCH, option
+from psc_core.answers import CLASSIFICATION_SCORES
 from psc_core.model import PSC
-from psc_core.tasks.classification.answer import SCORES
 
 ANSWERED = ("predictive_entropy", "log_density", "ood_p_value")  # The scores that every server answers with.
 
@@ -34,7 +34,7 @@ class Model:
         psc = PSC.load(os.environ["BENCH_BUNDLE"], device=device, allow_factories=[FACTORY])
         self._device = psc.device
         self._pipeline = psc.pipeline
-        self._of_classes = slice(len(SCORES), len(SCORES) + len(psc.classes))
+        self._of_classes = slice(len(CLASSIFICATION_SCORES), len(CLASSIFICATION_SCORES) + len(psc.classes))
         self._preprocess = replace(psc.preprocess, resizer="pillow") if option("PILLOW", 0) else psc.preprocess
         self._mode = ImageReadMode.GRAY if psc.preprocess.channels == 1 else ImageReadMode.RGB
         self._shape = psc.preprocess.shape
@@ -65,7 +65,10 @@ class Model:
 
     def predict(self, images: Sequence[Tensor]) -> list[dict[str, Any]]:
         return [
-            {"probabilities": row[self._of_classes], **{name: row[SCORES.index(name)] for name in ANSWERED}}
+            {
+                "probabilities": row[self._of_classes],
+                **{name: row[CLASSIFICATION_SCORES.index(name)] for name in ANSWERED},
+            }
             for row in self.packed(images)
         ]
 

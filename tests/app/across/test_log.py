@@ -18,9 +18,9 @@ import httpx
 import numpy as np
 import pytest
 
+from psc_core.answers import CLASSIFICATION_SCORES
+from psc_core.answers import REGRESSION_SCORES as VALUE_SCORES
 from psc_core.log.store import open_log, read_rows
-from psc_core.tasks.classification.answer import SCORES
-from psc_core.tasks.regression.answer import SCORES as VALUE_SCORES
 from tests.app.fakes import FakeModel, FakePipelineWithGates, FakeValueModel, png
 from tests.app.support import PNG, running
 from tests.served import GUARD_SECONDS, Server, serve_fake
@@ -53,7 +53,7 @@ async def test_rows_equal_the_answers_of_predict(tmp_path: Path) -> None:
             answers[name].append(await app.client.post(url, files=[("images", ("x.png", file)) for file in FILES]))
             for file in FILES:
                 answers[name].append(await app.client.post(f"{url}?alpha=0.5", content=file, headers=PNG))
-    for name, scores in (("m", SCORES), ("v", VALUE_SCORES)):
+    for name, scores in (("m", CLASSIFICATION_SCORES), ("v", VALUE_SCORES)):
         rows = rows_in(tmp_path, name)
         assert len(rows) == 2 * len(VALUES)
         for number, answer in enumerate(answers[name]):
@@ -89,7 +89,9 @@ async def test_rows_equal_the_answers_of_the_protocol(tmp_path: Path) -> None:
     probabilities = np.array(outputs["probabilities"], np.float32).reshape(len(FILES), -1)
     for index, file in enumerate(FILES):
         row = rows[request_of(answer), index]
-        assert [row[score] for score in SCORES] == [np.float32(outputs[score][index]) for score in SCORES]
+        assert [row[score] for score in CLASSIFICATION_SCORES] == [
+            np.float32(outputs[score][index]) for score in CLASSIFICATION_SCORES
+        ]
         assert row["probabilities"] == probabilities[index].tolist()
         assert (row["label"], row["decision"] == "abstain_ood") == (outputs["label"][index], outputs["is_ood"][index])
         assert row["image_sha256"] == hashlib.sha256(file).hexdigest()
@@ -104,7 +106,7 @@ async def test_rows_equal_the_answers_of_grpc(tmp_path: Path) -> None:
         answer = await client.infer("m", [encoded(*FILES)])
     rows = sorted(rows_in(tmp_path).values(), key=lambda row: row["image_index"])
     assert [row["image_sha256"] for row in rows] == [hashlib.sha256(file).hexdigest() for file in FILES]
-    for score in SCORES:
+    for score in CLASSIFICATION_SCORES:
         assert np.array([row[score] for row in rows], np.float32).tobytes() == answer.as_numpy(score).tobytes()
 
 

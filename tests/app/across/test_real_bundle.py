@@ -18,9 +18,9 @@ from PIL import Image
 from app.main import create_app
 from app.settings import load_settings
 from psc_core import PSC
+from psc_core.answers import ClassificationResponse
 from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS
-from psc_core.tasks.classification.answer import ClassificationResponse
 from tests.app.support import until
 from tests.served import GUARD_SECONDS, serve
 

@@ -16,7 +16,7 @@ from app.client import AsyncClient, BadAnswer
 from app.main import create_app
 from app.settings import load_settings
 from psc_core import PSCRegressor
-from psc_core.tasks.regression.answer import SCORES, RegressionResponse
+from psc_core.answers import REGRESSION_SCORES, RegressionResponse
 from tests.app.across.test_real_bundle import ALLOW, digits
 from tests.app.support import until
 
@@ -52,7 +52,7 @@ async def test_answers_are_those_of_predict(
         document = RegressionResponse.model_validate_json(response.content)
         assert document.target == model.target and document.policy == model.policy
         for row, got in enumerate(document.predictions):
-            for name in SCORES:
+            for name in REGRESSION_SCORES:
                 assert getattr(got, name) == pytest.approx(float(expected.outputs[name][row]), rel=1e-3, abs=1e-3)
             assert (got.lower, got.upper) == pytest.approx(tuple(expected.interval[row].tolist()), rel=1e-3, abs=1e-3)
             assert got.decision == expected.decision[row] and got.is_ood == bool(expected.is_ood[row])
@@ -115,7 +115,7 @@ async def test_v2_gives_the_numbers(angle_bundle: Path, digits: list[bytes]) -> 
         httpx.AsyncClient(transport=transport, base_url="http://test") as client,
     ):
         outputs = {each["name"]: each for each in (await client.get("/v2/models/m")).json()["outputs"]}
-        assert list(outputs) == [*SCORES, "lower", "upper", "gates", "is_ood", "map"]
+        assert list(outputs) == [*REGRESSION_SCORES, "lower", "upper", "gates", "is_ood", "map"]
         sizes = [len(data).to_bytes(4, "little") + data for data in digits[:5]]
         binary = b"".join(sizes)
         tensor = {
@@ -128,7 +128,7 @@ async def test_v2_gives_the_numbers(angle_bundle: Path, digits: list[bytes]) -> 
         headers = {"Inference-Header-Content-Length": str(len(head))}
         answer = (await client.post("/v2/models/m/infer", content=head + binary, headers=headers)).json()
         got = {each["name"]: np.array(each["data"]) for each in answer["outputs"]}
-        for name in SCORES:
+        for name in REGRESSION_SCORES:
             np.testing.assert_allclose(got[name], expected.outputs[name].numpy(), rtol=1e-3, atol=1e-3)
         np.testing.assert_allclose(got["upper"], expected.interval[:, 1].numpy(), rtol=1e-3, atol=1e-3)
         for name, status in (("mean", 200), ("label", 400), ("probabilities", 400)):

@@ -6,10 +6,10 @@ from typing import Any
 
 import httpx
 
-from psc_core.tasks.classification.answer import SCORES
-from psc_core.tasks.regression.answer import SCORES as VALUE_SCORES
+from psc_core.answers import CLASSIFICATION_SCORES
+from psc_core.answers import REGRESSION_SCORES as VALUE_SCORES
 
-PREDICTION = dict.fromkeys(SCORES, 0.0) | {
+PREDICTION = dict.fromkeys(CLASSIFICATION_SCORES, 0.0) | {
     "label": "7",
     "class_index": 7,
     "confidence": 0.97,

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from app.http.schemas import ProblemDocument
-from psc_core.tasks.classification.answer import SCORES, ClassificationResponse
-from psc_core.tasks.outputs import Outputs
+from psc_core.answers import CLASSIFICATION_SCORES, ClassificationResponse
+from psc_core.tasks.base import Outputs
 from tests.app.fakes import CLASSES, outputs_of, pixels, png
 from tests.app.support import Running, until
 
@@ -32,7 +32,7 @@ def check_predictions(response: httpx.Response, values: list[int]) -> list[dict[
     document = ClassificationResponse.model_validate_json(response.content)
     assert len(document.predictions) == len(values)
     images = torch.from_numpy(np.stack([pixels(value)[None] for value in values]))
-    outputs = Outputs(outputs_of(images).numpy(), SCORES, ())
+    outputs = Outputs(outputs_of(images).numpy(), CLASSIFICATION_SCORES, ())
     for k, prediction in enumerate(document.predictions):
         probabilities = outputs.probabilities[k]
         assert prediction.class_index == int(probabilities.argmax())

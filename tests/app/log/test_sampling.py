@@ -6,10 +6,10 @@ import pytest
 
 from app.log import Sampling, number_of
 from app.settings import load_settings
+from psc_core.answers import Target
 from psc_core.errors import UsageError
-from psc_core.target import Target
-from psc_core.tasks.classification.task import Classification
-from psc_core.tasks.regression.task import Regression
+from psc_core.tasks.classification import Classification
+from psc_core.tasks.regression import Regression
 
 
 def sampling(task: object = None, **settings: object) -> Sampling:

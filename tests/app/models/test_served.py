@@ -10,8 +10,8 @@ import pytest
 
 from app.errors import UnattainableAlpha
 from app.models import ModelStarter
-from psc_core.tasks.classification.answer import SCORES
-from psc_core.tasks.outputs import Outputs
+from psc_core.answers import CLASSIFICATION_SCORES
+from psc_core.tasks.base import Outputs
 from tests.app.support import running
 
 pytestmark = pytest.mark.anyio
@@ -29,7 +29,7 @@ async def test_thresholds_of_a_request() -> None:
 
 
 async def test_thresholds_are_those_of_the_policy() -> None:
-    outputs = Outputs(np.array([[0.0, -1.0, 1.0, 0.1, 0.0, 0.7, 0.2, 0.1]], np.float32), SCORES, ())
+    outputs = Outputs(np.array([[0.0, -1.0, 1.0, 0.1, 0.0, 0.7, 0.2, 0.1]], np.float32), CLASSIFICATION_SCORES, ())
     async with running(coverage=0.8) as app:
         served = app.service.registry.get()
         assert served.thresholds.quantile == app.model.calibration.quantile(0.8)
@@ -39,7 +39,7 @@ async def test_thresholds_are_those_of_the_policy() -> None:
 
 
 async def test_monitors_share_the_bound_on_false_alarms() -> None:
-    outputs = Outputs(np.array([[0.0, -1.0, 1.0, 0.01, 0.0, 0.7, 0.2, 0.1]] * 5, np.float32), SCORES, ())
+    outputs = Outputs(np.array([[0.0, -1.0, 1.0, 0.01, 0.0, 0.7, 0.2, 0.1]] * 5, np.float32), CLASSIFICATION_SCORES, ())
     for monitors, alarms in ((1, 1.0), (1_000_000, 0.0)):
         async with running(drift_false_alarm=0.2, drift_monitors=monitors) as app:
             served = app.service.registry.get()

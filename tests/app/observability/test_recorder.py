@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from app.observability.metrics import Metrics
 from app.observability.recorder import MAX_LABELS, OTHER, ModelRecorder
-from psc_core.tasks.classification.answer import SCORES
-from psc_core.tasks.classification.decide import Thresholds
-from psc_core.tasks.classification.policy import ClassificationPolicy
-from psc_core.tasks.outputs import FloatArray, Outputs
+from psc_core.answers import CLASSIFICATION_SCORES, ClassificationPolicy
+from psc_core.tasks.base import FloatArray, Outputs
+from psc_core.tasks.classification import Thresholds
 from tests.app.fakes import FakeModel, FakeValueModel
 from tests.app.observability.support import monitor_of
 
@@ -37,7 +36,7 @@ def outputs_of(*images: tuple[float, float, float, int]) -> Outputs[FloatArray]:
     """Images by entropy, log density, p-value and class."""
     probabilities = np.eye(2, dtype=np.float32)
     packed = [[entropy, density, 0.0, p_value, 0.0, *probabilities[k]] for entropy, density, p_value, k in images]
-    return Outputs(np.array(packed, np.float32), SCORES, ())
+    return Outputs(np.array(packed, np.float32), CLASSIFICATION_SCORES, ())
 
 
 NUMBERS = count()

@@ -15,19 +15,17 @@ import torch
 from safetensors import safe_open
 
 from psc_core import PRESETS, PSC, PSCRegressor, open_dataset
+from psc_core.answers import CLASSIFICATION_DECISIONS
 from psc_core.bundle import GRAPH, MAX_ARGUMENT, MAX_AXES, MAX_DEPTH, MAX_MANIFEST_BYTES, PARTS, Manifest
 from psc_core.density import DENSITIES
+from psc_core.heads import dve, sngp
+from psc_core.heads.temperature import TemperatureHead
 from psc_core.images.preprocess import MAX_INPUT_PIXELS, MAX_RESIZE
 from psc_core.maps import LEVELS, MAX_POSITIONS
 from psc_core.network.load import MAX_MODULES, MAX_WEIGHTS
 from psc_core.tasks import TASKS
-from psc_core.tasks.classification.answer import DECISIONS
-from psc_core.tasks.classification.fit import sngp
-from psc_core.tasks.classification.heads import HEADS
-from psc_core.tasks.classification.heads.temperature import TemperatureHead
-from psc_core.tasks.regression.fit import dve
-from psc_core.tasks.regression.heads import HEADS as VALUE_HEADS
-from psc_core.tasks.task import task_type
+from psc_core.tasks.classification import Classification
+from psc_core.tasks.regression import Regression
 from psc_core.thumbnails import MAX_COUNT, SIDE
 from tests.conftest import TinyJob
 from tests.second_reader import SecondReader
@@ -173,7 +171,7 @@ def test_second_reader_agrees(bundles: dict[str, Path], images: torch.Tensor, na
     edge = np.abs(theirs.probabilities - reader.set_threshold()) < 1e-4
     assert (theirs.prediction_set == decisions.prediction_set)[~edge].all()
     far = np.abs(theirs.entropy - psc.policy.ambiguity_threshold) > 1e-4
-    ours_decided = np.array([DECISIONS[code] for code in decisions.decision])
+    ours_decided = np.array([CLASSIFICATION_DECISIONS[code] for code in decisions.decision])
     assert (np.array(theirs.decision) == ours_decided)[far].all()
     assert {"accept", "abstain_ood"} <= set(theirs.decision)
 
@@ -198,7 +196,7 @@ def test_second_reader_agrees_on_a_regression(regressions: dict[str, Path], imag
     assert {"accept", "abstain_ood"} <= set(theirs.decision)
 
 
-@pytest.mark.parametrize("kind", VALUE_HEADS)
+@pytest.mark.parametrize("kind", Regression.heads)
 def test_regressions_fields_and_tensors_are_documented(regressions: dict[str, Path], kind: str) -> None:
     bodies = [json.loads((path / "manifest.json").read_text()) for path in regressions.values()]
     body = next(body for body in bodies if body["head"]["kind"] == kind)
@@ -208,12 +206,12 @@ def test_regressions_fields_and_tensors_are_documented(regressions: dict[str, Pa
     assert {*body["head"]["sizes"]} <= WORDS
 
 
-@pytest.mark.parametrize("kind", VALUE_HEADS)
+@pytest.mark.parametrize("kind", Regression.heads)
 def test_tables_match_a_regressions_layouts(kind: str) -> None:
     section = TEXT.split("\n### Regression\n")[1].split("\n### ")[0]
     table = section.split(f"| tensor of {kind} |")[1].split("\n\n")[0]
     said = re.findall(r"`([a-z_]+)`", " ".join(re.findall(r"^\| (`.*?) \|", table, re.M)))
-    assert sorted(said) == sorted(VALUE_HEADS[kind].layout)
+    assert sorted(said) == sorted(Regression.heads[kind].layout)
 
 
 def test_table_matches_a_regressions_calibration(regressions: dict[str, Path]) -> None:
@@ -227,7 +225,7 @@ def test_table_matches_a_regressions_calibration(regressions: dict[str, Path]) -
 def test_fits_cover_every_kind(bundles: dict[str, Path]) -> None:
     manifests = {name: json.loads((path / "manifest.json").read_text()) for name, path in bundles.items()}
     assert {m["density"]["kind"] for m in manifests.values()} == set(DENSITIES)
-    assert {m["head"]["kind"] for m in manifests.values()} == {*HEADS, TemperatureHead.kind}
+    assert {m["head"]["kind"] for m in manifests.values()} == {*Classification.heads, TemperatureHead.kind}
     assert manifests["vector"]["projection"]["channels"] == 1
     assert manifests["pooled"]["projection"]["positions"] < [196]
     assert {tuple(m["gates"]["names"]) if "gates" in m else () for m in manifests.values()} == {
@@ -283,7 +281,7 @@ def test_documented_fields_exist(bundles: dict[str, Path]) -> None:
                                                             "val_rows", "notes", "seed", "measure"))}  # fmt: skip
     real |= {"backbone.hooks.stop", "backbone.hooks.dropped", "target.name", "target.unit", "policy.max_width",
              "head.layers"}  # fmt: skip
-    of_tasks = {name for task in TASKS for name in task_type(task).model_fields}
+    of_tasks = {name for task in TASKS.values() for name in task.model_fields}
     known = {*Manifest.model_fields, "task", *of_tasks}
     sections = "|".join(known)
     dotted = {word for word in WORDS if re.fullmatch(rf"({sections})\.[a-z_.]+", word) and not word.endswith(".json")}
@@ -302,7 +300,8 @@ def documented_tensors(heading: str) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("heading", "kinds"), [("Density", DENSITIES), ("Head", {**HEADS, TemperatureHead.kind: TemperatureHead})]
+    ("heading", "kinds"),
+    [("Density", DENSITIES), ("Head", {**Classification.heads, TemperatureHead.kind: TemperatureHead})],
 )
 def test_tensor_tables_match_layouts(heading: str, kinds: dict[str, Any]) -> None:
     real = {(name, kind) for kind, family in kinds.items() for name in family.layout}

@@ -24,7 +24,7 @@ from psc_core.data.dataset import FileSource, ImageDataset
 from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.model import load_model
-from psc_core.tasks.classification.fit.calibrate import CONFIDENCE
+from psc_core.tasks.classification import CONFIDENCE
 from tests import tiny
 from tests.folders import Job
 from tests.psc_core.cli.support import run

@@ -8,12 +8,12 @@ from psc_core.collapse import CollapseReport, measure_layers
 from psc_core.compute import Reducer
 from psc_core.data.dataset import ImageDataset
 from psc_core.settings import FitSettings
-from psc_core.tasks.fit.task import task_fit_for
+from psc_core.tasks import task_of_images
 
 
 def measured(
     net: nn.Module, train: ImageDataset, val: ImageDataset, settings: FitSettings, reducer: Reducer | None = None
 ) -> CollapseReport:
     """Return what ``psc-fit`` finds on these images, none of them set apart."""
-    quality = task_fit_for(train).layer_quality
+    quality = task_of_images(train).layer_quality
     return measure_layers(net, train, val, settings, settings.compute(reducer), quality)

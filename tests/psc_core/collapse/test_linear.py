@@ -15,7 +15,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS
 from psc_core.settings import FitSettings
-from psc_core.tasks.regression.fit.bins import binned
+from psc_core.tasks.regression import binned
 from tests.psc_core.collapse.support import measured
 
 SETTINGS = FitSettings(device="cpu", batch_images=50)

@@ -9,9 +9,9 @@ from unicodedata import normalize
 import pytest
 from PIL import Image
 
+from psc_core.answers import Target
 from psc_core.data.open import open_dataset
 from psc_core.errors import DataError, UsageError
-from psc_core.target import Target
 from tests.psc_core.data.support import TINY
 
 AGE = Target(name="age", unit="years")

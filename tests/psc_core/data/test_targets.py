@@ -9,11 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
+from psc_core.answers import Target
 from psc_core.data.dataset import ArraySource, ImageDataset, measured
 from psc_core.data.open import open_dataset
 from psc_core.errors import DataError
 from psc_core.images.preprocess import PRESETS
-from psc_core.target import Target
 from tests.psc_core.data.support import TINY
 
 AGE = Target(name="age", unit="years")

@@ -8,8 +8,7 @@ import math
 import pytest
 import torch
 
-from psc_core.density.base import restore_density
-from psc_core.density.fit.density import Examples, fit_density
+from psc_core.density import Examples, fit_density, restore_density
 from psc_core.errors import BundleError
 from tests.psc_core.density.support import KINDS, images
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from psc_core.density import gaussian
-from psc_core.density.fit.density import Examples, fit_density
+from psc_core import density as gaussian
+from psc_core.density import Examples, fit_density
 from tests.psc_core.density.support import KINDS, images
 
 

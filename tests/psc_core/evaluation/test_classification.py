@@ -13,21 +13,20 @@ from torch import Tensor, nn
 
 from psc_core import PRESETS, open_dataset
 from psc_core import metrics as classification
+from psc_core.answers import ClassificationPolicy
 from psc_core.compute import Compute
 from psc_core.data.dataset import ArraySource, ImageDataset, labelled
 from psc_core.errors import DataError, UsageError
 from psc_core.evaluation.baselines import fit_baselines
-from psc_core.evaluation.classification import ClassificationReport, ambiguity, plain_network, score_images
+from psc_core.evaluation.classification import ClassificationEvaluator, ClassificationReport, ambiguity
 from psc_core.evaluation.evaluate import evaluate
+from psc_core.heads.base import Scored, entropy
+from psc_core.heads.temperature import TemperatureHead
 from psc_core.images.preprocess import Preprocess
 from psc_core.model import PSC
 from psc_core.network.backbone import truncate
 from psc_core.pipeline import Pipeline, Scorer
-from psc_core.tasks.classification.fit.calibrate import fit_calibration
-from psc_core.tasks.classification.heads.base import entropy
-from psc_core.tasks.classification.heads.temperature import TemperatureHead
-from psc_core.tasks.classification.policy import ClassificationPolicy
-from psc_core.tasks.head import Scored
+from psc_core.tasks.classification import fit_calibration
 from tests.reference import metrics as naive
 
 
@@ -150,7 +149,7 @@ def test_rates_hold_on_exchangeable_data(psc: PSC) -> None:
 
 def test_batch_size_changes_nothing(psc: PSC) -> None:
     data = inside(41, 2)
-    whole, single = (score_images(psc, data, batch_images=size) for size in (41, 1))
+    whole, single = (ClassificationEvaluator().score_images(psc, data, batch_images=size) for size in (41, 1))
     for name in whole.ood:
         assert torch.equal(whole.ood[name], single.ood[name])
     assert torch.equal(whole.losses["psc"].nll, single.losses["psc"].nll)
@@ -177,7 +176,7 @@ def test_ambiguity_of_marked_images(psc: PSC) -> None:
         inside(50, 4), groups={"mnist": torch.arange(30), "ambiguous-mnist": torch.arange(30, 50)}
     )
     report = report_of(psc, data, {})
-    h = score_images(psc, data).entropy["psc"].tolist()
+    h = ClassificationEvaluator().score_images(psc, data).entropy["psc"].tolist()
     assert report.ambiguity == {"psc": pytest.approx(naive.auroc(h[:30], h[30:]))}
     values = {"psc": torch.arange(4.0)}
     assert ambiguity(values, {"ambiguous": torch.arange(4)}) == {}
@@ -210,7 +209,7 @@ def test_base_predictions_have_no_epistemic_score(psc: PSC) -> None:
     scorer = FormulaScorer()
     backbone = truncate(nn.Sequential(nn.Conv2d(1, 1, 1)), ["0"], keep_output=True)
     base = dataclasses.replace(psc, pipeline=Pipeline(scorer, psc.calibration.ood_scores), backbone=backbone)
-    assert set(score_images(base, inside(5, 1)).ood) == {"psc", "psc-entropy"}
+    assert set(ClassificationEvaluator().score_images(base, inside(5, 1)).ood) == {"psc", "psc-entropy"}
 
 
 def test_one_image(psc: PSC) -> None:
@@ -233,7 +232,7 @@ def test_rejects_other_data(psc: PSC) -> None:
 def test_own_probabilities_are_the_softmax(data_root: Path) -> None:
     data = open_dataset(f"mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
     net = nn.Sequential(nn.Flatten(), nn.Linear(784, 10)).eval()
-    own = plain_network(net, data, Compute(torch.device("cpu"), batch_images=8))
+    own = ClassificationEvaluator().plain_network(net, data, Compute(torch.device("cpu"), batch_images=8))
     images = next(data.batches(5)).images
     with torch.inference_mode():
         outputs = own.score(images)
@@ -248,6 +247,8 @@ def test_the_network_itself_runs_in_the_precision_of_its_model(data_root: Path) 
     net = nn.Sequential(nn.Flatten(), nn.Linear(784, 10)).eval()
     images = next(data.batches(5)).images
     with torch.inference_mode():
-        outputs = plain_network(net, data, Compute(torch.device("cpu"), "bf16")).outputs(images)
+        outputs = (
+            ClassificationEvaluator().plain_network(net, data, Compute(torch.device("cpu"), "bf16")).outputs(images)
+        )
         full = net(data.preprocess.standardise(images)).double()
     assert torch.equal(outputs, outputs.bfloat16().double()) and not torch.equal(outputs, full)

@@ -13,12 +13,12 @@ import torch
 from psc_core import PRESETS, PSCRegressor, open_dataset
 from psc_core import metrics as ranking
 from psc_core import metrics as regression
+from psc_core.answers import Target
 from psc_core.cli.evaluate import main
 from psc_core.compute import Compute
 from psc_core.errors import DataError, UsageError
 from psc_core.evaluation.evaluate import evaluate
-from psc_core.evaluation.regression import RegressionReport, plain_network, quality_of, score_images
-from psc_core.target import Target
+from psc_core.evaluation.regression import RegressionEvaluator, RegressionReport
 from tests.conftest import TinyJob
 
 ALLOW = ("tests.tiny:network",)
@@ -78,7 +78,7 @@ def test_other_images_are_refused(model: PSCRegressor, data_root: Path) -> None:
     other = replace(PRESETS["mnist"], mean=(0.5,))
     turned = open_dataset(f"rotated-mnist:{data_root}", split="test", preprocess=other)
     with pytest.raises(UsageError, match="model's preprocessing"):
-        score_images(model, turned)
+        RegressionEvaluator().score_images(model, turned)
 
 
 def test_the_network_itself_is_measured_beside_its_regression(
@@ -86,11 +86,18 @@ def test_the_network_itself_is_measured_beside_its_regression(
 ) -> None:
     data = open_dataset(f"rotated-mnist:{data_root}", split="test", preprocess=model.preprocess)
     compute = Compute(torch.device("cpu"), batch_images=16)
-    own = plain_network(angle_job.net, data, compute)
-    quality = quality_of(score_images(model, data, own, batch_images=16), data)
+    own = RegressionEvaluator().plain_network(angle_job.net, data, compute)
+    quality = RegressionEvaluator().quality_of(
+        RegressionEvaluator().score_images(model, data, own, batch_images=16), data
+    )
     with torch.no_grad():
         numbers = angle_job.net(data.preprocess.standardise(next(data.batches(len(data))).images))[:, 0]
     assert data.values is not None
     errors = [(a - b) ** 2 for a, b in zip(numbers.tolist(), data.values.tolist(), strict=True)]
     assert quality["base"] == {"rmse": pytest.approx(math.sqrt(sum(errors) / len(errors)), rel=1e-5)}
-    assert quality["psc"] == quality_of(score_images(model, data, batch_images=16), data)["psc"]
+    assert (
+        quality["psc"]
+        == RegressionEvaluator().quality_of(RegressionEvaluator().score_images(model, data, batch_images=16), data)[
+            "psc"
+        ]
+    )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import optimize
 
 from psc_core.evaluation.baselines import fit_temperature
-from psc_core.tasks.classification.fit.posterior import TEMPERATURES
+from psc_core.heads.softmax import TEMPERATURES
 from tests.reference import metrics as naive
 
 LOGITS = st.lists(st.lists(st.floats(-60, 60), min_size=3, max_size=3), min_size=1, max_size=12)

@@ -13,9 +13,9 @@ from psc_core import PSC, FitSettings, fit_projection, fit_psc, measure_collapse
 from psc_core.collapse import Candidate
 from psc_core.data.dataset import ArraySource, ImageDataset, split_validation
 from psc_core.errors import UsageError
+from psc_core.heads.base import Head
 from psc_core.projection import FittedProjection
-from psc_core.tasks.classification.fit.calibrate import Errors
-from psc_core.tasks.head import Head
+from psc_core.tasks.classification import Errors
 
 SETTINGS = FitSettings(device="cpu")
 

@@ -82,7 +82,7 @@ def files_of(folder: Path) -> list[Path]:
 def test_equal_jobs_give_equal_bytes(
     tiny_job: TinyJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: str
 ) -> None:
-    monkeypatch.setattr("psc_core.tasks.classification.fit.sngp.FEATURES", 64)
+    monkeypatch.setattr("psc_core.heads.sngp.FEATURES", 64)
     first, second = tmp_path / "first", tmp_path / "second"
     for out in (first, second):
         assert cli.main(arguments(tiny_job, out, "--head", head, report=True)) == 0

@@ -22,6 +22,7 @@ from psc_core import (
     open_dataset,
     open_loader,
 )
+from psc_core.answers import Target
 from psc_core.collapse import Candidate
 from psc_core.data import cache
 from psc_core.data.cache import CachedSource, PixelCache
@@ -31,7 +32,6 @@ from psc_core.errors import DataError, FitError, UsageError
 from psc_core.fit_data import FitData
 from psc_core.images.preprocess import Preprocess
 from psc_core.projection import FittedProjection
-from psc_core.target import Target
 from tests.psc_core.data.support import TINY, write_folder
 
 SETTINGS = FitSettings(device="cpu")
@@ -115,7 +115,7 @@ def test_base_predictions_need_one_output_per_class(
 
 def test_halves_are_split_once_and_stay_with_their_images(train: ImageDataset, val: ImageDataset) -> None:
     data = FitData.of(train, val, seed=3)
-    assert (data.train, data.val, data.task_fit.task_type.name) == (train, val, "classification")
+    assert (data.train, data.val, data.task_type.name) == (train, val, "classification")
     halves = split_validation(val, 3)
     for half, expected in zip((data.selection, data.calibration), halves, strict=True):
         assert torch.equal(half.indices, expected.indices)
@@ -180,7 +180,7 @@ def test_loaders_that_describe_the_same_are_fitted_together() -> None:
 
 def test_images_without_validation_stand_for_it(train: ImageDataset) -> None:
     data = FitData.without_validation(train, seed=0, max_images=50)
-    assert data.train is data.selection and data.task_fit.takes(train) and len(data.train) == 50
+    assert data.train is data.selection and data.task_type.takes(train) and len(data.train) == 50
 
 
 def test_rejects_images_of_another_task(train: ImageDataset, val: ImageDataset) -> None:

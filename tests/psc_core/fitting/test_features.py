@@ -12,8 +12,8 @@ from psc_core import FitSettings, fit_psc
 from psc_core.collapse import Candidate
 from psc_core.data.dataset import ImageDataset
 from psc_core.fit_parts import Layers, cut, read
+from psc_core.heads import sngp, softmax
 from psc_core.projection import FittedProjection
-from psc_core.tasks.classification.fit import sngp, softmax
 
 SETTINGS = FitSettings(device="cpu")
 

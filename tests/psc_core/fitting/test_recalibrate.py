@@ -13,12 +13,12 @@ from psc_core.cli.fit import main as fit
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.open import open_dataset
 from psc_core.errors import UsageError
+from psc_core.heads.temperature import TemperatureHead
 from psc_core.images.preprocess import PRESETS
 from psc_core.log.store import Log
 from psc_core.model import FittedModel, load_model
 from psc_core.recalibrate import Audit, read_audit, recalibrate_from_audit
 from psc_core.scoring import dataset_outputs
-from psc_core.tasks.classification.heads.temperature import TemperatureHead
 from tests.conftest import TinyJob
 from tests.logged import Logged, dimmed, png, write_log
 from tests.reference import calibration as naive

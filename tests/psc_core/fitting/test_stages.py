@@ -25,7 +25,7 @@ def data(train: ImageDataset, val: ImageDataset) -> FitData:
 
 
 def test_settings_get_the_head_of_the_task(data: FitData) -> None:
-    assert checked(SETTINGS, data).head == next(iter(data.task_fit.task_type.heads))
+    assert checked(SETTINGS, data).head == next(iter(data.task_type.heads))
     assert checked(replace(SETTINGS, head="duq"), data).head == "duq"
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from psc_core.answers import UNNAMED, Target
 from psc_core.data.loaders import LoaderDescription, LoaderPreprocessing
 from psc_core.images.preprocess import PRESETS
-from psc_core.target import UNNAMED, Target
 
 
 @pytest.mark.parametrize(

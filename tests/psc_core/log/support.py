@@ -11,12 +11,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from psc_core.answers import CLASSIFICATION_SCORES, Target
+from psc_core.answers import REGRESSION_SCORES as VALUE_SCORES
 from psc_core.log.store import Log, LoggedModel, image_path, model_path, open_log, row_schema, rows_path
-from psc_core.target import Target
-from psc_core.tasks.classification.answer import SCORES
-from psc_core.tasks.classification.task import Classification
-from psc_core.tasks.regression.answer import SCORES as VALUE_SCORES
-from psc_core.tasks.regression.task import Regression
+from psc_core.tasks.classification import Classification
+from psc_core.tasks.regression import Regression
 
 CLASSES = ("cat", "dog")
 TIME = datetime(2026, 3, 1, 12, tzinfo=UTC)
@@ -36,7 +35,8 @@ def row(index: int, **changes: Any) -> dict[str, Any]:
     """The row of image ``index``, alone in the request ``rINDEX``."""
     return {
         "time": TIME, "request_id": f"r{index}", "image_index": 0, "bundle_version": "v1", "policy": POLICY,
-        **dict.fromkeys(SCORES, 0.5), "probabilities": [0.25, 0.75], "gates": [], "label": "dog", "decision": "accept",
+        **dict.fromkeys(CLASSIFICATION_SCORES, 0.5), "probabilities": [0.25, 0.75], "gates": [], "label": "dog",
+        "decision": "accept",
         "sampling_probability": 1.0, "audit": False, "audit_probability": 0.01, "image_sha256": digest(index),
         "image_path": image_path(digest(index), "png"), **changes,
     }  # fmt: skip
@@ -47,7 +47,7 @@ def put_rows(log: Log, rows: list[dict[str, Any]], model: str = "m", day: str = 
     for each in rows:
         if each["image_path"]:
             log.put(each["image_path"], content(int(each["request_id"][1:])))
-    scores = VALUE_SCORES if "mean" in rows[0] else SCORES
+    scores = VALUE_SCORES if "mean" in rows[0] else CLASSIFICATION_SCORES
     sink = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist(rows, schema=row_schema(scores)), sink)
     log.put(rows_path(model, day), sink.getvalue())

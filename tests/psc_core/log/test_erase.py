@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from psc_core.answers import CLASSIFICATION_SCORES
 from psc_core.errors import DataError, UsageError
 from psc_core.log.erase import Erased, Pruned, erase, prune
 from psc_core.log.labels import Label, label_files, read_label_file, read_labels, write_labels
 from psc_core.log.store import Log, read_rows, row_schema
-from psc_core.tasks.classification.answer import SCORES
 from tests.psc_core.log.support import TIME, content, digest, make_log, put_rows, row
 
 
@@ -27,7 +27,7 @@ def test_erased_image_is_nowhere(tmp_path: Path) -> None:
     rows = {each["request_id"]: each for batch in read_rows(log, "m") for each in batch.to_pylist()}
     assert rows["r1"] == row(1, image_sha256=None, image_path=None)
     assert rows["r0"] == row(0)
-    assert next(iter(read_rows(log, "m"))).schema.equals(row_schema(SCORES))
+    assert next(iter(read_rows(log, "m"))).schema.equals(row_schema(CLASSIFICATION_SCORES))
     labels = read_labels(log)
     assert labels.of("m", "r1", 0, None) is None and labels.of("m", "r0", 0, digest(0)) is not None
     assert erase(log, digest(1)) == Erased()

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from psc_core.answers import CLASSIFICATION_SCORES
 from psc_core.errors import DataError, UsageError
 from psc_core.log.store import days_of, find_row, logged_model, models_in, open_log, read_rows, row_schema, scores_in
-from psc_core.tasks.classification.answer import SCORES
 from tests.psc_core.log.support import add_values, digest, make_log, put_rows, row
 
 
@@ -22,7 +22,7 @@ def test_rows_of_a_model(tmp_path: Path) -> None:
     assert ids(audit=True) == ids(days=["2026-03-02"]) == ["r5"]
     (values,) = read_rows(log, "v")
     assert "mean" in scores_in(values.schema) and values["probabilities"].null_count == 1
-    assert scores_in(row_schema(SCORES)) == list(SCORES)
+    assert scores_in(row_schema(CLASSIFICATION_SCORES)) == list(CLASSIFICATION_SCORES)
     assert next(iter(read_rows(log, "m", columns=["label", "time"]))).schema.names == ["label", "time"]
 
 

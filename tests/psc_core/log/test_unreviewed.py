@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from psc_core.answers import CLASSIFICATION_SCORES
 from psc_core.errors import DataError
 from psc_core.log.labels import CANNOT_TELL, Label, write_labels
 from psc_core.log.review import UnreviewedImages
 from psc_core.log.store import Log
-from psc_core.tasks.classification.answer import SCORES
 from tests.psc_core.log.support import TIME, add_values, digest, make_log, put_rows, row
 
 FAR = 3600.0
@@ -39,7 +39,7 @@ def test_the_newest_come_first_and_accepted_ones_never(tmp_path: Path) -> None:
     assert names(log, 4) == ["r5000", "r4000", "r1200", "r1199"]
     assert len(names(log, 10_000)) == 602 and names(log, seconds=-1.0) == []
     first = UnreviewedImages(log).newest(limit=1, seconds=FAR)[0]
-    assert (first.model, set(first.scores)) == ("m", set(SCORES)) and "probabilities" not in first.row
+    assert (first.model, set(first.scores)) == ("m", set(CLASSIFICATION_SCORES)) and "probabilities" not in first.row
 
 
 def test_what_was_reviewed_erased_or_not_stored_is_left_out(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from psc_core.errors import DataError, UsageError
 from psc_core.log.erase import erase
 from psc_core.log.labels import labels_of, read_answers
 from psc_core.log.store import Log, LoggedModel, model_path
-from psc_core.tasks.classification.task import Classification
+from psc_core.tasks.classification import Classification
 from tests.psc_core.log.support import add_values, content, digest, make_log, put_rows, row
 
 

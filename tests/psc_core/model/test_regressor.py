@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from psc_core import PSC, ClassificationPrediction, PSCRegressor, RegressionPrediction
+from psc_core.answers import REGRESSION_SCORES
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.open import open_dataset
 from psc_core.errors import BundleError
 from psc_core.model import load_model
-from psc_core.tasks.regression.answer import SCORES
 
 ALLOW = ("tests.tiny:network",)
 
@@ -38,7 +38,7 @@ def test_predicts_numbers_with_intervals(model: PSCRegressor, test_images: Image
     torch.testing.assert_close(got.interval, torch.stack([got.mean - half, got.mean + half], dim=1))
     inside = (batch.values >= got.interval[:, 0]) & (batch.values <= got.interval[:, 1])
     assert float(inside.double().mean()) > 0.7
-    assert set(got.gates) == set(model.gates) and {*SCORES} <= {*dir(got)}
+    assert set(got.gates) == set(model.gates) and {*REGRESSION_SCORES} <= {*dir(got)}
     with pytest.raises(AttributeError, match="probabilities"):
         _ = got.probabilities
 

@@ -14,13 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from psc_core.density import DENSITIES
-from psc_core.density.fit.density import Examples, fit_density
+from psc_core.density import DENSITIES, Examples, fit_density
+from psc_core.heads import sngp
 from psc_core.numerics import matrix
 from psc_core.numerics.matrix import FeatureFile, as_matrix, blocks, side_by_side, usable
-from psc_core.tasks.classification.fit import sngp
-from psc_core.tasks.classification.heads import HEADS
-from tests.psc_core.tasks.classification.heads.support import fit_head
+from psc_core.tasks.classification import Classification
+from tests.psc_core.heads.classifiers import fit_head
 
 SEEDS = st.integers(0, 2**16)
 
@@ -129,7 +128,7 @@ def test_density_fitted_from_file_equals_memory(kind: str, tmp_path: Path, monke
     torch.testing.assert_close(got(values).log_density, expected(values).log_density, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", sorted(HEADS))
+@pytest.mark.parametrize("kind", sorted(Classification.heads))
 def test_head_fitted_from_file_equals_memory(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sngp, "FEATURES", 32)
     values, labels = sample()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from psc_core.report.classification.sets import ClassificationSet
+from psc_core.report.classification import ClassificationSet
 from psc_core.report.content import Content, Picture, Role
-from psc_core.report.regression.sets import RegressionSet
+from psc_core.report.regression import RegressionSet
 
 NONE = torch.empty(0, dtype=torch.int64)
 

@@ -12,12 +12,13 @@ from psc_core import metrics as regression
 from psc_core.data.dataset import split_validation
 from psc_core.model import PSC, PSCRegressor
 from psc_core.report.content import Content, Role
-from psc_core.report.regression.sets import RegressionSet
+from psc_core.report.regression import RegressionSet
+from psc_core.tasks import TASKS
 from tests.conftest import TinyJob
 
 
 def test_a_fit_keeps_what_it_served(tiny_bundle: Path, data_root: Path) -> None:
-    kept = Content.load(tiny_bundle, "classification")
+    kept = Content.load(tiny_bundle, TASKS["classification"])
     psc = PSC.load(tiny_bundle, device="cpu", allow_factories=["tests.tiny:network"])
     assert kept.version == psc.version
     roles = {images.name: images.role for images in kept.sets}
@@ -35,7 +36,7 @@ def test_a_fit_keeps_what_it_served(tiny_bundle: Path, data_root: Path) -> None:
 
 
 def test_a_fit_keeps_the_numbers_that_it_served(angle_job: TinyJob, angle_bundle: Path, data_root: Path) -> None:
-    kept = Content.load(angle_bundle, "regression")
+    kept = Content.load(angle_bundle, TASKS["regression"])
     assert {images.role for images in kept.sets} == {Role.TRAINING, Role.VALIDATION, Role.MADE_UP}
     assert kept.pictures == () and all(isinstance(images, RegressionSet) for images in kept.sets)
     model = PSCRegressor.load(angle_bundle, device="cpu", allow_factories=["tests.tiny:network"])

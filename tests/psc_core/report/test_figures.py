@@ -9,7 +9,7 @@ import torch
 from psc_core.bundle import read_bundle
 from psc_core.collapse import NC4, R2, CollapseReport, LayerCollapse
 from psc_core.report import figures
-from psc_core.report.classification.sets import ClassificationSet
+from psc_core.report.classification import ClassificationSet
 from psc_core.report.content import Content, Role
 from psc_core.report.facts import facts_of
 from tests.psc_core.report.support import NONE, image_set

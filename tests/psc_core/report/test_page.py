@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from psc_core.answers import ACCEPTS_NOTHING, BETTER_THAN_GUESSING
 from psc_core.bundle import read_bundle
 from psc_core.report import FIGURES, page
-from psc_core.report.classification import words
+from psc_core.report.classification import ClassificationTaskReport as words
 from psc_core.report.content import Content
 from psc_core.report.facts import Facts, facts_of
-from psc_core.report.regression import words as regression_words
-from psc_core.tasks.classification.policy import ACCEPTS_NOTHING
-from psc_core.tasks.policy import BETTER_THAN_GUESSING
+from psc_core.report.regression import RegressionTaskReport as regression_words
 from tests.psc_core.report.support import content, value_content
 
 
@@ -54,8 +53,8 @@ def test_page_is_self_contained(shipped: Facts, tmp_path: Path) -> None:
     assert len(images) == 8 + 1  # Every figure and one picture.
     assert all(str(image["src"]).startswith("data:image/png;base64,") and image["alt"] for image in images)
     assert not {"script", "link", "iframe"} & {tag for tag, _ in written.tags}
-    assert {path.stem for path in (tmp_path / FIGURES).iterdir()} == set(words.TEXTS)
-    for expected in ("clothes", "turned", "called out of distribution", "psc-serve --bundle", *words.GLOSSARY):
+    assert {path.stem for path in (tmp_path / FIGURES).iterdir()} == set(words.texts)
+    for expected in ("clothes", "turned", "called out of distribution", "psc-serve --bundle", *words.glossary):
         assert expected in written.text
     assert re.search(r"clothes\s*out-of-distribution images\s*3\s*\d+\.\d %", written.text)
 
@@ -64,20 +63,20 @@ def test_figures_of_another_report_do_not_stay(shipped: Facts, angles: Facts, tm
     page.write(angles, tmp_path)
     (tmp_path / FIGURES / "notes.txt").write_text("mine")
     page.write(shipped, tmp_path)
-    assert {path.name for path in (tmp_path / FIGURES).iterdir()} == {"notes.txt", *(f"{n}.png" for n in words.TEXTS)}
+    assert {path.name for path in (tmp_path / FIGURES).iterdir()} == {"notes.txt", *(f"{n}.png" for n in words.texts)}
 
 
 def test_page_of_a_regression(angles: Facts, tmp_path: Path) -> None:
     written = Page(page.write(angles, tmp_path).read_text())
     images = [attributes for tag, attributes in written.tags if tag == "img"]
     assert [str(image["alt"]).split(". ")[0] for image in images] == [
-        title for title, _ in regression_words.TEXTS.values()
+        title for title, _ in regression_words.texts.values()
     ]
     assert all(str(image["src"]).startswith("data:image/png;base64,") for image in images)
-    assert {path.stem for path in (tmp_path / FIGURES).iterdir()} == set(regression_words.TEXTS)
-    for expected in ("predicts angle, degrees", regression_words.TEXTS["deviations"][1], *angles.policy_lines):
+    assert {path.stem for path in (tmp_path / FIGURES).iterdir()} == set(regression_words.texts)
+    for expected in ("predicts angle, degrees", regression_words.texts["deviations"][1], *angles.policy_lines):
         assert expected in written.text
-    assert all(word in written.text for word in regression_words.GLOSSARY) and "images/test.csv" in written.text
+    assert all(word in written.text for word in regression_words.glossary) and "images/test.csv" in written.text
     assert re.search(r"with PSC\s*1\s*0\.5\s*1\.25\s*0\.75", written.text)
     assert "ambiguous" not in written.text and "Images to look at" not in written.text
 
@@ -117,7 +116,7 @@ def test_page_without_images(shipped: Facts, tmp_path: Path) -> None:
     written = Page(page.write(bare, tmp_path).read_text())
     assert "No image is called ambiguous: all others are accepted" in written.text
     assert [attributes["alt"] for tag, attributes in written.tags if tag == "img"] == [
-        "{}. {}".format(*words.TEXTS["collapse"])
+        "{}. {}".format(*words.texts["collapse"])
     ]
 
 

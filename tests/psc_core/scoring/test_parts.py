@@ -17,12 +17,11 @@ import torch
 from PIL import Image
 
 from psc_core import PSC, PSCRegressor, load_model
+from psc_core.answers import ClassificationAnswer, RegressionAnswer
 from psc_core.cli import score as cli
 from psc_core.errors import UsageError
 from psc_core.pipeline import Pipeline
 from psc_core.scoring import NamedImage, PartCount, PartWriter, errors_in, named_images
-from psc_core.tasks.classification.answer import ClassificationAnswer
-from psc_core.tasks.regression.answer import RegressionAnswer
 from tests.conftest import ROOT, SHIPPED_BUNDLE
 from tests.psc_core.scoring.support import COUNT, PART, bytes_of, rows_of, run, write_hostile
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from psc_core.errors import BundleError
 from psc_core.fitted import restore
-from psc_core.tasks.head import Head
+from psc_core.heads.base import Head
 
 
 def check_round_trip(heads: Mapping[str, type[Head]], head: Head, z: Tensor) -> None:

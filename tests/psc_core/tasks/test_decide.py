@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from psc_core.answers import ASKED_FOR
 from psc_core.tasks import TASKS
-from psc_core.tasks.answer import ASKED_FOR
 from tests.tasks import CLASSES, ONE_OF_EACH, drawn
 
 

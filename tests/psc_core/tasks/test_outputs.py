@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from psc_core.answers import scores_of
 from psc_core.tasks import TASKS
-from psc_core.tasks.answer import scores_of
-from psc_core.tasks.outputs import Outputs, pack
-from psc_core.tasks.task import task_type
+from psc_core.tasks.base import Outputs, pack
 
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("gates", [(), ("texture", "kind")])
 def test_pack_and_read_back(task: str, gates: tuple[str, ...]) -> None:
-    names = scores_of(task_type(task).answer_type)
+    names = scores_of(TASKS[task].answer_type)
     scores, probabilities, p_values = {name: torch.rand(3) for name in names}, torch.rand(3, 4), torch.rand(3, 2)
     outputs = Outputs(pack(names, scores, probabilities, [p_values] if gates else ()), names, gates)
     assert len(outputs) == 3

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from app.tasks.base import served_task
 from psc_core import PRESETS, load_model, open_dataset
 from psc_core.errors import UsageError
 from psc_core.model import FittedModel
 from psc_core.tasks import TASKS
-from psc_core.tasks.prediction import SHOWN, BasePrediction
+from psc_core.tasks.base import SHOWN, BasePrediction
 
 BUNDLES = {"classification": "tiny_bundle", "regression": "angle_bundle"}
 
@@ -40,7 +39,7 @@ def prediction(model: FittedModel, images: torch.Tensor) -> BasePrediction:
 
 def test_dictionaries_are_the_answers_of_the_service(model: FittedModel, prediction: BasePrediction) -> None:
     outputs = model.outputs(prediction.outputs.packed.numpy())
-    documents = served_task(model.task).documents(outputs, prediction.decisions, model.classes)
+    documents = prediction.decisions.documents(outputs, model.classes)
     told = prediction.to_dict()
     assert len(told) == len(documents) == 30
     assert json.loads(json.dumps(told)) == told

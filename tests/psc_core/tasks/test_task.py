@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from psc_core.scoring import columns_of
-from psc_core.tasks import TASKS
-from psc_core.tasks.decide import BaseThresholds
-from psc_core.tasks.outputs import Outputs
-from psc_core.tasks.task import Task, task_type, task_type_of, task_types
+from psc_core.tasks import TASKS, task_of_manifest
+from psc_core.tasks.base import BaseThresholds, Outputs, Task
+from psc_core.tasks.classification import Classification
 from tests.tasks import CLASSES, ONE_OF_EACH, drawn
 
 
@@ -21,12 +20,12 @@ def of_task(request: pytest.FixtureRequest) -> tuple[Task, BaseThresholds]:
 
 def test_a_manifest_says_of_which_task_it_is(of_task: tuple[Task, BaseThresholds]) -> None:
     task, _ = of_task
-    assert task_type_of({"name": "psc", **task.manifest_fields()}) is type(task) is task_type(task.name)
+    assert task_of_manifest({"name": "psc", **task.manifest_fields()}) is type(task) is TASKS[task.name]
 
 
-def test_a_manifest_that_says_nothing_is_of_the_last_task() -> None:
-    assert task_type_of({}) is task_type(TASKS[-1]) is task_types()[0]
-    assert task_type_of({"task": "ranking"}) is None
+def test_a_manifest_that_says_nothing_is_a_classifier() -> None:
+    assert task_of_manifest({}) is Classification
+    assert task_of_manifest({"task": "ranking"}) is None
 
 
 def test_predictions_have_every_column(of_task: tuple[Task, BaseThresholds]) -> None:

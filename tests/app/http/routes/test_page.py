@@ -7,8 +7,8 @@ import re
 import pytest
 
 from app.http.routes.model import SECURITY_HEADERS
+from psc_core.answers import ClassificationResponse
 from psc_core.conformal import RANK_ROUNDING
-from psc_core.tasks.classification.answer import ClassificationResponse
 from tests.app.support import running
 
 pytestmark = pytest.mark.anyio

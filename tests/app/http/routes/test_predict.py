@@ -14,7 +14,7 @@ from PIL import Image
 
 from app.main import Runtime
 from app.service import SWEEP_SECONDS
-from psc_core.tasks.classification.answer import ClassificationResponse
+from psc_core.answers import ClassificationResponse
 from tests.app.fakes import (
     CLASSES,
     NOT_FINITE,

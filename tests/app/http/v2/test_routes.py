@@ -14,12 +14,11 @@ import torch
 
 from app.http.body import MAX_CONTAINERS
 from app.http.v2 import HEADER, ErrorDocument, InferResponse, ModelMetadata
-from app.tasks.base import GATES_OUTPUT
-from app.tasks.classification import ServedClassification
-from app.tasks.regression import ServedRegression
+from psc_core.answers import CLASSIFICATION_SCORES
 from psc_core.images.preprocess import Preprocess
-from psc_core.tasks.classification.answer import SCORES
-from psc_core.tasks.outputs import Outputs
+from psc_core.tasks.base import GATES_OUTPUT, Outputs
+from psc_core.tasks.classification import Classification
+from psc_core.tasks.regression import Regression
 from tests.app.fakes import (
     CLASSES,
     POISON,
@@ -36,8 +35,8 @@ from tests.app.support import Running, running
 
 pytestmark = pytest.mark.anyio
 
-OUTPUTS = tuple(ServedClassification.tensors)
-NUMBERS = tuple(ServedRegression.tensors)
+OUTPUTS = tuple(Classification.tensors)
+NUMBERS = tuple(Regression.tensors)
 WITHOUT_GATES = tuple(name for name in OUTPUTS if name != GATES_OUTPUT)
 COLOUR = Preprocess("RGB", 4, 6, None, (0.5,) * 3, (0.5,) * 3)
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -65,7 +64,7 @@ def grey(*values: int) -> Array:
 
 
 def expected(images_nchw: Array) -> Outputs[Any]:
-    return Outputs(outputs_of(torch.from_numpy(np.ascontiguousarray(images_nchw))).numpy(), SCORES, ())
+    return Outputs(outputs_of(torch.from_numpy(np.ascontiguousarray(images_nchw))).numpy(), CLASSIFICATION_SCORES, ())
 
 
 def output(document: dict[str, Any], name: str) -> Any:
@@ -141,7 +140,7 @@ async def test_raw_images_give_every_output(service: Running) -> None:
     assert document["parameters"] == {"alpha": 0.2}
     assert tuple(tensor["name"] for tensor in document["outputs"]) == WITHOUT_GATES
     np.testing.assert_allclose(output(document, "probabilities"), outputs.probabilities, rtol=1e-6)
-    for name in SCORES:
+    for name in CLASSIFICATION_SCORES:
         np.testing.assert_allclose(output(document, name), outputs[name], rtol=1e-6)
     assert output(document, "is_ood").tolist() == [False] * 3
     assert output(document, "label").tolist() == list(CLASSES)

@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from psc_core import metrics as ranking
-from psc_core.density import DENSITIES
-from psc_core.density.base import Density
-from psc_core.density.fit.density import WHITENER_ELEMENTS, Examples, fit_density
-from psc_core.density.fit.extend import EXAMPLES
+from psc_core.density import DENSITIES, EXAMPLES, WHITENER_ELEMENTS, Density, Examples, fit_density
 from psc_core.errors import FitError
 from tests.psc_core.density.support import KINDS, SCALES, SEEDS, images
 from tests.reference import density as naive

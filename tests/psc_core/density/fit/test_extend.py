@@ -9,11 +9,18 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from psc_core.density import DENSITIES
-from psc_core.density.base import Density
-from psc_core.density.fit.density import Examples, fit_density
-from psc_core.density.fit.extend import EXAMPLES, can_extend, class_counts, extend_density
-from psc_core.density.gaussian import ClasswiseDensity, TiedDensity
+from psc_core.density import (
+    DENSITIES,
+    EXAMPLES,
+    ClasswiseDensity,
+    Density,
+    Examples,
+    TiedDensity,
+    can_extend,
+    class_counts,
+    extend_density,
+    fit_density,
+)
 from psc_core.errors import FitError
 from tests.psc_core.density.support import SEEDS, images
 from tests.reference import density as naive

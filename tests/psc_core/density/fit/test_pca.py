@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from psc_core.density.fit.density import Examples, fit_density
-from psc_core.density.fit.pca import fit_pca
+from psc_core.density import Examples, fit_density, fit_pca
 from psc_core.errors import FitError
 
 

@@ -6,8 +6,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from psc_core.density.fit.density import Examples, fit_density
-from psc_core.density.fit.tied_weight import TIED_WEIGHTS, ClassMoments, between, choose_tied_weight, log_likelihoods
+from psc_core.density import (
+    TIED_WEIGHTS,
+    ClassMoments,
+    Examples,
+    between,
+    choose_tied_weight,
+    fit_density,
+    log_likelihoods,
+)
 from tests.psc_core.density.support import SEEDS, images
 
 

@@ -23,7 +23,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.errors import DataError, UsageError
 from psc_core.images.preprocess import PRESETS
 from psc_core.model import load_model
-from psc_core.tasks.regression.fit.bins import binned
+from psc_core.tasks.regression import binned
 from tests import tiny
 from tests.conftest import TinyJob
 

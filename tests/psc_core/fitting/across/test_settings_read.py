@@ -43,5 +43,5 @@ def test_a_setting_of_one_stage_is_read_by_that_stage_alone(
     stages.fit_model(trained.net, candidate, projection, jobs[Stage.LAST])
     for stage in Stage:
         by_others = set().union(*(read[other] for other in Stage if other != stage))
-        declared = {*filter(data.task_fit.reads, settings_where(stage=stage))}
+        declared = {*filter(data.task_type.reads, settings_where(stage=stage))}
         assert read[stage] & {*settings_where()} - by_others == declared, stage

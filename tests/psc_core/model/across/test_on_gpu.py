@@ -11,17 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
-from psc_core.density import DENSITIES
-from psc_core.density.fit.density import Examples, fit_density
+from psc_core.density import DENSITIES, Examples, fit_density
+from psc_core.heads import sngp
 from psc_core.model import PSC
 from psc_core.network.backbone import truncate
 from psc_core.network.load import load_network
 from psc_core.settings import PRECISIONS, Precision
-from psc_core.tasks.classification.fit import sngp
-from psc_core.tasks.classification.heads import HEADS
+from psc_core.tasks.classification import Classification
 from tests.fake_gpu import GPU, assert_steps_on_gpu, gpu, moved
 from tests.psc_core.density.support import images
-from tests.psc_core.tasks.classification.heads.support import fit
+from tests.psc_core.heads.classifiers import fit
 
 FAULTS: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda x: x.sum().item(),
@@ -101,7 +100,7 @@ def test_densities(kind: str) -> None:
     assert watch.waits == watch.crossings == []
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", Classification.heads)
 def test_heads(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sngp, "FEATURES", 64)
     fake = FakeTensorMode()

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from psc_core.answers import ACCEPTS_NOTHING
 from psc_core.bundle import Bundle, read_bundle
 from psc_core.report.content import Content, Role
 from psc_core.report.facts import facts_of
-from psc_core.tasks.classification.policy import ACCEPTS_NOTHING
 from tests.psc_core.report.support import image_set
 
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core.report.classification import figures
-from psc_core.report.classification.sets import ClassificationSet
+from psc_core.report import classification as figures
+from psc_core.report.classification import ClassificationSet
 from psc_core.report.content import Role
 from tests.psc_core.report.support import image_set
 

@@ -10,17 +10,17 @@ import torch
 
 from psc_core import PSC, open_dataset
 from psc_core.data.dataset import ArraySource, labelled
-from psc_core.evaluation.classification import score_images
+from psc_core.evaluation.classification import ClassificationEvaluator
 from psc_core.images.preprocess import Preprocess
-from psc_core.report.classification import sets
+from psc_core.report import classification as sets
 from psc_core.report.content import Role
 
 
 def test_pictures_are_the_extremes_of_each_class(shipped_bundle: Path, data_root: Path) -> None:
     psc = PSC.load(shipped_bundle, device="cpu")
     data = open_dataset(f"mnist:{data_root}", split="test", preprocess=psc.preprocess).subset(torch.arange(60))
-    scored = score_images(psc, data)
-    pictures = sets.pictures_of(data, scored)
+    scored = ClassificationEvaluator().score_images(psc, data)
+    pictures = sets.ClassificationTaskReport().pictures_of(data, scored)
     for label in range(10):
         mine = sorted(scored.ood["psc"][data.first_labels() == label].tolist())
         shown = {
@@ -46,11 +46,13 @@ def test_images_of_other_classes_have_no_labels(shipped_bundle: Path, data_root:
     psc = PSC.load(shipped_bundle, device="cpu")
     shirts = open_dataset(f"fashion-mnist:{data_root}", split="test", preprocess=psc.preprocess)
     shirts = shirts.subset(torch.arange(20))
-    kept = sets.scored_set("shirts", Role.OOD, shirts, score_images(psc, shirts))
+    kept = sets.ClassificationTaskReport().scored_set(
+        "shirts", Role.OOD, shirts, ClassificationEvaluator().score_images(psc, shirts)
+    )
     assert len(kept.labels) == 0 and kept.quality == kept.confidence == kept.correct == {}
     prediction = psc.predict(next(shirts.batches(20)).images)
     assert torch.equal(kept.predicted, prediction.class_index)
     assert torch.allclose(kept.ood_score, prediction.ood_score, atol=1e-4)
-    made_up = sets.made_up_set("turned", psc, prediction.outputs.packed)
+    made_up = sets.ClassificationTaskReport().made_up_set("turned", psc, prediction.outputs.packed)
     assert made_up.role is Role.MADE_UP and torch.equal(made_up.predicted, prediction.class_index)
     assert torch.equal(made_up.entropy, prediction.predictive_entropy)

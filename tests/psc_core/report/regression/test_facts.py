@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from psc_core.answers import RegressionPolicy
 from psc_core.bundle import read_bundle
 from psc_core.report.content import Content, Role
 from psc_core.report.facts import facts_of
-from psc_core.tasks.regression.policy import RegressionPolicy
 from tests.psc_core.report.support import value_content, value_set
 
 

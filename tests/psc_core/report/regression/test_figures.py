@@ -12,15 +12,13 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from psc_core.answers import RegressionPolicy, Target
 from psc_core.bundle import Bundle, read_bundle
+from psc_core.report import regression as figures
 from psc_core.report.content import Content, Role
 from psc_core.report.facts import facts_of
-from psc_core.report.regression import figures
-from psc_core.report.regression.sets import RegressionSet
-from psc_core.target import Target
-from psc_core.tasks.regression.calibration import Calibration
-from psc_core.tasks.regression.fit.calibrate import fit_calibration
-from psc_core.tasks.regression.policy import RegressionPolicy
+from psc_core.report.regression import RegressionSet
+from psc_core.tasks.regression import Calibration, fit_calibration
 from tests.psc_core.report.support import value_set
 
 ANGLE = Target(name="angle", unit="degrees")
@@ -96,7 +94,7 @@ def test_deviations_have_the_limit_of_the_policy(angle_bundle: Path) -> None:
     deviations = Calibration.from_tensors(bundle.parts["calibration"]).quantile(0.9)
     policy = RegressionPolicy(alpha=0.05, coverage=0.9, max_width=2 * 1.75 * deviations)
     limited = Bundle(bundle.path, bundle.manifest.model_copy(update={"policy": policy}), bundle.parts)
-    drawn = figures.draw(facts_of(limited, Content(bundle.manifest.version, (images,))))
+    drawn = figures.RegressionTaskReport().draw(facts_of(limited, Content(bundle.manifest.version, (images,))))
     assert set(drawn) == {"deviations", "predictions", "coverage", "error-coverage"}
     assert drawn["deviations"] is not None
     assert [text.get_text() for text in drawn["deviations"].axes[0].texts] == ["60.0% above"]

@@ -1,0 +1,748 @@
+"""Feature densities: log p of the training features, which are z or features averaged over positions.
+
+All have one interface (:mod:`.base`), and all six are mixtures of Gaussians (:mod:`.gaussian`).
+:func:`.fit.density.fit_density` fits one, :func:`.base.restore_density` rebuilds one from a bundle.
+To add a kind, subclass :class:`.base.Density` with its ``layout`` and list it in ``DENSITIES``; where none of the fits
+in :mod:`.fit.density` gives its tensors, add one there.
+
+The interface of every density: from z (B, D) to log-densities (B,) in nats, with explanations on request.
+
+Shapes: B images, K classes, D = dim of z, P = kept components.
+
+Gaussian feature densities: ``log p(y) = logsumexp_k (log π_k + log N(y; μ_k, Σ_k))`` in nats.
+
+The paper's feature density (appendix B.2, equation 2).  ``y`` is the PCA projection of z
+(:mod:`psc_core.density.fit.pca`), π_k the class proportions.  All densities work in the coordinates
+
+    ``w = (z − mean) @ basis``
+
+in which the within-class covariance pooled over classes is the identity, whatever the units of z.  Everything up to the
+difference ``w − m_k`` from a class mean is float64, because it cancels where classes are tight; what follows does not,
+and is float32.  The constants hold the change of variables: ``log p`` stays the log-density of y.
+With ``m_k`` the class means and ``S_k`` the class covariances in these coordinates:
+
+=================  =================================================================================================
+``gda``            one covariance for each class: squared distance ``‖S_k^(−1/2) (w − m_k)‖²``
+``gda++``          the same after ``z ← z / ‖z‖``
+``pooled++``       ``gda++`` of the candidate layer's features averaged over positions, not of z; at most 512 components
+``tied``           one covariance for all classes: ``‖w − m_k‖²``
+``mahalanobis++``  the same after ``z ← z / ‖z‖`` (Müller & Hein 2025, who take the smallest distance as their score)
+``rmd``            relative Mahalanobis (Ren et al. 2021): the ``tied`` log-density minus the log-density of one
+                   Gaussian fitted to all images, a log-ratio in nats; the same is subtracted from ``log π_k + log N_k``
+=================  =================================================================================================
+
+Shapes: B images, K classes, D = dim of z, P = kept components.
+
+Principal components of z, and how many of them a density keeps.
+
+With ``m = mean(z)`` and ``C = cov(z) = U diag(λ) Uᵀ`` (denominator n − 1, λ descending), a density is
+fitted to ``y = (z − m) U[:, :P]``: an orthonormal projection, so ``log p(y)`` is in the units of z.
+
+P, unless the caller gives it, is the smallest of:
+
+* the components that explain 99 % of the variance, or those above a minimum variance, whichever the density asks for;
+* the rank: components with a standard deviation above 10⁻⁵ of the largest and above the rounding error of the
+  features' own type (constant columns, repeated columns and n ≤ dim leave components below);
+* a limit given by the density, so that a class of average size has more images than components.
+
+The covariance is dim × dim in float64, so dim up to about 4,096 is practical (128 MiB).
+
+Choose the fraction of the pooled covariance in that of each class, by held-out likelihood.
+
+In w (:mod:`.density`) the pooled covariance is the identity, and class k has
+
+    ``Σ_k = (1 − t) S_k + t I``
+
+with its own S_k: t = 0 is one covariance for each class, t = 1 the same one for all, and in between lies Friedman's
+regularised discriminant (1989).  Of :data:`TIED_WEIGHTS` the t is chosen under which images that nothing was fitted to
+are most likely, each under its own class.  Training images would choose too small a t: the network was fitted to them,
+so they lie closer to their means than any later image will.
+
+Shapes: P = kept components.
+
+Extend a fitted density with more images of its classes, as if it had been fitted to them too.
+
+The input is a density that was fitted to n labelled examples, and m more images; the output is a density of the same
+kind.  In its coordinates w (:mod:`psc_core.density.gaussian`) a density keeps the mean μ_k and the covariance Σ_k of
+each class, and in its constants the class proportions, which with n give n_k.  Moments need no more than that (Chan,
+Golub & LeVeque 1983): m_k more images of class k, with the mean a_k, make
+
+    ``B_k  = Σ_i (w_i − a_k)(w_i − a_k)ᵀ + n_k m_k / (n_k + m_k) (a_k − μ_k)(a_k − μ_k)ᵀ``
+    ``μ'_k = μ_k + m_k / (n_k + m_k) (a_k − μ_k)``
+    ``Σ'_k = ((n_k − 1) Σ_k + B_k) / (n_k + m_k − 1)``
+    ``W'   = ((n − K) I + Σ_k B_k) / (n + m − K)``           pooled within classes: it was the identity
+
+and in the same way the covariance of all images that ``rmd`` subtracts.  The new coordinates are
+``w' = (w − δ) W'^(−1/2)``, δ the mean of all, so that the pooled covariance is the identity again.
+
+An image that stands for t equal ones counts t times in all of them.
+
+The result is the fit to all images, except for three things.  The principal components stay, and what they leave out is
+not seen.  A covariance that was shrunk, because its images were few, is extended as it is; more images outweigh that in
+time.  Where training images have several labels, n_k counts labelled examples in the degrees of freedom too.
+
+Shapes: m images, K classes, D = dim of z, P = kept components.
+
+Fit a density to features: principal components, class moments, and shrinkage where images are few; all in float64.
+
+The input is n labelled examples of K classes with features z (n, D), the output a :class:`.Density` of P components.
+
+Three coordinate systems, each one matrix product away from the one before; the third is served:
+
+    ``y = (z − mean) U``            principal components, orthonormal
+    ``x = y diag(λ^(−1/2))``        unit total variance in every component
+    ``w = x V``                     identity pooled within-class covariance, ``V = Σ_W(x)^(−1/2)``
+
+Class moments are the paper's (appendix B.2, equations 3 and 4): ``μ_c``, ``Σ_c`` with denominator ``n_c − 1`` and
+priors ``n_c / n``; a change of coordinates does not alter the fit.  An image with several labels weighs in the moments
+as often as it is labelled, but is one observation: with m_c images of n_c labelled examples, ``Σ_c`` is the mean square
+times ``m_c / (m_c − 1)``.  Two departures apply only where the paper's estimate is poor:
+
+* With fewer than ten images (beyond one a class) per component, covariances are shrunk
+  (:func:`psc_core.numerics.linalg.covariance`) towards a multiple of the identity: in w that is the pooled covariance,
+  in x the total one.  Where held-out images are given, these choose how much of the pooled covariance each class takes
+  (:mod:`.tied_weight`), whatever the number of images.
+* Eigenvalues below 10⁻⁶ are clamped to it, that is, deviations a thousand times smaller than the pooled (in w) or the
+  total ones (in x), as identical images or complete collapse give.
+
+The fit's record says how often either happened.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Final, Literal, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional
+
+from psc_core.errors import FitError
+from psc_core.fitted import Fitted, Record, restore
+from psc_core.numerics import linalg
+from psc_core.numerics.matrix import FeatureMatrix, as_matrix, check_features, images_of_classes
+
+
+class DensityOutput(NamedTuple):
+    """The log-densities of a batch, nats."""
+
+    log_density: Float[Tensor, " batch"]  # log p, the logsumexp of class_log_joint
+    class_log_joint: Float[Tensor, "batch classes"]  # log π_k + log N(y; μ_k, Σ_k)
+
+
+class DensityExplanation(NamedTuple):
+    """Where the images of a batch lie relative to the classes."""
+
+    class_distances: Float[Tensor, "batch classes"]  # Mahalanobis, in standard deviations
+    nearest_class: Int[Tensor, " batch"]  # index of the class at the smallest distance
+    component_deviation: Float[Tensor, "batch kept"]  # whitened difference from it; its norm is the distance
+
+
+class Density(Fitted):
+    """Base of the densities, with ``mean`` (D,), ``basis`` (D, P) and ``constants`` (K,) as in :mod:`.gaussian`.
+
+    Attributes:
+        reads: The input: the projected features z, or the candidate layer's features averaged over positions.
+        unit_length: True if z is divided by its Euclidean norm first.
+        minimum_variance: Fraction of the largest variance above which the automatic choice keeps a component;
+            ``None``: it keeps the components that explain 99 % of the variance.
+        maximum_components: Largest number of components that the automatic choice keeps; ``None``: as many as memory
+            allows.
+        has_class_covariances: Whether each class has a covariance of its own, so that memory limits the automatic
+            choice of components.
+        tied_by_held_out: Whether held-out examples choose how much of the pooled covariance goes into the covariance of
+            each class.
+    """
+
+    # Float64 up to the difference from a class mean, which cancels where classes are tight.
+    in_float64: ClassVar[frozenset[str]] = frozenset({"mean", "basis", "centres"})
+
+    reads: ClassVar[Literal["z", "pooled"]] = "z"
+    unit_length: ClassVar[bool] = False
+    minimum_variance: ClassVar[float | None] = None
+    maximum_components: ClassVar[int | None] = None
+    has_class_covariances: ClassVar[bool] = False
+    tied_by_held_out: ClassVar[bool] = False
+
+    mean: Tensor
+    basis: Tensor
+    constants: Tensor
+
+    def coordinates(self, z: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch kept"]:
+        """Return w, in which the pooled within-class covariance is the identity, in the type of ``mean``."""
+        z = z.to(self.mean.dtype)
+        if self.unit_length:
+            z = functional.normalize(z)
+        return (z - self.mean) @ self.basis
+
+    def class_distances(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
+        """Return the Mahalanobis distance to every class, in standard deviations."""
+        raise NotImplementedError
+
+    def deviation(self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]) -> Float[Tensor, "batch kept"]:
+        """Return the whitened difference of each image from the mean of its class in ``classes``."""
+        raise NotImplementedError
+
+    def forward(self, z: Float[Tensor, "batch dim"]) -> DensityOutput:
+        """Return the log-densities of a batch, nats."""
+        joint = self.class_log_joint(self.coordinates(z))
+        # Not the log of a sum: float32 holds nothing below e^−103, and densities can be far smaller.
+        return DensityOutput(joint.logsumexp(dim=1), joint)
+
+    def class_log_joint(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
+        """Return ``log π_k + log N_k``, nats."""
+        distances = self.class_distances(w)
+        return torch.addcmul(self.constants, distances, distances, value=-0.5)
+
+    def explain(self, z: Float[Tensor, "batch dim"]) -> DensityExplanation:
+        """Return every image's distances, its nearest class, and how it deviates from that along each component."""
+        return self.explain_at(self.coordinates(z))
+
+    def explain_at(self, w: Float[Tensor, "batch kept"]) -> DensityExplanation:
+        """Return the explanation of images with these :meth:`coordinates`."""
+        distances = self.class_distances(w)
+        nearest = distances.argmin(dim=1)
+        return DensityExplanation(distances, nearest, self.deviation(w, nearest))
+
+
+class ClasswiseDensity(Density):
+    """One covariance for each class; ``centres`` (K, P) are the class means m_k, ``whiteners`` (K, P, P) S_k^(−1/2)."""
+
+    kind = "gda"
+    has_class_covariances = True
+    layout: ClassVar = {
+        "mean": ("dim",),
+        "basis": ("dim", "kept"),
+        "centres": ("classes", "kept"),
+        "whiteners": ("classes", "kept", "kept"),
+        "constants": ("classes",),
+    }
+    centres: Tensor
+    whiteners: Tensor
+
+    def class_distances(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
+        """Return Mahalanobis distances, by one batched matrix product (P → P) with an entry for each class."""
+        batch = max(1, SERVE_ELEMENTS // self.centres.numel())
+        if len(w) > batch:
+            return torch.cat([self.class_distances(part) for part in torch.split(w, batch)])
+        # Float64 up to here, where it cancels; the product does not, and float32 takes half the memory.
+        differences = (w - self.centres[:, None]).float()
+        distances: Tensor = torch.linalg.vector_norm(differences @ self.whiteners.mT, dim=2)
+        return distances.T
+
+    def deviation(self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]) -> Float[Tensor, "batch kept"]:
+        """Return ``S_k^(−1/2) (w − m_k)``, k from ``classes``."""
+        return torch.einsum("bpq,bq->bp", self.whiteners[classes], (w - self.centres[classes]).float())
+
+
+class UnitLengthDensity(ClasswiseDensity):
+    """:class:`ClasswiseDensity` of z / ‖z‖."""
+
+    kind = "gda++"
+    unit_length = True
+    tied_by_held_out = True
+
+
+class PooledDensity(UnitLengthDensity):
+    """:class:`UnitLengthDensity` of features averaged over positions."""
+
+    kind = "pooled++"
+    reads = "pooled"
+    minimum_variance = 1e-6
+    maximum_components = 512
+
+
+class TiedDensity(Density):
+    """One covariance shared by all classes; ``centres`` (K, P) are the class means m_k."""
+
+    kind = "tied"
+    layout: ClassVar = {
+        "mean": ("dim",),
+        "basis": ("dim", "kept"),
+        "centres": ("classes", "kept"),
+        "constants": ("classes",),
+    }
+    centres: Tensor
+
+    def class_distances(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
+        """Return ``‖w − m_k‖`` from differences; ‖w‖² − 2 w·m + ‖m‖² would cancel where classes are tight."""
+        # PyTorch's default expands the square where there are more than 25 points.
+        return torch.cdist(w, self.centres, compute_mode="donot_use_mm_for_euclid_dist").float()
+
+    def deviation(self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]) -> Float[Tensor, "batch kept"]:
+        """Return ``w − m_k``, k from ``classes``."""
+        return (w - self.centres[classes]).float()
+
+
+class UnitLengthTiedDensity(TiedDensity):
+    """:class:`TiedDensity` of z / ‖z‖."""
+
+    kind = "mahalanobis++"
+    unit_length = True
+
+
+class RelativeDensity(TiedDensity):
+    """``tied`` minus the log-density of one Gaussian for all images; ``background`` (P, P) whitens w under it."""
+
+    kind = "rmd"
+    layout: ClassVar = {**TiedDensity.layout, "background": ("kept", "kept"), "background_constant": ()}
+    background: Tensor
+    background_constant: Tensor
+
+    def class_log_joint(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
+        """Return ``log π_k + log N_k − log N_background``, nats.
+
+        The difference is taken in float64: far from the data both terms are large and nearly equal.
+        """
+        wide = w.double()
+        background = self.background_constant - 0.5 * (wide @ self.background.double()).square().sum(dim=1)
+        distances = torch.cdist(wide, self.centres.double(), compute_mode="donot_use_mm_for_euclid_dist").square()
+        return (self.constants - 0.5 * distances - background[:, None]).float()
+
+
+EXPLAINED_VARIANCE: Final = 0.99
+"""Fraction of the variance that the automatic choice keeps."""
+
+RANK_TOLERANCE: Final = 1e-10
+"""Smallest variance of a component that counts for the rank, relative to the largest."""
+
+
+DENSITIES: Final[Mapping[str, type[Density]]] = {
+    "gda": ClasswiseDensity,
+    "tied": TiedDensity,
+    "gda++": UnitLengthDensity,
+    "mahalanobis++": UnitLengthTiedDensity,
+    "pooled++": PooledDensity,
+    "rmd": RelativeDensity,
+}
+"""Densities by kind."""
+
+
+def restore_density(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Density:
+    """Return the density with this ``config()`` and ``state_dict()``.
+
+    Raises:
+        BundleError: If the kind is unknown, or the tensors do not fit it.
+    """
+    return restore(DENSITIES, config, state)
+
+
+SERVE_ELEMENTS: Final = 1 << 25
+"""Largest B × K × P block of differences (256 MiB of float64); larger batches are split."""
+
+
+class PCA(NamedTuple):
+    """A fitted projection, float64."""
+
+    mean: Float[Tensor, " dim"]  # of z
+    components: Float[Tensor, "dim kept"]  # orthonormal columns, largest variance first
+    variances: Float[Tensor, " kept"]  # of each kept component
+    explained: float  # fraction of the total variance that is kept
+
+    @property
+    def whitening(self) -> Float[Tensor, "dim kept"]:
+        """``U diag(λ^(−1/2))``: takes z − mean to coordinates of unit variance."""
+        return self.components * self.variances.rsqrt()
+
+    def whiten(self, z: FeatureMatrix) -> FeatureMatrix:
+        """Return ``(z − mean) @ whitening``, float64 (n, kept), which is computed as it is read."""
+        whitening = self.whitening
+        return z.map(lambda part: (part.double() - self.mean) @ whitening, whitening.shape[1], torch.float64)
+
+
+def fit_pca(
+    z: Float[Tensor, "n dim"] | FeatureMatrix,
+    *,
+    kept: int | None,
+    limit: int,
+    minimum_variance: float | None = None,
+    feature_dtype: torch.dtype | None = None,
+) -> PCA:
+    """Fit the projection to features.
+
+    Args:
+        z: The features.
+        kept: Number of components P; ``None`` chooses it by the rule of this module.
+        limit: Largest number that the automatic choice may take.
+        minimum_variance: Fraction of the largest variance above which the automatic choice keeps a component; ``None``
+            keeps those that explain 99 %.
+        feature_dtype: Type that the features were computed in; by default that of ``z``.
+
+    Raises:
+        FitError: If all features are equal, or ``kept`` is not between 1 and the rank.
+    """
+    mean = linalg.mean_of_rows(z)
+    # A single image has no variance: zero is refused below as rank 0, where 0 / 0 would be NaN.
+    covariance = linalg.scatter_about(z, mean) / max(1, len(z) - 1)
+    values, vectors = linalg.eigh(covariance)
+    # The error of rounded features along each component: some steps of their size, for which their mean stands.
+    rounding = linalg.rounding_of(mean.abs() @ vectors.abs(), feature_dtype or z.dtype)
+    significant = values > torch.maximum(RANK_TOLERANCE * values[0], rounding.square())
+    # Up to the first that is not significant: the rounding error, unlike the variance, need not descend.
+    rank = int(significant.long().cumprod(0).sum())
+    if rank == 0:
+        raise FitError(
+            "expected features that differ between images, all are equal up to rounding; choose another layer"
+        )
+    explained = values.cumsum(0) / values.sum()
+    if kept is None:
+        if minimum_variance is None:
+            enough = int((explained < EXPLAINED_VARIANCE).sum()) + 1
+        else:
+            enough = int((values > minimum_variance * values[0]).sum())
+        kept = max(1, min(enough, rank, limit))
+    elif not 1 <= kept <= rank:
+        raise FitError(
+            f"expected 1 ≤ pca ≤ {rank} (the rank of {len(z)} × {z.shape[1]} features), got {kept}; "
+            "give a smaller number or none, to choose it from the data"
+        )
+    return PCA(mean, vectors[:, :kept], values[:kept], explained[kept - 1].item())
+
+
+TIED_WEIGHTS: Final = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 0.95, 1.0)
+"""Values of t that are compared, ascending."""
+
+
+class ClassMoments(NamedTuple):
+    """Mean and covariance of one class, float64."""
+
+    mean: Float[Tensor, " P"]
+    covariance: Float[Tensor, "P P"]
+
+
+def between(class_covariance: Float[Tensor, "P P"], tied_weight: float) -> Float[Tensor, "P P"]:
+    """Return ``(1 − t) S_k + t I``."""
+    tied = torch.eye(len(class_covariance), dtype=class_covariance.dtype, device=class_covariance.device)
+    return (1 - tied_weight) * class_covariance + tied_weight * tied
+
+
+def log_likelihoods(of_class: ClassMoments, images: Float[Tensor, "m P"]) -> Float[Tensor, " weights"]:
+    """Return ``Σ_i log N(w_i; m_k, Σ_k)`` over held-out images of the class for every t, up to a constant, nats."""
+    values, vectors = linalg.eigh(of_class.covariance)
+    squares = ((images.double() - of_class.mean) @ vectors).square().sum(0)
+    weights = torch.tensor(TIED_WEIGHTS, dtype=torch.float64, device=values.device)[:, None]
+    variances = ((1 - weights) * values + weights).clamp(min=linalg.EIGENVALUE_FLOOR)
+    return -0.5 * (squares / variances + len(images) * variances.log()).sum(1)
+
+
+def choose_tied_weight(classes: Iterable[tuple[ClassMoments, Float[Tensor, "_ P"]]]) -> float:
+    """Return the t under which the held-out images of all classes are most likely, on a tie the largest."""
+    total = sum(log_likelihoods(moments, images).cpu() for moments, images in classes)
+    return max(zip(total.tolist(), TIED_WEIGHTS, strict=True))[1]  # type: ignore[union-attr]
+
+
+EXAMPLES: Final = "examples"
+"""The entry of a density's record that holds n."""
+
+
+class Extended(NamedTuple):
+    """An extended density, and how its coordinates changed."""
+
+    density: Density
+    offset: Float[Tensor, " P"]  # δ, float64
+    turn: Float[Tensor, "P P"]  # W'^(−1/2), float64
+
+    def moved(self, w: Float[Tensor, "images P"]) -> Float[Tensor, "images P"]:
+        """Return ``w'`` for coordinates ``w`` of the density before, in their type."""
+        return ((w.double() - self.offset) @ self.turn).to(w.dtype)
+
+
+class _Class(NamedTuple):
+    """A class after more images of it, float64."""
+
+    examples: Float[Tensor, ""]  # n_k + m_k
+    mean: Float[Tensor, " P"]  # μ'_k
+    added: Float[Tensor, "P P"]  # B_k
+
+
+def can_extend(family: type[Density]) -> bool:
+    """Return whether more images can extend a density: it has the tensors of one of these three, and so all moments."""
+    return family.layout in (ClasswiseDensity.layout, TiedDensity.layout, RelativeDensity.layout)
+
+
+def class_counts(density: Density, examples: int) -> Float[Tensor, " K"]:
+    """Return n_k, whole numbers as float64: n times the class proportions that the density's constants hold."""
+    return (examples * _log_proportions(density).softmax(0)).round().clamp(min=2)
+
+
+def extend_density(
+    density: Density, features: Float[Tensor, "m D"], labels: Int[Tensor, " m"], *, examples: int, times: int = 1
+) -> Extended:
+    """Return the density of the labelled examples that it was fitted to and of m ≥ 1 more images.
+
+    Args:
+        density: The density as it was fitted, or extended before.
+        features: The features of the images that the density reads.
+        labels: Class index of each image.
+        examples: n, the number of labelled examples that it was fitted to.
+        times: t, the number of equal images that each one stands for.
+
+    Raises:
+        FitError: If :func:`can_extend` refuses the density, features are not finite, or there are fewer than two
+            examples of each class.
+    """
+    if not can_extend(type(density)):
+        raise FitError(f"a density {density.kind!r} has tensors that more images cannot extend; fit it again")
+    classes, m, device = len(density.constants), times * len(labels), density.basis.device
+    if not features.isfinite().all():
+        raise FitError("expected finite features of the images that extend the density; check the precision")
+    if examples < 2 * classes:
+        raise FitError(
+            f"expected at least two labelled examples of each of {classes} classes, got {examples}; fit it again"
+        )
+    z, labels = features.double().to(device), labels.to(device)
+    z = functional.normalize(z) if density.unit_length else z
+    w, centres, counts = density.coordinates(z), density.get_buffer("centres"), class_counts(density, examples)
+    merged = [_merge(counts[k], centres[k], w[labels == k], times) for k in range(classes)]
+    n, identity = float(counts.sum()), torch.eye(w.shape[1], dtype=torch.float64, device=device)
+
+    scatter = torch.stack([each.added for each in merged]).sum(0)
+    within = linalg.inverse_root(((n - classes) * identity + scatter) / (n + m - classes))
+    offset, turn = m / (n + m) * w.mean(0), within.root
+    proportions = torch.stack([each.examples for each in merged]) / (n + m)
+    tensors = {
+        "mean": density.mean + m / (n + m) * (z.mean(0) - density.mean),
+        "basis": density.basis @ turn,
+        "centres": (torch.stack([each.mean for each in merged]) - offset) @ turn,
+        "constants": _log_proportions(density).logsumexp(0) + proportions.log() - 0.5 * within.log_det,
+    }
+    record = {**density.record, EXAMPLES: int(n) + m, "clamped_eigenvalues": within.n_clamped}
+    if isinstance(density, ClasswiseDensity):
+        roots = [
+            linalg.inverse_root(turn @ ((seen - 1) * covariance + each.added) @ turn / (each.examples - 1))
+            for seen, covariance, each in zip(counts, _covariances(density), merged, strict=True)
+        ]
+        tensors["whiteners"] = torch.stack([each.root for each in roots])
+        tensors["constants"] -= 0.5 * tensors["constants"].new_tensor([each.log_det for each in roots])
+        record["clamped_eigenvalues"] += sum(each.n_clamped for each in roots)
+    if isinstance(density, RelativeDensity):
+        whitener = density.background.double()
+        before = torch.linalg.inv(whitener @ whitener.T)
+        total = _merge(counts.sum(), torch.zeros_like(offset), w, times)  # w is centred on the mean of all
+        after = turn @ ((n - 1) * before + total.added) @ turn / (n + m - 1)
+        tensors["background"] = torch.linalg.inv(torch.linalg.cholesky(after)).T
+        change = torch.linalg.slogdet(after)[1] + within.log_det - torch.linalg.slogdet(before)[1]
+        tensors["background_constant"] = density.background_constant - 0.5 * change
+    return Extended(type(density)(tensors, record=record).to(device), offset, turn)
+
+
+def _merge(
+    examples: Float[Tensor, ""], mean: Float[Tensor, " P"], more: Float[Tensor, "images P"], times: int
+) -> _Class:
+    """Merge a class with more images of it, each counted ``times`` times; there may be none."""
+    if not len(more):
+        return _Class(examples, mean, mean.new_zeros(len(mean), len(mean)))
+    new, count = more.mean(0), times * len(more)
+    gap, weight = new - mean, count / (examples + count)
+    added = times * linalg.scatter_about(more, new) + examples * weight * gap.outer(gap)
+    return _Class(examples + count, mean + weight * gap, added)
+
+
+def _covariances(density: ClasswiseDensity) -> Float[Tensor, "K P P"]:
+    """Return Σ_k, from its inverse square root."""
+    inverse: Tensor = torch.linalg.inv(density.whiteners.double())
+    return inverse @ inverse.mT
+
+
+def _log_proportions(density: Density) -> Float[Tensor, " K"]:
+    """Return log n_k / n plus a constant that is the same for every class, the volume of the coordinates."""
+    constants = density.constants.double()
+    if isinstance(density, ClasswiseDensity):
+        constants = constants - torch.linalg.slogdet(density.whiteners.double())[1]  # −½ log det Σ_k
+    return constants
+
+
+WHITENER_ELEMENTS: Final = 1 << 26
+"""Maximum K × P × P for the automatic choice of P (256 MiB of float32)."""
+
+
+class Examples(NamedTuple):
+    """n labelled examples of K classes."""
+
+    features: Float[Tensor, "n dim"] | FeatureMatrix  # what the density reads, any float type, read in blocks
+    labels: Int[Tensor, " n"]  # class index of each
+    num_classes: int  # K
+    images: Int[Tensor, " n"] | None = None  # which image each one shows; None where no two show the same
+    class_names: Sequence[str] | None = None  # for messages
+
+    @property
+    def n_images(self) -> int:
+        """Number of different images that the examples show."""
+        return len(self.features) if self.images is None else int(self.images.bincount().count_nonzero())
+
+
+def fit_density(
+    train: Examples, *, kind: str = "gda", pca: int | None = None, held_out: Examples | None = None
+) -> Density:
+    """Fit a feature density.
+
+    Args:
+        train: The training examples, with the features that the density :attr:`.Density.reads`.
+        kind: One of :data:`psc_core.density.DENSITIES`.
+        pca: Principal components to keep.  ``None`` chooses (see :mod:`.pca`), at most images − K and, with a
+            covariance for each class, so many that K · P² stays under :data:`WHITENER_ELEMENTS`.
+        held_out: Examples that nothing was fitted to; a density that is :attr:`.Density.tied_by_held_out` reads them.
+
+    Returns:
+        A module on the device of the features.
+
+    Raises:
+        FitError: If features are not finite or all equal, a class has fewer than two images, or ``pca`` is beyond the
+            rank.
+    """
+    family = DENSITIES[kind]
+    features, labels, num_classes, images, names = train
+    counts = check_features(features, labels, num_classes=num_classes, class_names=names, minimum=2, images=images)
+    z = _lengths(family, as_matrix(features))
+    projection = fit_pca(
+        z,
+        kept=pca,
+        limit=_most_components(family, train),
+        minimum_variance=family.minimum_variance,
+        feature_dtype=features.dtype,  # z may be float64 already; this says how exact the features are.
+    )
+    pooled = pool(projection, z, train, counts)
+    apart = None
+    if family.tied_by_held_out and held_out is not None and len(held_out.labels):
+        w = projection.whiten(_lengths(family, as_matrix(held_out.features)))[:] @ pooled.inverse.root
+        apart = HeldOut(w, held_out.labels.to(w.device))
+    fit = next(FITS[base] for base in family.__mro__ if base in FITS)
+    part = fit(pooled, apart)
+    tensors = {"mean": projection.mean, "basis": projection.whitening @ pooled.inverse.root, **part.tensors}
+    record: Record = {
+        EXAMPLES: len(z),
+        "components": len(projection.variances),
+        "explained_variance": projection.explained,
+        "pooled_shrinkage": pooled.shrinkage,
+        "clamped_eigenvalues": pooled.inverse.n_clamped,
+        "largest_increase": pooled.inverse.largest_increase,
+    }
+    return family(tensors, record=record | part.record).to(z.device)
+
+
+def _most_components(family: type[Density], train: Examples) -> int:
+    """Return the largest P that the automatic choice may take."""
+    limit = train.n_images - train.num_classes
+    if family.has_class_covariances:
+        limit = min(limit, math.isqrt(WHITENER_ELEMENTS // train.num_classes))
+    return max(1, min(limit, family.maximum_components or limit))
+
+
+class Pooled(NamedTuple):
+    """The training examples in x and their pooled covariance, float64, to which every density is fitted."""
+
+    x: FeatureMatrix  # (n, P)
+    means: Float[Tensor, "K P"]  # of each class, in x
+    inverse: linalg.InverseRoot  # of the pooled covariance: its root is V
+    shrinkage: float  # of the pooled covariance
+    volume: float  # −2 × the log-density at the centre of one Gaussian for all images
+    constants: Float[Tensor, " K"]  # of one covariance for all classes
+    classes: Sequence[tuple[Int[Tensor, " members"], int]]  # labelled examples of each class, and its number of images
+
+
+def pool(projection: PCA, z: FeatureMatrix, train: Examples, counts: Int[Tensor, " K"]) -> Pooled:
+    """Return class means and pooled covariance of ``counts`` labelled examples of each class, in x."""
+    observed = counts if train.images is None else images_of_classes(train.images, train.labels, train.num_classes)
+    # A stable sort, so that each fit adds the images of a class in the same order.
+    members = torch.split(train.labels.argsort(stable=True), counts.tolist())
+    x = projection.whiten(z)
+    means = torch.stack([linalg.mean_of_rows(x.take(rows)) for rows in members])
+    scatter = means.new_zeros(x.shape[1], x.shape[1])
+    for rows, mean in zip(members, means, strict=True):
+        scatter += linalg.scatter_about(x.take(rows), mean)
+    # Labelled examples of one image are one observation; the K means take one degree of freedom each.
+    n_images = train.n_images
+    covariance, shrinkage = linalg.covariance(scatter * (n_images / len(z)), n_images - train.num_classes)
+    inverse = linalg.inverse_root(covariance)
+    volume = len(projection.variances) * math.log(2 * math.pi) + projection.variances.log().sum().item()
+    constants = (counts / len(z)).double().log() - 0.5 * volume - 0.5 * inverse.log_det
+    classes = list(zip(members, observed.tolist(), strict=True))
+    return Pooled(x, means, inverse, shrinkage, volume, constants, classes)
+
+
+class HeldOut(NamedTuple):
+    """Held-out examples as the density sees them."""
+
+    w: Float[Tensor, "m P"]
+    labels: Int[Tensor, " m"]
+
+
+class FamilyPart(NamedTuple):
+    """The tensors besides ``mean`` and ``basis``, and the entries of the record, that this family of densities adds."""
+
+    tensors: dict[str, Tensor]
+    record: Record
+
+
+def fit_tied(pooled: Pooled, held_out: HeldOut | None) -> FamilyPart:
+    """Return the class means in w; held-out examples choose nothing."""
+    return FamilyPart({"constants": pooled.constants, "centres": pooled.means @ pooled.inverse.root}, {})
+
+
+def fit_relative(pooled: Pooled, held_out: HeldOut | None) -> FamilyPart:
+    """Return the class means in w and one Gaussian for all images, which in x has mean 0 and covariance I."""
+    background = {
+        "background": torch.linalg.inv(pooled.inverse.root),  # x = w V⁻¹
+        "background_constant": torch.tensor(-0.5 * pooled.volume, device=pooled.means.device),
+    }
+    return FamilyPart({**fit_tied(pooled, held_out).tensors, **background}, {})
+
+
+def fit_classwise(pooled: Pooled, held_out: HeldOut | None) -> FamilyPart:
+    """Return mean and whitener of each class in w; held-out examples choose how alike the whiteners are."""
+    x, root, device = pooled.x, pooled.inverse.root, pooled.means.device
+    w = x.map(lambda part: part @ root, x.shape[1], torch.float64)
+    num_classes = len(pooled.classes)
+    # Float32, and K × P × P the largest tensor: whiteners apply to differences, which no longer cancel.
+    whiteners = torch.empty(num_classes, *root.shape, device=device)
+    centres, constants = torch.empty_like(pooled.means), pooled.constants.clone()
+    record: Record = {}
+    tied_weight = None
+    if held_out is not None:
+        tied_weight = record["tied_weight"] = choose_tied_weight(
+            (_moments(w.take(rows), n_images), held_out.w[held_out.labels == k])
+            for k, (rows, n_images) in enumerate(pooled.classes)
+        )
+    shrinkages = []
+    clamped, increase = pooled.inverse.n_clamped, pooled.inverse.largest_increase
+    for k, (rows, n_images) in enumerate(pooled.classes):
+        centres[k], covariance = _moments(w.take(rows), n_images)
+        if tied_weight is None:
+            covariance, shrinkage = linalg.covariance(covariance * (n_images - 1), n_images - 1)
+        else:
+            covariance, shrinkage = between(covariance, tied_weight), tied_weight
+        inverse = linalg.inverse_root(covariance)
+        whiteners[k] = inverse.root
+        constants[k] -= 0.5 * inverse.log_det
+        shrinkages.append(shrinkage)
+        clamped, increase = clamped + inverse.n_clamped, max(increase, inverse.largest_increase)
+    record |= {
+        "clamped_eigenvalues": clamped,
+        "largest_increase": increase,
+        "shrunk_classes": sum(shrinkage > 0 for shrinkage in shrinkages),
+        "mean_shrinkage": sum(shrinkages) / num_classes,
+    }
+    return FamilyPart({"constants": constants, "centres": centres, "whiteners": whiteners}, record)
+
+
+FITS: Final[Mapping[type, Callable[[Pooled, HeldOut | None], FamilyPart]]] = {
+    ClasswiseDensity: fit_classwise,
+    TiedDensity: fit_tied,
+    RelativeDensity: fit_relative,
+}
+"""The fit of each family of densities, by its base class."""
+
+
+def _lengths(family: type[Density], z: FeatureMatrix) -> FeatureMatrix:
+    """Return the features as the density reads them: in float64 and of unit length, or as they are."""
+    if not family.unit_length:
+        return z
+    return z.map(lambda part: functional.normalize(part.double()), z.shape[1], torch.float64)
+
+
+def _moments(w: FeatureMatrix, images: int) -> ClassMoments:
+    """Return mean and covariance of the labelled examples of a class, which show this many ``images``."""
+    mean = linalg.mean_of_rows(w)
+    return ClassMoments(mean, linalg.scatter_about(w, mean) * (images / len(w)) / (images - 1))

@@ -1,1 +1,0 @@
-"""Fitting a density; nothing here is imported to serve one."""

@@ -1,0 +1,278 @@
+"""The base of all heads (the paper's g′): from features to what a model predicts.
+
+Shapes: B images, D = dim of z, K probabilities (0 for a task without them).
+
+Standardised features, to which every head is fitted; a head stores how to make them.
+
+``φ = (z − center) · inverse_scale`` has unit variance in every column, measured on the training features, so that
+priors and length-scales mean the same whatever the units of z.  A column that is constant in training carries no
+signal; it is divided by the largest deviation of any column, so that a later change counts as a change of that column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final, NamedTuple, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from psc_core.answers import CLASSIFICATION_SCORES, REGRESSION_SCORES
+from psc_core.errors import FitError
+from psc_core.fitted import Fitted
+from psc_core.numerics import linalg
+from psc_core.numerics.matrix import FeatureMatrix, as_matrix, blocks
+
+
+class Scored(NamedTuple):
+    """The results for a batch without calibration."""
+
+    scores: Mapping[str, Float[Tensor, " batch"]]  # each in the unit that its task's answer declares
+    probabilities: Float[Tensor, "batch classes"]
+
+    def at(self, kept: Tensor) -> Scored:
+        """Return the results for some images: their positions, or a mask."""
+        return Scored({name: values[kept] for name, values in self.scores.items()}, self.probabilities[kept])
+
+
+class Head(Fitted):
+    """A fitted module that turns features, or the network's own output, into scores.
+
+    Attributes:
+        score_names: The scores of the task, in the order of their columns.
+        reads_output: Whether it reads the network's own output, for base predictions, and no features.
+        reads_layers: Whether it reads features of earlier layers, averaged over positions, besides z.
+        has_temperature: Whether it has a temperature that can be chosen again.
+        epistemic_unit: Unit of the epistemic uncertainty, for display; empty where there is none.
+    """
+
+    score_names: ClassVar[tuple[str, ...]]
+    reads_output: ClassVar[bool] = False
+    reads_layers: ClassVar[bool] = False
+    has_temperature: ClassVar[bool] = False
+    epistemic_unit: ClassVar[str] = ""
+
+    center: Tensor
+    inverse_scale: Tensor
+
+    def standardise(self, z: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch dim"]:
+        """Return φ, the standardised features."""
+        return (z - self.center) * self.inverse_scale
+
+    def score(self, features: Float[Tensor, "batch dim"], output: Float[Tensor, "batch outputs"] | None) -> Scored:
+        """Return the scores that need no density, and the probabilities.
+
+        Args:
+            features: z, followed by the other layers that the head reads.
+            output: The network's output, where that is served.
+        """
+        raise NotImplementedError
+
+    def refit_temperature(self, probabilities: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Head:
+        """Return the head with its temperature chosen again, by its probabilities of images that do not calibrate."""
+        return self
+
+    def explain(self, features: Float[Tensor, "batch dim"]) -> dict[str, Tensor]:
+        """Return arrays that explain its predictions by name, images first; none by default."""
+        return {}
+
+
+CONSTANT_COLUMN: Final = 1e-6
+"""Standard deviation, relative to the largest, below which a column counts as constant."""
+
+
+class Standardisation(NamedTuple):
+    """Mean and reciprocal standard deviation of each column, float64; every head stores both."""
+
+    center: Float[Tensor, " dim"]
+    inverse_scale: Float[Tensor, " dim"]
+
+    def __call__(self, z: Float[Tensor, "n dim"] | FeatureMatrix) -> FeatureMatrix:
+        """Return φ as float64, computed when it is read: memory does not grow with the images."""
+        return as_matrix(z).map(
+            lambda part: part.to(torch.float64, copy=True).sub_(self.center).mul_(self.inverse_scale),
+            z.shape[1],
+            torch.float64,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadData:
+    """Base of the data that a head is fitted to: standardised features of the training and the selection split."""
+
+    train: FeatureMatrix  # float64, to fit to
+    selection: Float[Tensor, "m dim"]  # to choose hyperparameters by
+    seed: int
+    standardisation: Standardisation
+
+
+def in_memory(features: FeatureMatrix) -> Float[Tensor, "n dim"]:
+    """Return the whole matrix as one float32 tensor."""
+    whole = torch.empty(features.shape, device=features.device)
+    for chunk, block in blocks(features):
+        whole[chunk] = block
+    return whole
+
+
+def fit_standardisation(
+    z: Float[Tensor, "n dim"] | FeatureMatrix, widths: Sequence[int] | None = None
+) -> Standardisation:
+    """Return the means and reciprocal standard deviations of the columns.
+
+    Args:
+        z: The training features.
+        widths: The number of columns of each layer; None if all columns are of one.
+
+    Raises:
+        FitError: If no column varies by more than rounding.
+    """
+    center = linalg.mean_of_rows(z)
+    squares = torch.zeros_like(center)
+    for _, block in blocks(z):
+        squares += (block.double() - center).square().sum(0)
+    deviation = (squares / len(z)).sqrt()
+    largest = deviation.max()
+    layers = torch.split(center, [len(center)] if widths is None else [*widths])
+    sizes = torch.cat([linalg.sizes_of(layer) for layer in layers])
+    varies = (deviation > CONSTANT_COLUMN * largest) & (deviation > linalg.rounding_of(sizes, z.dtype))
+    if not varies.any():
+        raise FitError(
+            "expected features that differ between images, all are equal up to rounding; choose another layer"
+        )
+    return Standardisation(center, torch.where(varies, deviation, largest).reciprocal())
+
+
+class ClassifierOutput(NamedTuple):
+    """Predictions of a batch."""
+
+    probabilities: Float[Tensor, "batch classes"]  # of each class; they sum to 1
+    epistemic: Float[Tensor, " batch"]  # what more training data would remove, in the head's epistemic_unit
+    energy: Float[Tensor, " batch"]  # −log Σ_k exp f_k of the logits f, nats: high where no class has evidence
+
+
+class UncertaintyDecomposition(NamedTuple):
+    """The two parts of the predictive entropy, nats: neither is negative, and their sum is the served entropy."""
+
+    aleatoric: Float[Tensor, " batch"]  # ambiguity of the image itself
+    epistemic: Float[Tensor, " batch"]  # the rest, which more training data would remove
+
+
+class ClassifierHead(Head):
+    """Base of the heads of a classifier; subclasses add ``layout``, ``epistemic_unit``, ``forward`` and ``fit``."""
+
+    score_names = CLASSIFICATION_SCORES
+
+    @classmethod
+    def fit(cls, data: ClassifierData) -> ClassifierHead:
+        """Return a head fitted to standardised features; every free number by the NLL of the selection split."""
+        raise NotImplementedError
+
+    def forward(self, z: Float[Tensor, "batch dim"]) -> ClassifierOutput:
+        """Return probabilities and epistemic uncertainty of a batch of feature vectors."""
+        raise NotImplementedError
+
+    def decompose(self, z: Float[Tensor, "batch dim"]) -> UncertaintyDecomposition:
+        """Return the two parts of the predictive entropy; all of it is aleatoric for a head without a posterior."""
+        total = entropy(self(z).probabilities)
+        return UncertaintyDecomposition(total, torch.zeros_like(total))
+
+    def score(self, features: Float[Tensor, "batch dim"], output: Float[Tensor, "batch outputs"] | None) -> Scored:
+        return scored(*self(features))
+
+    def explain(self, features: Float[Tensor, "batch dim"]) -> dict[str, Tensor]:
+        return dict(self.decompose(features)._asdict())
+
+
+def scored(
+    probabilities: Float[Tensor, "batch classes"],
+    epistemic: Float[Tensor, " batch"],
+    energy: Float[Tensor, " batch"],
+    entropies: Float[Tensor, " batch"] | None = None,
+) -> Scored:
+    """Return the scores of a classifier except the density's, and the energy, which the gate ``confidence`` reads.
+
+    The entropies of the probabilities are computed unless they are given.
+    """
+    entropies = entropy(probabilities) if entropies is None else entropies
+    return Scored({"predictive_entropy": entropies, "epistemic": epistemic, "energy": energy}, probabilities)
+
+
+def entropy(probabilities: Float[Tensor, "*batch classes"]) -> Float[Tensor, "*batch"]:
+    """Return ``−Σ_k p_k log p_k`` in nats, 0 log 0 = 0."""
+    return cast(Tensor, torch.special.entr(probabilities)).sum(dim=-1)
+
+
+class RegressionOutput(NamedTuple):
+    """Predictions of a batch, all in the target's unit."""
+
+    mean: Float[Tensor, " batch"]
+    aleatoric: Float[Tensor, " batch"]  # standard deviation of the noise
+    epistemic: Float[Tensor, " batch"]  # standard deviation that more training data would remove
+
+
+class RegressionHead(Head):
+    """Base of the heads of a regression; subclasses add ``layout``, ``forward`` and ``fit``."""
+
+    score_names = REGRESSION_SCORES
+
+    @classmethod
+    def fit(cls, data: RegressionData) -> RegressionHead:
+        """Return a head fitted to standardised features and numbers."""
+        raise NotImplementedError
+
+    def forward(self, z: Float[Tensor, "batch dim"]) -> RegressionOutput:
+        """Return mean and standard deviations of a batch of feature vectors."""
+        raise NotImplementedError
+
+    def score(self, features: Float[Tensor, "batch dim"], output: Float[Tensor, "batch outputs"] | None) -> Scored:
+        mean, aleatoric, epistemic = self(features)
+        served = mean if output is None else output[:, 0]
+        return Scored({"mean": served, "aleatoric": aleatoric, "epistemic": epistemic}, mean.new_empty(len(mean), 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifierData(HeadData):
+    """Standardised features and class indices; the features of the selection split are float32."""
+
+    train_labels: Int[Tensor, " n"]
+    weights: Float[Tensor, " n"]  # 1 / labels of its image, so that every image is one observation
+    selection_labels: Int[Tensor, " m"]
+    num_classes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegressionData(HeadData):
+    """Standardised features and numbers, all float64: (y − center) / scale has mean 0, deviation 1."""
+
+    train_values: Float[Tensor, " n"]
+    train_images: Int[Tensor, " n"]  # which image of the training data each one is
+    selection_values: Float[Tensor, " m"]
+    selection_mean: Float[Tensor, " m"] | None  # what is served in place of the head's mean
+    center: Float[Tensor, ""]  # target's unit
+    scale: Float[Tensor, ""]
+    widths: tuple[int, ...]  # columns of z, then of each earlier layer
+
+
+class Features(NamedTuple):
+    """The features of n labelled examples, ordered by class, on disk."""
+
+    head_input: FeatureMatrix  # z, followed by the other layers that the head reads
+    labels: Int[Tensor, " n"]  # class indices, ascending
+    images: Int[Tensor, " n"]  # which image of the data set each one shows
+    widths: tuple[int, ...]  # columns of z, and of each other layer in head_input
+    values: Float[Tensor, " n"] | None = None  # number of each, of a regression, target's unit
+    network_output: FeatureMatrix | None = None  # as it was trained, if this may be served
+
+
+class HeadJob(NamedTuple):
+    """The features that a head is fitted to, and the settings of that fit."""
+
+    kind: str
+    train: Features
+    selection: Features  # on which free parameters are chosen
+    classes: tuple[str, ...]  # names
+    predictions: str = "psc"  # one of :data:`psc_core.settings.PREDICTIONS`
+    seed: int = 0  # of random features, and of what draws and orders training images
+    device: torch.device = torch.device("cpu")  # where to fit, and where the head is returned

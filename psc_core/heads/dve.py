@@ -1,0 +1,452 @@
+"""Deep Vecchia ensemble (Jimenez & Katzfuss 2025, arXiv 2305.17063): a Gaussian process on each of several layers.
+
+Layer l reduces its standardised features φ to ``x_l = φ B_l``, Q ≤ 64 numbers in length-scales (ARD: one for each
+column of ``B_l``).  Numbers t have mean 0 and deviation 1.  With N, the m training images nearest in x_l (Vecchia 1988)
+and the Matérn 5/2 kernel,
+
+    k(x, x') = s_l² (1 + √5 r + 5r²/3) exp(−√5 r),   r = ‖x − x'‖ (Rasmussen & Williams 2006, equation 4.17)
+    μ_l = k_Nᵀ (K_NN + τ_l² I)⁻¹ t_N,   v_l = s_l² − k_Nᵀ (K_NN + τ_l² I)⁻¹ k_N,   σ_l² = v_l + τ_l²
+
+The layers are experts of a generalised product (Cao & Fleet 2014); one that learned more of this image counts for more:
+
+    β_l ∝ ½ log((s_l² + τ_l²) / σ_l²) + ε,   Σ β_l = 1      entropy before its neighbours were seen minus after, nats
+    1/σ² = Σ β_l / σ_l²,   μ = σ² Σ β_l μ_l / σ_l²
+
+ε = 10⁻⁶ makes the weights equal where no layer learned anything; there σ is that of the prior.  Ours is the division
+``aleatoric² = σ² Σ w_l τ_l²/σ_l²``, ``w_l ∝ β_l/σ_l²``, ``Σ w_l = 1``; the rest of σ² is epistemic.  Deviations
+contain one more factor, chosen on the selection split (:mod:`psc_core.tasks.regression.fit.dve`).
+
+Neighbours are exact: a matrix product and ``topk`` on blocks of at most :data:`BLOCK` support images, on any device, so
+that memory does not grow with their number.  Distances to the chosen ones are differences, and solves float64.
+
+Shapes: B images, D columns, L layers, n support images, m neighbours.
+
+Fit :class:`.heads.dve.DeepVecchiaHead`: reduce each layer, fit its process, one factor of all.
+
+Reduction of a layer's standardised features φ to Q ≤ 64 numbers x = φ U: the first axis is the direction of Bayesian
+linear regression of the number, the others are principal components of what is left.  (The paper takes a layer as it
+is; where its axes are of equal variance, as z's are, principal components alone would lose what predicts the number.)
+
+Length-scales ℓ (one for each axis), signal s² and noise τ² minimise the Vecchia approximation of the NLL (Vecchia 1988)
+
+    −log p(t) ≈ −Σ_i log N(t_i; μ_i, v_i + τ²)
+
+with images in random order, μ_i and v_i given the m nearest *earlier* ones in length-scales; m = n − 1 makes it exact.
+Adam follows it on random images; neighbours are found anew in every step.  Every :data:`CHECK` steps the NLL of the
+selection split is measured, and the least one kept; after :data:`PATIENCE` checks without a new least the fit ends.
+
+Factor: as in :mod:`.blr`, both variances of the whole ensemble are multiplied by the mean of ``(y − μ)²/σ²`` over the
+selection split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import ClassVar, Final, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional
+
+from psc_core.errors import FitError
+from psc_core.heads.base import RegressionData, RegressionHead, RegressionOutput
+from psc_core.heads.blr import fit_posterior, gaussian_nll, scaled
+from psc_core.numerics.linalg import eigh, fix_signs
+from psc_core.numerics.matrix import FeatureMatrix, blocks
+
+BLOCK: Final = 1 << 13
+"""Number of support images that distances are computed to at once."""
+
+IMAGES: Final = 256
+"""Number of images that are answered at once."""
+
+LEAST_WEIGHT: Final = 1e-6
+"""ε, nats."""
+
+SHOWN: Final = 3
+"""Number of neighbours of each layer that an explanation names."""
+
+
+class Neighbours(NamedTuple):
+    """The nearest stored points of B points, the nearest first."""
+
+    positions: Int[Tensor, "batch m"]
+    squared: Float[Tensor, "batch m"]  # distances, squared
+
+
+class Experts(NamedTuple):
+    """The predictions of the layers for B images; numbers have deviation 1."""
+
+    mean: Float[Tensor, "layers batch"]
+    variance: Float[Tensor, "layers batch"]  # noise included
+    nearest: list[Neighbours]  # of each layer, the SHOWN nearest
+
+
+class Combined(NamedTuple):
+    """The product of the experts; numbers have deviation 1."""
+
+    mean: Float[Tensor, " batch"]
+    variance: Float[Tensor, " batch"]
+    noise: Float[Tensor, " batch"]  # the part of it that is noise
+    weight: Float[Tensor, "layers batch"]  # β
+
+
+class DeepVecchiaHead(RegressionHead):
+    """The ensemble described above: ``basis`` holds the B_l, ``points`` the x_l of the support images.
+
+    ``images`` are the positions of the support images among those it was fitted on, ``neighbours`` is m.
+    """
+
+    kind = "dve"
+    reads_layers = True
+    layout: ClassVar = {
+        "center": ("dim",),
+        "inverse_scale": ("dim",),
+        "basis": ("layers", "dim", "reduced"),
+        "points": ("layers", "points", "reduced"),
+        "values": ("points",),
+        "images": ("points",),
+        "signal": ("layers",),
+        "noise": ("layers",),
+        "neighbours": (),
+        "value_center": (),
+        "value_scale": (),
+        "deviation_factor": (),
+    }
+    in_float64 = frozenset({"images"})
+    basis: Tensor
+    points: Tensor
+    values: Tensor
+    images: Tensor
+    signal: Tensor
+    noise: Tensor
+    neighbours: Tensor
+    value_center: Tensor
+    value_scale: Tensor
+    deviation_factor: Tensor
+
+    @classmethod
+    def fit(cls, data: RegressionData) -> DeepVecchiaHead:
+        return fit_dve(data)
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, record: Mapping[str, float | int]) -> None:
+        super().__init__(tensors, record=record)
+        self.m = int(self.neighbours)
+        if not (0 < self.m <= len(self.values) and self.m == float(self.neighbours)):
+            raise FitError(f"expected dve.neighbours from 1 to {len(self.values)}, got {float(self.neighbours):g}")
+        if not bool((torch.stack([self.signal, self.noise]) > 0).all()):
+            raise FitError("expected positive variances in dve.signal and dve.noise; fit it again")
+
+    def experts(self, z: Float[Tensor, "batch dim"]) -> Experts:
+        """Return mean and variance of each layer's process, and its nearest support images."""
+        phi = self.standardise(z)
+        means, variances, nearest = [], [], []
+        for basis, points, signal, noise in zip(self.basis, self.points, self.signal, self.noise, strict=True):
+            x = phi @ basis
+            found = nearest_points(x, points, self.m)
+            mean, variance = condition(x, points[found.positions], self.values[found.positions], signal, noise)
+            means.append(mean)
+            variances.append(variance + noise.double())
+            nearest.append(Neighbours(found.positions[:, :SHOWN], found.squared[:, :SHOWN]))
+        return Experts(torch.stack(means), torch.stack(variances), nearest)
+
+    def forward(self, z: Float[Tensor, "batch dim"]) -> RegressionOutput:
+        """Return the mean, and the standard deviations of noise and of what the neighbours leave unknown."""
+        return join([self._output(part) for part in torch.split(z, IMAGES)])
+
+    def _output(self, z: Float[Tensor, "batch dim"]) -> RegressionOutput:
+        experts = self.experts(z)
+        product = combine(experts.mean, experts.variance, self.signal, self.noise)
+        deviation = self.value_scale * self.deviation_factor
+        left = (product.variance - product.noise).clamp(min=0)
+        return RegressionOutput(
+            self.value_center + self.value_scale * product.mean.float(),
+            deviation * product.noise.sqrt().float(),
+            deviation * left.sqrt().float(),
+        )
+
+    def explain(self, z: Float[Tensor, "batch dim"]) -> dict[str, Tensor]:
+        """Return the nearest support images of each layer, (B, L, k), and the weight of each layer, (B, L)."""
+        parts = []
+        for part in torch.split(z, IMAGES):
+            experts = self.experts(part)
+            index = torch.stack([found.positions for found in experts.nearest], dim=1)
+            squared = torch.stack([found.squared for found in experts.nearest], dim=1)
+            weight = combine(experts.mean, experts.variance, self.signal, self.noise).weight
+            values = self.value_center + self.value_scale * self.values[index]
+            parts.append((self.images[index], values, squared.sqrt(), weight.T.float()))
+        names = ("neighbour_image", "neighbour_value", "neighbour_distance", "layer_weight")
+        return {name: torch.cat(tensors) for name, tensors in zip(names, zip(*parts, strict=True), strict=True)}
+
+
+def join(parts: list[RegressionOutput]) -> RegressionOutput:
+    """Return the outputs of consecutive batches as one."""
+    return parts[0] if len(parts) == 1 else RegressionOutput(*(torch.cat(part) for part in zip(*parts, strict=True)))
+
+
+def nearest_points(
+    x: Float[Tensor, "batch reduced"],
+    points: Float[Tensor, "n reduced"],
+    m: int,
+    before: Int[Tensor, " batch"] | None = None,
+) -> Neighbours:
+    """Return the m nearest of ``points`` of each row of ``x``, in blocks of :data:`BLOCK`.
+
+    With ``before``, only the first ``before[i]`` points count for row i; where there are fewer than m, the rest of its
+    neighbours are at distance ∞.
+    """
+    best, index = x.new_empty(len(x), 0), torch.empty(len(x), 0, dtype=torch.int64, device=x.device)
+    for start in range(0, len(points), BLOCK):
+        block = points[start : start + BLOCK]
+        here = torch.arange(start, start + len(block), device=x.device)
+        apart = torch.addmm(block.square().sum(1), x, block.T, alpha=-2)  # Without ‖x‖², the same for all points.
+        if before is not None:
+            apart = apart.masked_fill(here >= before[:, None], math.inf)
+        near, position = apart.topk(min(m, len(block)), dim=1, largest=False, sorted=False)
+        best, index = torch.cat([best, near], dim=1), torch.cat([index, here[position]], dim=1)
+        if best.shape[1] > m:
+            best, position = best.topk(m, dim=1, largest=False, sorted=False)
+            index = index.gather(1, position)
+    squared = (points[index] - x[:, None]).square().sum(2)
+    squared = squared.masked_fill(best.isinf(), math.inf)
+    squared, order = squared.sort(dim=1)
+    return Neighbours(index.gather(1, order), squared)
+
+
+def matern(
+    one: Float[Tensor, "*batch n reduced"], other: Float[Tensor, "*batch m reduced"]
+) -> Float[Tensor, "*batch n m"]:
+    """Return the correlations of all pairs; their distances are of differences, which do not cancel."""
+    r = math.sqrt(5) * torch.cdist(one, other, compute_mode="donot_use_mm_for_euclid_dist")
+    return (1 + r + r.square() / 3) * (-r).exp()
+
+
+def condition(
+    x: Float[Tensor, "batch reduced"],
+    neighbours: Float[Tensor, "batch m reduced"],
+    values: Float[Tensor, "batch m"],
+    signal: Float[Tensor, ""],
+    noise: Float[Tensor, ""],
+    known: Float[Tensor, "batch m"] | None = None,
+) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
+    """Return the process at ``x`` given its neighbours, float64; ``known`` is 0 for those to ignore."""
+    x, neighbours, values = x.double(), neighbours.double(), values.double()
+    signal, noise = signal.double(), noise.double()
+    across, inside = signal * matern(neighbours, x[:, None])[..., 0], signal * matern(neighbours, neighbours)
+    if known is not None:
+        across, values, inside = across * known, values * known, inside * known[:, :, None] * known[:, None]
+    inside = inside + noise * torch.eye(inside.shape[1], dtype=inside.dtype, device=inside.device)
+    root = torch.linalg.cholesky_ex(inside).L
+    both = torch.stack([across, values], dim=2)
+    half = torch.linalg.solve_triangular(root, both, upper=False)
+    mean = (half[..., 0] * half[..., 1]).sum(1)
+    return mean, (signal - half[..., 0].square().sum(1)).clamp(min=0)
+
+
+def combine(
+    mean: Float[Tensor, "layers batch"],
+    variance: Float[Tensor, "layers batch"],
+    signal: Float[Tensor, " layers"],
+    noise: Float[Tensor, " layers"],
+) -> Combined:
+    """Return the generalised product of experts; ``variance`` includes the noise."""
+    signal, noise = signal.double()[:, None], noise.double()[:, None]
+    learned = 0.5 * ((signal + noise) / variance).log()
+    weight = learned.clamp(min=0) + LEAST_WEIGHT
+    weight = weight / weight.sum(0)
+    precision = weight / variance
+    whole = 1 / precision.sum(0)
+    of_noise = whole * (precision * noise / variance).sum(0) / precision.sum(0)
+    return Combined(whole * (precision * mean).sum(0), whole, of_noise, weight)
+
+
+MAX_REDUCED: Final = 64
+"""Maximum number of axes that a layer is reduced to."""
+
+MAX_POINTS: Final = 50_000
+"""Maximum number of training images that a head stores."""
+
+NEIGHBOURS: Final = 32
+"""m."""
+
+STEPS: Final = 300
+"""Maximum number of steps of Adam for each layer."""
+
+CHECK: Final = 20
+PATIENCE: Final = 3
+BATCH: Final = 128
+"""Number of images of a step."""
+
+RATE: Final = 0.05
+"""Learning rate of Adam; parameters are logarithms."""
+
+CHECKED_IMAGES: Final = 1000
+"""Maximum number of selection images that end the fit of a layer."""
+
+LEAST_NOISE: Final = 1e-4
+"""Minimum τ² where the numbers have deviation 1."""
+
+RANGES: Final = ((-7.0, 7.0), (-7.0, 4.0), (-12.0, 1.0))
+"""Bounds of the parameters of a :class:`GaussianProcess`, where the deviation of all axes together is 1."""
+
+
+class GaussianProcess(NamedTuple):
+    """The Gaussian process of one layer, by the logarithms of its parameters."""
+
+    length: Float[Tensor, " reduced"]
+    signal: Float[Tensor, ""]
+    noise: Float[Tensor, ""]  # of τ² − LEAST_NOISE
+
+    @property
+    def variances(self) -> tuple[Tensor, Tensor]:
+        """s² and τ²."""
+        return self.signal.exp(), self.noise.exp() + LEAST_NOISE
+
+
+def fit_dve(data: RegressionData) -> DeepVecchiaHead:
+    """Fit reduction and process of each layer, and the factor of all deviations."""
+    generator = torch.Generator().manual_seed(data.seed)
+    device = data.train_values.device
+    kept = torch.randperm(len(data.train), generator=generator)[:MAX_POINTS].to(device)
+    checked = torch.randperm(len(data.selection), generator=generator)[:CHECKED_IMAGES].to(device)
+    t, m = data.train_values[kept], min(NEIGHBOURS, len(kept))
+    reduced = min(MAX_REDUCED, max(data.widths))
+    bases, points, variances = [], [], []
+    for end, width in zip(accumulate(data.widths), data.widths, strict=True):
+        columns = slice(end - width, end)
+        layer = data.train.columns(end - width, width)
+        axes = reduction(layer, data.train_values, reduced)
+        x, x_val = (columns_of(part, axes) for part in (layer.take(kept), data.selection[checked, columns]))
+        process = fit_process(x, t, x_val, data.selection_values[checked], m, generator)
+        basis = axes.new_zeros(data.selection.shape[1], reduced)
+        basis[columns, : axes.shape[1]] = axes * (-process.length).exp()
+        bases.append(basis)
+        points.append(functional.pad(x * (-process.length).exp(), (0, reduced - axes.shape[1])))
+        variances.append(torch.stack(process.variances))
+    signal, noise = torch.stack(variances, dim=1)
+    tensors = {
+        **data.standardisation._asdict(),
+        "basis": torch.stack(bases),
+        "points": torch.stack(points),
+        "values": t,
+        "images": data.train_images[kept],
+        "signal": signal,
+        "noise": noise,
+        "neighbours": torch.tensor(float(m)),
+        "value_center": data.center,
+        "value_scale": data.scale,
+        "deviation_factor": torch.ones(()),
+    }
+    mean, factor, nll = scaled(data, *predict(DeepVecchiaHead(tensors, record={}).to(device), data))
+    return DeepVecchiaHead(
+        {**tensors, "deviation_factor": torch.tensor(math.sqrt(factor))},
+        record={
+            "variance_factor": factor,
+            "val_nll": nll + float(data.scale.log()),
+            "val_rmse": float((data.selection_values - mean).square().mean().sqrt() * data.scale),
+        },
+    )
+
+
+def predict(head: DeepVecchiaHead, data: RegressionData) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"]]:
+    """Return mean and whole variance of the selection images; numbers have deviation 1."""
+    center, inverse_scale = data.standardisation
+    parts = []
+    for phi in torch.split(data.selection, IMAGES):
+        experts = head.experts((phi / inverse_scale + center).float())
+        parts.append(combine(experts.mean, experts.variance, head.signal, head.noise))
+    return torch.cat([part.mean for part in parts]), torch.cat([part.variance for part in parts])
+
+
+def columns_of(
+    features: Float[Tensor, "n width"] | FeatureMatrix, axes: Float[Tensor, "width reduced"]
+) -> Float[Tensor, "n reduced"]:
+    """Return the coordinates of every image, computed in blocks."""
+    return torch.cat([block @ axes for _, block in blocks(features)])
+
+
+def reduction(
+    phi: Float[Tensor, "n width"] | FeatureMatrix, t: Float[Tensor, " n"], reduced: int
+) -> Float[Tensor, "width axes"]:
+    """Return up to ``reduced`` orthonormal axes: the regression's direction, then principal components of the rest."""
+    width = phi.shape[1]
+    weight = fit_posterior(phi, t).mean
+    first = weight / weight.norm().clamp(min=1e-12)
+    gram = torch.zeros(width, width, dtype=torch.float64, device=t.device)
+    for _, block in blocks(phi):
+        rest = block - (block @ first)[:, None] * first
+        gram.addmm_(rest.T, rest)
+    components = eigh(gram).vectors[:, : min(reduced, width) - 1]
+    return torch.cat([first[:, None], fix_signs(components)], dim=1)
+
+
+def fit_process(
+    x: Float[Tensor, "n reduced"],
+    t: Float[Tensor, " n"],
+    x_val: Float[Tensor, "k reduced"],
+    t_val: Float[Tensor, " k"],
+    m: int,
+    generator: torch.Generator,
+) -> GaussianProcess:
+    """Return the parameters of the least selection NLL that Adam reaches; ``x`` is in random order."""
+    scale = x.var(0, correction=0).sum().sqrt().clamp(min=1e-6)
+    x, x_val = x / scale, x_val / scale
+    best = GaussianProcess(x.new_zeros(x.shape[1]), x.new_zeros(()), x.new_tensor(0.1).log())
+    parameters = [part.clone().requires_grad_() for part in best]
+    least, since = selection_nll(x, t, x_val, t_val, m, best), 0
+    optimizer = torch.optim.Adam(parameters, RATE)
+    for step in range(1, STEPS + 1):
+        chosen = torch.randint(0, len(x), (min(BATCH, len(x)),), generator=generator).to(x.device)
+        optimizer.zero_grad()
+        torch.autograd.backward(vecchia_nll(x, t, chosen, m, GaussianProcess(*parameters)))
+        optimizer.step()
+        with torch.no_grad():
+            for part, (low, high) in zip(parameters, RANGES, strict=True):
+                part.clamp_(low, high)
+        if step % CHECK == 0:
+            now = GaussianProcess(*(part.detach().clone() for part in parameters))
+            nll = selection_nll(x, t, x_val, t_val, m, now)
+            best, least, since = (now, nll, 0) if nll < least else (best, least, since + 1)
+            if since == PATIENCE:
+                break
+    return best._replace(length=best.length + scale.log())
+
+
+def vecchia_nll(
+    x: Float[Tensor, "n reduced"],
+    t: Float[Tensor, " n"],
+    chosen: Int[Tensor, " batch"],
+    m: int,
+    process: GaussianProcess,
+) -> Float[Tensor, ""]:
+    """Return the mean NLL of the numbers of the ``chosen`` images, each given its m nearest earlier ones."""
+    scale, (signal, noise) = (-process.length).exp(), process.variances
+    with torch.no_grad():
+        scaled = (x * scale).float()
+        near = nearest_points(scaled[chosen], scaled, m, before=chosen)
+    known = near.squared.isfinite().double()
+    mean, variance = condition(x[chosen] * scale, x[near.positions] * scale, t[near.positions], signal, noise, known)
+    variance = variance + noise
+    return 0.5 * ((t[chosen] - mean).square() / variance + variance.log() + math.log(2 * math.pi)).mean()
+
+
+@torch.no_grad()
+def selection_nll(
+    x: Float[Tensor, "n reduced"],
+    t: Float[Tensor, " n"],
+    x_val: Float[Tensor, "k reduced"],
+    t_val: Float[Tensor, " k"],
+    m: int,
+    process: GaussianProcess,
+) -> float:
+    """Return the mean NLL of selection images given their m nearest training images."""
+    scale, (signal, noise) = (-process.length).exp(), process.variances
+    scaled, total = (x * scale).float(), 0.0
+    for at, t_at in zip(torch.split(x_val, IMAGES), torch.split(t_val, IMAGES), strict=True):
+        near = nearest_points((at * scale).float(), scaled, m)
+        mean, variance = condition(at * scale, x[near.positions] * scale, t[near.positions], signal, noise)
+        total += len(t_at) * gaussian_nll(t_at, mean, variance + noise)
+    return total / len(t_val)

@@ -1,0 +1,371 @@
+"""Variables in which logistic regression is well conditioned, for L-BFGS that starts at given weights.
+
+With ``θ = [W b]``, ``φ̃ = (φ, 1)``, ``p`` the probabilities at the start, ``w = 1 − Σ_c p_c²``, n labelled examples
+and prior precision τ,
+
+    ``A = Σ_i w_i φ̃_i φ̃_iᵀ / Σ_i w_i = Q_A diag(λ_A) Q_Aᵀ``
+    ``B = (1/n) Σ_i (diag p_i − p_i p_iᵀ) = Q_B diag(λ_B) Q_Bᵀ``
+    ``V = √(λ_B λ_Aᵀ + τ/n) ∘ (Q_Bᵀ θ Q_A)``
+
+make the curvature at the start near the identity, as far as a Kronecker product can (KFAC, Martens & Grosse 2015, with
+examples weighted by what they contribute).  Where the examples are many and the weights few, the exact curvature takes
+the place of the product and needs a third of the iterations:
+
+    ``V = Lᵀ vec θ``  with  ``L Lᵀ = (1/n) Σ_i (diag p_i − p_i p_iᵀ) ⊗ φ̃_i φ̃_iᵀ + τ/n``
+
+Both are measured on about :data:`CURVATURE_EXAMPLES` examples; they change the path of the iterations, not the minimum.
+
+The prior's precision τ and the temperature T of a Gaussian posterior over logits.
+
+Of a posterior ``f ~ N(μ, s²)`` over the logits of an image the head serves ``softmax(f / T)``: its logits have the mean
+μ / T and the variance s² / T², and probabilities, mutual information and samples all belong to this one posterior.  In
+the probit approximation
+
+    ``probabilities = softmax((μ / T) / √(1 + π s² / (8 T²))) = softmax(μ / √(T² + π s² / 8))``
+
+T cannot undo what s² flattens, so the selection NLL tells when a posterior is too wide, as Kronecker factors make it
+where classes are separable.  It does not tell when one is too narrow: weights that are well calibrated alone gain
+nothing from a posterior, and the NLL hardly changes up to τ = ∞, where epistemic uncertainty vanishes.  So the prior is
+the one that the weights were fitted with, whose τ the selection NLL of the weights alone chose, or the least strong of
+the stronger ones that costs at most :data:`COST`.
+
+Multinomial logistic regression: the maximum a posteriori weights that a head starts from.
+
+Minimises, over labelled examples with features φ_i and label y_i,
+
+    ``Σ_i −log softmax(W φ_i + b)_{y_i} + (τ / 2)(‖W‖² + ‖b‖²)``
+
+by L-BFGS with strong-Wolfe line search from a fixed start: deterministic, no step size.  Everything is float64,
+in blocks of features.  The prior precision τ is chosen by selection NLL along a path from strong to weak, each fit
+starting from the one before; the fit with the chosen one is then run to :data:`TOLERANCE`.
+
+The iterations run in the variables V of :mod:`.preconditioning`, in which the curvature at the start is near the
+identity.  A gradient entry in V is a distance to the minimum in units of which √(1/n) is the statistical error of the
+weights.  Without this, and with float32 sums, iterations end in a valley where the last digit of a feature moves a
+probability by 10⁻³.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple, cast
+
+import torch
+from jaxtyping import Float, Int
+from scipy.optimize import minimize_scalar
+from torch import Tensor
+from torch.nn import functional
+
+from psc_core.compute import track
+from psc_core.numerics import linalg
+from psc_core.numerics.matrix import FeatureMatrix, as_matrix, blocks
+
+CURVATURE_EXAMPLES: Final = 8192
+"""Number of labelled examples that the curvature is measured on, unless the columns ask for more."""
+
+CURVATURE_EXAMPLES_PER_COLUMN: Final = 4
+
+EXACT_WEIGHTS: Final = 2048
+"""Maximum number of weights and biases for the exact curvature (32 MiB)."""
+
+EXACT_REPEATS: Final = 4
+"""Minimum ratio of all examples to those measured at which the exact curvature saves more time than it costs."""
+
+
+class KroneckerVariables(NamedTuple):
+    """``V = scale ∘ (outputsᵀ θ inputs)`` for θ = [W b]: to V, back to θ, and for gradients with respect to θ."""
+
+    outputs: Float[Tensor, "classes classes"]
+    inputs: Float[Tensor, "columns columns"]
+    scale: Float[Tensor, "classes columns"]
+
+    def of(self, theta: Tensor) -> Tensor:
+        return (self.outputs.T @ theta @ self.inputs) * self.scale
+
+    def theta(self, v: Tensor) -> Tensor:
+        return self.outputs @ (v / self.scale) @ self.inputs.T
+
+    def gradient(self, gradient: Tensor) -> Tensor:
+        return (self.outputs.T @ gradient @ self.inputs) / self.scale
+
+
+class ExactVariables(NamedTuple):
+    """``V = Lᵀ vec θ``, with the same three methods."""
+
+    lower: Float[Tensor, "weights weights"]
+
+    def of(self, theta: Tensor) -> Tensor:
+        return (self.lower.T @ theta.flatten()).view_as(theta)
+
+    def theta(self, v: Tensor) -> Tensor:
+        return cast(Tensor, torch.linalg.solve_triangular(self.lower.T, v.reshape(-1, 1), upper=True)).view_as(v)
+
+    def gradient(self, gradient: Tensor) -> Tensor:
+        solved = cast(Tensor, torch.linalg.solve_triangular(self.lower, gradient.reshape(-1, 1), upper=False))
+        return solved.view_as(gradient)
+
+
+Variables = KroneckerVariables | ExactVariables
+
+
+def variables_at(
+    theta: Float[Tensor, "classes columns"], features: Float[Tensor, "n dim"] | FeatureMatrix, *, prior_precision: float
+) -> Variables:
+    """Return V for a fit that starts at ``theta``, float64: of the exact curvature where that saves time."""
+    n = len(features)
+    count = min(n, max(CURVATURE_EXAMPLES, CURVATURE_EXAMPLES_PER_COLUMN * theta.shape[1]))
+    # One from each of `count` equal parts, at random: examples may come in order, or repeat periodically.
+    offset = torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    sample = as_matrix(features).take(((torch.arange(count) + offset) * (n / count)).long().to(features.device))
+    if theta.numel() <= EXACT_WEIGHTS and n >= EXACT_REPEATS * count:
+        return ExactVariables(curvature_root(theta, sample, prior_precision / n))
+    return kronecker_variables(theta, sample, prior_precision / n)
+
+
+def augmented_blocks(
+    theta: Float[Tensor, "classes columns"], sample: FeatureMatrix, columns: int
+) -> Iterator[tuple[Float[Tensor, "m columns"], Float[Tensor, "m classes"]]]:
+    """Yield φ̃ and p, a block at a time."""
+    for _, block in blocks(sample, columns=columns):
+        augmented = functional.pad(block.to(theta.dtype), (0, 1), value=1.0)
+        yield augmented, (augmented @ theta.T).softmax(dim=1)
+
+
+def kronecker_variables(
+    theta: Float[Tensor, "classes columns"], sample: FeatureMatrix, ridge: float
+) -> KroneckerVariables:
+    classes, columns = theta.shape
+    inputs, outputs = theta.new_zeros(columns, columns), theta.new_zeros(classes, classes)
+    for phi, p in augmented_blocks(theta, sample, columns + classes):
+        inputs += (phi * (1 - p.square().sum(1, keepdim=True))).T @ phi
+        outputs += p.sum(0).diag() - p.T @ p
+    b, a = linalg.eigh(outputs / len(sample)), linalg.eigh(inputs / outputs.trace())
+    return KroneckerVariables(b.vectors, a.vectors, (torch.outer(b.values, a.values) + ridge).sqrt())
+
+
+def curvature_root(
+    theta: Float[Tensor, "classes columns"], sample: FeatureMatrix, ridge: float
+) -> Float[Tensor, "weights weights"]:
+    """Return the Cholesky factor of the curvature with ``ridge`` on its diagonal."""
+    classes, columns = theta.shape
+    total = theta.new_zeros(classes, columns, classes * columns)
+    for phi, p in augmented_blocks(theta, sample, 4 * columns):
+        for c in range(classes):
+            weights = p[:, c, None] * -p[:, : c + 1]
+            weights[:, c] += p[:, c]
+            total[c, :, : (c + 1) * columns] += phi.T @ (weights[:, :, None] * phi[:, None]).flatten(1)
+    lower = total.view(classes * columns, -1).tril_() / len(sample)
+    whole = lower + lower.tril(-1).T
+    whole.diagonal().add_(ridge)
+    return cast(Tensor, torch.linalg.cholesky(whole))
+
+
+TEMPERATURES: Final = (0.01, 100.0)
+"""Range of T; logits that are right on every selection image would drive T to 0."""
+
+PRIOR_IMAGES: Final = 1.0
+"""Strength of the prior that T is 1: a of a Gamma prior on 1 / T with its mode at 1."""
+
+STRONGER: Final = tuple(10.0 ** (k / 4) for k in range(29))
+"""Values of τ to try, times that of the weights: up to 10⁷, four to a decade."""
+
+COST: Final = (2e-3, 1e-4)
+"""Maximum rise of the mean selection NLL for a wider posterior: a fraction of the least, or nats if that is more."""
+
+
+class Choice(NamedTuple):
+    """The chosen posterior."""
+
+    prior_precision: float  # τ of its prior
+    temperature: float  # T that the logits are divided by
+    selection_nll: float  # mean selection NLL with both, nats
+
+
+def nll(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """Return the negative log-likelihood of each label under ``softmax(logits)``, nats."""
+    return functional.cross_entropy(logits, labels, reduction="none").double()
+
+
+def tempered(
+    mean: Float[Tensor, "n classes"], variance: Float[Tensor, " n #classes"], temperature: float
+) -> Float[Tensor, "n classes"]:
+    """Return the probit logits ``μ / √(T² + π s² / 8)``."""
+    return mean * (temperature**2 + (math.pi / 8.0) * variance).rsqrt()
+
+
+def choose_posterior(
+    mean: Float[Tensor, "m classes"],
+    variance_with: Callable[[float], Float[Tensor, " m #classes"]],
+    labels: Int[Tensor, " m"],
+    *,
+    prior_precision: float,
+) -> Choice:
+    """Return the smallest of ``prior_precision`` × :data:`STRONGER`, each with its own T, that costs little NLL.
+
+    Args:
+        mean: μ of each selection example.
+        variance_with: s² of each for a given τ, of all classes or of each.
+        labels: Class index of each.
+        prior_precision: τ that the weights were fitted with.
+    """
+    found = []
+    for factor in STRONGER:
+        variance = variance_with(factor * prior_precision)
+        temperature = choose_temperature(mean, variance, labels)
+        selection_nll = nll(tempered(mean, variance, temperature), labels).mean().item()
+        found.append(Choice(factor * prior_precision, temperature, selection_nll))
+    least = min(choice.selection_nll for choice in found)
+    limit = least + max(COST[0] * least, COST[1])
+    return next(choice for choice in found if choice.selection_nll <= limit)
+
+
+def choose_temperature(
+    mean: Float[Tensor, "m classes"], variance: Float[Tensor, " m #classes"], labels: Int[Tensor, " m"]
+) -> float:
+    """Return T of the least NLL plus prior within :data:`TEMPERATURES`, or 1.
+
+    One that is not 1 has to gain log(m) / 2 nats over the m examples (Schwarz 1978): a smaller gain is within the error
+    of the estimate.
+    """
+
+    def loss(log_temperature: float) -> float:
+        prior = PRIOR_IMAGES * (math.exp(-log_temperature) - 1 + log_temperature)
+        return nll(tempered(mean, variance, math.exp(log_temperature)), labels).sum().item() + prior
+
+    limits = (math.log(TEMPERATURES[0]), math.log(TEMPERATURES[1]))
+    found = minimize_scalar(loss, bounds=limits, method="bounded", options={"xatol": 1e-6})
+    return math.exp(found.x) if found.fun + math.log(len(labels)) / 2 < loss(0.0) else 1.0
+
+
+PRIOR_PRECISIONS: Final = (1e4, 1e3, 1e2, 1e1, 1e0, 1e-1, 1e-2)
+"""Prior precisions to try, strong to weak, for features of unit variance."""
+
+ITERATIONS: Final = 200
+"""Maximum number of L-BFGS iterations for one precision."""
+
+PATH_TOLERANCE: Final = 1e-4
+"""Largest gradient entry in V that ends a fit along the path of τ: its selection NLL is accurate to 10⁻⁴ nats."""
+
+TOLERANCE: Final = 3e-7
+"""Largest gradient entry at the chosen τ: its probabilities are accurate to about 10⁻⁵."""
+
+PAIRS: Final = 20
+"""Number of steps and gradients that L-BFGS remembers."""
+
+
+class SoftmaxFit(NamedTuple):
+    """A fitted multinomial logistic regression."""
+
+    weight: Float[Tensor, "classes dim"]
+    bias: Float[Tensor, " classes"]
+    prior_precision: float  # τ of the prior
+    selection_nll: float  # mean selection NLL, nats
+
+    def logits(self, features: Float[Tensor, "m dim"]) -> Float[Tensor, "m classes"]:
+        """Return ``W φ + b``, in the type of the features."""
+        return functional.linear(features, self.weight.to(features.dtype), self.bias.to(features.dtype))
+
+    def theta(self) -> Float[Tensor, "classes columns"]:
+        """``[W b]``."""
+        return torch.cat([self.weight, self.bias[:, None]], dim=1)
+
+
+def choose_softmax(
+    train: Float[Tensor, "n dim"] | FeatureMatrix,
+    train_labels: Int[Tensor, " n"],
+    selection: Float[Tensor, "m dim"],
+    selection_labels: Int[Tensor, " m"],
+    *,
+    num_classes: int,
+    finish: bool = True,
+) -> SoftmaxFit:
+    """Return the best fit along :data:`PRIOR_PRECISIONS`, until the selection NLL rises.
+
+    If ``finish``, it is finished, and the progress is reported: with many features, each fit takes minutes.
+    """
+
+    def fit(prior_precision: float, start: Tensor, tolerance: float) -> SoftmaxFit:
+        weight, bias = fit_softmax(
+            train, train_labels, prior_precision=prior_precision, start=start, tolerance=tolerance
+        )
+        logits = functional.linear(selection, weight.to(selection.dtype), bias.to(selection.dtype))
+        return SoftmaxFit(weight, bias, prior_precision, nll(logits, selection_labels).mean().item())
+
+    def walk() -> Iterator[SoftmaxFit]:
+        """Yield the best fit so far after each fit."""
+        theta = torch.zeros(num_classes, train.shape[1] + 1, dtype=torch.float64, device=train.device)
+        best = fit(PRIOR_PRECISIONS[0], theta, PATH_TOLERANCE)
+        for prior_precision in PRIOR_PRECISIONS[1:]:
+            yield best
+            weaker = fit(prior_precision, best.theta(), PATH_TOLERANCE)
+            if weaker.selection_nll > best.selection_nll:
+                break
+            best = weaker
+        yield best
+        if finish:
+            yield fit(best.prior_precision, best.theta(), TOLERANCE)
+
+    fits = track(walk(), total=len(PRIOR_PRECISIONS) + 1, description="head") if finish else walk()
+    return deque(fits, maxlen=1).pop()
+
+
+def fit_softmax(
+    features: Float[Tensor, "n dim"] | FeatureMatrix,
+    labels: Int[Tensor, " n"],
+    *,
+    prior_precision: float,
+    start: Float[Tensor, "classes columns"],
+    tolerance: float = TOLERANCE,
+) -> tuple[Float[Tensor, "classes dim"], Float[Tensor, " classes"]]:
+    """Fit weights and bias for one prior precision, float64.
+
+    Args:
+        features: φ.
+        labels: Class index of each labelled example.
+        prior_precision: τ; must be positive, or the minimum may be at infinity.
+        start: Initial ``[W b]``, one column more than ``features``.
+        tolerance: Largest gradient entry, in V, that ends the iterations.
+    """
+    variables = variables_at(start, features, prior_precision=prior_precision)
+    v = variables.of(start).requires_grad_()
+    optimiser = torch.optim.LBFGS(
+        [v],
+        max_iter=ITERATIONS,
+        tolerance_grad=tolerance,
+        tolerance_change=tolerance**2,
+        history_size=PAIRS,
+        line_search_fn="strong_wolfe",
+    )
+
+    def closure() -> Tensor:
+        loss, gradient = objective(variables.theta(v.detach()), features, labels, prior_precision=prior_precision)
+        v.grad = variables.gradient(gradient)
+        return loss
+
+    optimiser.step(closure)  # type: ignore[no-untyped-call, unused-ignore]
+    solution = variables.theta(v.detach())
+    return solution[:, :-1], solution[:, -1]
+
+
+def objective(
+    theta: Float[Tensor, "classes columns"],
+    features: Float[Tensor, "n dim"] | FeatureMatrix,
+    labels: Int[Tensor, " n"],
+    *,
+    prior_precision: float,
+) -> tuple[Float[Tensor, ""], Float[Tensor, "classes columns"]]:
+    """Return the module's objective divided by n, and its gradient ``[Σ (p − e_y) φᵀ, Σ (p − e_y)] + τ θ``."""
+    weight, bias = theta[:, :-1], theta[:, -1]
+    loss = 0.5 * prior_precision * theta.square().sum()
+    gradient = prior_precision * theta
+    for chunk, block in blocks(features, columns=features.shape[1] + len(theta)):
+        phi, targets = block.to(theta.dtype), labels[chunk, None]
+        log_probabilities = functional.linear(phi, weight, bias).log_softmax(dim=1)
+        loss -= log_probabilities.gather(1, targets).sum()
+        residual = log_probabilities.exp_()
+        residual.scatter_add_(1, targets, torch.full_like(targets, -1, dtype=residual.dtype))
+        gradient[:, :-1] += residual.T @ phi
+        gradient[:, -1] += residual.sum(0)
+    return loss / len(features), gradient / len(features)

@@ -1,0 +1,708 @@
+"""What every task shares: outputs, decisions, calibration, predictions in Python, and the :class:`Task` itself.
+
+The network's step packs what it computes for n images into one matrix, so that one copy brings it to the host: a column
+for each score of the task, then K probabilities (0 for a task without them), then the p-value of each gate; float32,
+(n, S + K + G).  A calibration turns a policy into thresholds, and these turn outputs into decisions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Literal, NamedTuple, TypeVar, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Float
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+
+from psc_core.answers import ASKED_FOR, BaseAnswer, BasePolicy, PredictQuery, Response, Target
+from psc_core.collapse import LayerQuality, NearestMean
+from psc_core.compute import Compute, passes
+from psc_core.conformal import decision_p_value, ood_score_threshold
+from psc_core.data.dataset import ImageDataset
+from psc_core.data.open import check_same
+from psc_core.errors import DataError, UsageError, listed, needs
+from psc_core.fitted import restore
+from psc_core.heads.base import Head, HeadJob, Scored
+from psc_core.names import composed
+from psc_core.settings import OWNERS, FitSettings
+from psc_core.tables import aligned
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from psc_core.evaluation.base import Evaluator
+    from psc_core.report.content import TaskReport
+
+
+FloatArray = npt.NDArray[np.float32]
+
+Matrix = TypeVar("Matrix", Tensor, FloatArray)
+
+
+@dataclass(frozen=True)
+class Outputs(Generic[Matrix]):
+    """A packed matrix, read by name.
+
+    Example:
+        >>> scores = {"log_density": torch.tensor([-9.0])}
+        >>> outputs = Outputs(pack(["log_density"], scores, torch.tensor([[0.3, 0.7]])), ["log_density"], ())
+        >>> outputs["log_density"], outputs.probabilities
+        (tensor([-9.]), tensor([[0.3000, 0.7000]]))
+    """
+
+    packed: Matrix  # float32 (n, S + K + G)
+    scores: Sequence[str]  # names of its scores
+    gates: Sequence[str]  # names of the model's gates
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def __getitem__(self, score: str) -> Matrix:
+        """Return a view of the column of one score, (n,)."""
+        return self.packed[:, self.scores.index(score)]
+
+    @property
+    def probabilities(self) -> Matrix:
+        """A view of the class probabilities, (n, K)."""
+        return self.packed[:, len(self.scores) : self.packed.shape[1] - len(self.gates)]
+
+    @property
+    def gate_p_values(self) -> Matrix:
+        """A view of the p-values of the gates, (n, G)."""
+        return self.packed[:, self.packed.shape[1] - len(self.gates) :]
+
+
+def pack(
+    names: Sequence[str],
+    scores: Mapping[str, Float[Tensor, " batch"]],
+    probabilities: Float[Tensor, "batch classes"],
+    gate_p_values: Sequence[Float[Tensor, "batch gates"]] = (),
+) -> Float[Tensor, "batch columns"]:
+    """Return the packed matrix; ``scores`` has an entry for each of ``names``, ``gate_p_values`` at most one."""
+    return torch.cat([*(scores[name][:, None] for name in names), probabilities, *gate_p_values], dim=1)
+
+
+AnyDecisions = TypeVar("AnyDecisions", bound="BaseDecisions")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BaseDecisions:
+    """The decisions on n images; every field is an array with a row for each image.
+
+    Attributes:
+        decision_names: The ``DECISIONS`` of the task's answer.
+    """
+
+    decision_names: ClassVar[tuple[str, ...]]
+
+    is_ood: npt.NDArray[np.bool_]  # (n,) p-value ≤ alpha
+    decision: npt.NDArray[np.int8]  # (n,) positions in :attr:`decision_names`
+
+    def __len__(self) -> int:
+        return len(self.decision)
+
+    def at(self: AnyDecisions, images: slice | Sequence[int] | npt.NDArray[Any]) -> AnyDecisions:
+        """Return the decisions on some of the images: a slice, their positions, or a mask."""
+        return type(self)(**{each.name: getattr(self, each.name)[images] for each in fields(self)})
+
+    def labels(self, classes: Sequence[str]) -> Sequence[str | None]:
+        """Return the one label of each image's answer; None for a task whose answer has none."""
+        return [None] * len(self)
+
+    @property
+    def label_index(self) -> npt.NDArray[np.int64]:
+        """The index of each image's label among :meth:`Task.metric_labels`."""
+        return np.zeros(len(self), np.int64)
+
+    def columns(self, outputs: Outputs[FloatArray], classes: Sequence[str], **options: int | None) -> dict[str, Any]:
+        """Return each field of the n answers by name: an array whose first axis is the images, or a value for each.
+
+        The fields are in the order of the service's JSON.  A task adds its own to these, which all have; ``gates`` is
+        left out for a model without gates.
+
+        Args:
+            outputs: The outputs that were decided on.
+            classes: The classes of the model.
+            options: The parameters of a request that belong to the task and are no thresholds.
+        """
+        columns: dict[str, Any] = dict(zip(outputs.scores, outputs.packed.T, strict=False))
+        if outputs.gates:
+            columns["gates"] = list(map(dict, map(partial(zip, outputs.gates), outputs.gate_p_values)))
+        columns["is_ood"] = self.is_ood
+        columns["decision"] = list(map(self.decision_names.__getitem__, self.decision.tolist()))
+        return columns
+
+    def documents(
+        self, outputs: Outputs[FloatArray], classes: Sequence[str], **options: int | None
+    ) -> list[dict[str, Any]]:
+        """Return one answer for each image, in a form that orjson can write, see :meth:`columns`."""
+        columns = self.columns(outputs, classes, **options)
+        # Not strict: past the end of each array, numpy would raise an IndexError, which takes a microsecond.
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=False)]
+
+
+@dataclass(frozen=True)
+class BaseThresholds:
+    """A policy in terms of the outputs, for one set of calibration images."""
+
+    policy: BasePolicy
+    ood_p_value: float  # an image is out of distribution when its p-value is at most this
+    quantile: float  # the bound of prediction sets or intervals, from :meth:`.BaseCalibration.quantile`
+
+    def decide(self, outputs: Outputs[FloatArray]) -> BaseDecisions:
+        """Return the decisions on n images."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class BaseCalibration:
+    """Scores of n calibration images, float32, each sorted separately."""
+
+    thresholds_type: ClassVar[type[BaseThresholds]]
+
+    ood_scores: Float[Tensor, " n"]  # OOD scores, ascending, nats
+
+    def __len__(self) -> int:
+        return len(self.ood_scores)
+
+    def ood_score_threshold(self, alpha: float) -> float:
+        """Return the OOD score (nats) above which an image's p-value is at most α.
+
+        ``p ≤ α ⇔ OOD score > threshold``, exactly, even where the rounding of p matters.
+
+        Raises:
+            UsageError: If ``alpha`` is not in (0, 1) or below ``1 / (n + 1)``.
+        """
+        return ood_score_threshold(self.ood_scores, alpha)
+
+    def entropy_quantiles(self) -> list[float] | None:
+        """Return the 0, 1, …, 100 % quantiles of the predictive entropies, nats; None where the task has none."""
+        return None
+
+    def check_classes(self, count: int) -> None:
+        """Raise :class:`BundleError` for scores of another number of classes."""
+
+    def changed(self, policy: BasePolicy, changes: Mapping[str, float]) -> BasePolicy:
+        """Return the policy with other values of some thresholds, and of what these promise."""
+        return policy.model_copy(update=dict(changes))
+
+    def thresholds(self, policy: BasePolicy) -> BaseThresholds:
+        """Return the thresholds that a policy of the task implies on these images.
+
+        Raises:
+            UsageError: If n is too small for its alpha or its coverage.
+        """
+        p_value = decision_p_value(policy.alpha, len(self))
+        return self.thresholds_type(policy, p_value, self.quantile(policy.coverage))
+
+    def quantile(self, coverage: float) -> float:
+        """Return the conformal quantile that bounds prediction sets or intervals of this nominal coverage.
+
+        Raises:
+            UsageError: If ``coverage`` is not in (0, 1), or n is too small for it.
+        """
+        raise NotImplementedError
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the scores by name, for a safetensors file."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> BaseCalibration:
+        """Return the calibration whose :meth:`tensors` these are.
+
+        Raises:
+            BundleError: If a tensor is missing, has another type or length, or its scores do not ascend or are not
+                finite.
+        """
+        raise NotImplementedError
+
+
+SHOWN: Final = 10
+"""Maximum number of images that the text of predictions shows."""
+
+Positions = int | np.integer[Any] | slice | Sequence[int] | npt.NDArray[Any] | Tensor
+"""One image of several, or some of them: a slice, their positions, or a mask."""
+
+AnyPrediction = TypeVar("AnyPrediction", bound="BasePrediction")
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class BasePrediction:
+    """Predictions for n images; every score of the task's answer is an attribute, ``float32 (n,)``.
+
+    Example:
+        >>> from psc_core import PSC
+        >>> bundle = "artifacts/dirty-mnist-resnet18"
+        >>> prediction = PSC.load(bundle).predict([f"{bundle}/examples/{name}.png" for name in ("clean", "shirt")])
+        >>> isinstance(prediction, BasePrediction), prediction[prediction.ood_p_value.argsort()].decision
+        (True, ('abstain_ood', 'accept'))
+
+    Attributes:
+        outputs: The outputs of the network step.
+        decisions: The decisions under the bundle's policy.
+        classes: The names of the classes; of a regression, of the bins of its target.
+        maps: ``uint8 (n, rows, columns)``: how anomalous each part of the images is, at most 255; None unless asked
+            for.  One in ``10^(4g/255)`` positions of in-distribution images has the grey level g or more.
+    """
+
+    answer: ClassVar[type[BaseAnswer]]
+
+    outputs: Outputs[Tensor]
+    decisions: BaseDecisions
+    classes: tuple[str, ...]
+    maps: Tensor | None = field(default=None, kw_only=True)
+
+    def __len__(self) -> int:
+        return len(self.outputs)
+
+    def __getitem__(self: AnyPrediction, images: Positions) -> AnyPrediction:
+        """Return the predictions for some of the images."""
+        # Positions by numpy's rules, once for all parts: torch takes bytes for a mask, and no negative step.
+        index = images.cpu().numpy() if isinstance(images, Tensor) else images
+        if not isinstance(index, slice) and not np.size(index):
+            index = np.empty(0, np.int64)  # [] would be of floats.
+        at = np.ascontiguousarray(np.arange(len(self))[index]).reshape(-1)
+        decisions = self.decisions.at(at)
+        rows = torch.from_numpy(at)
+        maps = None if self.maps is None else self.maps[rows]
+        outputs = replace(self.outputs, packed=self.outputs.packed[rows])
+        return replace(self, outputs=outputs, decisions=decisions, maps=maps)
+
+    def __getattr__(self, name: str) -> Tensor:
+        outputs = self.__dict__.get("outputs")  # Absent while it is unpickled.
+        if outputs is None or name not in outputs.scores:
+            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+        column: Tensor = outputs[name]
+        return column
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self.outputs.scores]
+
+    @property
+    def gates(self) -> dict[str, Tensor]:
+        """The p-value of each gate, ``float32 (n,)``, by name; empty for a model without gates."""
+        return dict(zip(self.outputs.gates, self.outputs.gate_p_values.T, strict=True))
+
+    @property
+    def is_ood(self) -> Tensor:
+        """``bool (n,)``: whether the p-value is at most the bundle's α."""
+        return torch.from_numpy(self.decisions.is_ood)
+
+    @property
+    def decision(self) -> tuple[str, ...]:
+        """The name of each image's decision."""
+        return tuple(self.decisions.decision_names[code] for code in self.decisions.decision.tolist())
+
+    def columns(self) -> dict[str, list[Any]]:
+        """Return the fields of the task's answer by name, each with a value of JSON types for every image."""
+        return {name: _listed(column) for name, column in self._columns().items()}
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Return a dictionary for each image, of JSON types: the answer of ``POST /predict`` for it."""
+        columns = self.columns()
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+    def to_pandas(self) -> DataFrame:
+        """Return a table with a row for each image and a column for each field, ``gates.NAME`` for each gate.
+
+        Raises:
+            UsageError: If pandas is not installed.
+        """
+        pandas = needs("to_pandas", "pandas", "pandas")
+        cells: dict[str, Any] = {}
+        for name, column in self._columns().items():
+            if name == "gates":
+                cells |= {f"gates.{gate}": p_values.numpy() for gate, p_values in self.gates.items()}
+            else:
+                cells[name] = column if getattr(column, "ndim", 1) == 1 else column.tolist()
+        table: DataFrame = pandas.DataFrame(cells)
+        return table
+
+    def _columns(self) -> dict[str, Any]:
+        """Return the fields of the task's answer by name, in the order of their declaration."""
+        outputs = Outputs(self.outputs.packed.numpy(), self.outputs.scores, self.outputs.gates)
+        columns = self.decisions.columns(outputs, self.classes)
+        return {name: columns[name] for name in self.answer.model_fields if name in columns}
+
+    def __repr__(self) -> str:
+        """Return a line for all images and a table of the first ones."""
+        counts = Counter(self.decision)
+        counted = ", ".join(f"{counts[name]} {name}" for name in self.decisions.decision_names if counts[name])
+        title = f"{type(self).__name__} for {len(self)} image{'s' * (len(self) != 1)}{': ' * bool(counted)}{counted}"
+        rows = [self.answer.model_validate(row).cells() for row in self[:SHOWN].to_dict()]
+        if not rows:
+            return title
+        table = [["", *rows[0]], *([str(index), *row.values()] for index, row in enumerate(rows))]
+        more = [f"… {len(self) - SHOWN} more"] if len(self) > SHOWN else []
+        return "\n".join([title, *aligned(table, left=()), *more])
+
+
+def _listed(column: Any) -> list[Any]:
+    """Return the cells of a column as JSON types."""
+    if isinstance(column, np.ndarray):
+        listed: list[Any] = column.tolist()
+        return listed
+    return [_plain(cell) for cell in column]
+
+
+def _plain(cell: Any) -> Any:
+    if isinstance(cell, dict):
+        return {name: float(number) for name, number in cell.items()}
+    return list(cell) if isinstance(cell, tuple) else cell
+
+
+Agreement = tuple[str, object, object]  # a field of the manifest by its place in the JSON, what it should be, and is
+
+Datatype = Literal["FP32", "INT64", "UINT8", "BOOL", "BYTES"]  # of a tensor of the Open Inference Protocol
+
+GATES_OUTPUT: Final = "gates"  # the tensor of the gates' p-values, in the order of a model's gates
+
+UNUSUAL_COMPONENTS: Final = 5  # how many components an explanation names
+
+FIRST_LOOK_IMAGES: Final = 1000  # of each set, that :meth:`Task.first_look` is given at most
+
+WRONG_NETWORK: Final = "its weights or the preprocessing are wrong"
+
+
+class Calibrated(NamedTuple):
+    """A calibration, the policy that goes with it, and the metrics of the calibration split."""
+
+    calibration: BaseCalibration
+    policy: BasePolicy
+    metrics: Mapping[str, Any]  # JSON types
+
+
+class FirstLook(NamedTuple):
+    """How good the network is before anything is fitted to it."""
+
+    text: str
+    warning: str = ""
+
+
+class Task(BaseModel, ABC):
+    """What a model predicts: how that is fitted, decided, described and measured.
+
+    A task is a value.  Its fields are what a manifest keeps of it, as the target of a regression; everything else is
+    the same for all models of the task.  To add one, write a subclass, list it in :data:`psc_core.tasks.TASKS`, and
+    declare its answer, policy and query as in :mod:`psc_core.answers`.
+
+    Attributes:
+        name: The name of the task, as ``--task`` takes it.
+        noun: The word for a model of the task in messages: ``"classifier"``.
+        response_type: The answer to a request.
+        answer_type: The prediction for one image in it.
+        policy_type: The thresholds that a user sets.
+        query_type: The query parameters of a request.
+        calibration_type: The statistics of calibration images, by which a policy becomes thresholds.
+        prediction_type: The result of ``predict`` in Python.
+        heads: The heads by kind; the first is the default.
+        output_heads: Those that read the network's own output in place of the features, for base predictions.
+        abstentions: The code of the decision for each reason to abstain.
+        limits: The score that each threshold of the policy is compared with.
+        tensors: The data types of the output tensors of the Open Inference Protocol by name, in order.
+        has_numbers: Whether a training image has a number, besides the class or bin that it belongs to.
+        layer_quality: The quality that is measured after every layer besides NC1.
+        own_settings: Settings that not every task reads, but this one.
+        compares_network_output: Whether a fit compares the network's output with the head's, unless settings decide.
+        why_not_extended: Why no more images can extend a density of a fitted model; empty where they can.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: ClassVar[str]
+    noun: ClassVar[str]
+    response_type: ClassVar[type[Response]]
+    answer_type: ClassVar[type[BaseAnswer]]
+    policy_type: ClassVar[type[BasePolicy]]
+    query_type: ClassVar[type[PredictQuery]] = PredictQuery
+    calibration_type: ClassVar[type[BaseCalibration]]
+    prediction_type: ClassVar[type[BasePrediction]]
+    heads: ClassVar[Mapping[str, type[Head]]]
+    output_heads: ClassVar[Mapping[str, type[Head]]] = {}
+    abstentions: ClassVar[Mapping[str, int]]
+    limits: ClassVar[Mapping[str, str]] = {"alpha": "ood_p_value"}
+    tensors: ClassVar[Mapping[str, Datatype]]
+    has_numbers: ClassVar[bool] = False
+    layer_quality: ClassVar[type[LayerQuality]] = NearestMean
+    own_settings: ClassVar[tuple[str, ...]] = ()
+    compares_network_output: ClassVar[bool] = False
+    why_not_extended: ClassVar[str] = ""
+
+    # The images of a fit.
+
+    @classmethod
+    @abstractmethod
+    def takes(cls, data: ImageDataset) -> bool:
+        """Return whether the images are labelled with what the task predicts."""
+
+    @classmethod
+    def of_images(cls, train: ImageDataset) -> Task:
+        """Return the task of a model of these images; raises :class:`DataError` if they lack what it predicts."""
+        return cls()
+
+    @classmethod
+    def labelled(cls, train: ImageDataset, val: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
+        """Return both, labelled with the classes that collapse, projection, density and gates work on.
+
+        Raises:
+            DataError: If they cannot be labelled so, or the two do not belong together.
+        """
+        return train, val.in_order(train.classes)
+
+    @classmethod
+    def check_half(cls, images: ImageDataset) -> None:
+        """Raise :class:`DataError` if nothing can be measured on one half of the validation images."""
+
+    @classmethod
+    def describe_labels(cls, train: ImageDataset) -> str:
+        """Return a phrase that says how the images are labelled."""
+        return f"{len(train.classes)} classes"
+
+    def check_images(self, classes: Sequence[str], data: ImageDataset) -> None:
+        """Raise :class:`DataError` unless images are labelled with what a model of these ``classes`` predicts."""
+        check_same(data, classes, "model's")
+
+    def parse_label(self, text: str, classes: Sequence[str], marks: str = ".") -> str:
+        """Return what a person says of an image as a log keeps it: one of the classes, unless a task says otherwise.
+
+        Args:
+            text: What the person says.
+            classes: The model's classes.
+            marks: How a number is written, see :func:`psc_core.tables.parse_number`.
+
+        Raises:
+            DataError: If the model could not have predicted it.
+        """
+        label = composed(text)
+        if label not in classes:
+            known, near = listed(classes, 10), get_close_matches(label.casefold(), map(str.casefold, classes), 1)
+            meant = [name for name in classes if name.casefold() in near]
+            advice = f"did you mean {meant[0]!r}?" if meant else "correct the label"
+            raise DataError(f"expected one of the model's classes ({known}), got {text!r}; {advice}")
+        return label
+
+    def relabelled(self, data: ImageDataset, labels: Sequence[str]) -> ImageDataset:
+        """Return images that are labelled as people said, by labels of :meth:`parse_label`.
+
+        Raises:
+            DataError: If the model cannot predict one of them.
+        """
+        position, labels = {label: index for index, label in enumerate(data.classes)}, [*map(composed, labels)]
+        if odd := sorted({*labels} - {*position}):
+            raise DataError(
+                f"labels of {data.name} are no classes of the model: {listed(odd, 10)}; review these images again, or "
+                "calibrate a bundle that has these classes"
+            )
+        return replace(data, labels=torch.tensor([position[label] for label in labels]))
+
+    # The fit.
+
+    @classmethod
+    def reads(cls, setting: str) -> bool:
+        """Return whether a fit of this task reads a setting."""
+        return setting in cls.own_settings or setting not in OWNERS
+
+    @classmethod
+    def averages_candidate(cls, settings: FitSettings) -> bool:
+        """Return whether a head reads the candidate's features averaged over positions besides z."""
+        return cls.reads("head_input") and settings.head_input == "both"
+
+    @classmethod
+    def check(cls, settings: FitSettings, images: int) -> None:
+        """Raise :class:`UsageError` for a setting that this task does not read, or that so few images cannot keep.
+
+        Args:
+            settings: The settings.
+            images: The number of images that calibrate.
+        """
+        for name, owner in OWNERS.items():
+            if not cls.reads(name) and getattr(settings, name) != getattr(FitSettings, name):
+                raise UsageError(f"a {cls.noun} does not read {name}, which is for {owner}; leave it out")
+
+    @classmethod
+    @abstractmethod
+    def first_look(cls, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> FirstLook:
+        """Say how good the plain network, on the device, is on at most :data:`FIRST_LOOK_IMAGES` of each set.
+
+        A person can compare it with what is known of the network: images that are resized, cropped or standardised
+        otherwise than in training make it worse, and nothing else shows that.
+        """
+
+    @classmethod
+    @abstractmethod
+    def fit_head(cls, job: HeadJob) -> Head:
+        """Return a fitted head, on the job's device; raises :class:`FitError` if features cannot be fitted."""
+
+    @classmethod
+    def confidence_gate(cls, *, ambiguous: bool) -> tuple[bool, str]:
+        """Return whether a gate reads the energy, and why, a sentence; ``ambiguous`` where images have many labels."""
+        if ambiguous:
+            reason = "some images have several labels, so confidence is no gate and no images are mixed"
+            return False, reason
+        return True, "no image has several labels, so confidence is a gate"
+
+    @classmethod
+    @abstractmethod
+    def calibrate(
+        cls,
+        scored: Scored,
+        ood_score: Float[Tensor, " n"],
+        images: ImageDataset,
+        settings: FitSettings,
+        weights: Float[Tensor, " n"] | None = None,
+        *,
+        or_higher: bool = False,
+    ) -> Calibrated:
+        """Return the calibration on n images of the calibration split, as the served pipeline scored them.
+
+        Args:
+            scored: Scores of the images.
+            ood_score: OOD scores of the images, nats.
+            images: Labelled images.
+            settings: The rates.
+            weights: How many images each one stands for; None where all are equal.
+            or_higher: Whether a higher risk may take the place of the one in the settings that cannot be shown.
+
+        Raises:
+            UsageError: If the images cannot show the risk in the settings.
+            FitError: If scores are not finite.
+        """
+
+    # The manifest, and the properties of a model.
+
+    @classmethod
+    def is_of(cls, manifest: Mapping[str, Any]) -> bool:
+        """Return whether a manifest is of a model of this task."""
+        return manifest.get("task") == cls.name
+
+    def manifest_fields(self) -> dict[str, Any]:
+        """Return the fields of a manifest that name the task, such that :meth:`is_of` holds; JSON types."""
+        return {"task": self.name, **self.model_dump()}
+
+    def agreements(self, manifest: Any) -> Sequence[Agreement]:
+        """Return the agreements between fields of a manifest that this task alone requires."""
+        return ()
+
+    def restore_head(self, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Head:
+        """Return the head with this ``config()`` and ``state_dict()``; raises :class:`BundleError`."""
+        return restore({**self.heads, **self.output_heads}, config, state)
+
+    def number(self) -> Target | None:
+        """Return the number that a model predicts; None where it predicts something else."""
+        return None
+
+    def network_outputs(self, classes: Sequence[str]) -> int:
+        """Return the number of outputs of a network of the task."""
+        return len(classes)
+
+    def probabilities(self, classes: Sequence[str]) -> int:
+        """Return the number of columns of probabilities in the outputs."""
+        return len(classes)
+
+    def epistemic_unit(self, head: Head) -> str:
+        """Return the unit of the epistemic uncertainty, for display; empty where there is none."""
+        return head.epistemic_unit
+
+    # How psc-eval and reports measure a model; imported when asked for, because a service does neither.
+
+    @classmethod
+    def evaluator(cls) -> Evaluator[Any, Any, Any]:
+        """Return how models of the task are measured; raises :class:`UsageError` where they cannot be."""
+        raise UsageError(f"a {cls.noun} cannot be evaluated; measure it in Python")
+
+    @classmethod
+    def report(cls) -> TaskReport[Any, Any]:
+        """Return what reports say and show of a model; raises :class:`UsageError` where there are none."""
+        raise UsageError(f"a {cls.noun} has no report; fit with --no-report")
+
+    # Predictions.
+
+    def prediction(
+        self, outputs: Outputs[Tensor], decisions: BaseDecisions, classes: tuple[str, ...]
+    ) -> BasePrediction:
+        """Return the predictions as ``predict`` returns them in Python."""
+        return self.prediction_type(outputs, decisions, classes, **dict(self))  # Its own fields too: a target.
+
+    def numbers(self, outputs: Outputs[FloatArray]) -> dict[str, FloatArray]:
+        """Return what the answers say in the unit of :meth:`number`, by name, each (n,); empty where there is none."""
+        return {}
+
+    def decision_names(self) -> tuple[str, ...]:
+        """Return the names of the decisions, by their codes."""
+        return get_args(self.answer_type.model_fields["decision"].annotation)
+
+    def columns(self) -> dict[str, Any]:
+        """Return the types of the columns that ``psc-score`` writes: own fields, and an answer's except on request."""
+        found = {**type(self).model_fields, **self.answer_type.model_fields}
+        return {name: field.annotation for name, field in found.items() if name not in ASKED_FOR}
+
+    def difference(self, outputs: Outputs[Tensor], other: Outputs[Tensor]) -> tuple[str, Tensor]:
+        """Return the name of the predicted quantity, and the difference in it of two outputs for the same images.
+
+        Rounding alone gives differences of about 10⁻⁴ or less.
+        """
+        return "probabilities", outputs.probabilities - other.probabilities
+
+    @abstractmethod
+    def explanations(
+        self, explanation: Mapping[str, npt.NDArray[Any]], classes: Sequence[str], layers: Sequence[str]
+    ) -> list[dict[str, Any]]:
+        """Return one explanation for each image, from the arrays of ``Pipeline.explain``.
+
+        Args:
+            explanation: The arrays by name, whose first axis is the images.
+            classes: The classes of the model.
+            layers: The layers that the head tells apart: z, named by the candidate layer(s), and the other layers that
+                it reads.
+        """
+
+    def tensor_shape(self, name: str, classes: Sequence[str], gates: Sequence[str]) -> list[int]:
+        """Return the shape of one of the :attr:`tensors` without its first axis, the images."""
+        if name == GATES_OUTPUT:
+            return [len(gates)]
+        return [self.probabilities(classes)] if name == "probabilities" else []
+
+    def tensor(
+        self, name: str, outputs: Outputs[FloatArray], decisions: BaseDecisions, classes: Sequence[str]
+    ) -> npt.NDArray[Any] | Sequence[str]:
+        """Return the values of one of the :attr:`tensors`, which for ``BYTES`` are texts."""
+        if name == GATES_OUTPUT:
+            return outputs.gate_p_values
+        if name == "probabilities":
+            return outputs.probabilities
+        values: npt.NDArray[Any] | None = getattr(decisions, name, None)
+        return outputs[name] if values is None else values
+
+    def metric_labels(self, classes: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the labels by which metrics count images."""
+        return classes
+
+
+def unusual_components(deviation: FloatArray) -> list[dict[str, Any]]:
+    """Return the components along which one image deviates most, for an explanation."""
+    unusual = np.argsort(-np.abs(deviation), kind="stable")[:UNUSUAL_COMPONENTS].tolist()
+    return [{"component": component, "deviation": float(deviation[component])} for component in unusual]
+
+
+def run_network(
+    net: Callable[[Tensor], Tensor], data: ImageDataset, compute: Compute
+) -> Float[Tensor, "images outputs"]:
+    """Return the plain network's outputs for every image, in the precision of ``compute``, as float32 on the CPU."""
+    outputs = passes(data, compute, f"the network on {data.name}", net)
+    return torch.cat([output.float().cpu() for output, _ in outputs])
+
+
+def one_of(option: str, value: str | None, allowed: Sequence[str], noun: str) -> str:
+    """Return a value that is one of those allowed; raises :class:`UsageError`."""
+    if value is None or value not in allowed:
+        raise UsageError(f"expected {option} of a {noun} to be one of {', '.join(allowed)}, got {value!r}")
+    return value

@@ -1,0 +1,661 @@
+"""Classification: one class of several for each image.
+
+A prediction set with coverage 1 − α contains the classes whose probability is at least the k-th largest calibration
+probability of a true label, ``k = ⌈(n + 1)(1 − α)⌉`` (score ``1 − p_y``: Sadinle et al. 2019).  It contains the true
+label with probability ≥ 1 − α, over all images (marginal).  The most probable class is always in the set, which can
+only raise coverage.  p-values are those of :mod:`psc_core.conformal`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count as count_from
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from psc_core import metrics as classification
+from psc_core.answers import (
+    ACCEPTS_NOTHING,
+    BETTER_THAN_GUESSING,
+    CLASSIFICATION_DECISIONS,
+    CLASSIFICATION_SCORES,
+    FLOAT32_ROUNDING,
+    RISKS,
+    BasePolicy,
+    ClassificationAnswer,
+    ClassificationPolicy,
+    ClassificationQuery,
+    ClassificationResponse,
+)
+from psc_core.compute import Compute
+from psc_core.conformal import (
+    MAX_SCORE,
+    check_ascending,
+    check_finite,
+    check_fraction,
+    check_names,
+    check_range,
+    check_rates,
+    conformal_rank,
+    equal_scores,
+    thinned,
+    tolerant_ceil,
+)
+from psc_core.data.dataset import ImageDataset
+from psc_core.errors import BundleError, UsageError
+from psc_core.heads.base import ClassifierData, ClassifierHead, HeadJob, Scored, fit_standardisation, in_memory
+from psc_core.heads.duq import DuqHead
+from psc_core.heads.laplace import LaplaceHead
+from psc_core.heads.sngp import SngpHead
+from psc_core.heads.temperature import TemperatureHead, better_of, fit_temperature_head
+from psc_core.numerics.matrix import check_features
+from psc_core.settings import FitSettings
+from psc_core.tasks.base import (
+    FIRST_LOOK_IMAGES,
+    GATES_OUTPUT,
+    WRONG_NETWORK,
+    Agreement,
+    BaseCalibration,
+    BaseDecisions,
+    BasePrediction,
+    BaseThresholds,
+    Calibrated,
+    Datatype,
+    FirstLook,
+    FloatArray,
+    Outputs,
+    Task,
+    run_network,
+    unusual_components,
+)
+
+if TYPE_CHECKING:
+    from psc_core.evaluation.base import Evaluator
+    from psc_core.report.content import TaskReport
+
+ACCEPT, ABSTAIN_AMBIGUOUS, ABSTAIN_OOD = range(len(CLASSIFICATION_DECISIONS))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Decisions(BaseDecisions):
+    """The decisions of a classifier on n images."""
+
+    decision_names = CLASSIFICATION_DECISIONS
+
+    class_index: npt.NDArray[np.int64]  # (n,) the most probable class
+    confidence: FloatArray  # (n,) its probability
+    prediction_set: npt.NDArray[np.bool_]  # (n, K) the classes in the set
+
+    @property
+    def label_index(self) -> npt.NDArray[np.int64]:
+        return self.class_index
+
+    def labels(self, classes: Sequence[str]) -> list[str]:
+        return list(map(classes.__getitem__, self.class_index.tolist()))
+
+    def columns(
+        self, outputs: Outputs[FloatArray], classes: Sequence[str], *, top_k: int | None = None, **options: int | None
+    ) -> dict[str, Any]:
+        """Return the fields of the answers, with the ``top_k`` most probable classes if that is given."""
+        probabilities = np.ascontiguousarray(outputs.probabilities)
+        return {
+            "label": self.labels(classes),
+            "class_index": self.class_index,
+            "confidence": self.confidence,
+            **(
+                {"probabilities": probabilities}
+                if top_k is None
+                else {"top": [_most_probable(row, classes, top_k) for row in probabilities]}
+            ),
+            **super().columns(outputs, classes),
+            "prediction_set": [
+                tuple(map(classes.__getitem__, members.nonzero()[0].tolist())) for members in self.prediction_set
+            ],
+        }
+
+
+def _most_probable(probabilities: FloatArray, classes: Sequence[str], count: int) -> list[dict[str, Any]]:
+    best = np.argsort(-probabilities, kind="stable")[:count].tolist()
+    return [{"label": classes[k], "probability": probabilities[k]} for k in best]
+
+
+@dataclass(frozen=True)
+class Thresholds(BaseThresholds):
+    """A classifier's thresholds; ``quantile`` is the smallest probability with which a class is in a prediction set."""
+
+    policy: ClassificationPolicy
+
+    def decide(self, outputs: Outputs[FloatArray]) -> Decisions:
+        """Return the decisions on n images; the most probable class is always in the prediction set."""
+        probabilities = outputs.probabilities
+        images, class_index = np.arange(len(outputs)), probabilities.argmax(axis=1)
+        prediction_set = probabilities >= self.quantile
+        prediction_set[images, class_index] = True
+        with np.errstate(over="ignore"):  # A threshold may be beyond every float32.
+            is_ood = outputs["ood_p_value"] <= self.ood_p_value
+            is_clear = outputs["predictive_entropy"] <= self.policy.ambiguity_threshold  # NaN is not.
+        decision = np.where(is_clear, np.int8(ACCEPT), np.int8(ABSTAIN_AMBIGUOUS))
+        decision[is_ood] = ABSTAIN_OOD
+        return Decisions(
+            is_ood=is_ood,
+            decision=decision,
+            class_index=class_index,
+            confidence=probabilities[images, class_index],
+            prediction_set=prediction_set,
+        )
+
+
+@dataclass(frozen=True)
+class Calibration(BaseCalibration):
+    """Scores of n calibration images, float32, each sorted separately."""
+
+    thresholds_type = Thresholds
+
+    entropies: Float[Tensor, " n"]  # predictive entropies, ascending, nats
+    error_bounds: Float[Tensor, " n"]  # of images with at most this entropy, at most this fraction is wrong
+    label_probabilities: Float[Tensor, " n"]  # of the true label, ascending
+    labels: Int[Tensor, " n"]  # the true label of each entry of label_probabilities
+    num_classes: int  # K
+
+    def check_classes(self, count: int) -> None:
+        if self.num_classes != count:
+            raise BundleError(
+                f"expected a calibration of {count} classes, got one of {self.num_classes}; fit the bundle again"
+            )
+
+    def entropy_quantiles(self) -> list[float]:
+        return [float(value) for value in torch.quantile(self.entropies.cpu(), torch.linspace(0.0, 1.0, 101))]
+
+    def changed(self, policy: BasePolicy, changes: Mapping[str, float]) -> BasePolicy:
+        """Return the policy with other values, and the risk that its ambiguity threshold was shown to keep."""
+        changed = super().changed(policy, changes)
+        if "ambiguity_threshold" not in changes:
+            return changed
+        return changed.model_copy(update={"risk": self.risk_below(changes["ambiguity_threshold"])})
+
+    def risk_below(self, threshold: float) -> float | None:
+        """Return which error rate the images of at most this entropy keep, with 95 % confidence; None: none is shown.
+
+        It holds for a threshold that was not chosen by the errors of these images.
+        """
+        accepted = int((self.entropies <= threshold).sum())
+        bound = float(self.error_bounds[accepted - 1]) if accepted else 1.0
+        return bound if bound < 1 else None
+
+    def quantile(self, coverage: float) -> float:
+        """Return the smallest probability with which a class is in a prediction set (:mod:`.decide`).
+
+        Raises:
+            UsageError: If ``coverage`` is not in (0, 1), or n is too small for it.
+        """
+        check_rates(len(self), coverage=coverage)
+        return self.label_probabilities[len(self) - conformal_rank(coverage, len(self))].item()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the scores by name, for a safetensors file; OOD scores are negated: of a density, log densities."""
+        return {
+            "scores": -self.ood_scores.flip(0),
+            "entropies": self.entropies,
+            "error_bounds": self.error_bounds,
+            "label_probabilities": self.label_probabilities,
+            "labels": self.labels,
+            "num_classes": torch.tensor(self.num_classes),
+        }
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Calibration:
+        """Return the calibration whose :meth:`tensors` these are.
+
+        Raises:
+            BundleError: If a tensor is missing, has another type or length, or its scores do not ascend or are not
+                finite.
+        """
+        check_names(tensors, {"scores", "entropies", "error_bounds", "label_probabilities", "labels", "num_classes"})
+        scores = [tensors[name] for name in ("scores", "entropies", "label_probabilities")]
+        labels, classes = tensors["labels"], tensors["num_classes"]
+        check_ascending(scores)
+        if labels.shape != scores[0].shape:
+            raise BundleError(
+                f"expected a label for each of {len(scores[0])} calibration images, got labels of shape "
+                f"{tuple(labels.shape)}; fit it again"
+            )
+        if classes.dtype != torch.int64 or classes.ndim:
+            raise BundleError(f"expected one int64 num_classes of the calibration, got {classes.dtype} {classes.shape}")
+        if labels.dtype != torch.int64 or labels.min() < 0 or labels.max() >= classes:
+            raise BundleError(
+                f"expected int64 calibration labels 0 … {int(classes) - 1}, got {labels.dtype} "
+                f"{int(labels.min())} … {int(labels.max())}; fit it again"
+            )
+        bounds = tensors["error_bounds"]
+        if bounds.dtype != torch.float32 or bounds.shape != scores[0].shape or not bool(bounds.isfinite().all()):
+            raise BundleError(
+                f"expected float32 error_bounds, one for each of {len(scores[0])} calibration images, got "
+                f"{bounds.dtype} of shape {tuple(bounds.shape)}, or some that are not finite; fit it again"
+            )
+        limits = ((-MAX_SCORE, MAX_SCORE), (0.0, math.log(max(int(classes), 1))), (0.0, 1.0), (0.0, 1.0))
+        names = ("scores", "entropies", "label_probabilities", "error_bounds")
+        for name, part, (low, high) in zip(names, (*scores, bounds), limits, strict=True):
+            check_range(name, part, low, high, rounding=FLOAT32_ROUNDING)
+        return cls(-scores[0].flip(0), scores[1], bounds, scores[2], labels, int(classes))
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class ClassificationPrediction(BasePrediction):
+    """Predictions of a classifier for n images, on the CPU.
+
+    Every score of :class:`.answer.ClassificationAnswer` is an attribute, ``float32 (n,)``, as ``log_density``.
+
+    Example:
+        >>> from psc_core import PSC
+        >>> bundle = "artifacts/dirty-mnist-resnet18"
+        >>> prediction = PSC.load(bundle).predict([f"{bundle}/examples/clean.png"])
+        >>> prediction.labels, prediction.prediction_set, prediction.predictive_entropy < 0.1
+        (('7',), (('7',),), tensor([True]))
+        >>> prediction
+        ClassificationPrediction for 1 image: 1 accept
+           label  confidence  entropy  log density  p-value  decision
+        0      7       1.000    0.001      1147.28   0.8925    accept
+    """
+
+    answer = ClassificationAnswer
+
+    decisions: Decisions
+
+    @property
+    def class_index(self) -> Tensor:
+        """``int64 (n,)`` the most probable class."""
+        return torch.from_numpy(self.decisions.class_index)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The name of the most probable class, for each image."""
+        return tuple(self.decisions.labels(self.classes))
+
+    @property
+    def confidence(self) -> Tensor:
+        """``float32 (n,)`` probability of the most probable class."""
+        return torch.from_numpy(self.decisions.confidence)
+
+    @property
+    def probabilities(self) -> Tensor:
+        """``float32 (n, K)`` probabilities of all classes."""
+        return self.outputs.probabilities
+
+    @property
+    def prediction_set(self) -> tuple[tuple[str, ...], ...]:
+        """The set of classes that contains the true one with the bundle's coverage, for each image."""
+        return tuple(self._columns()["prediction_set"])
+
+
+CONFIDENCE: Final = 0.95
+"""Probability over calibration sets with which the error rate of accepted images is kept."""
+
+LARGEST_QUANTILE: Final = 0.95
+"""Largest threshold, a quantile of the entropies: even a perfect classifier abstains on its most uncertain images."""
+
+
+def fit_calibration(
+    ood_score: Float[Tensor, " n"],
+    entropy: Float[Tensor, " n"],
+    probabilities: Float[Tensor, "n classes"],
+    labels: Int[Tensor, " n"],
+    weights: Float[Tensor, " n"] | None = None,
+) -> Calibration:
+    """Collect the scores of calibration images, as the served pipeline computes them.
+
+    Args:
+        ood_score: Nats, higher is more out-of-distribution.
+        entropy: Predictive entropies, nats.
+        probabilities: Class probabilities of each image.
+        labels: One true label for each image.  An image with several labels counts once, with any of them: repeated
+            images would make n too large, and the guarantees void.
+        weights: How many images each stands for, see :mod:`psc_core.conformal`; None where all are equal.
+
+    Raises:
+        FitError: If scores are not finite.
+    """
+    given = probabilities.gather(1, labels[:, None])[:, 0].float()
+    check_finite({"OOD scores": ood_score, "entropies": entropy, "probabilities": given})
+    order = equal_scores(-given, weights).flip(0)
+    entropies = entropy.float()[equal_scores(entropy.float(), weights)]
+    drawn = slice(None) if weights is None else thinned(weights)  # Bounds need independent images.
+    errors = Errors.of(entropy.float()[drawn], (probabilities.argmax(1) == labels)[drawn])
+    return Calibration(
+        ood_scores=ood_score.float()[equal_scores(ood_score.float(), weights)],
+        entropies=entropies,
+        error_bounds=errors.bounds_at(entropies),
+        label_probabilities=given[order],
+        labels=labels[order],
+        num_classes=probabilities.shape[1],
+    )
+
+
+class Errors(NamedTuple):
+    """How many images are accepted, and how many of these are wrong, by thresholds of the entropy.
+
+    The thresholds are the entropies of n images, ascending; of equal ones the last, as these are accepted together.
+    """
+
+    entropies: Float[Tensor, " m"]  # nats, float64
+    accepted: Int[Tensor, " m"]
+    wrong: Int[Tensor, " m"]
+
+    @classmethod
+    def of(cls, entropy: Float[Tensor, " n"], correct: Bool[Tensor, " n"]) -> Errors:
+        """Count them from the predictive entropies and whether the most probable class was the label."""
+        ascending, order = entropy.double().sort(stable=True)
+        last = torch.cat([ascending[1:] > ascending[:-1], torch.ones(1, dtype=torch.bool)])[: len(ascending)]
+        wrong = (~correct)[order].cumsum(0)
+        return cls(ascending[last], torch.arange(1, len(ascending) + 1)[last], wrong[last])
+
+    def bounds(self, confidence: float) -> Float[Tensor, " m"]:
+        """Return the Clopper–Pearson bound on the error rate of the images below each threshold, float64.
+
+        Given the k-th smallest entropy the k − 1 images below it are independent draws from all images below it; its
+        own image counts as an error of these if it is one.
+        """
+        from scipy import stats  # Imported here, so that a service does not load it.
+
+        correct_below = (self.accepted - 1 - self.wrong).clamp(min=0)
+        return torch.from_numpy(stats.beta.ppf(confidence, self.wrong + 1, correct_below)).nan_to_num(nan=1.0)
+
+    def bounds_at(self, thresholds: Float[Tensor, " t"]) -> Float[Tensor, " t"]:
+        """Return the bounds, with :data:`CONFIDENCE`, below any ascending thresholds, float32; 1 where none is."""
+        bounds = torch.cat([torch.ones(1, dtype=torch.float64), self.bounds(CONFIDENCE)])
+        return bounds[torch.searchsorted(self.entropies, thresholds.double(), right=True)].float()
+
+    def threshold(self, risk: float, confidence: float = CONFIDENCE) -> float | None:
+        """Return the largest entropy below which images are wrong at a rate of at most ``risk``, in nats.
+
+        With ``confidence`` over calibration sets this holds.  The entropies are tested as thresholds in ascending
+        order, each by its bound, until one fails (fixed-sequence testing: Bauer 1991; Angelopoulos et al. 2021): every
+        test has its level, and a threshold that is too large passes only if the first one that is does.
+
+        Returns:
+            ``None`` if no threshold passes: too many errors, or too few images.
+
+        Raises:
+            UsageError: If ``risk`` is outside (0, 1).
+        """
+        check_fraction(risk, "risk")
+        count = int(self.accepted[-1]) if len(self.accepted) else 0
+        largest = tolerant_ceil((count + 1) * LARGEST_QUANTILE)
+        tested = (self.accepted >= first_test(count, risk, confidence)) & (self.accepted <= largest)
+        passed = int((self.bounds(confidence)[tested] <= risk).cumprod(0).sum())
+        return float(self.entropies[tested][passed - 1]) if passed else None
+
+    def lowest(self, risks: Sequence[float]) -> tuple[float, float] | None:
+        """Return the lowest of ``risks`` that a threshold keeps, and that threshold; None if none of them is kept.
+
+        Each is tested with the confidence 1 − (1 − :data:`CONFIDENCE`) / m of m risks (Bonferroni), so that the one
+        which is chosen holds with :data:`CONFIDENCE`.
+        """
+        confidence = 1 - (1 - CONFIDENCE) / len(risks)
+        found = ((risk, self.threshold(risk, confidence)) for risk in sorted(risks))
+        return next(((risk, threshold) for risk, threshold in found if threshold is not None), None)
+
+
+def first_test(count: int, risk: float, confidence: float = CONFIDENCE) -> int:
+    """Return the number of images that the smallest threshold accepts.
+
+    It is four times as many as pass without an error, so that a single one does not end the tests, but at most half of
+    the images where half of them are enough.
+    """
+    minimum = fewest(risk, confidence)
+    return max(minimum, min(4 * minimum, count // 2))
+
+
+def fewest(risk: float, confidence: float = CONFIDENCE) -> int:
+    """Return the number of images that pass without an error."""
+    return math.ceil(math.log(1 - confidence) / math.log(1 - risk)) + 1
+
+
+def fewest_to_show(risk: float) -> int:
+    """Return the number of images that show a threshold if none is wrong: a test accepts only a part of them."""
+    return next(n for n in count_from(fewest(risk)) if tolerant_ceil((n + 1) * LARGEST_QUANTILE) >= fewest(risk))
+
+
+ACCURACY_GAP: Final = 0.1
+"""Loss of accuracy from training to validation images up to which no warning is given."""
+
+
+class Classification(Task):
+    """The task of a classifier: one class of several for each image."""
+
+    name = "classification"
+    noun = "classifier"
+    response_type = ClassificationResponse
+    answer_type = ClassificationAnswer
+    policy_type = ClassificationPolicy
+    query_type = ClassificationQuery
+    calibration_type = Calibration
+    prediction_type = ClassificationPrediction
+    output_heads: ClassVar = {TemperatureHead.kind: TemperatureHead}
+    heads: ClassVar[Mapping[str, type[ClassifierHead]]] = {head.kind: head for head in (LaplaceHead, SngpHead, DuqHead)}
+    abstentions: ClassVar = {"ood": ABSTAIN_OOD, "ambiguous": ABSTAIN_AMBIGUOUS}
+    limits: ClassVar = {**Task.limits, "ambiguity_threshold": "predictive_entropy"}
+    tensors: ClassVar[Mapping[str, Datatype]] = {
+        "probabilities": "FP32",
+        **dict.fromkeys((*CLASSIFICATION_SCORES, GATES_OUTPUT), "FP32"),
+        "is_ood": "BOOL",
+        "label": "BYTES",
+        "class_index": "INT64",
+    }
+    own_settings = ("risk", "head_input")
+    compares_network_output = True
+
+    @classmethod
+    def takes(cls, data: ImageDataset) -> bool:
+        return data.target is None
+
+    @classmethod
+    def check(cls, settings: FitSettings, images: int) -> None:
+        super().check(settings, images)
+        if settings.risk is not None and images < fewest_to_show(settings.risk):
+            raise UsageError(
+                f"a risk of {settings.risk:g} cannot be shown with {images} calibration images, even if all are right: "
+                f"it takes {fewest_to_show(settings.risk)}; give more images, or ask for a higher risk or for none"
+            )
+        if settings.predictions == "base":
+            for name, default in (("head", next(iter(cls.heads))), ("head_input", FitSettings.head_input)):
+                if getattr(settings, name) not in (None, default):
+                    raise UsageError(
+                        f"expected no {name} beside predictions 'base', which are the network's own; leave one out"
+                    )
+
+    @classmethod
+    def fit_head(cls, job: HeadJob) -> ClassifierHead:
+        """Return the head, the network's own logits with a temperature, or the better of both."""
+        selection = job.selection
+        tempered = logits = None
+        if selection.network_output is not None:
+            logits = selection.network_output[:]
+            tempered = fit_temperature_head(logits, selection.labels).to(job.device)
+            if job.predictions == "base":
+                return tempered
+        head = fit_head(job)
+        if tempered is None or logits is None:
+            return head
+        z, logits, labels = (part.to(job.device) for part in (selection.head_input[:], logits, selection.labels))
+        return better_of(head, tempered, z, logits, labels)
+
+    @classmethod
+    def calibrate(
+        cls,
+        scored: Scored,
+        ood_score: Float[Tensor, " n"],
+        images: ImageDataset,
+        settings: FitSettings,
+        weights: Float[Tensor, " n"] | None = None,
+        *,
+        or_higher: bool = False,
+    ) -> Calibrated:
+        """Return calibration scores, and the entropy below which the error rate ``settings.risk`` is kept.
+
+        Without a risk it is the lowest of :data:`.RISKS` that can be shown; where none can, nothing is accepted.
+        An image with several labels counts once, with its first.  Metrics and that entropy need independent images, so
+        weighted ones are thinned for them.
+        """
+        labels, entropies = images.first_labels(), scored.scores["predictive_entropy"]
+        calibration = fit_calibration(ood_score, entropies, scored.probabilities, labels, weights)
+        if weights is not None:
+            kept = thinned(weights)
+            scored, labels, entropies = scored.at(kept), labels[kept], entropies[kept]
+        errors = Errors.of(entropies, scored.probabilities.argmax(1) == labels)
+        risk, threshold = _shown(errors, settings.risk, or_higher=or_higher)
+        policy = ClassificationPolicy(
+            alpha=settings.alpha, ambiguity_threshold=threshold, coverage=settings.coverage, risk=risk
+        )
+        return Calibrated(calibration, policy, {**calibration_metrics(scored, labels), "risk_asked": settings.risk})
+
+    @classmethod
+    def first_look(cls, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> FirstLook:
+        of_train, (of_val, predicted) = network_accuracy(net, train, compute)[0], network_accuracy(net, val, compute)
+        text = (
+            f"the network itself: accuracy {of_train:.3f} on training and {of_val:.3f} on validation images (at most "
+            f"{FIRST_LOOK_IMAGES:,} of each)"
+        )
+        if not classification.better_than_guessing(predicted, val.first_labels()):
+            return FirstLook(text, f"THE NETWORK IS NO BETTER THAN GUESSING ON VALIDATION IMAGES, {WRONG_NETWORK}")
+        if of_val < of_train - ACCURACY_GAP:
+            warning = "validation images are much harder for it; are they prepared as the training images?"
+            return FirstLook(text, warning)
+        return FirstLook(f"{text}; if it should be higher, check the preprocessing")
+
+    @classmethod
+    def is_of(cls, manifest: Mapping[str, Any]) -> bool:
+        return bool(manifest.get("task", cls.name) == cls.name)  # Also of a manifest that names none.
+
+    def manifest_fields(self) -> dict[str, Any]:
+        return {}
+
+    def agreements(self, manifest: Any) -> Sequence[Agreement]:
+        head, classes = manifest.head, len(manifest.classes)
+        is_own = head.kind in self.output_heads
+        return (
+            ("predictions", "base" if is_own else "psc", manifest.predictions),
+            ("head.sizes.classes", classes, classes if is_own else head.sizes.get("classes")),
+            ("head.layers (of a classifier)", list(manifest.layers) if head.layers else [], head.layers),
+        )
+
+    def tensor(
+        self, name: str, outputs: Outputs[FloatArray], decisions: BaseDecisions, classes: Sequence[str]
+    ) -> npt.NDArray[Any] | Sequence[str]:
+        if name == "label":
+            return [classes[index] for index in decisions.label_index]
+        return super().tensor(name, outputs, decisions, classes)
+
+    @classmethod
+    def evaluator(cls) -> Evaluator[Any, Any, Any]:
+        from psc_core.evaluation.classification import ClassificationEvaluator
+
+        return ClassificationEvaluator()
+
+    @classmethod
+    def report(cls) -> TaskReport[Any, Any]:
+        from psc_core.report.classification import ClassificationTaskReport
+
+        return ClassificationTaskReport()
+
+    def explanations(
+        self, explanation: Mapping[str, npt.NDArray[Any]], classes: Sequence[str], layers: Sequence[str]
+    ) -> list[dict[str, Any]]:
+        """Return one ``ClassificationExplanation`` for each image.
+
+        ``aleatoric`` and ``epistemic`` are None if the head does not split its uncertainty.
+        """
+        documents = []
+        for image, nearest in enumerate(explanation["nearest_class"].tolist()):
+            split = {name: explanation[name][image] for name in ("aleatoric", "epistemic") if name in explanation}
+            documents.append(
+                {
+                    "nearest_class": classes[nearest],
+                    "class_distances": np.ascontiguousarray(explanation["class_distances"][image]),
+                    "unusual_components": unusual_components(explanation["component_deviation"][image]),
+                    "aleatoric": None,
+                    "epistemic": None,
+                    **{name: float(value) for name, value in split.items()},
+                }
+            )
+        return documents
+
+
+def fit_head(job: HeadJob) -> ClassifierHead:
+    """Fit a head to training features; every free number is chosen by the NLL of the selection split.
+
+    Raises:
+        FitError: If features are not finite or all equal, or a class has no training images.
+    """
+    num_classes, shown = len(job.classes), job.train.images
+    train, selection = job.train.head_input.to(job.device), job.selection.head_input[:].to(job.device)
+    train_labels, selection_labels = (part.labels.to(job.device) for part in (job.train, job.selection))
+    check_features(train, train_labels, num_classes=num_classes, class_names=job.classes, minimum=1)
+    check_features(selection, selection_labels, num_classes=num_classes, class_names=job.classes, minimum=0)
+    standardisation = fit_standardisation(train, job.train.widths)
+    data = ClassifierData(
+        train=standardisation(train),
+        train_labels=train_labels,
+        weights=shown.bincount()[shown].double().reciprocal().to(job.device),
+        selection=in_memory(standardisation(selection)),
+        selection_labels=selection_labels,
+        num_classes=num_classes,
+        seed=job.seed,
+        standardisation=standardisation,
+    )
+    return Classification.heads[job.kind].fit(data).to(job.device)
+
+
+def _shown(errors: Errors, asked: float | None, *, or_higher: bool) -> tuple[float | None, float]:
+    """Return the risk that is promised and its entropy threshold; None and :data:`.ACCEPTS_NOTHING` if none is shown.
+
+    Args:
+        errors: Those of the calibration images.
+        asked: The risk that was asked for; None: the lowest of :data:`.RISKS`.
+        or_higher: Whether a higher one of :data:`.RISKS` will do.
+
+    Raises:
+        UsageError: If the risk that was asked for cannot be shown, and no other will do.
+    """
+    risks = RISKS if asked is None else (asked, *(risk for risk in RISKS if risk > asked and or_higher))
+    found = errors.lowest(risks)
+    if found is None and asked is not None and not or_higher:
+        other = errors.lowest(RISKS)
+        remedy = "with risk auto nothing is accepted" if other is None else f"risk auto takes {other[0]:g}"
+        wrong, count = (int(part[-1]) if len(part) else 0 for part in (errors.wrong, errors.accepted))
+        raise UsageError(
+            f"a risk of {asked:g} cannot be shown with {count} images, of which {wrong} are wrong: no entropy "
+            f"threshold keeps it (at least {fewest_to_show(asked)} images and few errors); {remedy} (--risk "
+            "auto, in Python risk=None)"
+        )
+    return found or (None, ACCEPTS_NOTHING)
+
+
+def calibration_metrics(scored: Scored, labels: Tensor) -> dict[str, Any]:
+    """Return metrics of the calibration split, which selected nothing that they measure."""
+    probabilities = scored.probabilities.double()
+    confidence, predicted = probabilities.max(1)
+    return {
+        "validation_images": len(labels),
+        "accuracy": classification.accuracy(probabilities, labels),
+        BETTER_THAN_GUESSING: classification.better_than_guessing(predicted, labels),
+        "nll_nats": classification.nll(probabilities, labels),
+        "ece": classification.ece(confidence, predicted == labels),
+        "mean_entropy_nats": float(scored.scores["predictive_entropy"].double().mean()),
+    }
+
+
+def network_accuracy(net: nn.Module, data: ImageDataset, compute: Compute) -> tuple[float, Int[Tensor, " n"]]:
+    """Return the plain network's accuracy, and what it predicts.
+
+    Of an image with several labels the fraction that is predicted counts.
+    """
+    labels, predicted = data.offsets.diff(), run_network(net, data, compute).argmax(1)
+    hits = predicted.repeat_interleave(labels) == data.labels
+    return float((hits / labels.repeat_interleave(labels)).sum()) / len(data), predicted

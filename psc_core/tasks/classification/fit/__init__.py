@@ -1,1 +1,0 @@
-"""Fitting a classifier; nothing here is imported to serve one."""

@@ -1,1 +1,0 @@
-"""Standardisation and the interface that the fits of all tasks share."""

@@ -1,0 +1,541 @@
+"""Regression: one number for each image, with its name and unit.
+
+With y the true number of an image, μ its mean and σ = √(aleatoric² + epistemic²), n calibration images and coverage
+1 − α, the interval is
+
+    ``[μ − q σ, μ + q σ]``,   q = the ⌈(n + 1)(1 − α)⌉-th smallest ``|y − μ| / σ`` of the calibration images
+
+and contains the true number of a future in-distribution image with probability ≥ 1 − α, over all images (split
+conformal with normalised residuals: Papadopoulos et al. 2002; Lei et al. 2018, section 5.2).
+
+Collapse, projection, density and gates work on classes.  For a regression these are *bins*: the numbers between two
+neighbouring quantiles of the training images, so that each bin has about as many of them.  (The analogy is ours.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from psc_core import metrics as regression
+from psc_core.answers import (
+    BETTER_THAN_GUESSING,
+    REGRESSION_DECISIONS,
+    REGRESSION_SCORES,
+    RegressionAnswer,
+    RegressionPolicy,
+    RegressionQuery,
+    RegressionResponse,
+    Target,
+)
+from psc_core.collapse import LinearFit
+from psc_core.compute import Compute
+from psc_core.conformal import (
+    MAX_SCORE,
+    check_ascending,
+    check_finite,
+    check_names,
+    check_range,
+    check_rates,
+    conformal_rank,
+    equal_scores,
+    thinned,
+)
+from psc_core.data.dataset import ImageDataset, known_values
+from psc_core.errors import DataError, FitError
+from psc_core.heads.base import Head, HeadJob, RegressionData, RegressionHead, Scored, fit_standardisation
+from psc_core.heads.blr import BayesianLinearHead
+from psc_core.heads.dve import DeepVecchiaHead
+from psc_core.numerics.matrix import check_features
+from psc_core.settings import FitSettings
+from psc_core.tables import parse_number
+from psc_core.tasks.base import (
+    FIRST_LOOK_IMAGES,
+    GATES_OUTPUT,
+    WRONG_NETWORK,
+    BaseCalibration,
+    BaseDecisions,
+    BasePrediction,
+    BaseThresholds,
+    Calibrated,
+    Datatype,
+    FirstLook,
+    FloatArray,
+    Outputs,
+    Task,
+    run_network,
+    unusual_components,
+)
+
+if TYPE_CHECKING:
+    from psc_core.evaluation.base import Evaluator
+    from psc_core.report.content import TaskReport
+
+FINITE: Final = (np.finfo(np.float32).min, np.finfo(np.float32).max)
+
+ACCEPT, ABSTAIN_UNCERTAIN, ABSTAIN_OOD = range(len(REGRESSION_DECISIONS))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Decisions(BaseDecisions):
+    """The decisions of a regression on n images."""
+
+    decision_names = REGRESSION_DECISIONS
+
+    lower: FloatArray  # (n,) ends of the interval, in the target's unit
+    upper: FloatArray  # (n,)
+
+    def columns(self, outputs: Outputs[FloatArray], classes: Sequence[str], **options: int | None) -> dict[str, Any]:
+        first = dict.fromkeys(outputs.scores)  # The scores come before the interval; their values are the base's.
+        return {**first, "lower": self.lower, "upper": self.upper, **super().columns(outputs, classes)}
+
+
+@dataclass(frozen=True)
+class Thresholds(BaseThresholds):
+    """A regression's thresholds; ``quantile`` is half the width of an interval, in standard deviations."""
+
+    policy: RegressionPolicy
+
+    def decide(self, outputs: Outputs[FloatArray]) -> Decisions:
+        """Return the decisions on n images; an interval is as wide as its float32 ends are apart."""
+        with np.errstate(over="ignore"):  # Ends beyond every float32 are the last one: JSON has no infinity.
+            mean, half = outputs["mean"], self.quantile * np.hypot(outputs["aleatoric"], outputs["epistemic"])
+            lower, upper = (np.clip(end, *FINITE).astype(np.float32) for end in (mean - half, mean + half))
+        is_ood = outputs["ood_p_value"] <= self.ood_p_value
+        decision = np.full(len(outputs), ACCEPT, np.int8)
+        if self.policy.max_width is not None:
+            with np.errstate(over="ignore"):  # A limit may be beyond every float32.
+                decision[~(upper - lower <= self.policy.max_width)] = ABSTAIN_UNCERTAIN  # Also where the width is NaN.
+        decision[is_ood] = ABSTAIN_OOD
+        return Decisions(is_ood=is_ood, decision=decision, lower=lower, upper=upper)
+
+
+@dataclass(frozen=True)
+class Calibration(BaseCalibration):
+    """Scores of n calibration images, float32, each sorted separately."""
+
+    thresholds_type = Thresholds
+
+    residuals: Float[Tensor, " n"]  # |y − μ| / σ, ascending
+
+    def quantile(self, coverage: float) -> float:
+        """Return q, half the width of an interval in standard deviations.
+
+        Raises:
+            UsageError: If ``coverage`` is not in (0, 1), or n is too small for it.
+        """
+        check_rates(len(self), coverage=coverage)
+        return float(self.residuals[conformal_rank(coverage, len(self)) - 1])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the scores by name, for a safetensors file."""
+        return {"ood_scores": self.ood_scores, "residuals": self.residuals}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Calibration:
+        """Return the calibration whose :meth:`tensors` these are.
+
+        Raises:
+            BundleError: If a tensor is missing, has another type or length, or is not ascending, finite and in range.
+        """
+        check_names(tensors, {"ood_scores", "residuals"})
+        scores = [tensors["ood_scores"], tensors["residuals"]]
+        check_ascending(scores)
+        for name, low in (("ood_scores", -MAX_SCORE), ("residuals", 0.0)):
+            check_range(name, tensors[name], low, MAX_SCORE)
+        return cls(*scores)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class RegressionPrediction(BasePrediction):
+    """Predictions of a regression for n images, on the CPU.
+
+    Every score of :class:`.answer.RegressionAnswer` is an attribute, ``float32 (n,)``, as ``mean``.
+
+    Example:
+        >>> from psc_core.tasks.base import Outputs
+        >>> from psc_core.answers import SCORES
+        >>> from psc_core.tasks.regression import Thresholds
+        >>> from psc_core.answers import RegressionPolicy
+        >>> policy = RegressionPolicy(alpha=0.05, max_width=None, coverage=0.95)
+        >>> packed = torch.tensor([[50.0, 3.0, 4.0, -9.0, 9.0, 0.5], [20.0, 0.0, 1.0, -99.0, 99.0, 0.01]])
+        >>> decisions = Thresholds(policy, 0.05, 2.0).decide(Outputs(packed.numpy(), SCORES, ()))
+        >>> target = Target(name="age", unit="years")
+        >>> prediction = RegressionPrediction(Outputs(packed, SCORES, ()), decisions, ("low", "high"), target)
+        >>> prediction.mean, prediction.interval, prediction.decision
+        (tensor([50., 20.]), tensor([[40., 60.],
+                [18., 22.]]), ('accept', 'abstain_ood'))
+    """
+
+    answer = RegressionAnswer
+
+    decisions: Decisions
+    target: Target
+
+    @property
+    def lower(self) -> Tensor:
+        """``float32 (n,)`` lower end of the interval that contains the true number with the bundle's coverage."""
+        return torch.from_numpy(self.decisions.lower)
+
+    @property
+    def upper(self) -> Tensor:
+        """``float32 (n,)`` upper end of the interval."""
+        return torch.from_numpy(self.decisions.upper)
+
+    @property
+    def interval(self) -> Tensor:
+        """``float32 (n, 2)`` both ends of the interval."""
+        return torch.stack([self.lower, self.upper], dim=1)
+
+
+BINS: Final = 10
+"""Maximum number of bins."""
+
+IMAGES_PER_BIN: Final = 20
+"""Training images that a bin should have; fewer images make fewer bins."""
+
+
+def quantile_edges(values: Float[Tensor, " n"]) -> Float[Tensor, " edges"]:
+    """Return the numbers that separate the bins, ascending: quantiles of ``values`` without repetition.
+
+    Raises:
+        DataError: If all values are equal.
+    """
+    bins = min(BINS, max(2, len(values) // IMAGES_PER_BIN))
+    ascending = values.double().sort().values
+    if ascending[0] == ascending[-1]:
+        raise DataError(f"expected numbers that differ between images, all are {float(ascending[0]):g}; nothing to fit")
+    at = torch.arange(1, bins) * len(values) // bins
+    edges = ascending[at]
+    edges = edges[torch.cat([edges[:1] > ascending[0], edges.diff() > 0])]
+    return edges if len(edges) else ascending[ascending > ascending[0]][:1]  # More than half are the smallest.
+
+
+def in_bins(dataset: ImageDataset, edges: Float[Tensor, " edges"]) -> ImageDataset:
+    """Return ``dataset`` labelled with the bin of each number; one that equals an edge belongs to the bin above."""
+    ends = ["", *(f"{edge:.4g}" for edge in edges.tolist()), ""]
+    names = [_bin_name(low, high) for low, high in pairwise(ends)]
+    if len(set(names)) < len(names):  # Numbers that four digits do not tell apart.
+        names = [f"{name} (bin {index})" for index, name in enumerate(names)]
+    labels = torch.bucketize(known_values(dataset.values), edges, right=True)
+    return replace(dataset, labels=labels, classes=tuple(names))
+
+
+def _bin_name(low: str, high: str) -> str:
+    return f"{low} to {high}" if low and high else f"below {high}" if high else f"{low} and above"
+
+
+def binned(train: ImageDataset, val: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
+    """Return both, labelled with bins of the training images' numbers.
+
+    Raises:
+        DataError: If all numbers are equal.
+    """
+    edges = quantile_edges(known_values(train.values))
+    return in_bins(train, edges), in_bins(val, edges)
+
+
+def fit_calibration(
+    ood_score: Float[Tensor, " n"],
+    mean: Float[Tensor, " n"],
+    deviation: Float[Tensor, " n"],
+    values: Float[Tensor, " n"],
+    weights: Float[Tensor, " n"] | None = None,
+) -> Calibration:
+    """Collect the scores of calibration images, as the served pipeline computes them.
+
+    Args:
+        ood_score: Nats, higher is more out-of-distribution.
+        mean: μ, in the target's unit.
+        deviation: σ, in the target's unit.
+        values: y, in the target's unit.
+        weights: How many images each stands for, see :mod:`psc_core.conformal`; None where all are equal.
+
+    Raises:
+        FitError: If scores are not finite.
+    """
+    residuals = ((values.double() - mean.double()).abs() / deviation.double()).float()
+    check_finite({"OOD scores": ood_score, "residuals": residuals})
+    scores = (ood_score.float(), residuals)
+    return Calibration(*(part[equal_scores(part, weights)] for part in scores))
+
+
+class Regression(Task):
+    """The task of a network that predicts a number; density and gates work on bins of the numbers."""
+
+    name = "regression"
+    noun = "regression"
+    response_type = RegressionResponse
+    answer_type = RegressionAnswer
+    policy_type = RegressionPolicy
+    query_type = RegressionQuery
+    calibration_type = Calibration
+    prediction_type = RegressionPrediction
+    heads: ClassVar[Mapping[str, type[RegressionHead]]] = {
+        head.kind: head for head in (BayesianLinearHead, DeepVecchiaHead)
+    }
+    abstentions: ClassVar = {"ood": ABSTAIN_OOD, "uncertain": ABSTAIN_UNCERTAIN}
+    tensors: ClassVar[Mapping[str, Datatype]] = {
+        **dict.fromkeys((*REGRESSION_SCORES, "lower", "upper", GATES_OUTPUT), "FP32"),
+        "is_ood": "BOOL",
+    }
+    has_numbers = True
+    layer_quality = LinearFit
+    own_settings = ("max_width",)
+    why_not_extended = "a regression's bundle does not keep where its bins part, which are the classes of its density"
+
+    target: Target
+
+    @classmethod
+    def takes(cls, data: ImageDataset) -> bool:
+        return data.target is not None
+
+    @classmethod
+    def labelled(cls, train: ImageDataset, val: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
+        return binned(train, val)
+
+    @classmethod
+    def check_half(cls, images: ImageDataset) -> None:
+        values = known_values(images.values)
+        if bool((values == values[0]).all()):
+            raise DataError(
+                f"expected numbers that differ in each half of the validation images, of {images.name} all "
+                f"{len(values)} of one half are {float(values[0]):g}; give more validation images"
+            )
+
+    @classmethod
+    def of_images(cls, train: ImageDataset) -> Regression:
+        if train.target is None:
+            raise DataError(f"expected numbers in {train.name}, got {len(train.classes)} classes; give a table")
+        return cls(target=train.target)
+
+    @classmethod
+    def describe_labels(cls, train: ImageDataset) -> str:
+        return f"numbers of {train.target}"
+
+    @classmethod
+    def confidence_gate(cls, *, ambiguous: bool) -> tuple[bool, str]:
+        return False, "a regression has no class probabilities, so confidence is no gate"
+
+    @classmethod
+    def fit_head(cls, job: HeadJob) -> RegressionHead:
+        return fit_head(job)
+
+    @classmethod
+    def calibrate(
+        cls,
+        scored: Scored,
+        ood_score: Float[Tensor, " n"],
+        images: ImageDataset,
+        settings: FitSettings,
+        weights: Float[Tensor, " n"] | None = None,
+        *,
+        or_higher: bool = False,
+    ) -> Calibrated:
+        """Return OOD scores and residuals of the images; weighted ones are thinned for width and metrics.
+
+        Without a ``max_width`` it is the width of one interval for all images: a wider one says less than none.
+        """
+        values, mean = known_values(images.values), scored.scores["mean"]
+        deviation = torch.hypot(scored.scores["aleatoric"], scored.scores["epistemic"])
+        calibration = fit_calibration(ood_score, mean, deviation, values, weights)
+        if weights is not None:
+            kept = thinned(weights)
+            values, mean, deviation = values[kept], mean[kept], deviation[kept]
+        metrics = calibration_metrics(mean, deviation, values)
+        width = settings.max_width
+        if width is None:
+            width = metrics["width_without_image"] = width_without_image(values, settings.coverage)
+        return Calibrated(
+            calibration, RegressionPolicy(alpha=settings.alpha, max_width=width, coverage=settings.coverage), metrics
+        )
+
+    @classmethod
+    def first_look(cls, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> FirstLook:
+        (of_train, _), (of_val, predicted) = (network_rmse(net, data, compute) for data in (train, val))
+        spread, unit = (
+            float(known_values(train.values).std(correction=0)),
+            f" {cls.of_images(train).target.unit}".rstrip(),
+        )
+        text = (
+            f"the network itself: RMSE {of_train:.4g} on training and {of_val:.4g}{unit} on validation images (at most "
+            f"{FIRST_LOOK_IMAGES:,} of each), the deviation of the numbers is {spread:.4g}"
+        )
+        if not regression.rises_with(predicted, known_values(val.values)):
+            return FirstLook(text, f"THE NETWORK IS NO BETTER THAN GUESSING ON VALIDATION IMAGES, {WRONG_NETWORK}")
+        if of_val > spread:
+            warning = "always predicting the mean would be better; is the network's output in the table's unit?"
+            return FirstLook(text, warning)
+        return FirstLook(f"{text}; if it should be lower, check the preprocessing")
+
+    def check_images(self, classes: Sequence[str], data: ImageDataset) -> None:
+        wanted = self.target
+        if data.target != wanted:
+            raise DataError(
+                f"expected numbers of {wanted} in {data.name}, got {data.target or 'classes'}; give a table of these "
+                f"numbers, in Python with target={wanted.name!r}, unit={wanted.unit!r}"
+            )
+
+    def relabelled(self, data: ImageDataset, labels: Sequence[str]) -> ImageDataset:
+        return replace(data, target=self.target, values=torch.tensor([*map(float, labels)], dtype=torch.float64))
+
+    @classmethod
+    def is_of(cls, manifest: Mapping[str, Any]) -> bool:
+        return manifest.get("target") is not None
+
+    def manifest_fields(self) -> dict[str, Any]:
+        return self.model_dump()
+
+    def number(self) -> Target:
+        return self.target
+
+    def network_outputs(self, classes: Sequence[str]) -> int:
+        return 1
+
+    def probabilities(self, classes: Sequence[str]) -> int:
+        return 0
+
+    def epistemic_unit(self, head: Head) -> str:
+        return f"standard deviation, {self.target.unit}".removesuffix(", ")
+
+    def parse_label(self, text: str, classes: Sequence[str], marks: str = ".") -> str:
+        """Return a number as a log keeps it."""
+        value = parse_number(text, marks)
+        if value is None or not math.isfinite(value):
+            raise DataError(f"expected a number for {self.target}, got {text!r}; correct the label")
+        return repr(value)
+
+    def numbers(self, outputs: Outputs[FloatArray]) -> dict[str, FloatArray]:
+        """Return the means and the deviations, in proportion to which an interval is wide."""
+        return {"mean": outputs["mean"], "deviation": np.hypot(outputs["aleatoric"], outputs["epistemic"])}
+
+    def difference(self, outputs: Outputs[Tensor], other: Outputs[Tensor]) -> tuple[str, Tensor]:
+        deviation = torch.hypot(outputs["aleatoric"], outputs["epistemic"])
+        return "means", (outputs["mean"] - other["mean"]) / deviation
+
+    @classmethod
+    def evaluator(cls) -> Evaluator[Any, Any, Any]:
+        from psc_core.evaluation.regression import RegressionEvaluator
+
+        return RegressionEvaluator()
+
+    @classmethod
+    def report(cls) -> TaskReport[Any, Any]:
+        from psc_core.report.regression import RegressionTaskReport
+
+        return RegressionTaskReport()
+
+    def explanations(
+        self, explanation: Mapping[str, npt.NDArray[Any]], classes: Sequence[str], layers: Sequence[str]
+    ) -> list[dict[str, Any]]:
+        """Return one ``RegressionExplanation`` for each image."""
+        return [
+            {
+                "nearest_bin": classes[nearest],
+                "bin_distances": np.ascontiguousarray(explanation["class_distances"][image]),
+                "unusual_components": unusual_components(explanation["component_deviation"][image]),
+                **(
+                    {"nearest_examples": _nearest_examples(explanation, image, layers)}
+                    if "neighbour_image" in explanation
+                    else {}
+                ),
+            }
+            for image, nearest in enumerate(explanation["nearest_class"].tolist())
+        ]
+
+    def metric_labels(self, classes: tuple[str, ...]) -> tuple[str, ...]:
+        return (self.target.name,)
+
+
+def fit_head(job: HeadJob) -> RegressionHead:
+    """Fit a head to the features and numbers of training images.
+
+    The network's own predictions, where the selection split has them, are served in place of the head's.
+
+    Raises:
+        FitError: If features are not finite or all equal, or numbers are all equal.
+    """
+    train, selection = job.train.head_input.to(job.device), job.selection.head_input[:].to(job.device)
+    for z in (train, selection):
+        labels = torch.zeros(len(z), dtype=torch.int64, device=job.device)
+        check_features(z, labels, num_classes=1, class_names=None, minimum=2)
+    values = known_values(job.train.values).double().to(job.device)
+    center, scale = values.mean(), values.std(correction=0)
+    if not float(scale) > 0:
+        raise FitError("expected numbers that differ between images, all are equal; nothing to fit")
+
+    def standard(numbers: Tensor) -> Tensor:
+        return (numbers.double().to(job.device) - center) / scale
+
+    standardisation, own = fit_standardisation(train, job.train.widths), job.selection.network_output
+    data = RegressionData(
+        train=standardisation(train),
+        train_values=standard(values),
+        train_images=job.train.images.to(job.device),
+        selection=standardisation(selection)[:],
+        selection_values=standard(known_values(job.selection.values)),
+        selection_mean=None if own is None else standard(own[:][:, 0]),
+        center=center,
+        scale=scale,
+        widths=job.train.widths,
+        seed=job.seed,
+        standardisation=standardisation,
+    )
+    return Regression.heads[job.kind].fit(data).to(job.device)
+
+
+def calibration_metrics(
+    mean: Float[Tensor, " n"], deviation: Float[Tensor, " n"], values: Float[Tensor, " n"]
+) -> dict[str, Any]:
+    """Return metrics of the calibration split, which selected nothing that they measure."""
+    mean, deviation = mean.double(), deviation.double()
+    return {
+        "validation_images": len(values),
+        "rmse": regression.rmse(mean, values),
+        "r2": regression.r2(mean, values),
+        BETTER_THAN_GUESSING: regression.rises_with(mean, values),
+        "nll_nats": regression.gaussian_nll(mean, deviation, values),
+        "crps": regression.crps(mean, deviation, values),
+    }
+
+
+def width_without_image(values: Float[Tensor, " n"], coverage: float) -> float:
+    """Return how wide the interval is between the quantiles of the numbers that lie as far out as ``coverage`` says."""
+    ends = torch.tensor([(1 - coverage) / 2, (1 + coverage) / 2], dtype=torch.float64)
+    lower, upper = map(float, torch.quantile(values.double(), ends))
+    # Where nearly all numbers are equal, any interval is wider.
+    return max(upper - lower, float(torch.finfo(torch.float32).tiny))
+
+
+def network_rmse(net: nn.Module, data: ImageDataset, compute: Compute) -> tuple[float, Float[Tensor, " n"]]:
+    """Return the RMSE of the plain network on images with numbers, and what it predicts."""
+    predicted = run_network(net, data, compute)[:, 0]
+    return regression.rmse(predicted, known_values(data.values)), predicted
+
+
+def _nearest_examples(
+    explanation: Mapping[str, npt.NDArray[Any]], image: int, layers: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return one ``LayerNeighbours`` for each layer that the head reads."""
+    names = ("neighbour_image", "neighbour_value", "neighbour_distance")
+    found = zip(layers, explanation["layer_weight"][image], *(explanation[name][image] for name in names), strict=True)
+    return [
+        {
+            "layer": layer,
+            "weight": float(weight),
+            "examples": [
+                {"image": int(position), "value": float(value), "distance": float(distance)}
+                for position, value, distance in zip(positions, values, distances, strict=True)
+            ],
+        }
+        for layer, weight, positions, values, distances in found
+    ]

@@ -1,1 +1,0 @@
-"""Fitting a regression; nothing here is imported to serve one."""

@@ -1,0 +1,77 @@
+"""Features and fitted heads for the tests of heads."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from psc_core.heads.base import ClassifierHead, Features, HeadJob
+from psc_core.heads.laplace import LaplaceHead
+from psc_core.tasks import classification as fit_of_heads
+from psc_core.tasks.classification import Classification
+
+KINDS = sorted(Classification.heads)
+SEEDS = st.integers(0, 2**16)
+
+
+def images(n: int, dim: int, classes: int, *, seed: int = 0, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Features and labels of overlapping classes of unit covariance."""
+    random = torch.Generator().manual_seed(seed)
+    means = torch.randn(classes, dim, generator=torch.Generator().manual_seed(99))
+    labels = torch.arange(n) % classes
+    return scale * (means[labels] + torch.randn(n, dim, generator=random)), labels
+
+
+def fit_head(
+    z: Any,
+    labels: Tensor,
+    z_val: Tensor,
+    val_labels: Tensor,
+    *,
+    num_classes: int,
+    kind: str = "laplace",
+    seed: int = 0,
+    images: Tensor | None = None,
+) -> ClassifierHead:
+    """A head fitted to features that lie apart from any data set; by default every example is another image."""
+    shown = torch.arange(len(labels)) if images is None else images
+    train = Features(z, labels, shown, (z.shape[1],))
+    selection = Features(z_val, val_labels, torch.arange(len(val_labels)), train.widths)
+    classes = tuple(str(label) for label in range(num_classes))
+    return fit_of_heads.fit_head(HeadJob(kind, train, selection, classes, seed=seed))
+
+
+def fit(kind: str = "laplace", *, n: int = 300, dim: int = 6, classes: int = 3, scale: float = 1.0) -> ClassifierHead:
+    train, val = images(n, dim, classes, scale=scale), images(150, dim, classes, seed=1, scale=scale)
+    return fit_head(*train, *val, num_classes=classes, kind=kind)
+
+
+def maximum(head: Any) -> tuple[Tensor, Tensor]:
+    """The maximum a posteriori W and b, at which the posterior was taken: the stored ones times the temperature."""
+    temperature = head.record["temperature"]
+    return head.weight.double() * temperature, head.bias.double() * temperature
+
+
+def torch_laplace(head: LaplaceHead, z: Tensor, labels: Tensor) -> tuple[Any, Tensor]:
+    """laplace-torch's posterior with its own curvature, at the head's maximum, prior and temperature; and φ."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from laplace import Laplace
+    layer = nn.Linear(z.shape[1], len(head.bias)).double()
+    with torch.no_grad():
+        for parameter, value in zip(layer.parameters(), maximum(head), strict=True):
+            parameter.copy_(value)
+    phi = head.standardise(z).double()
+    posterior = Laplace(layer, "classification", subset_of_weights="all", hessian_structure="kron")
+    data = torch.utils.data.TensorDataset(phi, labels)
+    posterior.fit(torch.utils.data.DataLoader(data, batch_size=64))
+    squared = head.record["temperature"] ** 2  # logits / T: the mean / T, T² times the precision
+    posterior.temperature = 1 / squared
+    posterior.prior_precision = head.record["prior_precision"] * squared
+    posterior.mean /= head.record["temperature"]
+    nn.utils.vector_to_parameters(posterior.mean, layer.parameters())
+    return posterior, phi

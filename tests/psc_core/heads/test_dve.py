@@ -1,0 +1,252 @@
+"""The deep Vecchia ensemble beside its definition, and beside exact Gaussian processes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.gaussian_process import GaussianProcessRegressor
+from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from psc_core.errors import BundleError, FitError
+from psc_core.fitted import restore
+from psc_core.heads import dve
+from psc_core.heads import dve as served
+from psc_core.heads.dve import (
+    DeepVecchiaHead,
+    GaussianProcess,
+    combine,
+    condition,
+    nearest_points,
+    reduction,
+    vecchia_nll,
+)
+from psc_core.numerics import matrix
+from psc_core.tasks.regression import Regression
+from tests.psc_core.heads.regressions import fit_head
+from tests.reference import heads as reference
+
+SIGNAL, NOISE = 1.3, 0.05
+
+
+def points(n: int, d: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, d, generator=generator, dtype=torch.float64)
+    return x, (2 * x[:, 0]).sin() + 0.2 * torch.randn(n, generator=generator, dtype=torch.float64)
+
+
+def drawn(n: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two layers, of 3 and 5 columns; the number bends with the first column, and the second layer knows nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    z = 3 + 2 * torch.randn(n, 8, generator=generator)
+    noise = 0.2 * torch.randn(n, generator=generator)
+    return z, (50 + 10 * ((z[:, 0] - 3).sin() + 0.5 * (z[:, 1] - 3) + noise)).double()
+
+
+@pytest.fixture(scope="module")
+def head() -> DeepVecchiaHead:
+    (z, y), (z_val, y_val) = drawn(400), drawn(150, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dve, "STEPS", 120)
+        fitted = fit_head(z, y, z_val, y_val, kind="dve", widths=(3, 5), images=torch.arange(400).flip(0))
+    assert isinstance(fitted, DeepVecchiaHead)
+    return fitted
+
+
+@given(st.integers(2, 25), st.integers(1, 4), st.integers(0, 1000))
+def test_likelihood_given_all_earlier_ones_is_exact(n: int, d: int, seed: int) -> None:
+    x, t = points(n, d, seed)
+    length = torch.linspace(-0.5, 0.5, d, dtype=torch.float64)
+    process = GaussianProcess(length, torch.tensor(SIGNAL).double().log(), torch.tensor(NOISE).double().log())
+    got = n * float(vecchia_nll(x, t, torch.arange(n), n - 1, process))
+    signal, noise = (float(part) for part in process.variances)
+    assert got == pytest.approx(reference.exact_process_nll(x / length.exp(), t, signal, noise), abs=1e-6)
+
+
+@given(st.integers(2, 25), st.integers(1, 4), st.integers(0, 1000))
+def test_prediction_given_all_points_is_exact(n: int, d: int, seed: int) -> None:
+    (x, t), (new, _) = points(n, d, seed), points(3, d, seed + 1)
+    near = nearest_points(new.float(), x.float(), n)
+    variances = torch.tensor(SIGNAL), torch.tensor(NOISE)
+    mean, variance = condition(new, x[near.positions], t[near.positions], *variances)
+    for i in range(3):
+        expected = reference.process_given(new[i], x, t, *(float(part) for part in variances))
+        assert (float(mean[i]), float(variance[i])) == pytest.approx(expected, abs=1e-6)
+
+
+def test_prediction_given_all_points_is_scikit_learns() -> None:
+    (x, t), (new, _) = points(40, 3), points(10, 3, 1)
+    kernel = ConstantKernel(SIGNAL, "fixed") * Matern(1.0, "fixed", nu=2.5) + WhiteKernel(NOISE, "fixed")
+    exact = GaussianProcessRegressor(kernel, optimizer=None, alpha=0.0).fit(x, t)
+    mean, deviation = exact.predict(new, return_std=True)
+    got = condition(new, x.expand(10, -1, -1), t.expand(10, -1), torch.tensor(SIGNAL), torch.tensor(NOISE))
+    torch.testing.assert_close(got[0], torch.from_numpy(mean), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close((got[1] + NOISE).sqrt(), torch.from_numpy(deviation), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("block", [7, 64, 1000])
+def test_neighbours_are_the_nearest_whatever_the_block(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr(served, "BLOCK", block)
+    (x, _), (new, _) = points(200, 3), points(9, 3, 1)
+    found = nearest_points(new, x, 12)
+    assert found.positions.tolist() == [reference.nearest(each, x, 12) for each in new]
+    earlier = nearest_points(x[5:8], x, 12, before=torch.arange(5, 8))
+    for row, i in enumerate(range(5, 8)):
+        assert earlier.positions[row, :i].tolist() == reference.nearest(x[i], x[:i], 12)
+        assert earlier.squared[row, i:].isinf().all()
+
+
+def test_outputs_equal_their_definition_in_float64(head: DeepVecchiaHead) -> None:
+    z, _ = drawn(6, 2)
+    got, told = head(z), head.explain(z)
+    t = {name: tensor.double() for name, tensor in head.state_dict().items()}
+    signals, noises = t["signal"].tolist(), t["noise"].tolist()
+    unit = float(t["value_scale"] * t["deviation_factor"])
+    for i, phi in enumerate((z.double() - t["center"]) * t["inverse_scale"]):
+        means, variances = [], []
+        for layer in range(2):
+            x, stored = phi @ t["basis"][layer], t["points"][layer]
+            near = reference.nearest(x, stored, head.m)
+            mean, variance = reference.process_given(x, stored[near], t["values"][near], signals[layer], noises[layer])
+            means.append(mean)
+            variances.append(variance + noises[layer])
+            assert told["neighbour_image"][i, layer].tolist() == t["images"][near[:3]].tolist()
+            assert float(told["neighbour_distance"][i, layer, 0]) == pytest.approx(
+                float((x - stored[near[0]]).norm()), rel=1e-4
+            )
+        mean, variance, noise, beta = reference.product_of_experts(means, variances, signals, noises)
+        assert float(got.mean[i]) == pytest.approx(float(t["value_center"] + t["value_scale"] * mean), rel=1e-4)
+        assert float(got.aleatoric[i]) == pytest.approx(unit * math.sqrt(noise), rel=1e-4)
+        assert float(got.epistemic[i]) == pytest.approx(unit * math.sqrt(variance - noise), rel=1e-3)
+        assert told["layer_weight"][i].tolist() == pytest.approx(beta, rel=1e-3)
+
+
+def test_finds_what_a_line_cannot(head: DeepVecchiaHead) -> None:
+    z, y = drawn(300, 3)
+    got = head(z)
+    (z_train, y_train), (z_val, y_val) = drawn(400), drawn(150, 1)
+    line = fit_head(z_train, y_train, z_val, y_val)
+    error, of_line = ((out.mean - y).square().mean().sqrt() for out in (got, line(z)))
+    assert float(error) < 0.8 * float(of_line)
+    inside = (got.mean - y).abs() < 2 * torch.hypot(got.aleatoric, got.epistemic)
+    assert 0.9 < float(inside.double().mean()) < 1.0
+
+
+def test_far_away_it_is_as_unsure_as_before_any_image(head: DeepVecchiaHead) -> None:
+    z, _ = drawn(5, 2)
+    near, far = head(z), head(z + 1000.0)
+    assert float(far.epistemic.min()) > 2 * float(near.epistemic.max())
+    torch.testing.assert_close(far.mean, head.value_center.expand(5), atol=1e-3, rtol=1e-4)
+
+
+def test_a_layer_that_learned_nothing_counts_for_nothing() -> None:
+    signal, noise = torch.tensor([1.0, 1.0]), torch.tensor([0.1, 0.1])
+    mean = torch.tensor([[2.0], [-5.0]]).double()
+    product = combine(mean, torch.tensor([[0.2], [1.1]]).double(), signal, noise)
+    assert float(product.weight[0]) == pytest.approx(1.0, abs=1e-5)
+    assert float(product.mean) == pytest.approx(2.0, abs=1e-4)
+    nothing = combine(mean, torch.full((2, 1), 1.1).double(), signal, noise)
+    assert nothing.weight[:, 0].tolist() == [0.5, 0.5] and float(nothing.variance) == pytest.approx(1.1)
+
+
+def test_explains_by_training_images(head: DeepVecchiaHead) -> None:
+    z, y = drawn(400)
+    told = head.explain(z[:4])
+    assert {name: tuple(part.shape) for name, part in told.items()} == {
+        "neighbour_image": (4, 2, 3), "neighbour_value": (4, 2, 3), "neighbour_distance": (4, 2, 3),
+        "layer_weight": (4, 2),
+    }  # fmt: skip
+    # It was told that its images were in the reverse order.
+    assert told["neighbour_image"][:, 0, 0].tolist() == [399, 398, 397, 396]
+    torch.testing.assert_close(told["neighbour_value"][:, 0, 0].double(), y[:4], atol=1e-3, rtol=1e-5)
+    torch.testing.assert_close(told["layer_weight"].sum(1), torch.ones(4))
+
+
+def test_first_axis_is_the_regressions() -> None:
+    z, y = drawn(300)
+    phi, t = (z - z.mean(0)).double() / z.std(0), (y - y.mean()) / y.std()
+    axes = reduction(phi, t, 3)
+    assert axes.shape == (8, 3)
+    torch.testing.assert_close(axes.T @ axes, torch.eye(3).double(), atol=1e-8, rtol=0)
+    along = torch.corrcoef(torch.stack([phi @ axes[:, 0], t]))[0, 1]
+    assert float(along) > 0.7
+
+
+@given(st.integers(2, 12), st.integers(1, 4), st.integers(0, 50))
+def test_any_size_gives_finite_outputs(n: int, d: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    z, y = torch.randn(n, d, generator=generator), torch.randn(n, generator=generator).double()
+    z[2:] = z[0]  # Of equal images the noise alone is left.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dve, "STEPS", 2)
+        head = fit_head(z, y, z[:2], y[:2], kind="dve")
+    for images in (z, z + 1e4, z[:0]):
+        got = head(images)
+        assert all(part.shape == (len(images),) and bool(part.isfinite().all()) for part in got)
+    assert float(head(z).aleatoric.min()) > 0
+
+
+def test_blocks_and_batches_of_any_size_give_the_same(head: DeepVecchiaHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    z, _ = drawn(20, 4)
+    whole = head(z)
+    monkeypatch.setattr(served, "BLOCK", 64)
+    monkeypatch.setattr(served, "IMAGES", 3)
+    monkeypatch.setattr(matrix, "CHUNK_ELEMENTS", 12)
+    for got, expected in zip(head(z), whole, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation makes, in entries."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for part in out if isinstance(out, tuple | list) else [out]:
+            is_view = isinstance(part, torch.Tensor) and part._is_view()
+            if isinstance(part, torch.Tensor) and not is_view:
+                self.entries = max(self.entries, part.numel())
+        return out
+
+
+def test_memory_does_not_grow_with_the_support_images() -> None:
+    largest = {}
+    for n in (20_000, 60_000):
+        state = {"center": torch.zeros(4), "inverse_scale": torch.ones(4), "basis": torch.randn(1, 4, 4),
+                 "points": torch.randn(1, n, 4), "values": torch.randn(n), "images": torch.arange(n).double(),
+                 "signal": torch.ones(1), "noise": torch.ones(1), "neighbours": torch.tensor(8.0),
+                 "value_center": torch.zeros(()), "value_scale": torch.ones(()),
+                 "deviation_factor": torch.ones(())}  # fmt: skip
+        big = DeepVecchiaHead(state, record={})
+        with torch.inference_mode(), Largest() as seen:
+            big(torch.randn(served.IMAGES + 3, 4))
+        largest[n] = seen.entries
+    assert largest[20_000] == largest[60_000] == served.IMAGES * served.BLOCK
+
+
+def test_stores_no_more_images_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dve, "MAX_POINTS", 50)
+    monkeypatch.setattr(dve, "STEPS", 1)
+    (z, y), (z_val, y_val) = drawn(80), drawn(20, 1)
+    head = fit_head(z, y, z_val, y_val, kind="dve", widths=(3, 5))
+    assert head.sizes == {"dim": 8, "layers": 2, "reduced": 5, "points": 50}
+
+
+def test_survives_a_bundle_and_refuses_what_cannot_be(head: DeepVecchiaHead) -> None:
+    z, _ = drawn(7, 4)
+    again = restore(Regression.heads, head.config(), head.state_dict())
+    assert isinstance(again, DeepVecchiaHead)
+    assert all(torch.equal(one, other) for one, other in zip(head(z), again(z), strict=True))
+    for name, value in (("neighbours", 0.0), ("neighbours", 2.5), ("neighbours", 1e6), ("noise", -1.0)):
+        state = head.state_dict()
+        state[name] = torch.full_like(state[name], value)
+        with pytest.raises(BundleError, match=rf"dve\.{name}"):
+            restore(Regression.heads, head.config(), state)
+    with pytest.raises(FitError, match="expected tensors"):
+        DeepVecchiaHead({}, record={})

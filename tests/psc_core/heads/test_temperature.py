@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from psc_core.heads.base import ClassifierHead, ClassifierOutput
+from psc_core.heads.temperature import TemperatureHead, better_of, fit_temperature_head
+from psc_core.metrics import LOG_FLOOR
+from tests.psc_core.heads.classifiers import fit, images
+
+
+def test_temperature_undoes_overconfidence() -> None:
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(4000, 3, generator=random)
+    labels = torch.multinomial(logits.softmax(1), 1, generator=random)[:, 0]
+    own = fit_temperature_head(3 * logits, labels)
+    assert (
+        abs(own.record["temperature"] - 3) < 0.3 and fit_temperature_head(logits, labels).record["temperature"] == 1.0
+    )
+
+
+def test_a_temperature_follows_from_the_probabilities() -> None:
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(4000, 3, generator=random)
+    labels = torch.multinomial((logits / 2).softmax(1), 1, generator=random)[:, 0]
+    served = TemperatureHead({"temperature": torch.tensor(0.5)}, record={"temperature": 0.5, "nll_above_own": 0.1})
+    new = served.refit_temperature(served(logits).probabilities, labels)
+    assert float(new.temperature) == new.record["temperature"] and abs(float(new.temperature) - 2) < 0.2
+    assert new.record["nll_above_own"] == 0.1 and new.record["val_nll"] > 0, "why the network itself predicts"
+    assert new.refit_temperature(new(logits).probabilities, labels) is new
+
+
+def test_the_better_one_is_taken() -> None:
+    z, labels = images(400, 6, 3, seed=5)
+    head = fit("laplace")
+    exact, random = 8 * torch.nn.functional.one_hot(labels, 3).float(), torch.randn(400, 3)
+    for logits, is_own in ((exact, True), (random, False)):
+        own = fit_temperature_head(logits, labels)
+        chosen = better_of(head, own, z, logits, labels)
+        assert isinstance(chosen, TemperatureHead) == is_own and "nll_above_own" not in own.record | head.record
+        expected = -head(z).probabilities[torch.arange(400), labels].double().log().mean() - own.record["val_nll"]
+        assert abs(chosen.record["nll_above_own"] - float(expected)) < 1e-5
+
+
+class Certain(ClassifierHead):
+    """Class z[0] with certainty, but what a test gives for the first image."""
+
+    kind, layout, epistemic_unit = "certain", {"classes": ("classes",)}, "nats"
+    first = 0.0
+
+    def forward(self, z: Tensor) -> ClassifierOutput:
+        probabilities = functional.one_hot(z[:, 0].long(), 3).float()
+        probabilities[0] = self.first
+        return ClassifierOutput(probabilities, z.new_zeros(len(z)), z.new_zeros(len(z)))
+
+
+@pytest.mark.parametrize("first", [0.0, torch.nan])
+def test_a_head_with_an_unusable_probability_loses(first: float) -> None:
+    labels = torch.arange(200) % 3
+    logits = 30 * functional.one_hot(labels, 3).float()
+    own = fit_temperature_head(logits, labels)
+    head = Certain({"classes": torch.zeros(3)}, record={})
+    head.first = first
+    chosen = better_of(head, own, labels[:, None].float(), logits, labels)
+    assert isinstance(chosen, TemperatureHead)
+    assert chosen.record["nll_above_own"] == pytest.approx(-math.log(LOG_FLOOR) / 200, rel=1e-3)
+    json.dumps(chosen.record, allow_nan=False)

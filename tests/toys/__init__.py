@@ -1,1 +1,0 @@
-"""What the tests of ``CONTRIBUTING.md`` add: edits of the sources, and a program that uses the result."""
