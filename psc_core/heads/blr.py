@@ -6,7 +6,7 @@
 
 φ are standardised features, n training images.  ``log σ²`` is kept within the range that it has on training images,
 because nothing is known of the noise beyond.  Both standard deviations contain one more factor, chosen on selection
-images (:mod:`psc_core.tasks.regression.fit.blr`).  Everything stored is in the target's unit.
+images (:func:`fit_blr`).  Everything stored is in the target's unit.
 
 Fit :class:`.heads.blr.BayesianLinearHead`: weights, α and β by evidence, the noise, one factor of both.
 

@@ -14,7 +14,7 @@ The layers are experts of a generalised product (Cao & Fleet 2014); one that lea
 
 ε = 10⁻⁶ makes the weights equal where no layer learned anything; there σ is that of the prior.  Ours is the division
 ``aleatoric² = σ² Σ w_l τ_l²/σ_l²``, ``w_l ∝ β_l/σ_l²``, ``Σ w_l = 1``; the rest of σ² is epistemic.  Deviations
-contain one more factor, chosen on the selection split (:mod:`psc_core.tasks.regression.fit.dve`).
+contain one more factor, chosen on the selection split (:func:`fit_dve`).
 
 Neighbours are exact: a matrix product and ``topk`` on blocks of at most :data:`BLOCK` support images, on any device, so
 that memory does not grow with their number.  Distances to the chosen ones are differences, and solves float64.
