@@ -21,16 +21,12 @@ from psc_core.errors import UsageError
 
 @dataclass(frozen=True, repr=False)
 class ApiKeys:
-    """The keys of all roles; an admin key may also predict and give feedback.
+    """The keys of all roles; an admin key may also predict and give feedback."""
 
-    Attributes:
-        predict: The digests of the keys that may predict, admin keys included; empty if anyone may predict.
-        admin: The digests of the admin keys; empty if administration is off.
-        feedback: The digests of the keys that may give feedback, admin keys included; empty if feedback is off.
-    """
-
+    # The digests of the keys that may predict, admin keys included; empty if anyone may predict.
     predict: frozenset[bytes]
-    admin: frozenset[bytes]
+    admin: frozenset[bytes]  # the digests of the admin keys; empty if administration is off
+    # The digests of the keys that may give feedback, admin keys included; empty if feedback is off.
     feedback: frozenset[bytes]
 
     def __repr__(self) -> str:
@@ -39,21 +35,13 @@ class ApiKeys:
 
     @classmethod
     def of(cls, predict: Iterable[str] = (), admin: Iterable[str] = (), feedback: Iterable[str] = ()) -> ApiKeys:
-        """Keep the digests of these keys.
-
-        Raises:
-            UsageError: If a header cannot carry one of the keys.
-        """
+        """Keep the digests of these keys."""
         admins, predicting = _digests(admin), _digests(predict)
         return cls(predicting | admins if predicting else predicting, admins, _digests(feedback) | admins)
 
     @classmethod
     def from_settings(cls, settings: Settings) -> ApiKeys:
-        """Gather the keys from the settings and the files that they name.
-
-        Raises:
-            UsageError: If a file cannot be read or holds no key, or a header cannot carry one of the keys.
-        """
+        """Gather the keys from the settings and the files that they name."""
         return cls.of(
             (*_plain(settings.api_keys), *_from_file(settings.api_keys_file)),
             (*_plain(settings.admin_keys), *_from_file(settings.admin_keys_file)),
@@ -61,30 +49,16 @@ class ApiKeys:
         )
 
     def check_predict(self, headers: Mapping[str, str]) -> None:
-        """Check that a request may predict; without configured keys every request may.
-
-        Raises:
-            Unauthorized: If the request has no key, or an unknown one.
-        """
+        """Check that a request may predict; without configured keys every request may."""
         if self.predict:
             _check(self.predict, headers)
 
     def check_feedback(self, headers: Mapping[str, str]) -> None:
-        """Check that a request may give feedback.
-
-        Raises:
-            Forbidden: If no key for feedback is configured.
-            Unauthorized: If the request has no key, or one that may not give feedback.
-        """
+        """Check that a request may give feedback."""
         _check_role("feedback", self.feedback, headers)
 
     def check_admin(self, headers: Mapping[str, str]) -> None:
-        """Check that a request has an admin key.
-
-        Raises:
-            Forbidden: If no admin key is configured.
-            Unauthorized: If the request has no key, or one that is not an admin key.
-        """
+        """Check that a request has an admin key."""
         _check_role("admin", self.admin, headers)
 
 

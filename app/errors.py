@@ -74,15 +74,11 @@ class UnsupportedEncoding(ServiceError):
 
 
 class Overloaded(ServiceError):
-    """The service cannot take on more work now.
-
-    Attributes:
-        retry_after: The whole seconds after which a retry should find room.
-    """
+    """The service cannot take on more work now."""
 
     def __init__(self, message: str, *, retry_after: int) -> None:
         super().__init__(message)
-        self.retry_after = retry_after
+        self.retry_after = retry_after  # the whole seconds after which a retry should find room
 
 
 class QueueFull(Overloaded):
@@ -106,15 +102,11 @@ class DeadlineExceeded(ServiceError):
 
 
 class InferenceFailed(ServiceError):
-    """The network failed on an image that was decoded without error, or gave numbers that are not finite.
-
-    Attributes:
-        index: The position of the image in the request, from 0.
-    """
+    """The network failed on an image that was decoded without error, or gave numbers that are not finite."""
 
     def __init__(self, index: int, reason: str) -> None:
         super().__init__(f"image {index}: {reason}")
-        self.index = index
+        self.index = index  # the position of the image in the request, from 0
 
 
 class ClientGone(ServiceError):
@@ -122,17 +114,11 @@ class ClientGone(ServiceError):
 
 
 class ImageRefused(ServiceError):
-    """One image of the request cannot be used.
-
-    Attributes:
-        index: The position of the image in the request, from 0.
-        name: The file name that the client gave, if any.
-        cause: The reason, which decides the HTTP status.
-    """
+    """One image of the request cannot be used."""
 
     def __init__(self, index: int, name: str | None, cause: ImageError) -> None:
         where = f"image {index}" if name is None else f"image {index} ({name!r})"
         super().__init__(f"{where}: {cause}")
-        self.index = index
-        self.name = name
-        self.cause = cause
+        self.index = index  # the position of the image in the request, from 0
+        self.name = name  # the file name that the client gave, if any
+        self.cause = cause  # the reason, which decides the HTTP status

@@ -92,23 +92,18 @@ def number_of(request_id: str, image_index: int) -> float:
 
 logger = logging.getLogger("psc.log")
 
-PRUNE_SECONDS: Final = 3600.0
-"""The time between two removals, seconds."""
+PRUNE_SECONDS: Final = 3600.0  # the time between two removals, seconds
 
 
 class LogPruner:
     """A thread that removes rows and images older than some days, at the start and every hour.
 
     It is not the writer's thread, because a bucket takes one request for each of thousands of images.
-
-    Args:
-        log: The log.
-        days: The number of days to keep.
     """
 
     def __init__(self, log: Log, days: int) -> None:
         self._log = log
-        self._days = days
+        self._days = days  # the number of days to keep
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="psc-log-prune", daemon=True)
 
@@ -133,13 +128,12 @@ class LogPruner:
             self._ended.wait(PRUNE_SECONDS)
 
 
+# The columns that are filled row by row; all others come from outputs and decisions.
 _FILLED: Final[tuple[str, ...]] = (
     "time", REQUEST_ID, IMAGE_INDEX, "policy", "audit", "audit_probability", SHA256, IMAGE_PATH, "label",
 )  # fmt: skip
-"""The columns that are filled row by row; all others come from outputs and decisions."""
 
-ROW_BYTES: Final = 512
-"""An estimate of a row's size in memory without its outputs, bytes."""
+ROW_BYTES: Final = 512  # an estimate of a row's size in memory without its outputs, bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,14 +265,11 @@ def _offsets(values: FloatArray) -> Any:
     return arrow().array(np.arange(rows + 1, dtype=np.int32) * width)
 
 
-_TURN_SECONDS: Final = 0.25
-"""The longest time before the thread looks at the waiting predictions again, seconds."""
+_TURN_SECONDS: Final = 0.25  # the longest time before the thread looks at the waiting predictions again, seconds
 
-_MAX_ROWS: Final = 50_000
-"""The number of open rows of a model at which they are written to a file."""
+_MAX_ROWS: Final = 50_000  # the number of open rows of a model at which they are written to a file
 
-_QUIET_SECONDS: Final = 60.0
-"""The shortest time between two log lines about failed writes, seconds."""
+_QUIET_SECONDS: Final = 60.0  # the shortest time between two log lines about failed writes, seconds
 
 Item = TypeVar("Item")
 
@@ -287,22 +278,13 @@ class LogWriter:
     """Writes predictions to the log: the event loop calls :meth:`add`, and a thread does the work.
 
     Another thread removes old rows and images (:class:`.LogPruner`), because that may take long.
-
-    Args:
-        log: The log.
-        settings: The settings, of which those named ``log_…`` matter.
-        metrics: The application's metrics.
-
-    Attributes:
-        log: The log.
-        unreviewed: The logged images that nobody has reviewed.
     """
 
     def __init__(self, log: Log, settings: Settings, metrics: Metrics) -> None:
         self.log = log
-        self.unreviewed = UnreviewedImages(log)
-        self._settings = settings
-        self._metrics = metrics
+        self.unreviewed = UnreviewedImages(log)  # the logged images that nobody has reviewed
+        self._settings = settings  # the settings, of which those named ``log_…`` matter
+        self._metrics = metrics  # the application's metrics
         self._waiting: deque[Waiting] = deque()
         self._open: dict[tuple[Source, str], OpenRows] = {}
         # Held bytes are the difference of two counters, each of which only one thread changes: they need no lock.

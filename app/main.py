@@ -46,27 +46,21 @@ from psc_core.version import __version__
 
 logger = logging.getLogger("psc.runtime")
 
+# The longest time after SIGTERM in which requests are still accepted; each is answered with ``Connection: close``.
 LINGER_SECONDS: Final = 1.0
-"""The longest time after SIGTERM in which requests are still accepted; each is answered with ``Connection: close``."""
 
+# The longest time that the event loop keeps the interpreter's lock while the device thread waits for it. Python's
+# default of 5 ms would delay the device by as much between any two operations.
 _SWITCH_SECONDS: Final = 5e-4
-"""The longest time that the event loop keeps the interpreter's lock while the device thread waits for it.
 
-Python's default of 5 ms would delay the device by as much between any two operations."""
+_THREAD_SECONDS: Final = 2.0  # the longest time that the end of the process waits for its threads
 
-_THREAD_SECONDS: Final = 2.0
-"""The longest time that the end of the process waits for its threads."""
-
+# The maximum number of shapes compiled in one process: the buckets of all models, again after every reload.
 _MAX_COMPILED_SHAPES: Final = 1 << 16
-"""The maximum number of shapes compiled in one process: the buckets of all models, again after every reload."""
 
 
 class Runtime(Host):
-    """A host that manages its process itself, such as a test or another ASGI server.
-
-    Attributes:
-        starts_ready: Whether startup waits until every model is ready, and raises what goes wrong on the way.
-    """
+    """A host that manages its process itself, such as a test or another ASGI server."""
 
     starts_ready = False
 
@@ -262,11 +256,7 @@ def create_app(
 
 
 def make_service(settings: Settings, models: Mapping[str, FittedModel] | None, host: Host) -> Service:
-    """Make the parts of a service, none of which is started; takes the arguments of :func:`create_app`.
-
-    Raises:
-        UsageError: If the API keys or the prediction log cannot be used.
-    """
+    """Make the parts of a service, none of which is started; takes the arguments of :func:`create_app`."""
     keys, metrics = ApiKeys.from_settings(settings), Metrics()
     available = process_memory(settings.workers)
     memory = MemoryBudget(settings.max_buffered_bytes, available, max_pixels=settings.max_pixels)
@@ -278,11 +268,7 @@ def make_service(settings: Settings, models: Mapping[str, FittedModel] | None, h
 
 
 def check(settings: Settings) -> None:
-    """Raise the errors that :func:`create_app` would raise, without building anything.
-
-    Raises:
-        UsageError: If the API keys or the prediction log cannot be used, or an extra is not installed.
-    """
+    """Raise the errors that :func:`create_app` would raise, without building anything."""
     ApiKeys.from_settings(settings)
     if settings.log is not None:
         open_to_write(settings.log)

@@ -56,21 +56,16 @@ from psc_core.tasks.policy import BasePolicy
 
 memory_logger = logging.getLogger("psc.models")
 
+# The number of a batch's feature maps in memory at once: an operation's input and output, and a shortcut past it.
 ALIVE: Final = 3
-"""The number of a batch's feature maps in memory at once: an operation's input and output, and a shortcut past it."""
 
-EFFICIENCY: Final = 0.3
-"""The speed of a network as a fraction of the speed of a matrix product."""
+EFFICIENCY: Final = 0.3  # the speed of a network as a fraction of the speed of a matrix product
 
 _SIDE: Final = 1024
 
 
 def check_affordable(model: FittedModel, *, max_batch: int, seconds: float) -> None:
-    """Refuse a model whose full batch does not fit in memory, or that takes longer than ``seconds`` to warm up.
-
-    Raises:
-        BundleError: If the model needs more memory or time; the message says how much, and which settings to change.
-    """
+    """Refuse a model whose full batch does not fit in memory, or that takes longer than ``seconds`` to warm up."""
     try:
         alive, operations = cost_of_an_image(model)
     except (RuntimeError, NotImplementedError):  # The meta device lacks an operation of a user's own network.
@@ -168,11 +163,7 @@ class BundleSource:
         return tuple(name for name, _ in self.settings.named_bundles)
 
     def load(self, name: str) -> FittedModel:
-        """Read, verify, build and probe the bundle of this name.
-
-        Raises:
-            BundleError: If the bundle cannot be used.
-        """
+        """Read, verify, build and probe the bundle of this name."""
         settings, path = self.settings, dict(self.settings.named_bundles)[name]
         model = build_model(path, device=settings.device, allow_factories=settings.allow_factories)
         # Before its first image, for which an oversized network would take minutes, or all memory.
@@ -236,11 +227,7 @@ class ServedModel:
         return self.thresholds.policy.headline(self.model.report.get("metrics", {}))
 
     def thresholds_with(self, **changes: float) -> BaseThresholds:
-        """Return the thresholds of a request that changes some of the policy's values.
-
-        Raises:
-            UnattainableAlpha: If there are too few calibration images for this alpha.
-        """
+        """Return the thresholds of a request that changes some of the policy's values."""
         if not changes:
             return self.thresholds
         try:
@@ -263,19 +250,7 @@ class ServedModel:
         mode: RequestMode = RequestMode.PREDICT,
         monitor: bool = True,
     ) -> Predicted:
-        """Predict the images of one request, decide, and record the predictions.
-
-        Args:
-            images: The images, see :meth:`app.inference.engine.Engine.predict`.
-            thresholds: The thresholds of the decisions.
-            disconnected: Returns whether the client has left.
-            mode: Which outputs to compute.
-            monitor: Whether the images count in drift and in the metrics of scores.
-
-        Raises:
-            UnavailableMap: If the request asks for a map, and the model has none.
-            ServiceError: See :meth:`app.inference.engine.Engine.predict`.
-        """
+        """Predict the images of one request, decide, and record the predictions."""
         self.check_map(mode)
         result = await self.engine.predict(images, disconnected=disconnected, mode=mode)
         outputs = self.model.outputs(result.packed)
@@ -287,14 +262,7 @@ class ServedModel:
 
 
 class ModelStarter:
-    """Turns fitted models into served ones.
-
-    Args:
-        settings: The service's settings.
-        metrics: The application's metrics.
-        memory: The bytes that requests may hold.
-        log: The writer of the prediction log; None if predictions are not logged.
-    """
+    """Turns fitted models into served ones."""
 
     def __init__(
         self,
@@ -303,22 +271,16 @@ class ModelStarter:
         memory: MemoryBudget,
         log: LogWriter | None,
     ) -> None:
-        self._settings = settings
-        self._metrics = metrics
-        self._memory = memory
-        self._log = log
+        self._settings = settings  # the service's settings
+        self._metrics = metrics  # the application's metrics
+        self._memory = memory  # the bytes that requests may hold
+        self._log = log  # the writer of the prediction log; None if predictions are not logged
         self._threads = TorchThreads(settings.threads or torch.get_num_threads(), settings.threads or 1)
         self._decode_threads = settings.decode_threads or min(MAX_DECODE_THREADS, len(os.sched_getaffinity(0)))
         self._pool = ThreadPoolExecutor(self._decode_threads, thread_name_prefix="psc-decode")
 
     async def start(self, name: str, model: FittedModel) -> ServedModel:
-        """Build the engine of a model and warm it up.
-
-        Raises:
-            BundleError: If there are too few calibration images for the policy, or the network does not run on the
-                wanted backend.
-            DeviceError: If the network failed while it was warmed up.
-        """
+        """Build the engine of a model and warm it up."""
         try:
             changes = self._settings.thresholds(type(model.policy))
             thresholds = model.calibration.thresholds(model.calibration.changed(model.policy, changes))
@@ -396,24 +358,15 @@ logger = logging.getLogger("psc.registry")
 
 
 class Registry:
-    """The models by name; to be used on the event loop only.
-
-    Args:
-        source: Where the fitted models come from.
-        starter: Turns fitted models into served ones.
-        metrics: The application's metrics.
-        retire_within_s: The time in which a replaced model must finish the requests it has admitted, seconds.
-
-    Attributes:
-        changed: Set when every model is ready, and when all replaced models have ended; who reacts to it clears it.
-    """
+    """The models by name; to be used on the event loop only."""
 
     def __init__(self, source: ModelSource, starter: ModelStarter, metrics: Metrics, *, retire_within_s: float) -> None:
+        # Set when every model is ready, and when all replaced models have ended; who reacts to it clears it.
         self.changed = asyncio.Event()
-        self._source = source
+        self._source = source  # where the fitted models come from
         self._names = source.names
-        self._starter = starter
-        self._metrics = metrics
+        self._starter = starter  # turns fitted models into served ones
+        self._metrics = metrics  # the application's metrics
         self._retire_within_s = retire_within_s
         self._served: dict[str, ServedModel] = {}
         self._reloading = asyncio.Lock()
@@ -437,12 +390,7 @@ class Registry:
         return tuple(self._served.values())
 
     def get(self, name: str | None = None) -> ServedModel:
-        """Return the model of this name, or the default model.
-
-        Raises:
-            UnknownModel: If there is no model of this name.
-            NotReady: If the model is still loading, or was unloaded.
-        """
+        """Return the model of this name, or the default model."""
         if name is None and self._names:
             name = self._names[0]
         served = self._served.get(name or "")
@@ -463,11 +411,7 @@ class Registry:
         return reasons
 
     async def start(self) -> None:
-        """Load and warm up every model.
-
-        Raises:
-            PSCError: If a bundle cannot be used, or its network failed at warm-up.
-        """
+        """Load and warm up every model."""
         for name in self._names:
             began = time.perf_counter()
             served = await self._start(name)
@@ -482,13 +426,6 @@ class Registry:
 
         Returns:
             (name, previous version, new version) of each model; the previous version of an unloaded model is empty.
-
-        Raises:
-            UnknownModel: If there is no model of this name.
-            NotReady: If the model is still loading for the first time.
-            ReloadRunning: If another reload is running.
-            BundleError: If a bundle cannot be used; no model was changed.
-            DeviceError: If the new network failed at warm-up; no model was changed.
         """
         names = [each for each in self._names if each not in self._unloaded] if name is None else [name]
         for each in names:
@@ -517,13 +454,7 @@ class Registry:
         return changes
 
     def unload(self, name: str) -> None:
-        """Take a model out of service until it is loaded by its name; the requests it has admitted are finished.
-
-        Raises:
-            UnknownModel: If there is no model of this name.
-            NotReady: If the model is still loading for the first time, or was unloaded already.
-            ReloadRunning: If a reload is running.
-        """
+        """Take a model out of service until it is loaded by its name; the requests it has admitted are finished."""
         old = self.get(name)
         if self._reloading.locked():
             raise ReloadRunning("a reload is running; try again when it is done")
@@ -533,11 +464,7 @@ class Registry:
         self._begin_to_retire(old)
 
     async def reload_when_free(self) -> None:
-        """Reload every bundle once the running reload has ended, because that may have read older files.
-
-        Raises:
-            PSCError: See :meth:`reload`.
-        """
+        """Reload every bundle once the running reload has ended, because that may have read older files."""
         if self._reload_waits:  # That reload has not read anything yet, and will see the same files.
             return
         self._reload_waits = True

@@ -16,11 +16,11 @@ from typing import Any, Final
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+# The longest request line with headers, and the most framing (chunk sizes, trailers) between two pieces of a body.
 MAX_HEAD_BYTES: Final = 1 << 16
-"""The longest request line with headers, and the most framing (chunk sizes, trailers) between two pieces of a body."""
 
+# The time for the first request on a connection that was accepted just before the server ended.
 FIRST_REQUEST_SECONDS: Final = 1.0
-"""The time for the first request on a connection that was accepted just before the server ended."""
 
 
 def _refusal(status: bytes, text: bytes) -> bytes:
@@ -59,9 +59,6 @@ class LimitedProtocol(HttpToolsProtocol):
 
     A client may close its side after its last request and wait for the answers.  A client that has left closes its side
     too, and the two look the same until something is written; only one that resets the connection has surely left.
-
-    Args:
-        upload_seconds: The longest time that a client may keep us waiting.
     """
 
     def __init__(self, *arguments: Any, upload_seconds: float, **options: Any) -> None:

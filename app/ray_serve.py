@@ -20,8 +20,7 @@ from app.observability.metrics import PROCESS_FILES, shared_registry
 from app.service import Service
 from app.settings import load_settings
 
-WAITING_IMAGES: Final = "psc_waiting_images"
-"""The name of a replica's load among the autoscaler's metrics."""
+WAITING_IMAGES: Final = "psc_waiting_images"  # the name of a replica's load among the autoscaler's metrics
 
 
 def build(settings: Mapping[str, Any]) -> Any:
@@ -76,11 +75,7 @@ class Replica:
             await self._service.reload_quietly()
 
     def check_health(self) -> None:
-        """Raise once the device has failed, so that Ray replaces the replica.
-
-        Raises:
-            RuntimeError: If the device has failed; the message says why.
-        """
+        """Raise once the device has failed, so that Ray replaces the replica."""
         if self._service.exit_code:
             raise RuntimeError(self._service.exit_message)
         self._expose_metrics()

@@ -52,12 +52,12 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
     return "".join(f"| {' | '.join(map(str, row))} |\n" for row in (head, ("---",) * len(head), *rows))
 
 
+# Maps a name on the command line to the function that returns its table in Markdown.
 TABLES: Final[Mapping[str, Callable[[], str]]] = {
     "settings": settings_table,
     "metrics": metrics_table,
     "problems": problems_table,
 }
-"""Maps a name on the command line to the function that returns its table in Markdown."""
 
 if __name__ == "__main__":
     print(TABLES[sys.argv[1]](), end="")

@@ -30,11 +30,11 @@ from app.service import Service
 from app.settings import BACKLOG, Settings
 from psc_core.errors import ExitCode, UsageError
 
+# The seconds that a worker may take to start in place of another one, or may hang before it is replaced.
 _WORKER_TIMEOUT_S = 120
-"""The seconds that a worker may take to start in place of another one, or may hang before it is replaced."""
 
+# The free space that a folder must have; a worker's metrics take 1 MiB a type, and more with many classes.
 METRICS_BYTES: Final = 64 << 20
-"""The free space that a folder must have; a worker's metrics take 1 MiB a type, and more with many classes."""
 
 logger = logging.getLogger("psc.server")
 
@@ -133,9 +133,6 @@ def serve(settings: Settings, listener: socket.socket) -> tuple[int, str]:
 
     Returns:
         The exit code, and the reason in one line if it is not 0.
-
-    Raises:
-        UsageError: If the settings cannot be used.
     """
     if settings.workers == 1:
         return _serve_alone(settings, listener)
@@ -153,9 +150,6 @@ def metrics_parent(places: Sequence[Path] | None = None) -> Path:
     """Return the first of ``places`` with room for the workers' metrics: by default memory, then the disk.
 
     The workers map these files, and a process that writes to a mapped file on a full disk is killed (SIGBUS).
-
-    Raises:
-        UsageError: If none of the places has room.
     """
     if places is None:
         places = [Path("/dev/shm")]

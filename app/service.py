@@ -25,8 +25,8 @@ logger = logging.getLogger("psc.service")
 
 Found = TypeVar("Found")
 
+# The seconds between two checks of deadlines, clients, models, recorded predictions, memory, file descriptors.
 SWEEP_SECONDS: Final = 0.05
-"""The seconds between two checks of deadlines, clients, models, recorded predictions, memory, file descriptors."""
 
 
 class Host:
@@ -43,25 +43,7 @@ class Host:
 
 
 class Service:
-    """The parts of one service process.
-
-    Args:
-        settings: All settings.
-        keys: The API keys of all roles.
-        metrics: This application's metrics.
-        memory: The bytes that requests may hold.
-        log: The writer of the prediction log; None if predictions are not logged.
-        registry: The models.
-        host: The process that the service runs in.
-
-    Attributes:
-        parser: The thread that parses large bodies, one at a time.
-        searcher: The thread that searches the log, for one request at a time.
-        exit_code: The code with which the process should exit.
-        exit_message: The reason in one line if the code is not 0.
-        inflight: The number of requests being answered.
-        draining: Whether the service is about to end.
-    """
+    """The parts of one service process."""
 
     def __init__(
         self,
@@ -74,18 +56,18 @@ class Service:
         host: Host,
     ) -> None:
         self.settings = settings
-        self.keys = keys
-        self.metrics = metrics
-        self.memory = memory
-        self.log = log
+        self.keys = keys  # the API keys of all roles
+        self.metrics = metrics  # this application's metrics
+        self.memory = memory  # the bytes that requests may hold
+        self.log = log  # the writer of the prediction log; None if predictions are not logged
         self.registry = registry
-        self.parser = ThreadPoolExecutor(1, "psc-parse")
+        self.parser = ThreadPoolExecutor(1, "psc-parse")  # the thread that parses large bodies, one at a time
         self.searcher = ThreadPoolExecutor(1, "psc-feedback")
-        self.exit_code: int = ExitCode.OK
-        self.exit_message = ""
-        self.inflight = 0
-        self.draining = False
-        self._host = host
+        self.exit_code: int = ExitCode.OK  # the code with which the process should exit
+        self.exit_message = ""  # the reason in one line if the code is not 0
+        self.inflight = 0  # the number of requests being answered
+        self.draining = False  # whether the service is about to end
+        self._host = host  # the process that the service runs in
         self._draining_since = 0.0
         self._tasks: list[asyncio.Task[None]] = []
         self._descriptors = DescriptorWatch()
@@ -93,12 +75,8 @@ class Service:
     async def start(self, *, wait_until_ready: bool) -> None:
         """Start the log and begin to load the models; :meth:`reasons` tells when they are ready.
 
-        Args:
-            wait_until_ready: Return only when every model is ready, and raise what goes wrong.  For a host with several
-                processes, of which others answer meanwhile.
-
-        Raises:
-            PSCError: If a bundle cannot be used, or its network failed at warm-up.
+        With ``wait_until_ready``, return only then, and raise what goes wrong: other processes of the host answer
+        meanwhile.
         """
         if not self.keys.predict:
             logger.warning("API keys are off: anyone who reaches this port may predict (PSC_API_KEYS)")
@@ -176,12 +154,7 @@ class Service:
             logger.error("reload failed, the old models stay: %s", error, exc_info=not isinstance(error, PSCError))
 
     async def search_log(self, work: Callable[[LogWriter], Found]) -> Found:
-        """Run ``work`` on the prediction log in the thread that searches it.
-
-        Raises:
-            DeadlineExceeded: If it took longer than ``deadline_seconds``.
-            LogUnavailable: If there is no log.
-        """
+        """Run ``work`` on the prediction log in the thread that searches it."""
         if self.log is None:  # Unreachable: without a log, the application has no route that searches it.
             raise LogUnavailable("there is no prediction log; serve with --log")
         seconds = self.settings.deadline_seconds
@@ -254,11 +227,7 @@ def service_of(request: Request) -> Service:
 
 
 def service_to_predict(request: Request) -> Service:
-    """Return the service if the caller may predict.
-
-    Raises:
-        Unauthorized: If the request has no key, or an unknown one.
-    """
+    """Return the service if the caller may predict."""
     service = service_of(request)
     service.keys.check_predict(request.headers)
     return service

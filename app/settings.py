@@ -23,21 +23,18 @@ from psc_core.tasks.classification.policy import AmbiguityThreshold
 from psc_core.tasks.policy import Alpha, BasePolicy, Coverage
 from psc_core.tasks.regression.policy import MaxWidth
 
-BACKLOG: Final = 2048
-"""The number of connections that may wait to be accepted."""
+BACKLOG: Final = 2048  # the number of connections that may wait to be accepted
 
 
+# The decisions that ``log_images`` may name.
 _DECISIONS: Final = (
     "abstained",
     *dict.fromkeys(name for task in TASKS for name in module_of(task, "psc_core.tasks.{}.answer").DECISIONS),
 )
-"""The decisions that ``log_images`` may name."""
 
-MAX_DECODE_THREADS: Final = 16
-"""The maximum number of threads that decode images where ``decode_threads`` is unset."""
+MAX_DECODE_THREADS: Final = 16  # the maximum number of threads that decode images where ``decode_threads`` is unset
 
-_LOG_FRACTION: Final = 0.2
-"""The fraction of ``drain_seconds`` that is kept for the prediction log."""
+_LOG_FRACTION: Final = 0.2  # the fraction of ``drain_seconds`` that is kept for the prediction log
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -361,14 +358,7 @@ class Settings(BaseSettings):
 
 
 def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
-    """Read the settings from flags, environment and file.
-
-    Args:
-        flags: The values given on the command line, by field name.
-
-    Raises:
-        UsageError: If a setting is unknown, a value is out of range, or the file cannot be read.
-    """
+    """Read the settings from flags, environment and file."""
     try:
         return Settings(**(flags or {}))
     except ValidationError as error:

@@ -14,13 +14,12 @@ from pydantic import BeforeValidator, SecretStr
 from psc_core.errors import UsageError
 
 ENV_PREFIX: Final = "PSC_"
+# Variables with the prefix that are not settings: the tests' data folder and axe-core, those of the client, which may
+# share an environment with the service, and those that Kubernetes sets for a service ``psc…`` or Docker for a link.
+# ``PSC_…PORT`` is no setting either if its value is the address of a service, see :func:`is_service_link`.
 NOT_SETTINGS: Final = re.compile(
     r"PSC_(DATA|AXE|CLIENT_\w+|(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?))"
 )
-"""Variables with the prefix that are not settings: the tests' data folder and axe-core, those of the client, which may
-share an environment with the service, and those that Kubernetes sets for a service ``psc…`` or Docker for a link.
-
-``PSC_…PORT`` is no setting either if its value is the address of a service, see :func:`is_service_link`."""
 
 _SERVICE_LINK: Final = re.compile(r"(tcp|udp|sctp)://")
 
@@ -40,14 +39,7 @@ def is_service_link(value: object) -> bool:
 
 
 def check_environment(names: Container[str]) -> None:
-    """Refuse environment variables with the prefix that are not settings.
-
-    Args:
-        names: The names of all settings.
-
-    Raises:
-        UsageError: If a variable is none of them.
-    """
+    """Refuse environment variables with the prefix that are not settings."""
     for variable, value in os.environ.items():
         name = variable.removeprefix(ENV_PREFIX).lower()
         if not variable.startswith(ENV_PREFIX) or NOT_SETTINGS.fullmatch(variable) or name in names:
@@ -57,11 +49,7 @@ def check_environment(names: Container[str]) -> None:
 
 
 def read_config(flag: str | Path | None) -> dict[str, Any]:
-    """Read the settings in the TOML file that the flag names, or else ``PSC_CONFIG``; none if neither does.
-
-    Raises:
-        UsageError: If the file cannot be read, or is not TOML.
-    """
+    """Read the settings in the TOML file that the flag names, or else ``PSC_CONFIG``; none if neither does."""
     config = flag or os.environ.get(f"{ENV_PREFIX}CONFIG")
     if not config:
         return {}

@@ -6,6 +6,7 @@ from typing import Final
 
 from psc_core.errors import needs
 
+# Maps an HTTP status to the gRPC status code that means the same.
 CODES: Final = {
     400: "INVALID_ARGUMENT",
     401: "UNAUTHENTICATED",
@@ -23,13 +24,8 @@ CODES: Final = {
     503: "UNAVAILABLE",
     504: "DEADLINE_EXCEEDED",
 }
-"""Maps an HTTP status to the gRPC status code that means the same."""
 
 
 def check_installed() -> None:
-    """Refuse to serve gRPC without its packages.
-
-    Raises:
-        UsageError: If the gRPC extra is not installed.
-    """
+    """Refuse to serve gRPC without its packages."""
     needs("grpc_port", "grpc", "google.protobuf", "grpc")

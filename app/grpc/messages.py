@@ -19,11 +19,10 @@ _POOL: Final = DescriptorPool()
 _POOL.AddSerializedFile(_SET.file[0].SerializeToString())
 _SERVICE: Final = _POOL.FindServiceByName("inference.GRPCInferenceService")
 
+# Maps the name of a method to the classes of its request and its response.
 METHODS: Final[Mapping[str, tuple[Any, Any]]] = {
     method.name: (GetMessageClass(method.input_type), GetMessageClass(method.output_type))
     for method in _SERVICE.methods
 }
-"""Maps the name of a method to the classes of its request and its response."""
 
-PREFIX: Final = f"/{_SERVICE.full_name}/"
-"""The part of a method's HTTP/2 path before its name."""
+PREFIX: Final = f"/{_SERVICE.full_name}/"  # the part of a method's HTTP/2 path before its name

@@ -24,24 +24,19 @@ from app.http.body import parse, read_body
 from app.http.v2 import InferRequest, Received, find_model, infer_tensors, request_of, to_binary
 from app.service import service_of, service_to_predict
 
+# The methods that need no key, as in REST.
 _PUBLIC: Final = frozenset({"ServerLive", "ServerReady", "ModelReady", "ServerMetadata"})
-"""The methods that need no key, as in REST."""
 
 _ADMIN: Final = frozenset({"RepositoryModelLoad", "RepositoryModelUnload"})
 
+# The time in which a message without images must arrive; it holds no more than a name, a version and a flag.
 SMALL_SECONDS: Final = 5.0
-"""The time in which a message without images must arrive; it holds no more than a name, a version and a flag."""
 
-_SMALL_BYTES: Final = 64 * 1024
-"""The maximum size of such a message."""
+_SMALL_BYTES: Final = 64 * 1024  # the maximum size of such a message
 
 
 def parsed(body: bytes, method: str) -> Any:
-    """Parse the request message of a method.
-
-    Raises:
-        MalformedRequest: If the body is not such a message, or a field occurs too often in it.
-    """
+    """Parse the request message of a method."""
     message_type = METHODS[method][0]
     check_counts(body, message_type)
     try:
@@ -68,11 +63,7 @@ async def _infer(request: Request) -> Response:
 
 
 def tensor_of(message: Any) -> tuple[InferRequest, memoryview]:
-    """Return a message as the request that REST has, and the binary data of its input.
-
-    Raises:
-        MalformedRequest: If the message does not follow the protocol.
-    """
+    """Return a message as the request that REST has, and the binary data of its input."""
     raw = message.raw_input_contents
     if raw and (len(raw) != len(message.inputs) or any(each.HasField("contents") for each in message.inputs)):
         raise MalformedRequest("expected raw_input_contents for each input and no contents, or contents for each input")

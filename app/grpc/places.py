@@ -17,11 +17,10 @@ from typing import Final
 
 from app.errors import TooManyRequests
 
+# The grace period in which a message keeps its place; at most a third of the time in which it must arrive.
 MESSAGE_SECONDS: Final = 5.0
-"""The grace period in which a message keeps its place; at most a third of the time in which it must arrive."""
 
-MAX_WAITING: Final = 256
-"""The maximum number of calls that wait for a place; each wait costs a pass over all others."""
+MAX_WAITING: Final = 256  # the maximum number of calls that wait for a place; each wait costs a pass over all others
 
 
 @dataclass(eq=False)
@@ -33,12 +32,7 @@ class _Place:
 
 
 class Places:
-    """Places that the calls of many clients share.
-
-    Args:
-        count: The number of messages that may arrive at once; at most three quarters of several from one client.
-        seconds: The time in which a message must arrive, including the wait for a place.
-    """
+    """Places that the calls of many clients share."""
 
     def __init__(self, count: int, seconds: float) -> None:
         self._count = max(1, count)
@@ -50,12 +44,7 @@ class Places:
 
     @asynccontextmanager
     async def place(self, client: str) -> AsyncIterator[None]:
-        """Wait for a place, and hold it within the block.
-
-        Raises:
-            TooManyRequests: If too many calls wait already, no place became free, or the block took too long while
-                other calls waited.
-        """
+        """Wait for a place, and hold it within the block."""
         if sum(each.client == client for each in self._waiting) >= _most_of(MAX_WAITING) or (
             len(self._waiting) >= MAX_WAITING
         ):

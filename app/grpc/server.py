@@ -24,22 +24,17 @@ from app.grpc.places import Places
 from app.service import Service
 from psc_core.errors import UsageError
 
+# The metadata of a call that become headers of its request.
 _PASSED_ON: Final = frozenset({"authorization", "x-api-key", "traceparent", "tracestate"})
-"""The metadata of a call that become headers of its request."""
 
-_SMALL_AT_ONCE: Final = 16
-"""The number of messages without images that may arrive at once."""
+_SMALL_AT_ONCE: Final = 16  # the number of messages without images that may arrive at once
 
 logger = logging.getLogger("psc.grpc")
 
 
 @asynccontextmanager
 async def serving(app: ASGIApp, service: Service) -> AsyncIterator[None]:
-    """Answer calls within the block; at its end, finish the accepted ones in the time that draining leaves.
-
-    Raises:
-        UsageError: If the service cannot listen on the port.
-    """
+    """Answer calls within the block; at its end, finish the accepted ones in the time that draining leaves."""
     settings = service.settings
     largest = min(settings.grpc_message_bytes, settings.max_body_bytes)
     with_images = Places(service.memory.total // largest, settings.upload_seconds)

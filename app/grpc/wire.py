@@ -18,31 +18,23 @@ from app.errors import MalformedRequest
 from app.http.body import MAX_VALUES
 from psc_core.network.onnx_check import GROUPS, LENGTH, fields
 
+# The maximum number of times that a field occurs in a message, including the messages inside it.
 MAX_OCCURRENCES: Final = 256
-"""The maximum number of times that a field occurs in a message, including the messages inside it."""
 
+# The limits of fields that may occur more often: image files, and pixels, which are counted in bytes.
 HIGHER: Final[Mapping[str, int]] = {
     "inference.InferTensorContents.uint_contents": MAX_VALUES,
     "inference.InferTensorContents.bytes_contents": 1 << 14,
 }
-"""The limits of fields that may occur more often: image files, and pixels, which are counted in bytes."""
 
+# The maximum number of unpacked occurrences of a field, each of which is a step of the walk; writers pack numbers.
 MAX_UNPACKED: Final = 1 << 14
-"""The maximum number of unpacked occurrences of a field, each of which is a step of the walk; writers pack numbers."""
 
 _NEVER_PACKED: Final = (FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 
 def check_counts(body: bytes, message_type: Any) -> None:
-    """Refuse a message in which a field occurs too often.
-
-    Args:
-        body: The serialized message.
-        message_type: The message's class.
-
-    Raises:
-        MalformedRequest: If a field occurs too often, or the message has groups, which proto3 does not have.
-    """
+    """Refuse a message in which a field occurs too often."""
     _count(memoryview(body), message_type.DESCRIPTOR, Counter())
 
 

@@ -40,27 +40,21 @@ from app.errors import ClientGone, MalformedRequest, SlowUpload, TooManyImages, 
 from app.inference.decoder import EncodedImage
 from psc_core.errors import all_faults, hint, shortened
 
-MAX_VALUES: Final = 1 << 22
-"""The maximum number of values in one document; parsing them takes 0.1 s."""
+MAX_VALUES: Final = 1 << 22  # the maximum number of values in one document; parsing them takes 0.1 s
 
+# The maximum number of lists, objects and keys in one document; parsing them takes 0.1 s.
 MAX_CONTAINERS: Final = 1 << 18
-"""The maximum number of lists, objects and keys in one document; parsing them takes 0.1 s."""
 
 _MOST: Final = {b"[{:": MAX_CONTAINERS, b"[{:,": MAX_VALUES}
 
-_PIECE: Final = 1 << 18
-"""The bytes counted at a time; between two pieces, other threads get the interpreter's lock."""
+_PIECE: Final = 1 << 18  # the bytes counted at a time; between two pieces, other threads get the interpreter's lock
 
 
 class Marks:
-    """A count of some characters in a body that comes in pieces.
-
-    Args:
-        most: Maps a set of characters to the maximum number of all of them together.
-    """
+    """A count of some characters in a body that comes in pieces."""
 
     def __init__(self, most: Mapping[bytes, int]) -> None:
-        self._most = most
+        self._most = most  # maps a set of characters to the maximum number of all of them together
         self._found = Counter(dict.fromkeys(b"".join(most), 0))
 
     def exceeded_with(self, piece: bytes) -> bool:
@@ -97,22 +91,14 @@ def _too_costly() -> MalformedRequest:
 
 
 def load_json(body: bytes) -> Any:
-    """Return the document.
-
-    Raises:
-        MalformedRequest: If it is not JSON, or has too many values, lists, objects or keys.
-    """
+    """Return the document."""
     if has_more(body, _MOST):
         raise _too_costly()
     return parsed(body)
 
 
 def parsed(body: bytes) -> Any:
-    """Return a document whose values were counted before; counting them again takes longer than parsing it.
-
-    Raises:
-        MalformedRequest: If it is not JSON.
-    """
+    """Return a document whose values were counted before; counting them again takes longer than parsing it."""
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -139,9 +125,6 @@ def parse_query(model: type[Query], request: Request) -> Query:
     """Parse the query parameters of a request to a route that takes some; those that take none ignore them.
 
     FastAPI would ignore unknown parameters, and silently take the last value of a repeated one.
-
-    Raises:
-        MalformedRequest: If a parameter is unknown, repeated or out of range.
     """
     given = [name for name, _ in request.query_params.multi_items()]
     for name in given:
@@ -166,17 +149,16 @@ def query_parameters(model: type[BaseModel]) -> list[dict[str, Any]]:
 Parsed = TypeVar("Parsed")
 
 FIELD: Final = "images"
+# The largest body that is parsed on the event loop, bytes; a larger one would hold it up.
 _INLINE_BYTES: Final = 256 * 1024
-"""The largest body that is parsed on the event loop, bytes; a larger one would hold it up."""
 
+# The maximum number of parameters of a part's ``Content-Disposition``, or of semicolons in its file name.
 _MAX_PARAMETERS: Final = 16
-"""The maximum number of parameters of a part's ``Content-Disposition``, or of semicolons in its file name."""
 
-_CHARSETS: Final = frozenset({"utf-8", "utf8", "us-ascii", "ascii"})
-"""The charsets whose texts are UTF-8."""
+_CHARSETS: Final = frozenset({"utf-8", "utf8", "us-ascii", "ascii"})  # the charsets whose texts are UTF-8
 
+# The encodings of a part that leave its bytes as they are.
 _RAW: Final = frozenset({b"binary", b"8bit", b"7bit", b"identity"})
-"""The encodings of a part that leave its bytes as they are."""
 
 _FORMS: Final = "multipart/form-data with the field 'images', application/json, or image/*"
 
@@ -191,21 +173,7 @@ class UploadLimits:
 
 
 async def read_images(request: Request, limits: UploadLimits, parser: Executor) -> list[EncodedImage]:
-    """Read the images of a request, at least one.
-
-    Args:
-        request: The request.
-        limits: The limits on its body.
-        parser: Parses a large JSON document.
-
-    Raises:
-        UnsupportedMedia: If the content type is none of the three forms.
-        UnsupportedEncoding: If a part of a form is encoded.
-        MalformedRequest: If the body does not follow its form, or holds no image.
-        TooManyImages: If there are more than ``limits.max_images``; raised as soon as it is known.
-        SlowUpload: If the body did not arrive in time.
-        ClientGone: If the client left before the body was complete.
-    """
+    """Read the images of a request, at least one."""
     content_type = request.headers.get("content-type", "")
     media = content_type.partition(";")[0].strip().lower()
     if media.startswith("image/"):
@@ -223,26 +191,14 @@ async def read_images(request: Request, limits: UploadLimits, parser: Executor) 
 
 
 async def read_body(request: Request, seconds: float) -> bytes:
-    """Read the whole body.
-
-    Raises:
-        SlowUpload: If the body did not arrive within ``seconds``.
-        ClientGone: If the client left before the body was complete.
-    """
+    """Read the whole body."""
     pieces: list[bytes] = []
     await _read(request, pieces.append, seconds)
     return b"".join(pieces)
 
 
 async def read_json_body(request: Request, seconds: float) -> bytes:
-    """Read the whole body, a JSON document.
-
-    Raises:
-        UnsupportedMedia: If the content type names a charset other than UTF-8, the only one of JSON.
-        MalformedRequest: If the document has too many values; raised as soon as it is known.
-        SlowUpload: If the body did not arrive within ``seconds``.
-        ClientGone: If the client left before the body was complete.
-    """
+    """Read the whole body, a JSON document."""
     content_type = request.headers.get("content-type", "")
     if ";" in content_type:
         charset = parse_options_header(content_type)[1].get(b"charset", b"utf-8").decode("latin-1")

@@ -42,16 +42,11 @@ def is_probe(path: str) -> bool:
 
 
 class RequestLimits:
-    """Limits the number of concurrent requests and the bytes of their bodies.
-
-    Args:
-        app: The wrapped ASGI application.
-        service: The service whose settings apply, and whose ``inflight`` is kept up to date.
-    """
+    """Limits the number of concurrent requests and the bytes of their bodies."""
 
     def __init__(self, app: ASGIApp, *, service: Service) -> None:
-        self.app = app
-        self._service = service
+        self.app = app  # the wrapped ASGI application
+        self._service = service  # the service whose settings apply, and whose ``inflight`` is kept up to date
         self._max_requests = service.settings.max_requests
         self._max_bytes = service.settings.max_body_bytes
 
@@ -145,16 +140,11 @@ class ProblemCORS(CORSMiddleware):
 
 
 class Draining:
-    """Answers with ``Connection: close`` while the service drains.
-
-    Args:
-        app: The wrapped ASGI application.
-        service: The service, which knows whether it is draining.
-    """
+    """Answers with ``Connection: close`` while the service drains."""
 
     def __init__(self, app: ASGIApp, *, service: Service) -> None:
-        self.app = app
-        self._service = service
+        self.app = app  # the wrapped ASGI application
+        self._service = service  # the service, which knows whether it is draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_last(message: Message) -> None:
@@ -169,16 +159,11 @@ logger = logging.getLogger("psc.http")
 
 
 class ProblemResponses:
-    """Turns exceptions into problem documents.
-
-    Args:
-        app: The wrapped ASGI application.
-        metrics: The metrics in which errors are counted.
-    """
+    """Turns exceptions into problem documents."""
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
-        self.app = app
-        self._metrics = metrics
+        self.app = app  # the wrapped ASGI application
+        self._metrics = metrics  # the metrics in which errors are counted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -203,16 +188,11 @@ class ProblemResponses:
 
 
 class Telemetry:
-    """Traces, counts and times each request.
-
-    Args:
-        app: The wrapped ASGI application.
-        service: The service whose metrics are updated.
-    """
+    """Traces, counts and times each request."""
 
     def __init__(self, app: ASGIApp, *, service: Service) -> None:
-        self.app = app
-        self._service = service
+        self.app = app  # the wrapped ASGI application
+        self._service = service  # the service whose metrics are updated
         self._access_log = service.settings.access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -10,6 +10,7 @@ from fastapi import APIRouter, FastAPI
 from app.http.problems import INTERNAL, MEDIA_TYPE, TABLE
 from app.http.schemas import ProblemDocument
 
+# The request body of a prediction, for OpenAPI.
 IMAGES_BODY: Final[dict[str, Any]] = {
     "required": True,
     "description": "The images, in one of three forms.",
@@ -57,7 +58,6 @@ IMAGES_BODY: Final[dict[str, Any]] = {
         "image/*": {"schema": {"type": "string", "format": "binary"}},
     },
 }
-"""The request body of a prediction, for OpenAPI."""
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 

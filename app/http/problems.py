@@ -73,6 +73,7 @@ class Problem:
         return self.document.type.removeprefix(TYPE_PREFIX)
 
 
+# Maps an error class to (HTTP status, last part of the problem's type, title).
 TABLE: Final[Mapping[type[PSCError], tuple[int, str, str]]] = {
     MalformedRequest: (400, "malformed", "Malformed request"),
     Unauthorized: (401, "unauthorized", "API key missing or unknown"),
@@ -103,17 +104,15 @@ TABLE: Final[Mapping[type[PSCError], tuple[int, str, str]]] = {
     DeviceError: (503, "device-failed", "The compute device failed"),
     DeadlineExceeded: (504, "deadline", "Deadline exceeded"),
 }
-"""Maps an error class to (HTTP status, last part of the problem's type, title)."""
 
 INTERNAL: Final = (500, "internal", "Internal error")
+# Maps the HTTP status of a request that matches no route to (last part of the problem's type, title).
 ROUTING: Final = {
     404: ("not-found", "No such resource"),
     405: ("method-not-allowed", "Method not allowed"),
 }
-"""Maps the HTTP status of a request that matches no route to (last part of the problem's type, title)."""
 
-MAX_DETAIL: Final = 1000
-"""The maximum length of a problem's detail, characters."""
+MAX_DETAIL: Final = 1000  # the maximum length of a problem's detail, characters
 
 TYPE_PREFIX: Final = "urn:psc:problem:"
 
@@ -153,13 +152,7 @@ def make_problem(
 
 
 def error_response(error: Exception, scope: Scope, metrics: Metrics) -> Response:
-    """Return the response for an error; count it, and log it if the operator should know.
-
-    Args:
-        error: Any error.
-        scope: The ASGI scope of the request that failed.
-        metrics: The metrics in which the error is counted.
-    """
+    """Return the response for an error; count it, and log it if the operator should know."""
     problem = problem_of(error)
     if problem.document.status >= 500:
         crashed = problem.document.status == 500

@@ -57,10 +57,9 @@ from psc_core.tasks.answer import Document
 from psc_core.tasks.policy import Alpha
 from psc_core.version import __version__
 
+# The maximum number of dimensions of an input. Validation stops at the first fault, because building an error for
+# each of many elements would be slow.
 MAX_DIMENSIONS: Final = 8
-"""The maximum number of dimensions of an input.
-
-Validation stops at the first fault, because building an error for each of many elements would be slow."""
 
 _NAMES: Final = (*tensor_names(), MAP)
 
@@ -267,6 +266,7 @@ def _inline(model: type[BaseModel]) -> dict[str, Any]:
     return resolved
 
 
+# The body of an inference request, for OpenAPI.
 INFER_BODY: Final = {
     "required": True,
     "description": "Either `images`: UINT8 pixels of the network's input size, NHWC or NCHW; or `encoded_images`: "
@@ -282,11 +282,11 @@ INFER_BODY: Final = {
         },
     },
 }
-"""The body of an inference request, for OpenAPI."""
 
+# The header with the length of the JSON object, bytes, if binary data follows it.
 HEADER: Final = "Inference-Header-Content-Length"
-"""The header with the length of the JSON object, bytes, if binary data follows it."""
 
+# The header of the binary tensor data extension, for OpenAPI.
 INFER_PARAMETERS: Final = [
     {
         "name": HEADER,
@@ -296,7 +296,6 @@ INFER_PARAMETERS: Final = [
         "description": "The length of the JSON object, bytes, if binary data follows it.",
     }
 ]
-"""The header of the binary tensor data extension, for OpenAPI."""
 
 
 _LENGTH: Final = 4
@@ -316,15 +315,8 @@ class OutputTensor:
 def parse_request(body: bytes, header_length: str | None) -> tuple[InferRequest, memoryview | None]:
     """Parse a request body.
 
-    Args:
-        body: The whole body.
-        header_length: The value of ``Inference-Header-Content-Length``, if sent.
-
     Returns:
         The request, and the binary data of its input if it has any.
-
-    Raises:
-        MalformedRequest: If the body does not follow the protocol.
     """
     length = _header_length(header_length, len(body))
     text, binary = body if length == len(body) else body[:length], memoryview(body)[length:]
@@ -338,11 +330,7 @@ def parse_request(body: bytes, header_length: str | None) -> tuple[InferRequest,
 
 
 def request_of(document: Any) -> InferRequest:
-    """Return the request in a JSON document.
-
-    Raises:
-        MalformedRequest: If the document does not follow the protocol.
-    """
+    """Return the request in a JSON document."""
     try:
         return InferRequest.model_validate(document)
     except ValidationError as error:
@@ -354,18 +342,8 @@ def images_of(
 ) -> npt.NDArray[np.uint8] | list[bytes]:
     """Return the images of an input.
 
-    Args:
-        tensor: The input, ``images`` or ``encoded_images``.
-        binary: The input's binary data; None if its data are in the JSON.
-        shape: (channels, height, width) of the network's input.
-        max_images: The maximum number of images in a request.
-
     Returns:
         ``uint8`` of shape (n, channels, height, width), or n encoded files; n ≥ 1.
-
-    Raises:
-        MalformedRequest: If the data do not fit the shape, or the shape does not fit the network.
-        TooManyImages: If there are more than ``max_images``.
     """
     if tensor.name == "images":
         layout = _layout(tensor, shape)
@@ -385,13 +363,7 @@ def images_of(
 def build_response(
     head: Mapping[str, Any], tensors: Sequence[OutputTensor], wanted_binary: Mapping[str, bool]
 ) -> tuple[bytes, int | None]:
-    """Return the body of a response, and the length of its JSON part if binary data follows it.
-
-    Args:
-        head: The members of the response other than ``outputs``.
-        tensors: The outputs, in the order of the response.
-        wanted_binary: Maps the name of an output to whether it is returned as binary data.
-    """
+    """Return the body of a response, and the length of its JSON part if binary data follows it."""
     outputs: list[dict[str, Any]] = []
     buffers: list[bytes] = []
     for tensor in tensors:
@@ -526,12 +498,7 @@ class InferAnswer:
 
 
 def find_model(service: Service, name: str, version: str | None) -> ServedModel:
-    """Return the model of this name and, if one is given, this version.
-
-    Raises:
-        UnknownModel: If there is no such model.
-        NotReady: If the model is not in service.
-    """
+    """Return the model of this name and, if one is given, this version."""
     served = service.registry.get(name)
     if version is not None and version != served.model.version:
         raise UnknownModel(f"model {name!r} has the version {served.model.version!r}, not {version!r}; see /v2")
@@ -541,18 +508,7 @@ def find_model(service: Service, name: str, version: str | None) -> ServedModel:
 async def infer_tensors(
     service: Service, name: str, version: str | None, received: Received, receive: Receive
 ) -> InferAnswer:
-    """Answer a request.
-
-    Args:
-        service: The service whose model answers.
-        name: The name of the model.
-        version: The version of the model; ``None`` takes the one in service.
-        received: The request.
-        receive: The ASGI callable that tells when the client has left.
-
-    Raises:
-        PSCError: See :meth:`.ServedModel.predict` and :func:`.images_of`.
-    """
+    """Answer a request."""
     served, wanted, limit = find_model(service, name, version), received.wanted, service.settings.max_images_per_request
     while True:
         read = partial(images_of, wanted.inputs[0], received.binary, served.model.preprocess.shape, max_images=limit)
@@ -758,11 +714,7 @@ def _map_outputs(layer_map: LayerMap | None) -> list[TensorMetadata]:
 
 
 def is_model_ready(service: Service, name: str, version: str | None) -> bool:
-    """Return whether a model is ready.
-
-    Raises:
-        UnknownModel: If there is no model of this name and version.
-    """
+    """Return whether a model is ready."""
     if name in {*service.registry.unloaded, *service.registry.reasons()}:
         return False
     find_model(service, name, version)

@@ -54,8 +54,7 @@ import numpy.typing as npt
 
 from app.errors import ClientGone, DeadlineExceeded, InferenceFailed, NotReady, QueueFull
 
-Images = npt.NDArray[np.uint8]
-"""Decoded images, of shape (n, channels, height, width)."""
+Images = npt.NDArray[np.uint8]  # decoded images, of shape (n, channels, height, width)
 
 
 class RequestMode(enum.Enum):
@@ -85,14 +84,10 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class Result:
-    """The outputs that the device computed for some images.
+    """The outputs that the device computed for some images."""
 
-    Attributes:
-        packed: ``float32 (n, S + K + G)`` outputs (:mod:`psc_core.tasks.outputs`).
-        explanation: The arrays of ``Pipeline.explain`` by name, whose first axis is the images; empty unless asked for.
-    """
-
-    packed: npt.NDArray[np.float32]
+    packed: npt.NDArray[np.float32]  # ``float32 (n, S + K + G)`` outputs (:mod:`psc_core.tasks.outputs`)
+    # The arrays of ``Pipeline.explain`` by name, whose first axis is the images; empty unless asked for.
     explanation: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
 
     def __getitem__(self, images: slice) -> Result:
@@ -102,37 +97,23 @@ class Result:
 
 @dataclass(eq=False, slots=True)
 class QueuedRequest:
-    """One request's images on their way through the device; times are seconds of the batcher's clock.
-
-    Attributes:
-        count: The number of images.
-        admitted_at: The time at which the request was reserved.
-        deadline: The time by which the result is due.
-        urgent_at: The time from which the request keeps its turn until all of its images are taken.
-        mode: Only requests of one mode share a batch.
-        waiter: The caller's object that waits for the result; the queue only stores it.
-        state: How far the request is.
-        images: The decoded images; empty while the request is reserved.
-        n_taken: The number of images handed out in batches so far.
-        n_done: The number of images computed so far.
-        queued_at: The time at which the request was queued.
-        results: The results so far, by the index of the first image of each slice.
-        error: The reason why the request failed; ``None`` after FINISHED means success.
-    """
+    """One request's images on their way through the device; times are seconds of the batcher's clock."""
 
     count: int
-    admitted_at: float
-    deadline: float
-    urgent_at: float
-    mode: RequestMode
-    waiter: Any
-    state: State = State.RESERVED
+    admitted_at: float  # the time at which the request was reserved
+    deadline: float  # the time by which the result is due
+    urgent_at: float  # the time from which the request keeps its turn until all of its images are taken
+    mode: RequestMode  # only requests of one mode share a batch
+    waiter: Any  # the caller's object that waits for the result; the queue only stores it
+    state: State = State.RESERVED  # how far the request is
+    # The decoded images; empty while the request is reserved.
     images: Images = field(default_factory=lambda: np.empty((0, 0, 0, 0), np.uint8))
-    n_taken: int = 0
-    n_done: int = 0
-    queued_at: float = 0.0
+    n_taken: int = 0  # the number of images handed out in batches so far
+    n_done: int = 0  # the number of images computed so far
+    queued_at: float = 0.0  # the time at which the request was queued
+    # The results so far, by the index of the first image of each slice.
     results: dict[int, Result] = field(default_factory=dict)
-    error: Exception | None = None
+    error: Exception | None = None  # the reason why the request failed; ``None`` after FINISHED means success
 
     def result(self) -> Result:
         """Return the result of all images, once all are computed."""
@@ -189,18 +170,13 @@ class DeviceBatch(NamedTuple):
         return self._replace(slices=left, size=half), self._replace(slices=right, size=self.size - half)
 
 
-_SMOOTHING: Final = 0.2
-"""The weight of the newest value in a running mean."""
+_SMOOTHING: Final = 0.2  # the weight of the newest value in a running mean
 
 
 class RunningMean:
-    """A mean in which newer values weigh more.
+    """A mean in which newer values weigh more."""
 
-    Attributes:
-        value: The mean; None before the first value.
-    """
-
-    value: float | None = None
+    value: float | None = None  # the mean; None before the first value
 
     def add(self, value: float) -> None:
         """Update the mean with a new value."""
@@ -211,13 +187,10 @@ class BatchTimes:
     """Running means of the times of batches of one mode.
 
     A batch larger than any measured one is taken to last as long as the largest.
-
-    Args:
-        max_batch: The maximum number of images in a batch.
     """
 
     def __init__(self, max_batch: int) -> None:
-        self._max_batch = max_batch
+        self._max_batch = max_batch  # the maximum number of images in a batch
         self._means = [RunningMean() for _ in range(_size_class(max_batch) + 1)]
 
     def add(self, size: int, seconds: float) -> None:
@@ -258,55 +231,36 @@ def _size_class(size: int) -> int:
 
 
 _MAX_RETRY_AFTER_S: Final = 60
-_WAIT_FRACTION: Final = 1 / 3
-"""The fraction of the time to its deadline that a request may wait for its turn."""
+_WAIT_FRACTION: Final = 1 / 3  # the fraction of the time to its deadline that a request may wait for its turn
 
 
 @dataclass(slots=True)
 class _Ring:
-    """The queued requests of one mode.
+    """The queued requests of one mode."""
 
-    Attributes:
-        times: The times of batches of this mode.
-        requests: The queued requests, in the order of their next turns.
-        n_coming: The number of requests still RESERVED.
-        n_pending: The number of images of reserved or queued requests that are not yet taken.
-        n_images: The number of images of queued requests that are not yet taken.
-        n_begun: The number of queued requests that have had a turn.
-    """
-
-    times: BatchTimes
+    times: BatchTimes  # the times of batches of this mode
+    # The queued requests, in the order of their next turns.
     requests: OrderedDict[QueuedRequest, None] = field(default_factory=OrderedDict)
-    n_coming: int = 0
-    n_pending: int = 0
-    n_images: int = 0
-    n_begun: int = 0
+    n_coming: int = 0  # the number of requests still RESERVED
+    n_pending: int = 0  # the number of images of reserved or queued requests that are not yet taken
+    n_images: int = 0  # the number of images of queued requests that are not yet taken
+    n_begun: int = 0  # the number of queued requests that have had a turn
 
 
 class Batcher:
-    """The state machine; every method that depends on time takes ``now`` (seconds, any origin).
-
-    Args:
-        max_batch: The maximum number of images in a batch.
-        max_queue_images: The maximum number of images reserved or queued.
-        max_delay_s: The longest time that a batch waits to fill, seconds; 0 sends it at once.
-        shares_cores: Whether the step computes on the cores that decode images.
-
-    Attributes:
-        finished: The finished requests that :meth:`collect` has not handed out yet.
-    """
+    """The state machine; every method that depends on time takes ``now`` (seconds, any origin)."""
 
     def __init__(
         self, *, max_batch: int, max_queue_images: int, max_delay_s: float = 0.0, shares_cores: bool = False
     ) -> None:
-        self.max_batch = max_batch
+        self.max_batch = max_batch  # the maximum number of images in a batch
         self._max_queue = max_queue_images
-        self.max_delay_s = max_delay_s
-        self._shares_cores = shares_cores
+        self.max_delay_s = max_delay_s  # the longest time that a batch waits to fill, seconds; 0 sends it at once
+        self._shares_cores = shares_cores  # whether the step computes on the cores that decode images
         self._quantum = max(1, max_batch // 8)
         self._rings: dict[RequestMode, _Ring] = {}
         self._live: OrderedDict[QueuedRequest, None] = OrderedDict()
-        self.finished: list[QueuedRequest] = []
+        self.finished: list[QueuedRequest] = []  # the finished requests that :meth:`collect` has not handed out yet
         self._closed = ""
         self._last_put = self._last_end = -math.inf
         self._gap = RunningMean()  # The time between two requests from the decoders, seconds.
@@ -317,12 +271,7 @@ class Batcher:
         return sum([ring.n_pending for ring in self._rings.values()])
 
     def check(self, count: int, *, now: float, deadline: float, mode: RequestMode = RequestMode.PREDICT) -> None:
-        """Refuse, before its body is read, a request that :meth:`reserve` would refuse.
-
-        Raises:
-            QueueFull: If there is no room, or too little time until ``deadline`` at the present rate.
-            NotReady: If the batcher is closed.
-        """
+        """Refuse, before its body is read, a request that :meth:`reserve` would refuse."""
         if self._closed:
             raise NotReady(self._closed)
         if (pending := self.pending) + count > self._max_queue:
@@ -344,12 +293,7 @@ class Batcher:
     def reserve(
         self, count: int, *, now: float, deadline: float, mode: RequestMode = RequestMode.PREDICT, waiter: Any = None
     ) -> QueuedRequest:
-        """Admit a request before its images are decoded.
-
-        Raises:
-            QueueFull: If there is no room, or too little time until ``deadline`` at the present rate.
-            NotReady: If the batcher is closed.
-        """
+        """Admit a request before its images are decoded."""
         self.check(count, now=now, deadline=deadline, mode=mode)
         request = QueuedRequest(count, now, deadline, now + _WAIT_FRACTION * (deadline - now), mode, waiter)
         self._live[request] = None
@@ -407,10 +351,8 @@ class Batcher:
     def take(self, now: float, *, full: bool = False, patient: bool = True) -> DeviceBatch | None:
         """Return the next batch, or None if none is due.
 
-        Args:
-            now: The time.
-            full: Return only a batch of ``max_batch`` images, whatever the delay.
-            patient: Wait for requests that are still RESERVED if that saves time.
+        With ``full``, only a batch of ``max_batch`` images; with ``patient``, one waits for RESERVED requests if that
+        saves time.
         """
         for mode, ring in list(self._rings.items()):
             # A ring may be due for requests that turn out to be past their deadline; it is asked again without them.
@@ -542,15 +484,11 @@ class RequestQueue:
 
     Requests that finish in the block are delivered when it ends, without holding the lock.  A blocked :meth:`take` is
     woken if its batch is now due earlier.
-
-    Args:
-        batcher: The state machine; nobody else may touch it.
-        deliver: Called with the requests that have just finished, on the thread that finished them.
     """
 
     def __init__(self, batcher: Batcher, deliver: Callable[[list[QueuedRequest]], None]) -> None:
-        self._batcher = batcher
-        self._deliver = deliver
+        self._batcher = batcher  # the state machine; nobody else may touch it
+        self._deliver = deliver  # called with the requests that have just finished, on the thread that finished them
         self._condition = threading.Condition(threading.Lock())
         self._stopped = False
         self._wakes_at = -math.inf

@@ -36,18 +36,12 @@ from psc_core.errors import DeviceError, PSCError
 
 
 class Arrivals:
-    """The requests that one turn of the event loop brings.
-
-    Args:
-        loop: The event loop.
-        queue: The queue that takes them.
-        worker: Computes them, on the event loop if it is ``inline``.
-    """
+    """The requests that one turn of the event loop brings."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, queue: RequestQueue, worker: DeviceWorker) -> None:
         self._loop = loop
-        self._queue = queue
-        self._worker = worker
+        self._queue = queue  # the queue that takes them
+        self._worker = worker  # computes them, on the event loop if it is ``inline``
         self._requests: list[tuple[QueuedRequest, Images]] = []
 
     def add(self, request: QueuedRequest, images: Images) -> None:
@@ -100,20 +94,7 @@ class EngineObserver(Protocol):
 
 
 class Engine:
-    """Batches requests for one model; create, call, and close it on one event loop.
-
-    Args:
-        name: The name of the model, for thread names and logs.
-        step: The device computation, used by this engine alone.
-        decoder: Decodes the images.
-        batcher: The state of the queue, used by this engine alone.
-        observer: Is told of batches and decoded requests.
-        deadline_s: The time in which each request is answered, seconds.
-
-    Attributes:
-        phase: The phase of the engine's life.
-        device_error: The error that killed the device after warm-up; None while it works.
-    """
+    """Batches requests for one model; create, call, and close it on one event loop."""
 
     def __init__(
         self,
@@ -125,13 +106,14 @@ class Engine:
         observer: EngineObserver,
         deadline_s: float,
     ) -> None:
-        self.name = name
-        self._deadline_s = deadline_s
-        self.phase = Phase.WARMING
+        self.name = name  # the name of the model, for thread names and logs
+        self._deadline_s = deadline_s  # the time in which each request is answered, seconds
+        self.phase = Phase.WARMING  # the phase of the engine's life
+        # The error that killed the device after warm-up; None while it works.
         self.device_error: Exception | None = None
         self._decoder = decoder
         self._memory = decoder.memory
-        self._observer = observer
+        self._observer = observer  # is told of batches and decoded requests
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._started: asyncio.Future[None] = self._loop.create_future()
@@ -153,21 +135,12 @@ class Engine:
             return batcher.pending
 
     async def start(self) -> None:
-        """Warm up every batch shape, and return when the engine is ready.
-
-        Raises:
-            DeviceError: If the network failed while it was warmed up.
-        """
+        """Warm up every batch shape, and return when the engine is ready."""
         self._worker.start()
         await self._started
 
     def check_room(self, mode: RequestMode = RequestMode.PREDICT) -> None:
-        """Refuse a request, before its body is read, if not even one image would be admitted now.
-
-        Raises:
-            NotReady: If the engine is warming up or draining, or has failed.
-            QueueFull: If the queue has no room.
-        """
+        """Refuse a request, before its body is read, if not even one image would be admitted now."""
         self._check_warm()
         now = time.monotonic()
         with self._queue as batcher:
@@ -180,24 +153,7 @@ class Engine:
         disconnected: Callable[[], bool] | None = None,
         mode: RequestMode = RequestMode.PREDICT,
     ) -> Result:
-        """Compute the network's outputs for the images of one request.
-
-        Args:
-            images: At least one image, encoded, or ``uint8 (n, channels, height, width)`` of the network's input size.
-            disconnected: Returns whether the client has left; called now and then, to drop work that nobody needs.
-            mode: Which outputs to compute.
-
-        Raises:
-            NotReady: If the engine is warming up or draining, or has failed.
-            QueueFull: If the queue has no room.
-            TooManyRequests: If the memory budget has no room.
-            ImageRefused: If an image cannot be used.
-            TooManyPixels: If the images have more pixels than a request may have.
-            DeadlineExceeded: If there was no result before the deadline.
-            InferenceFailed: If the network failed on an image.
-            DeviceError: If the device failed.
-            ClientGone: If the client left.
-        """
+        """Compute the network's outputs for the images of one request."""
         self._check_warm()
         size = self._decoder.size_of(len(images))
         self._memory.take(size)

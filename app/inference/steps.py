@@ -45,9 +45,6 @@ class Step(Protocol):
     def warm_up(self, is_wanted: Callable[[], bool] = ...) -> bool:
         """Run every shape once, so that no request pays for compilation or capture.
 
-        Args:
-            is_wanted: Returns whether anybody still waits for the step; asked before each shape.
-
         Returns:
             Whether the step is quick: a full batch takes less time on one thread than handing it to another.
         """
@@ -135,25 +132,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+# A full batch that takes less time than this is computed sooner here than on another thread. On another thread,
+# PyTorch gives up the interpreter's lock around every operation and then waits for the event loop to release it, so
+# the dozens of operations of a small network take several times as long as they do alone.
 QUICK_SECONDS: Final = 2e-3
-"""A full batch that takes less time than this is computed sooner here than on another thread.
-
-On another thread, PyTorch gives up the interpreter's lock around every operation and then waits for the event loop to
-release it, so the dozens of operations of a small network take several times as long as they do alone.
-"""
 
 
 class EagerStep:
-    """A step that runs the network when its outputs are fetched.
-
-    Args:
-        network: Computes packed outputs from a uint8 batch.
-        shape: (channels, height, width) of an image.
-        max_batch: The maximum number of images in a step.
-        device: The device of the network.
-        fixed_shapes: Whether to pad batches to buckets, for a compiled network; otherwise any size runs unpadded.
-        threads: The numbers of threads on a CPU; see :func:`app.inference.steps.make_step`.
-    """
+    """A step that runs the network when its outputs are fetched; with ``fixed_shapes``, it pads batches to buckets."""
 
     slots = 1
 
@@ -167,7 +153,7 @@ class EagerStep:
         fixed_shapes: bool = False,
         threads: TorchThreads | None = None,
     ) -> None:
-        self._network = network
+        self._network = network  # computes packed outputs from a uint8 batch
         self._device = device
         self._host = torch.zeros((max_batch, *shape), dtype=torch.uint8)
         self._buffer: Images = self._host.numpy()
@@ -222,28 +208,20 @@ class EagerStep:
             torch.cuda.empty_cache()
 
 
+# The streams of steps that are gone, for reuse. PyTorch has a pool of 32 streams and then hands out the same ones
+# again, which other models may be using.
 _IDLE_STREAMS: Final[dict[torch.device, list[torch.cuda.Stream]]] = defaultdict(list)
-"""The streams of steps that are gone, for reuse.
-
-PyTorch has a pool of 32 streams and then hands out the same ones again, which other models may be using."""
 
 
 class GraphStep:
-    """A step that replays captured CUDA graphs.
-
-    Args:
-        network: Computes packed outputs from a uint8 batch on ``device``.
-        shape: (channels, height, width) of an image.
-        max_batch: The maximum number of images in a step.
-        device: A CUDA device.
-    """
+    """A step that replays captured CUDA graphs."""
 
     slots = 2
 
     def __init__(
         self, network: Pipeline | CompiledNetwork, shape: tuple[int, int, int], *, max_batch: int, device: torch.device
     ) -> None:
-        self._network = network
+        self._network = network  # computes packed outputs from a uint8 batch on ``device``
         self._buckets = buckets_to(max_batch)
         self._host_images = [torch.zeros((max_batch, *shape), dtype=torch.uint8).pin_memory() for _ in range(2)]
         self._buffers: list[Images] = [images.numpy() for images in self._host_images]
@@ -319,16 +297,7 @@ def make_step(
     compiled: bool = False,
     threads: TorchThreads | None = None,
 ) -> Step:
-    """Return the fastest step for ``device``.
-
-    Args:
-        network: The pipeline, already on ``device``.
-        shape: (channels, height, width) of an image.
-        max_batch: The maximum number of images in a step.
-        device: The device of the network.
-        compiled: Whether to run the network through ``torch.compile``.
-        threads: The numbers of threads on a CPU; by default PyTorch's present number, and one for a quick step.
-    """
+    """Return the fastest step for ``device``."""
     run = CompiledNetwork(network) if compiled else network
     # A network that is not traced may let the host decide how to go on, which a captured graph cannot.
     if device.type == "cuda" and network.is_traced:

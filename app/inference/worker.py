@@ -32,11 +32,7 @@ logger = logging.getLogger("psc.device")
 
 
 def run_halves(queue: RequestQueue, step: Step, batch: DeviceBatch, error: Exception) -> None:
-    """Run a failed batch again in halves; a half that fails is cut in halves again.
-
-    Raises:
-        DeviceError: If the device is dead.
-    """
+    """Run a failed batch again in halves; a half that fails is cut in halves again."""
     if is_out_of_memory(error):
         logger.warning("out of device memory with %d images; trying halves", batch.size)
         step.release_memory()
@@ -65,11 +61,7 @@ def run_halves(queue: RequestQueue, step: Step, batch: DeviceBatch, error: Excep
 
 
 def check_device(step: Step) -> None:
-    """Check the device by running one blank image.
-
-    Raises:
-        DeviceError: If the device is dead.
-    """
+    """Check the device by running one blank image."""
     try:
         step.input(0)[:1] = 0
         step.launch(0, 1)
@@ -83,8 +75,8 @@ def check_device(step: Step) -> None:
         raise DeviceError("a blank image gave outputs that are not finite")
 
 
+# The time between two looks at a running batch, seconds; short compared with the time of a batch.
 _POLL_S: Final = 50e-6
-"""The time between two looks at a running batch, seconds; short compared with the time of a batch."""
 
 
 class _Launched(NamedTuple):
@@ -109,18 +101,7 @@ class WorkerEvents(Protocol):
 
 
 class DeviceWorker:
-    """The owner of the step, and the thread on which it runs.
-
-    Args:
-        queue: The queue of batches; stopping it ends the thread.
-        step: The device computation.
-        events: Is told of the end of warm-up, of each batch, and of the device's death.
-        name: The name of the thread.
-        may_run_inline: Whether a quick step may run on the thread that calls :meth:`run_due`.
-
-    Attributes:
-        inline: Whether :meth:`run_due` is to compute the batches; known when the worker is ready.
-    """
+    """The owner of the step, and the thread on which it runs."""
 
     def __init__(
         self,
@@ -131,13 +112,13 @@ class DeviceWorker:
         name: str,
         may_run_inline: bool = False,
     ) -> None:
-        self.inline = False
-        self._queue = queue
+        self.inline = False  # whether :meth:`run_due` is to compute the batches; known when the worker is ready
+        self._queue = queue  # the queue of batches; stopping it ends the thread
         self._step = step
-        self._events = events
+        self._events = events  # is told of the end of warm-up, of each batch, and of the device's death
         self._launched: deque[_Launched] = deque()
         self._next_slot = 0
-        self._may_run_inline = may_run_inline
+        self._may_run_inline = may_run_inline  # whether a quick step may run on the thread that calls :meth:`run_due`
         # A daemon thread, because a device that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 

@@ -60,14 +60,13 @@ from scipy.special import betaln
 
 from psc_core.conformal import ood_rank
 
+# The ε of the power bets: small values find a few very unusual images, large ones a mild shift of many.
 EXPONENTS: Final = (0.1, 0.25, 0.5, 0.75, 0.9)
-"""The ε of the power bets: small values find a few very unusual images, large ones a mild shift of many."""
 
+# c: with a larger value, bets begin later, so that late drift is found sooner and early drift later.
 _ONSET: Final = 10.0
-"""c: with a larger value, bets begin later, so that late drift is found sooner and early drift later."""
 
-QUIET: Final = 0.05
-"""The probability below which a trial is too unusual to end an episode."""
+QUIET: Final = 0.05  # the probability below which a trial is too unusual to end an episode
 
 _BLOCK: Final = 128
 _EPSILONS: Final = np.array(EXPONENTS)[:, None]
@@ -78,35 +77,20 @@ Floats = npt.NDArray[np.floating[Any]]
 
 @dataclass(frozen=True)
 class DriftState:
-    """The present state of a monitor.
+    """The present state of a monitor."""
 
-    Attributes:
-        log_martingale: The natural logarithm of the present run's value; ≤ 0 most of the time on a clean stream.
-        is_active: Whether an episode of drift is going on.
-        alarms: The number of alarms so far, one for each episode.
-        window_images: The number of images in the window.
-        window_ood_rate: The fraction of the window's images with ``p ≤ alpha``; 0 while the window is empty.
-        window_tail_probability: The probability of at least as many OOD images in the window if all were exchangeable
-            with the calibration images.
-    """
-
-    log_martingale: float
-    is_active: bool
-    alarms: int
-    window_images: int
-    window_ood_rate: float
+    log_martingale: float  # the natural logarithm of the present run's value; ≤ 0 most of the time on a clean stream
+    is_active: bool  # whether an episode of drift is going on
+    alarms: int  # the number of alarms so far, one for each episode
+    window_images: int  # the number of images in the window
+    window_ood_rate: float  # the fraction of the window's images with ``p ≤ alpha``; 0 while the window is empty
+    # The probability of at least as many OOD images in the window if all were exchangeable with the calibration
+    # images.
     window_tail_probability: float
 
 
 class DriftMonitor:
-    """Watches served p-values for drift away from the calibration images.
-
-    Args:
-        calibration_count: n, the number of calibration images behind the p-values.
-        alpha: The p-value at or below which an image counts as out of distribution.
-        false_alarm_probability: δ, the bound on the probability that a run ever raises a false alarm.
-        window: The number of images in the window, and in a trial of an episode.
-    """
+    """Watches served p-values for drift away from the calibration images, with the symbols of this module."""
 
     def __init__(
         self,
@@ -116,8 +100,8 @@ class DriftMonitor:
         false_alarm_probability: float,
         window: int,
     ) -> None:
-        self.calibration_count = calibration_count
-        self.alpha = alpha
+        self.calibration_count = calibration_count  # n, the number of calibration images behind the p-values
+        self.alpha = alpha  # the p-value at or below which an image counts as out of distribution
         self.false_alarm_probability = false_alarm_probability
         self._log_threshold = -math.log(false_alarm_probability)
         # p ≤ alpha is tested in whole numbers, so that neither the rounding of p nor that of alpha moves the boundary.
@@ -126,7 +110,7 @@ class DriftMonitor:
         self._alarms = 0
         self._is_active = False
         self._has_failed = False
-        self._window = np.zeros(window, bool)
+        self._window = np.zeros(window, bool)  # the number of images in the window, and in a trial of an episode
         self._flagged = 0
         self._begin_run()
 
@@ -135,9 +119,6 @@ class DriftMonitor:
 
         Returns:
             The number of alarms that these images raised.
-
-        Raises:
-            ValueError: If a p-value is NaN or outside (0, 1]; the images before it are processed.
         """
         values = np.asarray(p_values, np.float64)
         wrong = np.flatnonzero(~((values > 0.0) & (values <= 1.0)))
@@ -247,12 +228,6 @@ def window_tail(ood: int, images: int, rank: int, n: int) -> float:
     It is the probability that at least ``ood`` of the images score above the rank-th largest of the n calibration
     scores.  That is so if at most rank - 1 of these are among the rank + ood - 1 highest of all scores, so it is a sum
     of at most ``rank`` hypergeometric probabilities.
-
-    Args:
-        ood: The number of images out of distribution.
-        images: The number of images.
-        rank: The number of calibration images out of distribution, at least 1 if any image is.
-        n: The number of calibration images.
     """
     if ood <= 0:
         return 1.0

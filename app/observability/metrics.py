@@ -57,21 +57,14 @@ _LOG_DENSITY: Final = (
 )  # fmt: skip
 _IMAGES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
+# The environment variable with the folder through which several processes share their metrics.
 PROCESS_FILES: Final = "PROMETHEUS_MULTIPROC_DIR"
-"""The environment variable with the folder through which several processes share their metrics."""
 
 AnyMetric = TypeVar("AnyMetric", bound=Counter | Gauge | Histogram)
 
 
 class Metric(Generic[AnyMetric]):
-    """One row of the table: an attribute of :class:`Metrics`, whose name is that of the metric.
-
-    Args:
-        type: A metric class of prometheus-client; the name of a counter ends in ``_total``.
-        labels: The names of the labels.
-        help: The metric's meaning.
-        options: ``buckets`` for a histogram; for a gauge ``multiprocess_mode``, which combines those of all processes.
-    """
+    """One row of the table: an attribute of :class:`Metrics`, whose name is that of the metric."""
 
     name: str
 
@@ -192,19 +185,15 @@ class Metrics:
         return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
+# All metrics, in the order of the documentation.
 METRICS: Final[tuple[Metric[Any], ...]] = tuple(row for row in vars(Metrics).values() if isinstance(row, Metric))
-"""All metrics, in the order of the documentation."""
 
 
 class LiveProcesses(Collector):
-    """The ``process_…`` metrics of several processes, each by its ``pid``, because a sum would fall when one ends.
-
-    Args:
-        folder: The folder through which the processes share their metrics.
-    """
+    """The ``process_…`` metrics of several processes, each by its ``pid``, because a sum would fall when one ends."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder = folder  # the folder through which the processes share their metrics
 
     def collect(self) -> Iterator[metrics_core.Metric]:
         """Yield each metric once, with a sample for each process."""
@@ -244,22 +233,18 @@ def forget_dead_processes() -> None:
                 mark_process_dead(pid)  # type: ignore[no-untyped-call]
 
 
-REMEMBERED: Final = 10_000
-"""The number of different images whose fingerprints a monitor keeps."""
+REMEMBERED: Final = 10_000  # the number of different images whose fingerprints a monitor keeps
 
 
 class RepeatFilter:
     """Tells repeats from images that count.
 
-    Args:
-        is_common: Whether an image lies beside equal calibration scores, by the number of calibration scores that are
-            no smaller than its own, shape (n + 1,).
-        remembered: The number of different images to remember.
+    ``is_common[k]``: whether an image lies beside equal calibration scores if k of them are no smaller than its own.
     """
 
     def __init__(self, is_common: npt.NDArray[np.bool_], remembered: int) -> None:
         self._is_common = is_common
-        self._remembered = remembered
+        self._remembered = remembered  # the number of different images to remember
         self._recent: OrderedDict[int, None] = OrderedDict()
 
     @classmethod
@@ -274,12 +259,7 @@ class RepeatFilter:
         return cls(np.concatenate([[False], tied]) | np.concatenate([tied, [False]]), remembered)
 
     def counts(self, p_values: npt.NDArray[np.floating[Any]], fingerprints: Iterable[int]) -> npt.NDArray[np.bool_]:
-        """Return whether each image counts, a boolean array of shape (images,).
-
-        Args:
-            p_values: The served p-values in the order of arrival, shape (images,).
-            fingerprints: The images' fingerprints, equal for identical images.
-        """
+        """Return whether each image counts, a boolean array of shape (images,)."""
         is_new = np.array([self._see(fingerprint) for fingerprint in fingerprints], bool)
         n = len(self._is_common) - 1
         cells = np.rint(np.asarray(p_values, np.float64) * (n + 1)).astype(np.int64) - 1
@@ -316,24 +296,18 @@ def gpu_usage(device: torch.device) -> GpuUsage:
         return GpuUsage(memory, None)
 
 
-SPARE: Final = 8
-"""The number of free descriptors at which a line is logged."""
+SPARE: Final = 8  # the number of free descriptors at which a line is logged
 
-_QUIET_SECONDS: Final = 60.0
-"""The shortest time between two such lines, seconds."""
+_QUIET_SECONDS: Final = 60.0  # the shortest time between two such lines, seconds
 
 logger = logging.getLogger("psc.server")
 
 
 class DescriptorWatch:
-    """Watches the lowest free file descriptor; all below it are in use.
-
-    Args:
-        clock: Returns the time in seconds; monotonic.
-    """
+    """Watches the lowest free file descriptor; all below it are in use."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self._clock = clock  # returns the time in seconds; monotonic
         self._quiet_until = clock()
 
     def check(self) -> None:

@@ -28,26 +28,16 @@ from psc_core.tasks.policy import BasePolicy
 
 logger = logging.getLogger("psc.drift")
 
+# The number of classes with a prediction counter of their own; all others are counted as :data:`OTHER`.
 MAX_LABELS: Final = 1000
-"""The number of classes with a prediction counter of their own; all others are counted as :data:`OTHER`."""
 
 OTHER: Final = "(other)"
 
-_FLUSH_AT: Final = 4096
-"""The number of recorded requests at which the list is flushed, lest it grow without bound."""
+_FLUSH_AT: Final = 4096  # the number of recorded requests at which the list is flushed, lest it grow without bound
 
 
 class ModelRecorder:
-    """Records one model; :meth:`batch` and :meth:`decoded` may be called on any thread.
-
-    Args:
-        name: The name of the served model.
-        model: The fitted model.
-        policy: The thresholds of requests that set none.
-        queue_limit: The maximum number of images in the model's queue.
-        metrics: The application's metrics.
-        drift: The monitor of the model's p-values.
-    """
+    """Records one model; :meth:`batch` and :meth:`decoded` may be called on any thread."""
 
     def __init__(
         self,
@@ -59,18 +49,18 @@ class ModelRecorder:
         metrics: Metrics,
         drift: DriftMonitor,
     ) -> None:
-        self._name = name
+        self._name = name  # the name of the served model
         self._task = served_task(model.task)
         self._abstentions = model.task.abstentions
         labels = self._task.metric_labels(model.classes)
         self._labels = (*labels[:MAX_LABELS], *[OTHER] * (len(labels) - MAX_LABELS))
         self._outputs_of = model.outputs
-        self._policy = policy
+        self._policy = policy  # the thresholds of requests that set none
         self._ood_threshold = decision_p_value(policy.alpha, len(model.calibration.ood_scores))
-        self.queue_limit = queue_limit
+        self.queue_limit = queue_limit  # the maximum number of images in the model's queue
         self._identity = {"version": model.version, "layer": model.layer, "device": str(model.device)}
-        self._metrics = metrics
-        self._drift = drift
+        self._metrics = metrics  # the application's metrics
+        self._drift = drift  # the monitor of the model's p-values
         self._repeats = RepeatFilter.of(model.calibration.ood_scores)
         self._hidden = False
         self._predictions: list[tuple[Outputs[FloatArray], BaseDecisions, Sequence[int] | None]] = []
@@ -107,13 +97,7 @@ class ModelRecorder:
     def predicted(
         self, outputs: Outputs[FloatArray], decisions: BaseDecisions, fingerprints: Sequence[int] | None
     ) -> None:
-        """Record the answer to the images of one request; to be called on the event loop.
-
-        Args:
-            outputs: The outputs for the images.
-            decisions: The decisions on the images.
-            fingerprints: The images' fingerprints; None if the client asked not to monitor the images.
-        """
+        """Record the answer to one request, on the event loop; without fingerprints, its images are not monitored."""
         self._predictions.append((outputs, decisions, fingerprints))
         if self._hidden or len(self._predictions) >= _FLUSH_AT:
             self.flush()

@@ -37,19 +37,7 @@ def wait_seconds(deadline_s: float) -> float:
 
 
 def add_verdict(writer: LogWriter, label: Label, *, seconds: float) -> Label:
-    """Write a verdict and return it as written.  It may take seconds, so call it on a thread.
-
-    Args:
-        writer: The writer of the log, which is flushed if the row is not found otherwise.
-        label: The verdict on an image, which it names by request and position.
-        seconds: The result of :func:`wait_seconds`.
-
-    Raises:
-        UnknownImage: If the log has no row of the image.
-        ImageConflict: If the row is of another image, or of one that was erased.
-        UnusableLabel: If the row's model could not have given this label.
-        LogUnavailable: If the log cannot be read or written.
-    """
+    """Write a verdict and return it as written.  It may take seconds, so call it on a thread."""
     try:
         row = _row(writer, label, seconds)
         if label.image_sha256 is not None and label.image_sha256 != row[SHA256]:
@@ -74,14 +62,6 @@ def to_review(writer: LogWriter, limit: int, *, seconds: float) -> tuple[list[Un
     """Return the newest logged images that were not accepted and have no verdict, and their models by version.
 
     It may take seconds, so call it on a thread.
-
-    Args:
-        writer: The writer of the log, which is flushed first.
-        limit: The maximum number of images.
-        seconds: The result of :func:`wait_seconds`.
-
-    Raises:
-        LogUnavailable: If the log cannot be read.
     """
     writer.flush(seconds)
     try:
@@ -93,12 +73,7 @@ def to_review(writer: LogWriter, limit: int, *, seconds: float) -> tuple[list[Un
 
 
 def logged_image(writer: LogWriter, name: str) -> tuple[Any, int]:
-    """Open a logged image and return it with its size in bytes; call it on a thread.
-
-    Raises:
-        UnknownImage: If the log has no such image.
-        LogUnavailable: If the log cannot be read.
-    """
+    """Open a logged image and return it with its size in bytes; call it on a thread."""
     try:
         return open_logged_image(writer.log, name)
     except FileNotFoundError as error:
@@ -192,13 +167,13 @@ MAX_IMAGES: Final = 50
 
 _BLOCK_BYTES: Final = 1 << 16
 
+# The headers of a logged image: anyone may have sent it, so it must not run; and it may be erased, so it must not be
+# cached.
 _HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
     "Content-Security-Policy": "default-src 'none'; sandbox",
     "Cache-Control": "no-store",
 }
-"""The headers of a logged image: anyone may have sent it, so it must not run; and it may be erased, so it must not be
-cached."""
 
 
 class ImageToReview(Document):

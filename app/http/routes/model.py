@@ -86,8 +86,7 @@ def model_document(service: Service, name: str | None) -> ModelDocument:
 
 
 MAX_FILES: Final = 12
-MAX_FILE_BYTES: Final = 1 << 20
-"""The maximum size of an image to try, bytes; larger files are not shown."""
+MAX_FILE_BYTES: Final = 1 << 20  # the maximum size of an image to try, bytes; larger files are not shown
 
 live_router = APIRouter(tags=["model"], responses=responses(401, 404, 503))
 
@@ -214,6 +213,7 @@ async def reload(request: Request) -> ReloadDocument:
     )
 
 
+# The headers of every file: nothing inline, nothing from elsewhere, no framing, always revalidate.
 SECURITY_HEADERS: Final = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
@@ -224,7 +224,6 @@ SECURITY_HEADERS: Final = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-"""The headers of every file: nothing inline, nothing from elsewhere, no framing, always revalidate."""
 
 _FOLDER: Final = Path(str(files("app.http") / "page"))
 _SWAGGER: Final = Path(str(files("fastapi_offline") / "static"))

@@ -22,10 +22,10 @@ from psc_core.tasks.decide import BaseThresholds
 from psc_core.tasks.policy import BasePolicy
 from psc_core.tasks.task import task_types
 
+# The parameters of all tasks, any of which may be asked.
 _Query: Final[type[PredictQuery]] = create_model(
     "PredictQuery", __base__=tuple(served_type(name).query for name in reversed(TASKS))
 )
-"""The parameters of all tasks, any of which may be asked."""
 
 _ROUTE: Final[dict[str, Any]] = {
     "response_model": Union[*(task.response_type for task in task_types())],
@@ -91,12 +91,6 @@ def predict_response(served: ServedModel, policy: BasePolicy, predicted: Predict
 
     orjson gets numpy's float32 values, which it prints with the fewest digits that tell them from their neighbours; as
     Python floats they would have seventeen.
-
-    Args:
-        served: The model that answered.
-        policy: The policy behind the decisions.
-        predicted: Finite outputs, decisions and, if the request asks for them, an explanation and a map.
-        options: The parameters of the request that belong to the task and are no thresholds.
     """
     model, (outputs, decisions, explanation) = served.model, predicted
     predictions = served.task.documents(outputs, decisions, model.classes, **options)
