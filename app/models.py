@@ -41,8 +41,7 @@ from app.inference.steps import Step, TorchThreads, make_step
 from app.log import LogWriter, ModelLog
 from app.memory import MemoryBudget, limits
 from app.observability.drift import DriftMonitor
-from app.observability.metrics import Metrics
-from app.observability.recorder import ModelRecorder
+from app.observability.metrics import Metrics, ModelRecorder
 from app.settings import MAX_DECODE_THREADS, Settings
 from app.tasks.base import ServedTask, served_task
 from psc_core.errors import BundleError, NetworkError, UsageError
@@ -294,7 +293,7 @@ class ModelStarter:
             step,
             self._decoder(model.preprocess),
             batcher=self._batcher(model.device),
-            observer=recorder,
+            recorder=recorder,
             deadline_s=self._settings.deadline_seconds,
         )
         try:

@@ -1,10 +1,4 @@
-"""The contents of the queue: requests with their images, batches of slices of requests, and results.
-
-Estimate how long batches take on the device, from measured times.
-
-Times are kept by batch size, because a batch of one image says little about the time for 64.  This module has no clock.
-
-Decide which images run next: a state machine with an explicit clock.
+"""Decide which images run next: a state machine with an explicit clock, and the queue that threads share.
 
 The life of a :class:`QueuedRequest` with ``count`` images::
 

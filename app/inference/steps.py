@@ -1,12 +1,7 @@
-"""The interface of a step, from ``uint8 (n, C, H, W)`` host images to packed ``float32 (n, S + K + G)`` host outputs.
+"""Run batches on the device, from ``uint8 (n, C, H, W)`` host images to packed ``float32 (n, S + K + G)`` host outputs.
 
 Every step runs under ``torch.inference_mode`` and is used by one thread at a time.  The outputs of padding images are
 never returned.
-
-A step that replays captured CUDA graphs, one per bucket; batches are padded, and nothing is allocated.
-
-A batch is one copy from the slot's pinned host buffer to the device, one replay and one copy back.  The host may fill
-and launch the next slot while the device works on this one.
 """
 
 from __future__ import annotations
@@ -214,7 +209,11 @@ _IDLE_STREAMS: Final[dict[torch.device, list[torch.cuda.Stream]]] = defaultdict(
 
 
 class GraphStep:
-    """A step that replays captured CUDA graphs."""
+    """A step that replays captured CUDA graphs, one per bucket; batches are padded, and nothing is allocated.
+
+    A batch is one copy from the slot's pinned host buffer to the device, one replay and one copy back.  The host may
+    fill and launch the next slot while the device works on this one.
+    """
 
     slots = 2
 
@@ -283,9 +282,6 @@ class GraphStep:
 
     def release_memory(self) -> None:
         torch.cuda.empty_cache()
-
-
-__all__ = ["EagerStep", "GraphStep", "Step", "TorchThreads", "make_step"]
 
 
 def make_step(

@@ -256,7 +256,7 @@ def out_of_memory(device: torch.device) -> str:
                     inline_bytes=1 << 20,
                 ),
                 batcher=Batcher(max_batch=8, max_queue_images=64, max_delay_s=0.0),
-                observer=_Silent(),
+                recorder=_Silent(),  # type: ignore[arg-type]
                 deadline_s=50.0,
             )
             await engine.start()

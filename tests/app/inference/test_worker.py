@@ -129,7 +129,7 @@ async def slow_engine() -> AsyncIterator[tuple[Engine, SlowStep]]:
             step,
             decoder,
             batcher=Batcher(max_batch=4, max_queue_images=100),
-            observer=Metrics(),
+            recorder=Metrics(),
             deadline_s=10,
         )
         await made.start()

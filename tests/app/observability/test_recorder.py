@@ -13,8 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.observability.metrics import Metrics
-from app.observability.recorder import MAX_LABELS, OTHER, ModelRecorder
+from app.observability.metrics import MAX_LABELS, OTHER, Metrics, ModelRecorder
 from psc_core.tasks.classification.answer import SCORES
 from psc_core.tasks.classification.decide import Thresholds
 from psc_core.tasks.classification.policy import ClassificationPolicy
