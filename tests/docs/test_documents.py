@@ -15,7 +15,7 @@ import pytest
 import shtab
 
 from app.cli import parser as serve_parser
-from app.client.cli import parser as predict_parser
+from app.client_cli import parser as predict_parser
 from psc_core import gates as combined
 from psc_core.cli.evaluate import parser as eval_parser
 from psc_core.cli.fit import parser as fit_parser
