@@ -25,7 +25,6 @@ from starlette.exceptions import HTTPException
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from app.auth import ApiKeys
-from app.grpc import check_installed
 from app.http import problems, v2
 from app.http.middleware import Draining, HostAllowList, ProblemCORS, ProblemResponses, RequestLimits, Telemetry
 from app.http.openapi import Application
@@ -39,6 +38,7 @@ from app.observability.metrics import PROCESS_FILES, Metrics, forget_dead_proces
 from app.service import Host, Service
 from app.settings import Settings
 from psc_core.allocator import keep_freed_memory, release_freed_memory
+from psc_core.errors import needs
 from psc_core.images.decode import mute_codecs
 from psc_core.log.store import open_to_write
 from psc_core.model import FittedModel
@@ -275,13 +275,17 @@ def check(settings: Settings) -> None:
     if settings.otel:
         tracing.check_installed()
     if settings.grpc_port is not None:
-        check_installed()
+        _check_grpc()
+
+
+def _check_grpc() -> None:
+    needs("grpc_port", "grpc", "google.protobuf", "grpc")
 
 
 def _serving_grpc(app: FastAPI, service: Service) -> AbstractAsyncContextManager[None]:
     if service.settings.grpc_port is None:
         return nullcontext()
-    from app.grpc.server import serving
+    from app.grpc import serving
 
     return serving(app, service)
 
@@ -295,10 +299,10 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         app.include_router(feedback.router)
         app.include_router(feedback.review_router)
     if service.settings.grpc_port is not None:
-        check_installed()
-        from app.grpc import methods
+        _check_grpc()
+        from app import grpc
 
-        app.include_router(methods.router)
+        app.include_router(grpc.router)
     model.add_to(app, index=service.settings.page)
 
 

@@ -20,9 +20,8 @@ import grpc
 import tritonclient.grpc as triton
 import tritonclient.http as triton_http
 
-import app.grpc
-from app.grpc.messages import METHODS, PREFIX
-from app.main import create_app
+from app.grpc import METHODS, PREFIX
+from app.main import check, create_app
 from app.settings import load_settings
 from psc_core.errors import UsageError
 from tests.app.fakes import FakeModel, pixels, png
@@ -305,6 +304,6 @@ def test_a_taken_port_is_said_at_once() -> None:
 def test_says_which_extra_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "grpc", None)
     with pytest.raises(UsageError, match=r"pip install 'psc\[grpc\]'"):
-        app.grpc.check_installed()
+        check(load_settings({"grpc_port": 1}))
     with pytest.raises(UsageError, match=r"pip install 'psc\[grpc\]'"):
         create_app(load_settings({"grpc_port": 1}), {"m": FakeModel()})
