@@ -39,6 +39,7 @@ from psc_core.tasks.outputs import FloatArray, Outputs
 from psc_core.tasks.policy import BasePolicy
 
 logger = logging.getLogger("psc.server")
+
 drift_logger = logging.getLogger("psc.drift")
 
 _SECONDS: Final = (
@@ -51,10 +52,8 @@ _LOG_DENSITY: Final = (
     500.0, 1e3, 1e4,
 )  # fmt: skip
 _IMAGES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-
 # The environment variable with the folder through which several processes share their metrics.
 PROCESS_FILES: Final = "PROMETHEUS_MULTIPROC_DIR"
-
 AnyMetric = TypeVar("AnyMetric", bound=Counter | Gauge | Histogram)
 
 
@@ -188,7 +187,7 @@ class LiveProcesses(Collector):
     """The ``process_…`` metrics of several processes, each by its ``pid``, because a sum would fall when one ends."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder  # the folder through which the processes share their metrics
+        self._folder = folder
 
     def collect(self) -> Iterator[metrics_core.Metric]:
         """Yield each metric once, with a sample for each process."""
@@ -234,30 +233,14 @@ REMEMBERED: Final = 10_000  # the number of different images whose fingerprints 
 class RepeatFilter:
     """Tells repeats from images that count: a retry, a health probe or a demonstration says nothing new.
 
-    The drift test and the rates of scores are about images that are exchangeable with the calibration images.  One
-    image that is sent eight times is not eight such images.
-
-    **Why leaving out repeats is sound.** Suppose that the images without their repeats, in the order of their first
-    appearance, are exchangeable with the calibration images.  Leaving out repeats recovers exactly these images,
-    whoever repeats what and when, so a test on them keeps its level.
-
-    **Where it would not be sound.** Identical images can be part of the data: blank pages, masked tiles.  Then some
-    calibration images are identical too and have equal scores, and a stream without repeats would look too unusual.  So
-    a repeat whose score lies at equal calibration scores counts every time.  An image that does not occur twice among n
-    calibration images has a frequency of about 1/n, and its repeats are too few to matter.
-
-    **Why it cannot be abused.** A repeat is an image that has been counted, so nobody can hide an image by sending it
-    first.  Fingerprints have 64 bits, and each process draws the key of its own.
-
-    **Memory.** The last :data:`REMEMBERED` different images are kept, about 200 bytes each.  An image counts again if
-    as many others have come since it was last seen.
+    docs/drift.md says why leaving out repeats is sound, where it would not be, and why it cannot be abused.
 
     ``is_common[k]``: whether an image lies beside equal calibration scores if k of them are no smaller than its own.
     """
 
     def __init__(self, is_common: npt.NDArray[np.bool_], remembered: int) -> None:
         self._is_common = is_common
-        self._remembered = remembered  # the number of different images to remember
+        self._remembered = remembered
         self._recent: OrderedDict[int, None] = OrderedDict()
 
     @classmethod
@@ -291,9 +274,7 @@ class RepeatFilter:
 
 # The number of classes with a prediction counter of their own; all others are counted as :data:`OTHER`.
 MAX_LABELS: Final = 1000
-
 OTHER: Final = "(other)"
-
 _FLUSH_AT: Final = 4096  # the number of recorded requests at which the list is flushed, lest it grow without bound
 
 
@@ -310,18 +291,18 @@ class ModelRecorder:
         metrics: Metrics,
         drift: DriftMonitor,
     ) -> None:
-        self._name = name  # the name of the served model
+        self._name = name
         self._task = served_task(model.task)
         self._abstentions = model.task.abstentions
         labels = self._task.metric_labels(model.classes)
         self._labels = (*labels[:MAX_LABELS], *[OTHER] * (len(labels) - MAX_LABELS))
         self._outputs_of = model.outputs
-        self._policy = policy  # the thresholds of requests that set none
+        self._policy = policy
         self._ood_threshold = decision_p_value(policy.alpha, len(model.calibration.ood_scores))
-        self.queue_limit = queue_limit  # the maximum number of images in the model's queue
+        self.queue_limit = queue_limit
         self._identity = {"version": model.version, "layer": model.layer, "device": str(model.device)}
-        self._metrics = metrics  # the application's metrics
-        self._drift = drift  # the monitor of the model's p-values
+        self._metrics = metrics
+        self._drift = drift
         self._repeats = RepeatFilter.of(model.calibration.ood_scores)
         self._hidden = False
         self._predictions: list[tuple[Outputs[FloatArray], BaseDecisions, Sequence[int] | None]] = []
@@ -459,7 +440,6 @@ def gpu_usage(device: torch.device) -> GpuUsage:
 
 
 SPARE: Final = 8  # the number of free descriptors at which a line is logged
-
 _QUIET_SECONDS: Final = 60.0  # the shortest time between two such lines, seconds
 
 
@@ -467,7 +447,7 @@ class DescriptorWatch:
     """Watches the lowest free file descriptor; all below it are in use."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock  # returns the time in seconds; monotonic
+        self._clock = clock
         self._quiet_until = clock()
 
     def check(self) -> None:
