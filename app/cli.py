@@ -29,7 +29,7 @@ from psc_core.version import __version__
 
 logger = logging.getLogger("psc.cli")
 
-DEMO: Final = "dirty-mnist-resnet18"  # the name of the shipped bundle
+DEMO: Final = "dirty-mnist-resnet18"
 
 
 def parser() -> argparse.ArgumentParser:

@@ -65,15 +65,11 @@ __all__ = [
     "Target",
     "Unavailable",
 ]
-
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 # The answers that have a method of their own; :meth:`Client.ask` returns any answer.
 _METHODS: Final = {ClassificationResponse: "predict", RegressionResponse: "predict_values"}
-
 AnyResponse = TypeVar("AnyResponse", bound=Response)
-
 ImageInput = str | Path | bytes  # the path of a file, or the bytes of one
-
 _RETRIED_STATUS: Final = frozenset({429, 503})
 _NOT_SENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 _REASONS: Final = {each.value: each.phrase for each in HTTPStatus}

@@ -33,7 +33,7 @@ from starlette.types import ASGIApp, Message
 from app.errors import BodyTooLarge, MalformedRequest, TooManyRequests
 from app.http import v2
 from app.http.body import MAX_VALUES, parse, read_body
-from app.http.v2 import InferRequest, Received, find_model, infer_tensors, request_of, to_binary
+from app.http.v2 import InferRequest, find_model, infer_tensors, request_of, to_binary
 from app.service import Service, service_of, service_to_predict
 from psc_core.errors import UsageError
 from psc_core.network.onnx_check import GROUPS, LENGTH, fields
@@ -58,33 +58,26 @@ CODES: Final = {
     503: "UNAVAILABLE",
     504: "DEADLINE_EXCEEDED",
 }
-
 # A descriptor pool of our own: a client in the same process may register messages with the same names.
 _SET: Final = FileDescriptorSet.FromString(files("app").joinpath("open_inference.binpb").read_bytes())
 _POOL: Final = DescriptorPool()
 _POOL.AddSerializedFile(_SET.file[0].SerializeToString())
 _SERVICE: Final = _POOL.FindServiceByName("inference.GRPCInferenceService")
-
 # Maps the name of a method to the classes of its request and its response.
 METHODS: Final[Mapping[str, tuple[Any, Any]]] = {
     method.name: (GetMessageClass(method.input_type), GetMessageClass(method.output_type))
     for method in _SERVICE.methods
 }
-
 PREFIX: Final = f"/{_SERVICE.full_name}/"  # the part of a method's HTTP/2 path before its name
-
 # The maximum number of times that a field occurs in a message, including the messages inside it.
 MAX_OCCURRENCES: Final = 256
-
 # The limits of fields that may occur more often: image files, and pixels, which are counted in bytes.
 HIGHER: Final[Mapping[str, int]] = {
     "inference.InferTensorContents.uint_contents": MAX_VALUES,
     "inference.InferTensorContents.bytes_contents": 1 << 14,
 }
-
 # The maximum number of unpacked occurrences of a field, each of which is a step of the walk; writers pack numbers.
 MAX_UNPACKED: Final = 1 << 14
-
 _NEVER_PACKED: Final = (FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 
@@ -118,12 +111,9 @@ def _count(body: memoryview, message: Any, seen: Counter[str]) -> None:
 
 
 _PUBLIC: Final = frozenset({"ServerLive", "ServerReady", "ModelReady", "ServerMetadata"})  # need no key, as in REST
-
 _ADMIN: Final = frozenset({"RepositoryModelLoad", "RepositoryModelUnload"})
-
 # The time in which a message without images must arrive; it holds no more than a name, a version and a flag.
 SMALL_SECONDS: Final = 5.0
-
 _SMALL_BYTES: Final = 64 * 1024  # the maximum size of such a message
 
 
@@ -144,7 +134,7 @@ async def _infer(request: Request) -> Response:
     name, version = message.model_name, message.model_version or None
     find_model(service, name, version).engine.check_room()
     wanted, binary = await parse(service.parser, body, tensor_of, message)
-    answer = await infer_tensors(service, name, version, Received(wanted, binary, body), request.receive)
+    answer = await infer_tensors(service, name, version, wanted, binary, body=body, receive=request.receive)
     model = answer.served
     response = METHODS["ModelInfer"][1](model_name=model.name, model_version=model.model.version, id=message.id)
     response.parameters["alpha"].double_param = answer.alpha
@@ -233,7 +223,6 @@ for _method in METHODS:
 
 # The grace period in which a message keeps its place; at most a third of the time in which it must arrive.
 MESSAGE_SECONDS: Final = 5.0
-
 MAX_WAITING: Final = 256  # the maximum number of calls that wait for a place; each wait costs a pass over all others
 
 
@@ -314,10 +303,8 @@ def _most_of(count: int) -> int:  # for one client
     return max(1, count * 3 // 4)
 
 
-_PASSED_ON: Final = frozenset(
-    {"authorization", "x-api-key", "traceparent", "tracestate"}
-)  # metadata that become headers
-
+# The metadata of a call that become headers of its request.
+_PASSED_ON: Final = frozenset({"authorization", "x-api-key", "traceparent", "tracestate"})
 _SMALL_AT_ONCE: Final = 16  # the number of messages without images that may arrive at once
 
 

@@ -1,10 +1,4 @@
-"""Draw the images that are logged, by one number for each, so that the same request is always drawn alike.
-
-That number u, uniform in [0, 1), is a hash of the request's id and the image's position.  An image is in the audit
-slice if u is below the slice's probability, is stored if it is in the slice or u is below its decision's probability,
-and gets a row if it is stored or u is below ``log_rows``.
-
-Write predictions to the files of :mod:`psc_core.log` without holding up an answer.
+"""Write predictions to the files of :mod:`psc_core.log` without holding up an answer.
 
 ::
 
@@ -12,6 +6,11 @@ Write predictions to the files of :mod:`psc_core.log` without holding up an answ
 
 Waiting predictions and open rows share one limit of bytes.  What does not fit, or cannot be written, is dropped and
 counted.
+
+The images that are logged are drawn by one number for each, so that the same request is always drawn alike.  That
+number u, uniform in [0, 1), is a hash of the request's id and the image's position.  An image is in the audit slice if
+u is below the slice's probability, is stored if it is in the slice or u is below its decision's probability, and gets a
+row if it is stored or u is below ``log_rows``.
 """
 
 from __future__ import annotations
@@ -61,8 +60,6 @@ from psc_core.tasks.outputs import FloatArray, Outputs
 from psc_core.tasks.policy import BasePolicy
 from psc_core.tasks.task import Task
 
-_SCALE: Final = 2.0**-53
-
 
 @dataclass(frozen=True)
 class Sampling:
@@ -87,7 +84,7 @@ class Sampling:
 def number_of(request_id: str, image_index: int) -> float:
     """Return an image's number u."""
     digest = hashlib.blake2b(f"{request_id}/{image_index}".encode(), digest_size=8).digest()
-    return (int.from_bytes(digest) >> 11) * _SCALE  # The 53 bits of a float64: with all 64, u could round up to 1.
+    return (int.from_bytes(digest) >> 11) * 2.0**-53  # The 53 bits of a float64: with all 64, u could round up to 1.
 
 
 logger = logging.getLogger("psc.log")
@@ -95,29 +92,23 @@ logger = logging.getLogger("psc.log")
 PRUNE_SECONDS: Final = 3600.0  # the time between two removals, seconds
 
 
-class LogPruner:
-    """A thread that removes rows and images older than some days, at the start and every hour.
+class LogPruner(threading.Thread):
+    """Removes rows and images older than some days, at the start and every hour.
 
     It is not the writer's thread, because a bucket takes one request for each of thousands of images.
     """
 
     def __init__(self, log: Log, days: int) -> None:
+        super().__init__(name="psc-log-prune", daemon=True)
         self._log = log
-        self._days = days  # the number of days to keep
+        self._days = days
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="psc-log-prune", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
 
     def end(self) -> None:
         """Ask the thread to end after the file it is removing; a later start removes the rest."""
         self._ended.set()
 
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def _run(self) -> None:
+    def run(self) -> None:
         while not self._ended.is_set():
             try:
                 prune(self._log, self._days, ended=self._ended)
@@ -132,7 +123,6 @@ class LogPruner:
 _FILLED: Final[tuple[str, ...]] = (
     "time", REQUEST_ID, IMAGE_INDEX, "policy", "audit", "audit_probability", SHA256, IMAGE_PATH, "label",
 )  # fmt: skip
-
 ROW_BYTES: Final = 512  # an estimate of a row's size in memory without its outputs, bytes
 
 
@@ -266,11 +256,8 @@ def _offsets(values: FloatArray) -> Any:
 
 
 _TURN_SECONDS: Final = 0.25  # the longest time before the thread looks at the waiting predictions again, seconds
-
 _MAX_ROWS: Final = 50_000  # the number of open rows of a model at which they are written to a file
-
 _QUIET_SECONDS: Final = 60.0  # the shortest time between two log lines about failed writes, seconds
-
 Item = TypeVar("Item")
 
 
@@ -282,9 +269,9 @@ class LogWriter:
 
     def __init__(self, log: Log, settings: Settings, metrics: Metrics) -> None:
         self.log = log
-        self.unreviewed = UnreviewedImages(log)  # the logged images that nobody has reviewed
+        self.unreviewed = UnreviewedImages(log)
         self._settings = settings  # the settings, of which those named ``log_…`` matter
-        self._metrics = metrics  # the application's metrics
+        self._metrics = metrics
         self._waiting: deque[Waiting] = deque()
         self._open: dict[tuple[Source, str], OpenRows] = {}
         # Held bytes are the difference of two counters, each of which only one thread changes: they need no lock.
@@ -338,7 +325,7 @@ class LogWriter:
         """Write all predictions and end the threads; those not written within ``within_s`` seconds are dropped."""
         self._closing = True
         self._wake.set()
-        threads: list[threading.Thread | LogPruner] = [self._thread]
+        threads = [self._thread]
         if self._pruner is not None:
             self._pruner.end()
             threads.append(self._pruner)

@@ -22,25 +22,18 @@ from typing import Final
 from app.errors import NotReady, TooManyRequests
 
 COPIES: Final = 2  # the bytes held for each byte of a body
-
 # The bytes of a pixel while its image is decoded: Pillow takes four, and as many again to rotate or convert it.
 PIXEL_BYTES: Final = 8
-
 BUDGET_FRACTION: Final = 1 / 4  # the budget, as a fraction of the memory that the process may have
-
 FULL_FRACTION: Final = 0.9  # the fraction of its memory above which the process accepts no more requests
-
 # Freed memory is returned to the system once requests hold this much less than at their peak.
 RELEASE_BYTES: Final = 128 << 20
-
 _RELEASE_SECONDS: Final = 5.0  # the shortest time between two such returns
-
 CGROUPS: Final = Path("/sys/fs/cgroup")
 _VERSION_1: Final = "memory/{}/memory.limit_in_bytes", "memory/{}/memory.usage_in_bytes"
 _VERSION_2: Final = "{}/memory.max", "{}/memory.current"
 # The page cache in ``memory.stat``. Version 1 has two such lines; the first leaves out the groups below this one.
 _PAGE_CACHE: Final = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)
-
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -92,7 +85,7 @@ class MemoryBudget:
         self.total = min(asked, int(BUDGET_FRACTION * process_bytes))
         self.shortage = ""  # the reason why no more requests are accepted; empty while there is memory
         self._for_decoding = min(PIXEL_BYTES * max_pixels, self.total // 2)
-        self.held = self._most_held = 0  # the bytes held now
+        self.held = self._most_held = 0
         self._released_at = time.monotonic()
         self._condition = threading.Condition(threading.Lock())
 

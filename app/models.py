@@ -1,12 +1,4 @@
-"""The served models: load them, warm them up and swap them.
-
-Check that a model can be warmed up on this machine, before warm-up takes minutes or all of the memory.
-
-One image on PyTorch's meta device, which computes nothing, gives the number of operations and the size of the largest
-feature map; a matrix product gives the speed of the device.  Warm-up runs batches of 1, 2, 4, … images, which have
-twice the images of a full batch, and three feature maps of a batch are in memory at once.
-
-Keep the served models by name, and swap one for another without losing a request.
+"""The served models: check that one can be warmed up here, load it, warm it up, and swap it for another.
 
 A reload reads, verifies, builds and warms up the new model beside the old one, swaps one reference, and then lets the
 old engine finish the requests that it has admitted.  A bundle that cannot be used changes nothing.
@@ -19,12 +11,12 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, Literal, NamedTuple, Protocol, Self
+from typing import Any, Final, Literal, NamedTuple, Self
 
 import numpy.typing as npt
 import torch
@@ -45,26 +37,27 @@ from app.observability.metrics import Metrics, ModelRecorder
 from app.settings import MAX_DECODE_THREADS, Settings
 from app.tasks.base import ServedTask, served_task
 from psc_core.errors import BundleError, NetworkError, UsageError
-from psc_core.images.preprocess import Preprocess
 from psc_core.model import FittedModel, build_model
 from psc_core.network.onnx import OnnxBody
 from psc_core.settings import Backend
 from psc_core.tasks.decide import BaseDecisions, BaseThresholds
 from psc_core.tasks.outputs import FloatArray, Outputs
-from psc_core.tasks.policy import BasePolicy
 
 memory_logger = logging.getLogger("psc.models")
 
 # The number of a batch's feature maps in memory at once: an operation's input and output, and a shortcut past it.
 ALIVE: Final = 3
-
 EFFICIENCY: Final = 0.3  # the speed of a network as a fraction of the speed of a matrix product
-
 _SIDE: Final = 1024
 
 
 def check_affordable(model: FittedModel, *, max_batch: int, seconds: float) -> None:
-    """Refuse a model whose full batch does not fit in memory, or that takes longer than ``seconds`` to warm up."""
+    """Refuse a model whose full batch does not fit in memory, or that takes longer than ``seconds`` to warm up.
+
+    One image on PyTorch's meta device, which computes nothing, gives the number of operations and the size of the
+    largest feature map; a matrix product gives the speed of the device.  Warm-up runs batches of 1, 2, 4, … images,
+    which have twice the images of a full batch.
+    """
     try:
         alive, operations = cost_of_an_image(model)
     except (RuntimeError, NotImplementedError):  # The meta device lacks an operation of a user's own network.
@@ -139,51 +132,13 @@ def free_bytes(device: torch.device) -> int:
     return min(limit - used for limit, used in limits())
 
 
-class ModelSource(Protocol):
-    """Fitted models by name, each read again whenever it is loaded."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The model names, the default first."""
-
-    def load(self, name: str) -> FittedModel:
-        """Read the model of this name; called on a thread."""
-
-
-@dataclass(frozen=True)
-class BundleSource:
-    """The bundles that the settings name."""
-
-    settings: Settings
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The model names, the default first."""
-        return tuple(name for name, _ in self.settings.named_bundles)
-
-    def load(self, name: str) -> FittedModel:
-        """Read, verify, build and probe the bundle of this name."""
-        settings, path = self.settings, dict(self.settings.named_bundles)[name]
-        model = build_model(path, device=settings.device, allow_factories=settings.allow_factories)
-        # Before its first image, for which an oversized network would take minutes, or all memory.
-        check_affordable(model, max_batch=settings.max_batch_size, seconds=settings.warmup_seconds)
-        return model.probed()
-
-
-@dataclass(frozen=True)
-class MemorySource:
-    """Models that the caller has in memory."""
-
-    models: Mapping[str, FittedModel]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The model names, the default first."""
-        return tuple(self.models)
-
-    def load(self, name: str) -> FittedModel:
-        """Return the model of this name."""
-        return self.models[name]
+def load_bundle(settings: Settings, name: str) -> FittedModel:
+    """Read, verify, build and probe the bundle that the settings give this name."""
+    path = dict(settings.named_bundles)[name]
+    model = build_model(path, device=settings.device, allow_factories=settings.allow_factories)
+    # Before its first image, for which an oversized network would take minutes, or all memory.
+    check_affordable(model, max_batch=settings.max_batch_size, seconds=settings.warmup_seconds)
+    return model.probed()
 
 
 model_logger = logging.getLogger("psc.model")
@@ -201,7 +156,7 @@ class Predicted(NamedTuple):
 class ServedModel:
     """One model in service."""
 
-    name: str  # the name of the served model
+    name: str
     model: FittedModel  # the fitted model
     backend: str  # the backend that runs the network, see :mod:`psc_core.model.backends`
     engine: Engine  # the model's queue and device worker
@@ -263,16 +218,10 @@ class ServedModel:
 class ModelStarter:
     """Turns fitted models into served ones."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        metrics: Metrics,
-        memory: MemoryBudget,
-        log: LogWriter | None,
-    ) -> None:
-        self._settings = settings  # the service's settings
-        self._metrics = metrics  # the application's metrics
-        self._memory = memory  # the bytes that requests may hold
+    def __init__(self, settings: Settings, metrics: Metrics, memory: MemoryBudget, log: LogWriter | None) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        self._memory = memory
         self._log = log  # the writer of the prediction log; None if predictions are not logged
         self._threads = TorchThreads(settings.threads or torch.get_num_threads(), settings.threads or 1)
         self._decode_threads = settings.decode_threads or min(MAX_DECODE_THREADS, len(os.sched_getaffinity(0)))
@@ -280,22 +229,41 @@ class ModelStarter:
 
     async def start(self, name: str, model: FittedModel) -> ServedModel:
         """Build the engine of a model and warm it up."""
+        settings = self._settings
         try:
-            changes = self._settings.thresholds(type(model.policy))
+            changes = settings.thresholds(type(model.policy))
             thresholds = model.calibration.thresholds(model.calibration.changed(model.policy, changes))
             backend, step = await asyncio.to_thread(self._step, model)
         except (UsageError, NetworkError) as error:
             raise BundleError(f"model {name!r}: {error}") from error
-        recorder = self._recorder(name, model, thresholds.policy)
-        log = None if self._log is None else self._log.log_of(name, model)
-        engine = Engine(
-            name,
-            step,
-            self._decoder(model.preprocess),
-            batcher=self._batcher(model.device),
-            recorder=recorder,
-            deadline_s=self._settings.deadline_seconds,
+        drift = DriftMonitor(
+            len(model.calibration.ood_scores),
+            thresholds.policy.alpha,
+            false_alarm_probability=settings.drift_false_alarm / settings.drift_monitors,
+            window=settings.drift_window,
         )
+        limit = settings.max_queue_images
+        recorder = ModelRecorder(
+            name, model, policy=thresholds.policy, queue_limit=limit, metrics=self._metrics, drift=drift
+        )
+        decoder = Decoder(
+            self._pool,
+            self._memory,
+            threads=self._decode_threads,
+            preprocess=model.preprocess,
+            max_pixels=settings.max_pixels,
+            max_request_pixels=settings.max_pixels_per_request,
+            inline_bytes=settings.inline_decode_bytes,
+        )
+        batcher = Batcher(
+            max_batch=settings.max_batch_size,
+            max_queue_images=limit,
+            max_delay_s=settings.max_delay_ms / 1000.0,
+            shares_cores=model.device.type == "cpu",
+        )
+        log = None if self._log is None else self._log.log_of(name, model)
+        seconds = settings.deadline_seconds
+        engine = Engine(name, step, decoder, batcher=batcher, recorder=recorder, deadline_s=seconds)
         try:
             await engine.start()
         except BaseException:  # Also if cancelled: the thread that warms up would keep the model in memory.
@@ -323,35 +291,6 @@ class ModelStarter:
             compiled=settings.compile,
         )
 
-    def _decoder(self, preprocess: Preprocess) -> Decoder:
-        return Decoder(
-            self._pool,
-            self._memory,
-            threads=self._decode_threads,
-            preprocess=preprocess,
-            max_pixels=self._settings.max_pixels,
-            max_request_pixels=self._settings.max_pixels_per_request,
-            inline_bytes=self._settings.inline_decode_bytes,
-        )
-
-    def _batcher(self, device: torch.device) -> Batcher:
-        return Batcher(
-            max_batch=self._settings.max_batch_size,
-            max_queue_images=self._settings.max_queue_images,
-            max_delay_s=self._settings.max_delay_ms / 1000.0,
-            shares_cores=device.type == "cpu",
-        )
-
-    def _recorder(self, name: str, model: FittedModel, policy: BasePolicy) -> ModelRecorder:
-        drift = DriftMonitor(
-            len(model.calibration.ood_scores),
-            policy.alpha,
-            false_alarm_probability=self._settings.drift_false_alarm / self._settings.drift_monitors,
-            window=self._settings.drift_window,
-        )
-        limit = self._settings.max_queue_images
-        return ModelRecorder(name, model, policy=policy, queue_limit=limit, metrics=self._metrics, drift=drift)
-
 
 logger = logging.getLogger("psc.registry")
 
@@ -359,24 +298,27 @@ logger = logging.getLogger("psc.registry")
 class Registry:
     """The models by name; to be used on the event loop only."""
 
-    def __init__(self, source: ModelSource, starter: ModelStarter, metrics: Metrics, *, retire_within_s: float) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        load: Callable[[str], FittedModel],
+        starter: ModelStarter,
+        metrics: Metrics,
+        *,
+        retire_within_s: float,
+    ) -> None:
         # Set when every model is ready, and when all replaced models have ended; who reacts to it clears it.
         self.changed = asyncio.Event()
-        self._source = source  # where the fitted models come from
-        self._names = source.names
-        self._starter = starter  # turns fitted models into served ones
-        self._metrics = metrics  # the application's metrics
+        self.names = tuple(names)  # the default first
+        self._load = load  # reads a model again, on a thread
+        self._starter = starter
+        self._metrics = metrics
         self._retire_within_s = retire_within_s
         self._served: dict[str, ServedModel] = {}
         self._reloading = asyncio.Lock()
         self._reload_waits = False
         self._unloaded: set[str] = set()
         self._retiring: dict[asyncio.Task[None], ServedModel] = {}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The model names, the default first."""
-        return self._names
 
     @property
     def unloaded(self) -> frozenset[str]:
@@ -390,20 +332,20 @@ class Registry:
 
     def get(self, name: str | None = None) -> ServedModel:
         """Return the model of this name, or the default model."""
-        if name is None and self._names:
-            name = self._names[0]
+        if name is None and self.names:
+            name = self.names[0]
         served = self._served.get(name or "")
         if served is not None:
             return served
-        if name not in self._names:
-            raise UnknownModel(f"no model {name!r}; the models are {', '.join(self._names)}")
+        if name not in self.names:
+            raise UnknownModel(f"no model {name!r}; the models are {', '.join(self.names)}")
         if name in self._unloaded:
             raise NotReady(f"model {name!r} was unloaded; load it")
         raise NotReady(f"model {name!r} is loading; try again in a few seconds")
 
     def reasons(self) -> dict[str, str]:
         """Return why a model that should be ready is not, by model name; empty if all are ready."""
-        reasons = {name: "loading" for name in self._names if name not in {*self._served, *self._unloaded}}
+        reasons = {name: "loading" for name in self.names if name not in {*self._served, *self._unloaded}}
         for name, served in self._served.items():
             if served.engine.phase is not Phase.READY:
                 reasons[name] = served.engine.phase.value
@@ -411,7 +353,7 @@ class Registry:
 
     async def start(self) -> None:
         """Load and warm up every model."""
-        for name in self._names:
+        for name in self.names:
             began = time.perf_counter()
             served = await self._start(name)
             self._swap(served)
@@ -426,7 +368,7 @@ class Registry:
         Returns:
             (name, previous version, new version) of each model; the previous version of an unloaded model is empty.
         """
-        names = [each for each in self._names if each not in self._unloaded] if name is None else [name]
+        names = [each for each in self.names if each not in self._unloaded] if name is None else [name]
         for each in names:
             if each not in self._unloaded:
                 self.get(each)
@@ -502,7 +444,7 @@ class Registry:
         self.refresh_metrics()
 
     async def _start(self, name: str) -> ServedModel:
-        return await self._starter.start(name, await asyncio.to_thread(self._source.load, name))
+        return await self._starter.start(name, await asyncio.to_thread(self._load, name))
 
     def _swap(self, served: ServedModel) -> None:
         old = self._served.get(served.name)

@@ -18,7 +18,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 # The longest request line with headers, and the most framing (chunk sizes, trailers) between two pieces of a body.
 MAX_HEAD_BYTES: Final = 1 << 16
-
 # The time for the first request on a connection that was accepted just before the server ended.
 FIRST_REQUEST_SECONDS: Final = 1.0
 
@@ -35,8 +34,6 @@ _TOO_LONG: Final = _refusal(
     b"431 Request Header Fields Too Large",
     b"expected at most %d bytes of request line and headers, got more\n" % MAX_HEAD_BYTES,
 )
-
-
 _VERSION: Final = _refusal(b"505 HTTP Version Not Supported", b"expected HTTP/1.0 or HTTP/1.1; use one of these\n")
 _HOST: Final = _refusal(b"400 Bad Request", b"expected one Host header, got more; send one\n")
 _EXPECTATION: Final = _refusal(b"417 Expectation Failed", b"expected Expect: 100-continue or none; leave it out\n")

@@ -1,6 +1,8 @@
-"""The Open Inference Protocol v2 over REST, with the binary tensor extension.
+"""The Open Inference Protocol v2 over REST, with the binary tensor extension and the model repository.
 
-Convert between tensors and the bodies of the Open Inference Protocol v2, JSON or with the binary extension.
+Engine, limits, keys and thresholds are those of ``/predict``; errors are the protocol's ``{"error": "…"}``.  A request
+may set the parameter ``alpha`` for ``is_ood``; the answer's parameters give the alpha that was used.  gRPC requests
+pass through here too.
 
 ::
 
@@ -13,17 +15,8 @@ row-major, each ``BYTES`` element after its 4-byte length.  In JSON, data are fl
 of ``BYTES`` are base64 text, because a JSON string cannot hold the bytes of an image.
 
 A request has exactly one input: ``images`` (``UINT8``, NHWC or NCHW, of the network's input size) or
-``encoded_images`` (``BYTES``, image files).  gRPC requests pass through here too.
-
-The protocol's model repository: list the models, and take them in and out of service.
-
-Loading a model that is in service reads its bundle again, as ``POST /admin/reload`` does.
-
-The Open Inference Protocol v2 over REST, with the binary tensor data extension.
-
-Engine, limits, keys and thresholds are those of ``/predict``; errors are the protocol's ``{"error": "…"}`` with the
-statuses of :mod:`app.http.problems`.  A request may set the parameter ``alpha`` for ``is_ood``; the answer's
-parameters give the alpha that was used.
+``encoded_images`` (``BYTES``, image files).  Loading a model that is in service reads its bundle again, as
+``POST /admin/reload`` does.
 """
 
 from __future__ import annotations
@@ -60,7 +53,6 @@ from psc_core.version import __version__
 # The maximum number of dimensions of an input. Validation stops at the first fault, because building an error for
 # each of many elements would be slow.
 MAX_DIMENSIONS: Final = 8
-
 _NAMES: Final = (*tensor_names(), MAP)
 
 
@@ -282,10 +274,8 @@ INFER_BODY: Final = {
         },
     },
 }
-
 # The header with the length of the JSON object, bytes, if binary data follows it.
 HEADER: Final = "Inference-Header-Content-Length"
-
 # The header of the binary tensor data extension, for OpenAPI.
 INFER_PARAMETERS: Final = [
     {
@@ -296,8 +286,6 @@ INFER_PARAMETERS: Final = [
         "description": "The length of the JSON object, bytes, if binary data follows it.",
     }
 ]
-
-
 _LENGTH: Final = 4
 _DTYPES: Final = {"FP32": "<f4", "INT64": "<i8", "UINT8": "|u1", "BOOL": "|b1"}
 
@@ -479,15 +467,6 @@ def _bad_size(tensor: InputTensor, expected: int, got: int, unit: str) -> Malfor
 
 
 @dataclass(frozen=True)
-class Received:
-    """A request as it arrived."""
-
-    wanted: InferRequest  # the request without its binary data
-    binary: memoryview | None  # the binary data of its input, if it has any
-    body: bytes  # the whole body, whose size decides whether it is parsed on a thread
-
-
-@dataclass(frozen=True)
 class InferAnswer:
     """A model's answer to the images of a request."""
 
@@ -506,13 +485,20 @@ def find_model(service: Service, name: str, version: str | None) -> ServedModel:
 
 
 async def infer_tensors(
-    service: Service, name: str, version: str | None, received: Received, receive: Receive
+    service: Service,
+    name: str,
+    version: str | None,
+    wanted: InferRequest,
+    binary: memoryview | None,
+    *,
+    body: bytes,
+    receive: Receive,
 ) -> InferAnswer:
-    """Answer a request."""
-    served, wanted, limit = find_model(service, name, version), received.wanted, service.settings.max_images_per_request
+    """Answer a request, whose whole body decides by its size whether its images are parsed on a thread."""
+    served, limit = find_model(service, name, version), service.settings.max_images_per_request
     while True:
-        read = partial(images_of, wanted.inputs[0], received.binary, served.model.preprocess.shape, max_images=limit)
-        images = await parse(service.parser, received.body, read)
+        read = partial(images_of, wanted.inputs[0], binary, served.model.preprocess.shape, max_images=limit)
+        images = await parse(service.parser, body, read)
         before, served = served, find_model(service, name, version)
         if served is before:  # Or a reload has swapped the model, whose input may have another size now.
             break
@@ -554,7 +540,6 @@ def output_names(served: ServedModel) -> tuple[str, ...]:
 
 
 _ERRORS: Final = errors(400, 403, 404, 409, 422, 500, 503)
-
 repository_router = APIRouter(prefix="/v2/repository", tags=["open inference protocol v2"], responses=errors(401, 415))
 
 
@@ -605,7 +590,6 @@ _INFER: Final[Mapping[str, Any]] = {
     },
     "openapi_extra": {"requestBody": INFER_BODY, "parameters": INFER_PARAMETERS},
 }
-
 router = APIRouter(prefix="/v2", tags=["open inference protocol v2"])
 
 
@@ -734,7 +718,7 @@ async def _infer(request: Request, name: str, version: str | None) -> Response:
     read = read_json_body if of_head is None else read_body
     body = await read(request, service.settings.upload_seconds)
     wanted, binary = await parse(service.parser, body, parse_request, body, of_head)
-    answer = await infer_tensors(service, name, version, Received(wanted, binary, body), request.receive)
+    answer = await infer_tensors(service, name, version, wanted, binary, body=body, receive=request.receive)
     head: dict[str, Any] = {"model_name": answer.served.name, "model_version": answer.served.model.version}
     head["parameters"] = {"alpha": answer.alpha}
     if wanted.id is not None:

@@ -31,20 +31,15 @@ from psc_core.settings import Backend
 logger = logging.getLogger("psc.backend")
 
 Name = TypeVar("Name", bound=str)
-
 Seconds = list[float]  # the times of one batch, round by round
-
 # A backend that is slower than the plain network by this factor, in every round of some batch size, is not used.
 SLOWER_BY: Final = 1.03
-
 # ONNX Runtime's times are multiplied by this factor. The measurement runs alone and misses what PyTorch loses in a
 # busy service: it waits for the interpreter's lock around each operation, and its threads wait for the one whose core
 # is decoding an image.
 ONNX_ADVANTAGE: Final = 0.9
-
 _ROUNDS: Final = 10
 _SIZE_SECONDS: Final = 0.5  # the time after which no further round of a batch size begins; there are at least two
-
 _LONG_SECONDS: Final = 0.25  # if a batch takes longer, larger ones are not measured: their time per image is the same
 
 

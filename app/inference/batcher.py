@@ -94,17 +94,17 @@ class QueuedRequest:
     """One request's images on their way through the device; times are seconds of the batcher's clock."""
 
     count: int
-    admitted_at: float  # the time at which the request was reserved
-    deadline: float  # the time by which the result is due
+    admitted_at: float
+    deadline: float
     urgent_at: float  # the time from which the request keeps its turn until all of its images are taken
     mode: RequestMode  # only requests of one mode share a batch
     waiter: Any  # the caller's object that waits for the result; the queue only stores it
-    state: State = State.RESERVED  # how far the request is
+    state: State = State.RESERVED
     # The decoded images; empty while the request is reserved.
     images: Images = field(default_factory=lambda: np.empty((0, 0, 0, 0), np.uint8))
     n_taken: int = 0  # the number of images handed out in batches so far
     n_done: int = 0  # the number of images computed so far
-    queued_at: float = 0.0  # the time at which the request was queued
+    queued_at: float = 0.0
     # The results so far, by the index of the first image of each slice.
     results: dict[int, Result] = field(default_factory=dict)
     error: Exception | None = None  # the reason why the request failed; ``None`` after FINISHED means success
@@ -167,14 +167,9 @@ class DeviceBatch(NamedTuple):
 _SMOOTHING: Final = 0.2  # the weight of the newest value in a running mean
 
 
-class RunningMean:
-    """A mean in which newer values weigh more."""
-
-    value: float | None = None  # the mean; None before the first value
-
-    def add(self, value: float) -> None:
-        """Update the mean with a new value."""
-        self.value = value if self.value is None else self.value + _SMOOTHING * (value - self.value)
+def running_mean(mean: float | None, value: float) -> float:
+    """Return the mean after a new value, which weighs more than those before it; None is the mean of no values."""
+    return value if mean is None else mean + _SMOOTHING * (value - mean)
 
 
 class BatchTimes:
@@ -184,12 +179,13 @@ class BatchTimes:
     """
 
     def __init__(self, max_batch: int) -> None:
-        self._max_batch = max_batch  # the maximum number of images in a batch
-        self._means = [RunningMean() for _ in range(_size_class(max_batch) + 1)]
+        self._max_batch = max_batch
+        self._means: list[float | None] = [None] * (_size_class(max_batch) + 1)
 
     def add(self, size: int, seconds: float) -> None:
         """Record a batch of ``size`` images that the device has computed in ``seconds``."""
-        self._means[_size_class(size)].add(seconds)
+        index = _size_class(size)
+        self._means[index] = running_mean(self._means[index], seconds)
 
     def total(self, images: int) -> float:
         """Return the least time that this many images take, seconds; 0 before the first batch."""
@@ -203,7 +199,7 @@ class BatchTimes:
         It is the intercept of the line through the smallest and the largest measured size.
         """
         sizes = (min(1 << index, self._max_batch) for index in range(len(self._means)))
-        known = [(size, mean.value) for size, mean in zip(sizes, self._means, strict=True) if mean.value is not None]
+        known = [(size, mean) for size, mean in zip(sizes, self._means, strict=True) if mean is not None]
         if len(known) < 2:
             return 0.0
         (few, quick), (many, slow) = known[0], known[-1]
@@ -213,10 +209,10 @@ class BatchTimes:
         """Return the time of a batch: that of its size class, else a fraction of a larger one's, else the largest's."""
         smallest = _size_class(size)
         for larger in range(smallest, len(self._means)):
-            seconds = self._means[larger].value
+            seconds = self._means[larger]
             if seconds is not None:
                 return seconds if larger == smallest else seconds * size / min(1 << larger, self._max_batch)
-        return next((mean.value for mean in reversed(self._means) if mean.value is not None), 0.0)
+        return next((mean for mean in reversed(self._means) if mean is not None), 0.0)
 
 
 def _size_class(size: int) -> int:
@@ -232,7 +228,7 @@ _WAIT_FRACTION: Final = 1 / 3  # the fraction of the time to its deadline that a
 class _Ring:
     """The queued requests of one mode."""
 
-    times: BatchTimes  # the times of batches of this mode
+    times: BatchTimes
     # The queued requests, in the order of their next turns.
     requests: OrderedDict[QueuedRequest, None] = field(default_factory=OrderedDict)
     n_coming: int = 0  # the number of requests still RESERVED
@@ -247,7 +243,7 @@ class Batcher:
     def __init__(
         self, *, max_batch: int, max_queue_images: int, max_delay_s: float = 0.0, shares_cores: bool = False
     ) -> None:
-        self.max_batch = max_batch  # the maximum number of images in a batch
+        self.max_batch = max_batch
         self._max_queue = max_queue_images
         self.max_delay_s = max_delay_s  # the longest time that a batch waits to fill, seconds; 0 sends it at once
         self._shares_cores = shares_cores  # whether the step computes on the cores that decode images
@@ -257,7 +253,7 @@ class Batcher:
         self.finished: list[QueuedRequest] = []  # the finished requests that :meth:`collect` has not handed out yet
         self._closed = ""
         self._last_put = self._last_end = -math.inf
-        self._gap = RunningMean()  # The time between two requests from the decoders, seconds.
+        self._gap: float | None = None  # The time between two requests from the decoders, seconds.
 
     @property
     def pending(self) -> int:
@@ -300,7 +296,7 @@ class Batcher:
         """Queue a reserved request; return False if it has finished already (cancelled or expired)."""
         if request.state is not State.RESERVED:
             return False
-        self._gap.add(now - max(request.admitted_at, self._last_put))
+        self._gap = running_mean(self._gap, now - max(request.admitted_at, self._last_put))
         self._last_put = now
         request.state = State.QUEUED
         request.images = images
@@ -311,18 +307,32 @@ class Batcher:
         ring.n_images += request.count
         return True
 
+    def finish(self, request: QueuedRequest, error: Exception | None) -> None:
+        """End one request, with an error or with the results that it has, unless it has ended already."""
+        # A result, the deadline, the client's departure and a dead device may race for one request: the first wins.
+        if request.state is State.FINISHED:
+            return
+        ring = self._rings[request.mode]
+        if request.state is State.RESERVED:
+            ring.n_coming -= 1
+        elif request.state is State.QUEUED:
+            del ring.requests[request]
+            ring.n_images -= request.count - request.n_taken
+            ring.n_begun -= request.n_taken > 0
+        ring.n_pending -= request.count - request.n_taken
+        request.state = State.FINISHED
+        request.error = error
+        del self._live[request]
+        self.finished.append(request)
+
     def cancel(self, request: QueuedRequest) -> None:
         """Drop a request whose client has left; results that the device still computes for it are ignored."""
-        self._finish(request, ClientGone("the client closed the connection"))
-
-    def fail(self, request: QueuedRequest, error: Exception) -> None:
-        """End one request with an error."""
-        self._finish(request, error)
+        self.finish(request, ClientGone("the client closed the connection"))
 
     def fail_all(self, error: Exception) -> None:
         """End every live request with ``error``."""
         for request in list(self._live):
-            self._finish(request, error)
+            self.finish(request, error)
 
     def expire(self, now: float) -> None:
         """End every request whose deadline has passed."""
@@ -373,12 +383,12 @@ class Batcher:
             offset = images.stop
             if not all(finite[images]):
                 image = start + finite[images].index(False)
-                self._finish(request, InferenceFailed(image, "the network's outputs are not finite"))
-            # A request may have been cancelled or have expired while the device ran; ``_finish`` then does nothing.
+                self.finish(request, InferenceFailed(image, "the network's outputs are not finite"))
+            # A request may have been cancelled or have expired while the device ran; ``finish`` then does nothing.
             request.results[start] = result[images]
             request.n_done += stop - start
             if request.n_done == request.count:
-                self._finish(request, None)
+                self.finish(request, None)
 
     def collect(self) -> list[QueuedRequest]:
         """Return the requests that have finished since the last call."""
@@ -416,7 +426,7 @@ class Batcher:
             return 0.0
         wait = next(iter(ring.requests)).queued_at + self.max_delay_s - now
         if patient and self._shares_cores and ring.n_coming:
-            saved, gap = ring.times.fixed * ring.n_coming / len(ring.requests), self._gap.value or 0.0
+            saved, gap = ring.times.fixed * ring.n_coming / len(ring.requests), self._gap or 0.0
             if saved > gap:
                 # At most twice the gap: a stall of the machine looks like a long batch and inflates ``fixed``.
                 wait = max(wait, next(reversed(ring.requests)).queued_at + min(saved, 2 * gap) - now)
@@ -450,24 +460,7 @@ class Batcher:
 
     def _expire(self, request: QueuedRequest) -> None:
         seconds = request.deadline - request.admitted_at
-        self._finish(request, DeadlineExceeded(f"deadline exceeded after {seconds:.3g} s; try again"))
-
-    def _finish(self, request: QueuedRequest, error: Exception | None) -> None:
-        # A result, the deadline, the client's departure and a dead device may race for one request: the first wins.
-        if request.state is State.FINISHED:
-            return
-        ring = self._rings[request.mode]
-        if request.state is State.RESERVED:
-            ring.n_coming -= 1
-        elif request.state is State.QUEUED:
-            del ring.requests[request]
-            ring.n_images -= request.count - request.n_taken
-            ring.n_begun -= request.n_taken > 0
-        ring.n_pending -= request.count - request.n_taken
-        request.state = State.FINISHED
-        request.error = error
-        del self._live[request]
-        self.finished.append(request)
+        self.finish(request, DeadlineExceeded(f"deadline exceeded after {seconds:.3g} s; try again"))
 
 
 class RequestQueue:

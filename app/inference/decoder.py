@@ -27,7 +27,6 @@ from psc_core.images.decode import open_image
 from psc_core.images.preprocess import Preprocess
 
 _MAX_INLINE_PIXELS: Final = 128 * 128  # the most pixels that are decoded sooner than they are handed to a thread
-
 # The time that a chunk decodes before others get a turn; requeueing it costs a hundredth of that.
 TURN_SECONDS: Final = 0.002
 
@@ -55,11 +54,11 @@ class Decoder:
         inline_bytes: int,
     ) -> None:
         self._pool = pool  # the threads that decode every request that is not tiny
-        self.memory = memory  # the budget from which decoding takes memory
+        self.memory = memory
         self._threads = threads  # the number of threads in the pool; a request is cut into at most as many chunks
         self._preprocess = preprocess  # the host's part of the preprocessing; thread-safe
-        self._max_pixels = max_pixels  # the maximum number of pixels of an image
-        self._max_request_pixels = max_request_pixels  # the maximum number of pixels of all images of a request
+        self._max_pixels = max_pixels
+        self._max_request_pixels = max_request_pixels
         self._inline_bytes = inline_bytes  # the largest request that may be decoded at once, bytes
 
     def size_of(self, count: int) -> int:

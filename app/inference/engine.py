@@ -51,14 +51,7 @@ class Engine:
     """
 
     def __init__(
-        self,
-        name: str,
-        step: Step,
-        decoder: Decoder,
-        *,
-        batcher: Batcher,
-        recorder: ModelRecorder,
-        deadline_s: float,
+        self, name: str, step: Step, decoder: Decoder, *, batcher: Batcher, recorder: ModelRecorder, deadline_s: float
     ) -> None:
         self.name = name
         self._deadline_s = deadline_s  # the time in which each request is answered, seconds
@@ -171,7 +164,7 @@ class Engine:
 
     def _fail(self, request: QueuedRequest, error: Exception) -> None:
         with self._queue as batcher:
-            batcher.fail(request, error)
+            batcher.finish(request, error)
 
     def _arrive(self, request: QueuedRequest, images: Images) -> None:
         """Queue a request with those that come in the same turn of the loop; together they wake the worker once."""

@@ -77,11 +77,6 @@ class CompiledNetwork:
         return outputs
 
 
-def always() -> bool:
-    """Say that a step is wanted."""
-    return True
-
-
 def buckets_to(max_batch: int) -> tuple[int, ...]:
     """Return the batch sizes to warm up: 1, 2, 4, … below ``max_batch``, then ``max_batch``."""
     sizes = [1]
@@ -148,7 +143,7 @@ class EagerStep:
         fixed_shapes: bool = False,
         threads: TorchThreads | None = None,
     ) -> None:
-        self._network = network  # computes packed outputs from a uint8 batch
+        self._network = network
         self._device = device
         self._host = torch.zeros((max_batch, *shape), dtype=torch.uint8)
         self._buffer: Images = self._host.numpy()
@@ -159,7 +154,7 @@ class EagerStep:
     def input(self, slot: int) -> Images:
         return self._buffer
 
-    def warm_up(self, is_wanted: Callable[[], bool] = always) -> bool:
+    def warm_up(self, is_wanted: Callable[[], bool] = lambda: True) -> bool:
         for count in self._buckets:
             if not is_wanted():
                 return False
@@ -220,7 +215,7 @@ class GraphStep:
     def __init__(
         self, network: Pipeline | CompiledNetwork, shape: tuple[int, int, int], *, max_batch: int, device: torch.device
     ) -> None:
-        self._network = network  # computes packed outputs from a uint8 batch on ``device``
+        self._network = network
         self._buckets = buckets_to(max_batch)
         self._host_images = [torch.zeros((max_batch, *shape), dtype=torch.uint8).pin_memory() for _ in range(2)]
         self._buffers: list[Images] = [images.numpy() for images in self._host_images]
@@ -237,7 +232,7 @@ class GraphStep:
         return self._buffers[slot]
 
     @torch.inference_mode()
-    def warm_up(self, is_wanted: Callable[[], bool] = always) -> bool:
+    def warm_up(self, is_wanted: Callable[[], bool] = lambda: True) -> bool:
         torch.cuda.set_device(self._device)
         pool = torch.cuda.graph_pool_handle()
         # The largest first: all graphs share a pool, and the smaller ones fit into the memory of the largest.

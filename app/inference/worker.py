@@ -190,7 +190,7 @@ class DeviceWorker:
             if is_out_of_memory(error):
                 failure = DeviceError("the device has no memory for one image; try again")
             with self._queue as batcher:
-                batcher.fail(alone.request, failure)
+                batcher.finish(alone.request, failure)
             return
         for half in batch.halves():
             alive = half.alive()

@@ -13,11 +13,11 @@ from PIL import Image
 from pydantic import ValidationError
 
 from app.cli import parser, settings_from
-from app.reference import settings_table
 from app.settings import Settings, load_settings
 from psc_core.errors import UsageError
 from psc_core.tasks.classification.policy import ClassificationPolicy
 from psc_core.tasks.policy import Alpha, BasePolicy, Coverage
+from tests.docs.tables import settings_table
 
 
 @pytest.fixture(autouse=True)

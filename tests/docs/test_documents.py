@@ -141,7 +141,7 @@ def test_readme_python_imports_exported_names() -> None:
     ("table", "document"), [("settings", "settings.md"), ("metrics", "metrics.md"), ("problems", "service.md")]
 )
 def test_generated_tables_are_up_to_date(table: str, document: str) -> None:
-    command = [sys.executable, "-m", "app.reference", table]
+    command = [sys.executable, "-m", "tests.docs.tables", table]
     printed = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
     lines = printed.splitlines()
     assert len(set(lines)) == len(lines)

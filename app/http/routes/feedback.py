@@ -16,7 +16,7 @@ from starlette.responses import StreamingResponse
 from app.errors import ImageConflict, LogUnavailable, MalformedRequest, UnknownImage, UnusableLabel
 from app.http.body import load_json, parse, parse_query, query_parameters, read_json_body
 from app.http.openapi import responses
-from app.http.schemas import ClassNames, PredictedNumber, TaskName
+from app.http.routes.model import ClassNames, PredictedNumber, TaskName
 from app.log import LogWriter
 from app.service import service_of
 from psc_core.errors import DataError, fault
@@ -138,7 +138,6 @@ class FeedbackDocument(Document):
 
 
 _BODY: Final = {"required": True, "content": {"application/json": {"schema": Feedback.model_json_schema()}}}
-
 router = APIRouter(tags=["feedback"])
 
 
@@ -164,9 +163,7 @@ async def feedback(request: Request) -> FeedbackDocument:
 
 
 MAX_IMAGES: Final = 50
-
 _BLOCK_BYTES: Final = 1 << 16
-
 # The headers of a logged image: anyone may have sent it, so it must not run; and it may be erased, so it must not be
 # cached.
 _HEADERS: Final = {
@@ -240,10 +237,7 @@ async def images(request: Request) -> ReviewDocument:
     "/feedback/images/{file}",
     summary="A logged image",
     response_class=StreamingResponse,
-    responses={
-        200: {"content": {"image/*": {"schema": {"type": "string", "format": "binary"}}}},
-        **responses(404),
-    },
+    responses={200: {"content": {"image/*": {"schema": {"type": "string", "format": "binary"}}}}, **responses(404)},
 )
 async def image(request: Request, file: str) -> StreamingResponse:
     """Return one of these images, with its bytes as received."""

@@ -26,13 +26,11 @@ from psc_core.tasks.task import task_types
 _Query: Final[type[PredictQuery]] = create_model(
     "PredictQuery", __base__=tuple(served_type(name).query for name in reversed(TASKS))
 )
-
 _ROUTE: Final[dict[str, Any]] = {
     "response_model": Union[*(task.response_type for task in task_types())],
     "responses": responses(400, 401, 404, 408, 413, 415, 422, 429, 500, 503, 504),
     "openapi_extra": {"requestBody": IMAGES_BODY, "parameters": query_parameters(_Query)},
 }
-
 router = APIRouter(tags=["predict"])
 
 

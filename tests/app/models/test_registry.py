@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from app.main import Runtime, UvicornRuntime
+from app.server import UvicornHost
+from app.service import Host
 from psc_core.errors import BundleError
 from tests.app.fakes import FakeModel, pixels, png
 from tests.app.support import PNG, running, serve_next, until
@@ -156,12 +157,12 @@ async def test_too_few_calibration_images_for_the_settings() -> None:
 
 
 async def test_old_model_is_freed_after_a_reload_even_from_a_frozen_heap() -> None:
-    class Host(Runtime):
+    class Watching(Host):
         def models_changed(self) -> None:
-            UvicornRuntime.models_changed(self)  # type: ignore[arg-type]
+            UvicornHost.models_changed(self)  # type: ignore[arg-type]
 
     try:
-        async with running(runtime=Host(), admin_keys="root") as app:
+        async with running(host=Watching(), admin_keys="root") as app:
             old = weakref.ref(app.service.registry.get("m").engine)
             gc.freeze()
             serve_next(app, FakeModel("v2"))

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from app.main import Runtime
-from app.service import SWEEP_SECONDS
+from app.service import SWEEP_SECONDS, Host
 from psc_core.tasks.classification.answer import ClassificationResponse
 from tests.app.fakes import (
     CLASSES,
@@ -413,11 +412,11 @@ async def test_failing_image_is_500_and_fails_alone(first: int) -> None:
 async def test_a_dead_device_is_503_and_ends_the_process() -> None:
     ended: list[bool] = []
 
-    class Host(Runtime):
+    class Watching(Host):
         def failed(self) -> None:
             ended.append(True)
 
-    async with running(runtime=Host()) as app:
+    async with running(host=Watching()) as app:
         app.model.pipeline.dead = True
         check_problem(await app.client.post("/predict", content=png(1), headers=PNG), 503, "device-failed")
         response = await app.client.get("/readyz")

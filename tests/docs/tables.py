@@ -1,7 +1,6 @@
-"""Print the tables of the documentation that come from the code.
+"""Print the tables of the documentation that come from the code: ``python -m tests.docs.tables settings``.
 
-``python -m app.reference settings`` prints the table of ``docs/settings.md``, ``metrics`` that of ``docs/metrics.md``
-and ``problems`` that of ``docs/service.md``.
+The others are ``metrics``, and ``problems`` of ``docs/service.md``.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from app.cli import default_text
+from app.errors import INTERNAL, TABLE
 from app.grpc import CODES
-from app.http.problems import INTERNAL, ROUTING, TABLE, TYPE_PREFIX
+from app.http.problems import ROUTING, TYPE_PREFIX
 from app.observability.metrics import METRICS
-from app.settings import Settings
-from app.settings_sources import ENV_PREFIX
+from app.settings import ENV_PREFIX, Settings
 
 
 def settings_table() -> str:
