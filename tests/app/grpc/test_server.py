@@ -183,6 +183,7 @@ async def test_who_leaves_waits_for_no_place() -> None:
         await until(lambda: app.service.inflight == 0)
 
 
+@pytest.mark.usefixtures("device_thread")
 @pytest.mark.anyio
 async def test_overload_says_when_to_come_back() -> None:
     async with calling(max_queue_images=1, max_batch_size=1, max_images_per_request=1) as (app, client):
@@ -201,6 +202,7 @@ async def test_overload_says_when_to_come_back() -> None:
         await asyncio.gather(*waiting)
 
 
+@pytest.mark.usefixtures("device_thread")
 @pytest.mark.anyio
 async def test_work_of_a_client_that_left_is_dropped() -> None:
     async with calling(max_batch_size=1) as (app, client), channel_to(app) as channel:

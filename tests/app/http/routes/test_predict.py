@@ -351,6 +351,7 @@ async def test_a_slow_body_is_408() -> None:
         check_problem(await app.client.post("/predict", content=chunks(), headers=PNG), 408, "slow-upload")
 
 
+@pytest.mark.usefixtures("device_thread")
 async def test_a_full_queue_is_429_with_retry_after() -> None:
     async with running(max_queue_images=10, max_images_per_request=10) as app:
         first = await hold(app)
@@ -365,6 +366,7 @@ async def test_a_full_queue_is_429_with_retry_after() -> None:
         assert await app.metric('psc_rejected_total{reason="queue-full"}') == 1
 
 
+@pytest.mark.usefixtures("device_thread")
 async def test_a_full_queue_refuses_before_the_body_is_read() -> None:
     async with running(max_queue_images=10, max_images_per_request=10) as app:
         first = await hold(app)
@@ -390,6 +392,7 @@ async def test_a_full_queue_refuses_before_the_body_is_read() -> None:
         check_predictions(await waiting, [5] * 10)
 
 
+@pytest.mark.usefixtures("device_thread")
 async def test_a_missed_deadline_is_504() -> None:
     async with running(deadline_seconds=0.1) as app:
         check_problem(await (await hold(app)), 504, "deadline")
@@ -429,6 +432,7 @@ async def test_a_dead_device_is_503_and_ends_the_process() -> None:
         assert await app.metric("psc_ready") == 0
 
 
+@pytest.mark.usefixtures("device_thread")
 async def test_batches_follow_the_load() -> None:
     pipeline = FakePipeline()
     async with running({"m": FakeModel(pipeline=pipeline)}) as app:
