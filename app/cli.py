@@ -30,7 +30,6 @@ from psc_core.version import __version__
 logger = logging.getLogger("psc.cli")
 
 DEMO: Final = "dirty-mnist-resnet18"
-"""The name of the shipped bundle."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -70,12 +69,7 @@ def default_text(name: str) -> str:
 
 
 def settings_from(arguments: Sequence[str]) -> Settings:
-    """Read the settings from a command line.
-
-    Raises:
-        UsageError: If the settings cannot be used, or the demonstration bundle is missing.
-        SystemExit: If argparse refused the flags (2), or printed ``--help`` (0).
-    """
+    """Read the settings from a command line."""
     flags = vars(parser().parse_args(arguments))
     lists = {name: ",".join(value) for name, value in flags.items() if isinstance(value, list)}
     if flags.pop("demo"):
@@ -84,11 +78,7 @@ def settings_from(arguments: Sequence[str]) -> Settings:
 
 
 def demo_bundle() -> Path:
-    """Return the folder of the shipped bundle, in a checkout or where an installed wheel put it.
-
-    Raises:
-        UsageError: If the bundle is in neither place.
-    """
+    """Return the folder of the shipped bundle, in a checkout or where an installed wheel put it."""
     places = (Path(__file__).parents[1] / "artifacts", Path(sys.prefix) / "share" / "psc")
     for place in places:
         if (place / DEMO / "manifest.json").is_file():
@@ -97,11 +87,7 @@ def demo_bundle() -> Path:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Serve until told to stop, and return the exit code.
-
-    Raises:
-        UsageError: If the settings, a bundle or the address cannot be used.
-    """
+    """Serve until told to stop, and return the exit code."""
     # By default SIGHUP ends a process, and an operator may send it before there is anything to reload.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -198,9 +184,6 @@ def check_factory(name: str, manifest: Path, allowed: Collection[str]) -> None:
     """Refuse a network whose code may not be imported, before anything is loaded.
 
     A broken manifest passes: whoever reads the whole bundle has the better error message.
-
-    Raises:
-        UsageError: If the network comes from a factory that is not allowed.
     """
     try:
         spec = json.loads(manifest.read_bytes())["backbone"]["network"]["spec"]

@@ -25,7 +25,6 @@ from urllib.request import HTTPSHandler, ProxyHandler, build_opener
 DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = "8000"
 TIMEOUT_SECONDS: Final = 2.0
-
 _VARIABLES: Final = ("PSC_HOST", "PSC_PORT", "PSC_TLS_CERTIFICATE", "PSC_CONFIG")
 
 

@@ -1,10 +1,4 @@
-"""Draw the images that are logged, by one number for each, so that the same request is always drawn alike.
-
-That number u, uniform in [0, 1), is a hash of the request's id and the image's position.  An image is in the audit
-slice if u is below the slice's probability, is stored if it is in the slice or u is below its decision's probability,
-and gets a row if it is stored or u is below ``log_rows``.
-
-Write predictions to the files of :mod:`psc_core.log` without holding up an answer.
+"""Write predictions to the files of :mod:`psc_core.log` without holding up an answer.
 
 ::
 
@@ -12,6 +6,11 @@ Write predictions to the files of :mod:`psc_core.log` without holding up an answ
 
 Waiting predictions and open rows share one limit of bytes.  What does not fit, or cannot be written, is dropped and
 counted.
+
+The images that are logged are drawn by one number for each, so that the same request is always drawn alike.  That
+number u, uniform in [0, 1), is a hash of the request's id and the image's position.  An image is in the audit slice if
+u is below the slice's probability, is stored if it is in the slice or u is below its decision's probability, and gets a
+row if it is stored or u is below ``log_rows``.
 """
 
 from __future__ import annotations
@@ -59,8 +58,6 @@ from psc_core.log.store import (
 from psc_core.model import FittedModel
 from psc_core.tasks.base import BaseDecisions, FloatArray, Outputs, Task
 
-_SCALE: Final = 2.0**-53
-
 
 @dataclass(frozen=True)
 class Sampling:
@@ -85,42 +82,31 @@ class Sampling:
 def number_of(request_id: str, image_index: int) -> float:
     """Return an image's number u."""
     digest = hashlib.blake2b(f"{request_id}/{image_index}".encode(), digest_size=8).digest()
-    return (int.from_bytes(digest) >> 11) * _SCALE  # The 53 bits of a float64: with all 64, u could round up to 1.
+    return (int.from_bytes(digest) >> 11) * 2.0**-53  # The 53 bits of a float64: with all 64, u could round up to 1.
 
 
 logger = logging.getLogger("psc.log")
 
-PRUNE_SECONDS: Final = 3600.0
-"""The time between two removals, seconds."""
+PRUNE_SECONDS: Final = 3600.0  # the time between two removals, seconds
 
 
-class LogPruner:
-    """A thread that removes rows and images older than some days, at the start and every hour.
+class LogPruner(threading.Thread):
+    """Removes rows and images older than some days, at the start and every hour.
 
     It is not the writer's thread, because a bucket takes one request for each of thousands of images.
-
-    Args:
-        log: The log.
-        days: The number of days to keep.
     """
 
     def __init__(self, log: Log, days: int) -> None:
+        super().__init__(name="psc-log-prune", daemon=True)
         self._log = log
         self._days = days
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="psc-log-prune", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
 
     def end(self) -> None:
         """Ask the thread to end after the file it is removing; a later start removes the rest."""
         self._ended.set()
 
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def _run(self) -> None:
+    def run(self) -> None:
         while not self._ended.is_set():
             try:
                 prune(self._log, self._days, ended=self._ended)
@@ -131,13 +117,11 @@ class LogPruner:
             self._ended.wait(PRUNE_SECONDS)
 
 
+# The columns that are filled row by row; all others come from outputs and decisions.
 _FILLED: Final[tuple[str, ...]] = (
     "time", REQUEST_ID, IMAGE_INDEX, "policy", "audit", "audit_probability", SHA256, IMAGE_PATH, "label",
 )  # fmt: skip
-"""The columns that are filled row by row; all others come from outputs and decisions."""
-
-ROW_BYTES: Final = 512
-"""An estimate of a row's size in memory without its outputs, bytes."""
+ROW_BYTES: Final = 512  # an estimate of a row's size in memory without its outputs, bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,15 +253,9 @@ def _offsets(values: FloatArray) -> Any:
     return arrow().array(np.arange(rows + 1, dtype=np.int32) * width)
 
 
-_TURN_SECONDS: Final = 0.25
-"""The longest time before the thread looks at the waiting predictions again, seconds."""
-
-_MAX_ROWS: Final = 50_000
-"""The number of open rows of a model at which they are written to a file."""
-
-_QUIET_SECONDS: Final = 60.0
-"""The shortest time between two log lines about failed writes, seconds."""
-
+_TURN_SECONDS: Final = 0.25  # the longest time before the thread looks at the waiting predictions again, seconds
+_MAX_ROWS: Final = 50_000  # the number of open rows of a model at which they are written to a file
+_QUIET_SECONDS: Final = 60.0  # the shortest time between two log lines about failed writes, seconds
 Item = TypeVar("Item")
 
 
@@ -285,21 +263,12 @@ class LogWriter:
     """Writes predictions to the log: the event loop calls :meth:`add`, and a thread does the work.
 
     Another thread removes old rows and images (:class:`.LogPruner`), because that may take long.
-
-    Args:
-        log: The log.
-        settings: The settings, of which those named ``log_…`` matter.
-        metrics: The application's metrics.
-
-    Attributes:
-        log: The log.
-        unreviewed: The logged images that nobody has reviewed.
     """
 
     def __init__(self, log: Log, settings: Settings, metrics: Metrics) -> None:
         self.log = log
         self.unreviewed = UnreviewedImages(log)
-        self._settings = settings
+        self._settings = settings  # the settings, of which those named ``log_…`` matter
         self._metrics = metrics
         self._waiting: deque[Waiting] = deque()
         self._open: dict[tuple[Source, str], OpenRows] = {}
@@ -354,7 +323,7 @@ class LogWriter:
         """Write all predictions and end the threads; those not written within ``within_s`` seconds are dropped."""
         self._closing = True
         self._wake.set()
-        threads: list[threading.Thread | LogPruner] = [self._thread]
+        threads = [self._thread]
         if self._pruner is not None:
             self._pruner.end()
             threads.append(self._pruner)

@@ -1,44 +1,40 @@
-"""Set up the process that hosts the application (its heap, threads and signals) and end it."""
+"""Build the application of its settings; set up the process that hosts it, and end it."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import logging
-import multiprocessing
 import os
-import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import torch
 import torch.compiler.config
 from fastapi import FastAPI
-from prometheus_client.multiprocess import mark_process_dead
 from starlette.exceptions import HTTPException
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from app.auth import ApiKeys
-from app.grpc import check_installed
 from app.http import problems, v2
-from app.http.middleware import Draining, HostAllowList, ProblemCORS, ProblemResponses, RequestLimits, Telemetry
+from app.http.middleware import HostAllowList, ProblemCORS, ProblemResponses, RequestLimits, Telemetry
 from app.http.openapi import Application
 from app.http.routes import feedback, model, predict
 from app.http.v2 import HEADER
 from app.log import LogWriter
 from app.memory import MemoryBudget, process_memory
-from app.models import BundleSource, MemorySource, ModelStarter, Registry
+from app.models import ModelStarter, Registry, load_bundle
 from app.observability import tracing
-from app.observability.metrics import PROCESS_FILES, Metrics, forget_dead_processes
-from app.service import Host, Service
+from app.observability.metrics import Metrics, forget_dead_processes
+from app.service import ApiKeys, Host, Service
 from app.settings import Settings
 from psc_core.allocator import keep_freed_memory, release_freed_memory
+from psc_core.errors import needs
 from psc_core.images.decode import mute_codecs
 from psc_core.log.store import open_to_write
 from psc_core.model import FittedModel
@@ -46,34 +42,14 @@ from psc_core.version import __version__
 
 logger = logging.getLogger("psc.runtime")
 
+# The longest time after SIGTERM in which requests are still accepted; each is answered with ``Connection: close``.
 LINGER_SECONDS: Final = 1.0
-"""The longest time after SIGTERM in which requests are still accepted; each is answered with ``Connection: close``."""
-
+# The longest time that the event loop keeps the interpreter's lock while the device thread waits for it. Python's
+# default of 5 ms would delay the device by as much between any two operations.
 _SWITCH_SECONDS: Final = 5e-4
-"""The longest time that the event loop keeps the interpreter's lock while the device thread waits for it.
-
-Python's default of 5 ms would delay the device by as much between any two operations."""
-
-_THREAD_SECONDS: Final = 2.0
-"""The longest time that the end of the process waits for its threads."""
-
+_THREAD_SECONDS: Final = 2.0  # the longest time that the end of the process waits for its threads
+# The maximum number of shapes compiled in one process: the buckets of all models, again after every reload.
 _MAX_COMPILED_SHAPES: Final = 1 << 16
-"""The maximum number of shapes compiled in one process: the buckets of all models, again after every reload."""
-
-
-class Runtime(Host):
-    """A host that manages its process itself, such as a test or another ASGI server.
-
-    Attributes:
-        starts_ready: Whether startup waits until every model is ready, and raises what goes wrong on the way.
-    """
-
-    starts_ready = False
-
-    @contextlib.contextmanager
-    def running(self, service: Service) -> Iterator[None]:
-        """Enclose the life of the application."""
-        yield
 
 
 def prepare_process(settings: Settings) -> None:
@@ -94,70 +70,6 @@ def allow_compiled_shapes() -> None:
     """Let ``torch.compile`` keep every batch size of every model; its default is 8 shapes."""
     torch.compiler.config.recompile_limit = _MAX_COMPILED_SHAPES
     torch.compiler.config.accumulated_recompile_limit = _MAX_COMPILED_SHAPES
-
-
-class ReplicaRuntime(Runtime):
-    """A process that its host starts, checks and ends, such as a replica of Ray Serve."""
-
-    starts_ready = True
-
-    def models_changed(self) -> None:
-        settle_heap()
-
-
-class UvicornRuntime(Runtime):
-    """A process that ``psc-serve`` started, in which uvicorn runs."""
-
-    def models_changed(self) -> None:
-        settle_heap()
-        gc.enable()
-
-    def failed(self) -> None:
-        signal.raise_signal(signal.SIGTERM)
-
-    def reloaded(self) -> None:
-        if multiprocessing.parent_process() is not None:
-            os.kill(os.getppid(), signal.SIGHUP)  # On SIGHUP, uvicorn replaces its workers one after the other.
-
-    @contextlib.contextmanager
-    def running(self, service: Service) -> Iterator[None]:
-        """Handle signals: SIGHUP reloads; SIGTERM, or the end of a worker's parent, drains and then ends uvicorn.
-
-        Uvicorn closes idle connections as soon as it is told to end, which loses a request already on the wire.  So it
-        is told a moment later: until then, ``Connection: close`` and ``/readyz`` send clients elsewhere.
-        """
-        loop = asyncio.get_running_loop()
-        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-        end, parent = before[signal.SIGTERM], multiprocessing.parent_process()
-        tasks: set[asyncio.Task[None]] = set()
-
-        def drain() -> None:
-            service.begin_drain()
-            if parent is not None:
-                loop.remove_reader(parent.sentinel)
-            if callable(end):
-                loop.call_later(linger_seconds(service.settings), end, signal.SIGTERM, None)
-
-        def reload() -> None:
-            task = loop.create_task(service.reload_quietly())
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-
-        loop.add_signal_handler(signal.SIGTERM, drain)
-        loop.add_signal_handler(signal.SIGHUP, reload)
-        if parent is not None:
-            loop.add_reader(parent.sentinel, drain)
-        gc.disable()  # Until the models are loaded: collections would walk what libraries make, which is no garbage.
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                loop.remove_signal_handler(number)
-                signal.signal(number, handler)
-            if PROCESS_FILES in os.environ:
-                mark_process_dead(os.getpid())  # type: ignore[no-untyped-call]
-            gc.enable()
-            gc.unfreeze()  # Or libraries would report at exit that their objects have leaked.
 
 
 def end_threads(code: int) -> None:
@@ -206,14 +118,14 @@ def network_threads(settings: Settings, default: int) -> int:
 
 
 def create_app(
-    settings: Settings, models: Mapping[str, FittedModel] | None = None, *, runtime: Runtime | None = None
+    settings: Settings, models: Mapping[str, FittedModel] | None = None, *, host: Host | None = None
 ) -> FastAPI:
     """Build the application.
 
     Args:
         settings: All settings.
         models: Models by name, served instead of the settings' bundles.
-        runtime: The process that hosts the application; by default one that manages itself.
+        host: The process that hosts the application; by default one that manages itself.
 
     Returns:
         An application whose lifespan loads the models; ``app.state.service`` is its :class:`Service`.
@@ -221,13 +133,13 @@ def create_app(
     Raises:
         UsageError: If the API keys or the prediction log cannot be used, or an extra is not installed.
     """
-    runtime = runtime or Runtime()
-    service = make_service(settings, models, runtime)
+    host = host or Host()
+    service = make_service(settings, models, host)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        with runtime.running(service):
-            await service.start(wait_until_ready=runtime.starts_ready or settings.workers > 1)
+        with host.running(service):
+            await service.start(wait_until_ready=host.starts_ready or settings.workers > 1)
             try:
                 async with _serving_grpc(app, service):
                     yield
@@ -262,40 +174,37 @@ def create_app(
 
 
 def make_service(settings: Settings, models: Mapping[str, FittedModel] | None, host: Host) -> Service:
-    """Make the parts of a service, none of which is started; takes the arguments of :func:`create_app`.
-
-    Raises:
-        UsageError: If the API keys or the prediction log cannot be used.
-    """
+    """Make the parts of a service, none of which is started; takes the arguments of :func:`create_app`."""
     keys, metrics = ApiKeys.from_settings(settings), Metrics()
     available = process_memory(settings.workers)
     memory = MemoryBudget(settings.max_buffered_bytes, available, max_pixels=settings.max_pixels)
     log = None if settings.log is None else LogWriter(open_to_write(settings.log), settings, metrics)
-    source = BundleSource(settings) if models is None else MemorySource(models)
     starter = ModelStarter(settings, metrics, memory, log)
-    registry = Registry(source, starter, metrics, retire_within_s=settings.deadline_seconds)
+    names = [name for name, _ in settings.named_bundles] if models is None else list(models)
+    load = partial(load_bundle, settings) if models is None else models.__getitem__
+    registry = Registry(names, load, starter, metrics, retire_within_s=settings.deadline_seconds)
     return Service(settings, keys, metrics, memory, log, registry, host)
 
 
 def check(settings: Settings) -> None:
-    """Raise the errors that :func:`create_app` would raise, without building anything.
-
-    Raises:
-        UsageError: If the API keys or the prediction log cannot be used, or an extra is not installed.
-    """
+    """Raise the errors that :func:`create_app` would raise, without building anything."""
     ApiKeys.from_settings(settings)
     if settings.log is not None:
         open_to_write(settings.log)
     if settings.otel:
         tracing.check_installed()
     if settings.grpc_port is not None:
-        check_installed()
+        _check_grpc()
+
+
+def _check_grpc() -> None:
+    needs("grpc_port", "grpc", "google.protobuf", "grpc")
 
 
 def _serving_grpc(app: FastAPI, service: Service) -> AbstractAsyncContextManager[None]:
     if service.settings.grpc_port is None:
         return nullcontext()
-    from app.grpc.server import serving
+    from app.grpc import serving
 
     return serving(app, service)
 
@@ -309,10 +218,10 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         app.include_router(feedback.router)
         app.include_router(feedback.review_router)
     if service.settings.grpc_port is not None:
-        check_installed()
-        from app.grpc import methods
+        _check_grpc()
+        from app import grpc
 
-        app.include_router(methods.router)
+        app.include_router(grpc.router)
     model.add_to(app, index=service.settings.page)
 
 
@@ -323,7 +232,6 @@ def _add_middleware(app: FastAPI, service: Service) -> None:
     app.add_middleware(ProblemResponses, metrics=service.metrics)
     if settings.allowed_hosts:
         app.add_middleware(HostAllowList, allowed_hosts=settings.allowed_hosts, www_redirect=False)
-    app.add_middleware(Draining, service=service)
     app.add_middleware(Telemetry, service=service)
     if settings.cors_origins:  # Outside the one that answers errors: a browser hides an answer without these headers.
         app.add_middleware(

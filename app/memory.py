@@ -21,30 +21,19 @@ from typing import Final
 
 from app.errors import NotReady, TooManyRequests
 
-COPIES: Final = 2
-"""The bytes held for each byte of a body."""
-
+COPIES: Final = 2  # the bytes held for each byte of a body
+# The bytes of a pixel while its image is decoded: Pillow takes four, and as many again to rotate or convert it.
 PIXEL_BYTES: Final = 8
-"""The bytes of a pixel while its image is decoded: Pillow takes four, and as many again to rotate or convert it."""
-
-BUDGET_FRACTION: Final = 1 / 4
-"""The budget, as a fraction of the memory that the process may have."""
-
-FULL_FRACTION: Final = 0.9
-"""The fraction of its memory above which the process accepts no more requests."""
-
+BUDGET_FRACTION: Final = 1 / 4  # the budget, as a fraction of the memory that the process may have
+FULL_FRACTION: Final = 0.9  # the fraction of its memory above which the process accepts no more requests
+# Freed memory is returned to the system once requests hold this much less than at their peak.
 RELEASE_BYTES: Final = 128 << 20
-"""Freed memory is returned to the system once requests hold this much less than at their peak."""
-
-_RELEASE_SECONDS: Final = 5.0
-"""The shortest time between two such returns."""
-
+_RELEASE_SECONDS: Final = 5.0  # the shortest time between two such returns
 CGROUPS: Final = Path("/sys/fs/cgroup")
 _VERSION_1: Final = "memory/{}/memory.limit_in_bytes", "memory/{}/memory.usage_in_bytes"
 _VERSION_2: Final = "{}/memory.max", "{}/memory.current"
+# The page cache in ``memory.stat``. Version 1 has two such lines; the first leaves out the groups below this one.
 _PAGE_CACHE: Final = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)
-"""The page cache in ``memory.stat``.  Version 1 has two such lines; the first leaves out the groups below this one."""
-
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -88,22 +77,13 @@ def process_memory(processes: int) -> int:
 class MemoryBudget:
     """The bytes that requests may hold at once, and whether the process has memory left.  Any thread may call.
 
-    Args:
-        asked: The budget in bytes, if the process may have four times as much memory.
-        process_bytes: The memory that this process may have, bytes; see :func:`process_memory`.
-        max_pixels: The pixels of the largest image.  Enough to decode one is always kept free, but at most half of the
-            budget.
-
-    Attributes:
-        total: The budget, bytes.
-        held: The bytes held now.
-        shortage: The reason why no more requests are accepted; empty while there is memory.
+    Room to decode one image of ``max_pixels`` is always kept free, but at most half of the budget.
     """
 
     def __init__(self, asked: int, process_bytes: int, *, max_pixels: int) -> None:
-        self.process_bytes = process_bytes
+        self.process_bytes = process_bytes  # the memory that this process may have, bytes; see :func:`process_memory`
         self.total = min(asked, int(BUDGET_FRACTION * process_bytes))
-        self.shortage = ""
+        self.shortage = ""  # the reason why no more requests are accepted; empty while there is memory
         self._for_decoding = min(PIXEL_BYTES * max_pixels, self.total // 2)
         self.held = self._most_held = 0
         self._released_at = time.monotonic()
@@ -115,12 +95,7 @@ class MemoryBudget:
         return (self.total - self._for_decoding) // COPIES
 
     def check(self, size: int) -> None:
-        """Check that ``size`` more bytes could be held now.
-
-        Raises:
-            TooManyRequests: If the budget has no room for them.
-            NotReady: If the process has too little memory left.
-        """
+        """Check that ``size`` more bytes could be held now."""
         if self.shortage:
             raise NotReady(self.shortage)
         if self.held + size > self.total - self._for_decoding:

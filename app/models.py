@@ -1,12 +1,4 @@
-"""The served models: load them, warm them up and swap them.
-
-Check that a model can be warmed up on this machine, before warm-up takes minutes or all of the memory.
-
-One image on PyTorch's meta device, which computes nothing, gives the number of operations and the size of the largest
-feature map; a matrix product gives the speed of the device.  Warm-up runs batches of 1, 2, 4, … images, which have
-twice the images of a full batch, and three feature maps of a batch are in memory at once.
-
-Keep the served models by name, and swap one for another without losing a request.
+"""The served models: check that one can be warmed up here, load it, warm it up, and swap it for another.
 
 A reload reads, verifies, builds and warms up the new model beside the old one, swaps one reference, and then lets the
 old engine finish the requests that it has admitted.  A bundle that cannot be used changes nothing.
@@ -24,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, Literal, NamedTuple, Protocol, Self
+from typing import Any, Final, Literal, NamedTuple, Self
 
 import numpy.typing as npt
 import torch
@@ -41,12 +33,9 @@ from app.inference.steps import Step, TorchThreads, make_step
 from app.log import LogWriter, ModelLog
 from app.memory import MemoryBudget, limits
 from app.observability.drift import DriftMonitor
-from app.observability.metrics import Metrics
-from app.observability.recorder import ModelRecorder
+from app.observability.metrics import Metrics, ModelRecorder
 from app.settings import MAX_DECODE_THREADS, Settings
-from psc_core.answers import BasePolicy
 from psc_core.errors import BundleError, NetworkError, UsageError
-from psc_core.images.preprocess import Preprocess
 from psc_core.maps import map_document
 from psc_core.model import FittedModel, build_model
 from psc_core.network.onnx import OnnxBody
@@ -56,20 +45,18 @@ from psc_core.tasks.base import BaseDecisions, BaseThresholds, FloatArray, Outpu
 
 memory_logger = logging.getLogger("psc.models")
 
+# The number of a batch's feature maps in memory at once: an operation's input and output, and a shortcut past it.
 ALIVE: Final = 3
-"""The number of a batch's feature maps in memory at once: an operation's input and output, and a shortcut past it."""
-
-EFFICIENCY: Final = 0.3
-"""The speed of a network as a fraction of the speed of a matrix product."""
-
+EFFICIENCY: Final = 0.3  # the speed of a network as a fraction of the speed of a matrix product
 _SIDE: Final = 1024
 
 
 def check_affordable(model: FittedModel, *, max_batch: int, seconds: float) -> None:
     """Refuse a model whose full batch does not fit in memory, or that takes longer than ``seconds`` to warm up.
 
-    Raises:
-        BundleError: If the model needs more memory or time; the message says how much, and which settings to change.
+    One image on PyTorch's meta device, which computes nothing, gives the number of operations and the size of the
+    largest feature map; a matrix product gives the speed of the device.  Warm-up runs batches of 1, 2, 4, … images,
+    which have twice the images of a full batch.
     """
     try:
         alive, operations = cost_of_an_image(model)
@@ -145,55 +132,13 @@ def free_bytes(device: torch.device) -> int:
     return min(limit - used for limit, used in limits())
 
 
-class ModelSource(Protocol):
-    """Fitted models by name, each read again whenever it is loaded."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The model names, the default first."""
-
-    def load(self, name: str) -> FittedModel:
-        """Read the model of this name; called on a thread."""
-
-
-@dataclass(frozen=True)
-class BundleSource:
-    """The bundles that the settings name."""
-
-    settings: Settings
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The model names, the default first."""
-        return tuple(name for name, _ in self.settings.named_bundles)
-
-    def load(self, name: str) -> FittedModel:
-        """Read, verify, build and probe the bundle of this name.
-
-        Raises:
-            BundleError: If the bundle cannot be used.
-        """
-        settings, path = self.settings, dict(self.settings.named_bundles)[name]
-        model = build_model(path, device=settings.device, allow_factories=settings.allow_factories)
-        # Before its first image, for which an oversized network would take minutes, or all memory.
-        check_affordable(model, max_batch=settings.max_batch_size, seconds=settings.warmup_seconds)
-        return model.probed()
-
-
-@dataclass(frozen=True)
-class MemorySource:
-    """Models that the caller has in memory."""
-
-    models: Mapping[str, FittedModel]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The model names, the default first."""
-        return tuple(self.models)
-
-    def load(self, name: str) -> FittedModel:
-        """Return the model of this name."""
-        return self.models[name]
+def load_bundle(settings: Settings, name: str) -> FittedModel:
+    """Read, verify, build and probe the bundle that the settings give this name."""
+    path = dict(settings.named_bundles)[name]
+    model = build_model(path, device=settings.device, allow_factories=settings.allow_factories)
+    # Before its first image, for which an oversized network would take minutes, or all memory.
+    check_affordable(model, max_batch=settings.max_batch_size, seconds=settings.warmup_seconds)
+    return model.probed()
 
 
 model_logger = logging.getLogger("psc.model")
@@ -211,7 +156,7 @@ class Predicted(NamedTuple):
 class ServedModel:
     """One model in service."""
 
-    name: str  # the name of the served model
+    name: str
     model: FittedModel  # the fitted model
     backend: str  # the backend that runs the network, see :mod:`psc_core.model.backends`
     engine: Engine  # the model's queue and device worker
@@ -231,11 +176,7 @@ class ServedModel:
         return self.thresholds.policy.headline(self.model.report.get("metrics", {}))
 
     def thresholds_with(self, **changes: float) -> BaseThresholds:
-        """Return the thresholds of a request that changes some of the policy's values.
-
-        Raises:
-            UnattainableAlpha: If there are too few calibration images for this alpha.
-        """
+        """Return the thresholds of a request that changes some of the policy's values."""
         if not changes:
             return self.thresholds
         try:
@@ -258,19 +199,7 @@ class ServedModel:
         mode: RequestMode = RequestMode.PREDICT,
         monitor: bool = True,
     ) -> Predicted:
-        """Predict the images of one request, decide, and record the predictions.
-
-        Args:
-            images: The images, see :meth:`app.inference.engine.Engine.predict`.
-            thresholds: The thresholds of the decisions.
-            disconnected: Returns whether the client has left.
-            mode: Which outputs to compute.
-            monitor: Whether the images count in drift and in the metrics of scores.
-
-        Raises:
-            UnavailableMap: If the request asks for a map, and the model has none.
-            ServiceError: See :meth:`app.inference.engine.Engine.predict`.
-        """
+        """Predict the images of one request, decide, and record the predictions."""
         self.check_map(mode)
         result = await self.engine.predict(images, disconnected=disconnected, mode=mode)
         outputs = self.model.outputs(result.packed)
@@ -301,54 +230,54 @@ def explained(model: FittedModel, explanation: Mapping[str, npt.NDArray[Any]]) -
 
 
 class ModelStarter:
-    """Turns fitted models into served ones.
+    """Turns fitted models into served ones."""
 
-    Args:
-        settings: The service's settings.
-        metrics: The application's metrics.
-        memory: The bytes that requests may hold.
-        log: The writer of the prediction log; None if predictions are not logged.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        metrics: Metrics,
-        memory: MemoryBudget,
-        log: LogWriter | None,
-    ) -> None:
+    def __init__(self, settings: Settings, metrics: Metrics, memory: MemoryBudget, log: LogWriter | None) -> None:
         self._settings = settings
         self._metrics = metrics
         self._memory = memory
-        self._log = log
+        self._log = log  # the writer of the prediction log; None if predictions are not logged
         self._threads = TorchThreads(settings.threads or torch.get_num_threads(), settings.threads or 1)
         self._decode_threads = settings.decode_threads or min(MAX_DECODE_THREADS, len(os.sched_getaffinity(0)))
         self._pool = ThreadPoolExecutor(self._decode_threads, thread_name_prefix="psc-decode")
 
     async def start(self, name: str, model: FittedModel) -> ServedModel:
-        """Build the engine of a model and warm it up.
-
-        Raises:
-            BundleError: If there are too few calibration images for the policy, or the network does not run on the
-                wanted backend.
-            DeviceError: If the network failed while it was warmed up.
-        """
+        """Build the engine of a model and warm it up."""
+        settings = self._settings
         try:
-            changes = self._settings.thresholds(type(model.policy))
+            changes = settings.thresholds(type(model.policy))
             thresholds = model.calibration.thresholds(model.calibration.changed(model.policy, changes))
             backend, step = await asyncio.to_thread(self._step, model)
         except (UsageError, NetworkError) as error:
             raise BundleError(f"model {name!r}: {error}") from error
-        recorder = self._recorder(name, model, thresholds.policy)
-        log = None if self._log is None else self._log.log_of(name, model)
-        engine = Engine(
-            name,
-            step,
-            self._decoder(model.preprocess),
-            batcher=self._batcher(model.device),
-            observer=recorder,
-            deadline_s=self._settings.deadline_seconds,
+        drift = DriftMonitor(
+            len(model.calibration.ood_scores),
+            thresholds.policy.alpha,
+            false_alarm_probability=settings.drift_false_alarm / settings.drift_monitors,
+            window=settings.drift_window,
         )
+        limit = settings.max_queue_images
+        recorder = ModelRecorder(
+            name, model, policy=thresholds.policy, queue_limit=limit, metrics=self._metrics, drift=drift
+        )
+        decoder = Decoder(
+            self._pool,
+            self._memory,
+            threads=self._decode_threads,
+            preprocess=model.preprocess,
+            max_pixels=settings.max_pixels,
+            max_request_pixels=settings.max_pixels_per_request,
+            inline_bytes=settings.inline_decode_bytes,
+        )
+        batcher = Batcher(
+            max_batch=settings.max_batch_size,
+            max_queue_images=limit,
+            max_delay_s=settings.max_delay_ms / 1000.0,
+            shares_cores=model.device.type == "cpu",
+        )
+        log = None if self._log is None else self._log.log_of(name, model)
+        seconds = settings.deadline_seconds
+        engine = Engine(name, step, decoder, batcher=batcher, recorder=recorder, deadline_s=seconds)
         try:
             await engine.start()
         except BaseException:  # Also if cancelled: the thread that warms up would keep the model in memory.
@@ -376,56 +305,26 @@ class ModelStarter:
             compiled=settings.compile,
         )
 
-    def _decoder(self, preprocess: Preprocess) -> Decoder:
-        return Decoder(
-            self._pool,
-            self._memory,
-            threads=self._decode_threads,
-            preprocess=preprocess,
-            max_pixels=self._settings.max_pixels,
-            max_request_pixels=self._settings.max_pixels_per_request,
-            inline_bytes=self._settings.inline_decode_bytes,
-        )
-
-    def _batcher(self, device: torch.device) -> Batcher:
-        return Batcher(
-            max_batch=self._settings.max_batch_size,
-            max_queue_images=self._settings.max_queue_images,
-            max_delay_s=self._settings.max_delay_ms / 1000.0,
-            shares_cores=device.type == "cpu",
-        )
-
-    def _recorder(self, name: str, model: FittedModel, policy: BasePolicy) -> ModelRecorder:
-        drift = DriftMonitor(
-            len(model.calibration.ood_scores),
-            policy.alpha,
-            false_alarm_probability=self._settings.drift_false_alarm / self._settings.drift_monitors,
-            window=self._settings.drift_window,
-        )
-        limit = self._settings.max_queue_images
-        return ModelRecorder(name, model, policy=policy, queue_limit=limit, metrics=self._metrics, drift=drift)
-
 
 logger = logging.getLogger("psc.registry")
 
 
 class Registry:
-    """The models by name; to be used on the event loop only.
+    """The models by name; to be used on the event loop only."""
 
-    Args:
-        source: Where the fitted models come from.
-        starter: Turns fitted models into served ones.
-        metrics: The application's metrics.
-        retire_within_s: The time in which a replaced model must finish the requests it has admitted, seconds.
-
-    Attributes:
-        changed: Set when every model is ready, and when all replaced models have ended; who reacts to it clears it.
-    """
-
-    def __init__(self, source: ModelSource, starter: ModelStarter, metrics: Metrics, *, retire_within_s: float) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        load: Callable[[str], FittedModel],
+        starter: ModelStarter,
+        metrics: Metrics,
+        *,
+        retire_within_s: float,
+    ) -> None:
+        # Set when every model is ready, and when all replaced models have ended; who reacts to it clears it.
         self.changed = asyncio.Event()
-        self._source = source
-        self._names = source.names
+        self.names = tuple(names)  # the default first
+        self._load = load  # reads a model again, on a thread
         self._starter = starter
         self._metrics = metrics
         self._retire_within_s = retire_within_s
@@ -434,11 +333,6 @@ class Registry:
         self._reload_waits = False
         self._unloaded: set[str] = set()
         self._retiring: dict[asyncio.Task[None], ServedModel] = {}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The model names, the default first."""
-        return self._names
 
     @property
     def unloaded(self) -> frozenset[str]:
@@ -451,38 +345,29 @@ class Registry:
         return tuple(self._served.values())
 
     def get(self, name: str | None = None) -> ServedModel:
-        """Return the model of this name, or the default model.
-
-        Raises:
-            UnknownModel: If there is no model of this name.
-            NotReady: If the model is still loading, or was unloaded.
-        """
-        if name is None and self._names:
-            name = self._names[0]
+        """Return the model of this name, or the default model."""
+        if name is None and self.names:
+            name = self.names[0]
         served = self._served.get(name or "")
         if served is not None:
             return served
-        if name not in self._names:
-            raise UnknownModel(f"no model {name!r}; the models are {', '.join(self._names)}")
+        if name not in self.names:
+            raise UnknownModel(f"no model {name!r}; the models are {', '.join(self.names)}")
         if name in self._unloaded:
             raise NotReady(f"model {name!r} was unloaded; load it")
         raise NotReady(f"model {name!r} is loading; try again in a few seconds")
 
     def reasons(self) -> dict[str, str]:
         """Return why a model that should be ready is not, by model name; empty if all are ready."""
-        reasons = {name: "loading" for name in self._names if name not in {*self._served, *self._unloaded}}
+        reasons = {name: "loading" for name in self.names if name not in {*self._served, *self._unloaded}}
         for name, served in self._served.items():
             if served.engine.phase is not Phase.READY:
                 reasons[name] = served.engine.phase.value
         return reasons
 
     async def start(self) -> None:
-        """Load and warm up every model.
-
-        Raises:
-            PSCError: If a bundle cannot be used, or its network failed at warm-up.
-        """
-        for name in self._names:
+        """Load and warm up every model."""
+        for name in self.names:
             began = time.perf_counter()
             served = await self._start(name)
             self._swap(served)
@@ -496,15 +381,8 @@ class Registry:
 
         Returns:
             (name, previous version, new version) of each model; the previous version of an unloaded model is empty.
-
-        Raises:
-            UnknownModel: If there is no model of this name.
-            NotReady: If the model is still loading for the first time.
-            ReloadRunning: If another reload is running.
-            BundleError: If a bundle cannot be used; no model was changed.
-            DeviceError: If the new network failed at warm-up; no model was changed.
         """
-        names = [each for each in self._names if each not in self._unloaded] if name is None else [name]
+        names = [each for each in self.names if each not in self._unloaded] if name is None else [name]
         for each in names:
             if each not in self._unloaded:
                 self.get(each)
@@ -531,13 +409,7 @@ class Registry:
         return changes
 
     def unload(self, name: str) -> None:
-        """Take a model out of service until it is loaded by its name; the requests it has admitted are finished.
-
-        Raises:
-            UnknownModel: If there is no model of this name.
-            NotReady: If the model is still loading for the first time, or was unloaded already.
-            ReloadRunning: If a reload is running.
-        """
+        """Take a model out of service until it is loaded by its name; the requests it has admitted are finished."""
         old = self.get(name)
         if self._reloading.locked():
             raise ReloadRunning("a reload is running; try again when it is done")
@@ -547,11 +419,7 @@ class Registry:
         self._begin_to_retire(old)
 
     async def reload_when_free(self) -> None:
-        """Reload every bundle once the running reload has ended, because that may have read older files.
-
-        Raises:
-            PSCError: See :meth:`reload`.
-        """
+        """Reload every bundle once the running reload has ended, because that may have read older files."""
         if self._reload_waits:  # That reload has not read anything yet, and will see the same files.
             return
         self._reload_waits = True
@@ -590,7 +458,7 @@ class Registry:
         self.refresh_metrics()
 
     async def _start(self, name: str) -> ServedModel:
-        return await self._starter.start(name, await asyncio.to_thread(self._source.load, name))
+        return await self._starter.start(name, await asyncio.to_thread(self._load, name))
 
     def _swap(self, served: ServedModel) -> None:
         old = self._served.get(served.name)

@@ -16,11 +16,10 @@ from typing import Any, Final
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+# The longest request line with headers, and the most framing (chunk sizes, trailers) between two pieces of a body.
 MAX_HEAD_BYTES: Final = 1 << 16
-"""The longest request line with headers, and the most framing (chunk sizes, trailers) between two pieces of a body."""
-
+# The time for the first request on a connection that was accepted just before the server ended.
 FIRST_REQUEST_SECONDS: Final = 1.0
-"""The time for the first request on a connection that was accepted just before the server ended."""
 
 
 def _refusal(status: bytes, text: bytes) -> bytes:
@@ -35,8 +34,6 @@ _TOO_LONG: Final = _refusal(
     b"431 Request Header Fields Too Large",
     b"expected at most %d bytes of request line and headers, got more\n" % MAX_HEAD_BYTES,
 )
-
-
 _VERSION: Final = _refusal(b"505 HTTP Version Not Supported", b"expected HTTP/1.0 or HTTP/1.1; use one of these\n")
 _HOST: Final = _refusal(b"400 Bad Request", b"expected one Host header, got more; send one\n")
 _EXPECTATION: Final = _refusal(b"417 Expectation Failed", b"expected Expect: 100-continue or none; leave it out\n")
@@ -59,9 +56,6 @@ class LimitedProtocol(HttpToolsProtocol):
 
     A client may close its side after its last request and wait for the answers.  A client that has left closes its side
     too, and the two look the same until something is written; only one that resets the connection has surely left.
-
-    Args:
-        upload_seconds: The longest time that a client may keep us waiting.
     """
 
     def __init__(self, *arguments: Any, upload_seconds: float, **options: Any) -> None:

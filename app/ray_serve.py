@@ -15,13 +15,21 @@ from typing import Any, Final
 from fastapi import FastAPI
 from prometheus_client import start_http_server
 
-from app.main import ReplicaRuntime, create_app, prepare_process
+from app.main import create_app, prepare_process, settle_heap
 from app.observability.metrics import PROCESS_FILES, shared_registry
-from app.service import Service
+from app.service import Host, Service
 from app.settings import load_settings
 
-WAITING_IMAGES: Final = "psc_waiting_images"
-"""The name of a replica's load among the autoscaler's metrics."""
+WAITING_IMAGES: Final = "psc_waiting_images"  # the name of a replica's load among the autoscaler's metrics
+
+
+class ReplicaHost(Host):
+    """A process that Ray starts, checks and ends."""
+
+    starts_ready = True
+
+    def models_changed(self) -> None:
+        settle_heap()
 
 
 def build(settings: Mapping[str, Any]) -> Any:
@@ -64,7 +72,7 @@ class Replica:
 
         settings = load_settings(self._settings)
         prepare_process(settings)
-        app = create_app(settings, runtime=ReplicaRuntime())
+        app = create_app(settings, host=ReplicaHost())
         self._service: Service = app.state.service
         self._expose_metrics()
         return app
@@ -76,11 +84,7 @@ class Replica:
             await self._service.reload_quietly()
 
     def check_health(self) -> None:
-        """Raise once the device has failed, so that Ray replaces the replica.
-
-        Raises:
-            RuntimeError: If the device has failed; the message says why.
-        """
+        """Raise once the device has failed, so that Ray replaces the replica."""
         if self._service.exit_code:
             raise RuntimeError(self._service.exit_message)
         self._expose_metrics()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import gc
 import logging
 import multiprocessing
 import os
@@ -19,24 +20,78 @@ from typing import Final, cast
 
 import uvicorn
 from fastapi import FastAPI
+from prometheus_client.multiprocess import mark_process_dead
 from uvicorn.config import STARTUP_FAILURE
 from uvicorn.supervisors import Multiprocess
 
-from app.main import UvicornRuntime, check, create_app, end_threads, linger_seconds, prepare_process
+from app.main import check, create_app, end_threads, linger_seconds, prepare_process, settle_heap
 from app.observability.metrics import PROCESS_FILES
 from app.observability.tracing import log_config
 from app.protocol import LimitedProtocol
-from app.service import Service
+from app.service import Host, Service
 from app.settings import BACKLOG, Settings
 from psc_core.errors import ExitCode, UsageError
 
+# The seconds that a worker may take to start in place of another one, or may hang before it is replaced.
 _WORKER_TIMEOUT_S = 120
-"""The seconds that a worker may take to start in place of another one, or may hang before it is replaced."""
-
+# The free space that a folder must have; a worker's metrics take 1 MiB a type, and more with many classes.
 METRICS_BYTES: Final = 64 << 20
-"""The free space that a folder must have; a worker's metrics take 1 MiB a type, and more with many classes."""
-
 logger = logging.getLogger("psc.server")
+
+
+class UvicornHost(Host):
+    """A process that ``psc-serve`` started, in which uvicorn runs."""
+
+    def models_changed(self) -> None:
+        settle_heap()
+        gc.enable()
+
+    def failed(self) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    def reloaded(self) -> None:
+        if multiprocessing.parent_process() is not None:
+            os.kill(os.getppid(), signal.SIGHUP)  # On SIGHUP, uvicorn replaces its workers one after the other.
+
+    @contextlib.contextmanager
+    def running(self, service: Service) -> Iterator[None]:
+        """Handle signals: SIGHUP reloads; SIGTERM, or the end of a worker's parent, drains and then ends uvicorn.
+
+        Uvicorn closes idle connections as soon as it is told to end, which loses a request already on the wire.  So it
+        is told a moment later: until then, ``Connection: close`` and ``/readyz`` send clients elsewhere.
+        """
+        loop = asyncio.get_running_loop()
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+        end, parent = before[signal.SIGTERM], multiprocessing.parent_process()
+        tasks: set[asyncio.Task[None]] = set()
+
+        def drain() -> None:
+            service.begin_drain()
+            if parent is not None:
+                loop.remove_reader(parent.sentinel)
+            if callable(end):
+                loop.call_later(linger_seconds(service.settings), end, signal.SIGTERM, None)
+
+        def reload() -> None:
+            task = loop.create_task(service.reload_quietly())
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+        loop.add_signal_handler(signal.SIGTERM, drain)
+        loop.add_signal_handler(signal.SIGHUP, reload)
+        if parent is not None:
+            loop.add_reader(parent.sentinel, drain)
+        gc.disable()  # Until the models are loaded: collections would walk what libraries make, which is no garbage.
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                loop.remove_signal_handler(number)
+                signal.signal(number, handler)
+            if PROCESS_FILES in os.environ:
+                mark_process_dead(os.getpid())  # type: ignore[no-untyped-call]
+            gc.enable()
+            gc.unfreeze()  # Or libraries would report at exit that their objects have leaked.
 
 
 def build(settings: Settings) -> FastAPI:
@@ -44,7 +99,7 @@ def build(settings: Settings) -> FastAPI:
     prepare_process(settings)
     if multiprocessing.parent_process() is not None:  # A worker, whose code nobody reads once it was told to end.
         atexit.register(end_threads, ExitCode.OK)
-    return create_app(settings, runtime=UvicornRuntime())
+    return create_app(settings, host=UvicornHost())
 
 
 class Workers(Multiprocess):
@@ -133,9 +188,6 @@ def serve(settings: Settings, listener: socket.socket) -> tuple[int, str]:
 
     Returns:
         The exit code, and the reason in one line if it is not 0.
-
-    Raises:
-        UsageError: If the settings cannot be used.
     """
     if settings.workers == 1:
         return _serve_alone(settings, listener)
@@ -153,9 +205,6 @@ def metrics_parent(places: Sequence[Path] | None = None) -> Path:
     """Return the first of ``places`` with room for the workers' metrics: by default memory, then the disk.
 
     The workers map these files, and a process that writes to a mapped file on a full disk is killed (SIGBUS).
-
-    Raises:
-        UsageError: If none of the places has room.
     """
     if places is None:
         places = [Path("/dev/shm")]

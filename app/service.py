@@ -1,36 +1,141 @@
-"""The service, which all routes find at ``app.state.service``: settings, models, metrics, keys and shutdown."""
+"""The service, which all routes find at ``app.state.service``: settings, models, metrics, keys and shutdown.
+
+Keys are kept as SHA-256 digests, and a given key is compared with each of them in constant time, so neither the time
+nor a memory dump tells how close a guess was.  No key is ever written to a log or an error message.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import hashlib
+import hmac
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar, cast
 
+from pydantic import SecretStr
 from starlette.requests import Request
 
-from app.auth import ApiKeys
-from app.errors import DeadlineExceeded, LogUnavailable
+from app.errors import DeadlineExceeded, Forbidden, Unauthorized
 from app.log import LogWriter
 from app.memory import MemoryBudget
 from app.models import Registry
 from app.observability.metrics import DescriptorWatch, Metrics, gpu_usage
 from app.settings import Settings
 from psc_core.allocator import release_freed_memory
-from psc_core.errors import DeviceError, ExitCode, PSCError
+from psc_core.errors import DeviceError, ExitCode, PSCError, UsageError
 
 logger = logging.getLogger("psc.service")
 
 Found = TypeVar("Found")
-
+# The seconds between two checks of deadlines, clients, models, recorded predictions, memory, file descriptors.
 SWEEP_SECONDS: Final = 0.05
-"""The seconds between two checks of deadlines, clients, models, recorded predictions, memory, file descriptors."""
+
+
+@dataclass(frozen=True, repr=False)
+class ApiKeys:
+    """The digests of the keys of each role; an admin key may also predict and give feedback."""
+
+    predict: frozenset[bytes]  # empty if anyone may predict
+    admin: frozenset[bytes]  # empty if administration is off
+    feedback: frozenset[bytes]  # empty if feedback is off
+
+    def __repr__(self) -> str:
+        roles = ("predict", "admin", "feedback")
+        return f"ApiKeys({', '.join(f'{role}={len(getattr(self, role))} keys' for role in roles)})"
+
+    @classmethod
+    def of(cls, predict: Iterable[str] = (), admin: Iterable[str] = (), feedback: Iterable[str] = ()) -> ApiKeys:
+        """Keep the digests of these keys."""
+        admins, predicting = _digests(admin), _digests(predict)
+        return cls(predicting | admins if predicting else predicting, admins, _digests(feedback) | admins)
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> ApiKeys:
+        """Gather the keys from the settings and the files that they name."""
+        return cls.of(
+            _keys(settings.api_keys, settings.api_keys_file),
+            _keys(settings.admin_keys, settings.admin_keys_file),
+            _keys(settings.feedback_keys, settings.feedback_keys_file),
+        )
+
+    def check_predict(self, headers: Mapping[str, str]) -> None:
+        """Check that a request may predict; without configured keys every request may."""
+        if self.predict:
+            _check(self.predict, headers)
+
+    def check_feedback(self, headers: Mapping[str, str]) -> None:
+        """Check that a request may give feedback."""
+        _check_role("feedback", self.feedback, headers)
+
+    def check_admin(self, headers: Mapping[str, str]) -> None:
+        """Check that a request has an admin key."""
+        _check_role("admin", self.admin, headers)
+
+
+def _check_role(role: str, digests: Collection[bytes], headers: Mapping[str, str]) -> None:
+    if not digests:
+        raise Forbidden(f"no {role} keys are configured; set PSC_{role.upper()}_KEYS")
+    _check(digests, headers)
+
+
+def _check(digests: Collection[bytes], headers: Mapping[str, str]) -> None:
+    key = headers.get("x-api-key")
+    if key is None:
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        key = token.strip() if scheme.lower() == "bearer" else ""
+        if not key:
+            raise Unauthorized("this needs an API key; send it as X-API-Key or Authorization: Bearer")
+    given = _digest(key)
+    # A sum and not any(), which would stop at the match, and whose time would reveal which key it was.
+    if not sum(hmac.compare_digest(given, digest) for digest in digests):
+        raise Unauthorized("the API key is not accepted here; ask the operator for one")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _digests(keys: Iterable[str]) -> frozenset[bytes]:
+    found = list(keys)
+    if not all(key and key.isascii() and key.isprintable() and " " not in key for key in found):
+        raise UsageError(
+            "API keys must be printable ASCII without spaces; generate one with: "
+            "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+        )
+    return frozenset(map(_digest, found))
+
+
+def _keys(given: Iterable[SecretStr], path: Path | None) -> list[str]:
+    """Return the given keys and those of a file, one per line; blank lines and lines that begin with ``#`` are none."""
+    keys = [key.get_secret_value() for key in given]
+    if path is None:
+        return keys
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"cannot read the file of API keys {path} ({type(error).__name__}); check the path and its permissions"
+        ) from error
+    if not (of_file := [line for line in lines if line and not line.startswith("#")]):
+        raise UsageError(f"{path} holds no API key; write one key per line")
+    return keys + of_file
 
 
 class Host:
-    """The process that a service runs in, which hears of events that concern it as a whole; this one ignores them."""
+    """The process that a service runs in, and what it does for the service; this one, such as a test, does nothing."""
+
+    starts_ready = False  # whether startup waits until every model is ready, and raises what goes wrong on the way
+
+    @contextlib.contextmanager
+    def running(self, service: Service) -> Iterator[None]:
+        """Enclose the life of the application."""
+        yield
 
     def models_changed(self) -> None:
         """React when every model is ready, or when models that a reload replaced have ended."""
@@ -43,25 +148,7 @@ class Host:
 
 
 class Service:
-    """The parts of one service process.
-
-    Args:
-        settings: All settings.
-        keys: The API keys of all roles.
-        metrics: This application's metrics.
-        memory: The bytes that requests may hold.
-        log: The writer of the prediction log; None if predictions are not logged.
-        registry: The models.
-        host: The process that the service runs in.
-
-    Attributes:
-        parser: The thread that parses large bodies, one at a time.
-        searcher: The thread that searches the log, for one request at a time.
-        exit_code: The code with which the process should exit.
-        exit_message: The reason in one line if the code is not 0.
-        inflight: The number of requests being answered.
-        draining: Whether the service is about to end.
-    """
+    """The parts of one service process."""
 
     def __init__(
         self,
@@ -77,12 +164,12 @@ class Service:
         self.keys = keys
         self.metrics = metrics
         self.memory = memory
-        self.log = log
+        self.log = log  # the writer of the prediction log; None if predictions are not logged
         self.registry = registry
-        self.parser = ThreadPoolExecutor(1, "psc-parse")
+        self.parser = ThreadPoolExecutor(1, "psc-parse")  # the thread that parses large bodies, one at a time
         self.searcher = ThreadPoolExecutor(1, "psc-feedback")
-        self.exit_code: int = ExitCode.OK
-        self.exit_message = ""
+        self.exit_code: int = ExitCode.OK  # the code with which the process should exit
+        self.exit_message = ""  # the reason in one line if the code is not 0
         self.inflight = 0
         self.draining = False
         self._host = host
@@ -93,12 +180,8 @@ class Service:
     async def start(self, *, wait_until_ready: bool) -> None:
         """Start the log and begin to load the models; :meth:`reasons` tells when they are ready.
 
-        Args:
-            wait_until_ready: Return only when every model is ready, and raise what goes wrong.  For a host with several
-                processes, of which others answer meanwhile.
-
-        Raises:
-            PSCError: If a bundle cannot be used, or its network failed at warm-up.
+        With ``wait_until_ready``, return only then, and raise what goes wrong: other processes of the host answer
+        meanwhile.
         """
         if not self.keys.predict:
             logger.warning("API keys are off: anyone who reaches this port may predict (PSC_API_KEYS)")
@@ -176,18 +259,12 @@ class Service:
             logger.error("reload failed, the old models stay: %s", error, exc_info=not isinstance(error, PSCError))
 
     async def search_log(self, work: Callable[[LogWriter], Found]) -> Found:
-        """Run ``work`` on the prediction log in the thread that searches it.
-
-        Raises:
-            DeadlineExceeded: If it took longer than ``deadline_seconds``.
-            LogUnavailable: If there is no log.
-        """
-        if self.log is None:  # Unreachable: without a log, the application has no route that searches it.
-            raise LogUnavailable("there is no prediction log; serve with --log")
+        """Run ``work`` on the prediction log in the thread that searches it."""
+        log = cast(LogWriter, self.log)  # Without a log, the application has no route that searches it.
         seconds = self.settings.deadline_seconds
         try:
             async with asyncio.timeout(seconds):
-                return await asyncio.get_running_loop().run_in_executor(self.searcher, work, self.log)
+                return await asyncio.get_running_loop().run_in_executor(self.searcher, work, log)
         except TimeoutError as error:
             raise DeadlineExceeded(f"the log was not searched within {seconds:g} s; try again") from error
 
@@ -254,11 +331,7 @@ def service_of(request: Request) -> Service:
 
 
 def service_to_predict(request: Request) -> Service:
-    """Return the service if the caller may predict.
-
-    Raises:
-        Unauthorized: If the request has no key, or an unknown one.
-    """
+    """Return the service if the caller may predict."""
     service = service_of(request)
     service.keys.check_predict(request.headers)
     return service

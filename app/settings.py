@@ -6,15 +6,24 @@ Flags win over ``PSC_*`` environment variables, which win over a TOML file.  An 
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Container, Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, Self, get_args
+from typing import Annotated, Any, Final, Literal, Self, get_args
 
-from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from app.settings_sources import ENV_PREFIX, Keys, Texts, check_environment, is_service_link, read_config
 from psc_core.answers import (
     CLASSIFICATION_DECISIONS,
     REGRESSION_DECISIONS,
@@ -28,23 +37,60 @@ from psc_core.errors import UsageError, fault
 from psc_core.images.decode import DEFAULT_MAX_PIXELS, PILLOW_MAX_PIXELS
 from psc_core.settings import Backend
 
-BACKLOG: Final = 2048
-"""The number of connections that may wait to be accepted."""
-
-
+BACKLOG: Final = 2048  # the number of connections that may wait to be accepted
+# The decisions that ``log_images`` may name.
 _DECISIONS: Final = (
     "abstained",
     *dict.fromkeys((*REGRESSION_DECISIONS, *CLASSIFICATION_DECISIONS)),
 )
-"""The decisions that ``log_images`` may name."""
-
-MAX_DECODE_THREADS: Final = 16
-"""The maximum number of threads that decode images where ``decode_threads`` is unset."""
-
-_LOG_FRACTION: Final = 0.2
-"""The fraction of ``drain_seconds`` that is kept for the prediction log."""
-
+MAX_DECODE_THREADS: Final = 16  # the maximum number of threads that decode images where ``decode_threads`` is unset
+_LOG_FRACTION: Final = 0.2  # the fraction of ``drain_seconds`` that is kept for the prediction log
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+ENV_PREFIX: Final = "PSC_"
+# Variables with the prefix that are not settings: the tests' data folder and axe-core, those of the client, which may
+# share an environment with the service, and those that Kubernetes sets for a service ``psc…`` or Docker for a link.
+# ``PSC_…PORT`` is no setting either if its value is the address of a service, see :func:`is_service_link`.
+NOT_SETTINGS: Final = re.compile(
+    r"PSC_(DATA|AXE|CLIENT_\w+|(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?))"
+)
+_SERVICE_LINK: Final = re.compile(r"(tcp|udp|sctp)://")
+
+
+def _split(value: object) -> object:
+    """Turn the text ``"a, b"`` into ``("a", "b")``; return any other value unchanged."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+Texts = Annotated[tuple[str, ...], BeforeValidator(_split)]
+Keys = Annotated[tuple[SecretStr, ...], BeforeValidator(_split)]
+
+
+def is_service_link(value: object) -> bool:
+    """Return whether a value of ``PSC_…PORT`` is an address that Kubernetes or Docker set: ``tcp://10.0.0.1:8000``."""
+    return isinstance(value, str) and _SERVICE_LINK.match(value) is not None
+
+
+def check_environment(names: Container[str]) -> None:
+    """Refuse environment variables with the prefix that are not settings."""
+    for variable, value in os.environ.items():
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if not variable.startswith(ENV_PREFIX) or NOT_SETTINGS.fullmatch(variable) or name in names:
+            continue
+        if not (name.endswith("port") and is_service_link(value)):
+            raise UsageError(f"unknown setting {variable} in the environment; `psc-serve --help` lists them")
+
+
+def read_config(flag: str | Path | None) -> dict[str, Any]:
+    """Read the settings in the TOML file that the flag names, or else ``PSC_CONFIG``; none if neither does."""
+    config = flag or os.environ.get(f"{ENV_PREFIX}CONFIG")
+    if not config:
+        return {}
+    try:
+        return tomllib.loads(Path(config).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read the settings file {config}: {error.strerror}; check --config") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{config} is not TOML: {error}") from error
 
 
 def _threshold(declared: Any) -> Any:
@@ -212,8 +258,7 @@ class Settings(BaseSettings):
         default=(), description="Origins from which browsers may call the service, separated by commas; `*`: all."
     )
     allowed_hosts: Texts = Field(
-        default=(),
-        description="Accepted `Host` headers, separated by commas, such as `*.example.org`; empty: all.",
+        default=(), description="Accepted `Host` headers, separated by commas, such as `*.example.org`; empty: all."
     )
     root_path: str = Field(default="", description="Path under which a proxy publishes the service.")
     tls_certificate: Path | None = Field(
@@ -366,14 +411,7 @@ class Settings(BaseSettings):
 
 
 def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
-    """Read the settings from flags, environment and file.
-
-    Args:
-        flags: The values given on the command line, by field name.
-
-    Raises:
-        UsageError: If a setting is unknown, a value is out of range, or the file cannot be read.
-    """
+    """Read the settings from flags, environment and file."""
     try:
         return Settings(**(flags or {}))
     except ValidationError as error:

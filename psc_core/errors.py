@@ -13,7 +13,7 @@
       └ UsageError
 
 Messages say what is wrong and what to do.  The command line prints them in one line and exits with code 2; the service
-maps them to HTTP in one table (``app/http/problems.py``).
+maps them to HTTP in one table (``app/errors.py``).
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def angle_bundle(angle_job: TinyJob) -> Path:
     return out
 
 
-@pytest.fixture(autouse=True)
-def a_thread_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step is quick enough for the event loop: many tests hold the network up while they look at the rest."""
+@pytest.fixture
+def device_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step is quick enough for the event loop, so that a test may hold the network up while it looks at the rest."""
     monkeypatch.setattr("app.inference.steps.QUICK_SECONDS", 0.0)

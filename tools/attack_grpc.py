@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import grpc
 
-from app.grpc.messages import METHODS, PREFIX
+from app.grpc import METHODS, PREFIX
 from tests.app.grpc.support import free_port
 from tests.conftest import SHIPPED_BUNDLE
 from tools.service import EXAMPLE, STALL_SECONDS, Seen, Started, longest_stall, service

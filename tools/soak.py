@@ -25,7 +25,7 @@ import httpx
 import numpy as np
 from scipy.stats import linregress
 
-from app.grpc.messages import METHODS, PREFIX
+from app.grpc import METHODS, PREFIX
 from tests.app.grpc.support import free_port
 from tests.conftest import SHIPPED_BUNDLE
 from tests.served import serve

@@ -1,20 +1,12 @@
-"""Parse the JSON of a request, unless it has so many values that parsing would take too long.
+"""Read the query and the body of a request, within limits that hold while the body arrives.
+
+The images of a prediction come in one of three forms: ``multipart/form-data`` with the field ``images`` repeated,
+``application/json`` with ``{"images": [{"b64": …}, …]}``, or one image file as ``image/*``.
 
 The cost of JSON lies in its values, not its bytes: a megabyte of ``[],`` takes 0.1 s and 30 MB to parse, a hundred
 times as much as a megabyte of base64, and the interpreter's lock is held throughout.  So commas, colons and brackets
 are counted first, piece by piece at a gigabyte per second: a document cannot have more values than these.  (Those
 inside strings count too, but no string that the service reads has many.)
-
-Find the clients that have left, without a task for each request.
-
-While the client is connected, an ASGI server's ``receive()`` waits; after a disconnect it returns.  So ``receive()`` is
-driven one step by hand: either it returns at once (the client has left), or it suspends (the client is there) and is
-closed.  A sweep over all waiting requests a few times a second costs less than a task, and its wake-up, for each.
-
-Read the encoded images from the body of a prediction request, with limits that hold while it arrives.
-
-The body has one of three forms: ``multipart/form-data`` with the field ``images`` repeated, ``application/json`` with
-``{"images": [{"b64": …}, …]}``, or one image file as ``image/*``.
 """
 
 from __future__ import annotations
@@ -40,53 +32,30 @@ from app.errors import ClientGone, MalformedRequest, SlowUpload, TooManyImages, 
 from app.inference.decoder import EncodedImage
 from psc_core.errors import all_faults, hint, shortened
 
-MAX_VALUES: Final = 1 << 22
-"""The maximum number of values in one document; parsing them takes 0.1 s."""
-
+MAX_VALUES: Final = 1 << 22  # the maximum number of values in one document; parsing them takes 0.1 s
+# The maximum number of lists, objects and keys in one document; parsing them takes 0.1 s.
 MAX_CONTAINERS: Final = 1 << 18
-"""The maximum number of lists, objects and keys in one document; parsing them takes 0.1 s."""
-
 _MOST: Final = {b"[{:": MAX_CONTAINERS, b"[{:,": MAX_VALUES}
-
-_PIECE: Final = 1 << 18
-"""The bytes counted at a time; between two pieces, other threads get the interpreter's lock."""
+_PIECE: Final = 1 << 18  # the bytes counted at a time; between two pieces, other threads get the interpreter's lock
 
 
-class Marks:
-    """A count of some characters in a body that comes in pieces.
+def _count_pieces(most: Mapping[bytes, int]) -> Callable[[bytes], bool]:
+    """Return a function that counts some characters of a body, piece by piece, and says whether there are too many.
 
-    Args:
-        most: Maps a set of characters to the maximum number of all of them together.
+    ``most`` maps a set of characters to the maximum number of all of them together.
     """
+    found = Counter(dict.fromkeys(b"".join(most), 0))
 
-    def __init__(self, most: Mapping[bytes, int]) -> None:
-        self._most = most
-        self._found = Counter(dict.fromkeys(b"".join(most), 0))
+    def has_too_many(piece: bytes) -> bool:
+        found.update({mark: piece.count(mark) for mark in found})
+        return any(sum(found[mark] for mark in together) > limit for together, limit in most.items())
 
-    def exceeded_with(self, piece: bytes) -> bool:
-        """Count the characters of another piece; return whether there are now too many."""
-        self._found.update({mark: piece.count(mark) for mark in self._found})
-        return any(sum(self._found[mark] for mark in together) > limit for together, limit in self._most.items())
+    return has_too_many
 
 
 def has_more(body: bytes, most: Mapping[bytes, int]) -> bool:
     """Return whether some characters occur more often than ``most`` allows; counting stops once that is known."""
-    marks = Marks(most)
-    return any(marks.exceeded_with(body[start : start + _PIECE]) for start in range(0, len(body), _PIECE))
-
-
-def counted() -> Callable[[bytes], None]:
-    """Return a function that checks each piece of a document as it arrives, so that a costly one is not kept.
-
-    The function raises the errors of :func:`load_json`.  A document whose pieces have passed goes to :func:`parsed`.
-    """
-    marks = Marks(_MOST)
-
-    def check(piece: bytes) -> None:
-        if marks.exceeded_with(piece):
-            raise _too_costly()
-
-    return check
+    return any(map(_count_pieces(most), (body[start : start + _PIECE] for start in range(0, len(body), _PIECE))))
 
 
 def _too_costly() -> MalformedRequest:
@@ -97,22 +66,14 @@ def _too_costly() -> MalformedRequest:
 
 
 def load_json(body: bytes) -> Any:
-    """Return the document.
-
-    Raises:
-        MalformedRequest: If it is not JSON, or has too many values, lists, objects or keys.
-    """
+    """Return the document."""
     if has_more(body, _MOST):
         raise _too_costly()
     return parsed(body)
 
 
 def parsed(body: bytes) -> Any:
-    """Return a document whose values were counted before; counting them again takes longer than parsing it.
-
-    Raises:
-        MalformedRequest: If it is not JSON.
-    """
+    """Return a document whose values were counted before; counting them again takes longer than parsing it."""
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -120,7 +81,11 @@ def parsed(body: bytes) -> Any:
 
 
 def has_disconnected(receive: Receive) -> bool:
-    """Return whether the client has closed its connection; call it only after the whole body was read."""
+    """Return whether the client has closed its connection; call it only after the whole body was read.
+
+    While the client is connected, ``receive()`` waits.  So it is driven one step by hand: either it returns at once
+    (the client has left), or it suspends and is closed.  A sweep over all requests costs less than a task for each.
+    """
     waiting = receive().__await__()
     try:
         next(waiting)
@@ -139,9 +104,6 @@ def parse_query(model: type[Query], request: Request) -> Query:
     """Parse the query parameters of a request to a route that takes some; those that take none ignore them.
 
     FastAPI would ignore unknown parameters, and silently take the last value of a repeated one.
-
-    Raises:
-        MalformedRequest: If a parameter is unknown, repeated or out of range.
     """
     given = [name for name, _ in request.query_params.multi_items()]
     for name in given:
@@ -164,20 +126,14 @@ def query_parameters(model: type[BaseModel]) -> list[dict[str, Any]]:
 
 
 Parsed = TypeVar("Parsed")
-
 FIELD: Final = "images"
+# The largest body that is parsed on the event loop, bytes; a larger one would hold it up.
 _INLINE_BYTES: Final = 256 * 1024
-"""The largest body that is parsed on the event loop, bytes; a larger one would hold it up."""
-
+# The maximum number of parameters of a part's ``Content-Disposition``, or of semicolons in its file name.
 _MAX_PARAMETERS: Final = 16
-"""The maximum number of parameters of a part's ``Content-Disposition``, or of semicolons in its file name."""
-
-_CHARSETS: Final = frozenset({"utf-8", "utf8", "us-ascii", "ascii"})
-"""The charsets whose texts are UTF-8."""
-
+_CHARSETS: Final = frozenset({"utf-8", "utf8", "us-ascii", "ascii"})  # the charsets whose texts are UTF-8
+# The encodings of a part that leave its bytes as they are.
 _RAW: Final = frozenset({b"binary", b"8bit", b"7bit", b"identity"})
-"""The encodings of a part that leave its bytes as they are."""
-
 _FORMS: Final = "multipart/form-data with the field 'images', application/json, or image/*"
 
 
@@ -191,21 +147,7 @@ class UploadLimits:
 
 
 async def read_images(request: Request, limits: UploadLimits, parser: Executor) -> list[EncodedImage]:
-    """Read the images of a request, at least one.
-
-    Args:
-        request: The request.
-        limits: The limits on its body.
-        parser: Parses a large JSON document.
-
-    Raises:
-        UnsupportedMedia: If the content type is none of the three forms.
-        UnsupportedEncoding: If a part of a form is encoded.
-        MalformedRequest: If the body does not follow its form, or holds no image.
-        TooManyImages: If there are more than ``limits.max_images``; raised as soon as it is known.
-        SlowUpload: If the body did not arrive in time.
-        ClientGone: If the client left before the body was complete.
-    """
+    """Read the images of a request, at least one."""
     content_type = request.headers.get("content-type", "")
     media = content_type.partition(";")[0].strip().lower()
     if media.startswith("image/"):
@@ -223,36 +165,25 @@ async def read_images(request: Request, limits: UploadLimits, parser: Executor) 
 
 
 async def read_body(request: Request, seconds: float) -> bytes:
-    """Read the whole body.
-
-    Raises:
-        SlowUpload: If the body did not arrive within ``seconds``.
-        ClientGone: If the client left before the body was complete.
-    """
+    """Read the whole body."""
     pieces: list[bytes] = []
     await _read(request, pieces.append, seconds)
     return b"".join(pieces)
 
 
 async def read_json_body(request: Request, seconds: float) -> bytes:
-    """Read the whole body, a JSON document.
-
-    Raises:
-        UnsupportedMedia: If the content type names a charset other than UTF-8, the only one of JSON.
-        MalformedRequest: If the document has too many values; raised as soon as it is known.
-        SlowUpload: If the body did not arrive within ``seconds``.
-        ClientGone: If the client left before the body was complete.
-    """
+    """Read the whole body, a JSON document."""
     content_type = request.headers.get("content-type", "")
     if ";" in content_type:
         charset = parse_options_header(content_type)[1].get(b"charset", b"utf-8").decode("latin-1")
         if charset.lower() not in _CHARSETS:
             raise UnsupportedMedia(f"expected JSON in UTF-8, got charset={charset[:64]}; encode the body in UTF-8")
     pieces: list[bytes] = []
-    check = counted()
+    has_too_many = _count_pieces(_MOST)
 
     def take(piece: bytes) -> None:
-        check(piece)
+        if has_too_many(piece):
+            raise _too_costly()
         pieces.append(piece)
 
     await _read(request, take, seconds)

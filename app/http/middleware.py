@@ -1,9 +1,4 @@
-"""Pure ASGI middleware, one concern per module (not ``BaseHTTPMiddleware``, which hides disconnects).
-
-Limit the number of concurrent requests, the body of each, and the memory of all bodies.
-
-A compressed body is refused here, before any route reads it: its size after inflation has no limit.
-"""
+"""Limits, errors, draining and telemetry around every route; pure ASGI, as ``BaseHTTPMiddleware`` hides disconnects."""
 
 from __future__ import annotations
 
@@ -42,16 +37,14 @@ def is_probe(path: str) -> bool:
 
 
 class RequestLimits:
-    """Limits the number of concurrent requests and the bytes of their bodies.
+    """Limits the number of concurrent requests, the body of each, and the memory of all bodies.
 
-    Args:
-        app: The wrapped ASGI application.
-        service: The service whose settings apply, and whose ``inflight`` is kept up to date.
+    A compressed body is refused before any route reads it: its size after inflation has no limit.
     """
 
     def __init__(self, app: ASGIApp, *, service: Service) -> None:
         self.app = app
-        self._service = service
+        self._service = service  # the service whose settings apply, and whose ``inflight`` is kept up to date
         self._max_requests = service.settings.max_requests
         self._max_bytes = service.settings.max_body_bytes
 
@@ -144,37 +137,11 @@ class ProblemCORS(CORSMiddleware):
         return Response(body, response.status_code, dict(response.headers), media_type=MEDIA_TYPE)
 
 
-class Draining:
-    """Answers with ``Connection: close`` while the service drains.
-
-    Args:
-        app: The wrapped ASGI application.
-        service: The service, which knows whether it is draining.
-    """
-
-    def __init__(self, app: ASGIApp, *, service: Service) -> None:
-        self.app = app
-        self._service = service
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_last(message: Message) -> None:
-            if self._service.draining and message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
-            await send(message)
-
-        await self.app(scope, receive, send_last)
-
-
 logger = logging.getLogger("psc.http")
 
 
 class ProblemResponses:
-    """Turns exceptions into problem documents.
-
-    Args:
-        app: The wrapped ASGI application.
-        metrics: The metrics in which errors are counted.
-    """
+    """Turns exceptions into problem documents."""
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
         self.app = app
@@ -203,12 +170,7 @@ class ProblemResponses:
 
 
 class Telemetry:
-    """Traces, counts and times each request.
-
-    Args:
-        app: The wrapped ASGI application.
-        service: The service whose metrics are updated.
-    """
+    """Traces, counts and times each request, and answers with ``Connection: close`` while the service drains."""
 
     def __init__(self, app: ASGIApp, *, service: Service) -> None:
         self.app = app
@@ -227,8 +189,9 @@ class Telemetry:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = [*message.get("headers", ()), (b"traceresponse", trace.traceparent.encode("ascii"))]
-                message["headers"] = headers
+                last = [(b"connection", b"close")] if service.draining else []
+                own = (b"traceresponse", trace.traceparent.encode("ascii"))
+                message["headers"] = [*message.get("headers", ()), *last, own]
             await send(message)
 
         try:

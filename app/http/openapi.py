@@ -7,9 +7,10 @@ from typing import Any, Final, TypeVar
 
 from fastapi import APIRouter, FastAPI
 
-from app.http.problems import INTERNAL, MEDIA_TYPE, TABLE
-from app.http.schemas import ProblemDocument
+from app.errors import INTERNAL, TABLE
+from app.http.problems import MEDIA_TYPE, ProblemDocument
 
+# The request body of a prediction, for OpenAPI.
 IMAGES_BODY: Final[dict[str, Any]] = {
     "required": True,
     "description": "The images, in one of three forms.",
@@ -57,10 +58,7 @@ IMAGES_BODY: Final[dict[str, Any]] = {
         "image/*": {"schema": {"type": "string", "format": "binary"}},
     },
 }
-"""The request body of a prediction, for OpenAPI."""
-
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
-
 _TITLES: Final = sorted({(status, title) for status, _, title in [*TABLE.values(), INTERNAL]})
 _RETRY_AFTER: Final = {
     "Retry-After": {"description": "Seconds to wait before a retry.", "schema": {"type": "integer", "minimum": 1}}

@@ -12,52 +12,40 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import orjson
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
 from app.errors import (
+    INTERNAL,
+    TABLE,
     BodyTooLarge,
-    ClientGone,
-    DeadlineExceeded,
-    Forbidden,
-    ImageConflict,
     ImageRefused,
     InferenceFailed,
-    LogUnavailable,
-    MalformedRequest,
-    NotReady,
     Overloaded,
-    QueueFull,
-    ReloadRunning,
     SlowUpload,
-    TooManyImages,
-    TooManyPixels,
-    TooManyRequests,
-    UnattainableAlpha,
     Unauthorized,
-    UnavailableMap,
-    UnknownImage,
-    UnknownModel,
     UnsupportedEncoding,
-    UnsupportedMedia,
-    UnusableLabel,
 )
-from app.http.schemas import ProblemDocument
 from app.observability.metrics import Metrics
-from psc_core.errors import (
-    BundleError,
-    DeviceError,
-    ImageTooLarge,
-    PSCError,
-    UndecodableImage,
-    UnsupportedImage,
-    shortened,
-)
+from psc_core.errors import shortened
 
 logger = logging.getLogger("psc.http")
 
 MEDIA_TYPE: Final = "application/problem+json"
+
+
+class ProblemDocument(BaseModel):
+    """An RFC 9457 problem."""
+
+    type: str = Field(description="The URI of the type of problem.")
+    title: str
+    status: int = Field(ge=400, le=599)
+    detail: str
+    index: int | None = Field(default=None, ge=0, description="The position of the image at fault, from 0.")
+    filename: str | None = Field(default=None, description="The file name of the image at fault.")
+    retry_after_seconds: int | None = Field(default=None, ge=1)
 
 
 @dataclass(frozen=True)
@@ -73,48 +61,9 @@ class Problem:
         return self.document.type.removeprefix(TYPE_PREFIX)
 
 
-TABLE: Final[Mapping[type[PSCError], tuple[int, str, str]]] = {
-    MalformedRequest: (400, "malformed", "Malformed request"),
-    Unauthorized: (401, "unauthorized", "API key missing or unknown"),
-    Forbidden: (403, "forbidden", "API key not allowed to do this"),
-    UnknownModel: (404, "unknown-model", "No model of this name"),
-    UnknownImage: (404, "unknown-image", "No such image in the log"),
-    SlowUpload: (408, "slow-upload", "The body arrived too slowly"),
-    ReloadRunning: (409, "reload-running", "A reload is running"),
-    ImageConflict: (409, "image-conflict", "The row is of another image"),
-    BodyTooLarge: (413, "body-too-large", "Body too large"),
-    TooManyImages: (413, "too-many-images", "Too many images"),
-    TooManyPixels: (413, "too-many-pixels", "Too many pixels"),
-    ImageTooLarge: (413, "image-too-large", "Image too large"),
-    UnsupportedEncoding: (415, "unsupported-encoding", "Unsupported content encoding"),
-    UnsupportedMedia: (415, "unsupported-media", "Unsupported content type"),
-    UnsupportedImage: (415, "unsupported-image", "Unsupported image format"),
-    UndecodableImage: (422, "undecodable-image", "Image cannot be decoded"),
-    UnattainableAlpha: (422, "unattainable-alpha", "Alpha below the smallest p-value"),
-    UnavailableMap: (422, "no-map", "No map available"),
-    UnusableLabel: (422, "unusable-label", "Not a label of the model"),
-    BundleError: (422, "bad-bundle", "The bundle cannot be used"),
-    QueueFull: (429, "queue-full", "The queue is full"),
-    TooManyRequests: (429, "too-many-requests", "Too many requests at once"),
-    ClientGone: (499, "client-gone", "The client closed the connection"),
-    InferenceFailed: (500, "inference-failed", "The network failed on this request"),
-    NotReady: (503, "not-ready", "Not ready"),
-    LogUnavailable: (503, "log-unavailable", "The prediction log cannot be used"),
-    DeviceError: (503, "device-failed", "The compute device failed"),
-    DeadlineExceeded: (504, "deadline", "Deadline exceeded"),
-}
-"""Maps an error class to (HTTP status, last part of the problem's type, title)."""
-
-INTERNAL: Final = (500, "internal", "Internal error")
-ROUTING: Final = {
-    404: ("not-found", "No such resource"),
-    405: ("method-not-allowed", "Method not allowed"),
-}
-"""Maps the HTTP status of a request that matches no route to (last part of the problem's type, title)."""
-
+# Maps the HTTP status of a request that matches no route to (last part of the problem's type, title).
+ROUTING: Final = {404: ("not-found", "No such resource"), 405: ("method-not-allowed", "Method not allowed")}
 MAX_DETAIL: Final = 1000
-"""The maximum length of a problem's detail, characters."""
-
 TYPE_PREFIX: Final = "urn:psc:problem:"
 
 
@@ -153,13 +102,7 @@ def make_problem(
 
 
 def error_response(error: Exception, scope: Scope, metrics: Metrics) -> Response:
-    """Return the response for an error; count it, and log it if the operator should know.
-
-    Args:
-        error: Any error.
-        scope: The ASGI scope of the request that failed.
-        metrics: The metrics in which the error is counted.
-    """
+    """Return the response for an error; count it, and log it if the operator should know."""
     problem = problem_of(error)
     if problem.document.status >= 500:
         crashed = problem.document.status == 500

@@ -1,6 +1,8 @@
-"""The Open Inference Protocol v2 over REST, with the binary tensor extension.
+"""The Open Inference Protocol v2 over REST, with the binary tensor extension and the model repository.
 
-Convert between tensors and the bodies of the Open Inference Protocol v2, JSON or with the binary extension.
+Engine, limits, keys and thresholds are those of ``/predict``; errors are the protocol's ``{"error": "…"}``.  A request
+may set the parameter ``alpha`` for ``is_ood``; the answer's parameters give the alpha that was used.  gRPC requests
+pass through here too.
 
 ::
 
@@ -13,17 +15,8 @@ row-major, each ``BYTES`` element after its 4-byte length.  In JSON, data are fl
 of ``BYTES`` are base64 text, because a JSON string cannot hold the bytes of an image.
 
 A request has exactly one input: ``images`` (``UINT8``, NHWC or NCHW, of the network's input size) or
-``encoded_images`` (``BYTES``, image files).  gRPC requests pass through here too.
-
-The protocol's model repository: list the models, and take them in and out of service.
-
-Loading a model that is in service reads its bundle again, as ``POST /admin/reload`` does.
-
-The Open Inference Protocol v2 over REST, with the binary tensor data extension.
-
-Engine, limits, keys and thresholds are those of ``/predict``; errors are the protocol's ``{"error": "…"}`` with the
-statuses of :mod:`app.http.problems`.  A request may set the parameter ``alpha`` for ``is_ood``; the answer's
-parameters give the alpha that was used.
+``encoded_images`` (``BYTES``, image files).  Loading a model that is in service reads its bundle again, as
+``POST /admin/reload`` does.
 """
 
 from __future__ import annotations
@@ -57,11 +50,9 @@ from psc_core.tasks import TASKS
 from psc_core.tasks.base import GATES_OUTPUT, Datatype
 from psc_core.version import __version__
 
+# The maximum number of dimensions of an input. Validation stops at the first fault, because building an error for
+# each of many elements would be slow.
 MAX_DIMENSIONS: Final = 8
-"""The maximum number of dimensions of an input.
-
-Validation stops at the first fault, because building an error for each of many elements would be slow."""
-
 _NAMES: Final = (*dict.fromkeys(name for task in TASKS.values() for name in task.tensors), MAP)
 
 
@@ -267,6 +258,7 @@ def _inline(model: type[BaseModel]) -> dict[str, Any]:
     return resolved
 
 
+# The body of an inference request, for OpenAPI.
 INFER_BODY: Final = {
     "required": True,
     "description": "Either `images`: UINT8 pixels of the network's input size, NHWC or NCHW; or `encoded_images`: "
@@ -282,11 +274,9 @@ INFER_BODY: Final = {
         },
     },
 }
-"""The body of an inference request, for OpenAPI."""
-
+# The header with the length of the JSON object, bytes, if binary data follows it.
 HEADER: Final = "Inference-Header-Content-Length"
-"""The header with the length of the JSON object, bytes, if binary data follows it."""
-
+# The header of the binary tensor data extension, for OpenAPI.
 INFER_PARAMETERS: Final = [
     {
         "name": HEADER,
@@ -296,9 +286,6 @@ INFER_PARAMETERS: Final = [
         "description": "The length of the JSON object, bytes, if binary data follows it.",
     }
 ]
-"""The header of the binary tensor data extension, for OpenAPI."""
-
-
 _LENGTH: Final = 4
 _DTYPES: Final = {"FP32": "<f4", "INT64": "<i8", "UINT8": "|u1", "BOOL": "|b1"}
 
@@ -316,15 +303,8 @@ class OutputTensor:
 def parse_request(body: bytes, header_length: str | None) -> tuple[InferRequest, memoryview | None]:
     """Parse a request body.
 
-    Args:
-        body: The whole body.
-        header_length: The value of ``Inference-Header-Content-Length``, if sent.
-
     Returns:
         The request, and the binary data of its input if it has any.
-
-    Raises:
-        MalformedRequest: If the body does not follow the protocol.
     """
     length = _header_length(header_length, len(body))
     text, binary = body if length == len(body) else body[:length], memoryview(body)[length:]
@@ -338,11 +318,7 @@ def parse_request(body: bytes, header_length: str | None) -> tuple[InferRequest,
 
 
 def request_of(document: Any) -> InferRequest:
-    """Return the request in a JSON document.
-
-    Raises:
-        MalformedRequest: If the document does not follow the protocol.
-    """
+    """Return the request in a JSON document."""
     try:
         return InferRequest.model_validate(document)
     except ValidationError as error:
@@ -354,18 +330,8 @@ def images_of(
 ) -> npt.NDArray[np.uint8] | list[bytes]:
     """Return the images of an input.
 
-    Args:
-        tensor: The input, ``images`` or ``encoded_images``.
-        binary: The input's binary data; None if its data are in the JSON.
-        shape: (channels, height, width) of the network's input.
-        max_images: The maximum number of images in a request.
-
     Returns:
         ``uint8`` of shape (n, channels, height, width), or n encoded files; n ≥ 1.
-
-    Raises:
-        MalformedRequest: If the data do not fit the shape, or the shape does not fit the network.
-        TooManyImages: If there are more than ``max_images``.
     """
     if tensor.name == "images":
         layout = _layout(tensor, shape)
@@ -385,13 +351,7 @@ def images_of(
 def build_response(
     head: Mapping[str, Any], tensors: Sequence[OutputTensor], wanted_binary: Mapping[str, bool]
 ) -> tuple[bytes, int | None]:
-    """Return the body of a response, and the length of its JSON part if binary data follows it.
-
-    Args:
-        head: The members of the response other than ``outputs``.
-        tensors: The outputs, in the order of the response.
-        wanted_binary: Maps the name of an output to whether it is returned as binary data.
-    """
+    """Return the body of a response, and the length of its JSON part if binary data follows it."""
     outputs: list[dict[str, Any]] = []
     buffers: list[bytes] = []
     for tensor in tensors:
@@ -507,15 +467,6 @@ def _bad_size(tensor: InputTensor, expected: int, got: int, unit: str) -> Malfor
 
 
 @dataclass(frozen=True)
-class Received:
-    """A request as it arrived."""
-
-    wanted: InferRequest  # the request without its binary data
-    binary: memoryview | None  # the binary data of its input, if it has any
-    body: bytes  # the whole body, whose size decides whether it is parsed on a thread
-
-
-@dataclass(frozen=True)
 class InferAnswer:
     """A model's answer to the images of a request."""
 
@@ -526,12 +477,7 @@ class InferAnswer:
 
 
 def find_model(service: Service, name: str, version: str | None) -> ServedModel:
-    """Return the model of this name and, if one is given, this version.
-
-    Raises:
-        UnknownModel: If there is no such model.
-        NotReady: If the model is not in service.
-    """
+    """Return the model of this name and, if one is given, this version."""
     served = service.registry.get(name)
     if version is not None and version != served.model.version:
         raise UnknownModel(f"model {name!r} has the version {served.model.version!r}, not {version!r}; see /v2")
@@ -539,24 +485,20 @@ def find_model(service: Service, name: str, version: str | None) -> ServedModel:
 
 
 async def infer_tensors(
-    service: Service, name: str, version: str | None, received: Received, receive: Receive
+    service: Service,
+    name: str,
+    version: str | None,
+    wanted: InferRequest,
+    binary: memoryview | None,
+    *,
+    body: bytes,
+    receive: Receive,
 ) -> InferAnswer:
-    """Answer a request.
-
-    Args:
-        service: The service whose model answers.
-        name: The name of the model.
-        version: The version of the model; ``None`` takes the one in service.
-        received: The request.
-        receive: The ASGI callable that tells when the client has left.
-
-    Raises:
-        PSCError: See :meth:`.ServedModel.predict` and :func:`.images_of`.
-    """
-    served, wanted, limit = find_model(service, name, version), received.wanted, service.settings.max_images_per_request
+    """Answer a request, whose whole body decides by its size whether its images are parsed on a thread."""
+    served, limit = find_model(service, name, version), service.settings.max_images_per_request
     while True:
-        read = partial(images_of, wanted.inputs[0], received.binary, served.model.preprocess.shape, max_images=limit)
-        images = await parse(service.parser, received.body, read)
+        read = partial(images_of, wanted.inputs[0], binary, served.model.preprocess.shape, max_images=limit)
+        images = await parse(service.parser, body, read)
         before, served = served, find_model(service, name, version)
         if served is before:  # Or a reload has swapped the model, whose input may have another size now.
             break
@@ -598,7 +540,6 @@ def output_names(served: ServedModel) -> tuple[str, ...]:
 
 
 _ERRORS: Final = errors(400, 403, 404, 409, 422, 500, 503)
-
 repository_router = APIRouter(prefix="/v2/repository", tags=["open inference protocol v2"], responses=errors(401, 415))
 
 
@@ -649,7 +590,6 @@ _INFER: Final[Mapping[str, Any]] = {
     },
     "openapi_extra": {"requestBody": INFER_BODY, "parameters": INFER_PARAMETERS},
 }
-
 router = APIRouter(prefix="/v2", tags=["open inference protocol v2"])
 
 
@@ -758,11 +698,7 @@ def _map_outputs(layer_map: LayerMap | None) -> list[TensorMetadata]:
 
 
 def is_model_ready(service: Service, name: str, version: str | None) -> bool:
-    """Return whether a model is ready.
-
-    Raises:
-        UnknownModel: If there is no model of this name and version.
-    """
+    """Return whether a model is ready."""
     if name in {*service.registry.unloaded, *service.registry.reasons()}:
         return False
     find_model(service, name, version)
@@ -782,7 +718,7 @@ async def _infer(request: Request, name: str, version: str | None) -> Response:
     read = read_json_body if of_head is None else read_body
     body = await read(request, service.settings.upload_seconds)
     wanted, binary = await parse(service.parser, body, parse_request, body, of_head)
-    answer = await infer_tensors(service, name, version, Received(wanted, binary, body), request.receive)
+    answer = await infer_tensors(service, name, version, wanted, binary, body=body, receive=request.receive)
     head: dict[str, Any] = {"model_name": answer.served.name, "model_version": answer.served.model.version}
     head["parameters"] = {"alpha": answer.alpha}
     if wanted.id is not None:

@@ -31,42 +31,22 @@ from psc_core.settings import Backend
 logger = logging.getLogger("psc.backend")
 
 Name = TypeVar("Name", bound=str)
-
-Seconds = list[float]
-"""The times of one batch, round by round."""
-
+Seconds = list[float]  # the times of one batch, round by round
+# A backend that is slower than the plain network by this factor, in every round of some batch size, is not used.
 SLOWER_BY: Final = 1.03
-"""A backend that is slower than the plain network by this factor, in every round of some batch size, is not used."""
-
+# ONNX Runtime's times are multiplied by this factor. The measurement runs alone and misses what PyTorch loses in a
+# busy service: it waits for the interpreter's lock around each operation, and its threads wait for the one whose core
+# is decoding an image.
 ONNX_ADVANTAGE: Final = 0.9
-"""ONNX Runtime's times are multiplied by this factor.
-
-The measurement runs alone and misses what PyTorch loses in a busy service: it waits for the interpreter's lock around
-each operation, and its threads wait for the one whose core is decoding an image.
-"""
-
 _ROUNDS: Final = 10
-_SIZE_SECONDS: Final = 0.5
-"""The time after which no further round of a batch size begins; there are at least two."""
-
-_LONG_SECONDS: Final = 0.25
-"""If a batch takes longer, larger ones are not measured: their time per image is the same."""
+_SIZE_SECONDS: Final = 0.5  # the time after which no further round of a batch size begins; there are at least two
+_LONG_SECONDS: Final = 0.25  # if a batch takes longer, larger ones are not measured: their time per image is the same
 
 
 def choose_backend(
     model: FittedModel, wanted: Backend | Literal["auto"], *, max_batch: int, threads: int
 ) -> tuple[Backend, Pipeline]:
-    """Return the name of a backend and the model's pipeline on it.
-
-    Args:
-        model: A fitted model.
-        wanted: A backend, or ``"auto"`` to measure all of them.  A model with only one backend runs on that.
-        max_batch: The maximum number of images in a step.
-        threads: PyTorch's number of threads while measuring.
-
-    Raises:
-        NetworkError: If the network does not run on the wanted backend.
-    """
+    """Return the name of a backend and the model's pipeline on it."""
     names = available_backends(model)
     if wanted == "folded" and wanted in names:
         return wanted, model.pipeline

@@ -1,10 +1,4 @@
-"""The contents of the queue: requests with their images, batches of slices of requests, and results.
-
-Estimate how long batches take on the device, from measured times.
-
-Times are kept by batch size, because a batch of one image says little about the time for 64.  This module has no clock.
-
-Decide which images run next: a state machine with an explicit clock.
+"""Decide which images run next: a state machine with an explicit clock, and the queue that threads share.
 
 The life of a :class:`QueuedRequest` with ``count`` images::
 
@@ -54,8 +48,7 @@ import numpy.typing as npt
 
 from app.errors import ClientGone, DeadlineExceeded, InferenceFailed, NotReady, QueueFull
 
-Images = npt.NDArray[np.uint8]
-"""Decoded images, of shape (n, channels, height, width)."""
+Images = npt.NDArray[np.uint8]  # decoded images, of shape (n, channels, height, width)
 
 
 class RequestMode(enum.Enum):
@@ -85,14 +78,10 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class Result:
-    """The outputs that the device computed for some images.
+    """The outputs that the device computed for some images."""
 
-    Attributes:
-        packed: ``float32 (n, S + K + G)`` outputs (:mod:`psc_core.tasks.base`).
-        explanation: The arrays of ``Pipeline.explain`` by name, whose first axis is the images; empty unless asked for.
-    """
-
-    packed: npt.NDArray[np.float32]
+    packed: npt.NDArray[np.float32]  # ``float32 (n, S + K + G)`` outputs (:mod:`psc_core.tasks.base`)
+    # The arrays of ``Pipeline.explain`` by name, whose first axis is the images; empty unless asked for.
     explanation: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
 
     def __getitem__(self, images: slice) -> Result:
@@ -102,37 +91,23 @@ class Result:
 
 @dataclass(eq=False, slots=True)
 class QueuedRequest:
-    """One request's images on their way through the device; times are seconds of the batcher's clock.
-
-    Attributes:
-        count: The number of images.
-        admitted_at: The time at which the request was reserved.
-        deadline: The time by which the result is due.
-        urgent_at: The time from which the request keeps its turn until all of its images are taken.
-        mode: Only requests of one mode share a batch.
-        waiter: The caller's object that waits for the result; the queue only stores it.
-        state: How far the request is.
-        images: The decoded images; empty while the request is reserved.
-        n_taken: The number of images handed out in batches so far.
-        n_done: The number of images computed so far.
-        queued_at: The time at which the request was queued.
-        results: The results so far, by the index of the first image of each slice.
-        error: The reason why the request failed; ``None`` after FINISHED means success.
-    """
+    """One request's images on their way through the device; times are seconds of the batcher's clock."""
 
     count: int
     admitted_at: float
     deadline: float
-    urgent_at: float
-    mode: RequestMode
-    waiter: Any
+    urgent_at: float  # the time from which the request keeps its turn until all of its images are taken
+    mode: RequestMode  # only requests of one mode share a batch
+    waiter: Any  # the caller's object that waits for the result; the queue only stores it
     state: State = State.RESERVED
+    # The decoded images; empty while the request is reserved.
     images: Images = field(default_factory=lambda: np.empty((0, 0, 0, 0), np.uint8))
-    n_taken: int = 0
-    n_done: int = 0
+    n_taken: int = 0  # the number of images handed out in batches so far
+    n_done: int = 0  # the number of images computed so far
     queued_at: float = 0.0
+    # The results so far, by the index of the first image of each slice.
     results: dict[int, Result] = field(default_factory=dict)
-    error: Exception | None = None
+    error: Exception | None = None  # the reason why the request failed; ``None`` after FINISHED means success
 
     def result(self) -> Result:
         """Return the result of all images, once all are computed."""
@@ -189,40 +164,28 @@ class DeviceBatch(NamedTuple):
         return self._replace(slices=left, size=half), self._replace(slices=right, size=self.size - half)
 
 
-_SMOOTHING: Final = 0.2
-"""The weight of the newest value in a running mean."""
+_SMOOTHING: Final = 0.2  # the weight of the newest value in a running mean
 
 
-class RunningMean:
-    """A mean in which newer values weigh more.
-
-    Attributes:
-        value: The mean; None before the first value.
-    """
-
-    value: float | None = None
-
-    def add(self, value: float) -> None:
-        """Update the mean with a new value."""
-        self.value = value if self.value is None else self.value + _SMOOTHING * (value - self.value)
+def running_mean(mean: float | None, value: float) -> float:
+    """Return the mean after a new value, which weighs more than those before it; None is the mean of no values."""
+    return value if mean is None else mean + _SMOOTHING * (value - mean)
 
 
 class BatchTimes:
     """Running means of the times of batches of one mode.
 
     A batch larger than any measured one is taken to last as long as the largest.
-
-    Args:
-        max_batch: The maximum number of images in a batch.
     """
 
     def __init__(self, max_batch: int) -> None:
         self._max_batch = max_batch
-        self._means = [RunningMean() for _ in range(_size_class(max_batch) + 1)]
+        self._means: list[float | None] = [None] * (_size_class(max_batch) + 1)
 
     def add(self, size: int, seconds: float) -> None:
         """Record a batch of ``size`` images that the device has computed in ``seconds``."""
-        self._means[_size_class(size)].add(seconds)
+        index = _size_class(size)
+        self._means[index] = running_mean(self._means[index], seconds)
 
     def total(self, images: int) -> float:
         """Return the least time that this many images take, seconds; 0 before the first batch."""
@@ -236,7 +199,7 @@ class BatchTimes:
         It is the intercept of the line through the smallest and the largest measured size.
         """
         sizes = (min(1 << index, self._max_batch) for index in range(len(self._means)))
-        known = [(size, mean.value) for size, mean in zip(sizes, self._means, strict=True) if mean.value is not None]
+        known = [(size, mean) for size, mean in zip(sizes, self._means, strict=True) if mean is not None]
         if len(known) < 2:
             return 0.0
         (few, quick), (many, slow) = known[0], known[-1]
@@ -246,10 +209,10 @@ class BatchTimes:
         """Return the time of a batch: that of its size class, else a fraction of a larger one's, else the largest's."""
         smallest = _size_class(size)
         for larger in range(smallest, len(self._means)):
-            seconds = self._means[larger].value
+            seconds = self._means[larger]
             if seconds is not None:
                 return seconds if larger == smallest else seconds * size / min(1 << larger, self._max_batch)
-        return next((mean.value for mean in reversed(self._means) if mean.value is not None), 0.0)
+        return next((mean for mean in reversed(self._means) if mean is not None), 0.0)
 
 
 def _size_class(size: int) -> int:
@@ -258,58 +221,39 @@ def _size_class(size: int) -> int:
 
 
 _MAX_RETRY_AFTER_S: Final = 60
-_WAIT_FRACTION: Final = 1 / 3
-"""The fraction of the time to its deadline that a request may wait for its turn."""
+_WAIT_FRACTION: Final = 1 / 3  # the fraction of the time to its deadline that a request may wait for its turn
 
 
 @dataclass(slots=True)
 class _Ring:
-    """The queued requests of one mode.
-
-    Attributes:
-        times: The times of batches of this mode.
-        requests: The queued requests, in the order of their next turns.
-        n_coming: The number of requests still RESERVED.
-        n_pending: The number of images of reserved or queued requests that are not yet taken.
-        n_images: The number of images of queued requests that are not yet taken.
-        n_begun: The number of queued requests that have had a turn.
-    """
+    """The queued requests of one mode."""
 
     times: BatchTimes
+    # The queued requests, in the order of their next turns.
     requests: OrderedDict[QueuedRequest, None] = field(default_factory=OrderedDict)
-    n_coming: int = 0
-    n_pending: int = 0
-    n_images: int = 0
-    n_begun: int = 0
+    n_coming: int = 0  # the number of requests still RESERVED
+    n_pending: int = 0  # the number of images of reserved or queued requests that are not yet taken
+    n_images: int = 0  # the number of images of queued requests that are not yet taken
+    n_begun: int = 0  # the number of queued requests that have had a turn
 
 
 class Batcher:
-    """The state machine; every method that depends on time takes ``now`` (seconds, any origin).
-
-    Args:
-        max_batch: The maximum number of images in a batch.
-        max_queue_images: The maximum number of images reserved or queued.
-        max_delay_s: The longest time that a batch waits to fill, seconds; 0 sends it at once.
-        shares_cores: Whether the step computes on the cores that decode images.
-
-    Attributes:
-        finished: The finished requests that :meth:`collect` has not handed out yet.
-    """
+    """The state machine; every method that depends on time takes ``now`` (seconds, any origin)."""
 
     def __init__(
         self, *, max_batch: int, max_queue_images: int, max_delay_s: float = 0.0, shares_cores: bool = False
     ) -> None:
         self.max_batch = max_batch
         self._max_queue = max_queue_images
-        self.max_delay_s = max_delay_s
-        self._shares_cores = shares_cores
+        self.max_delay_s = max_delay_s  # the longest time that a batch waits to fill, seconds; 0 sends it at once
+        self._shares_cores = shares_cores  # whether the step computes on the cores that decode images
         self._quantum = max(1, max_batch // 8)
         self._rings: dict[RequestMode, _Ring] = {}
         self._live: OrderedDict[QueuedRequest, None] = OrderedDict()
-        self.finished: list[QueuedRequest] = []
+        self.finished: list[QueuedRequest] = []  # the finished requests that :meth:`collect` has not handed out yet
         self._closed = ""
         self._last_put = self._last_end = -math.inf
-        self._gap = RunningMean()  # The time between two requests from the decoders, seconds.
+        self._gap: float | None = None  # The time between two requests from the decoders, seconds.
 
     @property
     def pending(self) -> int:
@@ -317,12 +261,7 @@ class Batcher:
         return sum([ring.n_pending for ring in self._rings.values()])
 
     def check(self, count: int, *, now: float, deadline: float, mode: RequestMode = RequestMode.PREDICT) -> None:
-        """Refuse, before its body is read, a request that :meth:`reserve` would refuse.
-
-        Raises:
-            QueueFull: If there is no room, or too little time until ``deadline`` at the present rate.
-            NotReady: If the batcher is closed.
-        """
+        """Refuse, before its body is read, a request that :meth:`reserve` would refuse."""
         if self._closed:
             raise NotReady(self._closed)
         if (pending := self.pending) + count > self._max_queue:
@@ -344,12 +283,7 @@ class Batcher:
     def reserve(
         self, count: int, *, now: float, deadline: float, mode: RequestMode = RequestMode.PREDICT, waiter: Any = None
     ) -> QueuedRequest:
-        """Admit a request before its images are decoded.
-
-        Raises:
-            QueueFull: If there is no room, or too little time until ``deadline`` at the present rate.
-            NotReady: If the batcher is closed.
-        """
+        """Admit a request before its images are decoded."""
         self.check(count, now=now, deadline=deadline, mode=mode)
         request = QueuedRequest(count, now, deadline, now + _WAIT_FRACTION * (deadline - now), mode, waiter)
         self._live[request] = None
@@ -362,7 +296,7 @@ class Batcher:
         """Queue a reserved request; return False if it has finished already (cancelled or expired)."""
         if request.state is not State.RESERVED:
             return False
-        self._gap.add(now - max(request.admitted_at, self._last_put))
+        self._gap = running_mean(self._gap, now - max(request.admitted_at, self._last_put))
         self._last_put = now
         request.state = State.QUEUED
         request.images = images
@@ -373,18 +307,32 @@ class Batcher:
         ring.n_images += request.count
         return True
 
+    def finish(self, request: QueuedRequest, error: Exception | None) -> None:
+        """End one request, with an error or with the results that it has, unless it has ended already."""
+        # A result, the deadline, the client's departure and a dead device may race for one request: the first wins.
+        if request.state is State.FINISHED:
+            return
+        ring = self._rings[request.mode]
+        if request.state is State.RESERVED:
+            ring.n_coming -= 1
+        elif request.state is State.QUEUED:
+            del ring.requests[request]
+            ring.n_images -= request.count - request.n_taken
+            ring.n_begun -= request.n_taken > 0
+        ring.n_pending -= request.count - request.n_taken
+        request.state = State.FINISHED
+        request.error = error
+        del self._live[request]
+        self.finished.append(request)
+
     def cancel(self, request: QueuedRequest) -> None:
         """Drop a request whose client has left; results that the device still computes for it are ignored."""
-        self._finish(request, ClientGone("the client closed the connection"))
-
-    def fail(self, request: QueuedRequest, error: Exception) -> None:
-        """End one request with an error."""
-        self._finish(request, error)
+        self.finish(request, ClientGone("the client closed the connection"))
 
     def fail_all(self, error: Exception) -> None:
         """End every live request with ``error``."""
         for request in list(self._live):
-            self._finish(request, error)
+            self.finish(request, error)
 
     def expire(self, now: float) -> None:
         """End every request whose deadline has passed."""
@@ -407,10 +355,8 @@ class Batcher:
     def take(self, now: float, *, full: bool = False, patient: bool = True) -> DeviceBatch | None:
         """Return the next batch, or None if none is due.
 
-        Args:
-            now: The time.
-            full: Return only a batch of ``max_batch`` images, whatever the delay.
-            patient: Wait for requests that are still RESERVED if that saves time.
+        With ``full``, only a batch of ``max_batch`` images; with ``patient``, one waits for RESERVED requests if that
+        saves time.
         """
         for mode, ring in list(self._rings.items()):
             # A ring may be due for requests that turn out to be past their deadline; it is asked again without them.
@@ -437,12 +383,12 @@ class Batcher:
             offset = images.stop
             if not all(finite[images]):
                 image = start + finite[images].index(False)
-                self._finish(request, InferenceFailed(image, "the network's outputs are not finite"))
-            # A request may have been cancelled or have expired while the device ran; ``_finish`` then does nothing.
+                self.finish(request, InferenceFailed(image, "the network's outputs are not finite"))
+            # A request may have been cancelled or have expired while the device ran; ``finish`` then does nothing.
             request.results[start] = result[images]
             request.n_done += stop - start
             if request.n_done == request.count:
-                self._finish(request, None)
+                self.finish(request, None)
 
     def collect(self) -> list[QueuedRequest]:
         """Return the requests that have finished since the last call."""
@@ -480,7 +426,7 @@ class Batcher:
             return 0.0
         wait = next(iter(ring.requests)).queued_at + self.max_delay_s - now
         if patient and self._shares_cores and ring.n_coming:
-            saved, gap = ring.times.fixed * ring.n_coming / len(ring.requests), self._gap.value or 0.0
+            saved, gap = ring.times.fixed * ring.n_coming / len(ring.requests), self._gap or 0.0
             if saved > gap:
                 # At most twice the gap: a stall of the machine looks like a long batch and inflates ``fixed``.
                 wait = max(wait, next(reversed(ring.requests)).queued_at + min(saved, 2 * gap) - now)
@@ -514,24 +460,7 @@ class Batcher:
 
     def _expire(self, request: QueuedRequest) -> None:
         seconds = request.deadline - request.admitted_at
-        self._finish(request, DeadlineExceeded(f"deadline exceeded after {seconds:.3g} s; try again"))
-
-    def _finish(self, request: QueuedRequest, error: Exception | None) -> None:
-        # A result, the deadline, the client's departure and a dead device may race for one request: the first wins.
-        if request.state is State.FINISHED:
-            return
-        ring = self._rings[request.mode]
-        if request.state is State.RESERVED:
-            ring.n_coming -= 1
-        elif request.state is State.QUEUED:
-            del ring.requests[request]
-            ring.n_images -= request.count - request.n_taken
-            ring.n_begun -= request.n_taken > 0
-        ring.n_pending -= request.count - request.n_taken
-        request.state = State.FINISHED
-        request.error = error
-        del self._live[request]
-        self.finished.append(request)
+        self.finish(request, DeadlineExceeded(f"deadline exceeded after {seconds:.3g} s; try again"))
 
 
 class RequestQueue:
@@ -542,15 +471,11 @@ class RequestQueue:
 
     Requests that finish in the block are delivered when it ends, without holding the lock.  A blocked :meth:`take` is
     woken if its batch is now due earlier.
-
-    Args:
-        batcher: The state machine; nobody else may touch it.
-        deliver: Called with the requests that have just finished, on the thread that finished them.
     """
 
     def __init__(self, batcher: Batcher, deliver: Callable[[list[QueuedRequest]], None]) -> None:
-        self._batcher = batcher
-        self._deliver = deliver
+        self._batcher = batcher  # the state machine; nobody else may touch it
+        self._deliver = deliver  # called with the requests that have just finished, on the thread that finished them
         self._condition = threading.Condition(threading.Lock())
         self._stopped = False
         self._wakes_at = -math.inf

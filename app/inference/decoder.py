@@ -26,11 +26,9 @@ from psc_core.errors import ImageError, ImageTooLarge
 from psc_core.images.decode import open_image
 from psc_core.images.preprocess import Preprocess
 
-_MAX_INLINE_PIXELS: Final = 128 * 128
-"""The most pixels that are decoded sooner than they are handed to a thread."""
-
+_MAX_INLINE_PIXELS: Final = 128 * 128  # the most pixels that are decoded sooner than they are handed to a thread
+# The time that a chunk decodes before others get a turn; requeueing it costs a hundredth of that.
 TURN_SECONDS: Final = 0.002
-"""The time that a chunk decodes before others get a turn; requeueing it costs a hundredth of that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +40,7 @@ class EncodedImage:
 
 
 class Decoder:
-    """Decodes the images of one request into one array.
-
-    Args:
-        pool: The threads that decode every request that is not tiny.
-        memory: The budget from which decoding takes memory.
-        threads: The number of threads in the pool; a request is cut into at most as many chunks.
-        preprocess: The host's part of the preprocessing; thread-safe.
-        max_pixels: The maximum number of pixels of an image.
-        max_request_pixels: The maximum number of pixels of all images of a request.
-        inline_bytes: The largest request that may be decoded at once, bytes.
-    """
+    """Decodes the images of one request into one array."""
 
     def __init__(
         self,
@@ -65,24 +53,20 @@ class Decoder:
         max_request_pixels: int,
         inline_bytes: int,
     ) -> None:
-        self._pool = pool
+        self._pool = pool  # the threads that decode every request that is not tiny
         self.memory = memory
-        self._threads = threads
-        self._preprocess = preprocess
+        self._threads = threads  # the number of threads in the pool; a request is cut into at most as many chunks
+        self._preprocess = preprocess  # the host's part of the preprocessing; thread-safe
         self._max_pixels = max_pixels
         self._max_request_pixels = max_request_pixels
-        self._inline_bytes = inline_bytes
+        self._inline_bytes = inline_bytes  # the largest request that may be decoded at once, bytes
 
     def size_of(self, count: int) -> int:
         """Return the size of ``count`` decoded images, bytes."""
         return count * math.prod(self._preprocess.shape)
 
     def decode_now(self, images: Sequence[EncodedImage]) -> npt.NDArray[np.uint8] | None:
-        """Decode images if that takes no longer than handing them to a thread; else return None.
-
-        Raises:
-            ImageRefused: If an image cannot be used.
-        """
+        """Decode images if that takes no longer than handing them to a thread; else return None."""
         if sum(len(image.data) for image in images) > self._inline_bytes:
             return None
         limit = min(_MAX_INLINE_PIXELS // len(images), self._max_pixels)
@@ -103,13 +87,9 @@ class Decoder:
         is_wanted: Callable[[], bool],
         on_done: Callable[[npt.NDArray[np.uint8], Exception | None], Any],
     ) -> None:
-        """Decode images on the pool.
+        """Decode images on the pool, while ``is_wanted()``.
 
-        Args:
-            images: The encoded images.
-            is_wanted: Called before each image; once it returns False, the rest is skipped.
-            on_done: Called once, on a pool thread, with the decoded images and an error: that of the first bad image
-                (:class:`ImageRefused`, or any unexpected one), :class:`TooManyPixels`, or None.
+        ``on_done`` is called once, on a pool thread, with the images and the error of the first bad one, or None.
         """
         decoded = np.empty((len(images), *self._preprocess.shape), np.uint8)
         chunks = min(self._threads, len(images))
@@ -149,14 +129,10 @@ class Decoder:
 
 
 class _Progress:
-    """Counts the chunks and pixels of one request, and keeps the errors of its images.
-
-    Attributes:
-        has_too_many: Whether the images have more pixels than a request may have.
-    """
+    """Counts the chunks and pixels of one request, and keeps the errors of its images."""
 
     def __init__(self, chunks: int, max_pixels: int, on_done: Callable[[Exception | None], Any]) -> None:
-        self.has_too_many = False
+        self.has_too_many = False  # whether the images have more pixels than a request may have
         self._left = chunks
         self._max_pixels = max_pixels
         self._pixels = 0
@@ -187,8 +163,8 @@ class _Progress:
         self._on_done(self._errors[min(self._errors)] if self._errors else None)
 
 
+# The most bytes that are hashed on the event loop, in less than a millisecond; more are hashed on a thread.
 _AT_ONCE: Final = 1 << 20
-"""The most bytes that are hashed on the event loop, in less than a millisecond; more are hashed on a thread."""
 
 
 async def fingerprints(images: Sequence[EncodedImage] | Images) -> list[int]:

@@ -1,18 +1,14 @@
-"""Put requests whose images are decoded into the queue, and compute them here if the step is quick.
-
-Everything runs on the event loop, which alone touches the arrivals: they need no lock.
-
-Take one model's requests from encoded images to results in three stages that overlap: decode, queue, device.
+"""Answer one model's requests: a request is reserved, decoded, queued, batched, computed and answered, in this order.
 
 ::
 
-    handler ─ reserve ─▶ decode (at once, or thread pool) ─▶ put ─▶ device worker ─▶ future ─▶ handler
+    Engine.predict ─ reserve ─▶ decode (at once, or on threads) ─▶ queue ─▶ DeviceWorker ─▶ future ─▶ Engine.predict
 
-The event loop, the decode threads and the device thread meet only in the queue.  Requests that are decoded in one turn
-of the loop are put into the queue together, the decode threads put theirs, and a batch's results come back in one call,
-so the number of hops between threads grows with the batches, not with the requests.  A step that takes less time than
-such a hop runs on the event loop itself, as soon as a turn of the loop brings no more requests or a batch is full.
-Every admitted request ends in a result or an error.
+Decoding and computing overlap.  The event loop, the decode threads and the device thread meet only in the queue.
+Requests that are decoded in one turn of the loop are put into the queue together, the decode threads put theirs, and a
+batch's results come back in one call, so the number of hops between threads grows with the batches, not with the
+requests.  A step that takes less time than such a hop runs on the event loop itself, as soon as a turn of the loop
+brings no more requests or a batch is full.  Every admitted request ends in a result or an error.
 """
 
 from __future__ import annotations
@@ -23,58 +19,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from app.errors import ImageRefused, NotReady, TooManyPixels
-from app.inference.batcher import Batcher, DeviceBatch, Images, QueuedRequest, RequestMode, RequestQueue, Result, State
+from app.inference.batcher import Batcher, Images, QueuedRequest, RequestMode, RequestQueue, Result, State
 from app.inference.decoder import Decoder, EncodedImage
 from app.inference.steps import Step
 from app.inference.worker import DeviceWorker
+from app.observability.metrics import ModelRecorder
 from psc_core.errors import DeviceError, PSCError
-
-
-class Arrivals:
-    """The requests that one turn of the event loop brings.
-
-    Args:
-        loop: The event loop.
-        queue: The queue that takes them.
-        worker: Computes them, on the event loop if it is ``inline``.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, queue: RequestQueue, worker: DeviceWorker) -> None:
-        self._loop = loop
-        self._queue = queue
-        self._worker = worker
-        self._requests: list[tuple[QueuedRequest, Images]] = []
-
-    def add(self, request: QueuedRequest, images: Images) -> None:
-        """Queue a request with those that come in the same turn, and compute them when no more come or a batch is full.
-
-        Together they cost one lock and one wake-up of the device thread.
-        """
-        if not self._requests:
-            self._loop.call_soon(self._put)
-        self._requests.append((request, images))
-
-    def _put(self) -> None:
-        arrived, self._requests = self._requests, []
-        self._queue.put(arrived)
-        if self._worker.inline:
-            with self._queue as batcher:
-                full = batcher.pending >= batcher.max_batch
-            if full:
-                self._worker.run_due()
-            else:
-                self._loop.call_soon(self._run_unless_more_came)
-
-    def _run_unless_more_came(self) -> None:
-        """Compute the queued requests, unless the last turn of the loop brought more, which make a fuller batch."""
-        if not self._requests:
-            self._worker.run_due()
-
 
 logger = logging.getLogger("psc.engine")
 
@@ -89,62 +44,36 @@ class Phase(enum.Enum):
     CLOSED = "closed"
 
 
-class EngineObserver(Protocol):
-    """The events that an engine reports, from any thread."""
-
-    def batch(self, size: int, seconds: float, waits: Sequence[float]) -> None:
-        """Note a device step of ``size`` images, how long it took, and how long its requests had waited, seconds."""
-
-    def decoded(self, seconds: float) -> None:
-        """Note how long it took to decode a request's images, its wait for a thread included."""
-
-
 class Engine:
     """Batches requests for one model; create, call, and close it on one event loop.
 
-    Args:
-        name: The name of the model, for thread names and logs.
-        step: The device computation, used by this engine alone.
-        decoder: Decodes the images.
-        batcher: The state of the queue, used by this engine alone.
-        observer: Is told of batches and decoded requests.
-        deadline_s: The time in which each request is answered, seconds.
-
-    Attributes:
-        phase: The phase of the engine's life.
-        device_error: The error that killed the device after warm-up; None while it works.
+    Nobody else may use its step and its batcher.
     """
 
     def __init__(
-        self,
-        name: str,
-        step: Step,
-        decoder: Decoder,
-        *,
-        batcher: Batcher,
-        observer: EngineObserver,
-        deadline_s: float,
+        self, name: str, step: Step, decoder: Decoder, *, batcher: Batcher, recorder: ModelRecorder, deadline_s: float
     ) -> None:
         self.name = name
-        self._deadline_s = deadline_s
+        self._deadline_s = deadline_s  # the time in which each request is answered, seconds
         self.phase = Phase.WARMING
-        self.device_error: Exception | None = None
+        self.device_error: Exception | None = None  # what killed the device after warm-up
         self._decoder = decoder
-        self._memory = decoder.memory
-        self._observer = observer
+        self._recorder = recorder
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._started: asyncio.Future[None] = self._loop.create_future()
         self._waiting: dict[QueuedRequest, Callable[[], bool] | None] = {}
+        self._arrived: list[tuple[QueuedRequest, Images]] = []  # in this turn; the loop alone touches it: no lock
         self._queue = RequestQueue(batcher, self._deliver)
         self._worker = DeviceWorker(
             self._queue,
             step,
-            self,
+            recorder,
             name=f"psc-device-{name}",
             may_run_inline=batcher.max_delay_s == 0,
+            on_ready=lambda: self._call_on_loop(self._ready),
+            on_failed=lambda error: self._call_on_loop(self._device_failed, error),
         )
-        self._arrivals = Arrivals(self._loop, self._queue, self._worker)
 
     @property
     def pending(self) -> int:
@@ -153,21 +82,12 @@ class Engine:
             return batcher.pending
 
     async def start(self) -> None:
-        """Warm up every batch shape, and return when the engine is ready.
-
-        Raises:
-            DeviceError: If the network failed while it was warmed up.
-        """
+        """Warm up every batch shape, and return when the engine is ready."""
         self._worker.start()
         await self._started
 
     def check_room(self, mode: RequestMode = RequestMode.PREDICT) -> None:
-        """Refuse a request, before its body is read, if not even one image would be admitted now.
-
-        Raises:
-            NotReady: If the engine is warming up or draining, or has failed.
-            QueueFull: If the queue has no room.
-        """
+        """Refuse a request, before its body is read, if not even one image would be admitted now."""
         self._check_warm()
         now = time.monotonic()
         with self._queue as batcher:
@@ -180,31 +100,17 @@ class Engine:
         disconnected: Callable[[], bool] | None = None,
         mode: RequestMode = RequestMode.PREDICT,
     ) -> Result:
-        """Compute the network's outputs for the images of one request.
+        """Compute the network's outputs for the images of one request, at least one.
 
-        Args:
-            images: At least one image, encoded, or ``uint8 (n, channels, height, width)`` of the network's input size.
-            disconnected: Returns whether the client has left; called now and then, to drop work that nobody needs.
-            mode: Which outputs to compute.
-
-        Raises:
-            NotReady: If the engine is warming up or draining, or has failed.
-            QueueFull: If the queue has no room.
-            TooManyRequests: If the memory budget has no room.
-            ImageRefused: If an image cannot be used.
-            TooManyPixels: If the images have more pixels than a request may have.
-            DeadlineExceeded: If there was no result before the deadline.
-            InferenceFailed: If the network failed on an image.
-            DeviceError: If the device failed.
-            ClientGone: If the client left.
+        ``disconnected`` is called now and then; once it returns True, the client has left, and its images are dropped.
         """
         self._check_warm()
         size = self._decoder.size_of(len(images))
-        self._memory.take(size)
+        self._decoder.memory.take(size)
         try:
             return await self._predict(images, disconnected, mode)
         finally:
-            self._memory.give(size)
+            self._decoder.memory.give(size)
 
     async def _predict(
         self, images: Sequence[EncodedImage] | Images, disconnected: Callable[[], bool] | None, mode: RequestMode
@@ -214,7 +120,7 @@ class Engine:
         with self._queue as batcher:
             request = batcher.reserve(len(images), now=now, deadline=now + self._deadline_s, mode=mode, waiter=done)
         if isinstance(images, np.ndarray):
-            self._arrivals.add(request, images)
+            self._arrive(request, images)
         else:
             self._decode(request, images)
         self._waiting[request] = disconnected
@@ -228,18 +134,78 @@ class Engine:
         finally:
             del self._waiting[request]
 
-    # The events of worker.WorkerEvents, which come on the worker's thread.
+    def _decode(self, request: QueuedRequest, images: Sequence[EncodedImage]) -> None:
+        began = time.monotonic()
 
-    def worker_ready(self) -> None:
-        self._call_on_loop(self._ready)
+        def on_done(decoded: Images, error: Exception | None) -> None:
+            self._recorder.decoded(time.monotonic() - began)
+            if error is None:
+                # This runs on a decode thread.
+                if self._worker.inline:
+                    self._call_on_loop(self._arrive, request, decoded)
+                else:
+                    self._queue.put([(request, decoded)])
+                return
+            if not isinstance(error, (ImageRefused, TooManyPixels)):
+                logger.error("decoding failed", exc_info=error)
+            self._fail(request, error)
 
-    def worker_failed(self, error: Exception) -> None:
-        self._call_on_loop(self._device_failed, error)
+        try:
+            decoded = self._decoder.decode_now(images)
+            if decoded is None:
+                # The state is read without the lock: at worst, a thread decodes one image in vain.
+                is_wanted = lambda: request.state is State.RESERVED  # noqa: E731
+                self._decoder.decode_later(images, is_wanted=is_wanted, on_done=on_done)
+            else:
+                self._recorder.decoded(time.monotonic() - began)
+                self._arrive(request, decoded)
+        except Exception as error:
+            self._fail(request, error)
 
-    def batch_computed(self, batch: DeviceBatch, seconds: float) -> None:
-        # Each request counts once, by its first slice.
-        waits = [batch.taken_at - each.request.queued_at for each in batch.slices if each.start == 0]
-        self._observer.batch(batch.size, seconds, waits)
+    def _fail(self, request: QueuedRequest, error: Exception) -> None:
+        with self._queue as batcher:
+            batcher.finish(request, error)
+
+    def _arrive(self, request: QueuedRequest, images: Images) -> None:
+        """Queue a request with those that come in the same turn of the loop; together they wake the worker once."""
+        if not self._arrived:
+            self._loop.call_soon(self._put_arrived)
+        self._arrived.append((request, images))
+
+    def _put_arrived(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        self._queue.put(arrived)
+        if self._worker.inline:
+            with self._queue as batcher:
+                full = batcher.pending >= batcher.max_batch
+            if full:
+                self._worker.run_due()
+            else:
+                self._loop.call_soon(self._run_unless_more_came)
+
+    def _run_unless_more_came(self) -> None:
+        """Compute the queued requests, unless the last turn of the loop brought more, which make a fuller batch."""
+        if not self._arrived:
+            self._worker.run_due()
+
+    def _deliver(self, requests: list[QueuedRequest]) -> None:
+        if threading.get_ident() == self._loop_thread:
+            self._resolve(requests)
+        else:
+            self._call_on_loop(self._resolve, requests)
+
+    def _resolve(self, requests: list[QueuedRequest]) -> None:
+        for request in requests:
+            done: asyncio.Future[Result] = request.waiter
+            # A cancelled handler has cancelled its future, and setting the result of a done future raises.
+            if done.done():
+                continue
+            if request.error is None:
+                done.set_result(request.result())
+            else:
+                done.set_exception(request.error)
+                # Mark the error as retrieved: the waiter may be gone, and asyncio would log it as never retrieved.
+                done.exception()
 
     def sweep(self) -> None:
         """Fail requests past their deadline and drop those whose clients left; to be called a few times a second."""
@@ -277,57 +243,6 @@ class Engine:
     def _check_warm(self) -> None:
         if self.phase is Phase.WARMING:
             raise NotReady(f"model {self.name!r} is warming up; try again in a few seconds")
-
-    def _decode(self, request: QueuedRequest, images: Sequence[EncodedImage]) -> None:
-        began = time.monotonic()
-
-        def on_done(decoded: Images, error: Exception | None) -> None:
-            self._observer.decoded(time.monotonic() - began)
-            if error is None:
-                # This runs on a decode thread.
-                if self._worker.inline:
-                    self._call_on_loop(self._arrivals.add, request, decoded)
-                else:
-                    self._queue.put([(request, decoded)])
-                return
-            if not isinstance(error, (ImageRefused, TooManyPixels)):
-                logger.error("decoding failed", exc_info=error)
-            self._fail(request, error)
-
-        try:
-            decoded = self._decoder.decode_now(images)
-            if decoded is None:
-                # The state is read without the lock: at worst, a thread decodes one image in vain.
-                is_wanted = lambda: request.state is State.RESERVED  # noqa: E731
-                self._decoder.decode_later(images, is_wanted=is_wanted, on_done=on_done)
-            else:
-                self._observer.decoded(time.monotonic() - began)
-                self._arrivals.add(request, decoded)
-        except Exception as error:
-            self._fail(request, error)
-
-    def _fail(self, request: QueuedRequest, error: Exception) -> None:
-        with self._queue as batcher:
-            batcher.fail(request, error)
-
-    def _deliver(self, requests: list[QueuedRequest]) -> None:
-        if threading.get_ident() == self._loop_thread:
-            self._resolve(requests)
-        else:
-            self._call_on_loop(self._resolve, requests)
-
-    def _resolve(self, requests: list[QueuedRequest]) -> None:
-        for request in requests:
-            done: asyncio.Future[Result] = request.waiter
-            # A cancelled handler has cancelled its future, and setting the result of a done future raises.
-            if done.done():
-                continue
-            if request.error is None:
-                done.set_result(request.result())
-            else:
-                done.set_exception(request.error)
-                # Mark the error as retrieved: the waiter may be gone, and asyncio would log it as never retrieved.
-                done.exception()
 
     def _call_on_loop(self, action: Callable[..., None], *arguments: Any) -> None:
         try:

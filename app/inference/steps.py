@@ -1,12 +1,7 @@
-"""The interface of a step, from ``uint8 (n, C, H, W)`` host images to packed ``float32 (n, S + K + G)`` host outputs.
+"""Run batches on the device, from ``uint8 (n, C, H, W)`` host images to packed ``float32 (n, S + K + G)`` host outputs.
 
 Every step runs under ``torch.inference_mode`` and is used by one thread at a time.  The outputs of padding images are
 never returned.
-
-A step that replays captured CUDA graphs, one per bucket; batches are padded, and nothing is allocated.
-
-A batch is one copy from the slot's pinned host buffer to the device, one replay and one copy back.  The host may fill
-and launch the next slot while the device works on this one.
 """
 
 from __future__ import annotations
@@ -45,9 +40,6 @@ class Step(Protocol):
     def warm_up(self, is_wanted: Callable[[], bool] = ...) -> bool:
         """Run every shape once, so that no request pays for compilation or capture.
 
-        Args:
-            is_wanted: Returns whether anybody still waits for the step; asked before each shape.
-
         Returns:
             Whether the step is quick: a full batch takes less time on one thread than handing it to another.
         """
@@ -83,11 +75,6 @@ class CompiledNetwork:
     def __call__(self, images: Tensor, /) -> Tensor:
         outputs: Tensor = self._forward(images)
         return outputs
-
-
-def always() -> bool:
-    """Say that a step is wanted."""
-    return True
 
 
 def buckets_to(max_batch: int) -> tuple[int, ...]:
@@ -135,25 +122,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+# A full batch that takes less time than this is computed sooner here than on another thread. On another thread,
+# PyTorch gives up the interpreter's lock around every operation and then waits for the event loop to release it, so
+# the dozens of operations of a small network take several times as long as they do alone.
 QUICK_SECONDS: Final = 2e-3
-"""A full batch that takes less time than this is computed sooner here than on another thread.
-
-On another thread, PyTorch gives up the interpreter's lock around every operation and then waits for the event loop to
-release it, so the dozens of operations of a small network take several times as long as they do alone.
-"""
 
 
 class EagerStep:
-    """A step that runs the network when its outputs are fetched.
-
-    Args:
-        network: Computes packed outputs from a uint8 batch.
-        shape: (channels, height, width) of an image.
-        max_batch: The maximum number of images in a step.
-        device: The device of the network.
-        fixed_shapes: Whether to pad batches to buckets, for a compiled network; otherwise any size runs unpadded.
-        threads: The numbers of threads on a CPU; see :func:`app.inference.steps.make_step`.
-    """
+    """A step that runs the network when its outputs are fetched; with ``fixed_shapes``, it pads batches to buckets."""
 
     slots = 1
 
@@ -178,7 +154,7 @@ class EagerStep:
     def input(self, slot: int) -> Images:
         return self._buffer
 
-    def warm_up(self, is_wanted: Callable[[], bool] = always) -> bool:
+    def warm_up(self, is_wanted: Callable[[], bool] = lambda: True) -> bool:
         for count in self._buckets:
             if not is_wanted():
                 return False
@@ -222,20 +198,16 @@ class EagerStep:
             torch.cuda.empty_cache()
 
 
+# The streams of steps that are gone, for reuse. PyTorch has a pool of 32 streams and then hands out the same ones
+# again, which other models may be using.
 _IDLE_STREAMS: Final[dict[torch.device, list[torch.cuda.Stream]]] = defaultdict(list)
-"""The streams of steps that are gone, for reuse.
-
-PyTorch has a pool of 32 streams and then hands out the same ones again, which other models may be using."""
 
 
 class GraphStep:
-    """A step that replays captured CUDA graphs.
+    """A step that replays captured CUDA graphs, one per bucket; batches are padded, and nothing is allocated.
 
-    Args:
-        network: Computes packed outputs from a uint8 batch on ``device``.
-        shape: (channels, height, width) of an image.
-        max_batch: The maximum number of images in a step.
-        device: A CUDA device.
+    A batch is one copy from the slot's pinned host buffer to the device, one replay and one copy back.  The host may
+    fill and launch the next slot while the device works on this one.
     """
 
     slots = 2
@@ -260,7 +232,7 @@ class GraphStep:
         return self._buffers[slot]
 
     @torch.inference_mode()
-    def warm_up(self, is_wanted: Callable[[], bool] = always) -> bool:
+    def warm_up(self, is_wanted: Callable[[], bool] = lambda: True) -> bool:
         torch.cuda.set_device(self._device)
         pool = torch.cuda.graph_pool_handle()
         # The largest first: all graphs share a pool, and the smaller ones fit into the memory of the largest.
@@ -307,9 +279,6 @@ class GraphStep:
         torch.cuda.empty_cache()
 
 
-__all__ = ["EagerStep", "GraphStep", "Step", "TorchThreads", "make_step"]
-
-
 def make_step(
     network: Pipeline,
     shape: tuple[int, int, int],
@@ -319,16 +288,7 @@ def make_step(
     compiled: bool = False,
     threads: TorchThreads | None = None,
 ) -> Step:
-    """Return the fastest step for ``device``.
-
-    Args:
-        network: The pipeline, already on ``device``.
-        shape: (channels, height, width) of an image.
-        max_batch: The maximum number of images in a step.
-        device: The device of the network.
-        compiled: Whether to run the network through ``torch.compile``.
-        threads: The numbers of threads on a CPU; by default PyTorch's present number, and one for a quick step.
-    """
+    """Return the fastest step for ``device``."""
     run = CompiledNetwork(network) if compiled else network
     # A network that is not traced may let the host decide how to go on, which a captured graph cannot.
     if device.type == "cuda" and network.is_traced:

@@ -1,16 +1,14 @@
-"""Recover from a batch that failed on the device.
-
-If the device is out of memory, the batch runs again in halves.  After any other error, a blank image runs.  If that
-works, the batch runs again in halves until the image at fault is alone, and only its request fails.  If that fails
-too, the device is dead: :class:`DeviceError` is raised, and the worker ends every request.
-
-Take batches from the queue, run them on the device, and hand every request its result.
+"""Take batches from the queue, run them on the device, and hand every request its result.
 
 Between two batches the thread does only what cannot wait: it copies images into the step's buffer, launches the batch
 and hands out results.  With a step of two slots, a full batch is launched behind the running one; a batch that is not
 full waits until the device is free, so that it can still grow.
 
-A quick step (:meth:`app.inference.steps.base.Step.warm_up`) needs no thread: the thread warms it up and ends.
+A quick step (:meth:`app.inference.steps.Step.warm_up`) needs no thread: the thread warms it up and ends.
+
+A batch that failed runs again in halves: at once if the device is out of memory, after any other error only if a blank
+image still runs.  In the end the image at fault is alone, and only its request fails.  If the blank image fails too,
+the device is dead, which ends every request.
 """
 
 from __future__ import annotations
@@ -19,72 +17,20 @@ import logging
 import threading
 import time
 from collections import deque
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from app.errors import InferenceFailed
 from app.inference.batcher import DeviceBatch, RequestMode, RequestQueue, Result
 from app.inference.steps import Step, is_out_of_memory, run_batch
+from app.observability.metrics import ModelRecorder
 from psc_core.errors import DeviceError
 
 logger = logging.getLogger("psc.device")
 
-
-def run_halves(queue: RequestQueue, step: Step, batch: DeviceBatch, error: Exception) -> None:
-    """Run a failed batch again in halves; a half that fails is cut in halves again.
-
-    Raises:
-        DeviceError: If the device is dead.
-    """
-    if is_out_of_memory(error):
-        logger.warning("out of device memory with %d images; trying halves", batch.size)
-        step.release_memory()
-    else:
-        logger.exception("a batch of %d images failed", batch.size, exc_info=error)
-        check_device(step)
-    if batch.size == 1:
-        alone = batch.slices[0]
-        failure: Exception = InferenceFailed(alone.start, "the network failed on this image; it was logged")
-        if is_out_of_memory(error):
-            failure = DeviceError("the device has no memory for one image; try again")
-        with queue as batcher:
-            batcher.fail(alone.request, failure)
-        return
-    for half in batch.halves():
-        alive = half.alive()
-        if not alive.size:
-            continue
-        try:
-            result = run_batch(step, alive)
-        except Exception as next_error:
-            run_halves(queue, step, alive, next_error)
-        else:
-            with queue as batcher:
-                batcher.complete(alive, result, now=time.monotonic())
-
-
-def check_device(step: Step) -> None:
-    """Check the device by running one blank image.
-
-    Raises:
-        DeviceError: If the device is dead.
-    """
-    try:
-        step.input(0)[:1] = 0
-        step.launch(0, 1)
-        packed = step.fetch(0, 1)
-    except Exception as error:
-        if is_out_of_memory(error):  # Having no memory for now does not mean that the device is dead.
-            step.release_memory()
-            return
-        raise DeviceError(f"a blank image failed on the device ({type(error).__name__})") from error
-    if not np.isfinite(packed).all():
-        raise DeviceError("a blank image gave outputs that are not finite")
-
-
-_POLL_S: Final = 50e-6
-"""The time between two looks at a running batch, seconds; short compared with the time of a batch."""
+_POLL_S: Final = 50e-6  # the time between two looks at a running batch, seconds; short compared with that of a batch
 
 
 class _Launched(NamedTuple):
@@ -95,49 +41,29 @@ class _Launched(NamedTuple):
     started: float
 
 
-class WorkerEvents(Protocol):
-    """The events that a worker reports, on the thread that computes."""
-
-    def worker_ready(self) -> None:
-        """React when every shape is warm."""
-
-    def worker_failed(self, error: Exception) -> None:
-        """React to the death of the device."""
-
-    def batch_computed(self, batch: DeviceBatch, seconds: float) -> None:
-        """Note a batch that took ``seconds``, before its results are handed out."""
-
-
 class DeviceWorker:
-    """The owner of the step, and the thread on which it runs.
-
-    Args:
-        queue: The queue of batches; stopping it ends the thread.
-        step: The device computation.
-        events: Is told of the end of warm-up, of each batch, and of the device's death.
-        name: The name of the thread.
-        may_run_inline: Whether a quick step may run on the thread that calls :meth:`run_due`.
-
-    Attributes:
-        inline: Whether :meth:`run_due` is to compute the batches; known when the worker is ready.
-    """
+    """The owner of the step, and the thread on which it runs until the queue is stopped."""
 
     def __init__(
         self,
         queue: RequestQueue,
         step: Step,
-        events: WorkerEvents,
+        recorder: ModelRecorder,
         *,
         name: str,
-        may_run_inline: bool = False,
+        may_run_inline: bool,
+        on_ready: Callable[[], None],
+        on_failed: Callable[[Exception], None],
     ) -> None:
-        self.inline = False
+        self.inline = False  # whether :meth:`run_due` is to compute the batches; known when the worker is ready
         self._queue = queue
         self._step = step
-        self._events = events
+        self._recorder = recorder
         self._launched: deque[_Launched] = deque()
         self._next_slot = 0
         self._may_run_inline = may_run_inline
+        self._on_ready = on_ready  # this and the next are called on the thread that computes
+        self._on_failed = on_failed
         # A daemon thread, because a device that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -170,7 +96,7 @@ class DeviceWorker:
         except Exception as error:
             self._end("the network failed while it was warmed up", error)
             return
-        self._events.worker_ready()
+        self._on_ready()
         try:
             while not self.inline and (not self._queue.stopped or self._launched):
                 self._advance()
@@ -208,8 +134,7 @@ class DeviceWorker:
         if following is not None and following.mode is RequestMode.PREDICT:
             self._launch(following)
             following = None
-        self._events.batch_computed(oldest.batch, seconds)
-        self._complete(oldest.batch, Result(packed))
+        self._complete(oldest.batch, Result(packed), seconds)
         if following is not None:
             self._launch(following)
 
@@ -228,10 +153,14 @@ class DeviceWorker:
         except Exception as error:
             self._recover(batch, error)
             return
-        self._events.batch_computed(batch, time.perf_counter() - started)
-        self._complete(batch, result)
+        self._complete(batch, result, time.perf_counter() - started)
 
-    def _complete(self, batch: DeviceBatch, result: Result) -> None:
+    def _complete(self, batch: DeviceBatch, result: Result, seconds: float | None = None) -> None:
+        """Hand out the results of a batch; its time, if it ran without failing, is recorded before."""
+        if seconds is not None:
+            # Each request counts once, by its first slice.
+            waits = [batch.taken_at - each.request.queued_at for each in batch.slices if each.start == 0]
+            self._recorder.batch(batch.size, seconds, waits)
         with self._queue as batcher:
             batcher.complete(batch, result, now=time.monotonic())
 
@@ -243,17 +172,58 @@ class DeviceWorker:
             try:
                 packed = self._step.fetch(other.slot, other.batch.size)
             except Exception as next_error:
-                run_halves(self._queue, self._step, other.batch, next_error)
+                self._run_halves(other.batch, next_error)
             else:
                 self._complete(other.batch, Result(packed))
-        run_halves(self._queue, self._step, batch, error)
+        self._run_halves(batch, error)
+
+    def _run_halves(self, batch: DeviceBatch, error: Exception) -> None:
+        if is_out_of_memory(error):
+            logger.warning("out of device memory with %d images; trying halves", batch.size)
+            self._step.release_memory()
+        else:
+            logger.exception("a batch of %d images failed", batch.size, exc_info=error)
+            check_device(self._step)
+        if batch.size == 1:
+            alone = batch.slices[0]
+            failure: Exception = InferenceFailed(alone.start, "the network failed on this image; it was logged")
+            if is_out_of_memory(error):
+                failure = DeviceError("the device has no memory for one image; try again")
+            with self._queue as batcher:
+                batcher.finish(alone.request, failure)
+            return
+        for half in batch.halves():
+            alive = half.alive()
+            if not alive.size:
+                continue
+            try:
+                result = run_batch(self._step, alive)
+            except Exception as next_error:
+                self._run_halves(alive, next_error)
+            else:
+                self._complete(alive, result)
 
     def _end(self, message: str, error: Exception) -> None:
         logger.critical("%s", message, exc_info=error)
         self._launched.clear()
         failure = DeviceError(f"{message}; this process is being replaced, try again")
         # First, so that a client that learns of the failure finds the service not ready.
-        self._events.worker_failed(error)
+        self._on_failed(error)
         with self._queue as batcher:
             batcher.close(message)
             batcher.fail_all(failure)
+
+
+def check_device(step: Step) -> None:
+    """Check the device by running one blank image."""
+    try:
+        step.input(0)[:1] = 0
+        step.launch(0, 1)
+        packed = step.fetch(0, 1)
+    except Exception as error:
+        if is_out_of_memory(error):  # Having no memory for now does not mean that the device is dead.
+            step.release_memory()
+            return
+        raise DeviceError(f"a blank image failed on the device ({type(error).__name__})") from error
+    if not np.isfinite(packed).all():
+        raise DeviceError("a blank image gave outputs that are not finite")

@@ -2,47 +2,9 @@
 
 Symbols: ``n`` is the number of calibration images, ``t`` the number of images since the run began, and ``p`` the
 served p-value of an image, ``p = (1 + #{calibration OOD scores ≥ its own}) / (n + 1)``.  So
-``cell = p·(n + 1) - 1 ∈ {0, …, n}`` says between which two calibration scores the image falls.
-
-**Why the bets are not on p alone.**  The served p-values share one finite calibration set: given that set they are
-uniform only up to about ``1/√n``, and any martingale that treats them as independent ends in an alarm on a clean
-stream.  So the monitor computes the *online* conformal p-value, against the calibration images and all earlier images
-of the run together, for which the counts per cell are enough::
-
-    q = (1 + n_le + c_le) / (n + 1 + t),   n_le = cell,  c_le = #{earlier images in cells ≤ cell}
-
-and bets on ``max(q, p)``.  Earlier images alone must not make an in-distribution image look unusual: after many very
-easy images every other image has a small q, but not a small p.
-
-**No random tie-breaking.**  The smoothed online p-values are independent and uniform while the stream is exchangeable
-with the calibration images.  ``max(q, p)`` (whole cells, ties counted in full) is never smaller than the smoothed
-p-value, and every bet below decreases in it, so the value computed here lies, path by path, below a true test
-martingale: it is conservative, reproducible and valid.
-
-**Bets.**  Power bets ``f_ε(q) = ε·q^(ε-1)`` for a few ε (each integrates to one) are mixed over ε *and* over the moment
-when the bet begins.  All capital starts asleep, and after k images of a run the fraction ``s_k = ln c / ln(k + c)``
-sleeps; the part that wakes before the k-th image, ``w_k = s_{k-1} - s_k``, is divided equally among the ε.  The value
-is sleeping plus awake capital.  ``w_k ≈ ln c/(k ln² k)`` falls almost as slowly as the terms of a convergent sum can.
-So after k quiet images ``m ln c/(k ln² k)`` of the capital wakes in the first m images of a drift, and late drift is
-found about as fast as early drift.
-
-**Bound.**  An alarm is raised when the value reaches ``1/δ``.  Then a new run begins at value one, without any
-memory of the images before it, so images that raised alarms never become usual.  By Ville's inequality the probability
-that a run ever raises a false alarm is at most δ, over the draw of the calibration images; the runs of one monitor
-share these, so the numbers of their false alarms are not independent.  A new process, replica or bundle begins a new
-monitor; N monitors, each with the bound δ/N, raise any false alarm with probability at most δ, whatever they share.
-
-**Episodes.**  An alarm begins an episode, which counts as one however long the drift lasts.  An episode ends
-with evidence of quiet, not with the lack of an alarm: images are tested in trials of ``window`` images, each of
-which begins at value one.  A trial fails if its value reaches ``1/QUIET``, or if so many of its images are out of
-distribution that this has a probability below ``QUIET``.  The first trial that does not fail ends the episode, and a
-run with the bound δ begins.  A trial of exchangeable images fails with probability at most 2·QUIET, so most episodes
-end within two windows after their drift.  Drift that is too weak to show in one window ends its episode early, and
-should raise its alarm again.
-
-**Window.**  An image is out of distribution by comparison with the k-th largest of n calibration scores, so the number
-of such images among m exchangeable ones is not binomial but beta-binomial with k and n + 1 - k: with few calibration
-images, every rate from 0 to several times alpha is likely.
+``cell = p·(n + 1) - 1 ∈ {0, …, n}`` says between which two calibration scores the image falls.  The monitor bets on
+``max(q, p)`` with the online p-value ``q = (1 + cell + #{earlier images in cells ≤ cell}) / (n + 1 + t)``; why, and
+why its false alarms are bounded, is in docs/drift.md.
 
 The state is ``n + 1`` counters, ``window`` flags and one capital per ε.  Images are processed in blocks, with a few
 array operations each; to be called from one thread.
@@ -60,64 +22,37 @@ from scipy.special import betaln
 
 from psc_core.conformal import ood_rank
 
+# The ε of the power bets: small values find a few very unusual images, large ones a mild shift of many.
 EXPONENTS: Final = (0.1, 0.25, 0.5, 0.75, 0.9)
-"""The ε of the power bets: small values find a few very unusual images, large ones a mild shift of many."""
-
+# c: with a larger value, bets begin later, so that late drift is found sooner and early drift later.
 _ONSET: Final = 10.0
-"""c: with a larger value, bets begin later, so that late drift is found sooner and early drift later."""
-
-QUIET: Final = 0.05
-"""The probability below which a trial is too unusual to end an episode."""
-
+QUIET: Final = 0.05  # the probability below which a trial is too unusual to end an episode
 _BLOCK: Final = 128
 _EPSILONS: Final = np.array(EXPONENTS)[:, None]
 _EARLIER: Final = np.tril(np.ones((_BLOCK, _BLOCK), bool), -1)
-
 Floats = npt.NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True)
 class DriftState:
-    """The present state of a monitor.
+    """The present state of a monitor."""
 
-    Attributes:
-        log_martingale: The natural logarithm of the present run's value; ≤ 0 most of the time on a clean stream.
-        is_active: Whether an episode of drift is going on.
-        alarms: The number of alarms so far, one for each episode.
-        window_images: The number of images in the window.
-        window_ood_rate: The fraction of the window's images with ``p ≤ alpha``; 0 while the window is empty.
-        window_tail_probability: The probability of at least as many OOD images in the window if all were exchangeable
-            with the calibration images.
-    """
-
-    log_martingale: float
-    is_active: bool
-    alarms: int
+    log_martingale: float  # the natural logarithm of the present run's value; ≤ 0 most of the time on a clean stream
+    is_active: bool  # whether an episode of drift is going on
+    alarms: int  # the number of alarms so far, one for each episode
     window_images: int
-    window_ood_rate: float
+    window_ood_rate: float  # the fraction of the window's images with ``p ≤ alpha``; 0 while the window is empty
+    # The probability of at least as many OOD images in the window if all were exchangeable with the calibration
+    # images.
     window_tail_probability: float
 
 
 class DriftMonitor:
-    """Watches served p-values for drift away from the calibration images.
+    """Watches served p-values for drift away from the calibration images, with the symbols of this module."""
 
-    Args:
-        calibration_count: n, the number of calibration images behind the p-values.
-        alpha: The p-value at or below which an image counts as out of distribution.
-        false_alarm_probability: δ, the bound on the probability that a run ever raises a false alarm.
-        window: The number of images in the window, and in a trial of an episode.
-    """
-
-    def __init__(
-        self,
-        calibration_count: int,
-        alpha: float,
-        *,
-        false_alarm_probability: float,
-        window: int,
-    ) -> None:
-        self.calibration_count = calibration_count
-        self.alpha = alpha
+    def __init__(self, calibration_count: int, alpha: float, *, false_alarm_probability: float, window: int) -> None:
+        self.calibration_count = calibration_count  # n, the number of calibration images behind the p-values
+        self.alpha = alpha  # the p-value at or below which an image counts as out of distribution
         self.false_alarm_probability = false_alarm_probability
         self._log_threshold = -math.log(false_alarm_probability)
         # p ≤ alpha is tested in whole numbers, so that neither the rounding of p nor that of alpha moves the boundary.
@@ -126,7 +61,7 @@ class DriftMonitor:
         self._alarms = 0
         self._is_active = False
         self._has_failed = False
-        self._window = np.zeros(window, bool)
+        self._window = np.zeros(window, bool)  # whether each of the latest images is OOD
         self._flagged = 0
         self._begin_run()
 
@@ -135,9 +70,6 @@ class DriftMonitor:
 
         Returns:
             The number of alarms that these images raised.
-
-        Raises:
-            ValueError: If a p-value is NaN or outside (0, 1]; the images before it are processed.
         """
         values = np.asarray(p_values, np.float64)
         wrong = np.flatnonzero(~((values > 0.0) & (values <= 1.0)))
@@ -247,12 +179,6 @@ def window_tail(ood: int, images: int, rank: int, n: int) -> float:
     It is the probability that at least ``ood`` of the images score above the rank-th largest of the n calibration
     scores.  That is so if at most rank - 1 of these are among the rank + ood - 1 highest of all scores, so it is a sum
     of at most ``rank`` hypergeometric probabilities.
-
-    Args:
-        ood: The number of images out of distribution.
-        images: The number of images.
-        rank: The number of calibration images out of distribution, at least 1 if any image is.
-        n: The number of calibration images.
     """
     if ood <= 0:
         return 1.0

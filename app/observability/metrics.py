@@ -1,24 +1,8 @@
-"""Declare every Prometheus metric of the service in one table (:class:`Metrics`), which the documentation shows.
+"""Declare every Prometheus metric of the service in one table (:class:`Metrics`), and record predictions in them.
 
-Count repeated images once: a retry, a health probe or a demonstration says nothing new about the stream.
-
-The drift test and the rates of scores are about images that are exchangeable with the calibration images.  One image
-that is sent eight times is not eight such images.
-
-**Why leaving out repeats is sound.**  Suppose that the images without their repeats, in the order of their first
-appearance, are exchangeable with the calibration images.  Leaving out repeats recovers exactly these images, whoever
-repeats what and when, so a test on them keeps its level.
-
-**Where it would not be sound.**  Identical images can be part of the data: blank pages, masked tiles.  Then some
-calibration images are identical too and have equal scores, and a stream without repeats would look too unusual.  So a
-repeat whose score lies at equal calibration scores counts every time.  An image that does not occur twice among n
-calibration images has a frequency of about 1/n, and its repeats are too few to matter.
-
-**Why it cannot be abused.**  A repeat is an image that has been counted, so nobody can hide an image by sending it
-first.  Fingerprints have 64 bits, and each process draws the key of its own.
-
-**Memory.**  The last :data:`REMEMBERED` different images are kept, about 200 bytes each.  An image counts again if as
-many others have come since it was last seen.
+Scores and drift are of monitored images: those that the client does not ask to leave out, each counted once.  A
+prediction only costs a list append; :meth:`ModelRecorder.flush` records the list in bulk, a few times a second and
+before each scrape.
 """
 
 from __future__ import annotations
@@ -30,9 +14,10 @@ import os
 import resource
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
@@ -44,7 +29,16 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from prometheus_client.registry import Collector
 
+from app.observability.drift import DriftMonitor, DriftState
+from psc_core.answers import BasePolicy
+from psc_core.conformal import decision_p_value
 from psc_core.log.labels import VERDICTS
+from psc_core.model import FittedModel
+from psc_core.tasks.base import BaseDecisions, FloatArray, Outputs
+
+logger = logging.getLogger("psc.server")
+
+drift_logger = logging.getLogger("psc.drift")
 
 _SECONDS: Final = (
     1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
@@ -56,22 +50,13 @@ _LOG_DENSITY: Final = (
     500.0, 1e3, 1e4,
 )  # fmt: skip
 _IMAGES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-
+# The environment variable with the folder through which several processes share their metrics.
 PROCESS_FILES: Final = "PROMETHEUS_MULTIPROC_DIR"
-"""The environment variable with the folder through which several processes share their metrics."""
-
 AnyMetric = TypeVar("AnyMetric", bound=Counter | Gauge | Histogram)
 
 
 class Metric(Generic[AnyMetric]):
-    """One row of the table: an attribute of :class:`Metrics`, whose name is that of the metric.
-
-    Args:
-        type: A metric class of prometheus-client; the name of a counter ends in ``_total``.
-        labels: The names of the labels.
-        help: The metric's meaning.
-        options: ``buckets`` for a histogram; for a gauge ``multiprocess_mode``, which combines those of all processes.
-    """
+    """One row of the table: an attribute of :class:`Metrics`, whose name is that of the metric."""
 
     name: str
 
@@ -192,16 +177,12 @@ class Metrics:
         return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
+# All metrics, in the order of the documentation.
 METRICS: Final[tuple[Metric[Any], ...]] = tuple(row for row in vars(Metrics).values() if isinstance(row, Metric))
-"""All metrics, in the order of the documentation."""
 
 
 class LiveProcesses(Collector):
-    """The ``process_…`` metrics of several processes, each by its ``pid``, because a sum would fall when one ends.
-
-    Args:
-        folder: The folder through which the processes share their metrics.
-    """
+    """The ``process_…`` metrics of several processes, each by its ``pid``, because a sum would fall when one ends."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -244,17 +225,15 @@ def forget_dead_processes() -> None:
                 mark_process_dead(pid)  # type: ignore[no-untyped-call]
 
 
-REMEMBERED: Final = 10_000
-"""The number of different images whose fingerprints a monitor keeps."""
+REMEMBERED: Final = 10_000  # the number of different images whose fingerprints a monitor keeps
 
 
 class RepeatFilter:
-    """Tells repeats from images that count.
+    """Tells repeats from images that count: a retry, a health probe or a demonstration says nothing new.
 
-    Args:
-        is_common: Whether an image lies beside equal calibration scores, by the number of calibration scores that are
-            no smaller than its own, shape (n + 1,).
-        remembered: The number of different images to remember.
+    docs/drift.md says why leaving out repeats is sound, where it would not be, and why it cannot be abused.
+
+    ``is_common[k]``: whether an image lies beside equal calibration scores if k of them are no smaller than its own.
     """
 
     def __init__(self, is_common: npt.NDArray[np.bool_], remembered: int) -> None:
@@ -274,12 +253,7 @@ class RepeatFilter:
         return cls(np.concatenate([[False], tied]) | np.concatenate([tied, [False]]), remembered)
 
     def counts(self, p_values: npt.NDArray[np.floating[Any]], fingerprints: Iterable[int]) -> npt.NDArray[np.bool_]:
-        """Return whether each image counts, a boolean array of shape (images,).
-
-        Args:
-            p_values: The served p-values in the order of arrival, shape (images,).
-            fingerprints: The images' fingerprints, equal for identical images.
-        """
+        """Return whether each image counts, a boolean array of shape (images,)."""
         is_new = np.array([self._see(fingerprint) for fingerprint in fingerprints], bool)
         n = len(self._is_common) - 1
         cells = np.rint(np.asarray(p_values, np.float64) * (n + 1)).astype(np.int64) - 1
@@ -294,6 +268,152 @@ class RepeatFilter:
         if len(self._recent) > self._remembered:
             self._recent.popitem(last=False)
         return is_new
+
+
+# The number of classes with a prediction counter of their own; all others are counted as :data:`OTHER`.
+MAX_LABELS: Final = 1000
+OTHER: Final = "(other)"
+_FLUSH_AT: Final = 4096  # the number of recorded requests at which the list is flushed, lest it grow without bound
+
+
+class ModelRecorder:
+    """Records one model; :meth:`batch` and :meth:`decoded` may be called on any thread."""
+
+    def __init__(
+        self,
+        name: str,
+        model: FittedModel,
+        *,
+        policy: BasePolicy,
+        queue_limit: int,
+        metrics: Metrics,
+        drift: DriftMonitor,
+    ) -> None:
+        self._name = name
+        self._abstentions = model.task.abstentions
+        labels = model.task.metric_labels(model.classes)
+        self._labels = (*labels[:MAX_LABELS], *[OTHER] * (len(labels) - MAX_LABELS))
+        self._outputs_of = model.outputs
+        self._policy = policy
+        self._ood_threshold = decision_p_value(policy.alpha, len(model.calibration.ood_scores))
+        self.queue_limit = queue_limit
+        self._identity = {"version": model.version, "layer": model.layer, "device": str(model.device)}
+        self._metrics = metrics
+        self._drift = drift
+        self._repeats = RepeatFilter.of(model.calibration.ood_scores)
+        self._hidden = False
+        self._predictions: list[tuple[Outputs[FloatArray], BaseDecisions, Sequence[int] | None]] = []
+        self._batch_size = metrics.psc_batch_size.labels(model=name)
+        self._inference_seconds = metrics.psc_inference_seconds.labels(model=name)
+        self._queue_seconds = metrics.psc_queue_seconds.labels(model=name)
+        self._decode_seconds = metrics.psc_decode_seconds.labels(model=name)
+        histograms = {
+            "predictive_entropy": metrics.psc_predictive_entropy_nats,
+            "log_density": metrics.psc_log_density_nats,
+            "ood_p_value": metrics.psc_ood_p_value,
+        }
+        self._histograms = {
+            score: histogram.labels(model=name) for score, histogram in histograms.items() if score in model.score_names
+        }
+
+    @property
+    def drift(self) -> DriftState:
+        """The state of the drift monitor, including the latest predictions."""
+        self.flush()
+        return self._drift.state
+
+    def batch(self, size: int, seconds: float, waits: Sequence[float]) -> None:
+        """Record a device step of ``size`` images, its time, and how long its requests had waited, seconds."""
+        self._batch_size.observe(size)
+        self._inference_seconds.observe(seconds)
+        for wait in waits:
+            self._queue_seconds.observe(wait)
+
+    def decoded(self, seconds: float) -> None:
+        """Record the time in which a request's images were decoded, seconds."""
+        self._decode_seconds.observe(seconds)
+
+    def predicted(
+        self, outputs: Outputs[FloatArray], decisions: BaseDecisions, fingerprints: Sequence[int] | None
+    ) -> None:
+        """Record the answer to one request, on the event loop; without fingerprints, its images are not monitored."""
+        self._predictions.append((outputs, decisions, fingerprints))
+        if self._hidden or len(self._predictions) >= _FLUSH_AT:
+            self.flush()
+
+    def flush(self) -> None:
+        """Record the predictions since the last call in the metrics and the drift monitor."""
+        if not self._predictions:
+            return
+        predictions, self._predictions = self._predictions, []
+        name, metrics = self._name, self._metrics
+        n_by_class = np.bincount(np.concatenate([each.label_index for _, each, _ in predictions]))
+        for index in n_by_class.nonzero()[0].tolist():
+            images = int(n_by_class[index])
+            metrics.psc_predictions_total.labels(model=name, label=self._labels[index]).inc(images)
+        asked = sum(len(outputs) for outputs, _, fingerprints in predictions if fingerprints is None)
+        metrics.psc_unmonitored_images_total.labels(model=name, reason="asked").inc(asked)
+        monitored = [(outputs, each, seen) for outputs, each, seen in predictions if seen is not None]
+        if monitored:
+            self._monitor(monitored)
+
+    def _monitor(self, predictions: Sequence[tuple[Outputs[FloatArray], BaseDecisions, Sequence[int]]]) -> None:
+        """Record the scores of several requests' images, without repeats."""
+        name, metrics = self._name, self._metrics
+        packed = np.concatenate([outputs.packed for outputs, _, _ in predictions])
+        fingerprints = chain.from_iterable(seen for _, _, seen in predictions)
+        counted = self._repeats.counts(self._outputs_of(packed)["ood_p_value"], fingerprints)
+        metrics.psc_unmonitored_images_total.labels(model=name, reason="repeated").inc(int((~counted).sum()))
+        scores = self._outputs_of(packed[counted])
+        for score, histogram in self._histograms.items():
+            for value in scores[score].tolist():
+                histogram.observe(value)
+        metrics.psc_ood_total.labels(model=name).inc(int((scores["ood_p_value"] <= self._ood_threshold).sum()))
+        decided = np.concatenate([each.decision for _, each, _ in predictions])[counted]
+        for reason, code in self._abstentions.items():
+            metrics.psc_abstained_total.labels(model=name, reason=reason).inc(int((decided == code).sum()))
+        if not self._hidden:
+            self._watch_drift(scores["ood_p_value"])
+
+    def show(self) -> None:
+        """Expose the model's identity and drift, and its counters at 0, because a rate needs a first value."""
+        name, metrics = self._name, self._metrics
+        self._info().set(1.0)
+        metrics.psc_alpha.labels(model=name).set(self._policy.alpha)
+        if (rate := self._policy.largest_error_rate()) is not None:
+            metrics.psc_risk.labels(model=name).set(rate)
+        metrics.psc_queue_limit_images.labels(model=name).set(self.queue_limit)
+        metrics.psc_ood_total.labels(model=name)
+        for result in ("ok", "failed"):
+            metrics.psc_reloads_total.labels(model=name, result=result)
+        for reason in self._abstentions:
+            metrics.psc_abstained_total.labels(model=name, reason=reason)
+        for reason in ("asked", "repeated"):
+            metrics.psc_unmonitored_images_total.labels(model=name, reason=reason)
+        for label in set(self._labels):
+            metrics.psc_predictions_total.labels(model=name, label=label)
+        metrics.psc_drift_alarms_total.labels(model=name)
+        self._watch_drift(np.empty(0, np.float32))
+
+    def hide(self) -> None:
+        """Stop exposing the model's identity and drift, and record what is still to come at once: nobody flushes it."""
+        self._hidden = True
+        self.flush()
+        self._info().set(0.0)
+
+    def _info(self) -> Gauge:
+        return self._metrics.psc_model_info.labels(model=self._name, **self._identity)
+
+    def _watch_drift(self, p_values: npt.NDArray[np.float32]) -> None:
+        name, metrics = self._name, self._metrics
+        alarms, state = self._drift.update(p_values), self._drift.state
+        if alarms:
+            metrics.psc_drift_alarms_total.labels(model=name).inc(alarms)
+            drift_logger.warning("drift alarm", extra={"model": name, "window_ood_rate": state.window_ood_rate})
+        metrics.psc_drift_active.labels(model=name).set(state.is_active)
+        metrics.psc_drift_log_martingale.labels(model=name).set(state.log_martingale)
+        metrics.psc_drift_window_ood_rate.labels(model=name).set(state.window_ood_rate)
+        metrics.psc_drift_window_tail_probability.labels(model=name).set(state.window_tail_probability)
 
 
 @dataclass(frozen=True)
@@ -316,21 +436,12 @@ def gpu_usage(device: torch.device) -> GpuUsage:
         return GpuUsage(memory, None)
 
 
-SPARE: Final = 8
-"""The number of free descriptors at which a line is logged."""
-
-_QUIET_SECONDS: Final = 60.0
-"""The shortest time between two such lines, seconds."""
-
-logger = logging.getLogger("psc.server")
+SPARE: Final = 8  # the number of free descriptors at which a line is logged
+_QUIET_SECONDS: Final = 60.0  # the shortest time between two such lines, seconds
 
 
 class DescriptorWatch:
-    """Watches the lowest free file descriptor; all below it are in use.
-
-    Args:
-        clock: Returns the time in seconds; monotonic.
-    """
+    """Watches the lowest free file descriptor; all below it are in use."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -38,8 +38,8 @@ class TraceContext(NamedTuple):
         return f"00-{self.trace_id}-{self.span_id}-{'01' if self.sampled else '00'}"
 
 
+# The trace context of the current request, for log records; ``None`` outside a request.
 current_trace: ContextVar[TraceContext | None] = ContextVar("psc_trace", default=None)
-"""The trace context of the current request, for log records; ``None`` outside a request."""
 
 
 def trace_of_request(headers: Sequence[tuple[bytes, bytes]]) -> TraceContext:
@@ -62,20 +62,12 @@ def begin_trace(traceparent: str | None) -> TraceContext:
 
 
 def check_installed() -> None:
-    """Refuse to export spans without the OpenTelemetry SDK.
-
-    Raises:
-        UsageError: If the OpenTelemetry extra is not installed.
-    """
+    """Refuse to export spans without the OpenTelemetry SDK."""
     needs("otel", "otel", "opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry.sdk.trace.export")
 
 
 def configure_export() -> None:
-    """Export spans over OTLP/HTTP; the standard ``OTEL_*`` variables set the endpoint and the service's name.
-
-    Raises:
-        UsageError: If the OpenTelemetry extra is not installed.
-    """
+    """Export spans over OTLP/HTTP; the standard ``OTEL_*`` variables set the endpoint and the service's name."""
     check_installed()
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource

@@ -18,11 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 MODULES = [
     "app.client",
-    "app.client.cli",
-    "app.client.client",
-    "app.client.errors",
-    "app.client.retry",
+    "app.client_cli",
     "psc_core.answers",
+    "psc_core.settings",
     "psc_core.errors",
     "psc_core.images",
     "psc_core.images.files",
@@ -59,7 +57,10 @@ psc_client = ["py.typed"]
 
 def renamed(text: str) -> str:
     """Return a name or a source with the package of the wheel in place of ours."""
-    return text.replace("app.client", "psc_client").replace("psc_core", "psc_client.core")
+    renames = {"app.client_cli": "psc_client.cli", "app.client": "psc_client", "psc_core": "psc_client.core"}
+    for ours, theirs in renames.items():
+        text = text.replace(ours, theirs)
+    return text
 
 
 def source_of(module: str) -> Path:
@@ -75,7 +76,8 @@ def build(out: Path) -> None:
         package = Path(folder) / "psc_client"
         for module in MODULES:
             source, copy = source_of(module), Path(folder) / renamed(module).replace(".", "/")
-            copy = copy / source.name if source.name == "__init__.py" else copy.with_suffix(".py")
+            is_package = source.name == "__init__.py" or module == "app.client"
+            copy = copy / "__init__.py" if is_package else copy.with_suffix(".py")
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_text(renamed(source.read_text()))
         for empty in ("py.typed", "core/__init__.py"):

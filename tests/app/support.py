@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
-from app.main import Runtime, create_app
-from app.service import Service
+from app.main import create_app
+from app.service import Host, Service
 from app.settings import load_settings
 from psc_core.model import PSC
 from tests.app.fakes import FakeModel
@@ -93,11 +93,11 @@ async def until(condition: Any, seconds: float = 10.0) -> None:
 
 @asynccontextmanager
 async def running(
-    models: Mapping[str, Any] | None = None, *, ready: bool = True, runtime: Runtime | None = None, **settings: Any
+    models: Mapping[str, Any] | None = None, *, ready: bool = True, host: Host | None = None, **settings: Any
 ) -> AsyncIterator[Running]:
     """Start the application with fake models (default: one, named ``m``), stop it at the end."""
     models = Models({"m": FakeModel()} if models is None else models)
-    app = create_app(load_settings({"max_batch_size": 8, **settings}), models, runtime=runtime)
+    app = create_app(load_settings({"max_batch_size": 8, **settings}), models, host=host)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),

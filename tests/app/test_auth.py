@@ -10,9 +10,9 @@ import pytest
 from pydantic import SecretStr
 from starlette.datastructures import Headers
 
-from app.auth import ApiKeys
 from app.errors import Forbidden, Unauthorized
 from app.http.problems import problem_of
+from app.service import ApiKeys
 from psc_core.errors import UsageError
 
 KEYS = ApiKeys.of(predict=["predict-one", "predict-two"], admin=["admin-one"])

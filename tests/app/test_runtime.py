@@ -75,7 +75,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 import torch
-from app.main import UvicornRuntime
+from app.server import UvicornHost
 from psc_core.allocator import keep_freed_memory
 
 def resident_mib():
@@ -86,7 +86,7 @@ old, new = SimpleNamespace(weight=torch.ones(64 << 18)), torch.ones(1)
 old.itself = old
 del old
 print(resident_mib())
-UvicornRuntime().models_changed()
+UvicornHost().models_changed()
 print(resident_mib())
 """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.main import Runtime, make_service
+from app.main import make_service
 from app.service import Host
 from app.settings import load_settings
 from tests.app.fakes import FakeModel
@@ -30,14 +30,14 @@ def test_a_service_that_was_not_started_has_written_nothing(tmp_path: Path) -> N
 
 
 async def test_host_is_told_when_models_are_ready_and_when_replaced_ones_have_ended() -> None:
-    class Told(Runtime):
+    class Told(Host):
         times = 0
 
         def models_changed(self) -> None:
             self.times += 1
 
     host = Told()
-    async with running(runtime=host, admin_keys="root") as app:
+    async with running(host=host, admin_keys="root") as app:
         await until(lambda: host.times == 1)
         serve_next(app, FakeModel("v2"))
         assert (await app.client.post("/admin/reload", headers={"x-api-key": "root"})).status_code == 200

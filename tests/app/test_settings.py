@@ -13,10 +13,10 @@ from PIL import Image
 from pydantic import ValidationError
 
 from app.cli import parser, settings_from
-from app.reference import settings_table
 from app.settings import Settings, load_settings
 from psc_core.answers import Alpha, BasePolicy, ClassificationPolicy, Coverage
 from psc_core.errors import UsageError
+from tests.docs.tables import settings_table
 
 
 @pytest.fixture(autouse=True)

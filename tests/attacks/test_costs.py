@@ -21,7 +21,7 @@ from starlette.requests import Request
 
 pytest.importorskip("grpc", reason="the gRPC extra is not installed")
 
-from app.grpc.methods import parsed, tensor_of
+from app.grpc import parsed, tensor_of
 from app.http.body import UploadLimits, read_images
 from app.http.v2 import images_of, parse_request
 from psc_core.errors import PSCError

@@ -20,6 +20,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+@pytest.mark.usefixtures("device_thread")
 @pytest.mark.anyio
 @pytest.mark.parametrize("jump", [YEAR, -YEAR])
 async def test_a_wall_clock_that_jumps_ends_no_request(jump: float, monkeypatch: pytest.MonkeyPatch) -> None:

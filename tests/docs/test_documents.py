@@ -15,7 +15,7 @@ import pytest
 import shtab
 
 from app.cli import parser as serve_parser
-from app.client.cli import parser as predict_parser
+from app.client_cli import parser as predict_parser
 from psc_core import gates as combined
 from psc_core.answers import ClassificationAnswer
 from psc_core.cli.evaluate import parser as eval_parser
@@ -141,7 +141,7 @@ def test_readme_python_imports_exported_names() -> None:
     ("table", "document"), [("settings", "settings.md"), ("metrics", "metrics.md"), ("problems", "service.md")]
 )
 def test_generated_tables_are_up_to_date(table: str, document: str) -> None:
-    command = [sys.executable, "-m", "app.reference", table]
+    command = [sys.executable, "-m", "tests.docs.tables", table]
     printed = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
     lines = printed.splitlines()
     assert len(set(lines)) == len(lines)

@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 
 MODULES = {
     "psc-serve": "app.cli",
-    "psc-predict": "app.client.cli",
+    "psc-predict": "app.client_cli",
     "psc-log": "psc_core.cli.log",
     "psc-recalibrate": "psc_core.cli.recalibrate",
     "psc-replay": "psc_core.cli.replay",

@@ -10,9 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from app.errors import MalformedRequest, TooManyImages
-from app.grpc.messages import METHODS
-from app.grpc.methods import parsed, tensor_of
-from app.grpc.wire import HIGHER, MAX_OCCURRENCES
+from app.grpc import HIGHER, MAX_OCCURRENCES, METHODS, parsed, tensor_of
 from app.http.v2 import images_of
 from tests.app.grpc.occurrences import occurrences
 

@@ -16,7 +16,7 @@ from starlette.responses import StreamingResponse
 from app.errors import ImageConflict, LogUnavailable, MalformedRequest, UnknownImage, UnusableLabel
 from app.http.body import load_json, parse, parse_query, query_parameters, read_json_body
 from app.http.openapi import responses
-from app.http.schemas import ClassNames, PredictedNumber, TaskName
+from app.http.routes.model import ClassNames, PredictedNumber, TaskName
 from app.log import LogWriter
 from app.service import service_of
 from psc_core.answers import Document
@@ -37,19 +37,7 @@ def wait_seconds(deadline_s: float) -> float:
 
 
 def add_verdict(writer: LogWriter, label: Label, *, seconds: float) -> Label:
-    """Write a verdict and return it as written.  It may take seconds, so call it on a thread.
-
-    Args:
-        writer: The writer of the log, which is flushed if the row is not found otherwise.
-        label: The verdict on an image, which it names by request and position.
-        seconds: The result of :func:`wait_seconds`.
-
-    Raises:
-        UnknownImage: If the log has no row of the image.
-        ImageConflict: If the row is of another image, or of one that was erased.
-        UnusableLabel: If the row's model could not have given this label.
-        LogUnavailable: If the log cannot be read or written.
-    """
+    """Write a verdict and return it as written.  It may take seconds, so call it on a thread."""
     try:
         row = _row(writer, label, seconds)
         if label.image_sha256 is not None and label.image_sha256 != row[SHA256]:
@@ -74,14 +62,6 @@ def to_review(writer: LogWriter, limit: int, *, seconds: float) -> tuple[list[Un
     """Return the newest logged images that were not accepted and have no verdict, and their models by version.
 
     It may take seconds, so call it on a thread.
-
-    Args:
-        writer: The writer of the log, which is flushed first.
-        limit: The maximum number of images.
-        seconds: The result of :func:`wait_seconds`.
-
-    Raises:
-        LogUnavailable: If the log cannot be read.
     """
     writer.flush(seconds)
     try:
@@ -93,12 +73,7 @@ def to_review(writer: LogWriter, limit: int, *, seconds: float) -> tuple[list[Un
 
 
 def logged_image(writer: LogWriter, name: str) -> tuple[Any, int]:
-    """Open a logged image and return it with its size in bytes; call it on a thread.
-
-    Raises:
-        UnknownImage: If the log has no such image.
-        LogUnavailable: If the log cannot be read.
-    """
+    """Open a logged image and return it with its size in bytes; call it on a thread."""
     try:
         return open_logged_image(writer.log, name)
     except FileNotFoundError as error:
@@ -163,7 +138,6 @@ class FeedbackDocument(Document):
 
 
 _BODY: Final = {"required": True, "content": {"application/json": {"schema": Feedback.model_json_schema()}}}
-
 router = APIRouter(tags=["feedback"])
 
 
@@ -189,16 +163,14 @@ async def feedback(request: Request) -> FeedbackDocument:
 
 
 MAX_IMAGES: Final = 50
-
 _BLOCK_BYTES: Final = 1 << 16
-
+# The headers of a logged image: anyone may have sent it, so it must not run; and it may be erased, so it must not be
+# cached.
 _HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
     "Content-Security-Policy": "default-src 'none'; sandbox",
     "Cache-Control": "no-store",
 }
-"""The headers of a logged image: anyone may have sent it, so it must not run; and it may be erased, so it must not be
-cached."""
 
 
 class ImageToReview(Document):
@@ -265,10 +237,7 @@ async def images(request: Request) -> ReviewDocument:
     "/feedback/images/{file}",
     summary="A logged image",
     response_class=StreamingResponse,
-    responses={
-        200: {"content": {"image/*": {"schema": {"type": "string", "format": "binary"}}}},
-        **responses(404),
-    },
+    responses={200: {"content": {"image/*": {"schema": {"type": "string", "format": "binary"}}}}, **responses(404)},
 )
 async def image(request: Request, file: str) -> StreamingResponse:
     """Return one of these images, with its bytes as received."""

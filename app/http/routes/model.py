@@ -1,15 +1,10 @@
-"""``/model`` and ``/models/{name}``: describe a served model and its calibration.
-
-Serve the pages at ``/`` and ``/docs``, with headers that let the browser run nothing but their own files.
-
-Swagger UI comes from the package fastapi-offline, so that the browser asks no other host.
-"""
+"""Routes of models, operations and the page: ``/model``, ``/readyz``, ``/metrics``, ``/admin``, ``/``, ``/docs``."""
 
 from __future__ import annotations
 
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Union
 
 import numpy as np
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -20,23 +15,119 @@ from starlette.staticfiles import StaticFiles
 
 from app.http.body import parse_query, query_parameters
 from app.http.openapi import get_and_head, responses
-from app.http.schemas import (
-    CalibrationDocument,
-    ExamplesDocument,
-    HealthDocument,
-    Histogram,
-    ModelDocument,
-    ReadyDocument,
-    RecentDocument,
-    ReloadDocument,
-    ReloadedModel,
-)
 from app.service import Service, service_of, service_to_predict
+from psc_core.answers import BasePolicy, Document, Target
 from psc_core.bundle import TRY_FOLDER
 from psc_core.images import SUFFIXES
+from psc_core.tasks import TASKS
+
+if TYPE_CHECKING:
+    _AnyPolicy = BasePolicy
+else:
+    _AnyPolicy = Union[*(task.policy_type for task in TASKS.values())]
+
+
+class HealthDocument(Document):
+    """The answer of a process that is alive."""
+
+    status: Literal["ok"]
+
+
+class ReadyDocument(Document):
+    """Whether the service is ready to predict, and why not."""
+
+    status: Literal["ready", "not ready"]
+    reasons: dict[str, str] = Field(
+        description="What is missing, by model name or `service`; empty if the service is ready."
+    )
+
+
+class Histogram(Document):
+    """A histogram: ``counts[i]`` values lie between ``edges[i]`` and ``edges[i + 1]``."""
+
+    edges: list[float]
+    counts: list[int]
+
+
+class CalibrationDocument(Document):
+    """The scores of the calibration images, from which p-values and thresholds come."""
+
+    images: int
+    ood_score_threshold: float = Field(description="The OOD score above which p ≤ alpha, nats.")
+    ood_score: Histogram
+    entropy_quantiles: list[float] | None = Field(
+        description="The quantiles 0, 1, …, 100 % of the predictive entropy, nats; null for a regression."
+    )
+
+
+ClassNames = Annotated[
+    list[str], Field(description="The names of the classes; for a regression, the bins of its target.")
+]
+TaskName = Annotated[str, Field(description="The task: `classification` or `regression`.")]
+PredictedNumber = Annotated[
+    Target | None, Field(description="The number that a regression predicts; null for a classifier.")
+]
+
+
+class ModelDocument(Document):
+    """One served model."""
+
+    name: str
+    version: str
+    layer: str
+    predictions: str = Field(description="`psc` or `base`.")
+    task: TaskName
+    epistemic_unit: str = Field(description="The unit of `epistemic`; empty for base predictions, which lack it.")
+    gates: list[str] = Field(description="The gates that make up the OOD score; empty for a model without gates.")
+    device: str
+    backend: str
+    target: PredictedNumber
+    classes: ClassNames
+    input: dict[str, Any] = Field(description="The preprocessing of images.")
+    policy: _AnyPolicy
+    notes: list[str] = Field(
+        description="What is promised of accepted images, or why none is accepted; then remarks on decisions by this "
+        "policy, such as `no image is called ambiguous`."
+    )
+    calibration: CalibrationDocument
+    report: dict[str, Any] = Field(description="The measurements of the fit: collapse, metrics, provenance.")
+    models: list[str] = Field(description="The names of all served models, the default first.")
+    feedback: bool = Field(description="Whether the service keeps a prediction log, so that `/feedback` is served.")
+
+
+class RecentDocument(Document):
+    """A summary of the latest answers of one process of the service."""
+
+    images: int = Field(description="The number of monitored images in the window, at most `drift_window`.")
+    ood_fraction: float = Field(description="The fraction of these images with p ≤ alpha.")
+    alpha: float
+    drift_active: bool = Field(description="Whether an episode of drift is going on.")
+    drift_alarms: int = Field(description="The number of episodes since this process began to serve the model.")
+    queued_images: int
+    queue_limit: int
+
+
+class ExamplesDocument(Document):
+    """The images to try in a bundle."""
+
+    files: list[str]
+
+
+class ReloadedModel(Document):
+    """A model after a reload."""
+
+    name: str
+    previous_version: str
+    version: str
+
+
+class ReloadDocument(Document):
+    """The answer to a reload."""
+
+    reloaded: list[ReloadedModel]
+
 
 _BINS: Final = 40
-
 router = APIRouter(tags=["model"], responses=responses(401, 503))
 
 
@@ -86,9 +177,7 @@ def model_document(service: Service, name: str | None) -> ModelDocument:
 
 
 MAX_FILES: Final = 12
-MAX_FILE_BYTES: Final = 1 << 20
-"""The maximum size of an image to try, bytes; larger files are not shown."""
-
+MAX_FILE_BYTES: Final = 1 << 20  # the maximum size of an image to try, bytes; larger files are not shown
 live_router = APIRouter(tags=["model"], responses=responses(401, 404, 503))
 
 
@@ -214,6 +303,7 @@ async def reload(request: Request) -> ReloadDocument:
     )
 
 
+# The headers of every file: nothing inline, nothing from elsewhere, no framing, always revalidate.
 SECURITY_HEADERS: Final = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
@@ -224,8 +314,6 @@ SECURITY_HEADERS: Final = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-"""The headers of every file: nothing inline, nothing from elsewhere, no framing, always revalidate."""
-
 _FOLDER: Final = Path(str(files("app.http") / "page"))
 _SWAGGER: Final = Path(str(files("fastapi_offline") / "static"))
 
@@ -240,7 +328,7 @@ class PageFiles(StaticFiles):
 
 
 def add_to(app: FastAPI, *, index: bool) -> None:
-    """Serve Swagger UI at ``/docs`` and, with ``index``, the page at ``/``.
+    """Serve Swagger UI, from the package fastapi-offline, at ``/docs`` and, with ``index``, the page at ``/``.
 
     The files have routes of their own, because a mount does not find them behind a proxy that strips a prefix.
     """

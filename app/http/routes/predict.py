@@ -19,17 +19,15 @@ from psc_core.answers import BasePolicy, PredictQuery
 from psc_core.tasks import TASKS
 from psc_core.tasks.base import BaseThresholds
 
+# The parameters of all tasks, any of which may be asked.
 _Query: Final[type[PredictQuery]] = create_model(
     "PredictQuery", __base__=tuple(task.query_type for task in TASKS.values())
 )
-"""The parameters of all tasks, any of which may be asked."""
-
 _ROUTE: Final[dict[str, Any]] = {
     "response_model": Union[*(task.response_type for task in TASKS.values())],
     "responses": responses(400, 401, 404, 408, 413, 415, 422, 429, 500, 503, 504),
     "openapi_extra": {"requestBody": IMAGES_BODY, "parameters": query_parameters(_Query)},
 }
-
 router = APIRouter(tags=["predict"])
 
 
@@ -58,28 +56,26 @@ async def _predict(request: Request, name: str | None) -> Response:
     if query.explain:
         mode = RequestMode.EXPLAIN_WITH_MAP if query.map else RequestMode.EXPLAIN
     served = registry.get(name)
-    thresholds, options = _asked_of(served, query, mode)
+    thresholds, options = _split_query(served, query, mode)
     served.engine.check_room(mode)
     limits = UploadLimits(settings.max_images_per_request, settings.max_fields, settings.upload_seconds)
     images = await read_images(request, limits, service.parser)
     before, served = served, registry.get(name)
     if served is not before:  # A reload has swapped the model while the body arrived.
-        thresholds, options = _asked_of(served, query, mode)
+        thresholds, options = _split_query(served, query, mode)
     disconnected = partial(has_disconnected, request.receive)
     predicted = await served.predict(images, thresholds, disconnected=disconnected, mode=mode, monitor=query.monitor)
     return Response(predict_response(served, thresholds.policy, predicted, **options), media_type="application/json")
 
 
-def _asked_of(served: ServedModel, query: PredictQuery, mode: RequestMode) -> tuple[BaseThresholds, dict[str, int]]:
-    """Return the thresholds of a request and its other parameters, if the model has them all."""
-    task = served.model.task
-    # Of the request, whatever the model's task.
-    kinds = PredictQuery.model_fields.keys() - task.policy_type.model_fields
-    options = query.model_dump(exclude_none=True, exclude=kinds)
-    changes = {name: options.pop(name) for name in options.keys() & task.policy_type.model_fields}
-    if unknown := sorted(options.keys() - task.query_type.model_fields):
+def _split_query(served: ServedModel, query: PredictQuery, mode: RequestMode) -> tuple[BaseThresholds, dict[str, int]]:
+    """Return the thresholds of a request and the options of its task's answers; refuse what the model does not have."""
+    task, given = served.model.task, query.model_dump(exclude_none=True)
+    if unknown := sorted(given.keys() - task.query_type.model_fields):
         raise MalformedRequest(f"model {served.name!r} is a {task.noun}, which has no {unknown[0]}; leave it out")
     served.check_map(mode)
+    changes = {name: value for name, value in given.items() if name in task.policy_type.model_fields}
+    options = {name: value for name, value in given.items() if name not in {*changes, *PredictQuery.model_fields}}
     return served.thresholds_with(**changes), options
 
 
@@ -88,12 +84,6 @@ def predict_response(served: ServedModel, policy: BasePolicy, predicted: Predict
 
     orjson gets numpy's float32 values, which it prints with the fewest digits that tell them from their neighbours; as
     Python floats they would have seventeen.
-
-    Args:
-        served: The model that answered.
-        policy: The policy behind the decisions.
-        predicted: Finite outputs, decisions and, if the request asks for them, an explanation and a map.
-        options: The parameters of the request that belong to the task and are no thresholds.
     """
     model, (outputs, decisions, explanation) = served.model, predicted
     predictions = decisions.documents(outputs, model.classes, **options)

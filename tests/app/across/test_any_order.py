@@ -12,6 +12,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -289,4 +290,4 @@ AnyOrder.TestCase.settings = settings(
     stateful_step_count=25,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder = pytest.mark.usefixtures("device_thread")(AnyOrder.TestCase)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from app.client import cli
+from app import client_cli as cli
 from psc_core.version import __version__
 from tests.app.client.support import MODEL, Reply, Script, answer, numbers, problem
 from tests.app.fakes import FakeModel, FakePipelineWithMap, pixels, png

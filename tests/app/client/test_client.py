@@ -33,8 +33,8 @@ from app.client import (
     Retry,
     ServerFailed,
     Unavailable,
+    retry_after_seconds,
 )
-from app.client.errors import retry_after_seconds
 from tests.app.client.support import MODEL, TRACERESPONSE, Script, answer, numbers, problem
 from tests.app.fakes import png
 from tests.app.live import live_server
@@ -174,12 +174,23 @@ def test_long_retry_after_raises_at_once(send: Send, waits: list[float]) -> None
 
 
 def test_connection_errors_are_retried_only_when_nothing_was_sent(send: Send, waits: list[float]) -> None:
-    assert send(Script(httpx.ConnectError("refused"), answer())).model.name == "mnist"
-    assert len(waits) == 1
+    for kind in (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout):
+        assert send(Script(kind("refused"), answer())).model.name == "mnist"
+    assert len(waits) == 3
     with pytest.raises(ConnectionFailed, match=r"http://host/prefix/predict.*is the service running"):
         send(Script(httpx.ReadTimeout("")))
     with pytest.raises(ConnectionFailed, match="refused"):
         send(Script(*[httpx.ConnectError("refused")] * 2), retry=Retry(attempts=2))
+
+
+def test_other_errors_are_none_of_the_connection(send: Send) -> None:
+    with pytest.raises(KeyError):
+        send(Script(KeyError("a bug")))
+
+
+def test_rejects_rules_that_never_send() -> None:
+    with pytest.raises(ValueError, match="at least 1 attempt"):
+        Retry(attempts=0)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +292,7 @@ def test_retry_after_forms() -> None:
 
 def test_imports_neither_torch_nor_a_web_framework() -> None:
     code = (
-        "import sys, app.client, app.client.cli\n"
+        "import sys, app.client, app.client_cli\n"
         "bad = {'torch', 'fastapi', 'starlette', 'uvicorn', 'numpy', 'PIL'} & set(sys.modules)\n"
         "raise SystemExit(f'imported {bad}' if bad else 0)"
     )

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("grpc", reason="the gRPC extra is not installed")
 triton = pytest.importorskip("tritonclient.grpc.service_pb2")
 
-from app.grpc.messages import METHODS, PREFIX  # noqa: E402
+from app.grpc import METHODS, PREFIX  # noqa: E402
 from tests.conftest import ROOT  # noqa: E402
 
 SERVICE = triton.DESCRIPTOR.services_by_name["GRPCInferenceService"]
@@ -38,7 +38,7 @@ def test_messages_are_written_as_tritons(method: str) -> None:
 
 
 def test_what_is_compiled_is_the_text() -> None:
-    text = (ROOT / "app" / "grpc" / "open_inference.proto").read_text(encoding="utf-8")
+    text = (ROOT / "app" / "open_inference.proto").read_text(encoding="utf-8")
     file = next(iter(METHODS.values()))[0].DESCRIPTOR.file
     assert re.findall(r"rpc (\w+)\((\w+)\) returns \((\w+)\)", text) == [
         (name, request.DESCRIPTOR.name, response.DESCRIPTOR.name) for name, (request, response) in METHODS.items()

@@ -14,7 +14,7 @@ pytest.importorskip("tritonclient.grpc")
 import grpc
 from tritonclient.utils import InferenceServerException
 
-from app.grpc.messages import METHODS, PREFIX
+from app.grpc import METHODS, PREFIX
 from tests.app.fakes import FakeModel, FakePipelineWithGates, pixels, png
 from tests.app.grpc.support import calling, encoded, raw
 from tests.app.support import Running

@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("grpc", reason="the gRPC extra is not installed")
 
+from app import grpc as module
 from app.errors import TooManyRequests
-from app.grpc import places as module
-from app.grpc.places import MAX_WAITING, MESSAGE_SECONDS, Places
+from app.grpc import MAX_WAITING, MESSAGE_SECONDS, Places
 from tests.app.support import clock, settled, until
 
 pytestmark = pytest.mark.anyio

@@ -20,9 +20,8 @@ import grpc
 import tritonclient.grpc as triton
 import tritonclient.http as triton_http
 
-import app.grpc
-from app.grpc.messages import METHODS, PREFIX
-from app.main import create_app
+from app.grpc import METHODS, PREFIX
+from app.main import check, create_app
 from app.settings import load_settings
 from psc_core.errors import UsageError
 from tests.app.fakes import FakeModel, pixels, png
@@ -184,6 +183,7 @@ async def test_who_leaves_waits_for_no_place() -> None:
         await until(lambda: app.service.inflight == 0)
 
 
+@pytest.mark.usefixtures("device_thread")
 @pytest.mark.anyio
 async def test_overload_says_when_to_come_back() -> None:
     async with calling(max_queue_images=1, max_batch_size=1, max_images_per_request=1) as (app, client):
@@ -202,6 +202,7 @@ async def test_overload_says_when_to_come_back() -> None:
         await asyncio.gather(*waiting)
 
 
+@pytest.mark.usefixtures("device_thread")
 @pytest.mark.anyio
 async def test_work_of_a_client_that_left_is_dropped() -> None:
     async with calling(max_batch_size=1) as (app, client), channel_to(app) as channel:
@@ -305,6 +306,6 @@ def test_a_taken_port_is_said_at_once() -> None:
 def test_says_which_extra_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "grpc", None)
     with pytest.raises(UsageError, match=r"pip install 'psc\[grpc\]'"):
-        app.grpc.check_installed()
+        check(load_settings({"grpc_port": 1}))
     with pytest.raises(UsageError, match=r"pip install 'psc\[grpc\]'"):
         create_app(load_settings({"grpc_port": 1}), {"m": FakeModel()})

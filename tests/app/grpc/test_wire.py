@@ -13,8 +13,7 @@ pytest.importorskip("google.protobuf", reason="the gRPC extra is not installed")
 from google.protobuf.message import DecodeError
 
 from app.errors import MalformedRequest
-from app.grpc.messages import METHODS
-from app.grpc.wire import HIGHER, MAX_OCCURRENCES, MAX_UNPACKED, check_counts
+from app.grpc import HIGHER, MAX_OCCURRENCES, MAX_UNPACKED, METHODS, check_counts
 from tests.app.grpc.occurrences import occurrences
 
 REQUEST = METHODS["ModelInfer"][0]
@@ -116,6 +115,6 @@ def test_no_field_is_missed_that_the_parser_finds(body: bytes) -> None:
         assume(False)
     assume(found)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("app.grpc.wire.MAX_OCCURRENCES", max(found.values()) - 1)
+        patch.setattr("app.grpc.MAX_OCCURRENCES", max(found.values()) - 1)
         with pytest.raises(MalformedRequest):
             check_counts(body, REQUEST)

@@ -109,7 +109,7 @@ async def engine(
             step,
             decoder,
             batcher=Batcher(max_batch=max_batch, max_queue_images=queue, max_delay_s=delay_ms / 1000),
-            observer=metrics,
+            recorder=metrics,
             deadline_s=deadline_s,
         )
         setup = Setup(made, decoder, network, metrics)

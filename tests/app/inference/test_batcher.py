@@ -95,7 +95,7 @@ class Simulation(RuleBasedStateMachine):
     @rule()
     def fail_batch(self) -> None:
         for part in self.running.pop(0).slices:
-            self.batcher.fail(part.request, RuntimeError("device"))
+            self.batcher.finish(part.request, RuntimeError("device"))
         self.gather()
 
     @precondition(lambda self: self.admitted)

@@ -75,6 +75,7 @@ async def test_small_files_of_many_pixels_are_decoded_on_threads() -> None:
             await setup.engine.predict([EncodedImage(png(0, size=200))])
 
 
+@pytest.mark.usefixtures("device_thread")
 async def test_waiting_requests_run_as_one_batch() -> None:
     async with engine() as setup:
         setup.network.gate.clear()
@@ -114,6 +115,7 @@ async def test_nothing_is_admitted_before_warm_up() -> None:
         await setup.engine.start()
 
 
+@pytest.mark.usefixtures("device_thread")
 async def test_the_deadline_is_kept_while_the_device_is_busy() -> None:
     async with engine(deadline_s=0.05) as setup:
         setup.network.gate.clear()
@@ -130,6 +132,7 @@ async def test_the_deadline_is_kept_while_the_device_is_busy() -> None:
                 await task
 
 
+@pytest.mark.usefixtures("device_thread")
 async def test_request_of_a_client_that_left_never_reaches_the_device() -> None:
     left = False
 
@@ -151,6 +154,7 @@ async def test_request_of_a_client_that_left_never_reaches_the_device() -> None:
         assert setup.network.sizes == [1]
 
 
+@pytest.mark.usefixtures("device_thread")
 async def test_cancelled_handler_drops_its_request() -> None:
     async with engine() as setup:
         setup.network.gate.clear()
@@ -166,6 +170,7 @@ async def test_cancelled_handler_drops_its_request() -> None:
         await first
 
 
+@pytest.mark.usefixtures("device_thread")
 async def test_a_full_queue_refuses_without_decoding() -> None:
     async with engine(queue=4) as setup:
         setup.network.gate.clear()
@@ -179,6 +184,7 @@ async def test_a_full_queue_refuses_without_decoding() -> None:
         await asyncio.gather(first, waiting)
 
 
+@pytest.mark.usefixtures("device_thread")
 async def test_closing_finishes_what_was_admitted() -> None:
     async with engine() as setup:
         setup.network.seconds = 0.01
@@ -194,6 +200,7 @@ async def test_closing_finishes_what_was_admitted() -> None:
         assert setup.engine.phase is Phase.CLOSED
 
 
+@pytest.mark.usefixtures("device_thread")
 async def test_closing_waits_for_answers_on_their_way_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     async with engine() as setup:
         on_their_way: list[tuple[Any, ...]] = []
@@ -209,6 +216,7 @@ async def test_closing_waits_for_answers_on_their_way_to_the_loop(monkeypatch: p
         assert answer.done() and len(await answer) == 1
 
 
+@pytest.mark.usefixtures("device_thread")
 async def test_closing_gives_up_on_a_device_that_hangs() -> None:
     async with engine() as setup:
         setup.network.gate.clear()
@@ -221,6 +229,7 @@ async def test_closing_gives_up_on_a_device_that_hangs() -> None:
         await closing
 
 
+@pytest.mark.usefixtures("device_thread")
 async def test_deadlines_are_kept_while_closing() -> None:
     async with engine(deadline_s=0.05) as setup:
         setup.network.gate.clear()

@@ -35,6 +35,7 @@ async def where_steps_run(setup: Setup) -> set[int]:
     return set(setup.network.callers)
 
 
+@pytest.mark.usefixtures("device_thread")
 async def test_quick_step_runs_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     async with engine() as setup:
         assert threading.get_ident() not in await where_steps_run(setup)
@@ -58,6 +59,7 @@ async def test_device_that_dies_on_the_event_loop_is_reported(monkeypatch: pytes
             await setup.arrays(pixels(1))
 
 
+@pytest.mark.usefixtures("device_thread")
 async def test_dead_device_fails_everything_and_is_reported() -> None:
     async with engine() as setup:
         setup.network.gate.clear()
@@ -129,7 +131,7 @@ async def slow_engine() -> AsyncIterator[tuple[Engine, SlowStep]]:
             step,
             decoder,
             batcher=Batcher(max_batch=4, max_queue_images=100),
-            observer=Metrics(),
+            recorder=Metrics(),
             deadline_s=10,
         )
         await made.start()

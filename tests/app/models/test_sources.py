@@ -6,21 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from app.models import BundleSource, MemorySource
+from app.models import load_bundle
 from app.settings import load_settings
 from psc_core.errors import BundleError
-from tests.app.fakes import FakeModel
 
 
 def test_bundles_are_read_by_the_names_of_the_settings(shipped_bundle: Path, tmp_path: Path) -> None:
-    source = BundleSource(load_settings({"bundle": f"b={shipped_bundle},a={tmp_path}", "device": "cpu"}))
-    assert source.names == ("b", "a")
-    assert source.load("b") is not source.load("b")
+    settings = load_settings({"bundle": f"b={shipped_bundle},a={tmp_path}", "device": "cpu"})
+    assert load_bundle(settings, "b") is not load_bundle(settings, "b")
     with pytest.raises(BundleError):
-        source.load("a")
-
-
-def test_models_in_memory_are_those_that_were_given() -> None:
-    model = FakeModel()
-    source = MemorySource({"m": model})
-    assert source.names == ("m",) and source.load("m") is model
+        load_bundle(settings, "a")

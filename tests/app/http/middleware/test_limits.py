@@ -35,6 +35,7 @@ async def test_bodies_of_all_requests_together() -> None:
         check_predictions(await app.client.post("/predict", content=png(3), headers=PNG), [3])
 
 
+@pytest.mark.usefixtures("device_thread")
 async def test_too_many_requests_at_once() -> None:
     async with running(max_requests=1) as app:
         first = await hold(app)

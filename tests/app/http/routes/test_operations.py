@@ -13,6 +13,7 @@ from tests.app.support import PNG, running, until
 pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.usefixtures("device_thread")
 async def test_not_ready_is_503_until_warm() -> None:
     model = FakeModel()
     model.pipeline.gate.clear()

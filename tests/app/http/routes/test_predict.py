@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from app.main import Runtime
-from app.service import SWEEP_SECONDS
+from app.service import SWEEP_SECONDS, Host
 from psc_core.answers import ClassificationResponse
 from tests.app.fakes import (
     CLASSES,
@@ -352,6 +351,7 @@ async def test_a_slow_body_is_408() -> None:
         check_problem(await app.client.post("/predict", content=chunks(), headers=PNG), 408, "slow-upload")
 
 
+@pytest.mark.usefixtures("device_thread")
 async def test_a_full_queue_is_429_with_retry_after() -> None:
     async with running(max_queue_images=10, max_images_per_request=10) as app:
         first = await hold(app)
@@ -366,6 +366,7 @@ async def test_a_full_queue_is_429_with_retry_after() -> None:
         assert await app.metric('psc_rejected_total{reason="queue-full"}') == 1
 
 
+@pytest.mark.usefixtures("device_thread")
 async def test_a_full_queue_refuses_before_the_body_is_read() -> None:
     async with running(max_queue_images=10, max_images_per_request=10) as app:
         first = await hold(app)
@@ -391,6 +392,7 @@ async def test_a_full_queue_refuses_before_the_body_is_read() -> None:
         check_predictions(await waiting, [5] * 10)
 
 
+@pytest.mark.usefixtures("device_thread")
 async def test_a_missed_deadline_is_504() -> None:
     async with running(deadline_seconds=0.1) as app:
         check_problem(await (await hold(app)), 504, "deadline")
@@ -413,11 +415,11 @@ async def test_failing_image_is_500_and_fails_alone(first: int) -> None:
 async def test_a_dead_device_is_503_and_ends_the_process() -> None:
     ended: list[bool] = []
 
-    class Host(Runtime):
+    class Watching(Host):
         def failed(self) -> None:
             ended.append(True)
 
-    async with running(runtime=Host()) as app:
+    async with running(host=Watching()) as app:
         app.model.pipeline.dead = True
         check_problem(await app.client.post("/predict", content=png(1), headers=PNG), 503, "device-failed")
         response = await app.client.get("/readyz")
@@ -430,6 +432,7 @@ async def test_a_dead_device_is_503_and_ends_the_process() -> None:
         assert await app.metric("psc_ready") == 0
 
 
+@pytest.mark.usefixtures("device_thread")
 async def test_batches_follow_the_load() -> None:
     pipeline = FakePipeline()
     async with running({"m": FakeModel(pipeline=pipeline)}) as app:

@@ -9,7 +9,7 @@ import pytest
 
 from app.errors import UnknownModel
 from app.http import v2 as inference
-from app.http.v2 import Received, find_model, infer_tensors, request_of
+from app.http.v2 import find_model, infer_tensors, request_of
 from psc_core.images.preprocess import Preprocess
 from tests.app.fakes import FakeModel, pixels, png
 from tests.app.support import running, serve_next
@@ -54,5 +54,5 @@ async def test_reload_while_the_images_are_read(monkeypatch: pytest.MonkeyPatch,
         else:
             data = pixels(200).tobytes()
             wanted = request("images", "UINT8", [1, 8, 8, 1], len(data))
-        answer = await infer_tensors(app.service, "m", None, Received(wanted, memoryview(data), data), never)
+        answer = await infer_tensors(app.service, "m", None, wanted, memoryview(data), body=data, receive=never)
     assert answer.served.model.version == "v2"

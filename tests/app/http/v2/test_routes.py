@@ -104,6 +104,7 @@ async def test_model_metadata(service: Running) -> None:
     assert (await service.client.get("/v2/models/colour/versions/v1")).json() == response.json()
 
 
+@pytest.mark.usefixtures("device_thread")
 async def test_not_ready_is_503_everywhere() -> None:
     model = FakeModel()
     model.pipeline.gate.clear()

@@ -1,7 +1,6 @@
-"""Print the tables of the documentation that come from the code.
+"""Print the tables of the documentation that come from the code: ``python -m tests.docs.tables settings``.
 
-``python -m app.reference settings`` prints the table of ``docs/settings.md``, ``metrics`` that of ``docs/metrics.md``
-and ``problems`` that of ``docs/service.md``.
+The others are ``metrics``, and ``problems`` of ``docs/service.md``.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from app.cli import default_text
+from app.errors import INTERNAL, TABLE
 from app.grpc import CODES
-from app.http.problems import INTERNAL, ROUTING, TABLE, TYPE_PREFIX
+from app.http.problems import ROUTING, TYPE_PREFIX
 from app.observability.metrics import METRICS
-from app.settings import Settings
-from app.settings_sources import ENV_PREFIX
+from app.settings import ENV_PREFIX, Settings
 
 
 def settings_table() -> str:
@@ -52,12 +51,12 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
     return "".join(f"| {' | '.join(map(str, row))} |\n" for row in (head, ("---",) * len(head), *rows))
 
 
+# Maps a name on the command line to the function that returns its table in Markdown.
 TABLES: Final[Mapping[str, Callable[[], str]]] = {
     "settings": settings_table,
     "metrics": metrics_table,
     "problems": problems_table,
 }
-"""Maps a name on the command line to the function that returns its table in Markdown."""
 
 if __name__ == "__main__":
     print(TABLES[sys.argv[1]](), end="")

@@ -14,9 +14,13 @@ asks for.  Every other error raises at once, see :class:`ClientError`.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, TypedDict, TypeVar, Unpack, get_type_hints
@@ -25,28 +29,144 @@ from urllib.parse import quote
 import httpx
 from pydantic import ValidationError
 
-from app.client.errors import (
-    BadAnswer,
-    InputError,
-    NotAllowed,
-    Overloaded,
-    ProblemError,
-    Refused,
-    ServerFailed,
-    Unavailable,
+from psc_core.answers import (
+    ClassificationAnswer,
+    ClassificationPolicy,
+    ClassificationResponse,
+    ModelRef,
+    RegressionAnswer,
+    RegressionPolicy,
+    RegressionResponse,
+    Response,
+    Target,
+    response_type,
 )
-from app.client.retry import DEFAULT_RETRY, Retry, attempts
-from psc_core.answers import ClassificationResponse, RegressionResponse, Response, response_type
 from psc_core.errors import fault
 
+__all__ = [
+    "DEFAULT_URL",
+    "AsyncClient",
+    "BadAnswer",
+    "ClassificationAnswer",
+    "ClassificationOptions",
+    "ClassificationPolicy",
+    "ClassificationResponse",
+    "Client",
+    "ClientError",
+    "ConnectionFailed",
+    "InputError",
+    "ModelRef",
+    "NotAllowed",
+    "Options",
+    "Overloaded",
+    "ProblemError",
+    "Refused",
+    "RegressionAnswer",
+    "RegressionOptions",
+    "RegressionPolicy",
+    "RegressionResponse",
+    "Response",
+    "Retry",
+    "ServerFailed",
+    "Target",
+    "Unavailable",
+]
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
+# The answers that have a method of their own; :meth:`Client.ask` returns any answer.
 _METHODS: Final = {ClassificationResponse: "predict", RegressionResponse: "predict_values"}
-"""The answers that have a method of their own; :meth:`Client.ask` returns any answer."""
-
 AnyResponse = TypeVar("AnyResponse", bound=Response)
+ImageInput = str | Path | bytes  # the path of a file, or the bytes of one
+_RETRIED_STATUS: Final = frozenset({429, 503})
+_NOT_SENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+_REASONS: Final = {each.value: each.phrase for each in HTTPStatus}
 
-ImageInput = str | Path | bytes
-"""An image: the path of a file, or the bytes of one."""
+
+class ClientError(Exception):
+    """The base of the errors that the client raises.
+
+    Attributes:
+        index: The position of the image at fault, or None if no single image is.
+    """
+
+    index: int | None = None
+
+
+class InputError(ClientError):
+    """An image cannot be read here, or the URL or the API key cannot be used; nothing was sent."""
+
+    def __init__(self, message: str, index: int | None = None) -> None:
+        self.index = index
+        super().__init__(message)
+
+
+class ConnectionFailed(ClientError):
+    """The service could not be reached, or did not answer in time."""
+
+
+class BadAnswer(ClientError):
+    """The client does not understand the answer; the URL may be another service's."""
+
+
+class ProblemError(ClientError):
+    """The service answered with a problem.
+
+    Attributes:
+        status: The HTTP status.
+        title: The problem's title, the same for all problems of its type.
+        detail: What is wrong with this request.
+        type: The URI of the problem's type.
+        filename: The file name of the image at fault, or None if there is none.
+        trace_id: The id under which the service logged the request, or None if the answer has none.
+        retry_after_s: The time after which to try again, seconds, or None if the answer has none.
+    """
+
+    def __init__(self, problem: Mapping[str, Any], status: int, headers: Mapping[str, str]) -> None:
+        self.status = status
+        self.title = str(problem.get("title") or _REASONS.get(status, "Error"))
+        self.detail = str(problem.get("detail") or "")
+        self.type = str(problem.get("type") or "about:blank")
+        index = problem.get("index")  # Checked, because the answer may be another service's.
+        self.index = index if type(index) is int and index >= 0 else None
+        self.filename: str | None = problem.get("filename")
+        trace = headers.get("traceresponse", "").split("-")
+        self.trace_id = trace[1] if len(trace) == 4 else None
+        self.retry_after_s = retry_after_seconds(headers.get("retry-after"))
+        super().__init__(f"{status} {self.title}" + (f": {self.detail}" if self.detail else ""))
+
+
+class Refused(ProblemError):
+    """The request or one of its images cannot be used (any other 4xx)."""
+
+
+class NotAllowed(ProblemError):
+    """The API key is missing, unknown or not allowed to do this (401 or 403)."""
+
+
+class Overloaded(ProblemError):
+    """The service had no room for the request at any attempt (429)."""
+
+
+class Unavailable(ProblemError):
+    """The service was not ready at any attempt (503), or did not answer before its deadline (504)."""
+
+
+class ServerFailed(ProblemError):
+    """The service failed (any other 5xx)."""
+
+
+def retry_after_seconds(value: str | None) -> float | None:
+    """Return the seconds that a ``Retry-After`` header asks for, as a number or a date; None if it has neither."""
+    if value is None:
+        return None
+    if value.strip().isdecimal():
+        return float(value)
+    try:
+        when = parsedate_to_datetime(value)
+    except (ValueError, OverflowError):  # The latter of a year that no date can have.
+        return None
+    if when.tzinfo is None:
+        when = when.replace(tzinfo=UTC)
+    return max(0.0, (when - datetime.now(UTC)).total_seconds())
 
 
 class Options(TypedDict, total=False):
@@ -91,17 +211,34 @@ class RegressionOptions(Options, total=False):
 
 
 @dataclass(frozen=True)
-class _Call:
-    """One request, which can be sent any number of times."""
+class Retry:
+    """A rule for when to try a request again."""
 
-    method: str
-    path: str
-    params: Mapping[str, str] = field(default_factory=dict)
-    files: Sequence[tuple[str, tuple[str, bytes, str]]] = ()
+    attempts: int = 4  # the maximum number of times that a request is sent, including the first
+    max_wait_s: float = 30.0  # the longest single wait, seconds; a longer ``Retry-After`` raises at once
+    base_wait_s: float = 0.25  # the first wait if the service asks for none, seconds; it doubles each time, with jitter
 
-    def build(self, client: httpx.Client | httpx.AsyncClient) -> httpx.Request:
-        files = list(self.files) or None
-        return client.build_request(self.method, self.path, params=dict(self.params), files=files)
+    def __post_init__(self) -> None:
+        if self.attempts < 1 or self.max_wait_s < 0 or self.base_wait_s < 0:
+            raise ValueError(f"expected at least 1 attempt and waits of 0 s or more, got {self}")
+
+    def wait_s(self, attempt: int, outcome: httpx.Response | httpx.HTTPError) -> float | None:
+        """Return the seconds to wait after attempt number ``attempt`` (from 1), or None if its outcome is the last."""
+        retry_after_s = None
+        if isinstance(outcome, httpx.Response):
+            if outcome.status_code not in _RETRIED_STATUS:
+                return None
+            retry_after_s = retry_after_seconds(outcome.headers.get("retry-after"))
+        elif not isinstance(outcome, _NOT_SENT):
+            return None
+        if attempt >= self.attempts:
+            return None
+        if retry_after_s is not None:
+            return retry_after_s if retry_after_s <= self.max_wait_s else None
+        return min(self.max_wait_s, self.base_wait_s * 2.0 ** (attempt - 1)) * random.uniform(0.5, 1.0)
+
+
+DEFAULT_RETRY: Final = Retry()
 
 
 def _known(options: Options, kind: type[Options]) -> dict[str, Any]:
@@ -112,7 +249,42 @@ def _known(options: Options, kind: type[Options]) -> dict[str, Any]:
     return {**options}
 
 
-def _predict_call(
+class _Requests:
+    """What both clients share: every request, when to send it again, and how its answer is read; they only send it."""
+
+    def __init__(self, url: str, api_key: str | None, timeout_s: float, retry: Retry) -> None:
+        try:
+            scheme = httpx.URL(url).scheme
+        except httpx.InvalidURL:
+            scheme = ""
+        if scheme not in ("http", "https"):
+            raise InputError(f"expected a URL such as {DEFAULT_URL}, got {url!r}; give http:// or https://")
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise InputError("expected an API key of printable ASCII, got one that no header can carry; check it")
+        self._retry = retry
+        self._options: dict[str, Any] = {
+            "base_url": url.rstrip("/") + "/",
+            "timeout": timeout_s,
+            "headers": {} if api_key is None else {"X-API-Key": api_key},
+        }
+
+    def _next(self, attempt: int, outcome: httpx.Response | httpx.HTTPError) -> httpx.Response | float:
+        """Return the answer, or the seconds to wait before the request is sent again.
+
+        Raises:
+            ConnectionFailed: If there was no response, and no attempt is left.
+        """
+        wait_s = self._retry.wait_s(attempt, outcome)
+        if wait_s is not None:
+            return wait_s
+        if isinstance(outcome, httpx.HTTPError):
+            reason, url = str(outcome) or type(outcome).__name__, outcome.request.url
+            raise ConnectionFailed(f"no answer from {url} ({reason}); is the service running there?") from outcome
+        return outcome
+
+
+def _predict_request(
+    client: httpx.Client | httpx.AsyncClient,
     images: Sequence[ImageInput],
     *,
     model: str | None = None,
@@ -120,7 +292,7 @@ def _predict_call(
     map: bool = False,
     monitor: bool = True,
     **thresholds: float | None,
-) -> _Call:
+) -> httpx.Request:
     """Read the images and build the request for them."""
     if isinstance(images, (str, bytes, Path)):
         raise InputError("expected a list of images, got one image; put it into a list")
@@ -130,11 +302,13 @@ def _predict_call(
     flags["monitor"] = None if monitor else "false"
     query = {name: str(value) for name, value in {**thresholds, **flags}.items() if value is not None}
     path = "predict" if model is None else f"models/{quote(model, safe='')}/predict"
-    return _Call("POST", path, query, [_part(image, index) for index, image in enumerate(images)])
+    return client.build_request(
+        "POST", path, params=query, files=[_part(image, index) for index, image in enumerate(images)]
+    )
 
 
-def _model_call(name: str | None) -> _Call:
-    return _Call("GET", "model" if name is None else f"models/{quote(name, safe='')}")
+def _model_path(name: str | None) -> str:
+    return "model" if name is None else f"models/{quote(name, safe='')}"
 
 
 def _part(image: ImageInput, index: int) -> tuple[str, tuple[str, bytes, str]]:
@@ -159,15 +333,8 @@ def _problem(response: httpx.Response) -> ProblemError:
     if not isinstance(document, dict):
         document = {"detail": response.text[:200]}
     status = response.status_code
-    kind: type[ProblemError] = Refused
-    if status in (401, 403):
-        kind = NotAllowed
-    elif status == 429:
-        kind = Overloaded
-    elif status in (503, 504):
-        kind = Unavailable
-    elif status >= 500:
-        kind = ServerFailed
+    kinds = {401: NotAllowed, 403: NotAllowed, 429: Overloaded, 503: Unavailable, 504: Unavailable}
+    kind = kinds.get(status, ServerFailed if status >= 500 else Refused)
     return kind(document, status, response.headers)
 
 
@@ -183,7 +350,8 @@ def _document(response: httpx.Response) -> dict[str, Any]:
     return document
 
 
-def _response(document: Mapping[str, Any]) -> Response:
+def _answer(response: httpx.Response) -> Response:
+    document = _document(response)
     try:
         return response_type(document).model_validate(document, extra="ignore")  # A newer service may say more.
     except ValidationError as error:
@@ -197,27 +365,7 @@ def _expect(kind: type[AnyResponse], response: Response) -> AnyResponse:
     return response
 
 
-class _Base:
-    """The base of both clients: the options of httpx, and when to try again."""
-
-    def __init__(self, url: str, api_key: str | None, timeout_s: float, retry: Retry) -> None:
-        self._retry = retry
-        self._options: dict[str, Any] = {
-            "base_url": url.rstrip("/") + "/",
-            "timeout": timeout_s,
-            "headers": {} if api_key is None else {"X-API-Key": api_key},
-        }
-        try:
-            scheme = httpx.URL(url).scheme
-        except httpx.InvalidURL:
-            scheme = ""
-        if scheme not in ("http", "https"):
-            raise InputError(f"expected a URL such as {DEFAULT_URL}, got {url!r}; give http:// or https://")
-        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise InputError("expected an API key of printable ASCII, got one that no header can carry; check it")
-
-
-class Client(_Base):
+class Client(_Requests):
     """A synchronous client; use it as a context manager, from one or several threads.
 
     Args:
@@ -288,21 +436,28 @@ class Client(_Base):
         Raises:
             ClientError: If the request failed; see the subclasses.
         """
-        return _response(_document(self._send(_predict_call(images, **options))))
+        return _answer(self._send(_predict_request(self._http, images, **options)))
 
     def model(self, name: str | None = None) -> dict[str, Any]:
         """Return the service's description of a model, by default of the default model, as ``GET /model`` does."""
-        return _document(self._send(_model_call(name)))
+        return _document(self._send(self._http.build_request("GET", _model_path(name))))
 
-    def _send(self, call: _Call) -> httpx.Response:
-        for attempt in attempts(self._retry):
-            time.sleep(attempt.wait_s)
-            with attempt:
-                attempt.response = self._http.send(call.build(self._http))
-        return attempt.response
+    def _send(self, request: httpx.Request) -> httpx.Response:
+        attempt = 0
+        while True:
+            attempt += 1
+            outcome: httpx.Response | httpx.HTTPError
+            try:
+                outcome = self._http.send(request)
+            except httpx.HTTPError as error:
+                outcome = error
+            step = self._next(attempt, outcome)
+            if isinstance(step, httpx.Response):
+                return step
+            time.sleep(step)
 
 
-class AsyncClient(_Base):
+class AsyncClient(_Requests):
     """An asynchronous client; use it as an asynchronous context manager.  Its arguments are :class:`Client`'s."""
 
     def __init__(
@@ -343,16 +498,23 @@ class AsyncClient(_Base):
 
     async def ask(self, images: Sequence[ImageInput], **options: Any) -> Response:
         """Ask as :meth:`Client.ask` does, reading the files on a thread."""
-        call = await asyncio.to_thread(_predict_call, images, **options)
-        return _response(_document(await self._send(call)))
+        request = await asyncio.to_thread(_predict_request, self._http, images, **options)
+        return _answer(await self._send(request))
 
     async def model(self, name: str | None = None) -> dict[str, Any]:
         """Describe a model as :meth:`Client.model` does."""
-        return _document(await self._send(_model_call(name)))
+        return _document(await self._send(self._http.build_request("GET", _model_path(name))))
 
-    async def _send(self, call: _Call) -> httpx.Response:
-        for attempt in attempts(self._retry):
-            await asyncio.sleep(attempt.wait_s)
-            with attempt:
-                attempt.response = await self._http.send(call.build(self._http))
-        return attempt.response
+    async def _send(self, request: httpx.Request) -> httpx.Response:
+        attempt = 0
+        while True:
+            attempt += 1
+            outcome: httpx.Response | httpx.HTTPError
+            try:
+                outcome = await self._http.send(request)
+            except httpx.HTTPError as error:
+                outcome = error
+            step = self._next(attempt, outcome)
+            if isinstance(step, httpx.Response):
+                return step
+            await asyncio.sleep(step)

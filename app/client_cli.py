@@ -20,15 +20,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from app.client import (
-    DEFAULT_URL,
-    Client,
-    ClientError,
-    InputError,
-    ModelRef,
-    Refused,
-    ServerFailed,
-)
+from app.client import DEFAULT_URL, Client, ClientError, InputError, ModelRef, Refused, ServerFailed
 from psc_core.answers import BaseAnswer, Response
 from psc_core.errors import ExitCode
 from psc_core.images import SUFFIXES
@@ -59,10 +51,7 @@ def main(
     print_any_text()
     try:
         with Client(
-            options.url,
-            api_key=environment.get(KEY_VARIABLE),
-            timeout_s=options.timeout,
-            transport=transport,
+            options.url, api_key=environment.get(KEY_VARIABLE), timeout_s=options.timeout, transport=transport
         ) as client:
             failed = predict(client, options)
     except BrokenPipeError:
