@@ -21,7 +21,7 @@ from psc_core.compute import track_images
 from psc_core.data.dataset import ImageDataset
 from psc_core.evaluation.baselines import fit_temperature
 from psc_core.model import PSC
-from psc_core.numerics.matrix import as_matrix
+from psc_core.numerics.features import as_matrix
 from psc_core.tasks.classification.fit.head import fit_head
 from psc_core.tasks.classification.fit.temperature import better_of, fit_temperature_head
 from psc_core.tasks.classification.heads.base import ClassifierHead as Head

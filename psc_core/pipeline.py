@@ -400,14 +400,14 @@ def storable_backbone(model: FittedModel, *, graph: bool) -> Backbone:
 
 @torch.inference_mode()
 def _is_built_by_name(model: FittedModel) -> bool:
-    """Return whether the network's recipe still builds it; it does not if somebody has replaced a module."""
-    recipe = model.backbone.cut.recipe
-    if recipe is None or recipe.num_classes != model.task.network_outputs(model.classes):
+    """Return whether the network's spec still builds it; it does not if somebody has replaced a module."""
+    network = model.backbone.cut.network
+    if network is None or network.num_classes != model.task.network_outputs(model.classes):
         return False
-    if model.trial is None:  # loaded from a bundle, by its recipe
+    if model.trial is None:  # loaded from a bundle, by its spec
         return True
     try:
-        built = rebuild_backbone(model.backbone.spec(), model.backbone.state_dict(), [recipe.spec]).to(model.device)
+        built = rebuild_backbone(model.backbone.spec(), model.backbone.state_dict(), [network.spec]).to(model.device)
     except PSCError:
         return False
     inputs = model.preprocess.standardise(model.trial[:_FEW].to(model.device))

@@ -49,7 +49,7 @@ from psc_core.images.preprocess import Images, Preprocess
 from psc_core.network.backbone import Backbone, trial_input, truncate
 from psc_core.network.output import check_network_output
 from psc_core.numerics import linalg
-from psc_core.numerics.matrix import chunk_rows, usable
+from psc_core.numerics.features import chunk_rows, usable
 from psc_core.tasks.classification.fit.posterior import TEMPERATURES
 from psc_core.tasks.classification.heads.base import entropy
 

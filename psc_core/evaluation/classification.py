@@ -499,10 +499,10 @@ def _whole_network(model: PSC, weights: Path) -> nn.Module:
     Raises:
         UsageError: If ``weights`` is a checkpoint and no name builds the network.
     """
-    recipe = model.backbone.cut.recipe
-    if recipe is not None:
-        with bounded_size(recipe):
-            return load_network(**asdict(recipe), weights=weights)
+    network = model.backbone.cut.network
+    if network is not None:
+        with bounded_size(network):
+            return load_network(**network.to_json(), weights=weights)
     if weights.suffix == ".onnx" or weights.is_dir():
         return load_network(f"{'hf' if weights.is_dir() else 'onnx'}:{weights}", num_classes=len(model.classes))
     raise UsageError(

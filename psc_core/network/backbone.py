@@ -7,7 +7,7 @@ beyond the cut; :func:`rebuild_backbone` builds the network again, cuts it at th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
 
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from psc_core.errors import BundleError, NetworkError, UsageError, hint
 from psc_core.images.preprocess import Inputs, Preprocess
 from psc_core.network.cut import HookedNetwork, HookPlan, cut_graph, deep_copy, plan_stop
-from psc_core.network.described import Logits
+from psc_core.network.described import Logits, NetworkSpec
 from psc_core.network.fuse import fuse, images_format
 from psc_core.network.layers import INPUT_SUFFIX, Layout, canonical, layout_of
-from psc_core.network.load import BUILT_BY_HAND, Recipe, bounded_size, build, recipe_of
+from psc_core.network.load import BUILT_BY_HAND, bounded_size, build, spec_of
 from psc_core.network.onnx import OnnxBody, OnnxNetwork
 from psc_core.network.output import check_same
 from psc_core.network.weights import load_weights
@@ -44,7 +44,7 @@ class Cut:
     layouts: tuple[Layout, ...] | None  # where each layer has its channels; None if the body gives canonical features
     keep_output: bool  # whether the body also returns the logits
     hooks: HookPlan | None  # None for a graph
-    recipe: Recipe | None  # how to build the whole network; None if no name builds it
+    network: NetworkSpec | None  # how to build the whole network; None if no name builds it
 
 
 class Backbone(nn.Module):
@@ -92,15 +92,15 @@ class Backbone(nn.Module):
         return self.body.model if isinstance(self.body, OnnxBody) else None
 
     @property
-    def recipe(self) -> Recipe:
-        """The recipe for building the whole network.
+    def network(self) -> NetworkSpec:
+        """How the whole network is built.
 
         Raises:
             NetworkError: If the network did not come from ``load_network``.
         """
-        if self.cut.recipe is None:
+        if self.cut.network is None:
             raise NetworkError(BUILT_BY_HAND)
-        return self.cut.recipe
+        return self.cut.network
 
     def forward(self, x: Inputs) -> FeaturesAndOutput:
         """Return the features of each layer, and the logits if ``keep_output``."""
@@ -137,7 +137,7 @@ class Backbone(nn.Module):
         """
         hooks = self.cut.hooks
         return {
-            "network": None if self.onnx is not None else asdict(self.recipe),
+            "network": None if self.onnx is not None else self.network.to_json(),
             "layers": list(self.layers),
             "keep_output": self.keep_output,
             "hooks": None if hooks is None else {"stop": hooks.stop, "dropped": list(hooks.dropped)},
@@ -156,7 +156,7 @@ def cut_network(net: nn.Module, layers: Sequence[str], *, keep_output: bool, hoo
     else:
         body = HookedNetwork(net, layers, hooks, keep_output=keep_output)
     layouts = tuple(layout_of(net, name) for name in layers)
-    return Backbone(body, Cut(tuple(layers), layouts, keep_output, hooks, recipe_of(net)))
+    return Backbone(body, Cut(tuple(layers), layouts, keep_output, hooks, spec_of(net)))
 
 
 def onnx_backbone(body: OnnxBody, layers: Sequence[str], *, keep_output: bool) -> Backbone:
@@ -201,7 +201,7 @@ def truncate(net: nn.Module, layers: Sequence[str], *, keep_output: bool, trial:
     if trial is None:
         raise NetworkError(f"{reason}; pass a trial input to cut the network by hooks")
     hooks = HookPlan() if keep_output else plan_stop(net, layers, trial)
-    if recipe_of(net) is None:
+    if spec_of(net) is None:
         hooks = HookPlan(hooks.stop)  # an export cannot follow a pass that an exception stops
     backbone = cut_network(net, layers, keep_output=keep_output, hooks=hooks)
     _check_repeatable(backbone, trial)
@@ -244,20 +244,20 @@ def rebuild_backbone(
         NetworkError: If the network's factory is not on the allow-list, the network cannot be built or cut or is too
             large, or the state does not fit it.
     """
-    recipe = Recipe(**spec["network"])
-    if recipe.is_factory and recipe.spec not in allow_factories:
+    network = NetworkSpec(**spec["network"])
+    if network.is_factory and network.spec not in allow_factories:
         raise NetworkError(
-            f"the factory {recipe.spec} is not on the allow-list {sorted(allow_factories)}; importing it runs its "
-            f"code, so allow it only if you trust it: --allow-factories {recipe.spec}, or allow_factories in Python"
+            f"the factory {network.spec} is not on the allow-list {sorted(allow_factories)}; importing it runs its "
+            f"code, so allow it only if you trust it: --allow-factories {network.spec}, or allow_factories in Python"
         )
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), bounded_size(recipe):
-        net = build(recipe)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), bounded_size(network):
+        net = build(network)
     hooks = spec["hooks"] and HookPlan(spec["hooks"]["stop"], tuple(spec["hooks"]["dropped"]))
     backbone = cut_network(net, spec["layers"], keep_output=spec["keep_output"], hooks=hooks)
     for key, tensor in backbone.state_dict().items():
         if key in state and state[key].dtype != tensor.dtype:
             raise BundleError(f"expected {key} of type {tensor.dtype}, got {state[key].dtype}; fit the bundle again")
-    load_weights(backbone, state, num_classes=recipe.num_classes, origin="the bundle's backbone")
+    load_weights(backbone, state, num_classes=network.num_classes, origin="the bundle's backbone")
     return backbone
 
 

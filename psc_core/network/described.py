@@ -29,7 +29,7 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,25 +37,59 @@ import torch
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError, needs
-from psc_core.images.described import Preparation, read_processor, read_timm
-from psc_core.images.preprocess import PRESETS
+from psc_core.images.described import Aspect, Described, read_processor, read_timm
+from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.names import composed
+from psc_core.network import LIBRARIES
 from psc_core.network.onnx_check import files_of_model
 from psc_core.network.weights import files_of
 
 
 @dataclass(frozen=True)
-class Described:
-    """A network described by its own files; a field is empty if they do not say it."""
+class NetworkSpec:
+    """How a network is built without its weights, and what its own files say of it; empty is what they do not say."""
 
-    spec: str = ""  # builds the network by name, without its weights and its folder; empty if no name does
+    spec: str  # ``family:NAME`` or ``package.module:factory``; of a folder of transformers the folder
+    num_classes: int | None = None  # number of logits
     model_args: Mapping[str, Any] = field(default_factory=dict)  # arguments of the builder, JSON types
     folder: Path | None = None  # the folder of all its files
     configuration: Path | None = None  # the file in the folder that says how the network is built
-    outputs: int | None = None  # number of logits
     classes: tuple[str, ...] | None = None  # class names in the order of the logits
-    preparation: Preparation | None = None
+    preprocess: Preprocess | None = None  # with which it was trained, as far as PSC supports it
+    unlike: Mapping[Aspect, str] = field(default_factory=dict)  # a sentence for each part that this only approximates
     weights: tuple[Path, ...] = ()  # all files with weights
+
+    def __post_init__(self) -> None:
+        source, _, name = self.spec.partition(":")
+        if not source or not name:
+            families = ", ".join(f"{family}:NAME" for family in LIBRARIES)
+            raise NetworkError(f"expected {families} or package.module:factory, got {self.spec!r}")
+
+    @property
+    def is_factory(self) -> bool:
+        """True if building imports code other than torchvision's and timm's."""
+        return self.spec.partition(":")[0] not in LIBRARIES
+
+    @property
+    def is_of_transformers(self) -> bool:
+        """True if only its folder builds it."""
+        return self.folder is not None and self.is_factory
+
+    def with_arguments(self, num_classes: int | None, model_args: Mapping[str, Any]) -> NetworkSpec:
+        """Return the spec with what a caller adds to it; the numbers of classes have to agree where both are known."""
+        if num_classes is not None and num_classes < 1:
+            raise NetworkError(f"expected num_classes of at least 1, got {num_classes}")
+        outputs = num_classes or self.num_classes
+        if self.num_classes not in (None, outputs):
+            raise NetworkError(
+                f"{self.spec} is for {self.num_classes} classes, the data has {outputs}; use the data that the network "
+                "was trained on"
+            )
+        return replace(self, num_classes=outputs, model_args={**self.model_args, **model_args})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields from which a bundle builds the network again, JSON types."""
+        return {"spec": self.spec, "num_classes": self.num_classes, "model_args": dict(self.model_args)}
 
 
 MAX_JSON: Final = 16 << 20
@@ -150,7 +184,7 @@ def is_of_timm(config: Mapping[str, Any]) -> bool:
     return "architecture" in config and config.get("model_type", "timm_wrapper") == "timm_wrapper"
 
 
-def describe_timm(folder: Path) -> Described:
+def describe_timm(folder: Path) -> NetworkSpec:
     """Read the description of a timm network in a folder, from its JSON files only.
 
     Raises:
@@ -169,15 +203,15 @@ def describe_timm(folder: Path) -> Described:
     if type(outputs) is not int or outputs < 1:
         raise NetworkError(f"expected {file} to have a positive num_classes, got {outputs!r:.100}; use a classifier")
     names = config.get("label_names") or pretrained.get("label_names") or pretrained.get("labels")
-    return Described(
-        spec=f"timm:{config['architecture']}",
-        model_args=_arguments(pretrained, model_args),
-        folder=folder,
-        configuration=file,
-        outputs=outputs,
-        classes=_names(names, outputs, file),
-        preparation=read_timm(_with_size(pretrained, model_args, file), str(file)),
-        weights=weights_in(folder, TIMM_WEIGHT_FILES),
+    return NetworkSpec(
+        f"timm:{config['architecture']}",
+        outputs,
+        _arguments(pretrained, model_args),
+        folder,
+        file,
+        _names(names, outputs, file),
+        *read_timm(_with_size(pretrained, model_args, file), str(file)),
+        weights_in(folder, TIMM_WEIGHT_FILES),
     )
 
 
@@ -269,7 +303,7 @@ def classes_of(net: object) -> tuple[str, ...] | None:
     return _labels({"id2label": {str(index): name for index, name in labels.items()}}, Path("the network's config"))[1]
 
 
-def describe_hugging_face(folder: Path) -> Described:
+def describe_hugging_face(folder: Path) -> NetworkSpec:
     """Read the description of a network in a folder of transformers or timm, from its JSON files only.
 
     Raises:
@@ -294,14 +328,10 @@ def describe_hugging_face(folder: Path) -> Described:
     if not isinstance(config.get("model_type"), str):
         raise NetworkError(f"{file} has no model_type, so transformers did not write it; check the folder")
     outputs, classes = _labels(config, file)
-    return Described(
-        folder=folder,
-        configuration=file,
-        outputs=outputs,
-        classes=classes,
-        preparation=_preparation(folder, config),
-        weights=weights_in(folder, WEIGHT_FILES),
-    )
+    return NetworkSpec(
+        f"hf:{folder}", outputs, {}, folder, file, classes, *_processing(folder, config),
+        weights_in(folder, WEIGHT_FILES),
+    )  # fmt: skip
 
 
 def _check_kernels(config: Mapping[str, Any], file: Path) -> None:
@@ -337,10 +367,10 @@ def _labels(config: Mapping[str, Any], file: Path) -> tuple[int, tuple[str, ...]
     return len(names), tuple(map(composed, names)) if named else None
 
 
-def _preparation(folder: Path, config: Mapping[str, Any]) -> Preparation:
+def _processing(folder: Path, config: Mapping[str, Any]) -> Described:
     file = folder / PROCESSOR
     if not file.exists():
-        return Preparation(PRESETS["imagenet"], {"whole": f"{folder} has no {PROCESSOR}"})
+        return PRESETS["imagenet"], {"whole": f"{folder} has no {PROCESSOR}"}
     return read_processor(read_json(file), config, str(file))
 
 
@@ -396,23 +426,21 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def describe(spec: str, *, allow_download: bool = False) -> Described:
+def describe(spec: str, *, allow_download: bool = False) -> NetworkSpec:
     """Read a network's description of itself, which is quick and needs no data.
 
     Args:
         spec: A spec for :func:`psc_core.load_network`.
         allow_download: Whether to download from the hub what its cache lacks.
 
-    Returns:
-        The description, which is empty if the spec's family has none.
-
     Raises:
         NetworkError: If the folder is missing, or a file in it is missing or malformed.
     """
     for prefix, describer in DESCRIBERS.items():
         if spec.startswith(prefix):
-            return describer(spec.removeprefix(prefix), allow_download)
-    return Described()
+            found = describer(spec.removeprefix(prefix), allow_download)
+            return replace(found, spec=spec) if found.is_factory else found
+    return NetworkSpec(spec)
 
 
 def is_described(spec: str) -> bool:
@@ -420,20 +448,20 @@ def is_described(spec: str) -> bool:
     return spec.startswith(tuple(DESCRIBERS))
 
 
-def _in_folder(describe_folder: Callable[[Path], Described]) -> Callable[[str, bool], Described]:
+def _in_folder(describe_folder: Callable[[Path], NetworkSpec]) -> Callable[[str, bool], NetworkSpec]:
     return lambda name, allow_download: describe_folder(folder_of(name, allow_download=allow_download))
 
 
-def _describe_file(path: Path) -> Described:
+def _describe_file(path: Path) -> NetworkSpec:
     if not path.is_file():
         raise NetworkError(f"there is no file {path}; give the ONNX file that the network was exported to")
-    return Described(weights=files_of_model(path))
+    return NetworkSpec(f"onnx:{path}", weights=files_of_model(path))
 
 
-DESCRIBERS: Final[Mapping[str, Callable[[str, bool], Described]]] = {
+# The function that describes each family, by the prefix of the spec; it takes the rest and allow_download.
+DESCRIBERS: Final[Mapping[str, Callable[[str, bool], NetworkSpec]]] = {
     "hf:": _in_folder(describe_hugging_face),
     "timm:local-dir:": _in_folder(describe_timm),
     "timm:hf-hub:": _in_folder(describe_timm),
     "onnx:": lambda name, _: _describe_file(Path(name).expanduser()),
 }
-"""The function that describes each family, by the prefix of the spec; it takes the rest and allow_download."""

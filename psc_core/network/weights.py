@@ -480,7 +480,7 @@ def read_weights(path: Path, wanted: Mapping[str, Tensor]) -> Weights:
     return Weights(tensors, origin, (*notes, *_conversions(tensors, wanted)))
 
 
-def load_weights(net: nn.Module, state: Mapping[str, Tensor], *, num_classes: int, origin: str) -> None:
+def load_weights(net: nn.Module, state: Mapping[str, Tensor], *, num_classes: int | None, origin: str) -> None:
     """Copy ``state`` into ``net``, converted to the network's dtypes.
 
     Batch counters (``num_batches_tracked``) may be missing, because evaluation does not read them.  The number of

@@ -42,7 +42,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from psc_core.numerics.matrix import FeatureMatrix, blocks
+from psc_core.numerics.features import FeatureMatrix, blocks
 
 DEAD_UNIT: Final = 1e-2
 """Minimum standard deviation that features are divided by, relative to the root mean square over their layer."""

@@ -42,7 +42,7 @@ from psc_core.density.fit.tied_weight import ClassMoments, between, choose_tied_
 from psc_core.density.gaussian import ClasswiseDensity, RelativeDensity, TiedDensity
 from psc_core.fitted import Record
 from psc_core.numerics import linalg
-from psc_core.numerics.matrix import FeatureMatrix, as_matrix, check_features, images_of_classes
+from psc_core.numerics.features import FeatureMatrix, as_matrix, check_features, images_of_classes
 
 WHITENER_ELEMENTS: Final = 1 << 26
 """Maximum K × P × P for the automatic choice of P (256 MiB of float32)."""

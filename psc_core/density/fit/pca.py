@@ -23,7 +23,7 @@ from torch import Tensor
 
 from psc_core.errors import FitError
 from psc_core.numerics import linalg
-from psc_core.numerics.matrix import FeatureMatrix
+from psc_core.numerics.features import FeatureMatrix
 
 EXPLAINED_VARIANCE: Final = 0.99
 """Fraction of the variance that the automatic choice keeps."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from psc_core.errors import FitError
 from psc_core.numerics import linalg
-from psc_core.numerics.matrix import FeatureMatrix, as_matrix, blocks
+from psc_core.numerics.features import FeatureMatrix, as_matrix, blocks
 
 CONSTANT_COLUMN: Final = 1e-6
 """Standard deviation, relative to the largest, below which a column counts as constant."""

@@ -16,7 +16,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.data.open import check_same
 from psc_core.errors import DataError, UsageError, listed
 from psc_core.names import composed
-from psc_core.numerics.matrix import FeatureMatrix
+from psc_core.numerics.features import FeatureMatrix
 from psc_core.settings import FitSettings, settings_where
 from psc_core.tasks import TASKS, module_of
 from psc_core.tasks.calibration import BaseCalibration

@@ -10,7 +10,7 @@ import torch
 from sklearn.linear_model import Ridge
 from torch import nn
 
-from psc_core.collapse import R2, CollapseReport, to_csv, to_text
+from psc_core.collapse import CollapseReport, LinearFit, to_csv, to_text
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS
@@ -41,7 +41,7 @@ def test_equals_ridge_on_whole_matrices(turned: tuple[ImageDataset, ImageDataset
     train, val = turned
     net = network()
     report = measured(net, train, val, replace(SETTINGS, granularity="all"))
-    assert report.measure == R2 and train.values is not None and val.values is not None
+    assert report.measure is LinearFit and train.values is not None and val.values is not None
     pixels = [train.preprocess.standardise(next(data.batches(len(data))).images) for data in turned]
     with torch.inference_mode():
         x, x_val = (net[:5](part).double() for part in pixels)
@@ -51,7 +51,7 @@ def test_equals_ridge_on_whole_matrices(turned: tuple[ImageDataset, ImageDataset
     got = report.layer("4").quality
     assert best - 0.02 < got <= best + 1e-6
     chosen = report.candidate()
-    assert R2.name in chosen.reason and R2.name in to_text(report, chosen) and ",r2" in to_csv(report)
+    assert LinearFit.name in chosen.reason and LinearFit.name in to_text(report, chosen) and ",r2" in to_csv(report)
     assert CollapseReport.from_json(report.to_json()) == report
     assert min(layer.quality_error for layer in report.layers if layer.quality_error is not None) == 0.0
 

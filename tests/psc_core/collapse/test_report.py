@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from psc_core.collapse import R2, CollapseReport, LayerCollapse, to_csv, to_text
+from psc_core.collapse import CollapseReport, LayerCollapse, LinearFit, to_csv, to_text
 from psc_core.errors import UsageError
 from tests.reference import collapse as reference
 
@@ -120,7 +120,7 @@ def test_takes_the_trunk_where_nothing_has_collapsed() -> None:
     assert trunk.candidate().layers == ("t",)
     assert "nothing has collapsed, NC1 > 0.2 after every layer" in trunk.candidate().reason
     assert trunk.candidate("a").layers == ("a",) and replace(trunk, pattern="[ab]").candidate().layers == ("b",)
-    assert replace(trunk, measure=R2).candidate().layers == ("b",)  # Shown for classes alone.
+    assert replace(trunk, measure=LinearFit).candidate().layers == ("b",)  # Shown for classes alone.
     assert replace(trunk, epsilon=0.35).candidate().layers == ("b",)  # "p" has collapsed.
 
 

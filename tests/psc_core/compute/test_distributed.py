@@ -13,7 +13,7 @@ import torch
 
 from psc_core import compute as distributed
 from psc_core import fit as stages
-from psc_core.compute import Process, Reducer
+from psc_core.compute import Compute, join_processes
 from psc_core.data.dataset import balanced
 from psc_core.errors import UsageError
 from psc_core.fit_data import FitData, FitJob
@@ -22,19 +22,24 @@ from tests.psc_core.collapse.test_measure import Net, images, on_cpu
 
 PROGRAM = """
 import json, torch
-from psc_core.compute import Reducer
+from psc_core.compute import join_processes
 from tests.psc_core.collapse.support import measured
 from tests.psc_core.collapse.test_measure import Net, images, on_cpu
-reducer = Reducer.start()
+processes = join_processes()
+compute = on_cpu().compute(processes)
 labels = torch.randint(0, 3, (41, 2), generator=torch.Generator().manual_seed(0))
 reports = [
-    measured(Net(), images(0, 41, labels), images(1, 21), on_cpu(8, max_memory=budget), reducer)
+    measured(Net(), images(0, 41, labels), images(1, 21), on_cpu(8, max_memory=budget), processes)
     for budget in (1 << 30, 900)
 ]
-total = reducer.sum_(torch.tensor([float(reducer.rank + 1)]))
-answer = {"total": total.item(), "world": reducer.world, "reports": [report.to_json() for report in reports]}
+total = compute.sum_(torch.tensor([float(compute.rank + 1)]))
+answer = {"total": total.item(), "world": compute.world, "reports": [report.to_json() for report in reports]}
 print(json.dumps(answer))
 """
+
+
+def process(rank: int, world: int) -> Compute:
+    return on_cpu().compute((rank, world))
 
 
 def run_two() -> list[dict[str, Any]]:
@@ -84,30 +89,30 @@ def test_two_processes_equal_one() -> None:
 
 def test_shards_partition_labelled_examples() -> None:
     data = images(0, 11, torch.randint(0, 3, (11, 2)))
-    shards = [Reducer(rank, 3) for rank in range(3)]
-    assert sum(len(reducer.shard(data)) for reducer in shards) == 11
-    examples = torch.cat([reducer.shard_examples(data) for reducer in shards])
+    shards = [process(rank, 3) for rank in range(3)]
+    assert sum(len(compute.shard(data)) for compute in shards) == 11
+    examples = torch.cat([compute.shard_examples(data) for compute in shards])
     assert sorted(examples.tolist()) == list(range(22))
-    for reducer in shards:
-        assert torch.equal(reducer.shard(data).labels, data.labels[reducer.shard_examples(data)])
+    for compute in shards:
+        assert torch.equal(compute.shard(data).labels, data.labels[compute.shard_examples(data)])
 
 
 def test_shard_may_be_empty() -> None:
-    assert len(Reducer(2, 3).shard(images(0, 40).subset(torch.arange(2)))) == 0
+    assert len(process(2, 3).shard(images(0, 40).subset(torch.arange(2)))) == 0
 
 
 def test_rejects_fewer_images_than_processes() -> None:
     few = balanced(images(0, 40), 2 * len(images(0, 40).classes))
-    Reducer(1, len(few)).require(few)
+    process(1, len(few)).require(few)
     world = len(few) + 1
     for rank in range(world):
         with pytest.raises(UsageError, match=f"for each of {world} processes, got {len(few)}"):
-            stages.collapse(Net(), FitJob(FitData.of(few, few), on_cpu(), on_cpu().compute(Reducer(rank, world))))
+            stages.collapse(Net(), FitJob(FitData.of(few, few), on_cpu(), process(rank, world)))
 
 
 def test_single_process_neither_shards_nor_sums() -> None:
     data = images(0, 5)
-    alone = Reducer()
+    alone = process(0, 1)
     assert alone.shard(data) is data
     assert torch.equal(alone.shard_examples(data), torch.arange(5))
     assert alone.sum_(torch.ones(1)).item() == 1.0
@@ -116,7 +121,7 @@ def test_single_process_neither_shards_nor_sums() -> None:
 def test_start_requires_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(UsageError, match="torchrun"):
-        Reducer.start()
+        join_processes()
 
 
 @pytest.mark.parametrize(
@@ -137,6 +142,5 @@ def test_processes_share_gpus(gpus: int, backend: str | None, used: list[int], m
         for name, value in {"RANK": rank, "WORLD_SIZE": 3, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 3}.items():
             monkeypatch.setenv(name, str(value))
         monkeypatch.setattr(group, "get_rank", lambda rank=rank: rank)
-        assert Reducer.start() == Reducer(rank, 3)
-        assert Process.from_environment().gpu == (chosen[-1] if gpus else None)
+        assert join_processes() == (rank, 3)
     assert (chosen, backends) == (used, [backend] * 3)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from psc_core.compute import Reducer
+from psc_core.compute import Compute
 from psc_core.data import cache as readable
 from psc_core.data.cache import cached, find_unreadable, only_readable, without
 from psc_core.data.dataset import FileSource, ImageDataset
@@ -57,14 +57,14 @@ def test_several_processes_find_the_same(folder: ImageDataset, monkeypatch: pyte
     def shares(rank: int) -> torch.Tensor:
         share: list[torch.Tensor] = []
         with monkeypatch.context() as patch:
-            patch.setattr(Reducer, "sum_", lambda _, tensor: share.append(tensor) or tensor)
-            find_unreadable(folder, 10, Reducer(rank, 2))
+            patch.setattr(Compute, "sum_", lambda _, tensor: share.append(tensor) or tensor)
+            find_unreadable(folder, 10, Compute(torch.device("cpu"), rank=rank, world=2))
         return share[0]
 
     first, second = shares(0), shares(1)
     assert first.nonzero().flatten().tolist() == [2, 12] and second.nonzero().flatten().tolist() == [3, 9, 13, 19]
-    monkeypatch.setattr(Reducer, "sum_", lambda _, tensor: tensor.copy_(first + second))
-    assert find_unreadable(folder, 10, Reducer(0, 2)).positions.tolist() == BAD
+    monkeypatch.setattr(Compute, "sum_", lambda _, tensor: tensor.copy_(first + second))
+    assert find_unreadable(folder, 10, Compute(torch.device("cpu"), world=2)).positions.tolist() == BAD
 
 
 def test_each_image_is_decoded_once_with_a_cache(folder: ImageDataset, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from psc_core.data import cache
-from psc_core.data.cache import CachedSource, PixelCache, cached, pixel_bytes
+from psc_core.data.cache import CachedSource, Scratch, cached, mapped, pixel_bytes
 from psc_core.data.dataset import FileSource, ImageDataset, split_validation
 from psc_core.data.open import open_dataset
 from psc_core.errors import UsageError
@@ -57,6 +57,16 @@ def test_decodes_once_for_all_passes_and_parts(folder: ImageDataset, monkeypatch
     assert pixels(other).shape == (10, 3, 4, 4)
 
 
+def test_an_array_is_of_zeros_and_outlives_its_file(tmp_path: Path) -> None:
+    found = Scratch(tmp_path).array((3, 2), np.float32)
+    assert list(tmp_path.iterdir()) == [] and not found.any()
+    found[1:] = 7
+    assert found.sum() == 28
+    with Scratch(tmp_path).open() as file:
+        file.write(bytes([1, 2]))
+        assert mapped(file, (2, 2), np.uint8).tolist() == [[1, 2], [0, 0]]
+
+
 def test_leaves_no_file(folder: ImageDataset, tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -82,7 +92,7 @@ def test_space_is_needed_once_for_what_is_decoded(folder: ImageDataset) -> None:
     kept, two = cached(folder), folder.subset(torch.arange(2))
     assert pixel_bytes(folder) == size and pixel_bytes(kept) == 0 and cached(kept) is kept
     assert pixel_bytes(replace(kept, preprocess=replace(PREPROCESS, height=4))) == size // 2
-    assert PixelCache(processes=3).size(folder, kept, two) == 3 * (size + size // 5)
+    assert Scratch(processes=3).size(folder, kept, two) == 3 * (size + size // 5)
 
 
 def test_takes_at_most_half_of_the_free_space(
@@ -91,10 +101,10 @@ def test_takes_at_most_half_of_the_free_space(
     size = len(folder) * 3 * 8 * 8
     for free, processes, fits in ((4 * size, 1, True), (4 * size - 1, 1, False), (4 * size, 2, False)):
         monkeypatch.setattr(cache.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
-        assert PixelCache(processes=processes).has_room(folder, folder) == fits
+        assert Scratch(processes=processes).has_room(folder, folder) == fits
     monkeypatch.undo()
     with pytest.raises(UsageError, match="No such file or directory; choose another --cache or off"):
-        PixelCache(tmp_path / "nowhere").has_room(folder)
+        Scratch(tmp_path / "nowhere").has_room(folder)
 
 
 def test_a_full_disk_is_an_error_only_where_the_folder_was_asked_for(

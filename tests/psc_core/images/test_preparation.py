@@ -74,13 +74,13 @@ def test_gives_what_the_image_processor_gives(name: str, turned: bool, photograp
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[name]))
     image = photograph.rotate(90, expand=True) if turned else photograph
-    found = read_processor(PROCESSORS[name], CONFIG, name)
-    assert found.unlike == {}
+    preprocess, unlike = read_processor(PROCESSORS[name], CONFIG, name)
+    assert unlike == {}
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path, local_files_only=True)
     theirs = processor(image, return_tensors="pt")["pixel_values"]
-    ours = inputs(found.preprocess, image)
+    ours = inputs(preprocess, image)
     assert ours.shape == theirs.shape
-    grey_levels = (ours - theirs).abs() * torch.tensor(found.preprocess.std)[:, None, None] * 255
+    grey_levels = (ours - theirs).abs() * torch.tensor(preprocess.std)[:, None, None] * 255
     assert float(grey_levels.mean()) < 1
 
 
@@ -88,11 +88,11 @@ def test_gives_what_the_image_processor_gives(name: str, turned: bool, photograp
 def test_gives_what_the_transform_of_timm_gives(crop: dict[str, Any], photograph: Image.Image) -> None:
     timm_data = pytest.importorskip("timm.data", reason="the transform is timm's")
     written = {"input_size": [3, 160, 160], "mean": OURS[0], "std": OURS[1], "interpolation": "bilinear", **crop}
-    found = read_timm(written, "config.json")
-    assert found.unlike == {}
+    preprocess, unlike = read_timm(written, "config.json")
+    assert unlike == {}
     resolved = timm_data.resolve_data_config({}, pretrained_cfg=written)
     theirs = timm_data.create_transform(**resolved)(photograph)[None]
-    grey_levels = (inputs(found.preprocess, photograph) - theirs).abs() * torch.tensor(OURS[1])[:, None, None] * 255
+    grey_levels = (inputs(preprocess, photograph) - theirs).abs() * torch.tensor(OURS[1])[:, None, None] * 255
     assert float(grey_levels.mean()) < 1
 
 
@@ -116,14 +116,14 @@ def test_gives_what_the_transform_of_timm_gives(crop: dict[str, Any], photograph
     ],
 )
 def test_tells_what_it_cannot_do(written: dict[str, Any], part: str, reason: str) -> None:
-    found = read_processor(written, {**CONFIG, "model_type": "bert"}, "here.json")
-    assert list(found.unlike) == [part]
-    assert found.unlike[part].startswith("here.json ") and reason in found.unlike[part]  # type: ignore[index]
+    _, unlike = read_processor(written, {**CONFIG, "model_type": "bert"}, "here.json")
+    assert list(unlike) == [part]
+    assert unlike[part].startswith("here.json ") and reason in unlike[part]  # type: ignore[index]
 
 
 def test_keeps_what_is_near() -> None:
     written = of_kind("DeiT", size={"height": 256, "width": 256}, crop_size=224)
-    assert read_processor(written, CONFIG, "").preprocess == Preprocess("RGB", 224, 224, 256, *OURS, "bicubic")
+    assert read_processor(written, CONFIG, "")[0] == Preprocess("RGB", 224, 224, 256, *OURS, "bicubic")
 
 
 @pytest.mark.parametrize(
@@ -137,8 +137,8 @@ def test_keeps_what_is_near() -> None:
     ],
 )
 def test_tells_what_it_cannot_do_of_timm(written: dict[str, Any], part: str, reason: str) -> None:
-    found = read_timm(written, "here.json")
-    assert list(found.unlike) == [part] and reason in found.unlike[part]  # type: ignore[index]
+    _, unlike = read_timm(written, "here.json")
+    assert list(unlike) == [part] and reason in unlike[part]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_rejects_what_means_nothing_of_timm(written: dict[str, Any]) -> None:
 
 def test_grey_images() -> None:
     written = vit(image_mean=0.1307, image_std=0.3081)
-    found = read_processor(written, {**CONFIG, "num_channels": 1}, "")
-    assert found.preprocess == Preprocess("L", 224, 224, None, (0.1307,), (0.3081,))
-    assert found.unlike == {}
-    assert np.asarray(found.preprocess.from_image(Image.new("RGB", (9, 9)))).shape == (1, 224, 224)
+    preprocess, unlike = read_processor(written, {**CONFIG, "num_channels": 1}, "")
+    assert preprocess == Preprocess("L", 224, 224, None, (0.1307,), (0.3081,))
+    assert unlike == {}
+    assert np.asarray(preprocess.from_image(Image.new("RGB", (9, 9)))).shape == (1, 224, 224)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,8 @@ from torch import nn
 
 from psc_core.errors import NetworkError
 from psc_core.network.backbone import truncate
-from psc_core.network.load import Recipe, load_network, notes_of, recipe_of
+from psc_core.network.described import NetworkSpec
+from psc_core.network.load import load_network, notes_of, spec_of
 
 HERE = __name__
 
@@ -52,21 +52,21 @@ def test_a_factory_that_the_caller_names_needs_no_permission() -> None:
     assert net(torch.randn(2, 1, 4, 4)).shape == (2, 3)
 
 
-def test_recipe_round_trip() -> None:
+def test_spec_round_trip() -> None:
     net = load_network("torchvision:resnet18", num_classes=3, model_args={"stem": "small"})
-    recipe = recipe_of(net)
-    assert recipe is not None
+    spec = spec_of(net)
+    assert spec is not None
     assert (
-        recipe
-        == Recipe(**json.loads(json.dumps(asdict(recipe))))
-        == Recipe("torchvision:resnet18", 3, {"stem": "small"})
+        spec
+        == NetworkSpec(**json.loads(json.dumps(spec.to_json())))
+        == NetworkSpec("torchvision:resnet18", 3, {"stem": "small"})
     )
-    assert not recipe.is_factory
-    assert Recipe("a.b:c", 3).is_factory
-    assert truncate(net, ["layer3"], keep_output=False).recipe == recipe
-    assert recipe_of(tiny(3)) is None
+    assert not spec.is_factory
+    assert NetworkSpec("a.b:c", 3).is_factory
+    assert truncate(net, ["layer3"], keep_output=False).network == spec
+    assert spec_of(tiny(3)) is None
     with pytest.raises(NetworkError, match="no name builds"):
-        _ = truncate(tiny(3), ["1"], keep_output=False).recipe
+        _ = truncate(tiny(3), ["1"], keep_output=False).network
 
 
 def test_says_how_the_weights_were_found(tmp_path: Path) -> None:

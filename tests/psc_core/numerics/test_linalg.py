@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psc_core.numerics import linalg, matrix
-from psc_core.numerics.matrix import chunk_rows
+from psc_core.numerics import features, linalg
+from psc_core.numerics.features import chunk_rows
 from tests.reference import linalg as reference
 
 SEEDS = st.integers(0, 2**16)
@@ -81,7 +81,7 @@ def test_inverse_root_equals_naive_loop(columns: int, rows: int, seed: int) -> N
 
 def test_chunked_sums_equal_naive_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     x = 1e6 + torch.randn(101, 7, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(matrix, "CHUNK_ELEMENTS", 50)
+    monkeypatch.setattr(features, "CHUNK_ELEMENTS", 50)
     assert [s.stop - s.start for s in chunk_rows(16, 7)] == [7, 7, 2]
     mean = linalg.mean_of_rows(x)
     np.testing.assert_allclose(mean.numpy(), reference.mean_of_rows(x.double().numpy()), rtol=1e-12)

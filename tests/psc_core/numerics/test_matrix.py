@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from psc_core.data.cache import Scratch
 from psc_core.density import DENSITIES
 from psc_core.density.fit.density import Examples, fit_density
-from psc_core.numerics import matrix
-from psc_core.numerics.matrix import FeatureFile, as_matrix, blocks, side_by_side, usable
+from psc_core.numerics import features as matrix
+from psc_core.numerics.features import FeatureMatrix, as_matrix, blocks, side_by_side, usable
 from psc_core.tasks.classification.fit import sngp
 from psc_core.tasks.classification.heads import HEADS
 from tests.psc_core.tasks.classification.heads.support import fit_head
@@ -31,13 +31,10 @@ def sample(n: int = 240, dim: int = 5, classes: int = 3) -> tuple[Tensor, Tensor
     return torch.randn(n, dim, generator=random) + torch.randn(classes, dim, generator=random)[labels], labels
 
 
-def in_file(values: Tensor, folder: Path) -> FeatureFile:
-    """A file written in two halves, the second first."""
-    stored = FeatureFile.create(folder / "features", (values.shape[0], values.shape[1]))
-    half = len(values) // 2
-    stored.write(torch.arange(half, len(values)), values[half:])
-    stored.write(slice(0, half), values[:half])
-    return stored
+def in_file(values: Tensor, folder: Path) -> FeatureMatrix:
+    stored = Scratch(folder).array(tuple(values.shape), np.float32)
+    stored[:] = values.numpy()
+    return as_matrix(stored)
 
 
 def test_matrices_side_by_side(tmp_path: Path) -> None:
@@ -93,24 +90,8 @@ def times(weights: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda part: part.double() @ weights
 
 
-def test_block_is_a_copy_of_the_file(tmp_path: Path) -> None:
-    values, _ = sample()
-    stored = in_file(values, tmp_path)
-    block = stored[3:9]
-    stored.write(slice(3, 9), torch.zeros(6, 5))
-    assert torch.equal(block, values[3:9])
-
-
-def test_truncated_file_is_an_error(tmp_path: Path) -> None:
-    values, _ = sample()
-    stored = in_file(values, tmp_path)
-    os.truncate(tmp_path / "features", 100)
-    with pytest.raises(OSError, match="ends 4700 bytes early"):
-        stored[:]
-
-
 def test_file_without_rows(tmp_path: Path) -> None:
-    assert FeatureFile.create(tmp_path / "features", (0, 4))[:].shape == (0, 4)
+    assert as_matrix(Scratch(tmp_path).array((0, 4), np.float32))[:].shape == (0, 4)
 
 
 def test_blocks_are_bounded_by_widest_source(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from psc_core.numerics.matrix import check_features
+from psc_core.numerics.features import check_features
 from psc_core.tasks.classification.fit.data import ClassifierData
 from psc_core.tasks.classification.fit.duq import fit_duq
 from psc_core.tasks.classification.fit.laplace import fit_laplace

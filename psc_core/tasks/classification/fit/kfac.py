@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from psc_core.numerics import linalg
-from psc_core.numerics.matrix import FeatureMatrix, blocks
+from psc_core.numerics.features import FeatureMatrix, blocks
 
 
 class Kfac(NamedTuple):

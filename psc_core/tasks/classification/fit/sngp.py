@@ -12,7 +12,7 @@ from torch import Tensor
 
 from psc_core.compute import track
 from psc_core.numerics import linalg
-from psc_core.numerics.matrix import FeatureMatrix, blocks
+from psc_core.numerics.features import FeatureMatrix, blocks
 from psc_core.tasks.classification.fit.data import ClassifierData
 from psc_core.tasks.classification.fit.posterior import choose_posterior
 from psc_core.tasks.classification.fit.softmax import SoftmaxFit, choose_softmax

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from psc_core.compute import track
-from psc_core.numerics.matrix import FeatureMatrix, blocks
+from psc_core.numerics.features import FeatureMatrix, blocks
 from psc_core.tasks.classification.fit.posterior import nll
 from psc_core.tasks.classification.fit.preconditioning import variables_at
 

@@ -22,8 +22,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from psc_core.numerics.features import FeatureMatrix, blocks
 from psc_core.numerics.linalg import Eigen, eigh
-from psc_core.numerics.matrix import FeatureMatrix, blocks
 from psc_core.tasks.fit.standardisation import in_memory
 from psc_core.tasks.regression.fit.data import RegressionData
 from psc_core.tasks.regression.heads.blr import BayesianLinearHead

@@ -27,8 +27,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from psc_core.numerics.features import FeatureMatrix, blocks
 from psc_core.numerics.linalg import eigh, fix_signs
-from psc_core.numerics.matrix import FeatureMatrix, blocks
 from psc_core.tasks.regression.fit.blr import fit_posterior, gaussian_nll, scaled
 from psc_core.tasks.regression.fit.data import RegressionData
 from psc_core.tasks.regression.heads.dve import IMAGES, DeepVecchiaHead, combine, condition, nearest_points

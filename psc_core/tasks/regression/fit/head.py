@@ -10,7 +10,7 @@ from torch import Tensor
 
 from psc_core.data.dataset import known_values
 from psc_core.errors import FitError
-from psc_core.numerics.matrix import check_features
+from psc_core.numerics.features import check_features
 from psc_core.tasks.fit.standardisation import fit_standardisation
 from psc_core.tasks.fit.task import HeadJob
 from psc_core.tasks.regression.fit.blr import fit_blr

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from psc_core import FitSettings, fit_projection, fit_psc, measure_collapse
 from psc_core.data.dataset import ArraySource, ImageDataset, labelled
 from psc_core.images.preprocess import PRESETS
-from psc_core.numerics import matrix
+from psc_core.numerics import features as matrix
 from psc_core.tasks.classification.fit import preconditioning, softmax
 
 BYTES_AN_IMAGE = 100

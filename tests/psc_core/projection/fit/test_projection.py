@@ -44,7 +44,7 @@ def test_error_names_the_d_proj_that_would_do(
     with pytest.raises(FitError, match=rf"c_proj in 1…{limit} .* got 16; give d_proj too, at least 6"):
         fit_projection(net, CANDIDATE, train, c_proj=16, settings=SETTINGS)
     fitted = fit_projection(net, CANDIDATE, train, c_proj=16, d_proj=6, settings=SETTINGS)
-    assert (fitted.report.choice.c_proj, fitted.report.choice.d_proj) == (16, 6)
+    assert (fitted.report.c_proj, fitted.report.d_proj) == (16, 6)
 
 
 def test_rejects_more_components_than_the_layer_has(net: torch.nn.Module, train: ImageDataset) -> None:

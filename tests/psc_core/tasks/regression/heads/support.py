@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from psc_core.numerics.matrix import as_matrix
+from psc_core.numerics.features import as_matrix
 from psc_core.tasks.fit.task import Features, HeadJob
 from psc_core.tasks.regression.fit import dve
 from psc_core.tasks.regression.fit import head as fit_of_heads

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.linear_model import BayesianRidge
 
-from psc_core.numerics import matrix
+from psc_core.numerics import features as matrix
 from psc_core.tasks.regression.fit.blr import fit_log_variance, fit_posterior, gaussian_nll
 from psc_core.tasks.regression.heads.base import RegressionHead
 from tests.psc_core.tasks.regression.heads.support import fit_head

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from psc_core.errors import BundleError, FitError
 from psc_core.fitted import restore
-from psc_core.numerics import matrix
+from psc_core.numerics import features as matrix
 from psc_core.tasks.regression.fit import dve
 from psc_core.tasks.regression.fit.dve import GaussianProcess, reduction, vecchia_nll
 from psc_core.tasks.regression.heads import HEADS

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from io import BufferedRandom
-from pathlib import Path
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
@@ -56,12 +55,18 @@ class FeatureMatrix:
         return FeatureMatrix(lambda at: self[at].to(target), self.shape, self.dtype, target, self.widest)
 
 
-def as_matrix(rows: Float[Tensor, "n d"] | FeatureMatrix) -> FeatureMatrix:
-    """Return a tensor as a feature matrix, without a copy."""
+def as_matrix(rows: Float[Tensor, "n d"] | npt.NDArray[np.float32] | FeatureMatrix) -> FeatureMatrix:
+    """Return a tensor, or an array in a scratch file, as a feature matrix; of an array only what is read is copied."""
     if isinstance(rows, FeatureMatrix):
         return rows
     n, d = rows.shape
-    return FeatureMatrix(rows.__getitem__, (n, d), rows.dtype, rows.device, d)
+    if isinstance(rows, Tensor):
+        return FeatureMatrix(rows.__getitem__, (n, d), rows.dtype, rows.device, d)
+
+    def read(index: slice | Tensor) -> Tensor:
+        return torch.from_numpy(rows[index if isinstance(index, slice) else index.numpy()]).clone()
+
+    return FeatureMatrix(read, (n, d), torch.float32, torch.device("cpu"), d)
 
 
 def side_by_side(parts: Sequence[FeatureMatrix], *, widest: int) -> FeatureMatrix:
@@ -87,63 +92,6 @@ def blocks(
     rows = as_matrix(rows)
     for chunk in chunk_rows(len(rows), max(columns, rows.widest)):
         yield chunk, rows[chunk]
-
-
-class FeatureFile(FeatureMatrix):
-    """A ``float32`` feature matrix in a file; only the rows being read or written are in memory.
-
-    The file is not memory-mapped, so a full disk raises ``OSError`` instead of killing the process.
-    """
-
-    def __init__(self, file: BufferedRandom, shape: tuple[int, int]) -> None:
-        super().__init__(self._copy, shape, torch.float32, torch.device("cpu"), shape[1])
-        self._file = file
-
-    @classmethod
-    def create(cls, path: Path, shape: tuple[int, int]) -> FeatureFile:
-        """Create or overwrite a file of zeros, which is closed when nothing refers to the matrix any more."""
-        file = path.open("w+b")
-        matrix = cls(file, shape)
-        file.truncate(matrix.bytes)
-        weakref.finalize(matrix, file.raw.close)
-        return matrix
-
-    @property
-    def bytes(self) -> int:
-        """The size of the file."""
-        return 4 * self.shape[0] * self.shape[1]
-
-    def _copy(self, index: slice | Tensor) -> Tensor:
-        runs = self._runs(index)
-        values = torch.empty(sum(count for _, count in runs), self.shape[1])
-        at = 0
-        for first, count in runs:
-            self._file.seek(4 * self.shape[1] * first)
-            part = values[at : at + count].numpy()
-            missing = part.nbytes - self._file.readinto(part.data)
-            if missing:
-                raise OSError(f"{self._file.name} ends {missing} bytes early; has it been changed?")
-            at += count
-        return values
-
-    def write(self, index: slice | Tensor, values: Float[Tensor, "m d"]) -> None:
-        """Overwrite the rows at ``index``."""
-        values = values.float().contiguous()
-        at = 0
-        for first, count in self._runs(index):
-            self._file.seek(4 * self.shape[1] * first)
-            self._file.write(values[at : at + count].numpy().data)
-            at += count
-        self._file.flush()
-
-    def _runs(self, index: slice | Tensor) -> list[tuple[int, int]]:
-        """Return the first row and the length of each run of consecutive rows."""
-        positions = torch.arange(*index.indices(len(self))) if isinstance(index, slice) else index
-        if len(positions) == 0:
-            return []
-        starts = functional.pad(torch.nonzero(positions.diff() != 1)[:, 0] + 1, (1, 0))
-        counts = functional.pad(starts, (0, 1), value=len(positions)).diff()
-        return list(zip(positions[starts].tolist(), counts.tolist(), strict=True))
 
 
 def check_features(
