@@ -67,7 +67,6 @@ from psc_core.tables import aligned
 NEAR: Final = 0.05  # largest distance of NC1 from ε at which two layers are combined
 CONSTANT: Final = 0.0  # NC1 of a layer whose values differ between images by rounding alone, which is never chosen
 EARLY: Final = 4  # a candidate among the first 1/EARLY of the layers gets a note
-
 # Fields that have other names in the bundle format.
 _JSON_NAMES: Final = {
     "train_examples": "train_rows",
@@ -296,11 +295,7 @@ class CollapseReport:
         return next(layer.name for layer in self.layers if layer.role == "penultimate")
 
     def layer(self, name: str) -> LayerCollapse:
-        """Return the measurement of one layer.
-
-        Raises:
-            UsageError: If the layer was not measured.
-        """
+        """Return the measurement of one layer."""
         for layer in self.layers:
             if layer.name == name:
                 return layer
@@ -325,11 +320,7 @@ class CollapseReport:
         return max(passing, key=lambda layer: (layer.quality, layer.index), default=None)
 
     def candidate(self, layer: str | None = None) -> Candidate:
-        """Return the candidate by this module's rule among the layers of the pattern, or the one that the caller names.
-
-        Raises:
-            UsageError: If ``layer`` was not measured, or no layer matches the pattern.
-        """
+        """Return the candidate by this module's rule among the layers of the pattern, or the one the caller names."""
         if layer is not None:
             return self._noted([self.layer(layer)], f"{self.named(self.layer(layer))}, named by the caller")
         eligible, best = self.eligible, self.best

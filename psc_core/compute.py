@@ -40,9 +40,6 @@ def resolve_device(name: str | torch.device) -> torch.device:
 
     On CUDA this turns off TF32 for the process: cuDNN's convolutions use it by default, and a bundle fitted on one
     device would not give the same numbers on another.
-
-    Raises:
-        UsageError: If the name is unknown, or this machine does not have the CUDA device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -129,9 +126,6 @@ def join_processes() -> tuple[int, int]:
 
     They sum CPU tensors by Gloo and CUDA tensors by NCCL, or by Gloo too where some share a GPU, which NCCL refuses.
     Each process leaves the group when the program ends.
-
-    Raises:
-        UsageError: If ``torchrun`` did not start this process.
     """
     if "WORLD_SIZE" not in os.environ:
         raise UsageError(
@@ -149,11 +143,8 @@ def join_processes() -> tuple[int, int]:
 Item = TypeVar("Item")
 Value = TypeVar("Value")
 
-MAX_CPU_BATCH = 64
-"""Maximum batch size on a CPU, because the activations of more images leave the cache."""
-
-LOG_SECONDS: Final = 30.0
-"""Minimum time between two lines in a log, in seconds."""
+MAX_CPU_BATCH = 64  # maximum batch size on a CPU, because the activations of more images leave the cache
+LOG_SECONDS: Final = 30.0  # minimum time between two lines in a log, in seconds
 
 
 @dataclass(frozen=True)

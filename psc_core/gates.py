@@ -1,23 +1,5 @@
 """Gates: readings of one forward pass, each with its own p-values, combined into one OOD score.
 
-Turn readings into log p-values, with a continuous tail.
-
-The conformal p-value among m images is at least 1 / (m + 1), so all readings beyond the largest of m are tied.  Where
-several readings are combined, their distance beyond it matters.  So with the readings ``r_1 ≤ … ≤ r_m`` of
-in-distribution images, where higher is more unusual,
-
-* at ``r_i`` the p-value is ``(m + 1 − i) / (m + 1)``, and its logarithm is linear in between; below ``r_1`` it is as
-  at ``r_1``;
-* beyond ``r_m`` it is ``exp(−(r − r_m) / s) / (m + 1)``: an exponential tail of scale s, the mean excess of the largest
-  readings over the next smaller one (the maximum-likelihood scale of an exponential tail; Embrechts et al., Modelling
-  Extremal Events, 1997, section 6.2).
-
-These p-values only rank and weigh, and guarantee nothing: the score made of them is calibrated again.
-
-Shapes: B images, G gates, m in-distribution images.
-
-The gates of a model: their names, their p-values and Fisher's combination of them.
-
 =============  ==================================================  ==========================================
 gate           reading, higher is more unusual                     an alarm means
 =============  ==================================================  ==========================================
@@ -27,7 +9,7 @@ gate           reading, higher is more unusual                     an alarm mean
 ``confidence`` energy of the logits, −log Σ exp f, nats            no class has much evidence
 =============  ==================================================  ==========================================
 
-With ``p_g`` from :mod:`.tail` the OOD score is
+With the p-value ``p_g`` of each gate the OOD score is
 
     ``−Σ_g log min(1, p_g / τ_g)``     nats
 
@@ -35,17 +17,24 @@ with ``τ_g = 1`` except for ``texture`` (a soft form of the truncated product o
 is half of the statistic of Fisher 1932).  Near out-of-distribution images have typical textures, and how typical they
 are would only add noise to the sum.
 
-Because the readings of one image depend on each other, the score's p-value does not come from χ² but is conformal, on
-images that were used neither to choose the gates nor to fit ``p_g`` (:mod:`psc_core.calibration.conformal`; Bates et
-al. 2023).  The p-value of a single gate is conformal on the same images.
+The conformal p-value among m images is at least 1 / (m + 1), so all readings beyond the largest of m are tied, but in a
+sum their distance beyond it matters.  So with the readings ``r_1 ≤ … ≤ r_m`` of in-distribution images ``p_g`` is
+
+* ``(m + 1 − i) / (m + 1)`` at ``r_i``, and its logarithm is linear in between; below ``r_1`` it is as at ``r_1``;
+* ``exp(−(r − r_m) / s) / (m + 1)`` beyond ``r_m``: an exponential tail of scale s, the mean excess of the largest
+  readings over the next smaller one (the maximum-likelihood scale of an exponential tail; Embrechts et al., Modelling
+  Extremal Events, 1997, section 6.2).
+
+These p-values only rank and weigh, and guarantee nothing.  Because the readings of one image depend on each other, the
+score's p-value does not come from χ² but is conformal, on images that were used neither to choose the gates nor to fit
+``p_g`` (Bates et al. 2023).  The p-value of a single gate is conformal on the same images.
+
+Gates are chosen by least regret over the transforms that make out-of-distribution images: detectors that are good at
+near images are poor at far ones and vice versa, so a mean over transforms would depend on how many of each there are.
+The regret of an option on a transform is the best option's AUROC minus its own; the option whose largest regret is
+smallest is chosen, and of equal options the one with the highest mean AUROC.
 
 Shapes: B images, G gates, m images that ``p_g`` is fitted to, n calibration images.
-
-Choose gates by least regret over the transforms that make out-of-distribution images.
-
-Detectors that are good at near images are poor at far images and vice versa, so a mean over transforms would depend on
-how many of each there are.  The regret of an option on a transform is the best option's AUROC minus its own; the option
-whose largest regret is smallest is chosen, and of equal options the one with the highest mean AUROC.
 """
 
 from __future__ import annotations
@@ -72,10 +61,6 @@ def log_p_pieces(
     """Return the log p-value of each gate as straight lines, float64.
 
     Line i holds for readings with i of ``ascending`` at or below them; it is given by its start, value there and slope.
-
-    Args:
-        ascending: The sorted in-distribution readings of each gate.
-        scales: The scale s of each gate, positive.
     """
     gates, m = ascending.shape
     knots = ascending.double()
@@ -97,10 +82,7 @@ def log_p_values(
 
     In float32 a score would depend on the position of its image in a batch.
 
-    Args:
-        ascending: The readings given to :func:`log_p_pieces`.
-        pieces: The lines from :func:`log_p_pieces`.
-        readings: The readings of the images to test, contiguous, of the same dtype as ``ascending``.
+    ``readings`` are contiguous, of the same dtype as ``ascending``.
     """
     lines = torch.searchsorted(ascending, readings, right=True)
     start, value, slope = pieces.gather(1, lines[..., None].expand(-1, -1, 3)).unbind(2)
@@ -111,8 +93,7 @@ TEXTURE: Final = "texture"
 DENSITY: Final = "kind"  # as bundles and answers call the gate that reads the model's density
 CONFIDENCE: Final = "confidence"
 
-GATES: Final = (TEXTURE, DENSITY, CONFIDENCE)
-"""The names of all gates; a model has some of them, in this order."""
+GATES: Final = (TEXTURE, DENSITY, CONFIDENCE)  # the names of all gates; a model has some of them, in this order
 
 
 def readings_of(names: Sequence[str], scores: Mapping[str, Float[Tensor, " batch"]]) -> Float[Tensor, "batch gates"]:
@@ -172,9 +153,6 @@ class Gates(nn.Module):
             scales: ``float32 (G,)`` scales of the tails, positive.
             calibration: ``float32 (G, n)`` readings of the calibration images, sorted.
             texture_counts_below: τ of ``texture``, in (0, 1].
-
-        Raises:
-            BundleError: If names or shapes do not match, or readings are not sorted.
         """
         if tuple(names) != tuple(name for name in GATES if name in names) or not names:
             raise BundleError(f"expected gates of {', '.join(GATES)} in this order, got {list(names)}")
@@ -214,26 +192,14 @@ class Gates(nn.Module):
         return conformal_p_values(self.calibration, readings.T.contiguous()).T
 
 
-TEXTURE_COUNTS_BELOW: Final = 0.2
-"""The p-value below which an anomalous texture counts along with other gates."""
-
-MINIMUM_TAIL: Final = 5
-"""Minimum number of readings for the scale of the tail, if there are as many."""
+TEXTURE_COUNTS_BELOW: Final = 0.2  # the p-value below which an anomalous texture counts along with other gates
+MINIMUM_TAIL: Final = 5  # minimum number of readings for the scale of the tail, if there are as many
 
 
 def fit_gates(
     names: Sequence[str], selection: Float[Tensor, "m gates"], calibration: Float[Tensor, "n gates"]
 ) -> Gates:
-    """Fit gates to the readings of both halves of the validation images.
-
-    Args:
-        names: The names of the gates, in the order of the columns.
-        selection: The readings to which ``p_g`` is fitted.
-        calibration: The readings for the p-value of each gate.
-
-    Raises:
-        FitError: If a reading is not finite, or all readings of a gate are equal.
-    """
+    """Fit gates to the readings of both halves of the validation images."""
     for part in (selection, calibration):
         if not part.isfinite().all():
             raise FitError("expected finite readings of the gates; check the precision")
@@ -261,11 +227,10 @@ def tail_scales(ascending: Float[Tensor, "m gates"]) -> Float[Tensor, " gates"]:
     return torch.maximum(tail_excess(wide, k), (wide[-1] - wide[0]) / 1000).float()
 
 
-Auroc = Mapping[str, float]
-"""The AUROC for each transform of made-up images."""
+Auroc = Mapping[str, float]  # the AUROC for each transform of made-up images
 
+# The key of a bundle that lists the transforms of made-up images, or the patches of a map, as their AUROCs follow.
 KINDS_KEY: Final = "kinds"
-"""The key of a bundle that lists the transforms of made-up images, or the patches of a map, as their AUROCs follow."""
 
 
 def best_of(aurocs: Mapping[str, Auroc]) -> dict[str, float]:

@@ -165,11 +165,7 @@ class Projection(Fitted):
 
 
 def reshape_features(features: Sequence[Tensor], positions: Sequence[int]) -> Float[Tensor, "batch channels positions"]:
-    """Return X (B, C, d): the features (B, C, d_l) of each layer reduced to its number of positions, and concatenated.
-
-    Raises:
-        FitError: If the layers have different numbers of channels.
-    """
+    """Return X (B, C, d): the features (B, C, d_l) of each layer reduced to its positions, and concatenated."""
     if len({f.shape[1] for f in features}) > 1 and any(f.shape[2] > 1 for f in features):
         raise FitError(
             f"expected layers with equal numbers of channels, got {[f.shape[1] for f in features]}; choose one layer"
@@ -205,9 +201,6 @@ class ChannelMoments:
     def std(self) -> Float[Tensor, "channels positions"]:
         """Return the standard deviations, at least :data:`.DEAD_UNIT` of their root mean square; ∞, which scales to 0,
         where that is no more than rounding.
-
-        Raises:
-            FitError: If every unit is constant, up to rounding.
         """
         std = self.covariance.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
         scale = float(std.square().mean().sqrt())
@@ -231,15 +224,7 @@ def channel_moments(
     *,
     all_reduce: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> ChannelMoments:
-    """Return mean and covariance of every channel, from one pass over features of any float type.
-
-    Args:
-        batches: The features, batch after batch.
-        all_reduce: A function that sums a tensor over all processes.
-
-    Raises:
-        FitError: If there are no features, or a value is not finite.
-    """
+    """Return mean and covariance of every channel, from one pass over features of any float type."""
     sums: MomentSums | None = None
     for features in batches:
         if sums is None:
@@ -253,12 +238,12 @@ def channel_moments(
     return ChannelMoments(*moments)
 
 
+# Maximum number of higher-order orthogonal iterations; they start near the end, from the truncated HOSVD.
 ITERATIONS = 10
-"""Maximum number of higher-order orthogonal iterations; they start near the end, from the truncated HOSVD."""
 
 
+# Eigenvalue of a Gram matrix, relative to the largest, below which it is rounding: an amplitude of a millionth.
 NO_RANK = 1e-12
-"""Eigenvalue of a Gram matrix, relative to the largest, below which it is rounding: an amplitude of a millionth."""
 
 
 def tucker_factors(
@@ -268,11 +253,8 @@ def tucker_factors(
 
     The sign of every column is fixed (largest entry positive), so that equal inputs give equal factors.
 
-    Args:
-        correlation: (C, d, d), symmetric in its last two modes.
-        c_max: Maximum number of columns of A; there are at most C, at most d_max (d_max + 1) / 2, which is what
-            symmetric slices span, and no more than these do span.
-        d_max: Maximum number of columns of B; there are at most d.
+    There are at most C columns of A, at most d_max (d_max + 1) / 2, which is what symmetric slices span, and no more
+    than these do span; at most d of B.
     """
     channels, positions, _ = correlation.shape
     d_max = min(d_max, positions)
@@ -314,11 +296,8 @@ def truncated_hosvd(
     return tensor.new_zeros(a.shape[1], d_max, d_max), [a, b, b]
 
 
-NC4_LOSS: Final = 0.01
-"""Largest loss of NC4 that a smaller size may cost."""
-
-MUCH_NC4: Final = 0.05
-"""A loss of NC4 that is more than noise: several of its standard errors."""
+NC4_LOSS: Final = 0.01  # largest loss of NC4 that a smaller size may cost
+MUCH_NC4: Final = 0.05  # A loss of NC4 that is more than noise: several of its standard errors
 
 
 def nc1_prefixes(
@@ -504,8 +483,7 @@ def _columns(features: list[Tensor], largest: Projection, columns: slice, *, is_
 
 
 MAX_CHANNEL_COMPONENTS = 64
-MAX_COMPONENTS = 2048
-"""Largest projection that is measured: components of the channel mode, and of both modes together."""
+MAX_COMPONENTS = 2048  # largest projection that is measured: components of the channel mode, and of both modes together
 
 
 def fit_tucker(

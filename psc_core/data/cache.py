@@ -31,8 +31,7 @@ from psc_core.errors import DataError, ImageError, UsageError
 from psc_core.images.files import read_file
 from psc_core.images.preprocess import Preprocess
 
-FREE_FRACTION: Final = 0.5
-"""Fraction of the free disk space that the scratch files may take."""
+FREE_FRACTION: Final = 0.5  # fraction of the free disk space that the scratch files may take
 
 
 @dataclass(frozen=True)
@@ -145,23 +144,19 @@ def _unusable(folder: Path, error: OSError) -> UsageError:
     return UsageError(f"cannot store pixels in {folder}: {error.strerror}; choose another --cache or off")
 
 
+# Fraction of the validation images that may be duplicates: real data sets have a few by accident.
 REPEATED: Final = 0.01
-"""Fraction of the validation images that may be duplicates: real data sets have a few by accident."""
 
+# The remedy, for messages.
 HOLD_OUT: Final = "calibration on training images does not hold for new ones, so hold some images out"
-"""The remedy, for messages."""
 
-COMPARED_VALUES: Final = 4096
-"""Maximum number of values that the key of an image in an array is made of."""
+COMPARED_VALUES: Final = 4096  # maximum number of values that the key of an image in an array is made of
 
 
 def shared_images(train: ImageDataset, val: ImageDataset, show: Callable[[Sequence[int]], Iterable[int]] = iter) -> int:
     """Return how many images of ``val`` are images of ``train``; of files their copies count, whatever their names.
 
-    Args:
-        train: Training images.
-        val: Validation images.
-        show: Yields the positions of the training images, and shows how many are done.
+    ``show`` yields the positions of the training images, and shows how many are done.
     """
     sizes = {_file_size(val, position) for position in range(len(val))}
     keys = [*image_keys(val)]
@@ -185,13 +180,7 @@ def check_disjoint(
 ) -> None:
     """Require validation images that are not training images, but for a few accidental duplicates.
 
-    Args:
-        train: Training images.
-        val: Validation images.
-        show: Yields the positions of the training images, and shows how many are done.
-
-    Raises:
-        UsageError: If more are shared.
+    ``show`` is as of :func:`shared_images`.
     """
     shared = shared_images(train, val, show)
     if shared > REPEATED * len(val):
@@ -245,9 +234,7 @@ def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-SHOWN_IMAGES: Final = 5
-"""Maximum number of images that a message names."""
-
+SHOWN_IMAGES: Final = 5  # maximum number of images that a message names
 _AT_ONCE: Final = 256
 
 
@@ -268,10 +255,7 @@ NONE: Final = Unreadable(torch.empty(0, dtype=torch.int64), ())
 def find_unreadable(dataset: ImageDataset, at_most: int, compute: Compute | None = None) -> Unreadable:
     """Decode each image to find those that cannot be decoded; processes share the work and all get the same result.
 
-    Args:
-        dataset: The images; arrays need no decoding.
-        at_most: The number of unreadable images after which the search ends early.
-        compute: The processes that fit one model; None: this one alone.
+    It ends early after more than ``at_most``; arrays need no decoding.
     """
     compute = compute or Compute(torch.device("cpu"))
     is_bad = torch.zeros(len(dataset), dtype=torch.int64)
@@ -307,11 +291,7 @@ def without(dataset: ImageDataset, found: Unreadable) -> ImageDataset:
 
 
 def only_readable(dataset: ImageDataset, at_most: int) -> ImageDataset:
-    """Return the images that can be decoded; with ``at_most`` 0 nothing is checked.
-
-    Raises:
-        DataError: If more than ``at_most`` images cannot be decoded.
-    """
+    """Return the images that can be decoded; with ``at_most`` 0 nothing is checked."""
     if not at_most:
         return dataset
     found = find_unreadable(dataset, at_most)

@@ -40,8 +40,8 @@ from psc_core.images.preprocess import Preprocess, check_known, described, mode_
 from psc_core.names import class_names, composed
 from psc_core.target import UNNAMED, Target
 
+# The mean or the standard deviation of each channel, or one number for all channels.
 Statistic = float | Sequence[float] | Tensor | npt.NDArray[Any]
-"""The mean or the standard deviation of each channel, or one number for all channels."""
 
 
 @dataclass(frozen=True)
@@ -148,18 +148,15 @@ def temporary_folder() -> str:
 
 
 ELSEWHERE: Final = "set TMPDIR to a folder of a larger disk"  # the remedy for a full disk
-
+# The keys under which a mapping may hold images; the first key present counts.
 IMAGE_KEYS: Final = ("pixel_values", "image", "images", "img", "x")
-"""The keys under which a mapping may hold images; the first key present counts."""
 
+# The keys under which a mapping may hold labels; the first key present counts.
 LABEL_KEYS: Final = ("labels", "label", "targets", "target", "y")
-"""The keys under which a mapping may hold labels; the first key present counts."""
 
-MAX_NUMBERED: Final = 1 << 16
-"""Maximum number of classes without names."""
-
+MAX_NUMBERED: Final = 1 << 16  # maximum number of classes without names
+# Number of label tensors that are joined at a time, so that the labels of single examples take little memory.
 JOINED: Final = 1024
-"""Number of label tensors that are joined at a time, so that the labels of single examples take little memory."""
 
 
 def open_loader(  # noqa: PLR0913
@@ -324,12 +321,7 @@ def elements(data: Any, name: str) -> Iterator[Any]:
 
 
 def batch_of(element: Any, where: str, preprocess: Preprocess | None) -> tuple[npt.NDArray[Any], Tensor]:
-    """Return the images (n, channels, height, width) and labels (n, …) of a batch, or of a single example.
-
-    Raises:
-        UsageError: If it has pixels and no ``preprocess`` is given.
-        DataError: If it lacks images or labels, or their numbers differ.
-    """
+    """Return the images (n, channels, height, width) and labels (n, …) of a batch, or of a single example."""
     images, labels = _pair(element, where)
     if isinstance(images, Image.Image | bytes | str | Path) or getattr(images, "ndim", None) in (2, 3):
         images, labels = [images], [labels]
@@ -467,11 +459,7 @@ def _own_names(data: Any) -> tuple[str, ...]:
 
 
 def _check_names(own: Sequence[str], classes: Sequence[str], name: str) -> None:
-    """Require that a data set with a class of its own gives no other class another label.
-
-    Raises:
-        DataError: If it does.  Where no name has another label, its own may be other words for the same classes.
-    """
+    """Require that a data set with a class of its own gives no other class another label."""
     unknown = next((each for each in own if each not in classes), None)
     for label, each in enumerate(own if unknown is not None else ()):
         if each in classes and classes.index(each) != label:

@@ -29,23 +29,20 @@ from psc_core.errors import NetworkError, UsageError, fault
 from psc_core.images import INTERPOLATIONS
 from psc_core.images.preprocess import PRESETS, Preprocess
 
+# The parts of a preprocessing that flags can replace: all of it; size and crop; the filter; mean and deviation.
 Aspect = Literal["whole", "size", "interpolation", "statistics"]
-"""The parts of a preprocessing that flags can replace: all of it; size and crop; the filter; mean and deviation."""
 
 BOTH_SIDES: Final = ("ViT", "DeiT", "Beit", "Blip", "DINOv3ViT", "EfficientNet", "Pvt", "Segformer", "Siglip")
+# The known image processors of transformers, without the suffix of their names.
 SHORTER_SIDE: Final = ("Bit", "CLIP", "ConvNext", "Levit", "MobileNetV1", "MobileNetV2", "PoolFormer")
-"""The known image processors of transformers, without the suffix of their names."""
 
+# The processors of network types whose oldest files do not name one.
 _OLDEST: Final = {"beit": "Beit", "convnext": "ConvNext", "deit": "DeiT", "swin": "ViT", "vit": "ViT"}
-"""The processors of network types whose oldest files do not name one."""
 
-_RESAMPLE: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
-"""Pillow's filters by number."""
-
+_RESAMPLE: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # Pillow's filters by number
 _UNKNOWN_STEPS: Final = ("do_pad", "do_flip_channel_order", "do_color_quantize", "do_align_long_axis", "do_thumbnail")
 
-Geometry = tuple[int, int, int | None]
-"""(height, width, resize) of a :class:`Preprocess`."""
+Geometry = tuple[int, int, int | None]  # (height, width, resize) of a :class:`Preprocess`
 
 
 Described = tuple[Preprocess, dict[Aspect, str]]  # and a sentence for each part of a description that it approximates
@@ -113,13 +110,8 @@ class _Network(NamedTuple):
 def read_processor(written: Mapping[str, Any], config: Mapping[str, Any], origin: str) -> Described:
     """Read the preprocessing of a transformers image processor.
 
-    Args:
-        written: The content of ``preprocessor_config.json``.
-        config: The network's configuration.
-        origin: The file of ``written``, for messages.
-
-    Raises:
-        NetworkError: If a field has the wrong type, or the fields give no valid input.
+    ``written`` is the content of ``preprocessor_config.json``, ``origin`` its name, ``config`` the network's
+    configuration.
     """
     try:
         processor = _Processor.model_validate(dict(written))
@@ -151,11 +143,7 @@ def read_processor(written: Mapping[str, Any], config: Mapping[str, Any], origin
 
 
 def read_timm(written: Mapping[str, Any], origin: str) -> Described:
-    """Read the evaluation preprocessing in timm's ``pretrained_cfg``; missing fields have timm's defaults.
-
-    Raises:
-        NetworkError: If a field has the wrong type, or the fields give no valid input.
-    """
+    """Read the evaluation preprocessing in timm's ``pretrained_cfg``; missing fields have timm's defaults."""
     imagenet, unlike = PRESETS["imagenet"], dict[Aspect, str]()
     try:
         found = _Pretrained.model_validate(dict(written))
@@ -316,8 +304,8 @@ def _statistics(processor: _Processor, model: str, channels: int) -> tuple[tuple
     return tuple((value + offset) / scale for value in mean), tuple(value / scale for value in std)
 
 
+# The attributes of torchvision's ``ImageClassification``, which lies in a private module.
 _OF_TORCHVISION: Final = ("crop_size", "resize_size", "mean", "std", "interpolation")
-"""The attributes of torchvision's ``ImageClassification``, which lies in a private module."""
 
 _REMEDY: Final = 'say what it does to a file, as Preprocess("RGB", 224, 224, 256, mean, std), or take one of PRESETS'
 

@@ -29,11 +29,10 @@ from psc_core.settings import Precision
 
 FeatureStep = Callable[[Tensor], list[Tensor]]
 
+# The canonical features (batch, channels, spatial) of each layer, and the logits if they are kept.
 FeaturesAndOutput = tuple[list[Float[Tensor, "batch _ _"]], Float[Tensor, "batch classes"] | None]
-"""The canonical features (batch, channels, spatial) of each layer, and the logits if they are kept."""
 
-_CUT_ERROR = 1e-5
-"""Maximum difference between the traced and the original network, relative to the largest value."""
+_CUT_ERROR = 1e-5  # maximum difference between the traced and the original network, relative to the largest value
 
 
 @dataclass(frozen=True)
@@ -48,14 +47,7 @@ class Cut:
 
 
 class Backbone(nn.Module):
-    """A cut network that returns the canonical features of each layer, and the logits if they are kept.
-
-    Args:
-        body: The module that returns one tensor per layer, then the logits.
-        cut: The place of the cut.
-        memory_format: The format to which images are converted.
-        precision: The precision of the network, under :func:`psc_core.compute.autocast`.
-    """
+    """A cut network that returns the canonical features of each layer, and the logits if they are kept."""
 
     def __init__(
         self,
@@ -93,11 +85,7 @@ class Backbone(nn.Module):
 
     @property
     def network(self) -> NetworkSpec:
-        """How the whole network is built.
-
-        Raises:
-            NetworkError: If the network did not come from ``load_network``.
-        """
+        """How the whole network is built."""
         if self.cut.network is None:
             raise NetworkError(BUILT_BY_HAND)
         return self.cut.network
@@ -121,20 +109,13 @@ class Backbone(nn.Module):
     def fused(self, precision: Precision) -> Backbone:
         """Return a faster copy (:func:`psc_core.network.fuse.fuse`) with the same features up to rounding; not for
         storing.
-
-        Raises:
-            NetworkError: If an ONNX graph is asked for a precision other than float32.
         """
         if self.onnx is not None and precision != "fp32":
             raise NetworkError(f"an ONNX network computes in float32, got precision {precision}; leave it out")
         return Backbone(fuse(self.body, precision=precision), self.cut, images_format(self.body, precision), precision)
 
     def spec(self) -> dict[str, Any]:
-        """Return what :func:`rebuild_backbone` needs besides the state dict, as JSON types.
-
-        Raises:
-            NetworkError: If the network did not come from ``load_network``.
-        """
+        """Return what :func:`rebuild_backbone` needs besides the state dict, as JSON types."""
         hooks = self.cut.hooks
         return {
             "network": None if self.onnx is not None else self.network.to_json(),
@@ -167,16 +148,8 @@ def onnx_backbone(body: OnnxBody, layers: Sequence[str], *, keep_output: bool) -
 def truncate(net: nn.Module, layers: Sequence[str], *, keep_output: bool, trial: Inputs | None = None) -> Backbone:
     """Cut ``net`` after ``layers``; the result shares the weights of ``net``.
 
-    Args:
-        net: A classifier.
-        layers: Layer names, see :func:`psc_core.network.layers.list_layers`.
-        keep_output: Whether to return the logits too, from the same forward pass.
-        trial: One input.  With it the traced network is checked against the original, and a network that cannot be
-            traced is cut by hooks.
-
-    Raises:
-        NetworkError: If a layer is unknown, outputs are random, or the network cannot be traced and there is no
-            trial input.
+    With ``trial``, one input, the traced network is checked against the original, and a network that cannot be traced
+    is cut by hooks.
     """
     if isinstance(net, OnnxNetwork):
         if trial is None:
@@ -237,13 +210,7 @@ def _check_repeatable(backbone: Backbone, trial: Tensor) -> None:
 def rebuild_backbone(
     spec: Mapping[str, Any], state: Mapping[str, Tensor], allow_factories: Collection[str] = ()
 ) -> Backbone:
-    """Restore a backbone from :meth:`Backbone.spec` and its state dict; global random state does not change.
-
-    Raises:
-        BundleError: If the state has other dtypes than the network.
-        NetworkError: If the network's factory is not on the allow-list, the network cannot be built or cut or is too
-            large, or the state does not fit it.
-    """
+    """Restore a backbone from :meth:`Backbone.spec` and its state dict; global random state does not change."""
     network = NetworkSpec(**spec["network"])
     if network.is_factory and network.spec not in allow_factories:
         raise NetworkError(
@@ -271,8 +238,7 @@ def feature_step(backbone: Backbone, precision: Precision | None = None) -> Feat
     return lambda images: running(images)[0]
 
 
-_TRANSFORMERS_INPUT: Final = "pixel_values"
-"""What transformers' networks for images call their input."""
+_TRANSFORMERS_INPUT: Final = "pixel_values"  # what transformers' networks for images call their input
 
 
 def readable_copy(net: object) -> nn.Module:
@@ -284,10 +250,6 @@ def readable_copy(net: object) -> nn.Module:
     Example:
         >>> readable_copy(nn.DataParallel(nn.Linear(2, 3).half())).weight.dtype
         torch.float32
-
-    Raises:
-        UsageError: If ``net`` is no module.
-        NetworkError: If it is TorchScript, or cannot be copied.
     """
     if not isinstance(net, nn.Module):
         raise UsageError(

@@ -30,21 +30,13 @@ from psc_core.network.layers import INPUT_SUFFIX, value_of
 
 
 def shared_copy(net: nn.Module) -> nn.Module:
-    """Copy ``net`` in evaluation mode; the copy shares its parameters and buffers.
-
-    Raises:
-        NetworkError: If the modules cannot be copied.
-    """
+    """Copy ``net`` in evaluation mode; the copy shares its parameters and buffers."""
     # deepcopy takes every object in its memo for one that is already copied.
     return deep_copy(net, {id(tensor): tensor for tensor in chain(net.parameters(), net.buffers())})
 
 
 def deep_copy(net: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """Copy ``net`` in evaluation mode, except for objects whose id is in ``memo``.
-
-    Raises:
-        NetworkError: If an attribute cannot be copied; the message names it.
-    """
+    """Copy ``net`` in evaluation mode, except for objects whose id is in ``memo``."""
     memo = {} if memo is None else memo
     for tensor in _results(net):
         memo.setdefault(id(tensor), tensor.detach().clone())
@@ -86,8 +78,8 @@ def _uncopied(net: nn.Module) -> str:
     return ", ".join(found) or "locks, open files and results of passes with gradients from its attributes"
 
 
+# Tracing replaces methods of ``nn.Module`` for all threads, so only one trace may run at a time.
 _one_trace = threading.Lock()
-"""Tracing replaces methods of ``nn.Module`` for all threads, so only one trace may run at a time."""
 
 
 class _Recorder(fx.Tracer):
@@ -128,12 +120,7 @@ class _Recorder(fx.Tracer):
 def cut_graph(net: nn.Module, layers: Sequence[str], *, keep_output: bool) -> fx.GraphModule:
     """Trace ``net`` and keep only the operations for ``layers``, and for the logits if ``keep_output``.
 
-    Returns:
-        A module whose forward returns a tuple: one tensor per layer in the order given, then the logits.
-
-    Raises:
-        NetworkError: If the forward pass cannot be traced, or a layer lies inside a module that is traced as one
-            operation.
+    The forward of the result returns a tuple: one tensor per layer in the order given, then the logits.
     """
     root = shared_copy(net)
     tracer = _Recorder(set(layers))

@@ -1,24 +1,16 @@
-"""Networks whose files describe their classes, the preparation of images and the location of the weights.
-
-Read folders of timm (``timm.models.save_for_hf``): ``config.json`` and ``model.safetensors``.
-
-The network is built by the name of its architecture, so a bundle does not need the folder.  Settings that timm takes
-from the folder's ``pretrained_cfg`` instead of its own become arguments: channels, pooling, and the size of the input
-if it is fixed.
-
-Read folders of transformers (``save_pretrained``): ``config.json``, ``preprocessor_config.json`` and weights.
-
-transformers itself builds the network from the folder; no code in the folder is run, and nothing is downloaded.
-
-The specs of networks that describe themselves, and the reader of each.
+"""Networks whose files describe their classes, the preprocessing of images and the location of the weights.
 
 ======================  ============================================================
-``hf:DIR``              a folder of transformers, or of timm
+``hf:DIR``              a folder of transformers (``save_pretrained``), or of timm
 ``hf:ORG/NAME``         the same in the cache of the Hugging Face hub
-``timm:local-dir:DIR``  a folder of timm
+``timm:local-dir:DIR``  a folder of timm (``timm.models.save_for_hf``)
 ``timm:hf-hub:…``       the same in the cache of the Hugging Face hub, ORG/NAME
 ``onnx:FILE``           an ONNX file, which holds its weights
 ======================  ============================================================
+
+A network of timm is built by the name of its architecture, so a bundle does not need the folder.  Settings that timm
+takes from the folder's ``pretrained_cfg`` instead of its own become arguments: channels, pooling, and the size of the
+input if it is fixed.  transformers itself builds a network from its folder; no code in the folder is run.
 """
 
 from __future__ import annotations
@@ -92,24 +84,14 @@ class NetworkSpec:
         return {"spec": self.spec, "num_classes": self.num_classes, "model_args": dict(self.model_args)}
 
 
-MAX_JSON: Final = 16 << 20
-"""Maximum size of a JSON file, in bytes; 21,000 class names take 2 MB."""
-
+MAX_JSON: Final = 16 << 20  # maximum size of a JSON file, in bytes; 21,000 class names take 2 MB
 _ON_THE_HUB: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SAFE: Final = ("*.json", "*.safetensors")
 _PICKLED: Final = ("pytorch_model*.bin",)
 
 
 def folder_of(name: str, *, allow_download: bool = False) -> Path:
-    """Return the folder ``name``, or the model ORG/NAME in the Hugging Face cache if there is no such folder.
-
-    Args:
-        name: A path, or ORG/NAME.
-        allow_download: Whether to download from the hub what its cache lacks.
-
-    Raises:
-        NetworkError: If neither exists.
-    """
+    """Return the folder ``name``, or the model ORG/NAME in the Hugging Face cache if there is no such folder."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
@@ -136,11 +118,7 @@ def folder_of(name: str, *, allow_download: bool = False) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, which may be a link, because the hub's cache keeps its files as links.
-
-    Raises:
-        NetworkError: If the file is missing, too large, or does not hold a JSON object.
-    """
+    """Return the object in a JSON file, which may be a link, because the hub's cache keeps its files as links."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_JSON:
@@ -157,11 +135,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weights_in(folder: Path, names: Sequence[str]) -> tuple[Path, ...]:
-    """Return the weights in a folder: the first of the files ``names``, or the files that it lists as an index.
-
-    Raises:
-        NetworkError: If there are no weights, or an index lists a file that is not in the folder.
-    """
+    """Return the weights in a folder: the first of the files ``names``, or the files that it lists as an index."""
     for name in names:
         path = folder / name
         if path.is_file():
@@ -185,11 +159,7 @@ def is_of_timm(config: Mapping[str, Any]) -> bool:
 
 
 def describe_timm(folder: Path) -> NetworkSpec:
-    """Read the description of a timm network in a folder, from its JSON files only.
-
-    Raises:
-        NetworkError: If a file is missing or malformed.
-    """
+    """Read the description of a timm network in a folder, from its JSON files only."""
     file = folder / TIMM_CONFIG
     config = read_json(file)
     if not is_of_timm(config) or not isinstance(config["architecture"], str):
@@ -266,17 +236,12 @@ WEIGHT_FILES: Final = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
 
-_OUTPUTS: Final = 2
-"""The default number of outputs, which transformers does not write down."""
-
+_OUTPUTS: Final = 2  # the default number of outputs, which transformers does not write down
+# The settings that choose the code of an operation, possibly code from the hub.
 _KERNELS: Final = re.compile(r"_?(attn|experts)_implementation(_internal)?")
-"""The settings that choose the code of an operation, possibly code from the hub."""
 
-_PYTORCH_KERNELS: Final = ("eager", "sdpa")
-"""The values of these settings that need nothing but PyTorch."""
-
-_NO_NAME: Final = re.compile(r"LABEL_\d+")
-"""The names that transformers gives to classes without names."""
+_PYTORCH_KERNELS: Final = ("eager", "sdpa")  # the values of these settings that need nothing but PyTorch
+_NO_NAME: Final = re.compile(r"LABEL_\d+")  # the names that transformers gives to classes without names
 
 
 class Logits(nn.Module):
@@ -292,11 +257,7 @@ class Logits(nn.Module):
 
 
 def classes_of(net: object) -> tuple[str, ...] | None:
-    """Return the class names of a network that :class:`Logits` holds, by its configuration; None if it says none.
-
-    Raises:
-        NetworkError: If the names are not those of the outputs.
-    """
+    """Return the class names of a network that :class:`Logits` holds, by its configuration; None if it says none."""
     labels = getattr(getattr(getattr(net, "model", None), "config", None), "id2label", None)
     if not isinstance(net, Logits) or not isinstance(labels, dict):
         return None
@@ -304,11 +265,7 @@ def classes_of(net: object) -> tuple[str, ...] | None:
 
 
 def describe_hugging_face(folder: Path) -> NetworkSpec:
-    """Read the description of a network in a folder of transformers or timm, from its JSON files only.
-
-    Raises:
-        NetworkError: If a file is missing or malformed, or the network needs more than transformers.
-    """
+    """Read the description of a network in a folder of transformers or timm, from its JSON files only."""
     if (folder / ADAPTER).exists():
         raise NetworkError(
             f"{folder} holds an adapter ({ADAPTER}); merge it into its network with merge_and_unload() and save that"
@@ -375,11 +332,7 @@ def _processing(folder: Path, config: Mapping[str, Any]) -> Described:
 
 
 def load(folder: Path) -> Logits:
-    """Build the network in a folder, in float32 and evaluation mode; its module ``model`` is the one of transformers.
-
-    Raises:
-        NetworkError: If transformers is missing or cannot build it, or the folder lacks some of its weights.
-    """
+    """Build the network in a folder, in float32 and evaluation mode; its ``model`` is that of transformers."""
     transformers = needs(f"hf:{folder}", "hf", "transformers", error=NetworkError)
     safe = weights_in(folder, WEIGHT_FILES)[0].suffix == ".safetensors"
     try:

@@ -1,13 +1,9 @@
-"""Make a traced network give the same values whatever the memory format of its images.
-
-``x.view(len(x), -1)`` is legal for contiguous maps and raises for channels-last ones; ``reshape`` gives the same values
-for both.  :func:`reads_strides` finds the networks where that is not enough.
-
-Rewrite a truncated network so that it runs fewer operations.
+"""Copy a network, and rewrite a truncated one so that it runs fewer operations.
 
 Three rewrites of the traced graph, applied only where they change nothing but rounding:
 
-* each ``view`` becomes a ``reshape`` (:mod:`psc_core.network.strides`);
+* each ``view`` becomes a ``reshape``, which gives the same values for channels-last maps, where ``view`` raises;
+  :func:`reads_strides` finds the networks where that is not enough;
 * batch normalisation after a convolution is folded into its weights (in float64, then rounded once);
 * convolution weights are stored channels-last where that is faster, and for bfloat16 the weights of convolutions and
   linear layers are rounded once instead of by autocast in every step.
@@ -29,15 +25,15 @@ from psc_core.settings import Precision
 
 _RESHAPES: Final = {"view": "reshape", "view_as": "reshape_as"}
 
+# Operations that give a view of contiguous maps and a copy of channels-last ones.
 _MAY_COPY: Final = frozenset({*_RESHAPES, *_RESHAPES.values(), "flatten", "Flatten", "ravel", "contiguous"})
-"""Operations that give a view of contiguous maps and a copy of channels-last ones."""
 
 _READ_STRIDES: Final = frozenset(
     {"as_strided", "as_strided_", "stride", "storage_offset", "is_contiguous", "resize_", "view_as_complex"}
 )
 
+# Packages whose functions do not depend on strides; those of others, wrapped for torch.fx, may use a ``view``.
 _KNOWN: Final = frozenset({"torch", "torchvision", "timm", "operator", "_operator", "math", "builtins"})
-"""Packages whose functions do not depend on strides; those of others, wrapped for torch.fx, may use a ``view``."""
 
 
 def reads_strides(net: fx.GraphModule) -> bool:

@@ -1,13 +1,4 @@
-"""Build untrained networks: torchvision's and timm's by name, all others by a factory.
-
-Each library is imported only when one of its networks is built; torchvision alone takes as long to import as torch.
-
-Cache what takes seconds to find out about a network: its export, the fastest backend for it.
-
-Entries lie in the user's cache folder (``$XDG_CACHE_HOME/psc``, else ``~/.cache/psc``), which may be deleted at any
-time and need not be writable.
-
-Load a network by its *spec*, with the weights of a checkpoint; nothing is ever downloaded.
+"""Load a network by its *spec*, with the weights of a checkpoint; nothing is ever downloaded.
 
 * ``torchvision:NAME``: a classification network of torchvision;
 * ``timm:NAME``: a network of timm (``pip install 'psc[timm]'``);
@@ -16,11 +7,15 @@ Load a network by its *spec*, with the weights of a checkpoint; nothing is ever 
   with ORG/NAME instead of DIR, the model in the Hugging Face cache (:mod:`psc_core.network.described`);
 * ``package.module:factory``: a function ``factory(num_classes=…, **model_args) -> nn.Module``.  Importing it runs its
   code: whoever writes the spec permits that, but a factory that a bundle names must be on an allow-list
-  (:func:`psc_core.network.backbone.rebuild_backbone`).
+  (:func:`psc_core.network.cut.rebuild_backbone`).
 
 torchvision's networks accept two more model arguments: ``in_channels`` replaces the first convolution, and
 ``stem="small"`` adapts ResNets (3×3 stride-1 first convolution, no max-pooling) and VGGs (no last max-pooling, global
-average pooling, one linear layer) to 28- and 32-pixel images.  All other arguments go to the builder.
+average pooling, one linear layer) to 28- and 32-pixel images.  All other arguments go to the builder.  Each library is
+imported only when one of its networks is built; torchvision alone takes as long to import as torch.
+
+What takes seconds to find out about a network, its export and the fastest backend for it, is cached in the user's cache
+folder (``$XDG_CACHE_HOME/psc``, else ``~/.cache/psc``), which may be deleted at any time and need not be writable.
 """
 
 from __future__ import annotations
@@ -106,8 +101,8 @@ def _set_in_channels(net: nn.Module, in_channels: int) -> None:
         setattr(net.get_submodule(parent), attribute, first)
 
 
+# Arguments of timm that load files and may unpickle or download them.
 _TIMM_FILES: Final = {"checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}
-"""Arguments of timm that load files and may unpickle or download them."""
 
 
 def from_timm(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.Module:
@@ -231,23 +226,18 @@ def write_checked(file: Path, content: bytes) -> None:
                 Path(part.name).unlink()
 
 
-ONNX: Final = "onnx:"
-"""Prefix of the spec of a network in an ONNX file."""
-
+ONNX: Final = "onnx:"  # prefix of the spec of a network in an ONNX file
+# Name of the attribute of a loaded network that holds its :class:`NetworkSpec`, from which a bundle rebuilds it.
 SPEC: Final = "psc_spec"
-"""Name of the attribute of a loaded network that holds its :class:`NetworkSpec`, from which a bundle rebuilds it."""
 
+# Name of the attribute of a loaded network that says how its weights were found in their file.
 NOTES: Final = "psc_weights_notes"
-"""Name of the attribute of a loaded network that says how its weights were found in their file."""
 
+# The reason why a network has no spec, for messages.
 BUILT_BY_HAND: Final = "no name builds this network again; a bundle holds it as an ONNX graph"
-"""The reason why a network has no spec, for messages."""
 
-MAX_WEIGHTS: Final = 1 << 31
-"""Maximum number of weights of a network in a bundle (8 GiB in float32)."""
-
-MAX_MODULES: Final = 1 << 15
-"""Maximum number of modules of a network in a bundle."""
+MAX_WEIGHTS: Final = 1 << 31  # maximum number of weights of a network in a bundle (8 GiB in float32)
+MAX_MODULES: Final = 1 << 15  # maximum number of modules of a network in a bundle
 
 
 @own_state()
@@ -345,9 +335,6 @@ def bounded_size(spec: NetworkSpec) -> Iterator[None]:
 
     Networks of torchvision and timm are first built without memory (on torch's ``meta`` device), so that a network of
     terabytes is rejected before any of it exists.  Then, and for factories, weights are counted as they are registered.
-
-    Raises:
-        NetworkError: If there are more than :data:`MAX_WEIGHTS` weights or :data:`MAX_MODULES` modules.
     """
     if not spec.is_factory:
         with _counting(), suppress(RuntimeError), torch.device("meta"):  # some builders cannot run on it

@@ -15,8 +15,7 @@ from torch.nn import functional
 
 from psc_core.errors import FitError
 
-CHUNK_ELEMENTS: Final = 1 << 18
-"""Number of entries of one float64 block (2 MiB), which stays in a core's cache."""
+CHUNK_ELEMENTS: Final = 1 << 18  # number of entries of one float64 block (2 MiB), which stays in a core's cache
 
 
 @dataclass(eq=False)
@@ -107,10 +106,6 @@ def check_features(
 
     ``z`` has one row per labelled example, whose image is in ``images`` (by default a different one each), and every
     class must have ``minimum`` images; messages call class k ``class_names[k]``, or k.
-
-    Raises:
-        FitError: If a shape is wrong, a label out of range, a value NaN or ∞, or a class has fewer than ``minimum``
-            images.
     """
     if len(z.shape) != 2 or labels.shape != z.shape[:1] or not z.dtype.is_floating_point or z.shape[1] == 0:
         raise FitError(

@@ -31,15 +31,12 @@ from torch import Tensor
 
 from psc_core.numerics.linalg import ROUNDING_STEPS
 
-MIN_COLUMNS = 1024
-"""Minimum number of columns for a separate pass, whatever the memory budget."""
-
+MIN_COLUMNS = 1024  # minimum number of columns for a separate pass, whatever the memory budget
+# Number of entries converted to float64 at a time: 1 MiB on a CPU, which stays in a core's cache; 64 MiB on CUDA, for
+# few kernel launches.
 _BLOCK = {"cpu": 1 << 17, "cuda": 1 << 23}
-"""Number of entries converted to float64 at a time: 1 MiB on a CPU, which stays in a core's cache; 64 MiB on CUDA, for
-few kernel launches."""
 
-_ROUNDING = 1e-28
-"""Fraction of Σ n_c‖μ_c‖² below which scatter is only the float64 rounding of constant features."""
+_ROUNDING = 1e-28  # fraction of Σ n_c‖μ_c‖² below which scatter is only the float64 rounding of constant features
 
 
 class ClassPairs(NamedTuple):
