@@ -47,7 +47,7 @@ from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.made_up import TEXTURE, paste
 from psc_core.maps import LayerMap, PositionMoments, fit_positions, grid_of, map_document, with_levels
 from psc_core.metrics import auroc
-from psc_core.network.backbone import Backbone, trial_input, truncate
+from psc_core.network.cut import Backbone, trial_input, truncate
 
 TRAIN, SELECTION, TEST = 250, 60, 60
 """The numbers of images that maps are fitted to, that choose psc's layer, and that test, of each kind."""

@@ -57,7 +57,7 @@ from torch import Tensor, nn
 from psc_core.compute import Compute, add_statistics, distances_to_means, passes
 from psc_core.data.dataset import ImageDataset, known_values
 from psc_core.errors import FitError, UsageError, hint
-from psc_core.network.backbone import Backbone, feature_step, trial_input, truncate
+from psc_core.network.cut import Backbone, feature_step, trial_input, truncate
 from psc_core.network.layers import LayerInfo, list_layers, select_layers
 from psc_core.numerics.linalg import eigh, r_squared, r_squared_error
 from psc_core.numerics.scatter import MIN_COLUMNS, ClassScatter, is_rounding, nc1_of, scatter_sums

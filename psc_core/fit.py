@@ -58,7 +58,7 @@ from psc_core.fit_parts import compare_positions, cut, fewest_positions, fit_par
 from psc_core.gates import GateChoice
 from psc_core.images.preprocess import MAKE_KNOWN
 from psc_core.model import PSC, FittedModel, PSCRegressor, model_class_of
-from psc_core.network.backbone import device_of, readable_copy
+from psc_core.network.cut import device_of, readable_copy
 from psc_core.network.described import classes_of
 from psc_core.network.export import check_exportable
 from psc_core.network.load import spec_of

@@ -89,7 +89,7 @@ from psc_core.images.preprocess import Pixels, Preprocess
 from psc_core.made_up import PATCHES, REAL, by_transform, made_up_batches, paste
 from psc_core.maps import MAX_CHANNELS, LayerMap, PositionMoments, fit_positions, grid_of, with_levels
 from psc_core.metrics import auroc
-from psc_core.network.backbone import Backbone, FeatureStep, feature_step, trial_input, truncate
+from psc_core.network.cut import Backbone, FeatureStep, feature_step, trial_input, truncate
 from psc_core.network.layers import LayerInfo, list_layers
 from psc_core.network.output import check_network_output, output_width
 from psc_core.numerics.features import FeatureMatrix, as_matrix, chunk_rows, side_by_side, usable

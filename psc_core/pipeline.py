@@ -48,7 +48,7 @@ from psc_core.fitted import restore
 from psc_core.gates import TEXTURE, Gates, readings_of
 from psc_core.images.preprocess import Images, Inputs, Preprocess, standardise
 from psc_core.maps import MAX_POSITIONS, Grid, LayerMap, PositionDensity
-from psc_core.network.backbone import Backbone, FeaturesAndOutput, onnx_backbone, rebuild_backbone
+from psc_core.network.cut import Backbone, FeaturesAndOutput, onnx_backbone, rebuild_backbone
 from psc_core.network.export import export_here, to_onnx
 from psc_core.network.load import need_no_folder
 from psc_core.network.onnx import INSTALLED, restore_body
@@ -104,7 +104,7 @@ class ScorerParts:
 
     Attributes:
         preprocess: The preprocessing, of which a scorer applies the device half.
-        backbone: The truncated network as it runs, see :meth:`psc_core.network.backbone.Backbone.fused`; for base
+        backbone: The truncated network as it runs, see :meth:`psc_core.network.cut.Backbone.fused`; for base
             predictions it also returns the network's output.
         projection: The projection from features to z.
         density: log p of z, or of features averaged over positions.
@@ -260,7 +260,7 @@ class Pipeline(nn.Module):
 
     @property
     def is_traced(self) -> bool:
-        """True if the network runs as a graph; see :attr:`psc_core.network.backbone.Backbone.is_traced`."""
+        """True if the network runs as a graph; see :attr:`psc_core.network.cut.Backbone.is_traced`."""
         return self.scorer.backbone.is_traced
 
     def with_backbone(self, backbone: Backbone) -> Pipeline:

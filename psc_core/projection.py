@@ -49,7 +49,7 @@ from psc_core.compute import Compute, add_statistics, distances_to_means, passes
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import FitError
 from psc_core.fitted import Fitted, restore
-from psc_core.network.backbone import Backbone, FeatureStep, feature_step, trial_input
+from psc_core.network.cut import Backbone, FeatureStep, feature_step, trial_input
 from psc_core.numerics import linalg
 from psc_core.numerics.features import chunk_rows
 from psc_core.numerics.linalg import DEAD_UNIT, MomentSums, rounding_of, sizes_of

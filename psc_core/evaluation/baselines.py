@@ -46,7 +46,7 @@ from psc_core.density.gaussian import ClasswiseDensity
 from psc_core.errors import FitError, NetworkError
 from psc_core.evaluation.base import PlainNetwork
 from psc_core.images.preprocess import Images, Preprocess
-from psc_core.network.backbone import Backbone, trial_input, truncate
+from psc_core.network.cut import Backbone, trial_input, truncate
 from psc_core.network.output import check_network_output
 from psc_core.numerics import linalg
 from psc_core.numerics.features import chunk_rows, usable

@@ -52,7 +52,7 @@ from psc_core.metrics import (
     placements,
 )
 from psc_core.model import PSC
-from psc_core.network.backbone import trial_input
+from psc_core.network.cut import trial_input
 from psc_core.network.layers import list_layers
 from psc_core.network.load import bounded_size, load_network
 from psc_core.scoring import scored_batches

@@ -29,8 +29,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError, needs, of_this_machine
-from psc_core.network.backbone import Backbone, onnx_backbone, rebuild_backbone, truncate
-from psc_core.network.cut import HookedNetwork, HookPlan
+from psc_core.network.cut import Backbone, HookedNetwork, HookPlan, onnx_backbone, rebuild_backbone, truncate
 from psc_core.network.layers import list_layers
 from psc_core.network.load import cache_file, read_checked, write_checked
 from psc_core.network.onnx import PACKAGES, OnnxBody, OnnxNetwork, Size, restore_body

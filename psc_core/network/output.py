@@ -24,7 +24,7 @@ from psc_core.images.preprocess import Inputs, Preprocess
 from psc_core.network.layers import INPUT_SUFFIX, value_of
 
 if TYPE_CHECKING:
-    from psc_core.network.backbone import Backbone
+    from psc_core.network.cut import Backbone
 
 # An image of noise, a black, a white and a grey one, and more noise; see :func:`trial_images`.
 TrialImages = Float[Tensor, "5 channels height width"]

@@ -14,7 +14,7 @@ from benchmarks.networks import (
     fold_spectral_norm,
     wide_resnet10_1,
 )
-from psc_core.network.backbone import truncate
+from psc_core.network.cut import truncate
 from psc_core.network.layers import list_layers
 
 PARAMETERS = {

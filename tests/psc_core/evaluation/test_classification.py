@@ -21,7 +21,7 @@ from psc_core.evaluation.classification import ClassificationReport, ambiguity, 
 from psc_core.evaluation.evaluate import evaluate
 from psc_core.images.preprocess import Preprocess
 from psc_core.model import PSC
-from psc_core.network.backbone import truncate
+from psc_core.network.cut import truncate
 from psc_core.pipeline import Pipeline, Scorer
 from psc_core.tasks.classification.fit.calibrate import fit_calibration
 from psc_core.tasks.classification.heads.base import entropy

@@ -13,7 +13,7 @@ from torch.nn.utils import prune
 
 from psc_core.errors import NetworkError
 from psc_core.images.preprocess import PRESETS
-from psc_core.network.backbone import Backbone, rebuild_backbone, trial_input, truncate
+from psc_core.network.cut import Backbone, rebuild_backbone, trial_input, truncate
 from psc_core.network.layers import INPUT_SUFFIX, canonical, list_layers
 from psc_core.network.load import load_network
 

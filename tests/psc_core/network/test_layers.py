@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError, UsageError
-from psc_core.network.backbone import truncate
+from psc_core.network.cut import truncate
 from psc_core.network.layers import LayerInfo, list_layers, select_layers
 from psc_core.network.load import load_network
 

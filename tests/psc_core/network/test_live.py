@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError, UsageError
-from psc_core.network.backbone import device_of, readable_copy
+from psc_core.network.cut import device_of, readable_copy
 from tests import tiny
 
 IMAGES = torch.zeros(2, 1, 28, 28)

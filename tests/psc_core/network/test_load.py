@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from psc_core.errors import NetworkError
-from psc_core.network.backbone import truncate
+from psc_core.network.cut import truncate
 from psc_core.network.described import NetworkSpec
 from psc_core.network.load import load_network, notes_of, spec_of
 

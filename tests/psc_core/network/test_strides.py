@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from psc_core.network.backbone import truncate
-from psc_core.network.cut import cut_graph
+from psc_core.network.cut import cut_graph, truncate
 from psc_core.network.fuse import reads_strides, reshape_views
 
 LAST, FIRST = torch.channels_last, torch.contiguous_format

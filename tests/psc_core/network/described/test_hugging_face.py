@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from psc_core.errors import NetworkError
-from psc_core.network.backbone import trial_input, truncate
+from psc_core.network.cut import trial_input, truncate
 from psc_core.network.described import describe_hugging_face
 from psc_core.network.layers import list_layers
 from psc_core.network.load import load_network, spec_of

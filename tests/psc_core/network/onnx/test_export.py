@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from psc_core.errors import NetworkError
-from psc_core.network.backbone import Backbone, truncate
+from psc_core.network.cut import Backbone, truncate
 from psc_core.network.export import to_onnx
 from psc_core.network.load import load_network, read_checked, spec_of
 
