@@ -111,50 +111,30 @@ class Gates(nn.Module):
 
     Args:
         names: Some of :data:`GATES`, in that order.
-        fitted: The buffers ``ascending``, ``scales`` and ``calibration``, which a bundle holds; see :meth:`of`.
-        derived: The buffers ``log_below``, log τ_g, ``float64 (G, 1)``, and ``pieces``, from :func:`log_p_pieces`.
+        ascending: ``float32 (G, m)`` readings that ``p_g`` is fitted to, sorted.
+        scales: ``float32 (G,)`` scales of the tails, positive.
+        calibration: ``float32 (G, n)`` readings of the calibration images, sorted.
         texture_counts_below: τ of ``texture``, in (0, 1].
     """
 
     ascending: Tensor
     scales: Tensor
     calibration: Tensor
-    log_below: Tensor
-    pieces: Tensor
+    log_below: Tensor  # log τ_g, float64 (G, 1)
+    pieces: Tensor  # from :func:`log_p_pieces`
 
     def __init__(
         self,
-        names: Sequence[str],
-        fitted: Mapping[str, Tensor],
-        derived: Mapping[str, Tensor],
-        texture_counts_below: float,
-    ) -> None:
-        super().__init__()
-        self.names = tuple(names)
-        self.texture_counts_below = texture_counts_below
-        for tensors in (fitted, derived):
-            for name, tensor in tensors.items():
-                self.register_buffer(name, tensor, persistent=tensors is fitted)
-
-    @classmethod
-    def of(
-        cls,
         names: Sequence[str],
         ascending: Tensor,
         scales: Tensor,
         calibration: Tensor,
         texture_counts_below: float = 1.0,
-    ) -> Gates:
-        """Check the tensors of fitted gates, and derive what their score needs.
-
-        Args:
-            names: Some of :data:`GATES`, in that order.
-            ascending: ``float32 (G, m)`` readings that ``p_g`` is fitted to, sorted.
-            scales: ``float32 (G,)`` scales of the tails, positive.
-            calibration: ``float32 (G, n)`` readings of the calibration images, sorted.
-            texture_counts_below: τ of ``texture``, in (0, 1].
-        """
-        if tuple(names) != tuple(name for name in GATES if name in names) or not names:
+    ) -> None:
+        super().__init__()
+        self.names = tuple(names)
+        self.texture_counts_below = texture_counts_below
+        if self.names != tuple(name for name in GATES if name in names) or not names:
             raise BundleError(f"expected gates of {', '.join(GATES)} in this order, got {list(names)}")
         fitted = {"ascending": ascending, "scales": scales, "calibration": calibration}
         for (name, tensor), axes in zip(fitted.items(), (2, 1, 2), strict=True):
@@ -163,24 +143,21 @@ class Gates(nn.Module):
                     f"expected float32 gates.{name} of {len(names)} gates, got {tensor.dtype} "
                     f"{tuple(tensor.shape)}; fit the bundle again"
                 )
-            fitted[name] = tensor.contiguous()
+            self.register_buffer(name, tensor.contiguous())
         for part in (ascending, calibration):
             if part.shape[1] == 0 or not (part.diff(dim=1) >= 0).all():
                 raise BundleError("expected ascending readings of the gates; fit the bundle again")
         if not (scales > 0).all():
             raise BundleError("expected positive scales of the gates; fit the bundle again")
-
         below = [texture_counts_below if name == TEXTURE else 1.0 for name in names]
         log_below = torch.tensor(below, dtype=torch.float64).log()[:, None].to(ascending.device)
-        derived = {"log_below": log_below, "pieces": log_p_pieces(fitted["ascending"], scales)}
-        return cls(names, fitted, derived, texture_counts_below)
+        self.register_buffer("log_below", log_below, persistent=False)
+        self.register_buffer("pieces", log_p_pieces(self.ascending, scales), persistent=False)
 
     def calibrated_on(self, readings: Float[Tensor, "gates n"]) -> Gates:
         """Return these gates with other readings of calibration images, sorted, on their device."""
         device = readings.device
-        return Gates.of(
-            self.names, self.ascending.to(device), self.scales.to(device), readings, self.texture_counts_below
-        )
+        return Gates(self.names, self.ascending.to(device), self.scales.to(device), readings, self.texture_counts_below)
 
     def score(self, readings: Float[Tensor, "batch gates"]) -> Float[Tensor, " batch"]:
         """Return ``−Σ_g log min(1, p_g / τ_g)``, in nats; higher is more unusual."""
@@ -208,7 +185,7 @@ def fit_gates(
     if constant := [name for name, readings in zip(names, ascending.T, strict=True) if not vary(readings)]:
         raise FitError(f"expected readings that differ between images, those of {', '.join(constant)} are all equal")
     below = TEXTURE_COUNTS_BELOW if TEXTURE in names and len(names) > 1 else 1.0
-    return Gates.of(names, ascending.T, scales, calibration.float().sort(dim=0).values.T, below)
+    return Gates(names, ascending.T, scales, calibration.float().sort(dim=0).values.T, below)
 
 
 def vary(readings: Float[Tensor, " m"]) -> bool:

@@ -535,7 +535,7 @@ def _restore_gates(
             f"expected gates tensors {sorted(wanted)}, got {shortened(repr(sorted(tensors)))}; fit it again"
         )
     below = 1.0 if manifest.gates.texture is None else manifest.gates.texture.counts_below
-    gates = Gates.of(manifest.gates.names, **of_gates, texture_counts_below=below)
+    gates = Gates(manifest.gates.names, **of_gates, texture_counts_below=below)
     expected = manifest.gates.images, manifest.calibration.images
     got = gates.ascending.shape[1], gates.calibration.shape[1]
     if expected != got:

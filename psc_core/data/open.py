@@ -28,11 +28,11 @@ import unicodedata
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from unicodedata import normalize
 
 import numpy as np
@@ -63,15 +63,8 @@ from psc_core.target import Target
 SHOWN_CLASSES = 10  # maximum number of class names in an error message
 
 
-class Matched(NamedTuple):
-    """Class names in the order of the network's outputs, and a note for the user, which may be empty."""
-
-    classes: tuple[str, ...]
-    note: str
-
-
-def match(images: Sequence[str], outputs: Sequence[str], name: str) -> Matched:
-    """Put the class names of images into the order of the network's outputs.
+def match(images: Sequence[str], outputs: Sequence[str], name: str) -> tuple[tuple[str, ...], str]:
+    """Put the class names of images into the order of the network's outputs, with a note for the user, maybe empty.
 
     If there are as many names as outputs but none of them matches, they keep their order: one side may use codes for
     the names of the other.
@@ -79,12 +72,11 @@ def match(images: Sequence[str], outputs: Sequence[str], name: str) -> Matched:
     found = _in_order(images, outputs, composed) or _in_order(images, outputs, _plain)
     if found is not None:
         moved = found != tuple(images)
-        return Matched(found, "classes are in the order of the network's outputs, by their names" if moved else "")
+        return found, "classes are in the order of the network's outputs, by their names" if moved else ""
     if len(images) == len(outputs) and {*map(_plain, images)}.isdisjoint(map(_plain, outputs)):
-        return Matched(
-            tuple(images),
+        return tuple(images), (
             f"no class of {name} has a name of the network's ({listed(outputs, SHOWN_CLASSES)}); their order is taken "
-            "to be that of its outputs",
+            "to be that of its outputs"
         )
     raise _other_classes(images, outputs, name, "network's")
 
@@ -96,8 +88,8 @@ def in_network_order(data: ImageDataset, outputs: Sequence[str] | None) -> tuple
     """
     if not outputs or not data.classes:
         return data, ""
-    matched = match(data.classes, outputs, data.name)
-    return data.in_order(matched.classes), matched.note
+    classes, note = match(data.classes, outputs, data.name)
+    return data.in_order(classes), note
 
 
 def check_same(data: ImageDataset, classes: Sequence[str], whose: str) -> None:
@@ -159,33 +151,26 @@ _MARKS: Final = {
 TABLE_SUFFIXES: Final = (".csv", ".tsv", ".parquet")
 
 
-@dataclass(frozen=True)
-class Column:
-    """What a table says of each image, in one of its columns."""
-
-    name: str | None = None  # None: the only one beside that of the files
-    numbers: bool | None = None  # true: numbers; false: class names or indices; None: numbers are numbers, text classes
-    unit: str = ""  # of the numbers
-
-
-def open_table(path: Path, preprocess: Preprocess, column: Column | None) -> ImageDataset:
-    """Open the images that a table lists, with what a column says of them; without one, all images form one class."""
+def open_table(
+    path: Path, preprocess: Preprocess, column: str | None, *, labelled_images: bool, numbers: bool | None, unit: str
+) -> ImageDataset:
+    """Open the images that a table lists, with what a column says of them; see :func:`open_dataset`."""
     columns, delimiter = _read_table(path)
     file_column = next((name for name in columns if name.casefold() == FILE_COLUMN), next(iter(columns)))
     source = _files_of(path, file_column, columns.pop(file_column))
-    if column is None:
+    if not labelled_images:
         stem = path.stem.encode(errors="replace").decode()  # One class may have any name.
         return labelled(str(path), [stem], source, torch.zeros(len(source), dtype=torch.int64), preprocess)
-    name = _chosen(path, column.name, [*columns], file_column)
+    name = _chosen(path, column, [*columns], file_column)
     entries = [*map(_cell, columns[name])]
     marks = number_marks([entry for entry in entries if isinstance(entry, str)], delimiter)
-    if column.numbers is not False and _are_numbers(path, name, entries, by_request=column.numbers is True):
+    if numbers is not False and _are_numbers(path, name, entries, by_request=numbers is True):
         values = _checked_numbers(path, name, entries, marks)
-        data = measured(str(path), Target.of(name, column.unit), source, values, preprocess)
+        data = measured(str(path), Target.of(name, unit), source, values, preprocess)
         _check_repeated(path, source, name, entries, values.tolist())
         return replace(data, notes=_reading(path, name, entries, marks))
-    if column.unit:
-        raise UsageError(f"{path} has classes in {name!r}, which have no unit; leave out the unit {column.unit!r}")
+    if unit:
+        raise UsageError(f"{path} has classes in {name!r}, which have no unit; leave out the unit {unit!r}")
     are_indices = all(_is_number(entry) for entry in entries)
     labels = _class_names(path, name, entries, marks if are_indices else None)
     _check_repeated(path, source, name, entries, labels)
@@ -561,7 +546,8 @@ def open_dataset(
     if split not in SPLITS:
         raise DataError(f"expected a split of {', '.join(SPLITS)}, got {split!r} in {spec!r}")
     if is_table(spec):
-        return open_table(Path(body), preprocess, Column(target, numbers, unit) if labelled_images else None)
+        path = Path(body)
+        return open_table(path, preprocess, target, labelled_images=labelled_images, numbers=numbers, unit=unit)
     if target is not None or unit:
         given = f"target {target!r}" if target is not None else f"unit {unit!r}"
         raise UsageError(

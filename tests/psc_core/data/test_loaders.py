@@ -420,12 +420,12 @@ def test_only_what_differs_from_the_defaults_is_given(description: LoaderDescrip
     assert description.given() == given
 
 
-def test_a_full_disk_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full(io.BytesIO):
+def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.BufferedRandom):
         def write(self, _: object) -> int:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache.Scratch, "open", lambda _: Full())
+    monkeypatch.setattr(cache.Scratch, "open", lambda _: Full(io.FileIO(tmp_path / "full", "w+")))
     with pytest.raises(UsageError, match=r"cannot store images in .*: No space left on device; set TMPDIR"):
         open_loader(PAIRS)
 

@@ -32,7 +32,7 @@ def test_score_matches_the_twin() -> None:
     ]
     expected = [naive.score(row, [TEXTURE_COUNTS_BELOW, 1, 1]) for row in log_p]
     torch.testing.assert_close(gates.score(tested), torch.tensor(expected), rtol=1e-5, atol=1e-5)
-    everything = Gates.of(GATES, gates.ascending, gates.scales, gates.calibration)
+    everything = Gates(GATES, gates.ascending, gates.scales, gates.calibration)
     torch.testing.assert_close(everything.score(tested), -torch.tensor(log_p).sum(dim=1), rtol=1e-5, atol=1e-5)
     for g in range(3):
         expected = [(1 + int((calibration[:, g] >= row[g]).sum())) / 41 for row in tested]
@@ -121,4 +121,4 @@ def test_what_is_no_gate_is_rejected(names: list[str], changes: dict[str, torch.
     given = {"ascending": torch.tensor([[0.0, 1.0]] * count), "scales": torch.ones(count),
              "calibration": torch.tensor([[0.0, 1.0]] * count), **changes}  # fmt: skip
     with pytest.raises(BundleError, match="gate"):
-        Gates.of(names, **given)
+        Gates(names, **given)

@@ -35,7 +35,7 @@ def copied(job: folders.Job, folder: Path) -> Path:
 
 def test_classes_in_the_order_of_the_outputs(tmp_path: Path) -> None:
     found = describe_hugging_face(write(tmp_path, id2label={"1": "cat", "0": "dog", "2": "ant"}))
-    assert (found.outputs, found.classes, found.spec) == (3, ("dog", "cat", "ant"), "")
+    assert (found.num_classes, found.classes, found.spec) == (3, ("dog", "cat", "ant"), f"hf:{tmp_path}")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_classes_in_the_order_of_the_outputs(tmp_path: Path) -> None:
 )
 def test_outputs_without_names(labels: Any, outputs: int, tmp_path: Path) -> None:
     found = describe_hugging_face(write(tmp_path, id2label=labels))
-    assert (found.outputs, found.classes) == (outputs, None)
+    assert (found.num_classes, found.classes) == (outputs, None)
 
 
 def test_a_folder_without_preprocessing_says_so(tmp_path: Path) -> None:

@@ -54,14 +54,14 @@ def test_a_size_among_the_arguments(tmp_path: Path) -> None:
     for size in (96, [96, 96]):
         arguments = {"img_size": size, "num_classes": 5, "in_chans": 3}
         found = describe_timm(write(tmp_path, {**CONFIG, "pretrained_cfg": pretrained, "model_args": arguments}))
-        assert found.outputs == 5 and found.model_args == {"img_size": size, "in_chans": 3}
+        assert found.num_classes == 5 and found.model_args == {"img_size": size, "in_chans": 3}
         assert found.preprocess is not None and found.preprocess.shape == (3, 96, 96)
 
 
 def test_oldest_files_have_one_level(tmp_path: Path) -> None:
     flat = {"architecture": "resnet18", "num_classes": 2, "input_size": [3, 96, 96], "labels": ["cat", "dog"]}
     found = describe_timm(write(tmp_path, flat))
-    assert (found.spec, found.outputs, found.classes) == ("timm:resnet18", 2, ("cat", "dog"))
+    assert (found.spec, found.num_classes, found.classes) == ("timm:resnet18", 2, ("cat", "dog"))
     assert found.preprocess is not None and found.preprocess.height == 96
 
 

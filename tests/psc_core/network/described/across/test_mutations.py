@@ -210,8 +210,8 @@ def changed(files: dict[str, Any], *changes: tuple[tuple[Any, ...], Any]) -> dic
 @example(files=changed(VIT, (("config.json", "id2label"), {})))
 def test_odd_fields_are_described_or_refused(folder: Path, files: dict[str, Any]) -> None:
     for each in described(folder, files):
-        assert type(each.outputs) is int and each.outputs > 0
-        assert each.classes is None or len(each.classes) == each.outputs
+        assert type(each.num_classes) is int and each.num_classes > 0
+        assert each.classes is None or len(each.classes) == each.num_classes
         assert each.preprocess is not None
 
 
