@@ -482,8 +482,9 @@ def _columns(features: list[Tensor], largest: Projection, columns: slice, *, is_
     return [x.flatten(1)[:, columns], *([largest.project(x).flatten(1)] if is_first else [])]
 
 
+# Largest projection that is measured: components of the channel mode, and of both modes together.
 MAX_CHANNEL_COMPONENTS = 64
-MAX_COMPONENTS = 2048  # largest projection that is measured: components of the channel mode, and of both modes together
+MAX_COMPONENTS = 2048
 
 
 def fit_tucker(

@@ -64,8 +64,8 @@ _MARKER: Final = re.compile(rb"\xff[\xc0-\xc7\xc9-\xcf\xd9-\xef\xfe]")
 _SCAN, _END, _APP1 = 0xDA, 0xD9, 0xE1
 _FRAMES: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 
-_SIDES: Final = (256, 257, 322, 323)
 # TIFF tags: width and height of the image, width and height of a tile, bytes of each strip and of each tile.
+_SIDES: Final = (256, 257, 322, 323)
 _STRIP_BYTES, _TILE_BYTES = 279, 325
 
 _NUMBERS: Final = {3: "u2", 4: "u4", 16: "u8"}
@@ -306,8 +306,8 @@ _BITS, _COMPRESSION, _PHOTOMETRIC, _MAX_SAMPLE, _PLANAR, _COLOURS, _FORM, _SMIN,
     258, 259, 262, 281, 284, 320, 339, 340, 341, 530,
 )  # fmt: skip
 
-_WHITE_IS_ZERO, _YCBCR, _RAW, _SEPARATE = 0, 6, 1, 2
 # Values of the tags PhotometricInterpretation, Compression, PlanarConfiguration and SampleFormat.
+_WHITE_IS_ZERO, _YCBCR, _RAW, _SEPARATE = 0, 6, 1, 2
 _UNSIGNED, _SIGNED, _FLOAT = 1, 2, 3
 
 # The largest samples of cameras with 9 to 15 bits.

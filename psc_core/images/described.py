@@ -32,8 +32,8 @@ from psc_core.images.preprocess import PRESETS, Preprocess
 # The parts of a preprocessing that flags can replace: all of it; size and crop; the filter; mean and deviation.
 Aspect = Literal["whole", "size", "interpolation", "statistics"]
 
-BOTH_SIDES: Final = ("ViT", "DeiT", "Beit", "Blip", "DINOv3ViT", "EfficientNet", "Pvt", "Segformer", "Siglip")
 # The known image processors of transformers, without the suffix of their names.
+BOTH_SIDES: Final = ("ViT", "DeiT", "Beit", "Blip", "DINOv3ViT", "EfficientNet", "Pvt", "Segformer", "Siglip")
 SHORTER_SIDE: Final = ("Bit", "CLIP", "ConvNext", "Levit", "MobileNetV1", "MobileNetV2", "PoolFormer")
 
 # The processors of network types whose oldest files do not name one.

@@ -28,11 +28,10 @@ from psc_core.images import BACKGROUNDS, INTERPOLATIONS, PRESET_FIELDS
 from psc_core.images.decode import DEFAULT_MAX_PIXELS, OpenImage, open_image, to_grey_or_rgb
 from psc_core.images.files import read_file
 
-Pixels = UInt8[Tensor, "batch channels height width"]
 # Batches of images of the network's size, before and after standardisation.
+Pixels = UInt8[Tensor, "batch channels height width"]
 Inputs = Float[Tensor, "batch channels height width"]
-
-Images = Pixels | Inputs  # A batch of images of the network's size, standardised or not
+Images = Pixels | Inputs
 
 MAX_INPUT_PIXELS: Final = 1 << 22  # maximum size of the network input, height × width in pixels
 MAX_RESIZE: Final = 8192  # maximum length of the shorter side before the crop, in pixels

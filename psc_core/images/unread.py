@@ -59,9 +59,9 @@ _TEXTS: Final = (
 
 _MAX_TEXT: Final = 64
 
+# Tags of a TIFF and values of two; the last are the places and sizes of its strips, and of its tiles.
 _WIDTH, _HEIGHT, _BITS, _COMPRESSION, _PHOTOMETRIC, _CHANNELS, _PLANAR, _FORM = 256, 257, 258, 259, 262, 277, 284, 339
 _YCBCR, _SEPARATE = 6, 2
-# Tags of a TIFF and values of two; the last are the places and sizes of its strips, and of its tiles.
 _PIECES: Final = ((273, 279), (324, 325))
 
 _FORMS: Final = {1: "unsigned", 2: "signed", 3: "floating-point", 4: "untyped", 5: "complex", 6: "complex"}
@@ -88,8 +88,8 @@ _MAX_SEGMENTS: Final = 10_000
 
 _FRAMES: Final = frozenset({0xC0, 0xC1, 0xC2, *_PROCESSES})
 
-_PLAIN_BMP: Final = frozenset({(0, 1), (0, 4), (0, 8), (0, 16), (0, 24), (0, 32), (1, 8), (2, 4)})
 # Compressions and bits of the BMPs that are read, and the bits that there are.
+_PLAIN_BMP: Final = frozenset({(0, 1), (0, 4), (0, 8), (0, 16), (0, 24), (0, 32), (1, 8), (2, 4)})
 _BMP_BITS: Final = frozenset({0, 1, 2, 4, 8, 16, 24, 32, 64})
 
 

@@ -21,7 +21,7 @@ BUILDERS: """,
         ('    "timm": from_timm,\n', '    "timm": from_timm,\n    "tiny": from_tiny,\n'),
     ],
     "psc_core/network/__init__.py": [('("torchvision", "timm")', '("torchvision", "timm", "tiny")')],
-    "tests/psc_core/network/test_builders.py": [
+    "tests/psc_core/network/test_load.py": [
         (
             "def test_timm_networks_load(",
             """def test_tiny_networks_load() -> None:
@@ -44,7 +44,7 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 import pytest
-tests = ["tests/psc_core/network/test_builders.py", "-k", "tiny_networks or libraries"]
+tests = ["tests/psc_core/network/test_load.py", "-k", "tiny_networks or libraries"]
 assert pytest.main(["-q", "--noconftest", "-p", "no:cacheprovider", *tests]) == 0
 
 from app.cli import check_factory

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from psc_core import FitSettings, fit_projection, fit_psc, measure_collapse
 from psc_core.data.dataset import ArraySource, ImageDataset, labelled
 from psc_core.images.preprocess import PRESETS
-from psc_core.numerics import features as matrix
+from psc_core.numerics import features as matrices
 from psc_core.tasks.classification.fit import preconditioning, softmax
 
 BYTES_AN_IMAGE = 100
@@ -84,7 +84,7 @@ def maximum_bytes(images: int) -> int:
 
 
 def test_memory_does_not_grow_with_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrix, "CHUNK_ELEMENTS", 1 << 16)
+    monkeypatch.setattr(matrices, "CHUNK_ELEMENTS", 1 << 16)
     monkeypatch.setattr(preconditioning, "CURVATURE_EXAMPLES", 500)
     monkeypatch.setattr(preconditioning, "CURVATURE_EXAMPLES_PER_COLUMN", 1)
     monkeypatch.setattr(softmax, "PRIOR_PRECISIONS", (1e2, 1e1))

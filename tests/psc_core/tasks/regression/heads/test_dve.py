@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from psc_core.errors import BundleError, FitError
 from psc_core.fitted import restore
-from psc_core.numerics import features as matrix
+from psc_core.numerics import features as matrices
 from psc_core.tasks.regression.fit import dve
 from psc_core.tasks.regression.fit.dve import GaussianProcess, reduction, vecchia_nll
 from psc_core.tasks.regression.heads import HEADS
@@ -189,7 +189,7 @@ def test_blocks_and_batches_of_any_size_give_the_same(head: DeepVecchiaHead, mon
     whole = head(z)
     monkeypatch.setattr(served, "BLOCK", 64)
     monkeypatch.setattr(served, "IMAGES", 3)
-    monkeypatch.setattr(matrix, "CHUNK_ELEMENTS", 12)
+    monkeypatch.setattr(matrices, "CHUNK_ELEMENTS", 12)
     for got, expected in zip(head(z), whole, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 

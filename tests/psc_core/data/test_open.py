@@ -1,18 +1,326 @@
-"""Tables of images with their classes or numbers."""
-
 from __future__ import annotations
 
+import gzip
+import os
+import unicodedata
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unicodedata import normalize
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from PIL import Image
 
-from psc_core.data.open import open_dataset
+from psc_core.data.dataset import FileSource
+from psc_core.data.open import (
+    check_same,
+    image_folder,
+    in_network_order,
+    match,
+    open_dataset,
+    read_idx,
+    read_tar,
+    unread_files,
+)
 from psc_core.errors import DataError, UsageError
+from psc_core.images.preprocess import PRESETS
+from psc_core.names import composed
 from psc_core.target import Target
-from tests.psc_core.data.support import TINY
+from tests.conftest import ROOT
+from tests.psc_core.data.support import TINY, write_folder
+
+
+def test_classes_are_in_name_order(tmp_path: Path) -> None:
+    dataset = image_folder(write_folder(tmp_path, {"dog": 2, "cat": 3}), TINY)
+    assert dataset.classes == ("cat", "dog")
+    assert dataset.first_labels().tolist() == [0, 0, 0, 1, 1]
+    assert isinstance(dataset.source, FileSource)
+    assert [dataset.source.path(i).parent.name for i in range(5)] == ["cat"] * 3 + ["dog"] * 2
+    assert dataset.source.names.nbytes <= 5 * 20, "a few bytes an image, however long the folder's own path"
+
+
+def test_rejects_empty_class_folder(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, {f"c{i:02d}": 0 if i == 16 else 1 for i in range(20)})
+    with pytest.raises(DataError, match=r"class folder 17 of 20, .*c16, has no images"):
+        image_folder(root, TINY)
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_class_may_lack_validation_and_test_images(tmp_path: Path, split: str) -> None:
+    """Its empty folder still says that it is one of the classes."""
+    root = write_folder(tmp_path, {"a": 2, "b": 0, "c": 1})
+    dataset = open_dataset(str(root), split=split, preprocess=TINY)
+    assert (dataset.classes, dataset.first_labels().tolist()) == (("a", "b", "c"), [0, 0, 2])
+    assert sum(len(batch.images) for batch in dataset.batches(2)) == 3
+    with pytest.raises(DataError, match=r"class folder 2 of 3, .*b, has no images"):
+        open_dataset(str(root), split="train", preprocess=TINY)
+
+
+def test_rejects_folders_without_images(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, {"a": 0, "b": 0})
+    for labelled_images in (True, False):
+        with pytest.raises(DataError, match="has no images"):
+            open_dataset(str(root), split="test", preprocess=TINY, labelled_images=labelled_images)
+
+
+def test_rejects_missing_or_flat_folder(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is not a directory"):
+        image_folder(tmp_path / "none", TINY)
+    Image.new("L", (3, 3)).save(tmp_path / "a.png")
+    with pytest.raises(DataError, match="no class folders"):
+        image_folder(tmp_path, TINY)
+    assert len(image_folder(tmp_path, TINY, labelled_images=False)) == 1
+    write_folder(tmp_path, {"more": 2})
+    assert len(image_folder(tmp_path, TINY, labelled_images=False)) == 3
+
+
+def test_rejects_class_names_outside_utf_8(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / os.fsdecode(b"caf\xe9"), {"a": 1, os.fsdecode(b"chien\xe9"): 1})
+    with pytest.raises(DataError, match=r"not UTF-8, 'chien\\udce9'; rename it"):
+        image_folder(root, TINY)
+    assert len(image_folder(root, TINY, labelled_images=False)) == 2
+
+
+def test_an_order_that_depends_on_the_form_of_the_names_is_said(tmp_path: Path) -> None:
+    composed = image_folder(write_folder(tmp_path / "c", {"\u00e9t\u00e9": 1, "hiver": 1}), TINY)
+    assert (composed.classes, composed.notes) == (("hiver", "\u00e9t\u00e9"), ())
+    decomposed = image_folder(write_folder(tmp_path / "d", {"e\u0301te\u0301": 1, "hiver": 1}), TINY)
+    assert decomposed.classes == ("\u00e9t\u00e9", "hiver")  # As torchvision's ImageFolder has them there.
+    assert "--nfc" in decomposed.notes[0]
+
+
+def test_two_forms_of_one_class_are_named(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "images", {"caf\u00e9": 1, "cafe\u0301": 1, "tea": 1})
+    with pytest.raises(DataError) as raised:
+        image_folder(root, TINY)
+    assert r"'caf\xe9'" in str(raised.value) and r"'cafe\u0301'" in str(raised.value)
+
+
+def test_spec_can_name_split(data_root: Path) -> None:
+    chosen = open_dataset(f"mnist:{data_root}#test", split="train", preprocess=PRESETS["mnist"])
+    assert len(chosen) == 800
+    with pytest.raises(DataError, match="expected a split"):
+        open_dataset(f"mnist:{data_root}#exam", split="train", preprocess=PRESETS["mnist"])
+
+
+def test_directory_name_may_contain_number_sign(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "set#val", {"a": 1, "b": 1})
+    assert len(open_dataset(str(root), split="train", preprocess=TINY)) == 2
+    assert len(open_dataset(f"{root}#val", split="train", preprocess=TINY)) == 2
+
+
+@pytest.mark.parametrize("spec", [".x:make", "..x.y:make", ":make"])
+def test_rejects_paths_as_factories(spec: str) -> None:
+    with pytest.raises(DataError, match=r"expected package\.module:factory, not a path"):
+        open_dataset(spec, split="train", preprocess=TINY)
+
+
+@pytest.mark.parametrize("spec", ["nowhere.module:make", "psc_core.data.open:nothing"])
+def test_rejects_unknown_factories(spec: str) -> None:
+    with pytest.raises(DataError, match="cannot be imported"):
+        open_dataset(spec, split="train", preprocess=TINY)
+
+
+def test_a_table_may_have_a_hash_in_its_name(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, {"a": 2})
+    table = root / "ages#1.csv"
+    table.write_text("file,age\na/0.png,1\na/1.png,2\n")
+    for spec in (str(table), f"{table}#val"):
+        assert len(open_dataset(spec, split="train", preprocess=TINY)) == 2
+
+
+@pytest.mark.parametrize("given", [{"target": "age"}, {"unit": "years"}])
+def test_a_target_of_what_is_no_table_is_refused(tmp_path: Path, data_root: Path, given: dict[str, str]) -> None:
+    root = write_folder(tmp_path, {"a": 1, "b": 1})
+    ((name, value),) = given.items()
+    for spec in (str(root), f"{root}#val", f"mnist:{data_root}", f"rotated-mnist:{data_root}", "nowhere.module:make"):
+        with pytest.raises(UsageError, match=f"is no table, so {name} '{value}' has no effect; leave it out, or give"):
+            open_dataset(spec, split="train", preprocess=TINY, **given)  # type: ignore[arg-type]
+
+
+def test_hidden_folders_are_no_classes(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, {"a": 1, ".ipynb_checkpoints": 0, ".thumbnails": 1, "__MACOSX": 1, "b": 1})
+    for split in ("train", "val"):
+        assert open_dataset(str(root), split=split, preprocess=TINY).classes == ("a", "b")
+
+
+def test_hidden_files_of_a_class_are_no_images(tmp_path: Path) -> None:
+    """A Mac leaves ``._0.png`` beside each ``0.png`` on foreign disks and in archives."""
+    root = write_folder(tmp_path, {"a": 1, "b": 1})
+    for name in ("._0.png", ".thumbnails/0.png"):
+        (root / "a" / name).parent.mkdir(exist_ok=True)
+        (root / "a" / name).write_bytes(b"Mac OS X")
+    assert len(open_dataset(str(root), split="train", preprocess=TINY)) == 2
+
+
+def test_files_of_a_folder_that_are_not_read_are_counted(tmp_path: Path) -> None:
+    data = image_folder(write_folder(tmp_path / "images", {"a": 1, "b": 1}), TINY)
+    assert unread_files(data) == ()
+    for name in ("loose.png", "a/1.heic"):
+        (tmp_path / "images" / name).touch()
+    beside, others = unread_files(data)
+    assert "beside the class folders: 1 .png" in beside and "by their suffix: 1 .heic" in others
+    elsewhere = image_folder(write_folder(tmp_path / "others", {"a": 1}), TINY)
+    assert unread_files(replace(elsewhere, name=data.name)) == (), "a data set may have the name of any folder"
+
+
+@pytest.mark.parametrize(("name", "preset"), [("mnist", "mnist"), ("fashion-mnist", "mnist"), ("cifar10", "cifar10")])
+def test_splits_are_disjoint_and_complete(data_root: Path, name: str, preset: str) -> None:
+    sets = {
+        split: open_dataset(f"{name}:{data_root}", split=split, preprocess=PRESETS[preset])
+        for split in ("train", "val", "test")
+    }
+    train, val = set(sets["train"].indices.tolist()), set(sets["val"].indices.tolist())
+    assert not train & val
+    assert sorted(train | val) == list(range(len(sets["train"].source)))
+    assert len(sets["test"].classes) == 10
+    assert len({s.digest() for s in sets.values()}) == 3
+
+
+def test_dirty_mnist_has_ten_training_labels_per_ambiguous_image(data_root: Path) -> None:
+    train = open_dataset(f"dirty-mnist:{data_root}", split="train", preprocess=PRESETS["mnist"])
+    assert (len(train), train.examples) == (1650 + 150, 1650 + 10 * 150)
+    dirty = open_dataset(f"dirty-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+    clean, ambiguous = dirty.groups["mnist"], dirty.groups["ambiguous-mnist"]
+    assert (len(clean), len(ambiguous), dirty.examples) == (800, 300, 1100)
+    raw = read_idx(data_root / "AmbiguousMNIST/raw/t10k-images-idx3-ubyte")
+    assert np.array_equal(dirty.image(int(ambiguous[7]))[0], raw[7])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x00\x00\x08",
+        b"\x00\x00\x08\x00",
+        b"\x00\x00\x08\x03\x00\x00",
+        b"\x00\x00\x09\x01\x00\x00\x00\x01\x00",
+        b"\x00\x00\x08\x01\x00\x00\x00\x05\x01",
+    ],
+)
+def test_names_damaged_idx_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.gz").write_bytes(gzip.compress(content))
+    with pytest.raises(DataError, match="x: expected"):
+        read_idx(tmp_path / "x")
+
+
+def test_names_damaged_gzip(tmp_path: Path) -> None:
+    packed = gzip.compress(b"\x00\x00\x08\x01\x00\x00\x00\x05hello")
+    for damaged in (packed[:-9], packed[:10] + b"\xff" * 9 + packed[19:]):
+        (tmp_path / "x.gz").write_bytes(damaged)
+        with pytest.raises(DataError, match="cannot read the IDX file"):
+            read_idx(tmp_path / "x")
+
+
+def test_names_missing_archive(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="tar archive"):
+        read_tar(tmp_path / "none.tar.gz", "x/")
+
+
+NAMES = st.lists(
+    st.text(st.characters(categories=["L", "N"], include_characters=" _-"), min_size=1, max_size=6),
+    min_size=2,
+    max_size=8,
+    unique=True,
+)
+
+
+@given(names=NAMES, data=st.data())
+def test_equal_names_take_the_order_of_the_network(names: list[str], data: st.DataObject) -> None:
+    of_network = data.draw(st.permutations(names))
+    matched = match(names, of_network, "images")
+    assert matched[0] == tuple(of_network)
+    assert bool(matched[1]) == (of_network != names)
+
+
+@given(count=st.integers(2, 8), data=st.data())
+def test_case_and_separators_make_no_difference(count: int, data: st.DataObject) -> None:
+    plain = [f"class {letter} of many" for letter in "abcdefgh"[:count]]
+    spelled = [
+        data.draw(st.sampled_from([str.upper, str.title, str.lower]))(
+            name.replace(" ", data.draw(st.sampled_from(" _-")))
+        )
+        for name in plain
+    ]
+    of_network = data.draw(st.permutations(plain))
+    assert match(spelled, of_network, "images")[0] == tuple(spelled[plain.index(name)] for name in of_network)
+
+
+def test_equal_names_are_not_confused_with_similar_ones() -> None:
+    assert match(["A", "a", "b_c", "b c"], ["b c", "a", "A", "b_c"], "")[0] == ("b c", "a", "A", "b_c")
+    with pytest.raises(DataError, match=r"got 3 \(unknown: A, c; missing: C, A-\); use images"):
+        match(["A", "a", "c"], ["a", "C", "A-"], "images")
+
+
+@given(names=NAMES, data=st.data())
+def test_composed_and_decomposed_names_are_the_same(names: list[str], data: st.DataObject) -> None:
+    assume(len({*map(composed, names)}) == len(names))
+    images, of_network = (
+        [unicodedata.normalize(data.draw(st.sampled_from(["NFC", "NFD"])), name) for name in names] for _ in range(2)
+    )
+    of_network = data.draw(st.permutations(of_network))
+    found = match(images, of_network, "images")[0]
+    assert [*map(composed, found)] == [*map(composed, of_network)]
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_labels_follow_names_of_either_form(form: Any) -> None:
+    names = ["호랑이", "고양이", "café"]
+    data = replace(
+        open_dataset(f"mnist:{ROOT}/tests/data", split="test", preprocess=PRESETS["mnist"]),
+        classes=tuple(unicodedata.normalize(form, name) for name in names),
+        labels=torch.arange(800) % 3,
+    )
+    assert data.classes == tuple(names)
+    turned = [unicodedata.normalize("NFD", name) for name in names[::-1]]
+    ordered, _ = in_network_order(data, turned)
+    assert ordered.classes == tuple(names[::-1]) and torch.equal(ordered.labels, 2 - data.labels)
+    check_same(ordered, turned, "network's")
+
+
+def test_other_names_keep_their_order() -> None:
+    matched = match(["n01440764", "n01443537"], ["tench", "goldfish"], "images/train")
+    assert matched[0] == ("n01440764", "n01443537")
+    assert matched[1] == (
+        "no class of images/train has a name of the network's (tench, goldfish); their order is taken to be that of "
+        "its outputs"
+    )
+
+
+@pytest.mark.parametrize(
+    ("of_images", "message"),
+    [
+        (["cat", "dog"], r"expected the network's 3 classes in images, got 2 \(missing: bird\)"),
+        (["bird", "cat", "dog", "eel"], r"got 4 \(unknown: eel\)"),
+        (["bird", "cat", "hound"], r"got 3 \(unknown: hound; missing: dog\)"),
+        (["x", "y"], r"got 2 \(unknown: x, y; missing: bird, dog, cat\)"),
+        ([f"c{i:02}" for i in range(20)], r"unknown: c00, .*, c09, …; missing"),
+    ],
+)
+def test_odd_classes_are_named(of_images: list[str], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        match(of_images, ["bird", "dog", "cat"], "images")
+
+
+@given(order=st.permutations([str(digit) for digit in range(10)]))
+def test_labels_keep_their_names(order: list[str]) -> None:
+    data = open_dataset(f"mnist:{ROOT}/tests/data", split="test", preprocess=PRESETS["mnist"])
+    ordered, _ = in_network_order(data, order)
+    assert ordered.classes == tuple(order)
+    assert [ordered.classes[label] for label in ordered.labels] == [data.classes[label] for label in data.labels]
+    back = ordered.in_order(data.classes)
+    assert torch.equal(back.labels, data.labels) and back.digest() == data.digest()
+
+
+def test_nothing_to_order() -> None:
+    data = open_dataset(f"mnist:{ROOT}/tests/data", split="test", preprocess=PRESETS["mnist"])
+    assert in_network_order(data, None) == (data, "")
+    assert data.in_order(data.classes) is data.in_order(["other"]) is data.in_order([*data.classes[1:], "x"]) is data
+
 
 AGE = Target(name="age", unit="years")
 

@@ -1,5 +1,3 @@
-"""Nearest kept images against a twin, and what is refused."""
-
 from __future__ import annotations
 
 import base64
@@ -14,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from psc_core.errors import BundleError
-from psc_core.thumbnails import MAX_COUNT, NEAREST, SIDE, Thumbnails
+from psc_core.data.dataset import ArraySource, ImageDataset, labelled
+from psc_core.errors import BundleError, UsageError
+from psc_core.images.preprocess import PRESETS
+from psc_core.thumbnails import MAX_COUNT, NEAREST, SIDE, Thumbnails, check_thumbnail_count, kept_images, thumbnails_of
 from tests.reference import thumbnails as naive
 
 MODEL: dict[str, Any] = {"components": 2, "channels": 3, "classes": 3, "has_values": False}
@@ -130,3 +130,44 @@ def test_refuses_tensors_that_do_not_belong_together(changes: dict[str, torch.Te
 def test_refuses_more_than_so_many() -> None:
     with pytest.raises(BundleError, match=f"at most {MAX_COUNT} thumbnails"):
         Thumbnails(tensors(MAX_COUNT + 1, size=1))
+
+
+def dataset(labels: torch.Tensor) -> ImageDataset:
+    source = ArraySource(np.zeros((len(labels), 28, 28), np.uint8))
+    return labelled("toy", [f"class {k}" for k in range(int(labels.max()) + 1)], source, labels, PRESETS["mnist"])
+
+
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=5), st.integers(2, 60), st.integers(0, 9))
+def test_every_class_is_covered(sizes: list[int], count: int, seed: int) -> None:
+    labels = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    count = max(count, len(sizes))
+    kept = kept_images(dataset(labels), count, seed)
+    assert len(kept) == min(count, len(labels)) == len(kept.unique())
+    of_class = labels[kept].bincount(minlength=len(sizes)).tolist()
+    assert min(of_class) >= 1
+    least = min(got for got, size in zip(of_class, sizes, strict=True) if got < size) if count < len(labels) else 0
+    assert all(got <= least + 1 for got in of_class) or count >= len(labels)
+    assert torch.equal(kept, kept_images(dataset(labels), count, seed))
+
+
+def test_images_of_several_labels_are_kept_only_where_a_class_has_no_others() -> None:
+    labels = torch.tensor([[0, 0], [0, 1], [0, 0], [1, 0], [1, 2], [2, 2]])  # All of class 1 have another label too.
+    kept = kept_images(dataset(labels), 6, 0)
+    assert kept.tolist() == [0, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("count", [9, MAX_COUNT + 1])
+def test_a_number_that_does_not_cover_the_classes_is_refused(count: int) -> None:
+    with pytest.raises(UsageError, match=f"from 10, one training image of each class, to {MAX_COUNT}, got {count}"):
+        check_thumbnail_count(count, 10)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [((28, 28), (28, 28)), ((224, 224), (64, 64)), ((64, 128), (32, 64)), ((480, 2), (64, 1)), ((65, 64), (64, 63))],
+)
+def test_thumbnails_keep_the_sides_in_proportion(size: tuple[int, int], expected: tuple[int, int]) -> None:
+    images = torch.full((2, 3, *size), 77, dtype=torch.uint8)
+    small = thumbnails_of(images)
+    assert small.shape == (2, 3, *expected) and max(expected) <= SIDE
+    assert small.dtype == torch.uint8 and bool((small == 77).all())
