@@ -19,7 +19,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.data.open import open_dataset
 from psc_core.evaluation.baselines import Baselines, fit_baselines, penultimate_and_logits
 from psc_core.model import PSC
-from psc_core.network.backbone import trial_input, truncate
+from psc_core.network.cut import trial_input, truncate
 from psc_core.network.layers import list_layers
 from psc_core.projection import FittedProjection
 

@@ -24,7 +24,7 @@ from psc_core.heads.base import ClassifierHead as Head
 from psc_core.heads.base import ClassifierOutput, Features, HeadJob
 from psc_core.heads.temperature import better_of, fit_temperature_head
 from psc_core.model import PSC
-from psc_core.numerics.matrix import as_matrix
+from psc_core.numerics.features import as_matrix
 from psc_core.tasks.classification import fit_head
 
 DIVISIONS = 5  # The number of random divisions of validation and test images together.

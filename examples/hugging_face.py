@@ -41,8 +41,7 @@ folder = Path(sys.argv[1]) if len(sys.argv) > 2 else small_vit(images)
 
 about = describe(f"hf:{folder}")
 train_images, val_images = (
-    open_dataset(str(images / split), split=split, preprocess=about.preparation.preprocess)
-    for split in ("train", "val")
+    open_dataset(str(images / split), split=split, preprocess=about.preprocess) for split in ("train", "val")
 )
 psc = PSC.fit(load_network(f"hf:{folder}"), train_images, val_images)
 

@@ -172,7 +172,7 @@ class ThumbnailsSection(_Strict):
 
 
 def check_network(network: Mapping[str, Any]) -> None:
-    """Check, before anything is fitted, that a manifest can describe a network, given the fields of its ``Recipe``.
+    """Check, before anything is fitted, that a manifest can describe a network, given the fields of its spec.
 
     Raises:
         UsageError: If a size or an argument exceeds its limit.

@@ -21,8 +21,8 @@ from safetensors.torch import save
 
 from psc_core.bundle import write_file
 from psc_core.collapse import CollapseReport
-from psc_core.compute import Reducer
-from psc_core.projection import FittedProjection, Projection, ProjectionReport, RankChoice
+from psc_core.compute import Compute
+from psc_core.projection import FittedProjection, Projection, ProjectionReport
 
 Stage = TypeVar("Stage")
 
@@ -33,20 +33,20 @@ class Checkpoint:
     Args:
         folder: The folder of the stages.
         key: The digest of the job.
-        reducer: The processes of the fit.
+        compute: The processes of the fit.
     """
 
-    def __init__(self, folder: Path, key: str, reducer: Reducer) -> None:
+    def __init__(self, folder: Path, key: str, compute: Compute) -> None:
         self.folder = folder
         self.key = key
-        self.reducer = reducer
+        self.compute = compute
         self._stamp = folder / "job.txt"
 
     @classmethod
-    def of(cls, folder: Path, job: Mapping[str, Any], reducer: Reducer | None = None) -> Checkpoint:
+    def of(cls, folder: Path, job: Mapping[str, Any], compute: Compute | None = None) -> Checkpoint:
         """Return the checkpoint of ``job`` (JSON types) in ``folder``, which may hold stages of another job."""
         key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
-        return cls(folder, key, reducer or Reducer())
+        return cls(folder, key, compute or Compute(torch.device("cpu")))
 
     @property
     def is_resumed(self) -> bool:
@@ -57,7 +57,7 @@ class Checkpoint:
         """Return the collapse report, or None where it is not finished."""
         file = self.folder / "collapse.json"
         report = CollapseReport.from_json(json.loads(file.read_text())) if file.exists() else None
-        return agreed(report, self.reducer)
+        return agreed(report, self.compute)
 
     def save_collapse(self, report: CollapseReport) -> None:
         """Keep a finished report."""
@@ -71,12 +71,12 @@ class Checkpoint:
             with safe_open(file, "pt") as kept:
                 config, report, layers = (json.loads(kept.metadata()[key]) for key in ("config", "report", "layers"))
                 tensors = {name: kept.get_tensor(name) for name in kept.keys()}  # noqa: SIM118 - not a mapping
-            report |= {"choice": RankChoice(**report["choice"]), "nc1": tensors.pop("nc1"), "nc4": tensors.pop("nc4")}
+            report |= {"nc1": tensors.pop("nc1"), "nc4": tensors.pop("nc4")}
             report["positions"] = tuple(map(tuple, report["positions"]))
             projection = FittedProjection(
                 Projection.restore(config, tensors), ProjectionReport(**report), tuple(layers)
             )
-        return agreed(projection, self.reducer)
+        return agreed(projection, self.compute)
 
     def save_projection(self, fitted: FittedProjection) -> None:
         """Keep a finished projection in one file: its tensors, and the rest as JSON in the metadata."""
@@ -88,7 +88,7 @@ class Checkpoint:
         self._write("fitted_projection.safetensors", data)
 
     def _write(self, name: str, data: bytes) -> None:
-        if self.reducer.rank != 0:
+        if self.compute.rank != 0:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         self._stamp.write_text(self.key)
@@ -101,7 +101,7 @@ class Checkpoint:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def agreed(stage: Stage | None, reducer: Reducer) -> Stage | None:
+def agreed(stage: Stage | None, compute: Compute) -> Stage | None:
     """Return ``stage`` where every process has it, else None in all: files may be on the disk of one machine only."""
-    have = reducer.sum_(torch.tensor([float(stage is not None)]))
-    return stage if int(have) == reducer.world else None
+    have = compute.sum_(torch.tensor([float(stage is not None)]))
+    return stage if int(have) == compute.world else None

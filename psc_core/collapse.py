@@ -1,11 +1,17 @@
 """Measure neural collapse after every layer, and select the candidate layer(s) by it.
 
-Group layers that are read together, and split wide ones into ranges of columns that fit the memory budget.
+For each layer, with the sums of :mod:`psc_core.numerics.scatter`,
 
-A layer of shape (C, d) has C · d columns; its class means take classes × columns × 8 bytes, and the features of a batch
-images × columns × 4 bytes.
+    NC1 = Tr(Σ_W) / Tr(Σ_T)      within-class fraction of the variability, over the labelled training examples
+    NC4 = fraction of the labelled selection examples whose nearest class mean (Euclidean) is that of their label
+    NC4's error = √(Σ_i d_i²) / examples      standard error of its difference to the best layer's NC4
 
-Report neural collapse of every layer, select the candidate layer(s) from it, and print it as tables.
+with d_i the difference in how many labels of selection image i the two layers hit: where each image has one label,
+McNemar's √(b + c) / n of the b + c images that one layer gets right and the other wrong.  (Paper, section 4.1 and
+appendix A.1: after each layer.)  This takes one pass over the training images, class by class, and one over the
+selection images.  Class means take classes × width × 8 bytes per layer, the features of a batch images × width × 4.
+Layers are measured in groups that fit the memory budget, two passes per group; a layer that does not fit alone is
+measured in ranges of columns, over which scatter and distances add up.
 
 Paper, section 4.1: of the layers whose features still vary within classes, NC1 > ε, take the one with the highest NC4,
 where the nearest class mean is right most often.  The selection split decides this up to an error, so of those whose
@@ -17,48 +23,18 @@ Where nothing has collapsed, every layer lies before collapse, and NC4 says litt
 the candidate is the trunk (:mod:`psc_core.network.layers`), where the network has one.  Normalisation, activation and
 pooling make the penultimate layer of it, and discard some of what tells unseen classes from known ones.
 
-For a regression R² takes the place of NC4 (:mod:`psc_core.collapse.ridge`), and labels are bins of the target.
-
-Measure NC4 of every layer: the fraction of selection examples whose nearest class mean is that of their label.
-
-:mod:`.measure` has the mathematics.
-
-Fit a ridge regression to each layer; its R² is for a regression what NC4 is for classes.
-
-For each layer, with h the features of an image, flattened, and y its number,
+For a regression labels are bins of the target, and R² of a ridge regression takes the place of NC4, with one more pass
+over the training images.  With h the features of an image, flattened, and y its number,
 
     x = S h                                S: a count sketch (Charikar, Chen & Farach-Colton 2002) where h is wide
     w_λ = (Σ_xx + λ I)^{-1} Σ_xy           from sums over the training images
     λ = argmin GCV(λ) = n RSS(λ) / (n − 1 − df(λ))²,   df(λ) = Σ_j e_j / (e_j + λ)    (Golub, Heath & Wahba 1979)
-    R² = 1 − Σ_i (y_i − ŷ_i)² / Σ_i (y_i − ȳ)²        over the selection images (:mod:`psc_core.numerics.explained`)
+    R² = 1 − Σ_i (y_i − ŷ_i)² / Σ_i (y_i − ȳ)²        over the selection images
     its error = √(Σ_i d_i²) / Σ_i (y_i − ȳ)²          standard error of its difference to the best layer's R²
 
 with e_j the eigenvalues of Σ_xx and d_i the difference of the two layers' squared errors of image i.  A count sketch
 adds each feature, with a random sign, to one of :data:`SKETCH` columns; it keeps inner products on average, so a linear
 function of h is about one of x.  All sums are float64.  The analogy is ours, not the paper's.
-
-Measure R² of every layer: how well linear functions of it predict a regression's target.
-
-Each group of layers takes two passes, over the training images and over the selection images;
-:mod:`psc_core.collapse.ridge` has the mathematics.
-
-Measure neural collapse after every layer: NC1 on training data, NC4 on the selection split.
-
-For each layer, with the sums of :mod:`psc_core.numerics.scatter`,
-
-    NC1 = Tr(Σ_W) / Tr(Σ_T)      within-class fraction of the variability, over the labelled training examples
-    NC4 = fraction of the labelled selection examples whose nearest class mean (Euclidean) is that of their label
-    NC4's error = √(Σ_i d_i²) / examples      standard error of its difference to the best layer's NC4
-
-with d_i the difference in how many labels of selection image i the two layers hit: where each image has one label,
-McNemar's √(b + c) / n of the b + c images that one layer gets right and the other wrong.  (Paper, section 4.1 and
-appendix A.1: after each layer.)  This takes one pass over the training images, class by class, and one
-over the selection images (:mod:`.nearest_mean`).  For a regression the classes are bins of the target, and R² takes
-the place of NC4 (:mod:`.linear`), with one more pass over the training images.
-
-Class means take classes × width × 8 bytes per layer.  Layers are measured in groups that fit the memory budget, two
-passes per group; a layer that does not fit alone is measured in column ranges (:mod:`.columns`), over which scatter and
-distances add up.
 """
 
 from __future__ import annotations
@@ -70,7 +46,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -81,85 +57,17 @@ from torch import Tensor, nn
 from psc_core.compute import Compute, add_statistics, distances_to_means, passes
 from psc_core.data.dataset import ImageDataset, known_values
 from psc_core.errors import FitError, UsageError, hint
-from psc_core.network.backbone import Backbone, feature_step, trial_input, truncate
+from psc_core.network.cut import Backbone, feature_step, trial_input, truncate
 from psc_core.network.layers import LayerInfo, list_layers, select_layers
 from psc_core.numerics.linalg import eigh, r_squared, r_squared_error
-from psc_core.numerics.scatter import MIN_COLUMNS, ClassScatter, ScatterSums
+from psc_core.numerics.scatter import MIN_COLUMNS, ClassScatter, is_rounding, nc1_of, scatter_sums
 from psc_core.settings import FitSettings
 from psc_core.tables import aligned
 
-
-@dataclass(frozen=True)
-class ColumnRange:
-    """The columns from ``start`` to ``stop``, exclusive, of a layer's flattened features."""
-
-    layer: LayerInfo
-    start: int
-    stop: int
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the range ends with the layer."""
-        return self.stop == math.prod(self.layer.shape)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the range is all of the layer."""
-        return self.start == 0 and self.is_last
-
-
-@dataclass(frozen=True)
-class LayerGroup:
-    """Layers that the network is cut behind at once.
-
-    Attributes:
-        rounds: The ranges that are read in the same pass over the images: several layers, each whole, in one round, or
-            the parts of one layer in several rounds.
-    """
-
-    rounds: tuple[tuple[ColumnRange, ...], ...]
-
-    @property
-    def layers(self) -> list[LayerInfo]:
-        """The layers, in order."""
-        return [columns.layer for columns in self.rounds[0]]
-
-
-def layer_groups(layers: Sequence[LayerInfo], classes: int, batch_images: int, budget: int) -> list[LayerGroup]:
-    """Return the layers, in order, in groups whose class means and batch features fit ``budget``, bytes."""
-    groups: list[LayerGroup] = []
-    together: list[ColumnRange] = []
-    free = budget
-    for layer in layers:
-        width = math.prod(layer.shape)
-        features, means = 4 * batch_images * width, 8 * classes * width
-        if together and features + means > free:
-            groups.append(LayerGroup((tuple(together),)))
-            together, free = [], budget
-        if features + means <= budget:
-            together.append(ColumnRange(layer, 0, width))
-            free -= features + means
-        else:
-            step = min(width, max(MIN_COLUMNS, (budget - features) // (8 * classes)))
-            parts = (ColumnRange(layer, start, min(width, start + step)) for start in range(0, width, step))
-            groups.append(LayerGroup(tuple((part,) for part in parts)))
-    return [*groups, *([LayerGroup((tuple(together),))] if together else [])]
-
-
-def columns_of(features: Sequence[Tensor], ranges: Sequence[ColumnRange]) -> list[Tensor]:
-    """Return the columns (batch, columns) of each range of a round, from the features of the group's layers."""
-    return [layer.flatten(1)[:, part.start : part.stop] for layer, part in zip(features, ranges, strict=True)]
-
-
-NEAR: Final = 0.05
-"""Largest distance of NC1 from ε at which two layers are combined."""
-
-CONSTANT: Final = 0.0
-"""NC1 of a layer whose values differ between images by rounding alone, which is never chosen."""
-
-EARLY: Final = 4
-"""A candidate among the first 1/EARLY of the layers gets a note."""
-
+NEAR: Final = 0.05  # largest distance of NC1 from ε at which two layers are combined
+CONSTANT: Final = 0.0  # NC1 of a layer whose values differ between images by rounding alone, which is never chosen
+EARLY: Final = 4  # a candidate among the first 1/EARLY of the layers gets a note
+# Fields that have other names in the bundle format.
 _JSON_NAMES: Final = {
     "train_examples": "train_rows",
     "val_examples": "val_rows",
@@ -167,25 +75,6 @@ _JSON_NAMES: Final = {
     "quality": "nc4",
     "quality_error": "nc4_error",
 }
-"""Fields that have other names in the bundle format."""
-
-
-@dataclass(frozen=True)
-class Measure:
-    """The names of a layer's quality besides NC1."""
-
-    name: str  # in texts and JSON
-    column: str  # in a table of all layers
-    legend: str  # in a figure
-    of_means: bool  # whether it is the accuracy of the nearest class mean, as that of the projection's sizes
-
-    def __str__(self) -> str:
-        return self.name
-
-
-NC4: Final = Measure("NC4", "nc4", "NC4 (nearest class mean right)", of_means=True)
-R2: Final = Measure("R²", "r2", "R² (of a linear fit)", of_means=False)
-MEASURES: Final = {measure.name: measure for measure in (NC4, R2)}
 
 
 @dataclass(frozen=True)
@@ -197,16 +86,184 @@ class LayerCollapse(LayerInfo):
     quality_error: float | None = None  # standard error of the difference to the quality of the report's best layer
 
 
-def eligible_layers(layers: Sequence[LayerCollapse], pattern: str | None) -> list[LayerCollapse]:
-    """Return the layers before the output whose name matches the pattern."""
-    matcher = re.compile(pattern or "")
-    return [layer for layer in layers if layer.role != "output" and matcher.search(layer.name)]
+LayerGroup = tuple[list[LayerInfo], list[slice]]  # layers cut behind at once, and the columns that each pass reads
+Round = tuple[slice, list[Tensor]]  # such columns, and each layer's class means (classes, columns) over training images
 
 
-def best_layer(layers: Sequence[LayerCollapse], epsilon: float, pattern: str | None) -> LayerCollapse | None:
-    """Return the eligible layer of highest quality with NC1 > ε, on a tie the deepest; None if all have collapsed."""
-    passing = [layer for layer in eligible_layers(layers, pattern) if layer.nc1 > epsilon]
-    return max(passing, key=lambda layer: (layer.quality, layer.index), default=None)
+class LayerQuality:
+    """The quality of every layer on the selection split, none of it trained on; higher is better."""
+
+    name: ClassVar[str]  # in texts and JSON
+    column: ClassVar[str]  # in a table of all layers
+    legend: ClassVar[str]  # in a figure
+    of_means: ClassVar[bool]  # whether it is the accuracy of the nearest class mean, as that of the projection's sizes
+
+    def __init__(self, train: ImageDataset, selection: ImageDataset, compute: Compute) -> None:
+        self.train = train
+        self.selection = selection
+        self.compute = compute
+
+    def read(self, backbone: Backbone, group: LayerGroup, rounds: Iterable[Round], label: str) -> None:
+        """Measure the layers of a group, behind which the network is cut.
+
+        Taking a round makes a pass over the training images that measures NC1, so every round has to be taken; its
+        means may be overwritten.
+        """
+        raise NotImplementedError
+
+    def value(self, layer: str) -> float:
+        raise NotImplementedError
+
+    def error(self, layer: str, best: str) -> float:
+        """Return the standard error of the difference between the qualities after ``layer`` and after ``best``."""
+        raise NotImplementedError
+
+
+class NearestMean(LayerQuality):
+    """The accuracy of the nearest class mean; it keeps one bit for each labelled example and layer."""
+
+    name, column, legend, of_means = "NC4", "nc4", "NC4 (nearest class mean right)", True
+
+    def __init__(self, train: ImageDataset, selection: ImageDataset, compute: Compute) -> None:
+        super().__init__(train, selection, compute)
+        self._hits: dict[str, npt.NDArray[np.uint8]] = {}  # bits, one an example
+
+    @torch.inference_mode()
+    def read(self, backbone: Backbone, group: LayerGroup, rounds: Iterable[Round], label: str) -> None:
+        (layers, ranges), compute, device = group, self.compute, self.compute.device
+        shard, shard_examples = compute.shard(self.selection), compute.shard_examples(self.selection).to(device)
+        kept: Tensor | None = None  # distances of the ranges so far, of a layer in several
+        if len(ranges) > 1:
+            kept = torch.zeros(len(shard), len(self.selection.classes), dtype=torch.float64)
+        hits = torch.zeros(len(layers), self.selection.examples, dtype=torch.uint8, device=device)
+        step, description = feature_step(backbone), f"{label}: nearest mean"
+        for number, (columns, means) in enumerate(rounds, 1):
+            images = examples = 0
+            take = partial(columns_of, columns=columns)
+            for batch, _, found in distances_to_means(means, shard, compute, description, step, take):
+                where = slice(images, images := images + len(batch.images))
+                image_index, labels = batch.image_index.to(device), batch.labels.to(device)
+                at = shard_examples[examples : (examples := examples + len(labels))]
+                for row, distances in enumerate(found):
+                    total = distances if kept is None else kept[where].add_(distances.cpu())
+                    if number == len(ranges):
+                        hits[row, at] = (total.argmin(1).to(device)[image_index] == labels).to(hits.dtype)
+        for layer, of_layer in zip(layers, compute.sum_(hits).cpu().numpy(), strict=True):
+            self._hits[layer.name] = np.packbits(of_layer)
+
+    def hits(self, layer: str) -> Bool[Tensor, " examples"]:
+        """Return whether each labelled selection example's nearest class mean after ``layer`` is that of its label."""
+        return torch.from_numpy(np.unpackbits(self._hits[layer], count=self.selection.examples)).bool()
+
+    def value(self, layer: str) -> float:
+        return int(self.hits(layer).sum()) / self.selection.examples
+
+    def error(self, layer: str, best: str) -> float:
+        return paired_error(self.hits(layer), self.hits(best), self.selection.offsets)
+
+
+def paired_error(
+    one: Bool[Tensor, " examples"], other: Bool[Tensor, " examples"], offsets: Int[Tensor, " starts"]
+) -> float:
+    """Return the standard error of the difference between the fractions of examples that two layers get right.
+
+    Labels of one image are hit or missed together, so its examples, from one of ``offsets`` to the next, count as one.
+    """
+    image_index = torch.arange(len(offsets) - 1).repeat_interleave(offsets.diff())
+    differences = torch.zeros(len(offsets) - 1).double().index_add_(0, image_index, one.double() - other.double())
+    return float(differences.norm()) / len(one)
+
+
+SKETCH: Final = 512  # columns of a count sketch
+# Values of λ to choose from, relative to the mean variance of a column.
+PENALTIES: Final = torch.logspace(-8, 2, 21, dtype=torch.float64)
+
+
+def count_sketch(width: int, device: torch.device | str = "cpu") -> Callable[[Tensor], Tensor]:
+    """Return a function from features (batch, width) to x (batch, columns), float64; narrow ones stay as they are."""
+    if width <= SKETCH:
+        return lambda features: features.double()
+    generator = torch.Generator().manual_seed(width)
+    target = torch.randint(0, SKETCH, (width,), generator=generator).to(device)
+    sign = (1.0 - 2.0 * torch.randint(0, 2, (width,), generator=generator)).to(device)
+
+    def sketch(features: Tensor) -> Tensor:
+        sums = torch.zeros(len(features), SKETCH, device=features.device)
+        return sums.index_add_(1, target, features.float() * sign).double()
+
+    return sketch
+
+
+def add_products(
+    sums: Float[Tensor, "width width"], x: Float[Tensor, "batch columns"], y: Float[Tensor, " batch"]
+) -> None:
+    """Add a batch to n, Σ x, Σ y, Σ x xᵀ, Σ x y and Σ y², float64, in one matrix of two columns more than x."""
+    whole = torch.cat([torch.ones_like(y)[:, None], x, y[:, None]], dim=1)
+    sums.addmm_(whole.T, whole)
+
+
+def fit_ridge(total: Float[Tensor, "width width"]) -> Callable[[Tensor], Tensor]:
+    """Return the predictions ŷ(x) of the ridge regression of the smallest GCV; of constant features it is the mean."""
+    n, mean = total[0, 0], total[0, 1:] / total[0, 0]
+    centred = total[1:, 1:] - n * torch.outer(mean, mean)
+    xx, xy, yy = centred[:-1, :-1], centred[:-1, -1], centred[-1, -1]
+    values, vectors = eigh(xx)
+    rotated = vectors.T @ xy
+    scale = values.mean()
+    weight, intercept = torch.zeros_like(xy), mean[-1]
+    if scale > 0:
+        penalties = (PENALTIES.to(xx.device) * scale)[:, None]
+        weights = rotated / (values + penalties)
+        residual = yy - 2 * weights @ rotated + weights.square() @ values
+        freedom = (n - 1 - (values / (values + penalties)).sum(1)).clamp(min=1e-3)
+        weight = vectors @ weights[(residual.clamp(min=0) / freedom.square()).argmin()]
+        intercept = mean[-1] - mean[:-1] @ weight
+    return lambda x: x @ weight + intercept
+
+
+class LinearFit(LayerQuality):
+    """R² of ridge regressions; it keeps the squared error of every selection image for each layer."""
+
+    name, column, legend, of_means = "R²", "r2", "R² (of a linear fit)", False
+
+    def __init__(self, train: ImageDataset, selection: ImageDataset, compute: Compute) -> None:
+        super().__init__(train, selection, compute)
+        self._errors: dict[str, Float[Tensor, " n"]] = {}
+
+    @torch.inference_mode()
+    def read(self, backbone: Backbone, group: LayerGroup, rounds: Iterable[Round], label: str) -> None:
+        for _ in rounds:  # Linear fits need no class means.
+            pass
+        layers, compute, step = group[0], self.compute, feature_step(backbone)
+        widths = [math.prod(layer.shape) for layer in layers]
+        sketches = [count_sketch(width, compute.device) for width in widths]
+        sums = [
+            torch.zeros(size, size, dtype=torch.float64, device=compute.device)
+            for size in (min(width, SKETCH) + 2 for width in widths)
+        ]
+        for features, batch in passes(compute.shard(self.train), compute, f"{label}: linear fits", step):
+            y = known_values(batch.values).to(compute.device)
+            for sketch, layer, of_layer in zip(sketches, features, sums, strict=True):
+                add_products(of_layer, sketch(layer.flatten(1)), y)
+        ridges = [fit_ridge(compute.sum_(of_layer)) for of_layer in sums]
+        shard = torch.arange(compute.rank, len(self.selection), compute.world)
+        errors = torch.zeros(len(ridges), len(self.selection), dtype=torch.float64)
+        seen = 0
+        for features, batch in passes(compute.shard(self.selection), compute, f"{label}: linear predictions", step):
+            at, y = shard[seen : seen + len(batch.images)], known_values(batch.values).to(compute.device)
+            seen += len(batch.images)
+            for row, (sketch, ridge, layer) in enumerate(zip(sketches, ridges, features, strict=True)):
+                errors[row, at] = (ridge(sketch(layer.flatten(1))) - y).square().cpu()
+        self._errors |= {layer.name: row for layer, row in zip(layers, compute.sum_(errors), strict=True)}
+
+    def value(self, layer: str) -> float:
+        return r_squared(self._errors[layer], known_values(self.selection.values))
+
+    def error(self, layer: str, best: str) -> float:
+        return r_squared_error(self._errors[layer], self._errors[best], known_values(self.selection.values))
+
+
+MEASURES: Final = {measure.name: measure for measure in (NearestMean, LinearFit)}
 
 
 @dataclass(frozen=True)
@@ -230,7 +287,7 @@ class CollapseReport:
     train_examples: int  # labelled examples that NC1 was measured on
     val_examples: int  # labelled examples that the quality was measured on
     seed: int | None = None  # of the split of the validation images; None where all of them were measured
-    measure: Measure = NC4  # what the layers' quality is
+    measure: type[LayerQuality] = NearestMean  # what the layers' quality is
 
     @property
     def penultimate(self) -> str:
@@ -238,11 +295,7 @@ class CollapseReport:
         return next(layer.name for layer in self.layers if layer.role == "penultimate")
 
     def layer(self, name: str) -> LayerCollapse:
-        """Return the measurement of one layer.
-
-        Raises:
-            UsageError: If the layer was not measured.
-        """
+        """Return the measurement of one layer."""
         for layer in self.layers:
             if layer.name == name:
                 return layer
@@ -252,24 +305,22 @@ class CollapseReport:
 
     def named(self, layer: LayerCollapse) -> str:
         """Return a layer's name with its numbers, as text."""
-        return f"{layer.name} (NC1 {layer.nc1:.4f}, {self.measure} {layer.quality:.4f})"
+        return f"{layer.name} (NC1 {layer.nc1:.4f}, {self.measure.name} {layer.quality:.4f})"
 
     @property
     def eligible(self) -> list[LayerCollapse]:
         """The layers before the output whose name matches the pattern."""
-        return eligible_layers(self.layers, self.pattern)
+        matcher = re.compile(self.pattern or "")
+        return [layer for layer in self.layers if layer.role != "output" and matcher.search(layer.name)]
 
     @property
     def best(self) -> LayerCollapse | None:
-        """The layer that :func:`best_layer` chooses."""
-        return best_layer(self.layers, self.epsilon, self.pattern)
+        """The eligible layer of highest quality with NC1 > ε, on a tie the deepest; None if all have collapsed."""
+        passing = [layer for layer in self.eligible if layer.nc1 > self.epsilon]
+        return max(passing, key=lambda layer: (layer.quality, layer.index), default=None)
 
     def candidate(self, layer: str | None = None) -> Candidate:
-        """Return the candidate by this module's rule among the layers of the pattern, or the one that the caller names.
-
-        Raises:
-            UsageError: If ``layer`` was not measured, or no layer matches the pattern.
-        """
+        """Return the candidate by this module's rule among the layers of the pattern, or the one the caller names."""
         if layer is not None:
             return self._noted([self.layer(layer)], f"{self.named(self.layer(layer))}, named by the caller")
         eligible, best = self.eligible, self.best
@@ -284,7 +335,8 @@ class CollapseReport:
             )
         passing = [entry for entry in eligible if entry.nc1 > self.epsilon]
         trunk = next((entry for entry in eligible if entry.role == "trunk"), None)
-        if self._nothing_collapsed and trunk is not None and self.measure.of_means:
+        nothing_collapsed = all(layer.nc1 > self.epsilon for layer in self.layers if layer.role != "output")
+        if nothing_collapsed and trunk is not None and self.measure.of_means:
             return self._noted(
                 [trunk],
                 f"{self.named(trunk)}, is all that the penultimate layer is computed from, before the network's last "
@@ -292,13 +344,13 @@ class CollapseReport:
             )
         chosen = [entry for entry in passing if best.quality - entry.quality <= (entry.quality_error or 0.0)][-1]
         reason = (
-            f"{self.named(chosen)}, has the highest {self.measure} of the {len(passing)} layers with NC1 > "
+            f"{self.named(chosen)}, has the highest {self.measure.name} of the {len(passing)} layers with NC1 > "
             f"{self.epsilon:g}"
         )
         if chosen is not best:
             reason = (
                 f"{self.named(chosen)}, is the deepest of the {len(passing)} layers with NC1 > {self.epsilon:g} whose "
-                f"{self.measure} is within one standard error ({chosen.quality_error:.4f}) of the highest, "
+                f"{self.measure.name} is within one standard error ({chosen.quality_error:.4f}) of the highest, "
                 f"{best.quality:.4f} after {best.name}"
             )
         following = next((entry for entry in eligible if entry.index > chosen.index), None)
@@ -315,10 +367,6 @@ class CollapseReport:
             f"{reason}; the next layer, {self.named(following)}, joins it: it has collapsed, NC1 is within {NEAR:g} of "
             f"{self.epsilon:g} and both have {chosen.shape[0]} channels",
         )
-
-    @property
-    def _nothing_collapsed(self) -> bool:
-        return all(layer.nc1 > self.epsilon for layer in self.layers if layer.role != "output")
 
     def _noted(self, chosen: Sequence[LayerCollapse], reason: str) -> Candidate:
         """Return the candidate ``chosen`` with the notes that a user should see."""
@@ -337,29 +385,27 @@ class CollapseReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON types."""
-        layers = tuple(_in_json(asdict(layer)) for layer in self.layers)
-        return _in_json({**asdict(self), "layers": layers, "measure": self.measure.name})
+
+        def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {_JSON_NAMES.get(name, name): value for name, value in values.items()}
+
+        layers = tuple(renamed(asdict(layer)) for layer in self.layers)
+        return renamed({**asdict(self), "layers": layers, "measure": self.measure.name})
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CollapseReport:
         """Return the report whose fields :meth:`to_json` returned."""
+        names = {known: name for name, known in _JSON_NAMES.items()}
+
+        def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {names.get(name, name): value for name, value in values.items()}
+
         layers = tuple(
-            LayerCollapse(**{**_of_json(entry), "shape": tuple(entry["shape"]), "grid": tuple(entry["grid"])})
+            LayerCollapse(**{**renamed(entry), "shape": tuple(entry["shape"]), "grid": tuple(entry["grid"])})
             for entry in data["layers"]
         )
-        stored = {**_of_json(data), "measure": MEASURES[data.get("measure", NC4.name)]}
+        stored = {**renamed(data), "measure": MEASURES[data.get("measure", NearestMean.name)]}
         return cls(layers, *(stored[part.name] for part in fields(cls)[1:]))
-
-
-def _in_json(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields under their names in a bundle."""
-    return {_JSON_NAMES.get(name, name): value for name, value in values.items()}
-
-
-def _of_json(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of a bundle under their names here."""
-    names = {known: name for name, known in _JSON_NAMES.items()}
-    return {names.get(name, name): value for name, value in values.items()}
 
 
 def to_text(report: CollapseReport, candidate: Candidate) -> str:
@@ -388,224 +434,32 @@ def to_csv(report: CollapseReport) -> str:
     return text.getvalue()
 
 
-Round = tuple[Sequence[ColumnRange], Sequence[Tensor]]
-"""Ranges of columns, and the class means (classes, columns) of each over the training images."""
+def layer_groups(layers: Sequence[LayerInfo], classes: int, batch_images: int, budget: int) -> list[LayerGroup]:
+    """Return the layers, in order, in groups whose class means and batch features fit ``budget``, bytes.
 
-
-class LayerQuality:
-    """The quality of every layer on the selection split; higher is better.
-
-    Args:
-        train: All training images.
-        selection: The images that the quality is measured on, none of them trained on.
-        compute: Device, batch size, memory and processes.
+    A group has several layers, each read whole in one pass, or one layer, read in ranges of columns.
     """
-
-    measure: ClassVar[Measure]
-
-    def __init__(self, train: ImageDataset, selection: ImageDataset, compute: Compute) -> None:
-        self.train = train
-        self.selection = selection
-        self.compute = compute
-
-    def read(self, backbone: Backbone, group: LayerGroup, rounds: Iterable[Round], label: str) -> None:
-        """Measure the layers of a group.
-
-        Args:
-            backbone: The network, cut behind these layers.
-            group: The layers.
-            rounds: The group's rounds with their class means, which may be overwritten.  Taking a round makes a pass
-                over the training images that measures NC1, so every round has to be taken.
-            label: The beginning of the progress bars' text.
-        """
-        raise NotImplementedError
-
-    def value(self, layer: str) -> float:
-        """Return the quality after ``layer``."""
-        raise NotImplementedError
-
-    def error(self, layer: str, best: str) -> float:
-        """Return the standard error of the difference between the qualities after ``layer`` and after ``best``."""
-        raise NotImplementedError
+    groups: list[LayerGroup] = []
+    together: list[LayerInfo] = []
+    free = budget
+    for layer in layers:
+        width = math.prod(layer.shape)
+        features, means = 4 * batch_images * width, 8 * classes * width
+        if together and features + means > free:
+            groups.append((together, [slice(None)]))
+            together, free = [], budget
+        if features + means <= budget:
+            together.append(layer)
+            free -= features + means
+        else:
+            step = min(width, max(MIN_COLUMNS, (budget - features) // (8 * classes)))
+            groups.append(([layer], [slice(start, start + step) for start in range(0, width, step)]))
+    return [*groups, (together, [slice(None)])] if together else groups
 
 
-class NearestMean(LayerQuality):
-    """The accuracy of the nearest class mean; it keeps one bit for each labelled example and layer."""
-
-    measure = NC4
-
-    def __init__(self, train: ImageDataset, selection: ImageDataset, compute: Compute) -> None:
-        super().__init__(train, selection, compute)
-        self._hits: dict[str, npt.NDArray[np.uint8]] = {}  # bits, one an example
-
-    @torch.inference_mode()
-    def read(self, backbone: Backbone, group: LayerGroup, rounds: Iterable[Round], label: str) -> None:
-        """Read the selection images once for each round, and note which examples each layer gets right."""
-        reducer, device = self.compute.reducer, self.compute.device
-        shard, shard_examples = reducer.shard(self.selection), reducer.shard_examples(self.selection).to(device)
-        kept: Tensor | None = None  # distances of the ranges so far, of a layer in several
-        for ranges, means in rounds:
-            if kept is None and not ranges[0].is_whole:
-                kept = torch.zeros(len(shard), len(self.selection.classes), dtype=torch.float64)
-            hits = torch.zeros(len(ranges), self.selection.examples, dtype=torch.uint8, device=device)
-            images = examples = 0
-            take = partial(columns_of, ranges=ranges)
-            step, description = feature_step(backbone), f"{label}: nearest mean"
-            for batch, _, found in distances_to_means(means, shard, self.compute, description, step, take):
-                where = slice(images, images := images + len(batch.images))
-                image_index, labels = batch.image_index.to(device), batch.labels.to(device)
-                at = shard_examples[examples : (examples := examples + len(labels))]
-                for row, (part, distances) in enumerate(zip(ranges, found, strict=True)):
-                    total = distances if kept is None else kept[where].add_(distances.cpu())
-                    if part.is_last:
-                        hits[row, at] = (total.argmin(1).to(device)[image_index] == labels).to(hits.dtype)
-            for part, of_layer in zip(ranges, reducer.sum_(hits).cpu().numpy(), strict=True):
-                if part.is_last:
-                    self._hits[part.layer.name] = np.packbits(of_layer)
-
-    def hits(self, layer: str) -> Bool[Tensor, " examples"]:
-        """Return whether each labelled selection example's nearest class mean after ``layer`` is that of its label."""
-        return torch.from_numpy(np.unpackbits(self._hits[layer], count=self.selection.examples)).bool()
-
-    def value(self, layer: str) -> float:
-        """Return NC4 after ``layer``."""
-        return int(self.hits(layer).sum()) / self.selection.examples
-
-    def error(self, layer: str, best: str) -> float:
-        """Return the standard error of the difference between NC4 after ``layer`` and after ``best``."""
-        return paired_error(self.hits(layer), self.hits(best), self.selection.offsets)
-
-
-def paired_error(
-    one: Bool[Tensor, " examples"], other: Bool[Tensor, " examples"], offsets: Int[Tensor, " starts"]
-) -> float:
-    """Return the standard error of the difference between the fractions of examples that two layers get right.
-
-    Labels of one image are hit or missed together, so its examples, from one of ``offsets`` to the next, count as one.
-    """
-    image_index = torch.arange(len(offsets) - 1).repeat_interleave(offsets.diff())
-    differences = torch.zeros(len(offsets) - 1).double().index_add_(0, image_index, one.double() - other.double())
-    return float(differences.norm()) / len(one)
-
-
-SKETCH: Final = 512
-"""Columns of a count sketch."""
-
-PENALTIES: Final = torch.logspace(-8, 2, 21, dtype=torch.float64)
-"""Values of λ to choose from, relative to the mean variance of a column."""
-
-
-class CountSketch:
-    """A count sketch of features of one width; narrow features stay as they are.
-
-    Args:
-        width: Number of columns of the flattened features.
-        device: The device of the features.
-    """
-
-    def __init__(self, width: int, device: torch.device | str = "cpu") -> None:
-        self.columns = min(width, SKETCH)
-        generator = torch.Generator().manual_seed(width)
-        self.target = torch.randint(0, SKETCH, (width,), generator=generator).to(device)
-        self.sign = (1.0 - 2.0 * torch.randint(0, 2, (width,), generator=generator)).to(device)
-
-    def __call__(self, features: Float[Tensor, "batch width"]) -> Float[Tensor, "batch columns"]:
-        """Return x, float64."""
-        if features.shape[1] == self.columns:
-            return features.double()
-        sketch = torch.zeros(len(features), self.columns, device=features.device)
-        return sketch.index_add_(1, self.target, features.float() * self.sign).double()
-
-
-class RidgeSums:
-    """Sums over the training images seen so far: n, Σ x, Σ y, Σ x xᵀ, Σ x y, Σ y², float64, in one matrix."""
-
-    def __init__(self, columns: int, device: torch.device | str = "cpu") -> None:
-        self.sums = torch.zeros(columns + 2, columns + 2, dtype=torch.float64, device=device)
-
-    def add(self, x: Float[Tensor, "batch columns"], y: Float[Tensor, " batch"]) -> None:
-        """Add a batch."""
-        whole = torch.cat([torch.ones_like(y)[:, None], x, y[:, None]], dim=1)
-        self.sums.addmm_(whole.T, whole)
-
-    def all_reduce(self, sum_: Callable[[Tensor], Tensor]) -> None:
-        """Add up the sums of all processes by ``sum_``."""
-        self.sums = sum_(self.sums)
-
-
-class Ridge(NamedTuple):
-    """A fitted regression, ŷ = intercept + xᵀ weight."""
-
-    weight: Float[Tensor, " columns"]
-    intercept: Float[Tensor, ""]
-
-    def __call__(self, x: Float[Tensor, "batch columns"]) -> Float[Tensor, " batch"]:
-        return x @ self.weight + self.intercept
-
-
-def fit_ridge(sums: RidgeSums) -> Ridge:
-    """Return the ridge regression with the penalty of the smallest GCV; for constant features it predicts the mean."""
-    total = sums.sums
-    n, mean = total[0, 0], total[0, 1:] / total[0, 0]
-    centred = total[1:, 1:] - n * torch.outer(mean, mean)
-    xx, xy, yy = centred[:-1, :-1], centred[:-1, -1], centred[-1, -1]
-    values, vectors = eigh(xx)
-    rotated = vectors.T @ xy
-    scale = values.mean()
-    if scale <= 0:
-        return Ridge(torch.zeros_like(xy), mean[-1])
-    penalties = (PENALTIES.to(xx.device) * scale)[:, None]
-    weights = rotated / (values + penalties)
-    residual = yy - 2 * weights @ rotated + weights.square() @ values
-    freedom = (n - 1 - (values / (values + penalties)).sum(1)).clamp(min=1e-3)
-    best = weights[(residual.clamp(min=0) / freedom.square()).argmin()]
-    weight = vectors @ best
-    return Ridge(weight, mean[-1] - mean[:-1] @ weight)
-
-
-class LinearFit(LayerQuality):
-    """R² of ridge regressions; it keeps the squared error of every selection image for each layer."""
-
-    measure = R2
-
-    def __init__(self, train: ImageDataset, selection: ImageDataset, compute: Compute) -> None:
-        super().__init__(train, selection, compute)
-        self._errors: dict[str, Float[Tensor, " n"]] = {}
-
-    @torch.inference_mode()
-    def read(self, backbone: Backbone, group: LayerGroup, rounds: Iterable[Round], label: str) -> None:
-        """Fit a ridge regression to every layer of the group, and predict the selection images by it."""
-        for _ in rounds:  # Linear fits need no class means.
-            pass
-        compute, reducer = self.compute, self.compute.reducer
-        shard = torch.arange(reducer.rank, len(self.selection), reducer.world)
-        step = feature_step(backbone)
-        sketches = [CountSketch(math.prod(layer.shape), compute.device) for layer in group.layers]
-        sums = [RidgeSums(sketch.columns, compute.device) for sketch in sketches]
-        for features, batch in passes(reducer.shard(self.train), compute, f"{label}: linear fits", step):
-            y = known_values(batch.values).to(compute.device)
-            for sketch, layer, of_layer in zip(sketches, features, sums, strict=True):
-                of_layer.add(sketch(layer.flatten(1)), y)
-        ridges = []
-        for of_layer in sums:
-            of_layer.all_reduce(reducer.sum_)
-            ridges.append(fit_ridge(of_layer))
-        errors = torch.zeros(len(ridges), len(self.selection), dtype=torch.float64)
-        seen = 0
-        for features, batch in passes(reducer.shard(self.selection), compute, f"{label}: linear predictions", step):
-            at, y = shard[seen : seen + len(batch.images)], known_values(batch.values).to(compute.device)
-            seen += len(batch.images)
-            for row, (sketch, ridge, layer) in enumerate(zip(sketches, ridges, features, strict=True)):
-                errors[row, at] = (ridge(sketch(layer.flatten(1))) - y).square().cpu()
-        self._errors |= {layer.name: row for layer, row in zip(group.layers, reducer.sum_(errors), strict=True)}
-
-    def value(self, layer: str) -> float:
-        """Return R² after ``layer``."""
-        return r_squared(self._errors[layer], known_values(self.selection.values))
-
-    def error(self, layer: str, best: str) -> float:
-        """Return the standard error of the difference between R² after ``layer`` and after ``best``."""
-        return r_squared_error(self._errors[layer], self._errors[best], known_values(self.selection.values))
+def columns_of(features: Sequence[Tensor], columns: slice) -> list[Tensor]:
+    """Return a range of the columns (batch, columns) of each layer's features."""
+    return [layer.flatten(1)[:, columns] for layer in features]
 
 
 def measure_layers(
@@ -616,52 +470,41 @@ def measure_layers(
     compute: Compute,
     quality_type: type[LayerQuality],
 ) -> CollapseReport:
-    """Measure NC1 and another quality after the layers of ``net``.
+    """Measure NC1 on ``train`` and another quality on ``selection`` after the layers of ``net``.
 
-    Args:
-        net: The trained network, which is moved to the device and put in evaluation mode.
-        train: The images that NC1 is measured on, with some of every class; each process reads its own shard.
-        selection: The images that the quality is measured on, of the same classes; each process reads its own shard.
-        settings: ε, the pattern of the layers' names (the penultimate layer is measured in any case), and the seed by
-            which ``selection`` was split off.
-        compute: A device that supports float64.  The network runs in float32 whatever the precision, so that the choice
-            of the layer does not depend on it.
-        quality_type: The quality besides NC1, from :mod:`.nearest_mean` or :mod:`.linear`.
-
-    Raises:
-        FitError: If features are not finite.
-        UsageError: If a pattern matches no layer.
-        NetworkError: If the network cannot be run or cut.
+    Each process reads its own shard.  The network is moved to the device and put in evaluation mode; it runs in float32
+    whatever the precision, so that the choice of the layer does not depend on it.  The penultimate layer is measured
+    whatever the pattern of names.
     """
-    epsilon, pattern = settings.epsilon, settings.layers
     compute = replace(compute, precision="fp32")
     trial = trial_input(train.preprocess).to(compute.device)
     every = list_layers(net.to(compute.device), trial, granularity=settings.granularity)
-    names = {layer.name for layer in select_layers(every, pattern)}
+    names = {layer.name for layer in select_layers(every, settings.layers)}
     wanted = [layer for layer in every if layer.name in names or layer.role == "penultimate"]
-    sums = {layer.name: ScatterSums() for layer in wanted}
+    sums = {layer.name: torch.zeros(3, dtype=torch.float64) for layer in wanted}
     quality = quality_type(train, selection, compute)
     groups = layer_groups(wanted, len(train.classes), compute.batch_size, compute.max_memory)
     for number, group in enumerate(groups, 1):
-        backbone = truncate(net, [layer.name for layer in group.layers], keep_output=False, trial=trial)
+        backbone = truncate(net, [layer.name for layer in group[0]], keep_output=False, trial=trial)
         label = f"collapse {number}/{len(groups)}"
         quality.read(backbone, group, _rounds(backbone, group, train, compute, sums, label), label)
-    measured = [
+    measured = tuple(
         LayerCollapse(
             **vars(layer),
             # Constant features have collapsed, whatever the rounding of their values knows of the classes.
-            nc1=CONSTANT if sums[layer.name].is_rounding else sums[layer.name].nc1,
+            nc1=CONSTANT if is_rounding(sums[layer.name]) else nc1_of(sums[layer.name]),
             quality=quality.value(layer.name),
         )
         for layer in wanted
-    ]
-    best = best_layer(measured, epsilon, pattern)
-    if best is not None:
-        measured = [replace(layer, quality_error=quality.error(layer.name, best.name)) for layer in measured]
-    counted = train.examples, selection.examples
-    return CollapseReport(
-        tuple(measured), epsilon, settings.granularity, pattern, *counted, settings.seed, quality.measure
     )
+    report = CollapseReport(
+        measured, settings.epsilon, settings.granularity, settings.layers, train.examples, selection.examples,
+        settings.seed, quality_type,
+    )  # fmt: skip
+    if (best := report.best) is None:
+        return report
+    errors = (replace(layer, quality_error=quality.error(layer.name, best.name)) for layer in measured)
+    return replace(report, layers=tuple(errors))
 
 
 def _rounds(
@@ -669,21 +512,22 @@ def _rounds(
     group: LayerGroup,
     train: ImageDataset,
     compute: Compute,
-    sums: Mapping[str, ScatterSums],
+    sums: Mapping[str, Tensor],
     label: str,
 ) -> Iterator[Round]:
     """Yield the rounds of a group with their class means, each after a pass over the training images into ``sums``."""
-    shard, step = compute.reducer.shard(train), feature_step(backbone)
-    for ranges in group.rounds:
-        statistics = [ClassScatter(len(train.classes), part.stop - part.start, compute.device) for part in ranges]
-        take = partial(columns_of, ranges=ranges)
+    shard, step = compute.shard(train), feature_step(backbone)
+    layers, ranges = group
+    for columns in ranges:
+        widths = (len(range(math.prod(layer.shape))[columns]) for layer in layers)
+        statistics = [ClassScatter(len(train.classes), width, compute.device) for width in widths]
+        take = partial(columns_of, columns=columns)
         add_statistics(statistics, shard, compute, f"{label}: class statistics", step, take)
-        for part, scatter in zip(ranges, statistics, strict=True):
-            of_layer = sums[part.layer.name]
-            of_layer.add(scatter)
-            if not math.isfinite(of_layer.within + of_layer.between):
+        for layer, scatter in zip(layers, statistics, strict=True):
+            sums[layer.name].add_(scatter_sums(scatter))
+            if not sums[layer.name][:2].sum().isfinite():
                 raise FitError(
-                    f"expected finite features, layer {part.layer.name} gives NaN or infinity on {train.name}; "
-                    "check the weights and the preprocessing"
+                    f"expected finite features, layer {layer.name} gives NaN or infinity on {train.name}; check the "
+                    "weights and the preprocessing"
                 )
-        yield ranges, [scatter.means for scatter in statistics]
+        yield columns, [scatter.means for scatter in statistics]

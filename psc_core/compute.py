@@ -1,23 +1,12 @@
-"""The device that computes, chosen by name, the floating-point format of a network on it, and PyTorch's own state.
+"""The device, number format and processes of a computation, and the one loop over a data set.
 
 A program may set a default type or device, or call from within autocast or inference mode, and a package may do so when
 it is imported.  Every public function that computes runs in :func:`own_state`, so that its numbers are the calibrated
 ones.
 
-Fit one model in several processes: each reads its shard of the images, and sums are taken over all processes.
-
-Under ``torchrun`` every process runs the same program, and image i belongs to process i mod world.  Every sum over
-images goes through :meth:`Reducer.sum_`, so everything computed from sums is the same in each process.
-
-Run a truncated network over a data set, batch by batch, and yield its features.
-
-Calibration and evaluation run a whole pipeline instead, in a loop over :func:`track_images`.
-Progress goes to stderr: a bar on a terminal, log lines elsewhere.
-
-The two passes of a nearest-class-mean classifier: class statistics of features, then distances to the class means.
-
-Features are split into ranges of columns, over which scatter and distances add up (:mod:`psc_core.numerics.scatter`),
-so that the class means of wide features fit into memory, one range at a time.
+Under ``torchrun`` every process runs the same program, and each reads its shard of the images.  A nearest-class-mean
+classifier takes two passes: class statistics of features, then distances to the class means.  Features are split into
+ranges of columns, over which scatter and distances add up, so that the class means of wide features fit into memory.
 """
 
 from __future__ import annotations
@@ -30,8 +19,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Final, TypeVar
 
 import torch
 from jaxtyping import Int
@@ -42,7 +31,7 @@ from tqdm import tqdm
 from psc_core.allocator import release_freed_memory
 from psc_core.data.dataset import Batch, ImageDataset, stable_order
 from psc_core.errors import UsageError
-from psc_core.numerics.scatter import Centroids, ClassScatter, class_pairs
+from psc_core.numerics.scatter import ClassScatter, class_pairs, distances_from
 from psc_core.settings import BATCH_IMAGES, MAX_MEMORY, Precision
 
 
@@ -51,9 +40,6 @@ def resolve_device(name: str | torch.device) -> torch.device:
 
     On CUDA this turns off TF32 for the process: cuDNN's convolutions use it by default, and a bundle fitted on one
     device would not give the same numbers on another.
-
-    Raises:
-        UsageError: If the name is unknown, or this machine does not have the CUDA device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -124,59 +110,61 @@ class _DefaultType:
 _DEFAULT_TYPE = _DefaultType()
 
 
-class Process(NamedTuple):
-    """This process among those that ``torchrun`` started; by default the only one."""
+def launched() -> tuple[int, int, int | None]:
+    """Return rank and number of the processes that ``torchrun`` started, by default 0 of 1, and this one's GPU.
 
-    rank: int = 0  # from 0
-    world: int = 1  # number of processes
-    local_rank: int = 0  # on this machine, from 0
-    local_world: int = 1  # number of processes on this machine
+    Processes that outnumber the GPUs of a machine share them; without GPUs it is None.
+    """
+    names = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+    rank, world, local_rank = (int(os.environ.get(name, alone)) for name, alone in names)
+    gpus = torch.cuda.device_count()
+    return rank, world, local_rank % gpus if gpus else None
 
-    @classmethod
-    def from_environment(cls) -> Process:
-        """Read ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``, which ``torchrun`` sets."""
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        return cls(*(int(os.environ.get(name, alone)) for name, alone in zip(names, cls(), strict=True)))
 
-    @property
-    def gpu(self) -> int | None:
-        """The index of this process's GPU, or None without GPUs; processes that outnumber the GPUs share them."""
-        gpus = torch.cuda.device_count()
-        return self.local_rank % gpus if gpus else None
+def join_processes() -> tuple[int, int]:
+    """Join the processes that ``torchrun`` started, and return this one's rank, from 0, and their number.
 
-    @property
-    def shares_gpus(self) -> bool:
-        """True if two processes on this machine use the same GPU, which NCCL refuses."""
-        return 0 < torch.cuda.device_count() < self.local_world
+    They sum CPU tensors by Gloo and CUDA tensors by NCCL, or by Gloo too where some share a GPU, which NCCL refuses.
+    Each process leaves the group when the program ends.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        raise UsageError(
+            "--distributed needs torchrun, WORLD_SIZE is not set; run "
+            "torchrun --nproc-per-node N -m psc_core.cli … --distributed"
+        )
+    if (gpu := launched()[2]) is not None:
+        torch.cuda.set_device(gpu)
+    gpus = torch.cuda.device_count()
+    dist.init_process_group("gloo" if 0 < gpus < int(os.environ.get("LOCAL_WORLD_SIZE", 1)) else None)
+    atexit.register(dist.destroy_process_group)
+    return dist.get_rank(), dist.get_world_size()
+
+
+Item = TypeVar("Item")
+Value = TypeVar("Value")
+
+MAX_CPU_BATCH = 64  # maximum batch size on a CPU, because the activations of more images leave the cache
+LOG_SECONDS: Final = 30.0  # minimum time between two lines in a log, in seconds
 
 
 @dataclass(frozen=True)
-class Reducer:
-    """Process ``rank`` (from 0) of the ``world`` processes that fit one model; a single process by default."""
+class Compute:
+    """The device, precision, batch size, memory and processes with which a fit computes features.
 
-    rank: int = 0
-    world: int = 1
+    Every sum over images goes through :meth:`sum_`, so what is computed from sums is the same in each process.
+    """
 
-    @classmethod
-    def start(cls) -> Reducer:
-        """Join the processes that ``torchrun`` started, with Gloo for CPU tensors and NCCL for CUDA tensors.
+    device: torch.device
+    precision: Precision = "fp32"  # of the network
+    batch_images: int = BATCH_IMAGES  # maximum batch size
+    max_memory: int = MAX_MEMORY  # budget for the statistics of a stage and the features of a batch, bytes
+    rank: int = 0  # of this process among those that fit one model
+    world: int = 1  # their number
 
-        If processes share a GPU, Gloo sums CUDA tensors too.  Each process leaves the group when the program ends.
-
-        Raises:
-            UsageError: If ``torchrun`` did not start this process.
-        """
-        if "WORLD_SIZE" not in os.environ:
-            raise UsageError(
-                "--distributed needs torchrun, WORLD_SIZE is not set; run "
-                "torchrun --nproc-per-node N -m psc_core.cli … --distributed"
-            )
-        process = Process.from_environment()
-        if process.gpu is not None:
-            torch.cuda.set_device(process.gpu)
-        dist.init_process_group("gloo" if process.shares_gpus else None)
-        atexit.register(dist.destroy_process_group)
-        return cls(dist.get_rank(), dist.get_world_size())
+    @property
+    def batch_size(self) -> int:
+        """The batch size: ``batch_images``, but at most :data:`MAX_CPU_BATCH` on a CPU."""
+        return min(self.batch_images, MAX_CPU_BATCH) if self.device.type == "cpu" else self.batch_images
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sum ``tensor`` over the processes, in place; every process must make the same calls."""
@@ -197,39 +185,13 @@ class Reducer:
             )
 
     def shard(self, dataset: ImageDataset) -> ImageDataset:
-        """Return the images of this process, in order."""
+        """Return the images of this process, in order: image i belongs to process i mod world."""
         return dataset.subset(torch.arange(self.rank, len(dataset), self.world)) if self.world > 1 else dataset
 
     def shard_examples(self, dataset: ImageDataset) -> Int[Tensor, " examples"]:
         """Return the positions, among the labelled examples of ``dataset``, of those in :meth:`shard`."""
         image = torch.arange(len(dataset)).repeat_interleave(dataset.offsets.diff())
         return torch.nonzero(image % self.world == self.rank).flatten()
-
-
-Item = TypeVar("Item")
-Value = TypeVar("Value")
-
-MAX_CPU_BATCH = 64
-"""Maximum batch size on a CPU, because the activations of more images leave the cache."""
-
-LOG_SECONDS: Final = 30.0
-"""Minimum time between two lines in a log, in seconds."""
-
-
-@dataclass(frozen=True)
-class Compute:
-    """The device, precision, batch size and memory with which a fit computes features."""
-
-    device: torch.device
-    precision: Precision = "fp32"  # of the network
-    batch_images: int = BATCH_IMAGES  # maximum batch size
-    reducer: Reducer = field(default_factory=Reducer)  # this process among those that fit one model
-    max_memory: int = MAX_MEMORY  # budget for the statistics of a stage and the features of a batch, bytes
-
-    @property
-    def batch_size(self) -> int:
-        """The batch size: ``batch_images``, but at most :data:`MAX_CPU_BATCH` on a CPU."""
-        return min(self.batch_images, MAX_CPU_BATCH) if self.device.type == "cpu" else self.batch_images
 
 
 def passes(
@@ -287,57 +249,31 @@ def _log(description: str, done: int, total: int, seconds: float) -> None:
     print(f"{description} {done}/{total} ({rate:.1f}/s, {seconds:.0f} s{left})", file=sys.stderr, flush=True)
 
 
-Step = Callable[[Tensor], list[Tensor]]
-"""A function from standardised images to the features of each layer."""
-
-Ranges = Callable[[list[Tensor]], Sequence[Tensor]]
-"""A function from these features to the columns (batch, columns) of each range."""
-
-
-class BatchDistances(NamedTuple):
-    """A batch and its distances to the class means."""
-
-    batch: Batch
-    columns: Sequence[Tensor]  # of each range
-    distances: Sequence[Tensor]  # (batch, classes) for each range with means, see :class:`.Centroids`
+Step = Callable[[Tensor], list[Tensor]]  # from standardised images to the features of each layer
+Ranges = Callable[[list[Tensor]], Sequence[Tensor]]  # from these features to the columns (batch, columns) of each range
 
 
 def add_statistics(
     statistics: Sequence[ClassScatter], data: ImageDataset, compute: Compute, description: str, step: Step, of: Ranges
 ) -> None:
-    """Add the images of this process class by class, then sum over all processes.
-
-    Args:
-        statistics: One for each range.
-        data: The images of this process.
-        compute: The device, batch size and processes.
-        description: The label of the progress bar.
-        step: A function from a batch of images to features.
-        of: A function from features to the columns of each range.
-    """
+    """Add the images of this process to the statistics of each range, class by class, then sum over all processes."""
     for features, batch in passes(data, compute, description, step, order=stable_order(data.first_labels())):
         pairs = class_pairs(batch.labels, batch.image_index, compute.device)
         for columns, scatter in zip(of(features), statistics, strict=True):
             scatter.add(columns, pairs)
     for scatter in statistics:
-        scatter.all_reduce(compute.reducer.sum_)
+        scatter.all_reduce(compute.sum_)
 
 
 def distances_to_means(
     means: Sequence[Tensor], data: ImageDataset, compute: Compute, description: str, step: Step, of: Ranges
-) -> Iterator[BatchDistances]:
-    """Yield the distances of every batch of ``data``, in order.
+) -> Iterator[tuple[Batch, Sequence[Tensor], list[Tensor]]]:
+    """Yield every batch of ``data``, in order, with the columns of each range and their distances to the class means.
 
-    Args:
-        means: (classes, columns) of the leading ranges; overwritten.
-        data: The images.
-        compute: The device, batch size and processes.
-        description: The label of the progress bar.
-        step: A function from a batch of images to features.
-        of: A function from features to the columns of each range.
+    ``means`` (classes, columns) are those of the leading ranges, and are overwritten; the distances (batch, classes) of
+    each are those of :func:`.distances_from`.
     """
-    centroids = [Centroids.of(class_means) for class_means in means]
+    distances = [distances_from(class_means) for class_means in means]
     for features, batch in passes(data, compute, description, step):
         columns = of(features)
-        distances = [each.distances(part) for each, part in zip(centroids, columns, strict=False)]
-        yield BatchDistances(batch, columns, distances)
+        yield batch, columns, [measure(part) for measure, part in zip(distances, columns, strict=False)]

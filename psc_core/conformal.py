@@ -1,6 +1,4 @@
-"""Rates between 0 and 1, and the ranks that they correspond to among n images.
-
-Conformal p-values, and the rates that calibration images guarantee.
+"""Conformal p-values, the rates that calibration images guarantee, and the ranks that these correspond to.
 
 Nothing was selected on the calibration split, and its scores come through the served pipeline.  So the scores of
 calibration images and of future in-distribution images are exchangeable and, with n calibration images,
@@ -11,10 +9,8 @@ calibration images and of future in-distribution images are exchangeable and, wi
 
 All comparisons are between float32 scores as the pipeline produced them, without rounding in between.
 
-Weighted conformal calibration, for images of one population that were drawn with different probabilities.
-
-Image i of n was drawn with probability π_i, so it stands for ``w_i = 1 / π_i`` images.  The p-value of a new image with
-score s, in the original population, is
+Images of one population may be drawn with different probabilities.  Image i of n was drawn with probability π_i, so it
+stands for ``w_i = 1 / π_i`` images.  The p-value of a new image with score s, in the original population, is
 
     ``p(s) = (w* + Σ_{s_i ≥ s} w_i) / (w* + Σ_i w_i)``,   w* = max_i w_i
 
@@ -37,8 +33,8 @@ from torch import Tensor
 
 from psc_core.errors import BundleError, FitError, UsageError
 
+# Added before ⌊ ⌋ and subtracted before ⌈ ⌉, so that 0.29 × 100 counts as 29 in spite of rounding.
 RANK_ROUNDING: Final = 1e-9
-"""Added before ⌊ ⌋ and subtracted before ⌈ ⌉, so that 0.29 × 100 counts as 29 in spite of rounding."""
 
 
 def ood_rank(alpha: float, n: int) -> int:
@@ -62,19 +58,13 @@ def check_fraction(value: float, name: str) -> None:
         raise UsageError(f"expected {name} between 0 and 1, got {value}; 0.05 means five in a hundred")
 
 
-MAX_SCORE: Final = 1e12
-"""Maximum OOD score of a calibration, in nats; no density comes near it."""
+MAX_SCORE: Final = 1e12  # maximum OOD score of a calibration, in nats; no density comes near it
 
 
 def conformal_p_values(
     ascending: Float[Tensor, "*gates n"], ood_score: Float[Tensor, "*gates batch"]
 ) -> Float[Tensor, "*gates batch"]:
-    """Return ``(1 + #{calibration ≥ this}) / (n + 1)``, float32, by binary search; for NaN the smallest p-value.
-
-    Args:
-        ascending: The sorted OOD scores of the calibration images, or the sorted readings of each gate.
-        ood_score: The OOD scores of the images to test, of the same dtype.
-    """
+    """Return ``(1 + #{calibration ≥ this}) / (n + 1)``, float32, by binary search; for NaN the smallest p-value."""
     count = ascending.shape[-1] + 1
     return (count - torch.searchsorted(ascending, ood_score)) / count  # NaN sorts above everything
 
@@ -87,22 +77,13 @@ def ood_score_threshold(ascending: Float[Tensor, " n"], alpha: float) -> float:
 
 
 def decision_p_value(alpha: float, n: int) -> float:
-    """Return a threshold half a step of 1/(n + 1) above the largest p-value ≤ α, so that rounding cannot matter.
-
-    Raises:
-        UsageError: If n is too small for ``alpha``.
-    """
+    """Return a threshold half a step of 1/(n + 1) above the largest p-value ≤ α, so that rounding cannot matter."""
     check_rates(n, alpha=alpha)
     return (ood_rank(alpha, n) + 0.5) / (n + 1)
 
 
 def check_rates(n: int, *, alpha: float | None = None, coverage: float | None = None) -> None:
-    """Check that n calibration images can guarantee the given rates.
-
-    Raises:
-        UsageError: If a rate is not in (0, 1), ``alpha`` is below ``1 / (n + 1)`` or ``coverage`` above ``n / (n +
-            1)``.
-    """
+    """Check that n calibration images can guarantee the given rates."""
     if alpha is not None:
         check_fraction(alpha, "alpha")
         if ood_rank(alpha, n) < 1:
@@ -123,11 +104,7 @@ def check_rates(n: int, *, alpha: float | None = None, coverage: float | None = 
 
 
 def check_finite(scores: Mapping[str, Tensor]) -> None:
-    """Check that scores of calibration images are finite; ``scores`` maps the words for each to its values.
-
-    Raises:
-        FitError: If some are not finite.
-    """
+    """Check that scores of calibration images are finite; ``scores`` maps the words for each to its values."""
     for name, part in scores.items():
         if count := int((~part.isfinite()).sum()):
             raise FitError(
@@ -136,21 +113,13 @@ def check_finite(scores: Mapping[str, Tensor]) -> None:
 
 
 def check_names(tensors: Iterable[str], expected: Set[str]) -> None:
-    """Check that a calibration has exactly the expected tensors.
-
-    Raises:
-        BundleError: If a tensor is missing or unexpected.
-    """
+    """Check that a calibration has exactly the expected tensors."""
     if set(tensors) != expected:
         raise BundleError(f"expected calibration tensors {sorted(expected)}, got {reprlib.repr(sorted(tensors))}")
 
 
 def check_ascending(scores: Sequence[Tensor]) -> None:
-    """Check that scores are ascending finite float32 vectors of one length, at least one.
-
-    Raises:
-        BundleError: If they are not.
-    """
+    """Check that scores are ascending finite float32 vectors of one length, at least one."""
     whole = all(
         part.dtype == torch.float32 and part.ndim == 1 and part.isfinite().all()
         and (part.diff() >= 0).all() for part in scores
@@ -163,11 +132,7 @@ def check_ascending(scores: Sequence[Tensor]) -> None:
 
 
 def check_range(name: str, ascending: Float[Tensor, " n"], low: float, high: float, *, rounding: float = 0.0) -> None:
-    """Check that ascending scores lie between ``low`` and ``high``, up to ``rounding``.
-
-    Raises:
-        BundleError: If some lie outside.
-    """
+    """Check that ascending scores lie between ``low`` and ``high``, up to ``rounding``."""
     if ascending[0] < low - rounding or ascending[-1] > high + rounding:
         raise BundleError(
             f"expected calibration {name} from {low:g} to {high:g}, got {float(ascending[0]):g} to "
@@ -176,11 +141,7 @@ def check_range(name: str, ascending: Float[Tensor, " n"], low: float, high: flo
 
 
 def effective_count(weights: Float[Tensor, " n"]) -> int:
-    """Return m, the number of equally weighted images that count as much as the weighted ones.
-
-    Raises:
-        UsageError: If there are no weights, or one is not positive and finite.
-    """
+    """Return m, the number of equally weighted images that count as much as the weighted ones."""
     if not len(weights) or not (weights.isfinite() & (weights > 0)).all():
         raise UsageError("expected a positive finite weight for each of at least one image; give 1 / its probability")
     return int(float(relative(weights).sum()) + RANK_ROUNDING)

@@ -12,7 +12,7 @@ Shapes: B images, K classes, D = dim of z, P = kept components.
 Gaussian feature densities: ``log p(y) = logsumexp_k (log π_k + log N(y; μ_k, Σ_k))`` in nats.
 
 The paper's feature density (appendix B.2, equation 2).  ``y`` is the PCA projection of z
-(:mod:`psc_core.density.fit.pca`), π_k the class proportions.  All densities work in the coordinates
+(:mod:`psc_core.density`), π_k the class proportions.  All densities work in the coordinates
 
     ``w = (z − mean) @ basis``
 
@@ -63,7 +63,7 @@ Shapes: P = kept components.
 Extend a fitted density with more images of its classes, as if it had been fitted to them too.
 
 The input is a density that was fitted to n labelled examples, and m more images; the output is a density of the same
-kind.  In its coordinates w (:mod:`psc_core.density.gaussian`) a density keeps the mean μ_k and the covariance Σ_k of
+kind.  In its coordinates w (:mod:`psc_core.density`) a density keeps the mean μ_k and the covariance Σ_k of
 each class, and in its constants the class proportions, which with n give n_k.  Moments need no more than that (Chan,
 Golub & LeVeque 1983): m_k more images of class k, with the mean a_k, make
 
@@ -122,7 +122,7 @@ from torch.nn import functional
 from psc_core.errors import FitError
 from psc_core.fitted import Fitted, Record, restore
 from psc_core.numerics import linalg
-from psc_core.numerics.matrix import FeatureMatrix, as_matrix, check_features, images_of_classes
+from psc_core.numerics.features import FeatureMatrix, as_matrix, check_features, images_of_classes
 
 
 class DensityOutput(NamedTuple):

@@ -46,10 +46,10 @@ from psc_core.calibrate import (
 from psc_core.collapse import Candidate, CollapseReport, measure_layers
 from psc_core.compute import own_state
 from psc_core.data import MAX_BAD_IMAGES
-from psc_core.data.cache import PixelCache, check_disjoint
+from psc_core.data.cache import Scratch, check_disjoint
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.loader_warnings import check_apart, warn_of_repeated
-from psc_core.data.loaders import LoaderDescription, LoaderPreprocessing, read_loader, temporary_folder
+from psc_core.data.loaders import LoaderDescription, read_loader, temporary_folder
 from psc_core.data.open import in_network_order
 from psc_core.density import DENSITIES
 from psc_core.errors import NetworkError, UsageError, warn
@@ -58,12 +58,12 @@ from psc_core.fit_parts import compare_positions, cut, fewest_positions, fit_par
 from psc_core.gates import GateChoice
 from psc_core.images.preprocess import MAKE_KNOWN
 from psc_core.model import PSC, FittedModel, PSCRegressor, model_class_of
-from psc_core.network.backbone import device_of, readable_copy
+from psc_core.network.cut import device_of, readable_copy
 from psc_core.network.described import classes_of
 from psc_core.network.export import check_exportable
-from psc_core.network.load import recipe_of
+from psc_core.network.load import spec_of
 from psc_core.network.output import check_images, check_output, trial_images
-from psc_core.projection import FittedProjection, ProjectionReport, choose_ranks, fit_tucker
+from psc_core.projection import FittedProjection, fit_tucker
 from psc_core.scoring import check_read_by
 from psc_core.settings import HEAD_INPUTS, OOD_SCORES, PREDICTIONS, FitSettings, Stage, settings_where
 from psc_core.tasks import task_named
@@ -90,7 +90,7 @@ def collapse(net: nn.Module, job: FitJob) -> CollapseReport:
         NetworkError: If the network cannot be run or cut.
     """
     data, compute = job.data, job.compute
-    compute.reducer.require(data.train)
+    compute.require(data.train)
     return measure_layers(net, data.train, data.selection, job.settings, compute, data.task_type.layer_quality)
 
 
@@ -109,23 +109,17 @@ def project(net: nn.Module, candidate: Candidate, job: FitJob) -> FittedProjecti
     data, settings, compute = job.data, job.settings, job.compute
     one_of("density", settings.density, tuple(DENSITIES), data.task_type.noun)
     reads_z = DENSITIES[settings.density].reads == "z"
-    compute.reducer.require(data.train)
+    compute.require(data.train)
     backbone = cut(net, candidate.layers, data.train, compute, keep_output=False)
-    sized = fit_tucker(backbone, data.train, data.selection, settings, compute)
-    choice = choose_ranks(sized.nc1, sized.nc4, sized.scaled_nc4, settings)
-    compared: dict[int, float] = {}
-    sizes = [choice]
-    if settings.d_proj is None:
-        sizes = choice.with_more_positions(sized.nc1, sized.nc4, sized.deviation, epsilon=settings.epsilon)
+    largest, report, deviation = fit_tucker(backbone, data.train, data.selection, settings, compute)
+    sizes = report.more_positions(deviation, settings.epsilon) if settings.d_proj is None else [report.d_proj]
     if reads_z and len(sizes) > 1:
-        pairs = [(size.c_proj, size.d_proj) for size in sizes]
-        compared = compare_positions(backbone, sized, pairs, job)
-        kept = compute.reducer.first(fewest_positions(compared))
-        choice = next(size for size in sizes if size.d_proj == kept)
+        compared = compare_positions(backbone, largest, [(report.c_proj, d_proj) for d_proj in sizes], job)
+        kept = compute.first(fewest_positions(compared))
+        report = replace(report, d_proj=kept, positions=tuple(compared.items()))
     if data.task_type.averages_candidate(settings) and not reads_z:
-        choice = replace(choice, warning="")  # Head and density read besides z, or instead of it, what z gives up.
-    projection = sized.largest.leading(choice.c_proj, choice.d_proj).cpu()
-    return FittedProjection(projection, ProjectionReport.of(choice, sized, compared), candidate.layers)
+        report = replace(report, warning="")  # Head and density read besides z, or instead of it, what z gives up.
+    return FittedProjection(largest.leading(report.c_proj, report.d_proj).cpu(), report, candidate.layers)
 
 
 def checked(settings: FitSettings, data: FitData) -> FitSettings:
@@ -177,7 +171,7 @@ def fit_model(
     """
     check_same_layers(candidate, projection)
     data = job.data
-    job.compute.reducer.require(data.train)
+    job.compute.require(data.train)
     parts = fit_parts(net, candidate, projection, job)
     layer_map = None if parts.map is None else parts.map.map
     pipeline, calibrated = calibrate_scorer(parts.scorer, job, parts.gate_names, layer_map, parts.thumbnails)
@@ -258,7 +252,7 @@ def fit(
             if chosen.predictions == "auto":
                 warn(f"the head will predict, the network itself cannot: {error}")
         check_images(net, images, name=type(net).__name__)
-        if train.preprocess.is_known and recipe_of(net) is None:
+        if train.preprocess.is_known and spec_of(net) is None:
             _warn_of_no_export(net, images[:1], chosen.precision)
     val = opened(loaders[1], "the validation data", described_as(train))
     check_disjoint(train, val)
@@ -282,7 +276,7 @@ def fit(
 @own_state()
 def calibrate_on(model: FittedModel, loader: Any, **changes: Any) -> FittedModel:
     """Return ``model`` calibrated on other images, see :meth:`.FittedModel.calibrate`."""
-    as_fitted = LoaderDescription(LoaderPreprocessing(model.preprocess), model.classes, model.task.number())
+    as_fitted = LoaderDescription(model.preprocess, classes=model.classes, target=model.task.number())
     data = opened(loader, "the calibration data", as_fitted).in_order(model.classes)
     check_read_by(model, data)
     settings = settings_of(model, changes)
@@ -320,7 +314,7 @@ def _in_order_of(net: nn.Module, train: ImageDataset, *, are_given: bool) -> Ima
 
 def _decoded(data: FitData, settings: FitSettings) -> FitData:
     """Return the images decoded once, without the few that cannot be, as ``psc-fit`` reads them."""
-    data, not_kept = data.cached(PixelCache())
+    data, not_kept = data.cached(Scratch())
     data, left_out = data.readable(MAX_BAD_IMAGES)
     if left_out:
         data.check_rates(alpha=settings.alpha, coverage=settings.coverage)
@@ -360,7 +354,7 @@ def check_undescribed(data: ImageDataset, description: LoaderDescription) -> Non
 
 def described_as(data: ImageDataset) -> LoaderDescription:
     """Return the description of a loader whose images belong to those of a data set."""
-    return LoaderDescription(LoaderPreprocessing(data.preprocess), data.classes, data.target)
+    return LoaderDescription(data.preprocess, classes=data.classes, target=data.target)
 
 
 LAST_STAGE: Final = "fit_psc or fit_regressor"

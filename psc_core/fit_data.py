@@ -12,12 +12,12 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from psc_core.compute import Compute, Reducer
+from psc_core.compute import Compute
 from psc_core.conformal import check_rates
 from psc_core.data.cache import (
     NONE,
     SHOWN_IMAGES,
-    PixelCache,
+    Scratch,
     cached,
     check_unreadable,
     find_unreadable,
@@ -140,7 +140,7 @@ class FitData:
         train = balanced(self.train, training_images, self.seed)
         return replace(self, train=train, val=balanced(self.val, validation_images, self.seed))
 
-    def cached(self, cache: PixelCache | None) -> tuple[FitData, tuple[str, ...]]:
+    def cached(self, cache: Scratch | None) -> tuple[FitData, tuple[str, ...]]:
         """Return the same images with their pixels kept in ``cache``, and a line of text if it has no room for all."""
         if cache is None:
             return self, ()
@@ -149,20 +149,20 @@ class FitData:
             train, val = cached(train, cache.folder), cached(val, cache.folder)
         return replace(self, train=train, val=val), cache.notes(train, val)
 
-    def readable(self, at_most: int, reducer: Reducer | None = None) -> tuple[FitData, tuple[str, ...]]:
+    def readable(self, at_most: int, compute: Compute | None = None) -> tuple[FitData, tuple[str, ...]]:
         """Return the images that can be decoded, and lines of text about those that cannot.
 
         Args:
             at_most: How many may be left out; with 0 none are searched for, and the first one met ends the fit.
-            reducer: This process, among those that fit the model.
+            compute: The processes that fit the model; None: this one alone.
 
         Raises:
             DataError: If more than ``at_most`` cannot be decoded, or too few are left.
         """
         if not at_most:
             return self, ()
-        train = find_unreadable(self.train, at_most, reducer)
-        val = find_unreadable(self.val, at_most - len(train), reducer) if len(train) <= at_most else NONE
+        train = find_unreadable(self.train, at_most, compute)
+        val = find_unreadable(self.val, at_most - len(train), compute) if len(train) <= at_most else NONE
         check_unreadable(at_most, train, val)
         count, reasons = len(train) + len(val), (*train.reasons, *val.reasons)[:SHOWN_IMAGES]
         if not count:

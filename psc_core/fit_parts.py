@@ -62,14 +62,13 @@ from the images as they are; the fewest components within :data:`AUROC_LOSS` of 
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -78,6 +77,7 @@ from torch.nn import functional
 from psc_core.bundle import layers_of
 from psc_core.collapse import Candidate
 from psc_core.compute import Compute, autocast, passes, track_images
+from psc_core.data.cache import Scratch
 from psc_core.data.dataset import ImageDataset, drawn, stable_order
 from psc_core.density import DENSITIES, Density, Examples, fit_density
 from psc_core.errors import FitError, NetworkError
@@ -88,12 +88,12 @@ from psc_core.images.preprocess import Pixels, Preprocess
 from psc_core.made_up import PATCHES, REAL, by_transform, made_up_batches, paste
 from psc_core.maps import MAX_CHANNELS, LayerMap, PositionMoments, fit_positions, grid_of, with_levels
 from psc_core.metrics import auroc
-from psc_core.network.backbone import Backbone, FeatureStep, feature_step, trial_input, truncate
+from psc_core.network.cut import Backbone, FeatureStep, feature_step, trial_input, truncate
 from psc_core.network.layers import LayerInfo, list_layers
 from psc_core.network.output import check_network_output, output_width
-from psc_core.numerics.matrix import FeatureFile, FeatureMatrix, blocks, side_by_side, usable
+from psc_core.numerics.features import FeatureMatrix, as_matrix, chunk_rows, side_by_side, usable
 from psc_core.pipeline import Scorer, ScorerParts, average_positions
-from psc_core.projection import FittedProjection, Projection, ProjectionReport, SizedProjection
+from psc_core.projection import FittedProjection, Projection, ProjectionReport
 from psc_core.thumbnails import Thumbnails, kept_images, thumbnails_of
 
 Z: Final = ".z"
@@ -145,11 +145,10 @@ def read(
     projection: Projection,
     dataset: ImageDataset,
     compute: Compute,
-    folder: Path,
     *,
     pooled: bool,
 ) -> KeptFeatures:
-    """Run the network over a data set and write the features of every labelled example to files in ``folder``.
+    """Run the network over a data set and keep the features of every labelled example in scratch files.
 
     Args:
         backbone: The network cut behind ``layers.names``; it keeps its output where ``layers.output`` asks for it.
@@ -157,7 +156,6 @@ def read(
         projection: From the candidate's features to z, on the device.
         dataset: The images.
         compute: Device, precision, batch size, processes.
-        folder: An empty folder; the files lie in it as long as the result is used.
         pooled: Whether the density reads the candidate's features averaged over positions, and not z.
     """
     running = backbone.fused(compute.precision)
@@ -180,18 +178,19 @@ def read(
         widths = {name: columns.shape[1] for name, columns in columns_of(of_one, output).items()}
     moments = _moments_of(layers, of_one, dataset.preprocess)
     order = stable_order(dataset.labels)
-    files = store(step, widths, dataset, order, compute, folder)
+    files = store(step, widths, dataset, order, compute)
 
     def matrix(names: Sequence[str], beside: Sequence[str]) -> FeatureMatrix:
         # The rows of a block decide how sums round: as if all of ``beside`` were read, which earlier fits did.
-        return side_by_side([files[name] for name in names], widest=sum(widths[name] for name in beside))
+        return side_by_side([as_matrix(files[name]) for name in names], widest=sum(widths[name] for name in beside))
 
     images = torch.arange(len(dataset)).repeat_interleave(dataset.offsets.diff())[order]
     values, of_head = dataset.subset(images).values, tuple(widths[name] for name in head)
     labels, read_together = dataset.labels[order], head + density
-    features = Features(matrix(head, read_together), labels, images, of_head, values, files.get(OUTPUT))
+    own = as_matrix(files[OUTPUT]) if OUTPUT in files else None
+    features = Features(matrix(head, read_together), labels, images, of_head, values, own)
     texture = {layer: matrix([layer], layers.texture) for layer in layers.texture}
-    file_bytes = sum(file.bytes for file in files.values())
+    file_bytes = sum(file.nbytes for file in files.values())
     return KeptFeatures(features, matrix(density or [Z], read_together), texture, moments, file_bytes)
 
 
@@ -211,31 +210,26 @@ def store(
     dataset: ImageDataset,
     order: Int[Tensor, " examples"],
     compute: Compute,
-    folder: Path,
-) -> dict[str, FeatureFile]:
+) -> dict[str, Float[np.ndarray, "examples width"]]:
     """Run ``step`` over the images and write its results by name, (B, width), to one file each.
 
     A file has one row for each labelled example, in ``order``: row i is that of example ``order[i]``.
     """
-    reducer = compute.reducer
-    files = {
-        name: FeatureFile.create(folder / str(number), (dataset.examples, width))
-        for number, (name, width) in enumerate(widths.items())
-    }
+    files = {name: Scratch().array((dataset.examples, width), np.float32) for name, width in widths.items()}
     where = torch.empty_like(order)
     where[order] = torch.arange(len(where))
-    if reducer.world > 1:
-        where = where[reducer.shard_examples(dataset)]
+    if compute.world > 1:
+        where = where[compute.shard_examples(dataset)]
     at = 0
-    for columns, batch in passes(reducer.shard(dataset), compute, "features", step):
+    for columns, batch in passes(compute.shard(dataset), compute, "features", step):
         for name, file in files.items():
             values = batch.per_example(columns[name]).cpu()
-            file.write(where[at : at + len(values)], values)
+            file[where[at : at + len(values)].numpy()] = values.float().numpy()
         at += len(batch.labels)
-    if reducer.world > 1:
+    if compute.world > 1:
         for file in files.values():
-            for chunk, block in blocks(file):
-                file.write(chunk, reducer.sum_(block))
+            for chunk in chunk_rows(*file.shape):
+                file[chunk] = compute.sum_(torch.from_numpy(file[chunk]))
     return files
 
 
@@ -417,7 +411,7 @@ def choose_map(
     """
     maps: dict[str, LayerMap] = {}
     for layer, sums in moments.items():
-        found = sums.finish(compute.reducer.sum_)  # In every process, whether or not a density can be fitted.
+        found = sums.finish(compute.sum_)  # In every process, whether or not a density can be fitted.
         with suppress(FitError):  # All positions look the same there.
             maps[layer] = LayerMap(layer, sums.grid, fit_positions(found))
     if not maps:
@@ -440,7 +434,7 @@ def choose_map(
         for layer, of_layer in pasted.items()
     }
     names, choice = list(maps), MapChoice(aurocs)
-    chosen = maps[names[compute.reducer.first(names.index(choice.chosen))]]
+    chosen = maps[names[compute.first(names.index(choice.chosen))]]
     density = with_levels(chosen.density, torch.cat(real[chosen.layer]))
     return ChosenMap(LayerMap(chosen.layer, chosen.grid, density), choice)
 
@@ -512,11 +506,9 @@ def fit_parts(
     of_selection = layers._replace(texture=(), output=is_asked and output_width(backbone, trial) == outputs)
     device_projection = projection.projection.to(compute.device)
     pooled = DENSITIES[settings.density].reads == "pooled"
-    with tempfile.TemporaryDirectory(prefix="psc-fit-") as scratch:
-        folders = [Path(tempfile.mkdtemp(dir=scratch)) for _ in range(2)]
-        train = read(backbone, layers, device_projection, data.train, compute, folders[0], pooled=pooled)
-        selection = read(backbone, of_selection, device_projection, data.selection, compute, folders[1], pooled=pooled)
-        fitted = _fit_to_features(train, selection, job)
+    train = read(backbone, layers, device_projection, data.train, compute, pooled=pooled)
+    selection = read(backbone, of_selection, device_projection, data.selection, compute, pooled=pooled)
+    fitted = _fit_to_features(train, selection, job)
     parts = ScorerParts(
         data.train.preprocess,
         backbone.fused(compute.precision),
@@ -629,13 +621,13 @@ def report_of(
 
 def projection_metrics(report: ProjectionReport) -> dict[str, Any]:
     """Return the record of a projection, JSON types."""
-    choice = report.choice
+    nc1, nc4 = report.of_size()
     return {
-        "nc1": choice.nc1,
-        "nc4": choice.nc4,
+        "nc1": nc1,
+        "nc4": nc4,
         "scaled_nc1": report.scaled_nc1,
         "scaled_nc4": report.scaled_nc4,
-        "warning": choice.warning,
+        "warning": report.warning,
         "pooled": report.note,
         "positions": [{"d_proj": d, "made_up_auroc": value} for d, value in report.positions],
     }
@@ -659,7 +651,7 @@ TRAINING_IMAGES: Final = 10_000
 
 def compare_positions(
     backbone: Backbone,
-    sized: SizedProjection,
+    largest: Projection,
     sizes: Sequence[tuple[int, int]],
     job: FitJob,
 ) -> dict[int, float]:
@@ -667,7 +659,7 @@ def compare_positions(
 
     Args:
         backbone: The network, cut behind the candidate layer(s).
-        sized: The largest projection.
+        largest: The largest projection, on the device.
         sizes: The pairs (c_proj, d_proj) to compare, within it.
         job: The images, settings with a density that reads z, and the device.
     """
@@ -676,13 +668,13 @@ def compare_positions(
     few = drawn(data.train, TRAINING_IMAGES, data.seed)
     kept, of_batches = [], []
     for features, batch in passes(few, compute, "positions: features", step):
-        kept.append(batch.per_example(sized.largest(features)).cpu())
+        kept.append(batch.per_example(largest(features)).cpu())
         of_batches.append(batch.labels)
-    made = _made_up_features(sized.largest, step, data, compute)
+    made = _made_up_features(largest, step, data, compute)
     z, labels, classes = usable(torch.cat(kept), torch.cat(of_batches))
     found = {}
     for c_proj, d_proj in sizes:
-        columns = _columns(sized.largest, c_proj, d_proj)
+        columns = _columns(largest, c_proj, d_proj)
         fitted = fit_density(Examples(z[:, columns], labels, classes), kind=job.settings.density)
         scores = {name: -fitted(values[:, columns]).log_density for name, values in made.items()}
         real = scores.pop(REAL)

@@ -1,23 +1,5 @@
 """Gates: readings of one forward pass, each with its own p-values, combined into one OOD score.
 
-Turn readings into log p-values, with a continuous tail.
-
-The conformal p-value among m images is at least 1 / (m + 1), so all readings beyond the largest of m are tied.  Where
-several readings are combined, their distance beyond it matters.  So with the readings ``r_1 ≤ … ≤ r_m`` of
-in-distribution images, where higher is more unusual,
-
-* at ``r_i`` the p-value is ``(m + 1 − i) / (m + 1)``, and its logarithm is linear in between; below ``r_1`` it is as
-  at ``r_1``;
-* beyond ``r_m`` it is ``exp(−(r − r_m) / s) / (m + 1)``: an exponential tail of scale s, the mean excess of the largest
-  readings over the next smaller one (the maximum-likelihood scale of an exponential tail; Embrechts et al., Modelling
-  Extremal Events, 1997, section 6.2).
-
-These p-values only rank and weigh, and guarantee nothing: the score made of them is calibrated again.
-
-Shapes: B images, G gates, m in-distribution images.
-
-The gates of a model: their names, their p-values and Fisher's combination of them.
-
 =============  ==================================================  ==========================================
 gate           reading, higher is more unusual                     an alarm means
 =============  ==================================================  ==========================================
@@ -27,7 +9,7 @@ gate           reading, higher is more unusual                     an alarm mean
 ``confidence`` energy of the logits, −log Σ exp f, nats            no class has much evidence
 =============  ==================================================  ==========================================
 
-With ``p_g`` from :mod:`.tail` the OOD score is
+With the p-value ``p_g`` of each gate the OOD score is
 
     ``−Σ_g log min(1, p_g / τ_g)``     nats
 
@@ -35,17 +17,24 @@ with ``τ_g = 1`` except for ``texture`` (a soft form of the truncated product o
 is half of the statistic of Fisher 1932).  Near out-of-distribution images have typical textures, and how typical they
 are would only add noise to the sum.
 
-Because the readings of one image depend on each other, the score's p-value does not come from χ² but is conformal, on
-images that were used neither to choose the gates nor to fit ``p_g`` (:mod:`psc_core.calibration.conformal`; Bates et
-al. 2023).  The p-value of a single gate is conformal on the same images.
+The conformal p-value among m images is at least 1 / (m + 1), so all readings beyond the largest of m are tied, but in a
+sum their distance beyond it matters.  So with the readings ``r_1 ≤ … ≤ r_m`` of in-distribution images ``p_g`` is
+
+* ``(m + 1 − i) / (m + 1)`` at ``r_i``, and its logarithm is linear in between; below ``r_1`` it is as at ``r_1``;
+* ``exp(−(r − r_m) / s) / (m + 1)`` beyond ``r_m``: an exponential tail of scale s, the mean excess of the largest
+  readings over the next smaller one (the maximum-likelihood scale of an exponential tail; Embrechts et al., Modelling
+  Extremal Events, 1997, section 6.2).
+
+These p-values only rank and weigh, and guarantee nothing.  Because the readings of one image depend on each other, the
+score's p-value does not come from χ² but is conformal, on images that were used neither to choose the gates nor to fit
+``p_g`` (Bates et al. 2023).  The p-value of a single gate is conformal on the same images.
+
+Gates are chosen by least regret over the transforms that make out-of-distribution images: detectors that are good at
+near images are poor at far ones and vice versa, so a mean over transforms would depend on how many of each there are.
+The regret of an option on a transform is the best option's AUROC minus its own; the option whose largest regret is
+smallest is chosen, and of equal options the one with the highest mean AUROC.
 
 Shapes: B images, G gates, m images that ``p_g`` is fitted to, n calibration images.
-
-Choose gates by least regret over the transforms that make out-of-distribution images.
-
-Detectors that are good at near images are poor at far images and vice versa, so a mean over transforms would depend on
-how many of each there are.  The regret of an option on a transform is the best option's AUROC minus its own; the option
-whose largest regret is smallest is chosen, and of equal options the one with the highest mean AUROC.
 """
 
 from __future__ import annotations
@@ -72,10 +61,6 @@ def log_p_pieces(
     """Return the log p-value of each gate as straight lines, float64.
 
     Line i holds for readings with i of ``ascending`` at or below them; it is given by its start, value there and slope.
-
-    Args:
-        ascending: The sorted in-distribution readings of each gate.
-        scales: The scale s of each gate, positive.
     """
     gates, m = ascending.shape
     knots = ascending.double()
@@ -97,10 +82,7 @@ def log_p_values(
 
     In float32 a score would depend on the position of its image in a batch.
 
-    Args:
-        ascending: The readings given to :func:`log_p_pieces`.
-        pieces: The lines from :func:`log_p_pieces`.
-        readings: The readings of the images to test, contiguous, of the same dtype as ``ascending``.
+    ``readings`` are contiguous, of the same dtype as ``ascending``.
     """
     lines = torch.searchsorted(ascending, readings, right=True)
     start, value, slope = pieces.gather(1, lines[..., None].expand(-1, -1, 3)).unbind(2)
@@ -111,8 +93,7 @@ TEXTURE: Final = "texture"
 DENSITY: Final = "kind"  # as bundles and answers call the gate that reads the model's density
 CONFIDENCE: Final = "confidence"
 
-GATES: Final = (TEXTURE, DENSITY, CONFIDENCE)
-"""The names of all gates; a model has some of them, in this order."""
+GATES: Final = (TEXTURE, DENSITY, CONFIDENCE)  # the names of all gates; a model has some of them, in this order
 
 
 def readings_of(names: Sequence[str], scores: Mapping[str, Float[Tensor, " batch"]]) -> Float[Tensor, "batch gates"]:
@@ -130,53 +111,30 @@ class Gates(nn.Module):
 
     Args:
         names: Some of :data:`GATES`, in that order.
-        fitted: The buffers ``ascending``, ``scales`` and ``calibration``, which a bundle holds; see :meth:`of`.
-        derived: The buffers ``log_below``, log τ_g, ``float64 (G, 1)``, and ``pieces``, from :func:`log_p_pieces`.
+        ascending: ``float32 (G, m)`` readings that ``p_g`` is fitted to, sorted.
+        scales: ``float32 (G,)`` scales of the tails, positive.
+        calibration: ``float32 (G, n)`` readings of the calibration images, sorted.
         texture_counts_below: τ of ``texture``, in (0, 1].
     """
 
     ascending: Tensor
     scales: Tensor
     calibration: Tensor
-    log_below: Tensor
-    pieces: Tensor
+    log_below: Tensor  # log τ_g, float64 (G, 1)
+    pieces: Tensor  # from :func:`log_p_pieces`
 
     def __init__(
         self,
-        names: Sequence[str],
-        fitted: Mapping[str, Tensor],
-        derived: Mapping[str, Tensor],
-        texture_counts_below: float,
-    ) -> None:
-        super().__init__()
-        self.names = tuple(names)
-        self.texture_counts_below = texture_counts_below
-        for tensors in (fitted, derived):
-            for name, tensor in tensors.items():
-                self.register_buffer(name, tensor, persistent=tensors is fitted)
-
-    @classmethod
-    def of(
-        cls,
         names: Sequence[str],
         ascending: Tensor,
         scales: Tensor,
         calibration: Tensor,
         texture_counts_below: float = 1.0,
-    ) -> Gates:
-        """Check the tensors of fitted gates, and derive what their score needs.
-
-        Args:
-            names: Some of :data:`GATES`, in that order.
-            ascending: ``float32 (G, m)`` readings that ``p_g`` is fitted to, sorted.
-            scales: ``float32 (G,)`` scales of the tails, positive.
-            calibration: ``float32 (G, n)`` readings of the calibration images, sorted.
-            texture_counts_below: τ of ``texture``, in (0, 1].
-
-        Raises:
-            BundleError: If names or shapes do not match, or readings are not sorted.
-        """
-        if tuple(names) != tuple(name for name in GATES if name in names) or not names:
+    ) -> None:
+        super().__init__()
+        self.names = tuple(names)
+        self.texture_counts_below = texture_counts_below
+        if self.names != tuple(name for name in GATES if name in names) or not names:
             raise BundleError(f"expected gates of {', '.join(GATES)} in this order, got {list(names)}")
         fitted = {"ascending": ascending, "scales": scales, "calibration": calibration}
         for (name, tensor), axes in zip(fitted.items(), (2, 1, 2), strict=True):
@@ -185,24 +143,21 @@ class Gates(nn.Module):
                     f"expected float32 gates.{name} of {len(names)} gates, got {tensor.dtype} "
                     f"{tuple(tensor.shape)}; fit the bundle again"
                 )
-            fitted[name] = tensor.contiguous()
+            self.register_buffer(name, tensor.contiguous())
         for part in (ascending, calibration):
             if part.shape[1] == 0 or not (part.diff(dim=1) >= 0).all():
                 raise BundleError("expected ascending readings of the gates; fit the bundle again")
         if not (scales > 0).all():
             raise BundleError("expected positive scales of the gates; fit the bundle again")
-
         below = [texture_counts_below if name == TEXTURE else 1.0 for name in names]
         log_below = torch.tensor(below, dtype=torch.float64).log()[:, None].to(ascending.device)
-        derived = {"log_below": log_below, "pieces": log_p_pieces(fitted["ascending"], scales)}
-        return cls(names, fitted, derived, texture_counts_below)
+        self.register_buffer("log_below", log_below, persistent=False)
+        self.register_buffer("pieces", log_p_pieces(self.ascending, scales), persistent=False)
 
     def calibrated_on(self, readings: Float[Tensor, "gates n"]) -> Gates:
         """Return these gates with other readings of calibration images, sorted, on their device."""
         device = readings.device
-        return Gates.of(
-            self.names, self.ascending.to(device), self.scales.to(device), readings, self.texture_counts_below
-        )
+        return Gates(self.names, self.ascending.to(device), self.scales.to(device), readings, self.texture_counts_below)
 
     def score(self, readings: Float[Tensor, "batch gates"]) -> Float[Tensor, " batch"]:
         """Return ``−Σ_g log min(1, p_g / τ_g)``, in nats; higher is more unusual."""
@@ -214,26 +169,14 @@ class Gates(nn.Module):
         return conformal_p_values(self.calibration, readings.T.contiguous()).T
 
 
-TEXTURE_COUNTS_BELOW: Final = 0.2
-"""The p-value below which an anomalous texture counts along with other gates."""
-
-MINIMUM_TAIL: Final = 5
-"""Minimum number of readings for the scale of the tail, if there are as many."""
+TEXTURE_COUNTS_BELOW: Final = 0.2  # the p-value below which an anomalous texture counts along with other gates
+MINIMUM_TAIL: Final = 5  # minimum number of readings for the scale of the tail, if there are as many
 
 
 def fit_gates(
     names: Sequence[str], selection: Float[Tensor, "m gates"], calibration: Float[Tensor, "n gates"]
 ) -> Gates:
-    """Fit gates to the readings of both halves of the validation images.
-
-    Args:
-        names: The names of the gates, in the order of the columns.
-        selection: The readings to which ``p_g`` is fitted.
-        calibration: The readings for the p-value of each gate.
-
-    Raises:
-        FitError: If a reading is not finite, or all readings of a gate are equal.
-    """
+    """Fit gates to the readings of both halves of the validation images."""
     for part in (selection, calibration):
         if not part.isfinite().all():
             raise FitError("expected finite readings of the gates; check the precision")
@@ -242,7 +185,7 @@ def fit_gates(
     if constant := [name for name, readings in zip(names, ascending.T, strict=True) if not vary(readings)]:
         raise FitError(f"expected readings that differ between images, those of {', '.join(constant)} are all equal")
     below = TEXTURE_COUNTS_BELOW if TEXTURE in names and len(names) > 1 else 1.0
-    return Gates.of(names, ascending.T, scales, calibration.float().sort(dim=0).values.T, below)
+    return Gates(names, ascending.T, scales, calibration.float().sort(dim=0).values.T, below)
 
 
 def vary(readings: Float[Tensor, " m"]) -> bool:
@@ -261,11 +204,10 @@ def tail_scales(ascending: Float[Tensor, "m gates"]) -> Float[Tensor, " gates"]:
     return torch.maximum(tail_excess(wide, k), (wide[-1] - wide[0]) / 1000).float()
 
 
-Auroc = Mapping[str, float]
-"""The AUROC for each transform of made-up images."""
+Auroc = Mapping[str, float]  # the AUROC for each transform of made-up images
 
+# The key of a bundle that lists the transforms of made-up images, or the patches of a map, as their AUROCs follow.
 KINDS_KEY: Final = "kinds"
-"""The key of a bundle that lists the transforms of made-up images, or the patches of a map, as their AUROCs follow."""
 
 
 def best_of(aurocs: Mapping[str, Auroc]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Make out-of-distribution images from in-distribution ones, so that choosing gates needs no other data.
+"""Make out-of-distribution images from in-distribution ones, so that choosing gates and maps needs no other data.
 
 =========== =====================================================================  ====================================
 transform   result                                                                 stands for
@@ -11,18 +11,11 @@ contrast    deviations from the image's mean × 4                               
 framed      black around the middle half of height and width
 =========== =====================================================================  ====================================
 
-If images are ambiguous by nature, a mix of two is in distribution and is left out.
+If images are ambiguous by nature, a mix of two is in distribution and is left out.  A patch over a rectangle of a
+quarter to a half of either side is anomalous at a known place: a ``crop`` of another image (CutPaste, Li et al. 2021)
+stands for objects and seams; a ``texture``, stripes, checks or noise of two colours, for surfaces that no image has.
 
 All images are ``uint8 (n, C, H, W)``, computed on the device of the input.
-
-Make images with something anomalous at a known place from in-distribution ones, so that a layer can be chosen.
-
-======== ========================================================================  ===========================
-patch    what is pasted over a rectangle of a quarter to a half of either side     stands for
-======== ========================================================================  ===========================
-crop     a crop of another image (CutPaste, Li et al. 2021)                        objects, seams
-texture  stripes, checks or noise of two colours                                   surfaces that no image has
-======== ========================================================================  ===========================
 """
 
 from __future__ import annotations
@@ -39,14 +32,11 @@ from psc_core.compute import Compute, track_images
 from psc_core.data.dataset import ImageDataset
 from psc_core.images.preprocess import Pixels
 
-IMAGES: Final = 1000
-"""Maximum number of images from which others are made."""
-
+IMAGES: Final = 1000  # maximum number of images from which others are made
 REAL: Final = "real"
 MIXED: Final = "mixed"
 
-CONTRAST: Final = 4.0
-"""Factor on the deviations from an image's mean."""
+CONTRAST: Final = 4.0  # factor on the deviations from an image's mean
 
 
 def mix(images: Pixels, labels: Int[Tensor, " batch"], generator: torch.Generator) -> UInt8[Tensor, "mixed _ _ _"]:
@@ -93,6 +83,7 @@ def frame(images: Pixels) -> Pixels:
     return framed
 
 
+# The transforms that need only one image.
 TRANSFORMS: Final[Mapping[str, Callable[[Pixels], Pixels]]] = {
     "turned": turn,
     "upside_down": turn_upside_down,
@@ -100,7 +91,6 @@ TRANSFORMS: Final[Mapping[str, Callable[[Pixels], Pixels]]] = {
     "contrast": raise_contrast,
     "framed": frame,
 }
-"""The transforms that need only one image."""
 
 
 def made_up_batches(
@@ -109,13 +99,6 @@ def made_up_batches(
     """Yield at most :data:`IMAGES` images in batches on the device: the originals, and the output of each transform.
 
     A batch in which no pair has two classes, as that of a single image, has no mixes.
-
-    Args:
-        dataset: Images of known classes.
-        compute: The device and batch size.
-        description: The label of the progress bar.
-        mixed: Whether to mix images of two classes; such mixes are in distribution if images are ambiguous.
-        seed: Seed for drawing the images and the pairs to mix.
     """
     generator = torch.Generator().manual_seed(seed)
     drawn = dataset.subset(torch.randperm(len(dataset), generator=generator)[:IMAGES])
@@ -133,9 +116,7 @@ def by_transform(
 ) -> dict[str, dict[Any, Tensor]]:
     """Concatenate the results of ``step`` over the batches, (n, …) by transform and name, on the CPU.
 
-    Args:
-        batches: The output of :func:`made_up_batches`.
-        step: A function from a batch of pixels to named results, the same names for each batch.
+    ``step`` maps a batch of pixels to named results, the same names for each batch.
     """
     parts: dict[str, dict[Any, list[Tensor]]] = {}
     for made in batches:
@@ -157,11 +138,7 @@ PATCHES: Final = (CROP, TEXTURE)
 def paste(images: Pixels, patch: str, generator: torch.Generator) -> tuple[Pixels, Bool[Tensor, "batch height width"]]:
     """Paste a patch into each image, and return the images and masks of the patches.
 
-    Args:
-        images: Images on the CPU.  A crop comes from another of these images, or from the image itself if it is the
-            only one.
-        patch: One of :data:`PATCHES`.
-        generator: Draws the places, pairs and textures.
+    A crop comes from another of these images, on the CPU, or from the image itself if it is the only one.
     """
     pasted = images.clone()
     mask = torch.zeros(len(images), *images.shape[2:], dtype=torch.bool)

@@ -1,26 +1,13 @@
 """Maps that show how anomalous an image is at each position of an early layer, and where it is most anomalous.
 
-Map how unusual each position of a layer is: the distances of one Gaussian over positions, as grey levels.
-
 With the features ``x_p`` of an image at position p, a vector of C channels, and the mean ``μ`` and covariance ``Σ`` of
 such vectors over images *and* positions,
 
     ``q_p = ‖ (x_p − μ) A ‖²``,    ``d_p`` = the mean of q over p and its neighbours in the grid, corners included
 
-where ``A`` (C, P) whitens the P components of least variance (:mod:`psc_core.maps.fit.gaussian`).  All positions share
-one Gaussian, which models surfaces, edges and seams, but not where in an image they belong.
-
-A grey level says how rare a distance is among in-distribution images.  Level g is reached by a fraction
-``10^(−4 g / 255)`` of their positions: 0 by all, 64 by one in ten, 128 by one in a hundred, 255 by one in 10,000.
-
-Shapes: B images, C channels, S positions of the layer, of which rows × columns show the image.
-
-Compute the mean and covariance of the channels over images and positions, see :mod:`psc_core.numerics.moments`.
-
-The same :data:`POSITIONS` positions are read in each image, drawn once: neighbours are alike, and a pass costs only a
-few hundredths of the network's time.  Memory is C² numbers, whatever the number of images.
-
-Fit the Gaussian of a position, and the distances of its grey levels.
+where ``A`` (C, P) whitens the P components of least variance.  All positions share one Gaussian, which models surfaces,
+edges and seams, but not where in an image they belong.  The same :data:`POSITIONS` positions are read in each image,
+drawn once: neighbours are alike, and a pass costs only a few hundredths of the network's time.
 
 Channels are scaled to unit variance; a channel below :data:`.DEAD_UNIT` of the layer's root mean square is scaled as if
 it had that much.  Of the components of the correlation, C = U diag(λ) Uᵀ, the half of least variance is kept, at most
@@ -32,11 +19,14 @@ Directions in which in-distribution images hardly vary detect anomalous images b
 because all images differ in the leading directions.  Components whose variance is only rounding, below
 :data:`.EIGENVALUE_FLOOR` or the squared resolution of the features, are dropped.
 
-A level's threshold is the distance that a fraction t of in-distribution positions reaches.  Of m sorted readings
-``r_1 ≤ … ≤ r_m`` the i-th has ``t_i = (m + 1 − i) / (m + 1)``, and ``log t`` is linear in between; beyond ``r_m`` it
-falls with the mean excess of the largest, :data:`.TAIL_FRACTION`, like the tails of the gates.  A threshold lies
-:data:`DISTANCE_ROUNDING` above its reading, so that equal distances, such as those of a black background, have the same
-level in spite of rounding.
+A grey level says how rare a distance is among in-distribution images.  Level g is reached by a fraction
+``10^(−4 g / 255)`` of their positions: 0 by all, 64 by one in ten, 128 by one in a hundred, 255 by one in 10,000.  Its
+threshold is the distance that this fraction of positions reaches.  Of m sorted readings ``r_1 ≤ … ≤ r_m`` the i-th is
+reached by ``t_i = (m + 1 − i) / (m + 1)``, and ``log t`` is linear in between; beyond ``r_m`` it falls with the mean
+excess of the largest, like the tails of the gates.  A threshold lies :data:`DISTANCE_ROUNDING` above its reading, so
+that equal distances, such as those of a black background, have the same level in spite of rounding.
+
+Shapes: B images, C channels, S positions of the layer, of which rows × columns show the image.
 """
 
 from __future__ import annotations
@@ -66,14 +56,11 @@ from psc_core.numerics.linalg import (
     tail_excess,
 )
 
-MIN_SIDE: Final = 4
-"""Minimum number of rows and of columns of a map."""
-
+MIN_SIDE: Final = 4  # minimum number of rows and of columns of a map
+# Maximum number of positions of a map, 64 × 64, which take about 4 KiB in memory and as PNG.
 MAX_POSITIONS: Final = 1 << 12
-"""Maximum number of positions of a map, 64 × 64, which take about 4 KiB in memory and as PNG."""
 
-MAX_LEADING: Final = 8
-"""Maximum number of leading tokens that show no part of the image: the class token and registers."""
+MAX_LEADING: Final = 8  # maximum number of leading tokens that show no part of the image: the class token and registers
 
 
 @dataclass(frozen=True)
@@ -96,11 +83,6 @@ def grid_of(positions: int, height: int, width: int) -> Grid | None:
     Convolutions and patches take the same steps down and across, so rows : columns = height : width, each rounded.  Of
     the factorisations of ``positions`` the nearest to this ratio is taken, for a square image only a square; if there
     is none, the first positions are taken for leading tokens, as few as possible.
-
-    Args:
-        positions: The number of positions of the canonical features.
-        height: The height of the network's input, in pixels.
-        width: The width of the network's input, in pixels.
 
     Example:
         >>> grid_of(14 * 14, 224, 224), grid_of(1 + 14 * 14, 224, 224), grid_of(1, 224, 224)
@@ -132,11 +114,10 @@ def _may_be(rows: int, columns: int, height: int, width: int) -> bool:
     return abs(rows * width - columns * height) <= min(height, width) and rows <= height and columns <= width
 
 
-Grey = npt.NDArray[np.uint8]
-"""The grey levels (rows, columns) of a map; brighter is more anomalous."""
+Grey = npt.NDArray[np.uint8]  # the grey levels (rows, columns) of a map; brighter is more anomalous
 
+# Left, top, right and bottom, as fractions of the width and height of the network's input.
 Box = tuple[float, float, float, float]
-"""Left, top, right and bottom, as fractions of the width and height of the network's input."""
 
 _CORNERS: Final = np.ones((3, 3), bool)
 
@@ -162,14 +143,9 @@ def map_document(layer: str, grey: Grey) -> dict[str, Any]:
     return {"layer": layer, "png": as_base64(png_of(grey)), "box": box_of(grey)}
 
 
-LEVELS: Final = 255
-"""The number of grey levels above black, the largest 8-bit number."""
-
-DECADES: Final = 4
-"""The number of powers of ten between the rarity of black and of white."""
-
-SERVE_ELEMENTS: Final = 1 << 24
-"""Maximum size B × C × S of a block of differences (64 MiB); larger batches are split."""
+LEVELS: Final = 255  # the number of grey levels above black, the largest 8-bit number
+DECADES: Final = 4  # the number of powers of ten between the rarity of black and of white
+SERVE_ELEMENTS: Final = 1 << 24  # maximum size B × C × S of a block of differences (64 MiB); larger batches are split
 
 
 class PositionDensity(Fitted):
@@ -197,16 +173,7 @@ class PositionDensity(Fitted):
 
 
 class LayerMap(nn.Module):
-    """Turns the features of a layer into grey levels; brighter is more anomalous.
-
-    Args:
-        layer: The name of the layer.
-        grid: The rows and columns of its positions.
-        density: The density of one position.
-
-    Raises:
-        BundleError: If there is not one threshold for each grey level, or the thresholds are not ascending.
-    """
+    """Turns the features of a layer into grey levels; brighter is more anomalous."""
 
     def __init__(self, layer: str, grid: Grid, density: PositionDensity) -> None:
         super().__init__()
@@ -243,11 +210,8 @@ class LayerMap(nn.Module):
         return grey
 
 
-POSITIONS: Final = 256
-"""Maximum number of positions that are read in an image."""
-
-MAX_CHANNELS: Final = 2048
-"""Maximum number of channels; their covariance takes 32 MiB."""
+POSITIONS: Final = 256  # maximum number of positions that are read in an image
+MAX_CHANNELS: Final = 2048  # maximum number of channels; their covariance takes 32 MiB
 
 
 class LayerMoments(NamedTuple):
@@ -258,13 +222,7 @@ class LayerMoments(NamedTuple):
 
 
 class PositionMoments:
-    """The sums over the images so far.
-
-    Args:
-        channels: The number of channels, C.
-        grid: The grid of the layer; its leading positions are never read.
-        device: The device of the features.
-    """
+    """The sums over the images so far."""
 
     def __init__(self, channels: int, grid: Grid, device: torch.device | str = "cpu") -> None:
         self.grid = grid
@@ -283,19 +241,12 @@ class PositionMoments:
         return LayerMoments(vectors, mean[0], covariance[0], self._resolution)
 
 
-MAX_COMPONENTS: Final = 128
-"""Maximum number of components, so that a map costs a few hundredths of the network."""
-
-DISTANCE_ROUNDING: Final = 1e-4
-"""Maximum relative difference between two ways to compute a distance."""
+MAX_COMPONENTS: Final = 128  # maximum number of components, so that a map costs a few hundredths of the network
+DISTANCE_ROUNDING: Final = 1e-4  # maximum relative difference between two ways to compute a distance
 
 
 def fit_positions(moments: LayerMoments) -> PositionDensity:
-    """Fit the density of a position; its thresholds are 0 until :func:`with_levels` sets them.
-
-    Raises:
-        FitError: If features are not finite, or the same at all positions.
-    """
+    """Fit the density of a position; its thresholds are 0 until :func:`with_levels` sets them."""
     variance = moments.covariance.diagonal()
     if not (bool(moments.mean.isfinite().all()) and bool(variance.isfinite().all())):
         raise FitError("expected finite features for a map; check the weights, or use --precision fp32")

@@ -1,53 +1,33 @@
-"""Metrics of classifiers, regressions and detectors, with intervals.
-
-Check the inputs of metrics, and group equal scores.
+"""Metrics of classifiers, regressions and detectors, float64, and exact intervals for counts.
 
 No metric depends on the order of its input.  Thresholds only lie between distinct values (AUPR, FPR95, coverage at
 risk); ranks are averaged (AUROC); AURC, AUGRC and adaptive ECE give each member of a group of equal confidence the
-group's mean error, which is the expectation under random order.
-
-Empty inputs, inputs of different lengths and NaN raise :class:`~psc_core.errors.UsageError`; infinite scores are
-ordered like any others.
-
-Measure class probabilities: accuracy, likelihood, and calibration of the confidence; float64.
+group's mean error, which is the expectation under random order.  Empty inputs, inputs of different lengths and NaN
+raise :class:`~psc_core.errors.UsageError`; infinite scores are ordered like any others.
 
 ``probabilities`` (n, K), rows sum to one; ``labels`` (n,) class indices; ``confidence`` (n,) in [0, 1], usually
-max_c p_c; ``correct`` (n,) whether the arg max is the label.  See :mod:`.inputs` for ties and invalid inputs.
+max_c p_c; ``correct`` (n,) whether the arg max is the label.  ``in_scores`` (n,), ``out_scores`` (m,): an
+out-of-distribution score (higher = more OOD) of in-distribution and of out-of-distribution images.  OOD is the positive
+class, as in OpenOOD v1.5.
 
-Exact intervals for counts, which tell whether an observed rate is compatible with the nominal rate.
-
-Five questions, each answered with a central interval (each tail at most (1 − level) / 2) by :mod:`scipy.stats`:
+Intervals are central (each tail at most (1 − level) / 2), by :mod:`scipy.stats`, and answer five questions:
 
 * :func:`binomial_interval`: which rates explain k of n?  Clopper–Pearson.
 * :func:`weighted_interval`: the same for a sample whose members were drawn with different probabilities.
   Clopper–Pearson with the counts of an unweighted sample of the same precision (Korn and Graubard 1998).
-  :func:`weighted_median` is the median of numbers in such a population.
 * :func:`binomial_acceptance`: which counts k of n does a fixed rate α explain?
 * :func:`calibrated_rate`: which true rates does a *calibrated* threshold have?  A conformal p-value is ≤ α exactly
   beyond the r-th most unusual of c calibration scores, r = ⌊α (c + 1)⌋; the true rate beyond it is random over
   calibration sets, Beta(r, c + 1 − r), with the mean r / (c + 1) ≤ α (Vovk 2012).
-* :func:`beta_binomial_acceptance`: which counts does such a threshold explain?  The count is beta-binomial.  For finite
-  c this is wider than the binomial interval, because the calibration set itself is a sample.
+* :func:`beta_binomial_acceptance`: which counts does such a threshold explain?  For finite c this is wider than the
+  binomial interval, because the calibration set itself is a sample.
 
-Measure a ranking score: AUROC with its paired comparison, average precision, FPR at 95 % recall; float64.
-
-``in_scores`` (n,), ``out_scores`` (m,): an out-of-distribution score (higher = more OOD) of in-distribution and of
-out-of-distribution images.  OOD is the positive class, as in OpenOOD v1.5.  See :mod:`.inputs` for ties and invalid
-inputs.
-
-Metrics of predictions of a number: its error, and the normal distribution N(μ, σ²) as its forecast.
-
-All in float64; y is the true number, n images.
+A regression's forecast is the normal distribution N(μ, σ²) of the true number y:
 
     RMSE = √(mean (y − μ)²)
     R²   = 1 − Σ (y − μ)² / Σ (y − ȳ)²
     NLL  = mean ½ [((y − μ)/σ)² + log(2π σ²)]                                    nats
     CRPS = mean σ [w (2Φ(w) − 1) + 2φ(w) − 1/√π],   w = (y − μ)/σ               (Gneiting & Raftery 2007, equation 21)
-
-Measure abstention: risk against coverage when the least confident predictions are rejected first; float64.
-
-``confidence`` (n,), usually max_c p_c; ``correct`` (n,) whether the arg max is the label.  See :mod:`.inputs` for ties
-and invalid inputs.
 """
 
 from __future__ import annotations
@@ -66,8 +46,8 @@ from psc_core.conformal import RANK_ROUNDING, ood_rank, tolerant_ceil
 from psc_core.errors import UsageError
 from psc_core.numerics.linalg import r_squared
 
+# Standard deviations above chance that a measure of agreement exceeds for one in twenty random guesses.
 GUESSING_DEVIATIONS: Final = 1.645
-"""Standard deviations above chance that a measure of agreement exceeds for one in twenty random guesses."""
 
 
 def check_values(name: str, *vectors: Tensor) -> None:
@@ -103,11 +83,9 @@ def tie_sizes(ordered: Float[Tensor, " n"]) -> Int[Tensor, " groups"]:
     return torch.cat([starts, starts.new_tensor([len(ordered)])]).diff()
 
 
-ECE_BINS = 15
-"""The number of bins of both calibration errors, as in Guo et al. (2017)."""
-
+ECE_BINS = 15  # the number of bins of both calibration errors, as in Guo et al. (2017).
+# The smallest normal float32, to which probabilities are raised: a zero costs 87.3 nats, not infinity.
 LOG_FLOOR = float(torch.finfo(torch.float32).tiny)
-"""The smallest normal float32, to which probabilities are raised: a zero costs 87.3 nats, not infinity."""
 
 
 def label_nll(probabilities: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
@@ -204,10 +182,7 @@ def binomial_interval(successes: int, trials: int, *, level: float = 0.99) -> Ra
 def weighted_interval(hits: npt.ArrayLike, weights: npt.NDArray[np.float64], *, level: float = 0.99) -> RateInterval:
     """Return the interval of the rate of hits in the population from which n members were drawn.
 
-    Args:
-        hits: Booleans, (n,).
-        weights: The inverse of the probability with which each member was drawn, (n,).
-        level: The confidence level.
+    ``hits`` are booleans (n,), ``weights`` the inverse of the probability with which each member was drawn.
     """
     size = weights.sum() ** 2 / (weights**2).sum()  # n if all weights are equal
     count = size * float(weights @ np.asarray(hits, np.float64) / weights.sum())
@@ -220,9 +195,7 @@ def weighted_interval(hits: npt.ArrayLike, weights: npt.NDArray[np.float64], *, 
 def weighted_median(values: npt.NDArray[np.floating[Any]], weights: npt.NDArray[np.float64]) -> float:
     """Return the smallest value below or at which half of the weight lies.
 
-    Args:
-        values: At least one number, (n,).
-        weights: The inverse of the probability with which each was drawn, (n,).
+    ``weights`` are the inverse of the probability with which each was drawn.
     """
     order = np.argsort(values)
     cumulative = weights[order].cumsum()
@@ -235,11 +208,7 @@ def binomial_acceptance(trials: int, alpha: float, *, level: float = 0.99) -> Co
 
 
 def calibrated_rate(alpha: float, calibration_size: int, *, level: float = 0.95) -> RateInterval:
-    """Return the true rates of p ≤ ``alpha`` that thresholds from ``calibration_size`` scores have.
-
-    Raises:
-        UsageError: If α < 1/(c + 1), because then no p-value is small enough.
-    """
+    """Return the true rates of p ≤ ``alpha`` that thresholds from ``calibration_size`` scores have."""
     low, high = stats.beta(*_beta_of(alpha, calibration_size)).interval(level)
     return RateInterval(float(low), float(high))
 
@@ -251,11 +220,7 @@ def in_practice(alpha: float, calibration_size: int) -> str:
 
 
 def beta_binomial_acceptance(trials: int, alpha: float, calibration_size: int, *, level: float = 0.99) -> CountInterval:
-    """Return the counts of p ≤ ``alpha`` among ``trials`` if p comes from ``calibration_size`` scores.
-
-    Raises:
-        UsageError: If α < 1/(c + 1), because then no p-value is small enough.
-    """
+    """Return the counts of p ≤ ``alpha`` among ``trials`` if p comes from ``calibration_size`` scores."""
     return CountInterval(*map(int, stats.betabinom(trials, *_beta_of(alpha, calibration_size)).interval(level)))
 
 

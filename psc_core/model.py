@@ -18,7 +18,7 @@ from psc_core.data.loaders import LoaderDescription
 from psc_core.errors import BundleError, FitError, PSCError, UsageError, of_this_machine, shortened
 from psc_core.gates import Gates
 from psc_core.images.preprocess import MAKE_KNOWN, ImageLike, Inputs, Preprocess, as_batch
-from psc_core.network.backbone import Backbone
+from psc_core.network.cut import Backbone
 from psc_core.network.output import See, dependence, first_dependent, trial_images
 from psc_core.pipeline import NO_MAP, Pipeline, Scorer, ScorerParts, restore_modules, storable_backbone
 from psc_core.tasks.base import BaseCalibration, BaseDecisions, BasePrediction, FloatArray, Matrix, Outputs, Task

@@ -15,11 +15,9 @@ from typing import Any, Final
 
 from psc_core.errors import UsageError, listed, shortened
 
-SHOWN: Final = 5
-"""Maximum number of names in a message."""
-
+SHOWN: Final = 5  # maximum number of names in a message
+# Blanks at the ends, also those without a width, which a spreadsheet or a byte order mark leaves behind.
 _BLANK_ENDS: Final = re.compile(r"^[\s\ufeff\u200b]+|[\s\ufeff\u200b]+$")
-"""Blanks at the ends, also those without a width, which a spreadsheet or a byte order mark leaves behind."""
 
 
 def composed(name: str) -> str:
@@ -39,9 +37,6 @@ def class_names(classes: Any, noun: str = "classes") -> tuple[str, ...]:
         classes: A sequence of names, or a mapping between names and labels in either direction, as ``class_to_idx`` of
             torchvision and ``id2label`` of transformers are.
         noun: What messages call them.
-
-    Raises:
-        UsageError: If they are neither, a name is empty or no text, or two are equal.
 
     Example:
         >>> class_names({"zebra": 1, "ant": 0})

@@ -49,7 +49,7 @@ from psc_core.gates import TEXTURE, Gates, readings_of
 from psc_core.heads.base import Head, Scored
 from psc_core.images.preprocess import Images, Inputs, Preprocess, standardise
 from psc_core.maps import MAX_POSITIONS, Grid, LayerMap, PositionDensity
-from psc_core.network.backbone import Backbone, FeaturesAndOutput, onnx_backbone, rebuild_backbone
+from psc_core.network.cut import Backbone, FeaturesAndOutput, onnx_backbone, rebuild_backbone
 from psc_core.network.export import export_here, to_onnx
 from psc_core.network.load import need_no_folder
 from psc_core.network.onnx import INSTALLED, restore_body
@@ -103,7 +103,7 @@ class ScorerParts:
 
     Attributes:
         preprocess: The preprocessing, of which a scorer applies the device half.
-        backbone: The truncated network as it runs, see :meth:`psc_core.network.backbone.Backbone.fused`; for base
+        backbone: The truncated network as it runs, see :meth:`psc_core.network.cut.Backbone.fused`; for base
             predictions it also returns the network's output.
         projection: The projection from features to z.
         density: log p of z, or of features averaged over positions.
@@ -259,7 +259,7 @@ class Pipeline(nn.Module):
 
     @property
     def is_traced(self) -> bool:
-        """True if the network runs as a graph; see :attr:`psc_core.network.backbone.Backbone.is_traced`."""
+        """True if the network runs as a graph; see :attr:`psc_core.network.cut.Backbone.is_traced`."""
         return self.scorer.backbone.is_traced
 
     def with_backbone(self, backbone: Backbone) -> Pipeline:
@@ -399,14 +399,14 @@ def storable_backbone(model: FittedModel, *, graph: bool) -> Backbone:
 
 @torch.inference_mode()
 def _is_built_by_name(model: FittedModel) -> bool:
-    """Return whether the network's recipe still builds it; it does not if somebody has replaced a module."""
-    recipe = model.backbone.cut.recipe
-    if recipe is None or recipe.num_classes != model.task.network_outputs(model.classes):
+    """Return whether the network's spec still builds it; it does not if somebody has replaced a module."""
+    network = model.backbone.cut.network
+    if network is None or network.num_classes != model.task.network_outputs(model.classes):
         return False
-    if model.trial is None:  # loaded from a bundle, by its recipe
+    if model.trial is None:  # loaded from a bundle, by its spec
         return True
     try:
-        built = rebuild_backbone(model.backbone.spec(), model.backbone.state_dict(), [recipe.spec]).to(model.device)
+        built = rebuild_backbone(model.backbone.spec(), model.backbone.state_dict(), [network.spec]).to(model.device)
     except PSCError:
         return False
     inputs = model.preprocess.standardise(model.trial[:_FEW].to(model.device))
@@ -534,7 +534,7 @@ def _restore_gates(
             f"expected gates tensors {sorted(wanted)}, got {shortened(repr(sorted(tensors)))}; fit it again"
         )
     below = 1.0 if manifest.gates.texture is None else manifest.gates.texture.counts_below
-    gates = Gates.of(manifest.gates.names, **of_gates, texture_counts_below=below)
+    gates = Gates(manifest.gates.names, **of_gates, texture_counts_below=below)
     expected = manifest.gates.images, manifest.calibration.images
     got = gates.ascending.shape[1], gates.calibration.shape[1]
     if expected != got:

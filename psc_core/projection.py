@@ -1,6 +1,4 @@
-"""Project the features of the candidate layer(s) to the feature vector z.
-
-Project features of the candidate layer(s) to the feature vector z (paper, Algorithm 1, appendix A.2).
+"""Project features of the candidate layer(s) to the feature vector z (paper, Algorithm 1, appendix A.2).
 
     X  (B, C, d)      channels × positions of all candidate layers, concatenated along positions
     X ← (X − μ) / σ    channelwise moments, the standard deviation in both of the paper's formulas
@@ -12,53 +10,32 @@ the standard deviation in both: else Z would not have the correlation tensor tha
 A fully connected layer has d = 1 and no spatial mode to reduce, so it is read as one channel with C positions: the
 decomposition is then the eigendecomposition of its correlation matrix.
 
-Measure channelwise mean and covariance of a layer's features (paper, Algorithm 2, appendix A.2.2).
-
-Axes: B batch, C channels, d spatial positions (of all candidate layers, concatenated channel by channel).
-Every channel is a group of :mod:`psc_core.numerics.moments`; covariance between channels is never formed.
-
-Standard deviations are clamped to at least :data:`.DEAD_UNIT` of their root mean square over the layer, so that a unit
-silent on the training data cannot dominate after scaling.
-
-Decompose the correlation tensor into Tucker factors (paper, section 4.2 and appendix A.2.1).
+It is fitted in three steps.  One pass over the training images gives the mean and covariance of every channel (paper,
+Algorithm 2, appendix A.2.2); covariance between channels is never formed.  Standard deviations are clamped to at least
+:data:`.DEAD_UNIT` of their root mean square over the layer, so that a unit silent on the training data cannot dominate
+after scaling.  The correlation tensor is decomposed into Tucker factors (section 4.2 and appendix A.2.1),
 
     R ≈ G ×₁ A ×₂ B ×₃ B        R (C, d, d), A (C, c_max), B (d, d_max)
 
 R is symmetric in its last two modes, so one spatial factor serves both.  The diagonal of each slice is one, so that the
-slices span at most d (d − 1) / 2 + 1 dimensions; a column of A beyond what they do span would be rounding alone.  Any
-smaller projection keeps leading columns, Z = A[:, :c]ᵀ X B[:, :d'], so that :mod:`.ranks` sees all sizes in one pass.
+slices span at most d (d − 1) / 2 + 1 dimensions; a column of A beyond what they do span would be rounding alone.
 
-Compute NC1 and NC4 of every (c_proj, d_proj) from one pass over the largest projection, and choose a size.
-
-With Z (B, c_max, d_max) the largest projection, a smaller one keeps its leading block, so
+Then one pass over the training images, class by class, and one over the selection split measure the scaled layer X
+(B, C · d) and every size of the projection, whose leading block Z[:, :c, :d'] a smaller one keeps:
 
     NC1(c, d) = Σ_{i<c, j<d} w_ij / Σ_{i<c, j<d} t_ij
     NC4(c, d) = accuracy of  argmin_k Σ_{i<c, j<d} (z_ij − μ_kij)²
 
-where w and t are the within-class and total scatter of one coordinate (:mod:`psc_core.numerics.scatter`).
-Two cumulative sums replace the sweep.
-
-Measure NC1 and NC4 of the scaled layer and of every projection size, in one pass over each data set.
-
-The first pass goes over the training images, class by class, and accumulates the class statistics of the scaled layer X
-(B, C · d) and of its largest projection Z (B, c_max · d_max); :mod:`.ranks` derives those of smaller ones.  The second
-pass goes over the selection split and counts the examples whose nearest class mean is right.  Where the class means of
-the scaled layer do not fit the memory budget, both passes are repeated for ranges of its columns, over which scatter
-and distances add up.
-
-Fit the largest projection of the candidate layer(s) that is considered, and measure every smaller size of it.
-
-The input is the network, cut behind the candidate, and the images; the output is a :class:`SizedProjection` with A
-(C, c_max), B (d, d_max), and NC1 and NC4 (c_max, d_max) of every leading block.  One pass over the training images
-gives channel means and covariances (:mod:`.moments`), whose correlation is decomposed (:mod:`.tucker`); further passes
-measure every size (:mod:`.sizes`), and :mod:`.ranks` chooses one.
+where w and t are the within-class and total scatter of one coordinate (:mod:`psc_core.numerics.scatter`): two
+cumulative sums replace the sweep.  Where the class means of the scaled layer do not fit the memory budget, both passes
+are repeated for ranges of its columns, over which scatter and distances add up.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Final
 
@@ -72,11 +49,11 @@ from psc_core.compute import Compute, add_statistics, distances_to_means, passes
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import FitError
 from psc_core.fitted import Fitted, restore
-from psc_core.network.backbone import Backbone, FeatureStep, feature_step, trial_input
+from psc_core.network.cut import Backbone, FeatureStep, feature_step, trial_input
 from psc_core.numerics import linalg
+from psc_core.numerics.features import chunk_rows
 from psc_core.numerics.linalg import DEAD_UNIT, MomentSums, rounding_of, sizes_of
-from psc_core.numerics.matrix import chunk_rows
-from psc_core.numerics.scatter import MIN_COLUMNS, ClassScatter, ScatterSums
+from psc_core.numerics.scatter import MIN_COLUMNS, ClassScatter, nc1_of, scatter_sums
 from psc_core.settings import FitSettings
 
 
@@ -188,11 +165,7 @@ class Projection(Fitted):
 
 
 def reshape_features(features: Sequence[Tensor], positions: Sequence[int]) -> Float[Tensor, "batch channels positions"]:
-    """Return X (B, C, d): the features (B, C, d_l) of each layer reduced to its number of positions, and concatenated.
-
-    Raises:
-        FitError: If the layers have different numbers of channels.
-    """
+    """Return X (B, C, d): the features (B, C, d_l) of each layer reduced to its positions, and concatenated."""
     if len({f.shape[1] for f in features}) > 1 and any(f.shape[2] > 1 for f in features):
         raise FitError(
             f"expected layers with equal numbers of channels, got {[f.shape[1] for f in features]}; choose one layer"
@@ -228,9 +201,6 @@ class ChannelMoments:
     def std(self) -> Float[Tensor, "channels positions"]:
         """Return the standard deviations, at least :data:`.DEAD_UNIT` of their root mean square; ∞, which scales to 0,
         where that is no more than rounding.
-
-        Raises:
-            FitError: If every unit is constant, up to rounding.
         """
         std = self.covariance.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
         scale = float(std.square().mean().sqrt())
@@ -254,15 +224,7 @@ def channel_moments(
     *,
     all_reduce: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> ChannelMoments:
-    """Return mean and covariance of every channel, from one pass over features of any float type.
-
-    Args:
-        batches: The features, batch after batch.
-        all_reduce: A function that sums a tensor over all processes.
-
-    Raises:
-        FitError: If there are no features, or a value is not finite.
-    """
+    """Return mean and covariance of every channel, from one pass over features of any float type."""
     sums: MomentSums | None = None
     for features in batches:
         if sums is None:
@@ -276,12 +238,12 @@ def channel_moments(
     return ChannelMoments(*moments)
 
 
+# Maximum number of higher-order orthogonal iterations; they start near the end, from the truncated HOSVD.
 ITERATIONS = 10
-"""Maximum number of higher-order orthogonal iterations; they start near the end, from the truncated HOSVD."""
 
 
+# Eigenvalue of a Gram matrix, relative to the largest, below which it is rounding: an amplitude of a millionth.
 NO_RANK = 1e-12
-"""Eigenvalue of a Gram matrix, relative to the largest, below which it is rounding: an amplitude of a millionth."""
 
 
 def tucker_factors(
@@ -291,11 +253,8 @@ def tucker_factors(
 
     The sign of every column is fixed (largest entry positive), so that equal inputs give equal factors.
 
-    Args:
-        correlation: (C, d, d), symmetric in its last two modes.
-        c_max: Maximum number of columns of A; there are at most C, at most d_max (d_max + 1) / 2, which is what
-            symmetric slices span, and no more than these do span.
-        d_max: Maximum number of columns of B; there are at most d.
+    There are at most C columns of A, at most d_max (d_max + 1) / 2, which is what symmetric slices span, and no more
+    than these do span; at most d of B.
     """
     channels, positions, _ = correlation.shape
     d_max = min(d_max, positions)
@@ -337,11 +296,8 @@ def truncated_hosvd(
     return tensor.new_zeros(a.shape[1], d_max, d_max), [a, b, b]
 
 
-NC4_LOSS: Final = 0.01
-"""Largest loss of NC4 that a smaller size may cost."""
-
-MUCH_NC4: Final = 0.05
-"""A loss of NC4 that is more than noise: several of its standard errors."""
+NC4_LOSS: Final = 0.01  # largest loss of NC4 that a smaller size may cost
+MUCH_NC4: Final = 0.05  # A loss of NC4 that is more than noise: several of its standard errors
 
 
 def nc1_prefixes(
@@ -364,42 +320,54 @@ def nearest_mean_hits(
 
 
 @dataclass(frozen=True)
-class RankChoice:
-    """The chosen sizes of a projection, and NC1 and NC4 of z with these sizes."""
+class ProjectionReport:
+    """The chosen size of a projection, and the measurements of every size that it was chosen from."""
 
     c_proj: int
     d_proj: int
-    nc1: float
-    nc4: float
     warning: str  # what a user should know about the choice; empty where nothing is wrong
+    scaled_nc1: float  # of the scaled, unprojected layer
+    scaled_nc4: float
+    nc1: Float[Tensor, "c_max d_max"]  # of every size, float64
+    nc4: Float[Tensor, "c_max d_max"]
+    note: str = ""  # to how many positions the layers were reduced; empty when they were not
+    positions: tuple[tuple[int, float], ...] = ()  # spatial components and the density's mean AUROC on made-up images
 
-    def with_more_positions(
-        self,
-        nc1: Float[Tensor, "c_max d_max"],
-        nc4: Float[Tensor, "c_max d_max"],
-        deviation: Float[Tensor, "c_max d_max"],
-        *,
-        epsilon: float,
-    ) -> list[RankChoice]:
-        """Return this choice, and those with two, four, … times its spatial components that keep NC1 > ε and its NC4.
+    def of_size(self, d_proj: int | None = None) -> tuple[float, float]:
+        """Return NC1 and NC4 of z, with the chosen or another number of spatial components."""
+        at = self.c_proj - 1, (d_proj or self.d_proj) - 1
+        return float(self.nc1[at]), float(self.nc4[at])
+
+    def more_positions(self, deviation: Float[Tensor, "c_max d_max"], epsilon: float) -> list[int]:
+        """Return the chosen number of spatial components, and two, four, … times it that keep NC1 > ε and the NC4.
 
         None of their components deviates by less than :data:`.DEAD_UNIT` of the root mean square: the second scaling
         would raise its rounding errors.
         """
-        found = [self]
+        found = [self.d_proj]
         floor = DEAD_UNIT * deviation.square().mean().sqrt()
         d_proj = 2 * self.d_proj
-        while d_proj < 2 * nc1.shape[1]:
-            column = min(d_proj, nc1.shape[1]) - 1
-            here = float(nc1[self.c_proj - 1, column]), float(nc4[self.c_proj - 1, column])
-            if (
-                here[0] > epsilon
-                and here[1] >= self.nc4 - NC4_LOSS
-                and deviation[: self.c_proj, : column + 1].min() >= floor
-            ):
-                found.append(replace(self, d_proj=column + 1, nc1=here[0], nc4=here[1]))
+        while d_proj < 2 * self.nc1.shape[1]:
+            tried = min(d_proj, self.nc1.shape[1])
+            nc1, nc4 = self.of_size(tried)
+            keeps = nc1 > epsilon and nc4 >= self.of_size()[1] - NC4_LOSS
+            if keeps and deviation[: self.c_proj, :tried].min() >= floor:
+                found.append(tried)
             d_proj *= 2
         return found
+
+    def summary(self, raw_nc4: float | None) -> str:
+        """Return lines for the terminal: the choice, the scaled layer, and the raw one where its NC4 is known."""
+        (nc1, nc4), raw = self.of_size(), "" if raw_nc4 is None else f", raw {raw_nc4:.4f}"
+        lines = [
+            f"projection {self.c_proj} × {self.d_proj}: NC1 {nc1:.3f} (scaled layer {self.scaled_nc1:.3f}), "
+            f"NC4 {nc4:.4f} (scaled layer {self.scaled_nc4:.4f}{raw})"
+        ]
+        if self.positions:
+            found = ", ".join(f"{d} {value:.4f}" for d, value in self.positions)
+            lines.append(f"density on made-up images by spatial components (mean AUROC): {found}")
+        lines += [f"note: {text}" for text in (self.note, self.warning) if text]
+        return "\n".join(lines)
 
 
 def choose_ranks(
@@ -407,18 +375,13 @@ def choose_ranks(
     nc4: Float[Tensor, "c_max d_max"],
     reference_nc4: float,
     settings: FitSettings,
-) -> RankChoice:
-    """Choose the smallest c·d with NC1 > ε and NC4 ≥ ``reference_nc4`` − :data:`NC4_LOSS`, on a tie by NC4.
+) -> tuple[int, int, str]:
+    """Return the smallest c·d with NC1 > ε and NC4 ≥ ``reference_nc4`` − :data:`NC4_LOSS`, on a tie by NC4.
 
     Where no size satisfies both, the one with the best NC4 among those with NC1 > ε (or among all) is taken; but where
-    that gives up :data:`MUCH_NC4` of what collapsed sizes keep, the smallest that keeps it.  The warning says so.
-
-    Args:
-        nc1: NC1 of every leading block.
-        nc4: NC4 of every leading block.
-        reference_nc4: NC4 of the scaled, unprojected layer.
-        settings: With ε, the components that are fixed, and the smallest c·d that is considered, or the largest there
-            is where that is smaller.
+    that gives up :data:`MUCH_NC4` of what collapsed sizes keep, the smallest that keeps it.  The warning beside c and d
+    says so.  ``reference_nc4`` is that of the scaled, unprojected layer; ``settings`` may fix c or d, and have the
+    smallest c·d that is considered, or the largest there is where that is smaller.
     """
     epsilon, c_proj, d_proj = settings.epsilon, settings.c_proj, settings.d_proj
     c_max, d_max = nc1.shape
@@ -455,7 +418,7 @@ def choose_ranks(
     lost = reference_nc4 - float(nc4[row, column])
     if lost > MUCH_NC4:
         found.append(f"the projection gives up {lost:.3f} of NC4: {_remedy(nc1, nc4, reference_nc4, lost)}")
-    return RankChoice(row + 1, column + 1, float(nc1[row, column]), float(nc4[row, column]), "; ".join(found))
+    return row + 1, column + 1, "; ".join(found)
 
 
 def _remedy(nc1: Tensor, nc4: Tensor, reference_nc4: float, lost: float) -> str:
@@ -472,28 +435,13 @@ def _remedy(nc1: Tensor, nc4: Tensor, reference_nc4: float, lost: float) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """NC1 and NC4 of the scaled layer and of every projection size, and the class statistics of the largest."""
-
-    scaled_nc1: float
-    scaled_nc4: float
-    nc1: Tensor
-    nc4: Tensor
-    block: ClassScatter
-
-
 def measure_sizes(
     largest: Projection, train: ImageDataset, selection: ImageDataset, compute: Compute, step: FeatureStep
-) -> Sizes:
-    """Measure all sizes, by both passes for each range of columns whose class means fit ``compute.max_memory``.
+) -> tuple[tuple[float, float], Tensor, Tensor, ClassScatter]:
+    """Return NC1 and NC4 of the scaled layer, both of every size, and the class statistics of the largest.
 
-    Args:
-        largest: The largest projection, without second scaling, on the device.
-        train: This process's shard of the training images.
-        selection: Images that NC4 is measured on.
-        compute: Device, batch size, memory and processes.
-        step: A function from a batch of images to the features of the candidate.
+    Both passes are made for each range of columns whose class means fit ``compute.max_memory``.  ``largest`` is without
+    second scaling, on the device; ``train`` is this process's shard; ``step`` gives the features of the candidate.
     """
     classes, device = len(train.classes), compute.device
     c_max, d_max = largest.c_proj, largest.d_proj
@@ -503,7 +451,7 @@ def measure_sizes(
     block = ClassScatter(classes, c_max * d_max, device, by_column=True)
     hits = torch.zeros(c_max, d_max, dtype=torch.int64, device=device)
     scaled_hits = torch.zeros((), dtype=torch.int64, device=device)
-    sums = ScatterSums()
+    sums = torch.zeros(3, dtype=torch.float64)
     kept = torch.zeros(len(selection) if len(ranges) > 1 else 0, classes, dtype=torch.float64)
     for number, columns in enumerate(ranges):
         is_first = number == 0
@@ -511,7 +459,7 @@ def measure_sizes(
         scaled = ClassScatter(classes, columns.stop - columns.start, device)
         statistics = [scaled, block] if is_first else [scaled]
         add_statistics(statistics, train, compute, "class statistics", step, take)
-        sums.add(scaled)
+        sums += scatter_sums(scaled)
         seen = 0
         for batch, found, (here,) in distances_to_means([scaled.means], selection, compute, "sizes", step, take):
             labels, image_index = batch.labels.to(device), batch.image_index.to(device)
@@ -524,8 +472,8 @@ def measure_sizes(
                 z, means = (part.view(-1, c_max, d_max) for part in (batch.per_example(found[1]), block.means))
                 hits += nearest_mean_hits(z, means, labels)
     nc1 = nc1_prefixes(block.within.view(c_max, d_max), block.total().view(c_max, d_max))
-    scaled_nc4 = int(scaled_hits) / selection.examples
-    return Sizes(sums.nc1, scaled_nc4, nc1, hits.double() / selection.examples, block)
+    of_scaled = nc1_of(sums), int(scaled_hits) / selection.examples
+    return of_scaled, nc1, hits.double() / selection.examples, block
 
 
 def _columns(features: list[Tensor], largest: Projection, columns: slice, *, is_first: bool) -> list[Tensor]:
@@ -534,22 +482,9 @@ def _columns(features: list[Tensor], largest: Projection, columns: slice, *, is_
     return [x.flatten(1)[:, columns], *([largest.project(x).flatten(1)] if is_first else [])]
 
 
+# Largest projection that is measured: components of the channel mode, and of both modes together.
 MAX_CHANNEL_COMPONENTS = 64
 MAX_COMPONENTS = 2048
-"""Largest projection that is measured: components of the channel mode, and of both modes together."""
-
-
-@dataclass(frozen=True)
-class SizedProjection:
-    """The largest projection, on the device, and the measurements of its sizes."""
-
-    largest: Projection
-    scaled_nc1: float  # of the scaled, unprojected layer
-    scaled_nc4: float
-    nc1: Float[Tensor, "c_max d_max"]  # of every size, float64
-    nc4: Float[Tensor, "c_max d_max"]
-    deviation: Float[Tensor, "c_max d_max"]  # standard deviation of every component of Z, float64
-    note: str  # to how many positions the layers were reduced; empty when they were not
 
 
 def fit_tucker(
@@ -558,19 +493,11 @@ def fit_tucker(
     selection: ImageDataset,
     settings: FitSettings,
     compute: Compute,
-) -> SizedProjection:
-    """Fit the largest projection and measure its sizes.
+) -> tuple[Projection, ProjectionReport, Float[Tensor, "c_max d_max"]]:
+    """Fit the largest projection, on the device, measure its sizes on the selection split and choose one.
 
-    Args:
-        backbone: The network, cut behind the candidate layer(s).
-        train: Training images.
-        selection: Validation images that NC4 is measured on.
-        settings: The sizes, where they are given, and whether z is standardised.
-        compute: Device, batch size, processes, and the memory for the covariance tensor, whose correlation takes as
-            much again, and for the class means of the scaled layer.
-
-    Raises:
-        FitError: If ``c_proj`` or ``d_proj`` is larger than the layer, or the part of it that is measured, allows.
+    Returns:
+        The largest projection, the report, and the standard deviation of every component of Z, float64.
     """
     c_proj = settings.c_proj
     step = feature_step(backbone, compute.precision)
@@ -586,13 +513,13 @@ def fit_tucker(
         budget = f"{compute.max_memory >> 20} MiB"
         note = f"positions {have} → {positions} by average pooling, to keep the covariance within {budget}"
     c_max, d_max = largest_sizes(shapes[0][0], sum(positions), c_proj, settings.d_proj)
-    shard = compute.reducer.shard(train)
+    shard = compute.shard(train)
 
     def features_of_examples() -> Iterator[Tensor]:
         for features, batch in passes(shard, compute, "moments", step):
             yield batch.per_example(reshape_features(features, positions)).float()
 
-    moments = channel_moments(features_of_examples(), all_reduce=compute.reducer.sum_)
+    moments = channel_moments(features_of_examples(), all_reduce=compute.sum_)
     mean, std, correlation = moments.mean, moments.std(), moments.correlation()
     del moments  # The covariance is as large as the budget allows, and so is what the decomposition needs besides.
     release_freed_memory()
@@ -606,12 +533,13 @@ def fit_tucker(
         )
     zeros, ones = torch.zeros(c_max * d_max), torch.ones(c_max * d_max)
     largest = Projection.from_moments(positions, mean, std, a, b, zeros, ones).to(compute.device)
-    sized = measure_sizes(largest, shard, selection, compute, step)
-    z_mean, z_std = sized.block.mean_and_std()
+    (scaled_nc1, scaled_nc4), nc1, nc4, block = measure_sizes(largest, shard, selection, compute, step)
+    z_mean, z_std = block.mean_and_std()
     if not settings.no_second_scaling:
         largest = largest.with_second_scaling(z_mean, z_std)
-    nc1, nc4, deviation = sized.nc1.cpu(), sized.nc4.cpu(), z_std.view(c_max, d_max).cpu()
-    return SizedProjection(largest, sized.scaled_nc1, sized.scaled_nc4, nc1, nc4, deviation, note)
+    nc1, nc4 = nc1.cpu(), nc4.cpu()
+    choice = choose_ranks(nc1, nc4, scaled_nc4, settings)
+    return largest, ProjectionReport(*choice, scaled_nc1, scaled_nc4, nc1, nc4, note), z_std.view(c_max, d_max).cpu()
 
 
 def reduced_positions(channels: int, positions: int, budget_bytes: int) -> int:
@@ -642,39 +570,6 @@ def largest_sizes(channels: int, d: int, c_proj: int | None, d_proj: int | None)
             f"least {needed}, or a smaller c_proj"
         )
     return c_max, d_max
-
-
-@dataclass(frozen=True)
-class ProjectionReport:
-    """The chosen sizes, and the measurements that they were chosen from."""
-
-    choice: RankChoice
-    scaled_nc1: float  # of the scaled, unprojected layer
-    scaled_nc4: float
-    nc1: Float[Tensor, "c_max d_max"]  # of every size, float64
-    nc4: Float[Tensor, "c_max d_max"]
-    note: str  # to how many positions the layers were reduced; empty when they were not
-    positions: tuple[tuple[int, float], ...] = ()  # spatial components and the density's mean AUROC on made-up images
-
-    @classmethod
-    def of(cls, choice: RankChoice, sized: SizedProjection, positions: Mapping[int, float]) -> ProjectionReport:
-        """Return the report of a choice among the sizes of ``sized``."""
-        return cls(
-            choice, sized.scaled_nc1, sized.scaled_nc4, sized.nc1, sized.nc4, sized.note, tuple(positions.items())
-        )
-
-    def summary(self, raw_nc4: float | None) -> str:
-        """Return lines for the terminal: the choice, the scaled layer, and the raw one where its NC4 is known."""
-        choice, raw = self.choice, "" if raw_nc4 is None else f", raw {raw_nc4:.4f}"
-        lines = [
-            f"projection {choice.c_proj} × {choice.d_proj}: NC1 {choice.nc1:.3f} (scaled layer "
-            f"{self.scaled_nc1:.3f}), NC4 {choice.nc4:.4f} (scaled layer {self.scaled_nc4:.4f}{raw})"
-        ]
-        if self.positions:
-            found = ", ".join(f"{d} {value:.4f}" for d, value in self.positions)
-            lines.append(f"density on made-up images by spatial components (mean AUROC): {found}")
-        lines += [f"note: {text}" for text in (self.note, choice.warning) if text]
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)

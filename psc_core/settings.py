@@ -24,7 +24,7 @@ from psc_core.errors import UsageError, hint
 if TYPE_CHECKING:
     import torch
 
-    from psc_core.compute import Compute, Reducer
+    from psc_core.compute import Compute
 
 
 _WHOLE_NUMBER: Final = re.compile(r"0|[0-9]*[1-9][0-9]*")
@@ -251,21 +251,21 @@ class FitSettings:
         """Return the kind of the head, by default the task's first."""
         return self.head or next(iter(heads))
 
-    def compute(self, reducer: Reducer | None = None) -> Compute:
+    def compute(self, processes: tuple[int, int] = (0, 1)) -> Compute:
         """Return the device, precision, batch size, processes and memory that all stages of a fit use.
 
         Args:
-            reducer: The group of processes that fit together; None: this process alone.
+            processes: The rank of this process, and the number of those that fit together.
 
         Raises:
             UsageError: If the precision is unknown, or the device does not exist.
         """
-        from psc_core.compute import Compute, Reducer, resolve_device
+        from psc_core.compute import Compute, resolve_device
 
         if self.precision not in PRECISIONS:
             raise UsageError(f"expected a precision of {', '.join(PRECISIONS)}, got {self.precision!r}")
-        device, processes = resolve_device(self.device), reducer or Reducer()
-        return Compute(device, self.precision, self.batch_images, processes, self.max_memory)
+        device = resolve_device(self.device)
+        return Compute(device, self.precision, self.batch_images, self.max_memory, *processes)
 
     def recorded(self) -> dict[str, Any]:
         """Return the settings that a bundle records, as JSON types."""

@@ -17,17 +17,16 @@ from typing import Final
 
 from psc_core.errors import DataError
 
+# The line by which a file tells Excel what separates its columns.
 _SAID: Final = re.compile(r"sep=([,;\t|])[\r\n]*", re.IGNORECASE)
-"""The line by which a file tells Excel what separates its columns."""
 
 _QUOTED: Final = re.compile(r'"(?:[^"]|"")*"')
 
+# The first bytes of what Excel calls Unicode text, and its encoding.
 _WIDE: Final = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
-"""The first bytes of what Excel calls Unicode text, and its encoding."""
 
 _GROUPED: Final = r"[1-9][0-9]{0,2}(?:%s[0-9]{3})+"
-_BLANK: Final = "[ '\u00a0\u2009\u2019\u202f]"
-"""What separates groups of digits and cannot be a decimal mark."""
+_BLANK: Final = "[ '\u00a0\u2009\u2019\u202f]"  # what separates groups of digits and cannot be a decimal mark
 
 
 _NOT_FINITE: Final = re.compile(r"[+-]?(nan|inf(inity)?)", re.IGNORECASE)
@@ -64,12 +63,7 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
 
 @contextmanager
 def open_csv(path: Path) -> Iterator[SeparatedValues]:
-    """Open a ``.csv`` or ``.tsv`` in UTF-8, or in UTF-16 as Excel writes it, of any common delimiter.
-
-    Raises:
-        DataError: While it is read, if it is in another encoding, or a quotation mark is not closed.
-        OSError: If it cannot be read.
-    """
+    """Open a ``.csv`` or ``.tsv`` in UTF-8, or in UTF-16 as Excel writes it, of any common delimiter."""
     with path.open("rb") as binary:
         encoding = _WIDE.get(binary.read(2), "utf-8-sig")
     with path.open(newline="", encoding=encoding) as file:
@@ -111,10 +105,6 @@ def number_marks(texts: Iterable[str], delimiter: str) -> str:
     A cell like "1.234,5", "1,5" or "0.500" can be read in one way only, and "12.500" then as the others.  Where all
     cells are of the latter kind, a point is a decimal point between commas, and a comma is a decimal comma between
     semicolons, which spreadsheets write where it is the decimal mark; otherwise nothing shows it.
-
-    Args:
-        texts: The cells, which may also hold other text.
-        delimiter: What separates the columns; empty if nothing does.
     """
     unclear = list[str]()
     found = set[str]()
@@ -144,9 +134,6 @@ def parse_number(text: str, marks: str = ".") -> float | None:
         marks: ``"."``: a decimal point, and no comma; ``".,"``: commas may separate groups of digits; ``","``: a
             decimal comma, and points may separate groups; empty: unknown, so that only what both read alike, or one
             alone can read, is a number.
-
-    Raises:
-        DataError: If the marks are unknown, and the text is one number with a decimal point and another with a comma.
     """
     point, comma = _readings(text)
     if marks == ".":

@@ -1,21 +1,15 @@
-"""Thumbnails: small training images that a model keeps, to show which of them an image is nearest to.
-
-Small pictures of training images that a bundle keeps, and the search for the nearest ones.
+"""Small pictures of training images that a model keeps, and the search for those that an image is nearest to.
 
 With the coordinates ``w`` (P,) that the density gives an image, in which the pooled within-class covariance is the
 identity (:meth:`psc_core.density.Density.coordinates`), and the coordinates ``e_i`` of kept image i,
 
     ``distance_i = ‖ w − e_i ‖``        in standard deviations within a class
 
-The coordinates lie on the device, the pictures on the host.
+The coordinates lie on the device, the pictures on the host.  The images are drawn at random with a fixed seed, equally
+many of each class, because they have to be typical of the training data.  The images farthest from each other (a
+k-centre) would be outliers, and the images nearest to a class mean (herding) would all look alike.
 
 Shapes: B images, N kept images, P components, C channels, k nearest.
-
-Choose the training images that a model keeps, and make their thumbnails.
-
-The images are drawn at random with a fixed seed, equally many of each class, because they have to be typical of the
-training data.  The images farthest from each other (a k-centre) would be outliers, mislabelled ones among them, and the
-images nearest to a class mean (herding) would all look alike.
 """
 
 from __future__ import annotations
@@ -34,18 +28,10 @@ from psc_core.errors import BundleError, UsageError, shortened
 from psc_core.images.decode import as_base64, png_of
 from psc_core.images.preprocess import Pixels
 
-SIDE: Final = 64
-"""Maximum height and width of a thumbnail, in pixels; with three channels it takes 12 KiB."""
-
-MAX_COUNT: Final = 4096
-"""Maximum number of kept images; their pixels take 48 MiB."""
-
-NEAREST: Final = 3
-"""The number of kept images that an explanation names."""
-
-CANDIDATES: Final = 16
-"""The number of kept images whose exact distances are computed."""
-
+SIDE: Final = 64  # maximum height and width of a thumbnail, in pixels; with three channels it takes 12 KiB
+MAX_COUNT: Final = 4096  # maximum number of kept images; their pixels take 48 MiB
+NEAREST: Final = 3  # the number of kept images that an explanation names
+CANDIDATES: Final = 16  # the number of kept images whose exact distances are computed
 _TYPES: Final = {"embedding": torch.float32, "pixels": torch.uint8, "images": torch.int64, "labels": torch.int64}
 _AXES: Final = {
     "embedding": ("count", "kept"),
@@ -70,9 +56,6 @@ class Thumbnails(nn.Module):
         tensors: ``embedding`` float32 (N, P); ``pixels`` uint8 (N, C, height, width); ``images`` int64 (N), positions
             in the training data; ``labels`` int64 (N); for a regression also ``values`` float64 (N), the target's
             values.
-
-    Raises:
-        BundleError: If tensors do not belong together, or exceed a limit.
     """
 
     embedding: Tensor
@@ -110,19 +93,7 @@ class Thumbnails(nn.Module):
         classes: int,
         has_values: bool,
     ) -> Thumbnails:
-        """Rebuild thumbnails from :meth:`config` and :meth:`tensors`.
-
-        Args:
-            sizes: The sizes in the manifest.
-            tensors: The tensors in the file.
-            components: The number P of the density's components.
-            channels: The number of channels of the network's input.
-            classes: The number of classes, or of bins.
-            has_values: Whether each image has a target value.
-
-        Raises:
-            BundleError: If tensors match neither the sizes nor the model, or exceed a limit.
-        """
+        """Rebuild thumbnails from :meth:`config` and :meth:`tensors`."""
         expected = {*_AXES, *([_VALUES] if has_values else [])}
         if set(tensors) != expected:
             raise BundleError(
@@ -155,13 +126,7 @@ class Thumbnails(nn.Module):
     def documents(
         self, nearest: npt.NDArray[Any], distances: npt.NDArray[Any], classes: Sequence[str]
     ) -> list[dict[str, Any]]:
-        """Return the kept images nearest to one image as :class:`psc_core.answers.KeptImage` members of an answer.
-
-        Args:
-            nearest: The indices of the kept images (k,), from :meth:`forward`.
-            distances: Their distances (k,), from :meth:`forward`.
-            classes: The names of the model's classes or bins.
-        """
+        """Return the kept images nearest to one image as :class:`psc_core.answers.KeptImage` members."""
         host = self._on_host
         return [
             {
@@ -182,11 +147,7 @@ class Thumbnails(nn.Module):
 
 
 def _checked(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Check the tensors and return the sizes of their axes.
-
-    Raises:
-        BundleError: If a tensor has the wrong dtype, rank or size, or exceeds a limit.
-    """
+    """Check the tensors and return the sizes of their axes."""
     sizes: dict[str, int] = {}
     types, axes = {**_TYPES, _VALUES: torch.float64}, {**_AXES, _VALUES: ("count",)}
     for name in filter(tensors.__contains__, axes):  # fixed order, so that a fault has one message
@@ -206,11 +167,7 @@ def _checked(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def check_thumbnail_count(count: int, classes: int) -> None:
-    """Check that the number of kept images covers the classes.
-
-    Raises:
-        UsageError: If it is smaller than their number, or larger than :data:`.thumbnails.MAX_COUNT`.
-    """
+    """Check that the number of kept images covers the classes."""
     if not classes <= count <= MAX_COUNT:
         raise UsageError(
             f"expected keep_examples from {classes}, one training image of each class, to {MAX_COUNT}, got {count}"

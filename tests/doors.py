@@ -125,5 +125,5 @@ def check_same(
 def copied(net: nn.Module) -> nn.Module:
     """The same network, of which nobody knows how it was built."""
     other = copy.deepcopy(net)
-    del other.psc_recipe
+    del other.psc_spec
     return other

@@ -222,7 +222,7 @@ def fit(args: argparse.Namespace) -> None:
     if any(job.data.left_out):
         provenance |= origins_of(job.data)
     checkpoint = open_checkpoint(job, provenance, args)
-    report, projection, fitted = run_stages(job.network.net, job, job.name, provenance, checkpoint)
+    report, projection, fitted = run_stages(job.net, job, job.name, provenance, checkpoint)
     if job.is_first:
         write(job, report, projection, fitted.model, pictures=not args.no_report)
         checkpoint.clear()

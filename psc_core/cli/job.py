@@ -25,7 +25,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -38,17 +38,17 @@ from psc_core.bundle import MAX_NAME, check_network, check_target, check_text
 from psc_core.checkpoint import Checkpoint
 from psc_core.cli import preprocessing
 from psc_core.collapse import CollapseReport, to_csv, to_text
-from psc_core.compute import Compute, Reducer, passes, track
-from psc_core.data.cache import PixelCache, check_disjoint, only_readable
+from psc_core.compute import Compute, join_processes, passes, track
+from psc_core.data.cache import Scratch, check_disjoint, only_readable
 from psc_core.data.dataset import ImageDataset, balanced
 from psc_core.data.open import in_network_order, open_dataset, unread_files
 from psc_core.errors import UsageError
 from psc_core.fit import checked
 from psc_core.fit_data import FitData, FitJob
 from psc_core.model import FittedModel
-from psc_core.network.described import Described, describe, is_described
+from psc_core.network.described import NetworkSpec, describe, is_described
 from psc_core.network.export import check_exportable
-from psc_core.network.load import Recipe, forget_recipe, load_described, notes_of, recipe_for, recipe_of
+from psc_core.network.load import forget_spec, load_described, notes_of, spec_of
 from psc_core.network.output import check_images, check_output, trial_images
 from psc_core.network.weights import files_of
 from psc_core.projection import FittedProjection
@@ -61,13 +61,13 @@ from psc_core.tasks import TASKS
 from psc_core.version import __version__
 
 
-def provenance_of(recipe: Recipe, weights: Sequence[Path], settings: FitSettings, data: FitData) -> dict[str, Any]:
+def provenance_of(network: NetworkSpec, settings: FitSettings, data: FitData) -> dict[str, Any]:
     """Return everything that fitting the bundle again needs, without any path of this machine; JSON types."""
     return {
         "psc_version": __version__,
-        "model": without_path(recipe.spec),
-        "model_args": dict(recipe.model_args),
-        "weights_sha256": digest_of([file for path in weights for file in files_of(path)]),
+        "model": without_path(network.spec),
+        "model_args": dict(network.model_args),
+        "weights_sha256": digest_of([file for path in network.weights for file in files_of(path)]),
         **origins_of(data),
         "settings": settings.recorded(),
     }
@@ -137,29 +137,20 @@ def digest_of(files: Sequence[Path]) -> str:
 
 
 @dataclass(frozen=True)
-class LoadedNetwork:
-    """The network of a fit, and where it came from."""
-
-    net: nn.Module
-    recipe: Recipe
-    weights: Sequence[Path]  # its checkpoints
-    configuration: Path | None  # the file in its folder that says how it is built
-
-
-@dataclass(frozen=True)
 class Job(FitJob):
     """A fit with its network and the bundle to write, opened and checked."""
 
     out: Path  # the bundle to write
     name: str  # of the model
-    network: LoadedNetwork
+    net: nn.Module
+    network: NetworkSpec  # with the weights that were read
     order_note: str  # a note on how the classes were ordered; may be empty
-    cache: PixelCache | None  # for decoded images; None: each pass decodes them
+    cache: Scratch | None  # for decoded images; None: each pass decodes them
 
     @property
     def is_first(self) -> bool:
         """Whether this process, of those that fit together, prints and writes."""
-        return self.compute.reducer.rank == 0
+        return self.compute.rank == 0
 
     @property
     def stages_folder(self) -> Path:
@@ -168,7 +159,7 @@ class Job(FitJob):
 
     def opening(self) -> list[str]:
         """Return the lines that say what is fitted to what."""
-        train, val, notes = self.data.train, self.data.val, notes_of(self.network.net)
+        train, val, notes = self.data.train, self.data.val, notes_of(self.net)
         lines = [
             f"train: {train.name}, {len(train)} images, {self.data.task_type.describe_labels(train)}; "
             f"val: {val.name}, {len(val)} images",
@@ -205,53 +196,53 @@ def open_job(args: argparse.Namespace) -> Job:
         raise UsageError(f"expected a --name of at most {MAX_NAME} characters, got {len(name)}")
     if not args.dry_run:  # Now rather than after hours; whether the checkpoint is of this job is only known then.
         check_target(out, overwrite=args.overwrite or (_stages_folder(out).exists() and not args.fresh))
-    network = load(args, described, data.task.network_outputs(data.train.classes))
-    compute = settings.compute(Reducer.start() if args.distributed else None)
-    check_runs(network, data, compute)
+    net, network = load(args, described, data.task.network_outputs(data.train.classes))
+    compute = settings.compute(join_processes() if args.distributed else (0, 1))
+    check_runs(net, network, data, compute)
     showing = partial(track, total=len(train), description="comparing")
     # Last, as it may take long; not data.train: the network has seen what that leaves out.
     check_disjoint(train, val, showing)
     folder = Path(args.cache) if args.cache else None
-    cache = None if args.cache == "off" else PixelCache(folder, compute.reducer.world)
-    return Job(data, settings, compute, out, name, network, order_note, cache)
+    cache = None if args.cache == "off" else Scratch(folder, compute.world)
+    return Job(data, settings, compute, out, name, net, network, order_note, cache)
 
 
 def _stages_folder(out: Path) -> Path:
     return out.with_name(f".{out.name}.stages")
 
 
-def open_images(args: argparse.Namespace, described: Described) -> tuple[ImageDataset, ImageDataset, str]:
+def open_images(args: argparse.Namespace, described: NetworkSpec) -> tuple[ImageDataset, ImageDataset, str]:
     """Open training and validation images, with the classes in the network's order, and how that was found."""
-    preprocess = preprocessing.preprocess_from(args, described.preparation)
+    preprocess = preprocessing.preprocess_from(args, described)
     numbers = None if args.task is None else TASKS[args.task].has_numbers
     opened = partial(open_dataset, preprocess=preprocess, numbers=numbers, target=args.target, unit=args.unit)
     train, note = in_network_order(opened(args.train, split="train"), described.classes)
     return train, opened(args.val, split="val"), note
 
 
-def load(args: argparse.Namespace, described: Described, outputs: int) -> LoadedNetwork:
+def load(args: argparse.Namespace, described: NetworkSpec, outputs: int) -> tuple[nn.Module, NetworkSpec]:
     """Load the network with this number of outputs; with ``--graph`` as one that no name builds again."""
-    recipe = recipe_for(args.model, described, outputs, key_values(args.model_arg))
-    check_network(asdict(recipe))
-    net = load_described(described, recipe, args.weights)
+    network = described.with_arguments(outputs, key_values(args.model_arg))
+    check_network(network.to_json())
+    net = load_described(network, args.weights)
     if args.graph:
-        forget_recipe(net)
-    return LoadedNetwork(net, recipe, [args.weights] if args.weights else described.weights, described.configuration)
+        forget_spec(net)
+    return net, replace(network, weights=(args.weights,)) if args.weights else network
 
 
-def check_runs(network: LoadedNetwork, data: FitData, compute: Compute) -> None:
+def check_runs(net: nn.Module, network: NetworkSpec, data: FitData, compute: Compute) -> None:
     """Run the network on trial images, on the device, and export it where a bundle will hold its graph."""
-    net, recipe = network.net.to(compute.device), network.recipe
+    net = net.to(compute.device)
     images = trial_images(data.train.preprocess).to(compute.device)
-    check_output(net, images[:1], recipe.num_classes, name=recipe.spec)
-    check_images(net, images, name=recipe.spec)
-    if recipe_of(net) is None:
+    check_output(net, images[:1], data.task.network_outputs(data.train.classes), name=network.spec)
+    check_images(net, images, name=network.spec)
+    if spec_of(net) is None:
         check_exportable(net, images[:1], compute.precision)
 
 
 def look(job: Job, max_bad_images: int) -> str:
     """Return how good the plain network is on a few random images, which people see before all are decoded."""
-    found = job.first_look(job.network.net, max_bad_images)
+    found = job.first_look(job.net, max_bad_images)
     return "\n".join([found.text, *([f"warning: {found.warning}"] if found.warning else [])])
 
 
@@ -261,8 +252,7 @@ def checked_provenance(job: Job) -> dict[str, Any]:
     Raises:
         UsageError: If UTF-8 cannot hold a name.
     """
-    network = job.network
-    provenance = provenance_of(network.recipe, network.weights, job.settings, job.data)
+    provenance = provenance_of(job.network, job.settings, job.data)
     try:
         check_text({"name": job.name, **provenance})
     except ValueError as error:
@@ -281,7 +271,7 @@ def decoded(job: Job, args: argparse.Namespace) -> Job:
     job = replace(job, data=data)
     if job.is_first:
         print(*not_kept, look(job, args.max_bad_images), sep="\n", flush=True)
-    data, left_out = job.data.readable(args.max_bad_images, job.compute.reducer)
+    data, left_out = job.data.readable(args.max_bad_images, job.compute)
     if left_out:
         data.check_rates(alpha=job.settings.alpha, coverage=job.settings.coverage)
         if job.is_first:
@@ -297,7 +287,7 @@ def open_checkpoint(job: Job, provenance: dict[str, Any], args: argparse.Namespa
     """
     compute = job.compute
     inputs = job_of(provenance, job.settings, job.data, compute, job.network.configuration)
-    checkpoint = Checkpoint.of(job.stages_folder, inputs, compute.reducer)
+    checkpoint = Checkpoint.of(job.stages_folder, inputs, compute)
     is_resumed = checkpoint.is_resumed and not args.fresh
     check_target(job.out, overwrite=args.overwrite or is_resumed)
     if not is_resumed:
@@ -316,7 +306,7 @@ def write(
     print(f"wrote {out} (version {manifest.version})", flush=True)
     content = Content(manifest.version)
     if pictures:
-        content = collect_fit(model, job.network.net, job.data, projection.report, job.compute, manifest.version)
+        content = collect_fit(model, job.net, job.data, projection.report, job.compute, manifest.version)
         content.save(out)
     facts = facts_about(out, manifest, model.calibration, content)
     page.write_card(facts)
@@ -330,7 +320,7 @@ def run_stages(
     net: nn.Module, job: FitJob, name: str, provenance: Mapping[str, Any], checkpoint: Checkpoint
 ) -> tuple[CollapseReport, FittedProjection, stages.FitResult]:
     """Fit stage by stage, except for those in the checkpoint; of several processes the first prints."""
-    layer, is_first = job.settings.layer, job.compute.reducer.rank == 0
+    layer, is_first = job.settings.layer, job.compute.rank == 0
     report = checkpoint.load_collapse()
     if report is None:
         report = stages.collapse(net, job)
@@ -392,7 +382,7 @@ def estimate(job: Job, max_bad_images: int) -> Estimate:
     if job.cache is not None and not job.cache.has_room(train, val):
         print(*job.cache.notes(train, val), sep="\n", flush=True)
         job = replace(job, cache=None)
-    larger = fit_images(rate(job.network.net, train, compute, job.settings.seed, max_bad_images), train)
+    larger = fit_images(rate(job.net, train, compute, job.settings.seed, max_bad_images), train)
     smallest = min(larger, 4 * len(train.classes))
     sizes = (max(larger // 3, smallest), larger)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -405,7 +395,7 @@ def estimate(job: Job, max_bad_images: int) -> Estimate:
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
         torch.cuda.max_memory_allocated(compute.device) if compute.device.type == "cuda" else 0,
         0 if job.cache is None else job.cache.size(train, val),
-        compute.reducer.world * round(feature_bytes * len(train) / larger),
+        compute.world * round(feature_bytes * len(train) / larger),
     )
 
 
@@ -415,7 +405,7 @@ def timed_fit(job: Job, size: int, max_bad_images: int) -> tuple[float, int]:
     Returns:
         The seconds, and the bytes that its features took on disk.
     """
-    data, net = job.data, job.network.net
+    data, net = job.data, job.net
     fraction, classes = size / len(data.train), len(data.train.classes)
     lenient = replace(job.settings, alpha=0.5, coverage=0.5)  # Rates that so few images can keep.
     began = time.perf_counter()

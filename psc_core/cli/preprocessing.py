@@ -12,6 +12,7 @@ What needs torch is imported when the flags have been parsed.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -21,8 +22,9 @@ from psc_core.images import BACKGROUNDS, INTERPOLATIONS, PRESET_FIELDS
 from psc_core.settings import positive
 
 if TYPE_CHECKING:
-    from psc_core.images.described import Aspect, Preparation
+    from psc_core.images.described import Aspect
     from psc_core.images.preprocess import Preprocess
+    from psc_core.network.described import NetworkSpec
 
 DEFAULT: Final = "imagenet"
 """Preset for networks that say nothing of their preprocessing."""
@@ -47,13 +49,12 @@ def add_flags(cli: argparse.ArgumentParser) -> None:
     group.add_argument("--std", type=float, nargs="+", help="standard deviation of each channel, of pixels in [0, 1]")
 
 
-def preprocess_from(args: argparse.Namespace, described: Preparation | None = None) -> Preprocess:
+def preprocess_from(args: argparse.Namespace, described: NetworkSpec | None = None) -> Preprocess:
     """Return the preprocessing that the flags describe.
 
     Args:
         args: The parsed flags.
-        described: The preprocessing that the network describes, which flags replace in whole or in part; None where
-            it describes none.
+        described: The network; flags replace the preprocessing that it describes, in whole or in part.
 
     Raises:
         UsageError: If flags contradict each other, a source cannot be read, or PSC cannot do a part of the network's
@@ -69,11 +70,11 @@ def preprocess_from(args: argparse.Namespace, described: Preparation | None = No
         raise UsageError("expected --preset or --preprocess, got both; leave one out, each is a whole preprocessing")
     if args.preprocess:
         start = named(args.preprocess)
-    elif args.preset or described is None:
+    elif args.preset or described is None or described.preprocess is None:
         start = PRESETS[args.preset or DEFAULT]
     else:
         start = described.preprocess
-        check_unlike_replaced(described, args)
+        check_unlike_replaced(start, described.unlike, args)
     changes: dict[str, Any] = {}
     if args.size or args.crop:
         side = args.size or args.crop
@@ -85,13 +86,12 @@ def preprocess_from(args: argparse.Namespace, described: Preparation | None = No
     return replace(start, **changes)
 
 
-def check_unlike_replaced(described: Preparation, args: argparse.Namespace) -> None:
+def check_unlike_replaced(near: Preprocess, unlike: Mapping[Aspect, str], args: argparse.Namespace) -> None:
     """Require flags for each part of a network's preprocessing that PSC cannot do as it is written down.
 
     Raises:
         UsageError: If they are missing; the message names them.
     """
-    near = described.preprocess
     nearest = f"--size {near.height}" if near.resize is None else f"--resize {near.resize} --crop {near.height}"
     remedies: dict[Aspect, tuple[bool, str]] = {
         "whole": (False, "--preset or --preprocess"),
@@ -100,8 +100,8 @@ def check_unlike_replaced(described: Preparation, args: argparse.Namespace) -> N
         "statistics": (bool(args.mean and args.std), "--mean and --std"),
     }
     for part, (is_replaced, remedy) in remedies.items():
-        if part in described.unlike and not is_replaced:
-            raise UsageError(f"{described.unlike[part]}; say how images are prepared by {remedy}")
+        if part in unlike and not is_replaced:
+            raise UsageError(f"{unlike[part]}; say how images are prepared by {remedy}")
 
 
 def named(source: str) -> Preprocess:
@@ -136,7 +136,7 @@ def from_torchvision(name: str) -> Preprocess:
     """Return the preprocessing of torchvision's weights, named as ``ResNet50_Weights.IMAGENET1K_V2``."""
     from torchvision.models import get_weight
 
-    from psc_core.images.described import read_torchvision
+    from psc_core.images.described import read_torchvision, whole
 
     try:
         transforms = get_weight(name).transforms()
@@ -144,15 +144,15 @@ def from_torchvision(name: str) -> Preprocess:
         raise UsageError(
             f"torchvision has no weights {name!r}; they are called as ResNet50_Weights.IMAGENET1K_V2"
         ) from error
-    return read_torchvision(transforms, name).whole(_REMEDY)
+    return whole(read_torchvision(transforms, name), _REMEDY)
 
 
 def from_timm(name: str) -> Preprocess:
     """Return the preprocessing of a timm model, named as ``resnet50.a1_in1k``."""
-    from psc_core.images.described import read_timm
+    from psc_core.images.described import read_timm, whole
 
     timm = needs(f"timm:{name}", "timm", "timm")
     config = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
     if config is None:
         raise UsageError(f"timm has no model {name!r}")
-    return read_timm(asdict(config), name).whole(_REMEDY)
+    return whole(read_timm(asdict(config), name), _REMEDY)

@@ -65,16 +65,15 @@ def parser() -> argparse.ArgumentParser:
 def score(args: argparse.Namespace) -> None:
     """Score the parts that fall to this process."""
     from psc_core.bundle import read_bundle
-    from psc_core.compute import Process
+    from psc_core.compute import launched
     from psc_core.scoring import write_on_ray, write_parts
 
-    process = Process.from_environment()
-    rank, world = process.rank, process.world
+    rank, world, gpu = launched()
     if args.ray and world > 1:
         raise UsageError(f"expected --ray or {world} processes of torchrun, got both; leave one out")
     device = args.device
-    if world > 1 and device == "auto" and process.gpu is not None:
-        device = f"cuda:{process.gpu}"
+    if world > 1 and device == "auto" and gpu is not None:
+        device = f"cuda:{gpu}"
     args.out.mkdir(parents=True, exist_ok=True)
     source, out = args.input.absolute(), args.out.absolute()
     check_version(out / VERSION_FILE, read_bundle(args.bundle).manifest.version)

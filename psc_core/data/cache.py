@@ -1,11 +1,7 @@
-"""Decode each image only once: keep its pixels in a scratch file while a fit makes its passes.
+"""What a fit finds out about its images once: their pixels, kept on disk, those it cannot decode, those it has twice.
 
-The file has no name, so nothing is left of it however the process ends.  Its space is reserved before the file is
-mapped, because otherwise a full disk would kill the process at a write to memory.
-
-Find images that cannot be decoded before anything is computed, so that a few of them do not end a fit.
-
-If pixels are cached (:mod:`psc_core.data.cache`), this pass is the one that decodes them, at no extra cost.
+Images that cannot be decoded are found before anything is computed, so that a few of them do not end a fit.  If pixels
+are kept, this pass is the one that decodes them, at no extra cost.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import IO, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -29,14 +25,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from psc_core.compute import Reducer, track
+from psc_core.compute import Compute, track
 from psc_core.data.dataset import DECODERS, ArraySource, FileSource, ImageDataset, ImageSource, RawImage, TensorSource
 from psc_core.errors import DataError, ImageError, UsageError
 from psc_core.images.files import read_file
 from psc_core.images.preprocess import Preprocess
 
-FREE_FRACTION: Final = 0.5
-"""Fraction of the free disk space that the scratch files may take."""
+FREE_FRACTION: Final = 0.5  # fraction of the free disk space that the scratch files may take
 
 
 @dataclass(frozen=True)
@@ -69,24 +64,37 @@ class CachedSource:
 
 
 @dataclass(frozen=True)
-class PixelCache:
-    """A folder where each process of a fit keeps decoded images in scratch files."""
+class Scratch:
+    """A folder where each process of a fit keeps what need not fit into memory, in files without a name.
+
+    Nothing is left of them however the process ends.  Their space is reserved before they are mapped, because otherwise
+    a full disk would kill the process at a write to memory.
+    """
 
     folder: Path | None = None  # None for the system's
-    processes: int = 1  # that keep them at the same time
+    processes: int = 1  # that keep files at the same time
+
+    def open(self) -> IO[bytes]:
+        """Create a file to append to, which :func:`mapped` maps later; an OSError if there is no such folder."""
+        return tempfile.TemporaryFile(dir=self.folder, prefix="psc-", buffering=0)
+
+    def array(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Create an array of zeros, which outlives the file object; an OSError if there is no room."""
+        with self.open() as file:
+            return mapped(file, shape, dtype)
+
+    def room(self) -> int:
+        """Return the bytes that may be used; an OSError if there is no such folder."""
+        return int(FREE_FRACTION * shutil.disk_usage(self.folder or tempfile.gettempdir()).free)
 
     def size(self, *datasets: ImageDataset) -> int:
-        """Return the bytes that the files for these data sets take, those of all processes together."""
+        """Return the bytes that the pixels of these data sets take, those of all processes together."""
         return self.processes * sum(map(pixel_bytes, datasets))
 
     def has_room(self, *datasets: ImageDataset) -> bool:
-        """Return whether the files for these data sets leave enough of the free disk space.
-
-        Raises:
-            UsageError: If there is no such folder.
-        """
+        """Return whether the pixels of these data sets leave enough of the free disk space."""
         try:
-            return self.size(*datasets) <= FREE_FRACTION * shutil.disk_usage(self.folder or tempfile.gettempdir()).free
+            return self.size(*datasets) <= self.room()
         except OSError as error:
             if self.folder is None:
                 return False
@@ -100,6 +108,13 @@ class PixelCache:
         return (f"{room}, so each pass decodes them again; --cache DIR chooses another disk",)
 
 
+def mapped(file: IO[bytes], shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Return the content of a file as an array, with zeros for what it lacks."""
+    size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
+    os.posix_fallocate(file.fileno(), 0, size)
+    return np.frombuffer(mmap.mmap(file.fileno(), size), dtype, math.prod(shape)).reshape(shape)
+
+
 def pixel_bytes(dataset: ImageDataset) -> int:
     """Return the bytes that the pixels of a data set take in a cache; 0 where its images need no decoding."""
     match dataset.source:
@@ -111,58 +126,37 @@ def pixel_bytes(dataset: ImageDataset) -> int:
 
 
 def cached(dataset: ImageDataset, folder: Path | None = None) -> ImageDataset:
-    """Return ``dataset`` with its pixels kept, or unchanged if they need no decoding or the system's disk is full.
-
-    Args:
-        dataset: A data set of n images, whose pixels take n · channels · height · width bytes.
-        folder: The folder for the scratch file; None for the system's folder.
-
-    Raises:
-        UsageError: If ``folder`` is not a writable directory, or full.
-    """
-    size = pixel_bytes(dataset)
-    if not size:
+    """Return ``dataset`` with its pixels kept, or unchanged if they need no decoding or the system's disk is full."""
+    if not pixel_bytes(dataset):
         return dataset
     try:
-        with tempfile.TemporaryFile(dir=folder, prefix="psc-pixels-") as file:
-            os.posix_fallocate(file.fileno(), 0, size)
-            pixels = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
+        pixels = Scratch(folder).array((len(dataset), *dataset.preprocess.shape), np.uint8)
     except OSError as error:
         if folder is None:
             return dataset
         raise _unusable(folder, error) from error
-    n = len(dataset)
-    kept = CachedSource(
-        dataset.source,
-        dataset.indices.numpy(),
-        dataset.preprocess,
-        pixels.reshape(n, *dataset.preprocess.shape),
-        np.zeros(n, np.bool_),
-    )
-    return replace(dataset, source=kept, indices=torch.arange(n))
+    is_decoded = np.zeros(len(dataset), np.bool_)
+    kept = CachedSource(dataset.source, dataset.indices.numpy(), dataset.preprocess, pixels, is_decoded)
+    return replace(dataset, source=kept, indices=torch.arange(len(dataset)))
 
 
 def _unusable(folder: Path, error: OSError) -> UsageError:
     return UsageError(f"cannot store pixels in {folder}: {error.strerror}; choose another --cache or off")
 
 
+# Fraction of the validation images that may be duplicates: real data sets have a few by accident.
 REPEATED: Final = 0.01
-"""Fraction of the validation images that may be duplicates: real data sets have a few by accident."""
 
+# The remedy, for messages.
 HOLD_OUT: Final = "calibration on training images does not hold for new ones, so hold some images out"
-"""The remedy, for messages."""
 
-COMPARED_VALUES: Final = 4096
-"""Maximum number of values that the key of an image in an array is made of."""
+COMPARED_VALUES: Final = 4096  # maximum number of values that the key of an image in an array is made of
 
 
 def shared_images(train: ImageDataset, val: ImageDataset, show: Callable[[Sequence[int]], Iterable[int]] = iter) -> int:
     """Return how many images of ``val`` are images of ``train``; of files their copies count, whatever their names.
 
-    Args:
-        train: Training images.
-        val: Validation images.
-        show: Yields the positions of the training images, and shows how many are done.
+    ``show`` yields the positions of the training images, and shows how many are done.
     """
     sizes = {_file_size(val, position) for position in range(len(val))}
     keys = [*image_keys(val)]
@@ -186,13 +180,7 @@ def check_disjoint(
 ) -> None:
     """Require validation images that are not training images, but for a few accidental duplicates.
 
-    Args:
-        train: Training images.
-        val: Validation images.
-        show: Yields the positions of the training images, and shows how many are done.
-
-    Raises:
-        UsageError: If more are shared.
+    ``show`` is as of :func:`shared_images`.
     """
     shared = shared_images(train, val, show)
     if shared > REPEATED * len(val):
@@ -246,9 +234,7 @@ def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-SHOWN_IMAGES: Final = 5
-"""Maximum number of images that a message names."""
-
+SHOWN_IMAGES: Final = 5  # maximum number of images that a message names
 _AT_ONCE: Final = 256
 
 
@@ -266,25 +252,22 @@ class Unreadable:
 NONE: Final = Unreadable(torch.empty(0, dtype=torch.int64), ())
 
 
-def find_unreadable(dataset: ImageDataset, at_most: int, reducer: Reducer | None = None) -> Unreadable:
+def find_unreadable(dataset: ImageDataset, at_most: int, compute: Compute | None = None) -> Unreadable:
     """Decode each image to find those that cannot be decoded; processes share the work and all get the same result.
 
-    Args:
-        dataset: The images; arrays need no decoding.
-        at_most: The number of unreadable images after which the search ends early.
-        reducer: This process among those that fit one model.
+    It ends early after more than ``at_most``; arrays need no decoding.
     """
-    reducer = reducer or Reducer()
+    compute = compute or Compute(torch.device("cpu"))
     is_bad = torch.zeros(len(dataset), dtype=torch.int64)
     if not isinstance(dataset.source, ArraySource | TensorSource):
-        chunks = torch.split(torch.arange(reducer.rank, len(dataset), reducer.world), _AT_ONCE)
+        chunks = torch.split(torch.arange(compute.rank, len(dataset), compute.world), _AT_ONCE)
         with ThreadPoolExecutor(DECODERS, "psc-decode") as pool:
             for chunk in track(chunks, total=len(chunks), description=f"decoding {dataset.name}"):
                 reasons = pool.map(lambda position: why_unreadable(dataset, position), chunk.tolist())
                 is_bad[chunk] = torch.tensor([reason is not None for reason in reasons], dtype=torch.int64)
                 if int(is_bad.sum()) > at_most:
                     break
-    positions = reducer.sum_(is_bad).nonzero().flatten()
+    positions = compute.sum_(is_bad).nonzero().flatten()
     first = (why_unreadable(dataset, position) for position in positions[:SHOWN_IMAGES].tolist())
     return Unreadable(positions, tuple(filter(None, first)))
 
@@ -308,11 +291,7 @@ def without(dataset: ImageDataset, found: Unreadable) -> ImageDataset:
 
 
 def only_readable(dataset: ImageDataset, at_most: int) -> ImageDataset:
-    """Return the images that can be decoded; with ``at_most`` 0 nothing is checked.
-
-    Raises:
-        DataError: If more than ``at_most`` images cannot be decoded.
-    """
+    """Return the images that can be decoded; with ``at_most`` 0 nothing is checked."""
     if not at_most:
         return dataset
     found = find_unreadable(dataset, at_most)

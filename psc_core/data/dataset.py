@@ -1,6 +1,4 @@
-"""Random access to images: arrays, encoded files in memory or files on disk.
-
-Labelled images, streamed in batches.
+"""Labelled images, streamed in batches from arrays, encoded files in memory or files on disk.
 
 A *labelled example* is one (image, label) pair.  An image may carry several labels (Dirty-MNIST gives each ambiguous
 image ten); it is decoded and passed through the network only once.
@@ -31,8 +29,8 @@ from psc_core.images.files import read_file, sample_file
 from psc_core.images.preprocess import Preprocess
 from psc_core.names import class_names, composed
 
+# One image (channels, height, width): ``uint8`` pixels, or a ``float32`` input from a loader.
 RawImage = npt.NDArray[np.uint8] | npt.NDArray[np.float32]
-"""One image (channels, height, width): ``uint8`` pixels, or a ``float32`` input from a loader."""
 
 
 @runtime_checkable  # so that annotations can be checked at run time
@@ -191,8 +189,7 @@ def _naming(image: str | Path) -> Iterator[None]:
         raise DataError(f"cannot read the image {image}: {error.strerror}; repair or remove it") from error
 
 
-DECODERS: Final = min(4, os.cpu_count() or 1)
-"""The number of threads that decode images."""
+DECODERS: Final = min(4, os.cpu_count() or 1)  # the number of threads that decode images
 
 
 @dataclass(frozen=True)
@@ -315,9 +312,6 @@ class ImageDataset:
         """Yield the images in batches, decoded by threads one batch ahead of the consumer; the last may be smaller.
 
         ``order``, ``int64 (n,)``, is a permutation of the positions in this data set.
-
-        Raises:
-            DataError: If an image cannot be read; the message names it.
         """
         order = torch.arange(len(self)) if order is None else order
         threads = ThreadPoolExecutor(DECODERS, "psc-decode")
@@ -355,11 +349,7 @@ class ImageDataset:
 def labelled(
     name: str, classes: Sequence[str], source: ImageSource, labels: Tensor, preprocess: Preprocess
 ) -> ImageDataset:
-    """Create a data set of the n images in ``source`` with class indices ``labels``, (n,) or (n, r) for r labels each.
-
-    Raises:
-        DataError: If there are no images, not as many labels as images, or a label is out of range.
-    """
+    """Create a data set of the n images in ``source`` with class indices (n,), or (n, r) for r labels each."""
     count, each = len(labels), 1 if labels.ndim == 1 else labels.shape[1]
     if len(source) != count or count == 0:
         raise DataError(
@@ -382,11 +372,7 @@ def check_labels(name: str, low: int, high: int, classes: int) -> None:
 
 
 def concatenate(name: str, parts: Sequence[ImageDataset]) -> ImageDataset:
-    """Join data sets of the same classes that are stored in arrays; each becomes a group.
-
-    Raises:
-        DataError: If a part is not stored in an array.
-    """
+    """Join data sets of the same classes that are stored in arrays; each becomes a group."""
     first = parts[0]
     arrays = [part.source.images[part.indices.numpy()] for part in parts if isinstance(part.source, ArraySource)]
     if len(arrays) != len(parts):
@@ -452,9 +438,6 @@ def split_validation(val: ImageDataset, seed: int = 0) -> tuple[ImageDataset, Im
 
     The selection split selects layer, ranks, prior precision and temperature.  The calibration split gives p-values,
     thresholds and prediction sets; nothing was selected on it, so the nominal rates hold.
-
-    Raises:
-        DataError: If there are fewer than two images.
     """
     if len(val) < 2:
         raise DataError(f"{val.name}: expected at least two validation images, got {len(val)}; add images")
@@ -473,11 +456,7 @@ def known_values(values: Tensor | None) -> Tensor:
 def measured(
     name: str, target: Target, source: ImageSource, values: Float[Tensor, " n"], preprocess: Preprocess
 ) -> ImageDataset:
-    """Create a data set of the n images in ``source`` with target ``values``, all in one bin.
-
-    Raises:
-        DataError: If there are no images, not as many values as images, or a value is not finite.
-    """
+    """Create a data set of the n images in ``source`` with target ``values``, all in one bin."""
     count = len(values)
     if len(source) != count or count == 0:
         raise DataError(

@@ -24,21 +24,17 @@ from psc_core.images import BACKGROUNDS
 from psc_core.images.decode import IMAGE_FORMATS
 from psc_core.images.preprocess import Preprocess, as_batch
 
+# Number of examples that are read twice to see whether they change; a random flip may spare some of them.
 READ_TWICE: Final = 8
-"""Number of examples that are read twice to see whether they change; a random flip may spare some of them."""
 
+# Tolerance for the mean difference between an input and its file, on the [0, 1] scale; another filter makes 0.01.
 OTHER: Final = 0.02
-"""Tolerance for the mean difference between an input and its file, on the [0, 1] scale; another filter makes 0.01."""
 
+# Maximum number of files whose headers are read to find their kinds: of a kind that is not rare, ten on average.
 MAX_HEADERS: Final = 2000
-"""Maximum number of files whose headers are read to find their kinds: of a kind that is not rare, ten on average."""
 
-RARE: Final = 0.005
-"""Share of the files below which a kind of file changes no rate that anybody would notice."""
-
-TRIED: Final = 32
-"""Number of files of a kind with alpha among which some are sought whose background shows."""
-
+RARE: Final = 0.005  # share of the files below which a kind of file changes no rate that anybody would notice
+TRIED: Final = 32  # number of files of a kind with alpha among which some are sought whose background shows
 SHOWN_KINDS: Final = 5
 
 _ALPHA: Final = "alpha"
@@ -48,8 +44,7 @@ _SAME_IMAGES: Final = (
     "PIL.ImageOps.exif_transpose, or write the images that it makes to files and fit on these"
 )
 
-OUTSIDE: Final = 0.05
-"""Tolerance for inputs darker than black or brighter than white, on the [0, 1] scale."""
+OUTSIDE: Final = 0.05  # tolerance for inputs darker than black or brighter than white, on the [0, 1] scale
 
 
 def warn_of_random(data: Any, name: str) -> bool:
@@ -152,9 +147,6 @@ def _compare(
     Returns:
         The median of the mean differences on the [0, 1] scale, the share of the files that it is of, and what to do
         about it.  Of files with alpha only those count whose background shows.
-
-    Raises:
-        PSCError: If none of the files can be read.
     """
     std = torch.tensor(ways[0].std)[:, None, None]
     found: list[list[float]] = []

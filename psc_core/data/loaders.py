@@ -1,11 +1,4 @@
-"""The preprocessing behind the inputs of a loader, as a caller states it: as a whole, by mean and deviation, or not.
-
-Keep images whose number is not known beforehand in a file while a fit makes its passes.
-
-The file has no name, so nothing is left of it however the process ends.  It is written before it is mapped, so a full
-disk is an error at a write; reserving the space would need the size beforehand.
-
-Open what a training loop has: a DataLoader, a data set of (image, label), or any iterable of batches.
+"""Open what a training loop has: a DataLoader, a data set of (image, label), or any iterable of batches.
 
 Everything is read once into a scratch file, and the passes of a fit read that file, so the order, shuffling, workers
 and collate function of a loader do not matter.  Floating-point images are the network's inputs and are kept unchanged
@@ -17,12 +10,9 @@ of :data:`IMAGE_KEYS` and one of :data:`LABEL_KEYS`.
 
 from __future__ import annotations
 
-import mmap
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, ClassVar, Final
 
@@ -34,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from psc_core.answers import UNNAMED, Target
-from psc_core.data.cache import FREE_FRACTION
+from psc_core.data.cache import Scratch, mapped
 from psc_core.data.dataset import ImageDataset, TensorSource, check_labels, labelled, measured
 from psc_core.data.loader_warnings import (
     dataset_of,
@@ -50,50 +40,8 @@ from psc_core.images.described import as_preprocess
 from psc_core.images.preprocess import Preprocess, check_known, described, mode_of, read_image
 from psc_core.names import class_names, composed
 
+# The mean or the standard deviation of each channel, or one number for all channels.
 Statistic = float | Sequence[float] | Tensor | npt.NDArray[Any]
-"""The mean or the standard deviation of each channel, or one number for all channels."""
-
-
-@dataclass(frozen=True)
-class LoaderPreprocessing:
-    """A preprocess, the mean and standard deviation of each channel, or nothing where the caller does not know."""
-
-    preprocess: Preprocess | None = None
-    mean: Statistic | None = None
-    std: Statistic | None = None
-
-    def __post_init__(self) -> None:
-        if (self.mean is None) != (self.std is None):
-            raise UsageError("expected both mean and std of the transform, got only one; give the other too")
-        if self.preprocess is not None and self.mean is not None:
-            raise UsageError("expected a preprocess, or mean and std, got both; a preprocess has its own")
-
-    @classmethod
-    def of(cls, preprocess: Any, mean: Statistic | None, std: Statistic | None) -> LoaderPreprocessing:
-        """Return what a caller states, whose preprocess :func:`.as_preprocess` takes; None is none."""
-        return cls(None if preprocess is None else as_preprocess(preprocess), mean, std)
-
-    def preprocess_of(self, shape: tuple[int, ...], low: Sequence[float], high: Sequence[float]) -> Preprocess:
-        """Return the preprocess for inputs of ``shape`` (channels, height, width) with values from ``low`` to ``high``.
-
-        Example:
-            >>> print(LoaderPreprocessing(mean=0.5, std=0.25).preprocess_of((1, 8, 8), [-2.0], [2.0]))
-            L, resized to 8 × 8 pixels, bilinear; mean 0.5; std 0.25
-
-        Raises:
-            UsageError: If the preprocess has another shape, there are not 1 or 3 channels, or a mean lacks a channel.
-        """
-        channels, height, width = shape
-        if self.preprocess is not None:
-            if self.preprocess.shape != shape:
-                raise UsageError(
-                    f"expected inputs of the preprocess's shape {self.preprocess.shape}, got {shape}; give the "
-                    "preprocess of your transform"
-                )
-            return self.preprocess
-        if self.mean is None or self.std is None:
-            return ObservedPreprocess.of_range((channels, height, width), low, high)
-        return Preprocess(mode_of(channels), height, width, None, _each(self.mean, channels), _each(self.std, channels))
 
 
 @dataclass(frozen=True)
@@ -122,19 +70,21 @@ class ObservedPreprocess(Preprocess):
         return f"{self.mode}, {self.height} × {self.width} inputs from a loader; preprocessing of files unknown"
 
 
-def _each(statistic: Statistic, channels: int) -> tuple[float, ...]:
-    """Return the statistic of each channel; a single number applies to all channels."""
-    each: tuple[float, ...] = tuple(torch.as_tensor(statistic, dtype=torch.float64).reshape(-1).tolist())
-    return each * channels if len(each) == 1 else each
-
-
 @dataclass(frozen=True)
 class LoaderDescription:
-    """The preprocessing of a loader's images, and the names of what their labels mean."""
+    """What a caller says of a loader's images, and of what their labels mean; None where nothing is known."""
 
-    preprocessing: LoaderPreprocessing = field(default_factory=LoaderPreprocessing)
+    preprocess: Preprocess | None = None
+    mean: Statistic | None = None  # of the transform, in place of a preprocess
+    std: Statistic | None = None
     classes: Sequence[str] | None = None  # class names; None: numbered by the labels
     target: Target | None = None  # of a regression, whose labels are numbers; None: classes
+
+    def __post_init__(self) -> None:
+        if (self.mean is None) != (self.std is None):
+            raise UsageError("expected both mean and std of the transform, got only one; give the other too")
+        if self.preprocess is not None and self.mean is not None:
+            raise UsageError("expected a preprocess, or mean and std, got both; a preprocess has its own")
 
     @classmethod
     def of(
@@ -147,97 +97,46 @@ class LoaderDescription:
         target: str | None = None,
         unit: str = "",
     ) -> LoaderDescription:
-        """Return what the arguments of a public function say, before any image is read.
-
-        Raises:
-            UsageError: If they contradict each other, or cannot be the names of classes or of a number.
-        """
+        """Return what the arguments of a public function say, before any image is read."""
         names = None if classes is None else class_names(classes)
         number = None if target is None else Target.of(target, unit)
-        return cls(LoaderPreprocessing.of(preprocess, mean, std), names, number)
+        return cls(None if preprocess is None else as_preprocess(preprocess), mean, std, names, number)
+
+    def preprocess_of(self, shape: tuple[int, ...], low: Sequence[float], high: Sequence[float]) -> Preprocess:
+        """Return the preprocess for inputs of ``shape`` (channels, height, width) with values from ``low`` to ``high``.
+
+        Example:
+            >>> print(LoaderDescription(mean=0.5, std=0.25).preprocess_of((1, 8, 8), [-2.0], [2.0]))
+            L, resized to 8 × 8 pixels, bilinear; mean 0.5; std 0.25
+        """
+        channels, height, width = shape
+        if self.preprocess is not None:
+            if self.preprocess.shape != shape:
+                raise UsageError(
+                    f"expected inputs of the preprocess's shape {self.preprocess.shape}, got {shape}; give the "
+                    "preprocess of your transform"
+                )
+            return self.preprocess
+        if self.mean is None or self.std is None:
+            return ObservedPreprocess.of_range((channels, height, width), low, high)
+        return Preprocess(mode_of(channels), height, width, None, _each(self.mean, channels), _each(self.std, channels))
 
     def given(self) -> tuple[str, ...]:
         """Return the names of the arguments by which a caller said something.
 
         Example:
-            >>> LoaderDescription(LoaderPreprocessing(mean=0.5, std=0.5), target=Target(name="age")).given()
+            >>> LoaderDescription(mean=0.5, std=0.5, target=Target(name="age")).given()
             ('mean', 'std', 'target')
         """
-        preprocessing, target = self.preprocessing, self.target
-        named = UNNAMED if target is None else target
-        said: dict[str, Any] = {
-            "preprocess": preprocessing.preprocess,
-            "mean": preprocessing.mean,
-            "std": preprocessing.std,
-            "classes": self.classes,
-            "target": None if named.name == UNNAMED.name else named.name,
-            "unit": named.unit or None,
-        }
-        return tuple(name for name, value in said.items() if value is not None)
+        said = [name for name in ("preprocess", "mean", "std", "classes") if getattr(self, name) is not None]
+        target = UNNAMED if self.target is None else self.target
+        return (*said, *["target"] * (target.name != UNNAMED.name), *["unit"] * bool(target.unit))
 
 
-ELSEWHERE: Final = "set TMPDIR to a folder of a larger disk"
-"""The remedy for a full disk, for messages."""
-
-
-@dataclass
-class Scratch:
-    """Batches of images of one shape and dtype, appended to a file."""
-
-    name: str  # of the data set, for messages
-    file: IO[bytes]
-    room: int  # maximum size, bytes
-    first: npt.NDArray[Any] | None = None  # an empty array with the images' shape and dtype
-    count: int = 0  # batches written
-    size: int = 0  # bytes written
-
-    def append(self, images: npt.NDArray[Any]) -> None:
-        """Write a batch (n, channels, height, width).
-
-        Raises:
-            DataError: If its shape or dtype differs from the batches before it.
-            UsageError: If it does not fit on the disk.
-        """
-        first = images if self.first is None else self.first
-        if images.shape[1:] != first.shape[1:] or images.dtype != first.dtype:
-            raise DataError(
-                f"{self.name}: expected images of one shape and type, batch {self.count} has {images.dtype} "
-                f"{images.shape[1:]}, those before {first.dtype} {first.shape[1:]}; resize them in the transform, or "
-                "give a preprocess"
-            )
-        self.check_room(self.size + images.nbytes, images.dtype)
-        left = memoryview(images.tobytes())
-        try:
-            while left:
-                left = left[self.file.write(left) :]
-        except OSError as error:
-            raise UsageError(
-                f"cannot store {self.name} in {tempfile.gettempdir()}: {error.strerror}; {ELSEWHERE}"
-            ) from error
-        self.first = first[:0]
-        self.count += 1
-        self.size += images.nbytes
-
-    def check_room(self, size: int, dtype: npt.DTypeLike) -> None:
-        """Raise :class:`UsageError` if a file of ``size`` bytes does not fit on the disk."""
-        if size > self.room:
-            smaller = "" if dtype == np.uint8 else ", or uint8 images with preprocess=…, which take a quarter"
-            raise UsageError(
-                f"{self.name} takes {size / 2**30:.3g} GiB on the disk while a fit runs, of {tempfile.gettempdir()} "
-                f"{self.room / 2**30:.3g} GiB may be used; {ELSEWHERE}, give fewer images "
-                f"(torch.utils.data.Subset){smaller}"
-            )
-
-    def images(self) -> npt.NDArray[Any]:
-        """Map everything appended, (n, channels, height, width), read-only; the array outlives the file object.
-
-        Raises:
-            DataError: If nothing was appended.
-        """
-        if self.first is None:
-            raise DataError(f"{self.name} gave no images; an iterator gives them only once, so give the loader itself")
-        mapped = mmap.mmap(self.file.fileno(), self.size, access=mmap.ACCESS_READ)
-        return np.frombuffer(mapped, self.first.dtype).reshape(-1, *self.first.shape[1:])
+def _each(statistic: Statistic, channels: int) -> tuple[float, ...]:
+    """Return the statistic of each channel; a single number applies to all channels."""
+    each: tuple[float, ...] = tuple(torch.as_tensor(statistic, dtype=torch.float64).reshape(-1).tolist())
+    return each * channels if len(each) == 1 else each
 
 
 def temporary_folder() -> str:
@@ -248,25 +147,16 @@ def temporary_folder() -> str:
         raise UsageError(f"a fit needs a folder for temporary files: {error.strerror}; set TMPDIR to one") from error
 
 
-@contextmanager
-def scratch_file(name: str) -> Iterator[Scratch]:
-    """Open an empty scratch file for the images of the data set ``name``; raises :class:`UsageError` if none can be."""
-    temporary_folder()
-    with tempfile.TemporaryFile(prefix="psc-inputs-", buffering=0) as file:
-        yield Scratch(name, file, int(FREE_FRACTION * shutil.disk_usage(tempfile.gettempdir()).free))
-
-
+ELSEWHERE: Final = "set TMPDIR to a folder of a larger disk"  # the remedy for a full disk
+# The keys under which a mapping may hold images; the first key present counts.
 IMAGE_KEYS: Final = ("pixel_values", "image", "images", "img", "x")
-"""The keys under which a mapping may hold images; the first key present counts."""
 
+# The keys under which a mapping may hold labels; the first key present counts.
 LABEL_KEYS: Final = ("labels", "label", "targets", "target", "y")
-"""The keys under which a mapping may hold labels; the first key present counts."""
 
-MAX_NUMBERED: Final = 1 << 16
-"""Maximum number of classes without names."""
-
+MAX_NUMBERED: Final = 1 << 16  # maximum number of classes without names
+# Number of label tensors that are joined at a time, so that the labels of single examples take little memory.
 JOINED: Final = 1024
-"""Number of label tensors that are joined at a time, so that the labels of single examples take little memory."""
 
 
 def open_loader(  # noqa: PLR0913
@@ -316,36 +206,26 @@ def open_loader(  # noqa: PLR0913
     return read_loader(data, name, said)
 
 
-@dataclass(frozen=True)
-class Spooled:
-    """The images of n examples in a scratch file, and their labels."""
-
-    images: npt.NDArray[Any]  # (n, channels, height, width), float32 inputs or uint8 pixels
-    labels: Tensor  # (n,) or (n, labels of an image)
-    low: tuple[float, ...]  # smallest value of each channel
-    high: tuple[float, ...]
-
-
 def read_loader(data: Any, name: str, description: LoaderDescription) -> ImageDataset:
     """Return the images of a loader as a classification data set, or as a regression one if there is a target."""
-    preprocessing, classes, target = description.preprocessing, description.classes, description.target
+    classes, target = description.classes, description.target
     check_loader(data, name)
     own = _own_names(data)
     if classes is not None:
         _check_names(own, classes, name)
     is_random = warn_of_random(data, name)
     names_all = classes is not None and target is None and not {*own} & {*classes}
-    spooled = spool(data, name, preprocessing.preprocess, len(classes or ()) if names_all else None)
-    warn_of_dropped(data, name, len(spooled.images))
-    preprocess = preprocessing.preprocess_of(spooled.images.shape[1:], spooled.low, spooled.high)
-    if spooled.images.dtype == np.float32 and preprocess.is_known:
-        warn_of_range(name, preprocess, spooled.low, spooled.high)
+    images, labels, low, high = spool(data, name, description.preprocess, len(classes or ()) if names_all else None)
+    warn_of_dropped(data, name, len(images))
+    preprocess = description.preprocess_of(images.shape[1:], low, high)
+    if images.dtype == np.float32 and preprocess.is_known:
+        warn_of_range(name, preprocess, low, high)
     if preprocess.is_known and not is_random:
         warn_of_files(data, name, preprocess)
-    source = TensorSource(spooled.images)
+    source = TensorSource(images)
     if target is not None:
-        return measured(name, target, source, _numbers(spooled.labels, name), preprocess)
-    labels = _class_indices(spooled.labels, name, None if classes is None else len(classes))
+        return measured(name, target, source, _numbers(labels, name), preprocess)
+    labels = _class_indices(labels, name, None if classes is None else len(classes))
     if classes is not None:
         labels = _by_names(labels, own, classes)
     last = int(labels.max())
@@ -353,34 +233,66 @@ def read_loader(data: Any, name: str, description: LoaderDescription) -> ImageDa
     return labelled(name, names, source, labels, preprocess)
 
 
-def spool(data: Any, name: str, preprocess: Preprocess | None, classes: int | None = None) -> Spooled:
-    """Read all batches into a nameless scratch file, or those up to a label that is none of this many ``classes``.
+def spool(
+    data: Any, name: str, preprocess: Preprocess | None, classes: int | None = None
+) -> tuple[npt.NDArray[Any], Tensor, list[float], list[float]]:
+    """Read all batches into a scratch file, or those up to a label that is none of this many ``classes``.
 
-    Raises:
-        UsageError: If ``data`` is not a loader, does not fit on the disk, or has pixels and no ``preprocess`` is given.
-        DataError: If a batch cannot be used.
+    Returns:
+        The images (n, channels, height, width), float32 inputs or uint8 pixels; their labels (n,) or (n, labels of an
+        image); the smallest and the largest value of each channel.
     """
     labels: list[Tensor] = []
+    first: npt.NDArray[Any] | None = None  # an empty array with the images' shape and dtype
     low, high, span = np.array(np.inf), np.array(-np.inf), list[int]()
-    with scratch_file(name) as scratch:
+    temporary_folder()
+    with Scratch().open() as file:
+        room = Scratch().room()
         for number, element in enumerate(elements(data, name)):
             images, of_images = batch_of(element, f"{name}, batch {number}", preprocess)
-            if number == 0:
-                scratch.check_room(
-                    images.nbytes * (length_of(data) or 0), images.dtype
-                )  # before hours are spent on reading
+            first = images[:0] if first is None else first
+            if images.shape[1:] != first.shape[1:] or images.dtype != first.dtype:
+                raise DataError(
+                    f"{name}: expected images of one shape and type, batch {number} has {images.dtype} "
+                    f"{images.shape[1:]}, those before {first.dtype} {first.shape[1:]}; resize them in the transform, "
+                    "or give a preprocess"
+                )
             if classes is not None and not of_images.is_floating_point():
                 span = [*span, int(of_images.min()), int(of_images.max())]
                 span = [min(span), max(span)]
                 check_labels(name, span[0], span[1], classes)
-            scratch.append(images)
+            # Of the first batch with that of all, before hours are spent on reading.
+            size = file.tell() + images.nbytes * max(1, (length_of(data) or 0) * (number == 0))
+            _check_room(name, size, room, images.dtype)
+            _append(name, file, images)
             low = np.minimum(low, images.min(axis=(0, 2, 3)))
             high = np.maximum(high, images.max(axis=(0, 2, 3)))
             labels.append(of_images)
             if len(labels) == JOINED:
                 labels = [_joined(labels, name)]
-        images = scratch.images()
-    return Spooled(images, _joined(labels, name), tuple(map(float, low)), tuple(map(float, high)))
+        if first is None:
+            raise DataError(f"{name} gave no images; an iterator gives them only once, so give the loader itself")
+        joined = _joined(labels, name)
+        kept = mapped(file, (len(joined), *first.shape[1:]), first.dtype)
+    return kept, joined, low.tolist(), high.tolist()
+
+
+def _check_room(name: str, size: int, room: int, dtype: npt.DTypeLike) -> None:
+    if size > room:
+        smaller = "" if dtype == np.uint8 else ", or uint8 images with preprocess=…, which take a quarter"
+        raise UsageError(
+            f"{name} takes {size / 2**30:.3g} GiB on the disk while a fit runs, of {tempfile.gettempdir()} "
+            f"{room / 2**30:.3g} GiB may be used; {ELSEWHERE}, give fewer images (torch.utils.data.Subset){smaller}"
+        )
+
+
+def _append(name: str, file: IO[bytes], images: npt.NDArray[Any]) -> None:
+    left = memoryview(images.tobytes())
+    try:
+        while left:
+            left = left[file.write(left) :]
+    except OSError as error:
+        raise UsageError(f"cannot store {name} in {tempfile.gettempdir()}: {error.strerror}; {ELSEWHERE}") from error
 
 
 def check_loader(data: Any, name: str) -> None:
@@ -409,12 +321,7 @@ def elements(data: Any, name: str) -> Iterator[Any]:
 
 
 def batch_of(element: Any, where: str, preprocess: Preprocess | None) -> tuple[npt.NDArray[Any], Tensor]:
-    """Return the images (n, channels, height, width) and labels (n, …) of a batch, or of a single example.
-
-    Raises:
-        UsageError: If it has pixels and no ``preprocess`` is given.
-        DataError: If it lacks images or labels, or their numbers differ.
-    """
+    """Return the images (n, channels, height, width) and labels (n, …) of a batch, or of a single example."""
     images, labels = _pair(element, where)
     if isinstance(images, Image.Image | bytes | str | Path) or getattr(images, "ndim", None) in (2, 3):
         images, labels = [images], [labels]
@@ -552,11 +459,7 @@ def _own_names(data: Any) -> tuple[str, ...]:
 
 
 def _check_names(own: Sequence[str], classes: Sequence[str], name: str) -> None:
-    """Require that a data set with a class of its own gives no other class another label.
-
-    Raises:
-        DataError: If it does.  Where no name has another label, its own may be other words for the same classes.
-    """
+    """Require that a data set with a class of its own gives no other class another label."""
     unknown = next((each for each in own if each not in classes), None)
     for label, each in enumerate(own if unknown is not None else ()):
         if each in classes and classes.index(each) != label:

@@ -1,28 +1,20 @@
-"""Match the classes of images to a network's outputs by name.
-
-Folder names come in alphabetical order, a network's outputs in the order of its training.  Case, spaces,
-underscores, hyphens and characters without a width are ignored, unless two classes on the same side differ in nothing
-else.
-
-Images with a class or a number each, from a table: a ``.csv`` or ``.tsv`` with a header, or a ``.parquet``.
-
-The column :data:`FILE_COLUMN`, or the first one where none has this name, holds paths, absolute or relative to the
-table's folder.  Another column holds a class name, a class index or a number for each image.
-
-The named data sets: MNIST and its relatives as IDX files, CIFAR-10 as a tar archive of JPEGs, and rotated digits.
-
-The validation split of each consists of training images at fixed positions.
-
-Open a data set by its *spec*:
+"""Open a data set by its *spec*, and match its classes to a network's outputs by name.
 
 * ``DIR``: the ImageFolder layout, ``class/file.png``;
-* ``FILE.csv``, ``FILE.tsv`` or ``FILE.parquet``: a table of image files and their classes, or their numbers
-  (:mod:`psc_core.data.table`);
+* ``FILE.csv``, ``FILE.tsv`` or ``FILE.parquet``: a table of image files and their classes, or their numbers;
 * ``mnist:ROOT``, ``fashion-mnist:ROOT``, ``ambiguous-mnist:ROOT``, ``dirty-mnist:ROOT``, ``cifar10:ROOT``,
-  ``rotated-mnist:ROOT``: a named data set whose files are below ``ROOT`` (:mod:`psc_core.data.builtin`);
+  ``rotated-mnist:ROOT``: a named data set whose files, IDX or a tar archive of JPEGs, are below ``ROOT``; the
+  validation split consists of training images at fixed positions;
 * ``package.module:factory``: a function ``factory(split=…, preprocess=…) -> ImageDataset``.
 
 ``#train``, ``#val`` or ``#test`` after a spec overrides the split that the caller asks for.
+
+In a table with a header the column :data:`FILE_COLUMN`, or the first one where none has this name, holds paths,
+absolute or relative to the table's folder.  Another column holds a class name, a class index or a number for each
+image.
+
+Folder names come in alphabetical order, a network's outputs in the order of its training.  Case, spaces, underscores,
+hyphens and characters without a width are ignored, unless two classes on the same side differ in nothing else.
 """
 
 from __future__ import annotations
@@ -36,11 +28,11 @@ import unicodedata
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from unicodedata import normalize
 
 import numpy as np
@@ -68,40 +60,23 @@ from psc_core.images.preprocess import Preprocess
 from psc_core.names import composed
 from psc_core.tables import check_columns, is_number, number_marks, open_csv, parse_number
 
-SHOWN_CLASSES = 10
-"""Maximum number of class names in an error message."""
+SHOWN_CLASSES = 10  # maximum number of class names in an error message
 
 
-class Matched(NamedTuple):
-    """Class names in the order of the network's outputs, and a note for the user, which may be empty."""
-
-    classes: tuple[str, ...]
-    note: str
-
-
-def match(images: Sequence[str], outputs: Sequence[str], name: str) -> Matched:
-    """Put the class names of images into the order of the network's outputs.
+def match(images: Sequence[str], outputs: Sequence[str], name: str) -> tuple[tuple[str, ...], str]:
+    """Put the class names of images into the order of the network's outputs, with a note for the user, maybe empty.
 
     If there are as many names as outputs but none of them matches, they keep their order: one side may use codes for
     the names of the other.
-
-    Args:
-        images: Class names of the images, each once.
-        outputs: Names of the network's outputs.
-        name: Name of the data set, for messages.
-
-    Raises:
-        DataError: If only some names are the network's, or their numbers differ; the message lists the differences.
     """
     found = _in_order(images, outputs, composed) or _in_order(images, outputs, _plain)
     if found is not None:
         moved = found != tuple(images)
-        return Matched(found, "classes are in the order of the network's outputs, by their names" if moved else "")
+        return found, "classes are in the order of the network's outputs, by their names" if moved else ""
     if len(images) == len(outputs) and {*map(_plain, images)}.isdisjoint(map(_plain, outputs)):
-        return Matched(
-            tuple(images),
+        return tuple(images), (
             f"no class of {name} has a name of the network's ({listed(outputs, SHOWN_CLASSES)}); their order is taken "
-            "to be that of its outputs",
+            "to be that of its outputs"
         )
     raise _other_classes(images, outputs, name, "network's")
 
@@ -110,26 +85,17 @@ def in_network_order(data: ImageDataset, outputs: Sequence[str] | None) -> tuple
     """Return the images with their labels in the order of the network's outputs, and a note for the user.
 
     Images without classes, and images for a network without class names, stay unchanged.
-
-    Raises:
-        DataError: If their classes are not the network's.
     """
     if not outputs or not data.classes:
         return data, ""
-    matched = match(data.classes, outputs, data.name)
-    return data.in_order(matched.classes), matched.note
+    classes, note = match(data.classes, outputs, data.name)
+    return data.in_order(classes), note
 
 
 def check_same(data: ImageDataset, classes: Sequence[str], whose: str) -> None:
     """Check that a data set has exactly these classes, in this order.
 
-    Args:
-        data: The images.
-        classes: The expected class names.
-        whose: The owner of the expected classes, for messages, such as ``"network's"``.
-
-    Raises:
-        DataError: If the classes differ; the message lists the differences.
+    Messages say ``whose`` classes are expected, such as ``"network's"``.
     """
     if data.classes != tuple(map(composed, classes)):
         raise _other_classes(data.classes, classes, data.name, whose)
@@ -170,57 +136,41 @@ def _plain(name: str) -> str:
     return composed(re.sub(r"[\s_-]+", " ", shown).casefold())
 
 
-FILE_COLUMN: Final = "file"
-"""The name of the column of paths."""
-
-MAX_DIGITS: Final = 100
-"""Maximum number of digits of a class index; Python itself converts no more than 4,300."""
-
+FILE_COLUMN: Final = "file"  # the name of the column of paths
+MAX_DIGITS: Final = 100  # maximum number of digits of a class index; Python itself converts no more than 4,300
 _INDEX: Final = re.compile(rf"(-?[0-9]{{1,{MAX_DIGITS}}})([.,]0*)?")
 
+# How numbers are written, by what :func:`psc_core.tables.number_marks` returns.
 _MARKS: Final = {
     ".": "a decimal point",
     ".,": "commas between groups of digits",
     ",": "a decimal comma",
     "": "a decimal comma in some cells and a decimal point in others",
 }
-"""How numbers are written, by what :func:`psc_core.tables.number_marks` returns."""
 
 TABLE_SUFFIXES: Final = (".csv", ".tsv", ".parquet")
 
 
-@dataclass(frozen=True)
-class Column:
-    """What a table says of each image, in one of its columns."""
-
-    name: str | None = None  # None: the only one beside that of the files
-    numbers: bool | None = None  # true: numbers; false: class names or indices; None: numbers are numbers, text classes
-    unit: str = ""  # of the numbers
-
-
-def open_table(path: Path, preprocess: Preprocess, column: Column | None) -> ImageDataset:
-    """Open the images that a table lists, with what a column says of them; without one, all images form one class.
-
-    Raises:
-        DataError: If the table cannot be read, none of its files exists, or an entry is neither class nor number.
-        UsageError: If the column is not in the table, or has no name and is not the only one, or classes get a unit.
-    """
+def open_table(
+    path: Path, preprocess: Preprocess, column: str | None, *, labelled_images: bool, numbers: bool | None, unit: str
+) -> ImageDataset:
+    """Open the images that a table lists, with what a column says of them; see :func:`open_dataset`."""
     columns, delimiter = _read_table(path)
     file_column = next((name for name in columns if name.casefold() == FILE_COLUMN), next(iter(columns)))
     source = _files_of(path, file_column, columns.pop(file_column))
-    if column is None:
+    if not labelled_images:
         stem = path.stem.encode(errors="replace").decode()  # One class may have any name.
         return labelled(str(path), [stem], source, torch.zeros(len(source), dtype=torch.int64), preprocess)
-    name = _chosen(path, column.name, [*columns], file_column)
+    name = _chosen(path, column, [*columns], file_column)
     entries = [*map(_cell, columns[name])]
     marks = number_marks([entry for entry in entries if isinstance(entry, str)], delimiter)
-    if column.numbers is not False and _are_numbers(path, name, entries, by_request=column.numbers is True):
+    if numbers is not False and _are_numbers(path, name, entries, by_request=numbers is True):
         values = _checked_numbers(path, name, entries, marks)
-        data = measured(str(path), Target.of(name, column.unit), source, values, preprocess)
+        data = measured(str(path), Target.of(name, unit), source, values, preprocess)
         _check_repeated(path, source, name, entries, values.tolist())
         return replace(data, notes=_reading(path, name, entries, marks))
-    if column.unit:
-        raise UsageError(f"{path} has classes in {name!r}, which have no unit; leave out the unit {column.unit!r}")
+    if unit:
+        raise UsageError(f"{path} has classes in {name!r}, which have no unit; leave out the unit {unit!r}")
     are_indices = all(_is_number(entry) for entry in entries)
     labels = _class_names(path, name, entries, marks if are_indices else None)
     _check_repeated(path, source, name, entries, labels)
@@ -446,12 +396,8 @@ def _cell(entry: Any) -> Any:
     return composed(entry) if isinstance(entry, str) else entry
 
 
-SEEDS = (0, 1)
-"""Seeds for the angles of rotated-mnist's training and test images."""
-
-LARGEST_ANGLE = 60.0
-"""Largest rotation of the digits of rotated-mnist in either direction, in degrees."""
-
+SEEDS = (0, 1)  # seeds for the angles of rotated-mnist's training and test images
+LARGEST_ANGLE = 60.0  # largest rotation of the digits of rotated-mnist in either direction, in degrees
 _DIGITS = tuple("0123456789")
 _FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 
@@ -460,9 +406,6 @@ def read_idx(path: Path, *, ndim: int | None = None) -> npt.NDArray[np.uint8]:
     """Read an IDX file of unsigned bytes, plain or compressed (with ``.gz`` after its name).
 
     The header is two zero bytes, the type code, the number of axes, and the length of each axis as big-endian uint32.
-
-    Raises:
-        DataError: If the file is missing, has another type, or its length does not match the header.
     """
     packed = path.with_name(path.name + ".gz")
     try:
@@ -484,11 +427,7 @@ def read_idx(path: Path, *, ndim: int | None = None) -> npt.NDArray[np.uint8]:
 
 
 def read_tar(path: Path, prefix: str) -> dict[str, bytes]:
-    """Read the files below ``prefix`` in a tar archive into memory, and return their contents by name, sorted.
-
-    Raises:
-        DataError: If the file is not a tar archive, or has no files below ``prefix``.
-    """
+    """Read the files below ``prefix`` in a tar archive into memory, and return their contents by name, sorted."""
     try:
         with tarfile.open(path) as tar:
             members = sorted((m for m in tar if m.isfile() and m.name.startswith(prefix)), key=lambda m: m.name)
@@ -554,6 +493,7 @@ def rotated_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDatase
     )
 
 
+# The function that opens each data set, by the part of a spec before the colon.
 BUILT_IN: Mapping[str, Callable[[Path, str, Preprocess], ImageDataset]] = {
     "mnist": mnist,
     "fashion-mnist": fashion_mnist,
@@ -562,7 +502,6 @@ BUILT_IN: Mapping[str, Callable[[Path, str, Preprocess], ImageDataset]] = {
     "cifar10": cifar10,
     "rotated-mnist": rotated_mnist,
 }
-"""The function that opens each data set, by the part of a spec before the colon."""
 
 
 SPLITS = ("train", "val", "test")
@@ -607,7 +546,8 @@ def open_dataset(
     if split not in SPLITS:
         raise DataError(f"expected a split of {', '.join(SPLITS)}, got {split!r} in {spec!r}")
     if is_table(spec):
-        return open_table(Path(body), preprocess, Column(target, numbers, unit) if labelled_images else None)
+        path = Path(body)
+        return open_table(path, preprocess, target, labelled_images=labelled_images, numbers=numbers, unit=unit)
     if target is not None or unit:
         given = f"target {target!r}" if target is not None else f"unit {unit!r}"
         raise UsageError(
@@ -650,9 +590,6 @@ def image_folder(
     Hidden files and folders, such as a notebook's ``.ipynb_checkpoints`` and a Mac's ``._1.jpg``, are skipped.  Without
     ``labelled_images`` all images form one class.  ``empty_classes`` accepts class folders without images, for test
     sets that lack a class.
-
-    Raises:
-        DataError: If it is not a directory, has no class folders, a class without images, or a name that is not UTF-8.
     """
     if not root.is_dir():
         raise DataError(f"{root} is not a directory; give a directory of images")

@@ -45,10 +45,10 @@ from psc_core.evaluation.base import PlainNetwork
 from psc_core.heads.base import entropy
 from psc_core.heads.softmax import TEMPERATURES
 from psc_core.images.preprocess import Images, Preprocess
-from psc_core.network.backbone import Backbone, trial_input, truncate
+from psc_core.network.cut import Backbone, trial_input, truncate
 from psc_core.network.output import check_network_output
 from psc_core.numerics import linalg
-from psc_core.numerics.matrix import chunk_rows, usable
+from psc_core.numerics.features import chunk_rows, usable
 
 
 def fit_temperature(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> float:

@@ -53,7 +53,7 @@ from psc_core.metrics import (
     placements,
 )
 from psc_core.model import PSC
-from psc_core.network.backbone import trial_input
+from psc_core.network.cut import trial_input
 from psc_core.network.layers import list_layers
 from psc_core.network.load import bounded_size, load_network
 from psc_core.scoring import scored_batches
@@ -456,10 +456,10 @@ def _whole_network(model: PSC, weights: Path) -> nn.Module:
     Raises:
         UsageError: If ``weights`` is a checkpoint and no name builds the network.
     """
-    recipe = model.backbone.cut.recipe
-    if recipe is not None:
-        with bounded_size(recipe):
-            return load_network(**asdict(recipe), weights=weights)
+    network = model.backbone.cut.network
+    if network is not None:
+        with bounded_size(network):
+            return load_network(**network.to_json(), weights=weights)
     if weights.suffix == ".onnx" or weights.is_dir():
         return load_network(f"{'hf' if weights.is_dir() else 'onnx'}:{weights}", num_classes=len(model.classes))
     raise UsageError(

@@ -23,7 +23,7 @@ from psc_core.answers import CLASSIFICATION_SCORES, REGRESSION_SCORES
 from psc_core.errors import FitError
 from psc_core.fitted import Fitted
 from psc_core.numerics import linalg
-from psc_core.numerics.matrix import FeatureMatrix, as_matrix, blocks
+from psc_core.numerics.features import FeatureMatrix, as_matrix, blocks
 
 
 class Scored(NamedTuple):

@@ -34,8 +34,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from psc_core.heads.base import RegressionData, RegressionHead, RegressionOutput, in_memory
+from psc_core.numerics.features import FeatureMatrix, blocks
 from psc_core.numerics.linalg import Eigen, eigh
-from psc_core.numerics.matrix import FeatureMatrix, blocks
 
 
 class BayesianLinearHead(RegressionHead):

@@ -24,7 +24,7 @@ from torch import Tensor
 from psc_core.heads.base import ClassifierData, ClassifierHead, ClassifierOutput
 from psc_core.heads.softmax import nll
 from psc_core.numerics import linalg
-from psc_core.numerics.matrix import FeatureMatrix, blocks
+from psc_core.numerics.features import FeatureMatrix, blocks
 
 
 class DuqHead(ClassifierHead):

@@ -54,8 +54,8 @@ from torch.nn import functional
 from psc_core.errors import FitError
 from psc_core.heads.base import RegressionData, RegressionHead, RegressionOutput
 from psc_core.heads.blr import fit_posterior, gaussian_nll, scaled
+from psc_core.numerics.features import FeatureMatrix, blocks
 from psc_core.numerics.linalg import eigh, fix_signs
-from psc_core.numerics.matrix import FeatureMatrix, blocks
 
 BLOCK: Final = 1 << 13
 """Number of support images that distances are computed to at once."""

@@ -58,7 +58,7 @@ from psc_core.heads.base import (
 )
 from psc_core.heads.softmax import choose_posterior, choose_softmax
 from psc_core.numerics import linalg
-from psc_core.numerics.matrix import FeatureMatrix, blocks
+from psc_core.numerics.features import FeatureMatrix, blocks
 
 
 class Posterior(NamedTuple):

@@ -60,7 +60,7 @@ from torch.nn import functional
 
 from psc_core.compute import track
 from psc_core.numerics import linalg
-from psc_core.numerics.matrix import FeatureMatrix, as_matrix, blocks
+from psc_core.numerics.features import FeatureMatrix, as_matrix, blocks
 
 CURVATURE_EXAMPLES: Final = 8192
 """Number of labelled examples that the curvature is measured on, unless the columns ask for more."""

@@ -1,20 +1,13 @@
-"""Limits on an image file, checked before Pillow opens it and without decoding any pixel.
+"""Decode an image file after checking every limit on it, and encode pictures.
 
-The first limit is the number of pixels.  Some formats let a small file demand far more work than its pixels and bytes
-suggest, so these are limited too: scans of a JPEG, tiles and strips of a TIFF, segments of a header, EXIF.
+Fitting, evaluation and the service share this decoder, so calibrated thresholds hold for served images.  An image of
+more than ``max_pixels``, or one that would cost far more than its pixels, is rejected by its header: some formats let a
+small file demand far more work than its pixels and bytes suggest, so scans of a JPEG, tiles and strips of a TIFF,
+segments of a header and EXIF are limited too.
 
-Decode plain JPEGs with simplejpeg (extra ``psc[fast]``), which gives Pillow's pixels in less time.
-
-Pillow has already read the header, and every limit has been checked.  simplejpeg decodes strictly and leaves to Pillow
-any file that libjpeg would warn about, so the errors are always Pillow's.  Each library brings its own libjpeg-turbo;
-if the two versions differ in a pixel of a trial image, simplejpeg is not used.
-
-Decode an image file after checking every limit on it.
-
-Fitting, evaluation and the service share this decoder, so calibrated thresholds hold for served images.  It uses
-Pillow, or for plain JPEGs :mod:`psc_core.images.turbo`, which gives the same pixels.  An image of more than
-``max_pixels``, or one that would cost far more than its pixels (:mod:`psc_core.images.limits`), is rejected by its
-header, so a decompression bomb costs no more than its header.
+Plain JPEGs are decoded by simplejpeg (extra ``psc[fast]``), which gives Pillow's pixels in less time.  It decodes
+strictly and leaves to Pillow any file that libjpeg would warn about, so the errors are always Pillow's.  Each library
+brings its own libjpeg-turbo; if the two differ in a pixel of a trial image, simplejpeg is not used.
 """
 
 from __future__ import annotations
@@ -42,61 +35,45 @@ from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, Unsuppo
 from psc_core.images import BACKGROUNDS
 from psc_core.images.unread import CONVERT, other_format, unread_kind
 
+# Default maximum of width × height, in pixels: the 24 megapixels of a camera fit.
 DEFAULT_MAX_PIXELS: Final = 25_000_000
-"""Default maximum of width × height, in pixels: the 24 megapixels of a camera fit."""
 
-PILLOW_MAX_PIXELS: Final = 178_956_970
-"""Maximum number of pixels that Pillow itself reads."""
-
+PILLOW_MAX_PIXELS: Final = 178_956_970  # maximum number of pixels that Pillow itself reads
+# Maximum number of scans of a JPEG, because a scan of 80 bytes may cost a pass over all pixels. libjpeg writes 10 (18
+# for CMYK); libtiff sets the same limit for JPEG in TIFF.
 MAX_SCANS: Final = 100
-"""Maximum number of scans of a JPEG, because a scan of 80 bytes may cost a pass over all pixels.
 
-libjpeg writes 10 (18 for CMYK); libtiff sets the same limit for JPEG in TIFF.
-"""
-
+# Maximum number of JPEG segments and bytes between them, PNG chunks or GIF blocks: Pillow reads each in Python.
 _MAX_PIECES: Final = 10_000
-"""Maximum number of JPEG segments and bytes between them, PNG chunks or GIF blocks: Pillow reads each in Python."""
 
+# Maximum number of pixels in all scans of a JPEG, in units of ``max_pixels``; small images may have more scans.
 _PASSES: Final = 10
-"""Maximum number of pixels in all scans of a JPEG, in units of ``max_pixels``; small images may have more scans."""
 
+# Maximum number of bytes of EXIF, because Pillow needs two hundred times as much memory to unpack them.
 MAX_EXIF_BYTES: Final = 1 << 20
-"""Maximum number of bytes of EXIF, because Pillow needs two hundred times as much memory to unpack them."""
 
-_MAX_PROFILES: Final = 16
-"""Maximum number of colour profiles of a PNG, because 1 kB may unpack to 1 MB."""
-
-_MAX_TAGS: Final = 4096
-"""Maximum number of tags of a TIFF; libtiff sets the same limit."""
-
+_MAX_PROFILES: Final = 16  # maximum number of colour profiles of a PNG, because 1 kB may unpack to 1 MB
+_MAX_TAGS: Final = 4096  # maximum number of tags of a TIFF; libtiff sets the same limit
+# Maximum number of values of a TIFF tag, the size of a transfer function: Pillow makes an object of each value.
 _MAX_VALUES: Final = 3 << 16
-"""Maximum number of values of a TIFF tag, the size of a transfer function: Pillow makes an object of each value."""
 
-_MAX_OVERLAP: Final = 10
-"""Maximum number of times that the strips of a TIFF may cover its bytes, on average."""
-
+_MAX_OVERLAP: Final = 10  # maximum number of times that the strips of a TIFF may cover its bytes, on average
+# The start of a JPEG segment; in compressed pixels 0xFF is followed by 0 or a restart marker, 0xD0 to 0xD7.
 _MARKER: Final = re.compile(rb"\xff[\xc0-\xc7\xc9-\xcf\xd9-\xef\xfe]")
-"""The start of a JPEG segment; in compressed pixels 0xFF is followed by 0 or a restart marker, 0xD0 to 0xD7."""
 
 _SCAN, _END, _APP1 = 0xDA, 0xD9, 0xE1
 _FRAMES: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 
+# TIFF tags: width and height of the image, width and height of a tile, bytes of each strip and of each tile.
 _SIDES: Final = (256, 257, 322, 323)
 _STRIP_BYTES, _TILE_BYTES = 279, 325
-"""TIFF tags: width and height of the image, width and height of a tile, bytes of each strip and of each tile."""
 
 _NUMBERS: Final = {3: "u2", 4: "u4", 16: "u8"}
-_TEXTS: Final = (1, 2, 7)
-"""The types of TIFF tags that hold bytes; the types in :data:`_NUMBERS` hold integers."""
+_TEXTS: Final = (1, 2, 7)  # the types of TIFF tags that hold bytes; the types in :data:`_NUMBERS` hold integers
 
 
 def check_file(data: bytes, max_pixels: int) -> io.BytesIO:
-    """Check everything that would be expensive when Pillow opens or loads the file, and return a file for Pillow.
-
-    Raises:
-        ImageTooLarge: If it has more than ``max_pixels``, in a format for which Pillow allocates memory on opening.
-        UndecodableImage: If it would cost far more to decode than its pixels.
-    """
+    """Check everything that would be expensive when Pillow opens or loads the file, and return a file for Pillow."""
     check_pixels(*_webp_size(data), max_pixels)
     if data.startswith(b"\xff\xd8\xff"):
         _check_jpeg(data, max_pixels)
@@ -226,8 +203,8 @@ def _webp_size(data: bytes) -> tuple[int, int]:
 
 HAS_SIMPLEJPEG: Final = find_spec("simplejpeg") is not None
 
+# simplejpeg's name for the samples of each mode: four bytes per RGB pixel, as Pillow stores it.
 FORMS: Final = {"RGB": "RGBX", "L": "GRAY"}
-"""simplejpeg's name for the samples of each mode: four bytes per RGB pixel, as Pillow stores it."""
 
 _TRIALS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("L", {}),
@@ -241,13 +218,7 @@ logger = logging.getLogger("psc.images")
 def decode_plain(image: Image.Image, data: bytes, mode: str) -> npt.NDArray[np.uint8] | None:
     """Decode an upright, undamaged JPEG to ``uint8 (height, width, 4 for RGB or 1)``; ignore RGB's fourth sample.
 
-    Args:
-        image: The image as Pillow opened it, with its pixels not decoded yet.
-        data: The content of the file.
-        mode: ``"L"`` or ``"RGB"``.
-
-    Returns:
-        The samples, or ``None`` if Pillow has to decode: another format or mode, a damaged file, no simplejpeg.
+    None if Pillow has to decode: another format or mode, a damaged file, no simplejpeg.
     """
     if not HAS_SIMPLEJPEG or image.format != "JPEG" or image.mode != mode or not _agrees():
         return None
@@ -288,11 +259,8 @@ def _agrees() -> bool:
     return True
 
 
-FAST: Final = 1
-"""The zlib level for pictures that a client waits for."""
-
-SMALL: Final = 6
-"""The zlib level for pictures that are stored."""
+FAST: Final = 1  # the zlib level for pictures that a client waits for
+SMALL: Final = 6  # the zlib level for pictures that are stored
 
 
 def png_of(pixels: npt.NDArray[Any], level: int = FAST) -> bytes:
@@ -309,46 +277,44 @@ def as_base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
+# The supported formats; any other raises :class:`UnsupportedImage`.
 IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
-"""The supported formats; any other raises :class:`UnsupportedImage`."""
 
+# The cost of a pixel of a run-length encoded BMP in pixels of other images, because Pillow decodes it in Python.
 _RUN_LENGTH_COST: Final = 50
-"""The cost of a pixel of a run-length encoded BMP in pixels of other images, because Pillow decodes it in Python."""
 
+# Maximum number of bytes of a run-length encoded BMP per pixel; two suffice, but some commands draw no pixel.
 _RUN_BYTES: Final = 4
-"""Maximum number of bytes of a run-length encoded BMP per pixel; two suffice, but some commands draw no pixel."""
 
 _HEADER: Final = 1 << 16
 
+# The first bytes of the formats, to tell a damaged image from a file of another type.
 _SIGNATURES: Final = (b"\xff\xd8\xff", b"\x89PNG", b"BM", b"GIF8", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-"""The first bytes of the formats, to tell a damaged image from a file of another type."""
 
-_BLOCK: Final = 1 << 18
-"""Maximum number of samples converted to float64 at a time."""
-
+_BLOCK: Final = 1 << 18  # maximum number of samples converted to float64 at a time
 _SIXTEEN: Final = frozenset({"I;16", "I;16B", "I;16L", "I;16N"})
 _WIDE_MODES: Final = _SIXTEEN | {"I", "F"}
 
+# The formats whose samples Pillow scales to 16 bits where it opens them in the mode ``I``, which has 32.
 _SCALED: Final = frozenset({"PNG", "PPM"})
-"""The formats whose samples Pillow scales to 16 bits where it opens them in the mode ``I``, which has 32."""
 
+# How far floating-point samples may lie outside 0 … 1 and be clipped: a sharp filter overshoots by less.
 _OVERSHOOT: Final = 0.25
-"""How far floating-point samples may lie outside 0 … 1 and be clipped: a sharp filter overshoots by less."""
 
+# The tags of a TIFF that say what its samples mean.
 _BITS, _COMPRESSION, _PHOTOMETRIC, _MAX_SAMPLE, _PLANAR, _COLOURS, _FORM, _SMIN, _SMAX, _SUBSAMPLING = (
     258, 259, 262, 281, 284, 320, 339, 340, 341, 530,
 )  # fmt: skip
-"""The tags of a TIFF that say what its samples mean."""
 
+# Values of the tags PhotometricInterpretation, Compression, PlanarConfiguration and SampleFormat.
 _WHITE_IS_ZERO, _YCBCR, _RAW, _SEPARATE = 0, 6, 1, 2
 _UNSIGNED, _SIGNED, _FLOAT = 1, 2, 3
-"""Values of the tags PhotometricInterpretation, Compression, PlanarConfiguration and SampleFormat."""
 
+# The largest samples of cameras with 9 to 15 bits.
 _PARTS_OF_16: Final = frozenset((1 << bits) - 1 for bits in range(9, 16))
-"""The largest samples of cameras with 9 to 15 bits."""
 
+# The largest sample of a grey PNG of less than 8 bits, by Pillow's name for its samples.
 _WHITES: Final = {"1": 1, "L;2": 3, "L;4": 15}
-"""The largest sample of a grey PNG of less than 8 bits, by Pillow's name for its samples."""
 
 
 @dataclass(frozen=True)
@@ -394,18 +360,7 @@ def open_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> OpenImag
 
 
 def decode_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS, background: str = BACKGROUNDS[0]) -> Image.Image:
-    """Decode the first frame of an encoded image of at most ``max_pixels``, upright.
-
-    Returns:
-        An image of mode ``"L"`` or ``"RGB"``, as :func:`to_grey_or_rgb` makes it.
-
-    Raises:
-        UnsupportedImage: If the file is in none of :data:`IMAGE_FORMATS`, of a kind that is not read, or does not say
-            which samples are black and white.
-        ImageTooLarge: If the header declares more than ``max_pixels``.
-        UndecodableImage: If the file is damaged or truncated, has non-finite samples, or would cost far more to decode
-            than its pixels.
-    """
+    """Decode the first frame of an encoded image of at most ``max_pixels``, upright."""
     return open_image(data, max_pixels=max_pixels).decode(background)
 
 
@@ -418,14 +373,7 @@ def to_grey_or_rgb(image: Image.Image, background: str = BACKGROUNDS[0], data: b
     Grey samples of more than 8 bits are scaled by what the image says of them, never by its brightest pixel: a TIFF by
     its tags, other 16-bit samples from 0 … 65535, floating-point samples from 0 … 1.
 
-    Args:
-        image: A file that Pillow has opened, or an image in memory.
-        background: One of :data:`psc_core.images.BACKGROUNDS`; with ``"none"`` alpha is dropped.
-        data: The content of the file, from which an error tells what it is.
-
-    Raises:
-        UnsupportedImage: If the image is of a kind that is not read, or does not say which samples are black and white.
-        UndecodableImage: If the image is damaged, or has too much EXIF or non-finite samples.
+    An error tells what the file is from its content ``data``; with the background ``"none"`` alpha is dropped.
     """
     width, height = image.size
     if not width * height:
@@ -517,11 +465,7 @@ class _Samples:
 
     @classmethod
     def of(cls, image: Image.Image) -> _Samples | None:
-        """Return the meaning of the samples; None if Pillow has scaled them, as it does those of colours.
-
-        Raises:
-            UnsupportedImage: If it is unknown, or Pillow does not read such samples right.
-        """
+        """Return the meaning of the samples; None if Pillow has scaled them, as it does those of colours."""
         tags = getattr(image, "tag_v2", None)
         if tags is not None:
             return cls._of_tiff(image, tags)
@@ -577,12 +521,7 @@ class _Samples:
         return cls(float(black), float(white), stored, is_usual and form == _FLOAT)
 
     def narrowed(self, samples: npt.NDArray[Any]) -> Image.Image:
-        """Return the image with 8-bit samples.
-
-        Raises:
-            UndecodableImage: If a sample is NaN or infinite.
-            UnsupportedImage: If samples that should be 0 … 1 are not.
-        """
+        """Return the image with 8-bit samples."""
         samples = samples.view(self.stored) if self.stored else samples
         lowest, highest = samples.min(initial=0), samples.max(initial=0)
         if not np.isfinite([lowest, highest]).all():

@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, is_dataclass
 from typing import Any, Final, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -29,40 +29,31 @@ from psc_core.errors import NetworkError, UsageError, fault
 from psc_core.images import INTERPOLATIONS
 from psc_core.images.preprocess import PRESETS, Preprocess
 
+# The parts of a preprocessing that flags can replace: all of it; size and crop; the filter; mean and deviation.
 Aspect = Literal["whole", "size", "interpolation", "statistics"]
-"""The parts of a preprocessing that flags can replace: all of it; size and crop; the filter; mean and deviation."""
 
+# The known image processors of transformers, without the suffix of their names.
 BOTH_SIDES: Final = ("ViT", "DeiT", "Beit", "Blip", "DINOv3ViT", "EfficientNet", "Pvt", "Segformer", "Siglip")
 SHORTER_SIDE: Final = ("Bit", "CLIP", "ConvNext", "Levit", "MobileNetV1", "MobileNetV2", "PoolFormer")
-"""The known image processors of transformers, without the suffix of their names."""
 
+# The processors of network types whose oldest files do not name one.
 _OLDEST: Final = {"beit": "Beit", "convnext": "ConvNext", "deit": "DeiT", "swin": "ViT", "vit": "ViT"}
-"""The processors of network types whose oldest files do not name one."""
 
-_RESAMPLE: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
-"""Pillow's filters by number."""
-
+_RESAMPLE: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # Pillow's filters by number
 _UNKNOWN_STEPS: Final = ("do_pad", "do_flip_channel_order", "do_color_quantize", "do_align_long_axis", "do_thumbnail")
 
-Geometry = tuple[int, int, int | None]
-"""(height, width, resize) of a :class:`Preprocess`."""
+Geometry = tuple[int, int, int | None]  # (height, width, resize) of a :class:`Preprocess`
 
 
-@dataclass(frozen=True)
-class Preparation:
-    """The preprocessing with which a network was trained, as far as PSC supports it.
+Described = tuple[Preprocess, dict[Aspect, str]]  # and a sentence for each part of a description that it approximates
 
-    ``unlike`` has a sentence for each part in which ``preprocess`` only approximates the description.
-    """
 
-    preprocess: Preprocess
-    unlike: Mapping[Aspect, str] = field(default_factory=dict)
-
-    def whole(self, remedy: str) -> Preprocess:
-        """Return the preprocessing if PSC supports every part of it; raise :class:`UsageError` with a remedy if not."""
-        for reason in self.unlike.values():
-            raise UsageError(f"{reason}; {remedy}")
-        return self.preprocess
+def whole(described: Described, remedy: str) -> Preprocess:
+    """Return the preprocessing if PSC supports every part of it; raise :class:`UsageError` with a remedy if not."""
+    preprocess, unlike = described
+    for reason in unlike.values():
+        raise UsageError(f"{reason}; {remedy}")
+    return preprocess
 
 
 class _Processor(BaseModel):
@@ -116,16 +107,11 @@ class _Network(NamedTuple):
     image_size: int | None
 
 
-def read_processor(written: Mapping[str, Any], config: Mapping[str, Any], origin: str) -> Preparation:
+def read_processor(written: Mapping[str, Any], config: Mapping[str, Any], origin: str) -> Described:
     """Read the preprocessing of a transformers image processor.
 
-    Args:
-        written: The content of ``preprocessor_config.json``.
-        config: The network's configuration.
-        origin: The file of ``written``, for messages.
-
-    Raises:
-        NetworkError: If a field has the wrong type, or the fields give no valid input.
+    ``written`` is the content of ``preprocessor_config.json``, ``origin`` its name, ``config`` the network's
+    configuration.
     """
     try:
         processor = _Processor.model_validate(dict(written))
@@ -153,15 +139,11 @@ def read_processor(written: Mapping[str, Any], config: Mapping[str, Any], origin
     except _Unlike as reason:
         unlike["statistics"] = f"{origin} {reason}"
         mean, std = ((0.5,) * net.channels,) * 2
-    return Preparation(_preprocess(net.channels, geometry, mean, std, interpolation, origin), unlike)
+    return _preprocess(net.channels, geometry, mean, std, interpolation, origin), unlike
 
 
-def read_timm(written: Mapping[str, Any], origin: str) -> Preparation:
-    """Read the evaluation preprocessing in timm's ``pretrained_cfg``; missing fields have timm's defaults.
-
-    Raises:
-        NetworkError: If a field has the wrong type, or the fields give no valid input.
-    """
+def read_timm(written: Mapping[str, Any], origin: str) -> Described:
+    """Read the evaluation preprocessing in timm's ``pretrained_cfg``; missing fields have timm's defaults."""
     imagenet, unlike = PRESETS["imagenet"], dict[Aspect, str]()
     try:
         found = _Pretrained.model_validate(dict(written))
@@ -185,20 +167,20 @@ def read_timm(written: Mapping[str, Any], origin: str) -> Preparation:
     if len(mean) != channels or len(std) != channels:
         unlike["statistics"] = f"{origin} has {len(mean)} means and {len(std)} deviations for {channels} channels"
         mean, std = ((0.5,) * channels,) * 2
-    return Preparation(_preprocess(channels, (height, width, resize), mean, std, interpolation, origin), unlike)
+    return _preprocess(channels, (height, width, resize), mean, std, interpolation, origin), unlike
 
 
-def read_torchvision(transforms: Any, origin: str) -> Preparation:
+def read_torchvision(transforms: Any, origin: str) -> Described:
     """Read the transforms of torchvision's weights, an ``ImageClassification``."""
     try:
         (side,), (resize,) = transforms.crop_size, transforms.resize_size
         mean, std, interpolation = transforms.mean, transforms.std, transforms.interpolation.value
     except (AttributeError, ValueError):
-        return Preparation(PRESETS["imagenet"], {"whole": f"the transforms of {origin} are not those of a classifier"})
+        return PRESETS["imagenet"], {"whole": f"the transforms of {origin} are not those of a classifier"}
     unlike: dict[Aspect, str] = {}
     if interpolation not in INTERPOLATIONS:
         unlike["interpolation"], interpolation = f"{origin} resizes by the filter {interpolation!r}", "bicubic"
-    return Preparation(_preprocess(3, (side, side, resize), mean, std, interpolation, origin), unlike)
+    return _preprocess(3, (side, side, resize), mean, std, interpolation, origin), unlike
 
 
 @contextmanager
@@ -322,8 +304,8 @@ def _statistics(processor: _Processor, model: str, channels: int) -> tuple[tuple
     return tuple((value + offset) / scale for value in mean), tuple(value / scale for value in std)
 
 
+# The attributes of torchvision's ``ImageClassification``, which lies in a private module.
 _OF_TORCHVISION: Final = ("crop_size", "resize_size", "mean", "std", "interpolation")
-"""The attributes of torchvision's ``ImageClassification``, which lies in a private module."""
 
 _REMEDY: Final = 'say what it does to a file, as Preprocess("RGB", 224, 224, 256, mean, std), or take one of PRESETS'
 
@@ -348,10 +330,10 @@ def as_preprocess(given: Any) -> Preprocess:
     found = _read(given)
     if found is None:
         raise UsageError(f"expected a Preprocess, got a {type(given).__name__}; {_REMEDY}")
-    return found.whole(_REMEDY)
+    return whole(found, _REMEDY)
 
 
-def _read(given: Any) -> Preparation | None:
+def _read(given: Any) -> Described | None:
     """Read an object of another library; None if it is of none that is known."""
     origin = f"the {type(given).__name__}"
     if all(hasattr(given, name) for name in _OF_TORCHVISION):

@@ -14,28 +14,18 @@ from typing import BinaryIO, Final
 from psc_core.errors import ImageTooLarge, UnsupportedImage, listed
 from psc_core.images import SUFFIXES
 
-MAX_FILE_BYTES: Final = 256 << 20
-"""Maximum size of an image file, bytes."""
-
+MAX_FILE_BYTES: Final = 256 << 20  # maximum size of an image file, bytes
+# The folder of a zip file from a Mac that holds a ``._NAME``, which is no image, for each file ``NAME``.
 MAC_ARCHIVE: Final = "__MACOSX"
-"""The folder of a zip file from a Mac that holds a ``._NAME``, which is no image, for each file ``NAME``."""
 
 _SHOWN_SUFFIXES: Final = 10
 
 
-SAMPLED_BYTES: Final = 64
-"""Number of bytes that :func:`sample_file` takes at each of two places."""
+SAMPLED_BYTES: Final = 64  # number of bytes that :func:`sample_file` takes at each of two places
 
 
 def read_file(path: str | Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """Return the content of a file or of the file that a link points to, at most ``max_bytes``.
-
-    Raises:
-        UnsupportedImage: If it is not a regular file: a pipe would block for ever, a device has no end.
-        ImageTooLarge: If it has more than ``max_bytes``.
-        OSError: If it cannot be read, for example because it is a folder.
-        ValueError: If no file can have this path.
-    """
+    """Return the content of a file or of the file that a link points to, at most ``max_bytes``."""
     with _opened(path) as (file, size):
         # A sparse file claims gigabytes that it does not store; of one that grows only this size is read.
         if size > max_bytes:
@@ -47,10 +37,6 @@ def sample_file(path: str | Path) -> bytes:
     """Return a few bytes of a file that its copies have too, whatever their names, and other images hardly ever.
 
     They are its size, and bytes of its middle and of its end: images of one camera begin alike.
-
-    Raises:
-        UnsupportedImage: If it is not a regular file.
-        OSError: If it cannot be read.
     """
     with _opened(path) as (file, size):
         parts = [size.to_bytes(8)]

@@ -28,38 +28,30 @@ from psc_core.images import BACKGROUNDS, INTERPOLATIONS, PRESET_FIELDS
 from psc_core.images.decode import DEFAULT_MAX_PIXELS, OpenImage, open_image, to_grey_or_rgb
 from psc_core.images.files import read_file
 
+# Batches of images of the network's size, before and after standardisation.
 Pixels = UInt8[Tensor, "batch channels height width"]
 Inputs = Float[Tensor, "batch channels height width"]
-"""Batches of images of the network's size, before and after standardisation."""
-
 Images = Pixels | Inputs
-"""A batch of images of the network's size, standardised or not."""
 
-MAX_INPUT_PIXELS: Final = 1 << 22
-"""Maximum size of the network input, height × width in pixels."""
-
-MAX_RESIZE: Final = 8192
-"""Maximum length of the shorter side before the crop, in pixels."""
-
+MAX_INPUT_PIXELS: Final = 1 << 22  # maximum size of the network input, height × width in pixels
+MAX_RESIZE: Final = 8192  # maximum length of the shorter side before the crop, in pixels
 _CHANNELS = {"L": 1, "RGB": 3}
 _FILTERS = {name: Image.Resampling[name.upper()] for name in INTERPOLATIONS}
 
+# The libraries for resizing, which offer the same filters. On CPUs with AVX2, decoding and resizing a photograph take a
+# sixth to a third less time with PyTorch; on others PyTorch gives the same pixels, but more slowly. The two differ by
+# at most 1 of 255; for tall images, whose columns Pillow resizes before the rows, by more where a bicubic filter
+# overshoots.
 RESIZERS: Final = ("torch", "pillow")
-"""The libraries for resizing, which offer the same filters.
 
-On CPUs with AVX2, decoding and resizing a photograph take a sixth to a third less time with PyTorch; on others PyTorch
-gives the same pixels, but more slowly.  The two differ by at most 1 of 255; for tall images, whose columns Pillow
-resizes before the rows, by more where a bicubic filter overshoots.
-"""
-
+# Largest relative difference of two means or deviations that may be the same number, once kept as float32.
 _ROUNDING: Final = 1e-6
-"""Largest relative difference of two means or deviations that may be the same number, once kept as float32."""
 
+# What to do where it is unknown how files become inputs.
 MAKE_KNOWN: Final = "give fit the mean and std of your transform, fit(…, mean=…, std=…), or preprocess=…"
-"""What to do where it is unknown how files become inputs."""
 
+# Maximum size of a resized image that PyTorch makes, in crops: unlike Pillow it resizes the whole and then crops.
 _MAX_ENLARGED: Final = 4
-"""Maximum size of a resized image that PyTorch makes, in crops: unlike Pillow it resizes the whole and then crops."""
 
 
 @dataclass(frozen=True)
@@ -262,22 +254,16 @@ def mode_of(channels: int) -> str:
     return mode
 
 
+# The presets by name; flags of the command line override single fields.
 PRESETS: Mapping[str, Preprocess] = {name: Preprocess(*fields) for name, fields in PRESET_FIELDS.items()}
-"""The presets by name; flags of the command line override single fields."""
 
 
+# One image: a path, an encoded file, a Pillow image, or ``uint8`` pixels (height, width) or (height, width, 3).
 ImageLike = str | Path | bytes | Image.Image | npt.NDArray[Any]
-"""One image: a path, an encoded file, a Pillow image, or ``uint8`` pixels (height, width) or (height, width, 3)."""
 
 
 def as_batch(images: Sequence[ImageLike] | Tensor, preprocess: Preprocess) -> Images:
-    """Read images of any size and form into one batch; a tensor must be a batch already, of pixels or float inputs.
-
-    Raises:
-        ImageError: If an image cannot be decoded.
-        UsageError: If ``images`` is not a list of images, a file cannot be read, a tensor has the wrong shape, dtype or
-            non-finite values, or the preprocessing from pixels to inputs is unknown.
-    """
+    """Read images of any size and form into one batch; a tensor must be a batch already, of pixels or float inputs."""
     if isinstance(images, Tensor):
         return _tensor_batch(images, preprocess)
     if isinstance(images, (str, bytes, Path, Image.Image, np.ndarray)):
@@ -315,12 +301,7 @@ def check_known(preprocess: Preprocess) -> None:
 
 
 def read_image(image: ImageLike, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
-    """Read one image as ``uint8 (channels, height, width)``.
-
-    Raises:
-        ImageError: If the image cannot be decoded.
-        UsageError: If it is not an image, its file cannot be read, or the preprocessing is unknown.
-    """
+    """Read one image as ``uint8 (channels, height, width)``."""
     check_known(preprocess)
     if isinstance(image, str | Path):
         try:

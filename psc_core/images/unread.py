@@ -12,9 +12,10 @@ from typing import Final
 
 from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
+# What to do with an intact image of a kind that is not read.
 CONVERT: Final = "convert the image to a PNG of 8 or 16 bits"
-"""What to do with an intact image of a kind that is not read."""
 
+# The first bytes of other formats.
 _FORMATS: Final = (
     (b"\0\0\0\x0cjP  ", "JPEG 2000"),
     (b"\xff\x4f\xff\x51", "JPEG 2000"),
@@ -39,11 +40,11 @@ _FORMATS: Final = (
     (b"\x1f\x8b", "gzip"),
     *((f"P{number}".encode() + space, "PNM") for number in range(1, 8) for space in (b"\n", b" ", b"\r")),
 )
-"""The first bytes of other formats."""
 
+# The first letters of the brand of an ISO media file, after ``ftyp``.
 _BRANDS: Final = ((b"avi", "AVIF"), (b"hei", "HEIC"), (b"hev", "HEIC"), (b"mif", "HEIC"), (b"mp4", "MP4"))
-"""The first letters of the brand of an ISO media file, after ``ftyp``."""
 
+# The beginning of texts in lower case, and what to do about them.
 _TEXTS: Final = (
     (b"version https://git-lfs", "a pointer of Git LFS to the image; run git lfs pull"),
     (b"/annex/objects/", "a pointer of git-annex to the image; run git annex get"),
@@ -55,14 +56,13 @@ _TEXTS: Final = (
     (b"/9j/", "base64 text; decode it and use these bytes"),
     (b"ivborw0kggo", "base64 text; decode it and use these bytes"),
 )
-"""The beginning of texts in lower case, and what to do about them."""
 
 _MAX_TEXT: Final = 64
 
+# Tags of a TIFF and values of two; the last are the places and sizes of its strips, and of its tiles.
 _WIDTH, _HEIGHT, _BITS, _COMPRESSION, _PHOTOMETRIC, _CHANNELS, _PLANAR, _FORM = 256, 257, 258, 259, 262, 277, 284, 339
 _YCBCR, _SEPARATE = 6, 2
 _PIECES: Final = ((273, 279), (324, 325))
-"""Tags of a TIFF and values of two; the last are the places and sizes of its strips, and of its tiles."""
 
 _FORMS: Final = {1: "unsigned", 2: "signed", 3: "floating-point", 4: "untyped", 5: "complex", 6: "complex"}
 _PHOTOMETRICS: Final = {
@@ -74,23 +74,23 @@ _COMPRESSIONS: Final = {
     34676: "SGILog", 34677: "SGILog", 34712: "JPEG 2000", 34887: "LERC", 34925: "LZMA", 34933: "PNG",
     34934: "JPEG XR", 50000: "Zstandard", 50001: "WebP", 50002: "JPEG XL", 52546: "JPEG XL",
 }  # fmt: skip
+# The compressions of a TIFF that every build of Pillow reads, so that an error means damaged data.
 _ALWAYS_READ: Final = frozenset({1, 3, 4, 5, 7, 8, 32773, 32946})
-"""The compressions of a TIFF that every build of Pillow reads, so that an error means damaged data."""
 
+# The kinds of JPEG by the marker of their frame, but for baseline and progressive ones.
 _PROCESSES: Final = {
     0xC3: "lossless", 0xC5: "hierarchical", 0xC6: "hierarchical", 0xC7: "hierarchical", 0xC9: "arithmetic-coded",
     0xCA: "arithmetic-coded", 0xCB: "lossless", 0xCD: "hierarchical", 0xCE: "hierarchical", 0xCF: "hierarchical",
     0xF7: "lossless (JPEG-LS)",
 }  # fmt: skip
-"""The kinds of JPEG by the marker of their frame, but for baseline and progressive ones."""
 
 _MAX_SEGMENTS: Final = 10_000
 
 _FRAMES: Final = frozenset({0xC0, 0xC1, 0xC2, *_PROCESSES})
 
+# Compressions and bits of the BMPs that are read, and the bits that there are.
 _PLAIN_BMP: Final = frozenset({(0, 1), (0, 4), (0, 8), (0, 16), (0, 24), (0, 32), (1, 8), (2, 4)})
 _BMP_BITS: Final = frozenset({0, 1, 2, 4, 8, 16, 24, 32, 64})
-"""Compressions and bits of the BMPs that are read, and the bits that there are."""
 
 
 def other_format(data: bytes) -> str:
@@ -115,9 +115,7 @@ def other_format(data: bytes) -> str:
 def unread_kind(data: bytes, *, is_open: bool = False) -> str | None:
     """Name the kind of an intact file that Pillow does not read; None if the file is damaged, or of no such kind.
 
-    Args:
-        data: The content of a file that could not be read.
-        is_open: Whether Pillow read its header, and failed on its pixels.
+    ``is_open`` says whether Pillow read its header, and failed on its pixels.
     """
     with suppress(Exception):  # A damaged header may give any; then the file is damaged.
         if data.startswith(b"\xff\xd8\xff"):

@@ -2,8 +2,8 @@
 
 from typing import Final
 
+# The network libraries that every bundle may name; :data:`psc_core.network.load.BUILDERS` has their builders.
 LIBRARIES: Final = ("torchvision", "timm")
-"""The network libraries that every bundle may name; :data:`psc_core.network.load.BUILDERS` has their builders."""
 
+# Which modules of a network are its layers, see :mod:`psc_core.network.layers`.
 GRANULARITIES: Final = ("operations", "blocks", "all")
-"""Which modules of a network are its layers, see :mod:`psc_core.network.layers`."""

@@ -1,24 +1,16 @@
-"""Networks whose files describe their classes, the preparation of images and the location of the weights.
-
-Read folders of timm (``timm.models.save_for_hf``): ``config.json`` and ``model.safetensors``.
-
-The network is built by the name of its architecture, so a bundle does not need the folder.  Settings that timm takes
-from the folder's ``pretrained_cfg`` instead of its own become arguments: channels, pooling, and the size of the input
-if it is fixed.
-
-Read folders of transformers (``save_pretrained``): ``config.json``, ``preprocessor_config.json`` and weights.
-
-transformers itself builds the network from the folder; no code in the folder is run, and nothing is downloaded.
-
-The specs of networks that describe themselves, and the reader of each.
+"""Networks whose files describe their classes, the preprocessing of images and the location of the weights.
 
 ======================  ============================================================
-``hf:DIR``              a folder of transformers, or of timm
+``hf:DIR``              a folder of transformers (``save_pretrained``), or of timm
 ``hf:ORG/NAME``         the same in the cache of the Hugging Face hub
-``timm:local-dir:DIR``  a folder of timm
+``timm:local-dir:DIR``  a folder of timm (``timm.models.save_for_hf``)
 ``timm:hf-hub:…``       the same in the cache of the Hugging Face hub, ORG/NAME
 ``onnx:FILE``           an ONNX file, which holds its weights
 ======================  ============================================================
+
+A network of timm is built by the name of its architecture, so a bundle does not need the folder.  Settings that timm
+takes from the folder's ``pretrained_cfg`` instead of its own become arguments: channels, pooling, and the size of the
+input if it is fixed.  transformers itself builds a network from its folder; no code in the folder is run.
 """
 
 from __future__ import annotations
@@ -29,7 +21,7 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,45 +29,69 @@ import torch
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError, needs
-from psc_core.images.described import Preparation, read_processor, read_timm
-from psc_core.images.preprocess import PRESETS
+from psc_core.images.described import Aspect, Described, read_processor, read_timm
+from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.names import composed
+from psc_core.network import LIBRARIES
 from psc_core.network.onnx_check import files_of_model
 from psc_core.network.weights import files_of
 
 
 @dataclass(frozen=True)
-class Described:
-    """A network described by its own files; a field is empty if they do not say it."""
+class NetworkSpec:
+    """How a network is built without its weights, and what its own files say of it; empty is what they do not say."""
 
-    spec: str = ""  # builds the network by name, without its weights and its folder; empty if no name does
+    spec: str  # ``family:NAME`` or ``package.module:factory``; of a folder of transformers the folder
+    num_classes: int | None = None  # number of logits
     model_args: Mapping[str, Any] = field(default_factory=dict)  # arguments of the builder, JSON types
     folder: Path | None = None  # the folder of all its files
     configuration: Path | None = None  # the file in the folder that says how the network is built
-    outputs: int | None = None  # number of logits
     classes: tuple[str, ...] | None = None  # class names in the order of the logits
-    preparation: Preparation | None = None
+    preprocess: Preprocess | None = None  # with which it was trained, as far as PSC supports it
+    unlike: Mapping[Aspect, str] = field(default_factory=dict)  # a sentence for each part that this only approximates
     weights: tuple[Path, ...] = ()  # all files with weights
 
+    def __post_init__(self) -> None:
+        source, _, name = self.spec.partition(":")
+        if not source or not name:
+            families = ", ".join(f"{family}:NAME" for family in LIBRARIES)
+            raise NetworkError(f"expected {families} or package.module:factory, got {self.spec!r}")
 
-MAX_JSON: Final = 16 << 20
-"""Maximum size of a JSON file, in bytes; 21,000 class names take 2 MB."""
+    @property
+    def is_factory(self) -> bool:
+        """True if building imports code other than torchvision's and timm's."""
+        return self.spec.partition(":")[0] not in LIBRARIES
 
+    @property
+    def is_of_transformers(self) -> bool:
+        """True if only its folder builds it."""
+        return self.folder is not None and self.is_factory
+
+    def with_arguments(self, num_classes: int | None, model_args: Mapping[str, Any]) -> NetworkSpec:
+        """Return the spec with what a caller adds to it; the numbers of classes have to agree where both are known."""
+        if num_classes is not None and num_classes < 1:
+            raise NetworkError(f"expected num_classes of at least 1, got {num_classes}")
+        outputs = num_classes or self.num_classes
+        if self.num_classes not in (None, outputs):
+            raise NetworkError(
+                f"{self.spec} is for {self.num_classes} classes, the data has {outputs}; use the data that the network "
+                "was trained on"
+            )
+        return replace(self, num_classes=outputs, model_args={**self.model_args, **model_args})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields from which a bundle builds the network again, JSON types."""
+        return {"spec": self.spec, "num_classes": self.num_classes, "model_args": dict(self.model_args)}
+
+
+MAX_JSON: Final = 16 << 20  # maximum size of a JSON file, in bytes; 21,000 class names take 2 MB
 _ON_THE_HUB: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SAFE: Final = ("*.json", "*.safetensors")
 _PICKLED: Final = ("pytorch_model*.bin",)
 
 
 def folder_of(name: str, *, allow_download: bool = False) -> Path:
-    """Return the folder ``name``, or the model ORG/NAME in the Hugging Face cache if there is no such folder.
-
-    Args:
-        name: A path, or ORG/NAME.
-        allow_download: Whether to download from the hub what its cache lacks.
-
-    Raises:
-        NetworkError: If neither exists.
-    """
+    """Return the folder ``name``, or the model ORG/NAME in the Hugging Face cache if there is no such folder."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
@@ -102,11 +118,7 @@ def folder_of(name: str, *, allow_download: bool = False) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, which may be a link, because the hub's cache keeps its files as links.
-
-    Raises:
-        NetworkError: If the file is missing, too large, or does not hold a JSON object.
-    """
+    """Return the object in a JSON file, which may be a link, because the hub's cache keeps its files as links."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_JSON:
@@ -123,11 +135,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weights_in(folder: Path, names: Sequence[str]) -> tuple[Path, ...]:
-    """Return the weights in a folder: the first of the files ``names``, or the files that it lists as an index.
-
-    Raises:
-        NetworkError: If there are no weights, or an index lists a file that is not in the folder.
-    """
+    """Return the weights in a folder: the first of the files ``names``, or the files that it lists as an index."""
     for name in names:
         path = folder / name
         if path.is_file():
@@ -150,12 +158,8 @@ def is_of_timm(config: Mapping[str, Any]) -> bool:
     return "architecture" in config and config.get("model_type", "timm_wrapper") == "timm_wrapper"
 
 
-def describe_timm(folder: Path) -> Described:
-    """Read the description of a timm network in a folder, from its JSON files only.
-
-    Raises:
-        NetworkError: If a file is missing or malformed.
-    """
+def describe_timm(folder: Path) -> NetworkSpec:
+    """Read the description of a timm network in a folder, from its JSON files only."""
     file = folder / TIMM_CONFIG
     config = read_json(file)
     if not is_of_timm(config) or not isinstance(config["architecture"], str):
@@ -169,15 +173,15 @@ def describe_timm(folder: Path) -> Described:
     if type(outputs) is not int or outputs < 1:
         raise NetworkError(f"expected {file} to have a positive num_classes, got {outputs!r:.100}; use a classifier")
     names = config.get("label_names") or pretrained.get("label_names") or pretrained.get("labels")
-    return Described(
-        spec=f"timm:{config['architecture']}",
-        model_args=_arguments(pretrained, model_args),
-        folder=folder,
-        configuration=file,
-        outputs=outputs,
-        classes=_names(names, outputs, file),
-        preparation=read_timm(_with_size(pretrained, model_args, file), str(file)),
-        weights=weights_in(folder, TIMM_WEIGHT_FILES),
+    return NetworkSpec(
+        f"timm:{config['architecture']}",
+        outputs,
+        _arguments(pretrained, model_args),
+        folder,
+        file,
+        _names(names, outputs, file),
+        *read_timm(_with_size(pretrained, model_args, file), str(file)),
+        weights_in(folder, TIMM_WEIGHT_FILES),
     )
 
 
@@ -232,17 +236,12 @@ WEIGHT_FILES: Final = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
 
-_OUTPUTS: Final = 2
-"""The default number of outputs, which transformers does not write down."""
-
+_OUTPUTS: Final = 2  # the default number of outputs, which transformers does not write down
+# The settings that choose the code of an operation, possibly code from the hub.
 _KERNELS: Final = re.compile(r"_?(attn|experts)_implementation(_internal)?")
-"""The settings that choose the code of an operation, possibly code from the hub."""
 
-_PYTORCH_KERNELS: Final = ("eager", "sdpa")
-"""The values of these settings that need nothing but PyTorch."""
-
-_NO_NAME: Final = re.compile(r"LABEL_\d+")
-"""The names that transformers gives to classes without names."""
+_PYTORCH_KERNELS: Final = ("eager", "sdpa")  # the values of these settings that need nothing but PyTorch
+_NO_NAME: Final = re.compile(r"LABEL_\d+")  # the names that transformers gives to classes without names
 
 
 class Logits(nn.Module):
@@ -258,23 +257,15 @@ class Logits(nn.Module):
 
 
 def classes_of(net: object) -> tuple[str, ...] | None:
-    """Return the class names of a network that :class:`Logits` holds, by its configuration; None if it says none.
-
-    Raises:
-        NetworkError: If the names are not those of the outputs.
-    """
+    """Return the class names of a network that :class:`Logits` holds, by its configuration; None if it says none."""
     labels = getattr(getattr(getattr(net, "model", None), "config", None), "id2label", None)
     if not isinstance(net, Logits) or not isinstance(labels, dict):
         return None
     return _labels({"id2label": {str(index): name for index, name in labels.items()}}, Path("the network's config"))[1]
 
 
-def describe_hugging_face(folder: Path) -> Described:
-    """Read the description of a network in a folder of transformers or timm, from its JSON files only.
-
-    Raises:
-        NetworkError: If a file is missing or malformed, or the network needs more than transformers.
-    """
+def describe_hugging_face(folder: Path) -> NetworkSpec:
+    """Read the description of a network in a folder of transformers or timm, from its JSON files only."""
     if (folder / ADAPTER).exists():
         raise NetworkError(
             f"{folder} holds an adapter ({ADAPTER}); merge it into its network with merge_and_unload() and save that"
@@ -294,14 +285,10 @@ def describe_hugging_face(folder: Path) -> Described:
     if not isinstance(config.get("model_type"), str):
         raise NetworkError(f"{file} has no model_type, so transformers did not write it; check the folder")
     outputs, classes = _labels(config, file)
-    return Described(
-        folder=folder,
-        configuration=file,
-        outputs=outputs,
-        classes=classes,
-        preparation=_preparation(folder, config),
-        weights=weights_in(folder, WEIGHT_FILES),
-    )
+    return NetworkSpec(
+        f"hf:{folder}", outputs, {}, folder, file, classes, *_processing(folder, config),
+        weights_in(folder, WEIGHT_FILES),
+    )  # fmt: skip
 
 
 def _check_kernels(config: Mapping[str, Any], file: Path) -> None:
@@ -337,19 +324,15 @@ def _labels(config: Mapping[str, Any], file: Path) -> tuple[int, tuple[str, ...]
     return len(names), tuple(map(composed, names)) if named else None
 
 
-def _preparation(folder: Path, config: Mapping[str, Any]) -> Preparation:
+def _processing(folder: Path, config: Mapping[str, Any]) -> Described:
     file = folder / PROCESSOR
     if not file.exists():
-        return Preparation(PRESETS["imagenet"], {"whole": f"{folder} has no {PROCESSOR}"})
+        return PRESETS["imagenet"], {"whole": f"{folder} has no {PROCESSOR}"}
     return read_processor(read_json(file), config, str(file))
 
 
 def load(folder: Path) -> Logits:
-    """Build the network in a folder, in float32 and evaluation mode; its module ``model`` is the one of transformers.
-
-    Raises:
-        NetworkError: If transformers is missing or cannot build it, or the folder lacks some of its weights.
-    """
+    """Build the network in a folder, in float32 and evaluation mode; its ``model`` is that of transformers."""
     transformers = needs(f"hf:{folder}", "hf", "transformers", error=NetworkError)
     safe = weights_in(folder, WEIGHT_FILES)[0].suffix == ".safetensors"
     try:
@@ -396,23 +379,21 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def describe(spec: str, *, allow_download: bool = False) -> Described:
+def describe(spec: str, *, allow_download: bool = False) -> NetworkSpec:
     """Read a network's description of itself, which is quick and needs no data.
 
     Args:
         spec: A spec for :func:`psc_core.load_network`.
         allow_download: Whether to download from the hub what its cache lacks.
 
-    Returns:
-        The description, which is empty if the spec's family has none.
-
     Raises:
         NetworkError: If the folder is missing, or a file in it is missing or malformed.
     """
     for prefix, describer in DESCRIBERS.items():
         if spec.startswith(prefix):
-            return describer(spec.removeprefix(prefix), allow_download)
-    return Described()
+            found = describer(spec.removeprefix(prefix), allow_download)
+            return replace(found, spec=spec) if found.is_factory else found
+    return NetworkSpec(spec)
 
 
 def is_described(spec: str) -> bool:
@@ -420,20 +401,20 @@ def is_described(spec: str) -> bool:
     return spec.startswith(tuple(DESCRIBERS))
 
 
-def _in_folder(describe_folder: Callable[[Path], Described]) -> Callable[[str, bool], Described]:
+def _in_folder(describe_folder: Callable[[Path], NetworkSpec]) -> Callable[[str, bool], NetworkSpec]:
     return lambda name, allow_download: describe_folder(folder_of(name, allow_download=allow_download))
 
 
-def _describe_file(path: Path) -> Described:
+def _describe_file(path: Path) -> NetworkSpec:
     if not path.is_file():
         raise NetworkError(f"there is no file {path}; give the ONNX file that the network was exported to")
-    return Described(weights=files_of_model(path))
+    return NetworkSpec(f"onnx:{path}", weights=files_of_model(path))
 
 
-DESCRIBERS: Final[Mapping[str, Callable[[str, bool], Described]]] = {
+# The function that describes each family, by the prefix of the spec; it takes the rest and allow_download.
+DESCRIBERS: Final[Mapping[str, Callable[[str, bool], NetworkSpec]]] = {
     "hf:": _in_folder(describe_hugging_face),
     "timm:local-dir:": _in_folder(describe_timm),
     "timm:hf-hub:": _in_folder(describe_timm),
     "onnx:": lambda name, _: _describe_file(Path(name).expanduser()),
 }
-"""The function that describes each family, by the prefix of the spec; it takes the rest and allow_download."""

@@ -29,8 +29,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError, needs, of_this_machine
-from psc_core.network.backbone import Backbone, onnx_backbone, rebuild_backbone, truncate
-from psc_core.network.cut import HookedNetwork, HookPlan
+from psc_core.network.cut import Backbone, HookedNetwork, HookPlan, onnx_backbone, rebuild_backbone, truncate
 from psc_core.network.layers import list_layers
 from psc_core.network.load import cache_file, read_checked, write_checked
 from psc_core.network.onnx import PACKAGES, OnnxBody, OnnxNetwork, Size, restore_body
@@ -44,12 +43,7 @@ MODEL: Final = "model.onnx"
 def to_onnx(backbone: Backbone, size: Size) -> Backbone:
     """Return a truncated network that runs in ONNX Runtime, exported once and then read from the cache.
 
-    Args:
-        backbone: The network as it was fitted: traced and in float32.  It does not change.
-        size: (channels, height, width) of its input; the exported network takes any number of images of this size.
-
-    Raises:
-        NetworkError: If the network cannot be exported.
+    It is traced and in float32, and does not change; the exported network takes any number of images of this size.
     """
     spec = json.dumps({**backbone.spec(), "size": size}, sort_keys=True).encode()
     weights = save({key: value.contiguous() for key, value in backbone.state_dict().items()})
@@ -62,11 +56,7 @@ def to_onnx(backbone: Backbone, size: Size) -> Backbone:
 
 
 def export_apart(spec: bytes, weights: bytes, layers: str) -> bytes:
-    """Export a network in a separate process and return the ONNX model.
-
-    Raises:
-        NetworkError: If the network after ``layers`` cannot be exported.
-    """
+    """Export a network in a separate process and return the ONNX model."""
     try:
         with TemporaryDirectory(prefix="psc-onnx-") as name:
             folder = Path(name)
@@ -97,11 +87,7 @@ def export(folder: Path) -> None:
 
 
 def export_here(backbone: Backbone, size: Size) -> bytes:
-    """Export a network in this process and return the ONNX model, for any number of images.
-
-    Raises:
-        NetworkError: If it cannot be exported, or the exporter is not installed.
-    """
+    """Export a network in this process and return the ONNX model, for any number of images."""
     needs("a network that no name builds is stored as an ONNX graph, which", "onnx", *PACKAGES, error=NetworkError)
     try:
         with _silence(), torch.inference_mode(False):
@@ -133,11 +119,7 @@ def _drop(_record: logging.LogRecord) -> bool:
 
 
 def check_exportable(net: nn.Module, trial: Tensor, precision: str) -> None:
-    """Try to export a whole network that a bundle will hold as a graph, before hours are spent on fitting.
-
-    Raises:
-        NetworkError: If it cannot be exported, the exporter is not installed, or the precision is not float32.
-    """
+    """Try to export a whole network that a bundle will hold as a graph, before hours are spent on fitting."""
     if precision != "fp32":
         raise NetworkError(f"an ONNX graph computes in float32, got precision {precision}; leave it out")
     if not isinstance(net, OnnxNetwork):

@@ -1,13 +1,9 @@
-"""Make a traced network give the same values whatever the memory format of its images.
-
-``x.view(len(x), -1)`` is legal for contiguous maps and raises for channels-last ones; ``reshape`` gives the same values
-for both.  :func:`reads_strides` finds the networks where that is not enough.
-
-Rewrite a truncated network so that it runs fewer operations.
+"""Copy a network, and rewrite a truncated one so that it runs fewer operations.
 
 Three rewrites of the traced graph, applied only where they change nothing but rounding:
 
-* each ``view`` becomes a ``reshape`` (:mod:`psc_core.network.strides`);
+* each ``view`` becomes a ``reshape``, which gives the same values for channels-last maps, where ``view`` raises;
+  :func:`reads_strides` finds the networks where that is not enough;
 * batch normalisation after a convolution is folded into its weights (in float64, then rounded once);
 * convolution weights are stored channels-last where that is faster, and for bfloat16 the weights of convolutions and
   linear layers are rounded once instead of by autocast in every step.
@@ -17,27 +13,87 @@ The original module does not change: it is the one that is fitted and that a bun
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from psc_core.network.cut import mutates, shared_copy
+from psc_core.errors import NetworkError
 from psc_core.settings import Precision
 
 _RESHAPES: Final = {"view": "reshape", "view_as": "reshape_as"}
 
+# Operations that give a view of contiguous maps and a copy of channels-last ones.
 _MAY_COPY: Final = frozenset({*_RESHAPES, *_RESHAPES.values(), "flatten", "Flatten", "ravel", "contiguous"})
-"""Operations that give a view of contiguous maps and a copy of channels-last ones."""
 
 _READ_STRIDES: Final = frozenset(
     {"as_strided", "as_strided_", "stride", "storage_offset", "is_contiguous", "resize_", "view_as_complex"}
 )
 
+# Packages whose functions do not depend on strides; those of others, wrapped for torch.fx, may use a ``view``.
 _KNOWN: Final = frozenset({"torch", "torchvision", "timm", "operator", "_operator", "math", "builtins"})
-"""Packages whose functions do not depend on strides; those of others, wrapped for torch.fx, may use a ``view``."""
+
+
+def shared_copy(net: nn.Module) -> nn.Module:
+    """Copy ``net`` in evaluation mode; the copy shares its parameters and buffers."""
+    # deepcopy takes every object in its memo for one that is already copied.
+    return deep_copy(net, {id(tensor): tensor for tensor in chain(net.parameters(), net.buffers())})
+
+
+def deep_copy(net: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """Copy ``net`` in evaluation mode, except for objects whose id is in ``memo``."""
+    memo = {} if memo is None else memo
+    for tensor in _results(net):
+        memo.setdefault(id(tensor), tensor.detach().clone())
+    try:
+        twin = copy.deepcopy(net, memo)
+    except Exception as error:  # An object's own copying may raise any error.
+        raise NetworkError(f"{type(net).__name__} cannot be copied: {error}; remove {_uncopied(net)} before") from error
+    return twin.eval()
+
+
+def _results(net: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors among the modules' attributes that a pass with gradients left there, which no copy accepts.
+
+    Old-style spectral and weight normalisation and pruning keep the weight so, and other modules their activations.
+    """
+    waiting: list[Any] = [vars(module) for module in net.modules()]
+    seen: set[int] = set()
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, Tensor) and not each.is_leaf:
+            yield each
+        elif isinstance(each, dict | list | tuple) and id(each) not in seen:
+            seen.add(id(each))
+            waiting += each.values() if isinstance(each, dict) else each
+
+
+def _uncopied(net: nn.Module) -> str:
+    """Return the names of the attributes that cannot be copied, and their types."""
+    found = []
+    for name, module in net.named_modules():
+        own = {"_modules"} | ({*vars(module)} & {*vars(nn.Module())} - {"_buffers", "_parameters"})
+        for attribute, value in vars(module).items():
+            if attribute not in own and not isinstance(value, nn.Module):
+                try:
+                    copy.deepcopy(value, {id(tensor): tensor for tensor in _results(net)})
+                except Exception:
+                    place = f"{name}.{attribute}" if name else attribute
+                    found.append(f"its attribute {place!r} (a {type(value).__name__})")
+    return ", ".join(found) or "locks, open files and results of passes with gradients from its attributes"
+
+
+def mutates(node: fx.Node, root: nn.Module) -> bool:
+    """Return whether a node whose result is unused changes one of its arguments in place."""
+    if node.op == "call_module":
+        return bool(getattr(root.get_submodule(str(node.target)), "inplace", False))
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    named = name == "setitem" or (name.endswith("_") and not name.endswith("__"))
+    return named or bool(node.kwargs.get("inplace")) or node.kwargs.get("out") is not None
 
 
 def reads_strides(net: fx.GraphModule) -> bool:

@@ -1,6 +1,4 @@
-"""Find the axis of a layer's output that holds the channels, and bring all outputs into one canonical shape.
-
-    canonical features: (batch, channels, spatial)
+"""The layers of a network in execution order, and their outputs in one canonical shape, (batch, channels, spatial).
 
 The spatial axis is row-major: the positions of a map, the tokens of a transformer, one entry for a vector.
 
@@ -12,8 +10,6 @@ form           module output          canonical
 ``tokens``     (B, T, C)              (B, C, T)
 ``vector``     (B, C)                 (B, C, 1)
 =============  =====================  ==========================================================
-
-The layers of a network in execution order.
 
 A *layer* is a module; its value is the output of the module's last call, or the first of several outputs.  The only
 exception is ``NAME:input``, the input of the output layer NAME.  It is listed if no module's output equals it (a class
@@ -48,8 +44,7 @@ Form = Literal["map", "map_last", "tokens", "vector"]
 CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 BATCH_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
-INPUT_SUFFIX: Final = ":input"
-"""Suffix after a module's name that means the module's input instead of its output."""
+INPUT_SUFFIX: Final = ":input"  # suffix after a module's name that means the module's input instead of its output
 
 
 def value_of(output: Any) -> Any:
@@ -173,10 +168,6 @@ def list_layers(
     """Return the layers of ``net`` in execution order, found by a forward pass of ``trial``.
 
     A module that is called several times is listed once, at its last call.  Puts ``net`` in evaluation mode.
-
-    Raises:
-        UsageError: If the granularity is unknown.
-        NetworkError: If the network cannot run this input, returns no logits, or has no layers of this granularity.
     """
     if granularity not in GRANULARITIES:
         raise UsageError(f"expected a granularity of {', '.join(GRANULARITIES)}, got {granularity!r}")
@@ -200,11 +191,7 @@ def list_layers(
 
 
 def select_layers(layers: Sequence[LayerInfo], pattern: str | None) -> list[LayerInfo]:
-    """Return the layers whose name matches the regular expression anywhere; all layers for ``None``.
-
-    Raises:
-        UsageError: If ``pattern`` is not a regular expression or matches no layer.
-    """
+    """Return the layers whose name matches the regular expression anywhere; all layers for ``None``."""
     try:
         matcher = re.compile(pattern or "")
     except re.error as error:

@@ -1,13 +1,4 @@
-"""Build untrained networks: torchvision's and timm's by name, all others by a factory.
-
-Each library is imported only when one of its networks is built; torchvision alone takes as long to import as torch.
-
-Cache what takes seconds to find out about a network: its export, the fastest backend for it.
-
-Entries lie in the user's cache folder (``$XDG_CACHE_HOME/psc``, else ``~/.cache/psc``), which may be deleted at any
-time and need not be writable.
-
-Load a network by its *spec*, with the weights of a checkpoint; nothing is ever downloaded.
+"""Load a network by its *spec*, with the weights of a checkpoint; nothing is ever downloaded.
 
 * ``torchvision:NAME``: a classification network of torchvision;
 * ``timm:NAME``: a network of timm (``pip install 'psc[timm]'``);
@@ -16,11 +7,15 @@ Load a network by its *spec*, with the weights of a checkpoint; nothing is ever 
   with ORG/NAME instead of DIR, the model in the Hugging Face cache (:mod:`psc_core.network.described`);
 * ``package.module:factory``: a function ``factory(num_classes=…, **model_args) -> nn.Module``.  Importing it runs its
   code: whoever writes the spec permits that, but a factory that a bundle names must be on an allow-list
-  (:func:`psc_core.network.backbone.rebuild_backbone`).
+  (:func:`psc_core.network.cut.rebuild_backbone`).
 
 torchvision's networks accept two more model arguments: ``in_channels`` replaces the first convolution, and
 ``stem="small"`` adapts ResNets (3×3 stride-1 first convolution, no max-pooling) and VGGs (no last max-pooling, global
-average pooling, one linear layer) to 28- and 32-pixel images.  All other arguments go to the builder.
+average pooling, one linear layer) to 28- and 32-pixel images.  All other arguments go to the builder.  Each library is
+imported only when one of its networks is built; torchvision alone takes as long to import as torch.
+
+What takes seconds to find out about a network, its export and the fastest backend for it, is cached in the user's cache
+folder (``$XDG_CACHE_HOME/psc``, else ``~/.cache/psc``), which may be deleted at any time and need not be writable.
 """
 
 from __future__ import annotations
@@ -37,7 +32,6 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, Final
@@ -48,7 +42,7 @@ from torch import Tensor, nn
 from psc_core.compute import own_state
 from psc_core.errors import NetworkError, hint, imported, needs
 from psc_core.network import described as hugging_face
-from psc_core.network.described import Described, describe
+from psc_core.network.described import NetworkSpec, describe
 from psc_core.network.onnx import PACKAGES, OnnxNetwork, open_onnx
 from psc_core.network.weights import load_weights, read_weights
 from psc_core.version import __version__
@@ -107,8 +101,8 @@ def _set_in_channels(net: nn.Module, in_channels: int) -> None:
         setattr(net.get_submodule(parent), attribute, first)
 
 
+# Arguments of timm that load files and may unpickle or download them.
 _TIMM_FILES: Final = {"checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}
-"""Arguments of timm that load files and may unpickle or download them."""
 
 
 def from_timm(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.Module:
@@ -232,47 +226,18 @@ def write_checked(file: Path, content: bytes) -> None:
                 Path(part.name).unlink()
 
 
-ONNX: Final = "onnx:"
-"""Prefix of the spec of a network in an ONNX file."""
+ONNX: Final = "onnx:"  # prefix of the spec of a network in an ONNX file
+# Name of the attribute of a loaded network that holds its :class:`NetworkSpec`, from which a bundle rebuilds it.
+SPEC: Final = "psc_spec"
 
-RECIPE: Final = "psc_recipe"
-"""Name of the attribute of a loaded network that holds its :class:`Recipe`, from which a bundle rebuilds it."""
-
+# Name of the attribute of a loaded network that says how its weights were found in their file.
 NOTES: Final = "psc_weights_notes"
-"""Name of the attribute of a loaded network that says how its weights were found in their file."""
 
+# The reason why a network has no spec, for messages.
 BUILT_BY_HAND: Final = "no name builds this network again; a bundle holds it as an ONNX graph"
-"""The reason why a network has no recipe, for messages."""
 
-MAX_WEIGHTS: Final = 1 << 31
-"""Maximum number of weights of a network in a bundle (8 GiB in float32)."""
-
-MAX_MODULES: Final = 1 << 15
-"""Maximum number of modules of a network in a bundle."""
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """The instructions to build a network without its weights; ``model_args`` of the builder are JSON types.
-
-    Raises:
-        NetworkError: If the spec has no family or no name.
-    """
-
-    spec: str
-    num_classes: int
-    model_args: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        source, _, name = self.spec.partition(":")
-        if not source or not name:
-            families = ", ".join(f"{family}:NAME" for family in BUILDERS)
-            raise NetworkError(f"expected {families} or package.module:factory, got {self.spec!r}")
-
-    @property
-    def is_factory(self) -> bool:
-        """True if building imports code other than torchvision's and timm's."""
-        return self.spec.partition(":")[0] not in BUILDERS
+MAX_WEIGHTS: Final = 1 << 31  # maximum number of weights of a network in a bundle (8 GiB in float32)
+MAX_MODULES: Final = 1 << 15  # maximum number of modules of a network in a bundle
 
 
 @own_state()
@@ -305,94 +270,58 @@ def load_network(
         torch.Size([2, 10])
     """
     file = None if weights is None else Path(weights)
-    if spec.startswith(ONNX):
-        return _open_onnx(spec, file, model_args or {})
-    described = describe(spec)
-    return load_described(described, recipe_for(spec, described, num_classes, model_args or {}), file)
-
-
-def recipe_for(spec: str, described: Described, num_classes: int | None, model_args: Mapping[str, Any]) -> Recipe:
-    """Return the recipe of the network of a spec, from its description and what the caller adds to it.
-
-    Raises:
-        NetworkError: If neither says the number of classes, they say different ones, or it is below 1.
-    """
-    if num_classes is not None and num_classes < 1:
-        raise NetworkError(f"expected num_classes of at least 1, got {num_classes}")
-    outputs = num_classes or described.outputs
-    if outputs is None:
-        raise NetworkError(f"{spec} does not say its number of classes; give num_classes")
-    if described.outputs not in (None, outputs):
-        raise NetworkError(
-            f"{spec} is for {described.outputs} classes, the data has {outputs}; use the data that the network was "
-            "trained on"
-        )
-    return Recipe(described.spec or spec, outputs, {**described.model_args, **model_args})
+    found = NetworkSpec(spec) if spec.startswith(ONNX) else describe(spec)
+    return load_described(found.with_arguments(num_classes, model_args or {}), file)
 
 
 @own_state()
-def load_described(described: Described, recipe: Recipe, weights: Path | None) -> nn.Module:
-    """Load the network of a recipe from :func:`recipe_for`, in evaluation mode.
-
-    Args:
-        described: The description that the network gives of itself.
-        recipe: How it is built.
-        weights: Checkpoint; None for the weights that lie beside the description.
-
-    Raises:
-        NetworkError: If :func:`load_network` would raise it.
-    """
-    if recipe.spec.startswith(ONNX):
-        return _open_onnx(recipe.spec, weights, recipe.model_args)
-    if described.folder is not None and not described.spec:
-        if recipe.model_args:
-            raise NetworkError(f"{recipe.spec} has its own arguments; leave out {', '.join(recipe.model_args)}")
-        classifier = hugging_face.load(described.folder)
+def load_described(spec: NetworkSpec, weights: Path | None) -> nn.Module:
+    """Load a network, in evaluation mode, with the weights of a checkpoint; None for those beside its description."""
+    if spec.spec.startswith(ONNX):
+        if weights is not None or spec.model_args:
+            raise NetworkError(f"{spec.spec} holds its own weights and settings; leave out weights and model arguments")
+        return open_onnx(Path(spec.spec.removeprefix(ONNX)).expanduser())
+    if spec.folder is not None and spec.is_of_transformers:
+        if spec.model_args:
+            raise NetworkError(f"{spec.spec} has its own arguments; leave out {', '.join(spec.model_args)}")
+        classifier = hugging_face.load(spec.folder)
         if weights is not None:
-            setattr(classifier, NOTES, _read_into(classifier.model, weights, recipe.num_classes))
+            setattr(classifier, NOTES, _read_into(classifier.model, weights, spec.num_classes))
         return classifier
-    net = build(recipe)
-    for file in described.weights if weights is None else (weights,):
-        setattr(net, NOTES, _read_into(net, file, recipe.num_classes))
+    net = build(spec)
+    for file in spec.weights if weights is None else (weights,):
+        setattr(net, NOTES, _read_into(net, file, spec.num_classes))
     return net
 
 
-def _open_onnx(spec: str, weights: Path | None, model_args: Mapping[str, Any]) -> nn.Module:
-    if weights is not None or model_args:
-        raise NetworkError(f"{spec} holds its own weights and settings; leave out weights and model arguments")
-    return open_onnx(Path(spec.removeprefix(ONNX)).expanduser())
-
-
-def _read_into(net: nn.Module, file: Path, outputs: int) -> tuple[str, ...]:
+def _read_into(net: nn.Module, file: Path, outputs: int | None) -> tuple[str, ...]:
     """Copy the weights in a file into ``net``, and return notes on how they were found."""
     read = read_weights(file, net.state_dict())
     load_weights(net, read.tensors, num_classes=outputs, origin=read.origin)
     return read.notes
 
 
-def build(recipe: Recipe) -> nn.Module:
-    """Build a network without its weights, and read no folder, because somebody else may have written the recipe.
-
-    Raises:
-        NetworkError: If the spec is unknown, the factory cannot be imported, or arguments are invalid.
-    """
-    if recipe.is_factory:
-        net = from_factory(recipe.spec, recipe.num_classes, recipe.model_args)
+def build(spec: NetworkSpec) -> nn.Module:
+    """Build a network without its weights, and read no folder, because somebody else may have written the spec."""
+    if spec.num_classes is None:
+        raise NetworkError(f"{spec.spec} does not say its number of classes; give num_classes")
+    if spec.is_factory:
+        net = from_factory(spec.spec, spec.num_classes, spec.model_args)
     else:
-        family, _, name = recipe.spec.partition(":")
-        net = BUILDERS[family](name, recipe.num_classes, recipe.model_args)
-    setattr(net, RECIPE, recipe)
+        family, _, name = spec.spec.partition(":")
+        net = BUILDERS[family](name, spec.num_classes, spec.model_args)
+    setattr(net, SPEC, NetworkSpec(spec.spec, spec.num_classes, spec.model_args))
     return net.eval()
 
 
-def recipe_of(net: nn.Module) -> Recipe | None:
-    """Return the recipe of a network from :func:`load_network`; None for a network built by hand."""
-    return getattr(net, RECIPE, None)
+def spec_of(net: nn.Module) -> NetworkSpec | None:
+    """Return the spec from which a bundle builds a network again; None for a network built by hand."""
+    return getattr(net, SPEC, None)
 
 
-def forget_recipe(net: nn.Module) -> None:
-    """Remove the recipe of a network, so that a bundle stores it as an ONNX graph."""
-    setattr(net, RECIPE, None)
+def forget_spec(net: nn.Module) -> None:
+    """Remove the spec of a network, so that a bundle stores it as an ONNX graph."""
+    setattr(net, SPEC, None)
 
 
 def notes_of(net: nn.Module) -> tuple[str, ...]:
@@ -401,18 +330,15 @@ def notes_of(net: nn.Module) -> tuple[str, ...]:
 
 
 @contextmanager
-def bounded_size(recipe: Recipe) -> Iterator[None]:
-    """Limit the size of networks built in this context, for untrusted recipes.
+def bounded_size(spec: NetworkSpec) -> Iterator[None]:
+    """Limit the size of networks built in this context, for untrusted specs.
 
     Networks of torchvision and timm are first built without memory (on torch's ``meta`` device), so that a network of
     terabytes is rejected before any of it exists.  Then, and for factories, weights are counted as they are registered.
-
-    Raises:
-        NetworkError: If there are more than :data:`MAX_WEIGHTS` weights or :data:`MAX_MODULES` modules.
     """
-    if not recipe.is_factory:
+    if not spec.is_factory:
         with _counting(), suppress(RuntimeError), torch.device("meta"):  # some builders cannot run on it
-            build(recipe)
+            build(spec)
     with _counting():
         yield
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 PACKAGES: Final = ("onnx", "onnxscript", "onnxruntime")
+# True if networks can be exported to ONNX and run; a folder that an uninstalled package left has no origin.
 INSTALLED: Final = all((spec := importlib.util.find_spec(name)) and spec.origin for name in PACKAGES)
-"""True if networks can be exported to ONNX and run; a folder that an uninstalled package left has no origin."""
 
 
 _CONVOLUTIONS: Final = frozenset({"Conv", "ConvInteger", "QLinearConv"})
@@ -82,8 +82,8 @@ def _operations(node: NodeProto, sizes: Mapping[str, tuple[int, Shape]], weights
     return max((math.prod(shape(name)) for name in (*node.input, *node.output) if name), default=0)
 
 
+# Maximum number of sessions, each with its own copy of the weights: a service runs small batches on fewer threads.
 MAX_SESSIONS: Final = 2
-"""Maximum number of sessions, each with its own copy of the weights: a service runs small batches on fewer threads."""
 
 _PROVIDERS: Final = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
@@ -117,11 +117,7 @@ class OnnxBody(nn.Module):
         self._sessions, self._starting = {}, threading.Lock()  # neither can be copied
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the outputs for a batch, on the device of ``x``.
-
-        Raises:
-            NetworkError: If ONNX Runtime cannot compute them, or is not installed for this device.
-        """
+        """Return the outputs for a batch, on the device of ``x``."""
         session = self._session()
         if not len(x):
             return tuple(x.new_empty((0, *output.shape[1:]), dtype=torch.float32) for output in session.get_outputs())
@@ -195,8 +191,7 @@ def _start(model: bytes, device: torch.device, threads: int) -> Any:
 
 Size = tuple[int, int, int]
 
-_APART = 1e-4
-"""Maximum difference between images computed in a batch and alone, relative to the largest value."""
+_APART = 1e-4  # maximum difference between images computed in a batch and alone, relative to the largest value
 
 
 @dataclass(frozen=True)
@@ -222,11 +217,7 @@ class OnnxNetwork(LayeredNetwork):
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits, even if the network ends in a softmax.
-
-        Raises:
-            NetworkError: If the network is for images of another size.
-        """
+        """Return the logits, even if the network ends in a softmax."""
         logits: Tensor = self._of_size(_size(x)).logits.to(x.device)(x)[0]
         return logits
 
@@ -235,11 +226,7 @@ class OnnxNetwork(LayeredNetwork):
         return self._of_size(_size(trial)).graph.layers(granularity)
 
     def cut(self, layers: Sequence[str], trial: Tensor, *, keep_output: bool) -> OnnxBody:
-        """Cut the network after ``layers``: the result returns canonical features of each layer, then the logits.
-
-        Raises:
-            NetworkError: If a layer is not in the graph or has no features.
-        """
+        """Cut the network after ``layers``: the result returns canonical features of each layer, then the logits."""
         sized = self._of_size(_size(trial))
         found = []
         for name in layers:
@@ -329,11 +316,7 @@ def _size(x: Tensor) -> Size:
 
 
 def open_onnx(path: Path) -> OnnxNetwork:
-    """Read a classifier from an ONNX file.
-
-    Raises:
-        NetworkError: If :mod:`.model` refuses the file, or it is not a network of one image input.
-    """
+    """Read a classifier from an ONNX file."""
     return OnnxNetwork(with_one_input(read_onnx(path), path.name), path.name)
 
 
@@ -344,13 +327,7 @@ _FLOAT: Final = 1
 def restore_body(data: bytes, size: Size, *, outputs: int) -> OnnxBody:
     """Check a stored graph and prepare to run it, without computing anything.
 
-    Args:
-        data: The content of the file.
-        size: (channels, height, width) of the images.
-        outputs: The number of layers, plus one if the logits are kept.
-
-    Raises:
-        NetworkError: If :mod:`.model` refuses the graph, or its inputs or outputs are not those of a bundle.
+    ``outputs`` is the number of layers, plus one if the logits are kept.
     """
     model = parse_model(data, _ORIGIN)
     check_model(model, _ORIGIN)

@@ -1,19 +1,15 @@
-"""Walk the fields of a serialized Protocol Buffers message without parsing it.
+"""Read an untrusted ONNX model, and refuse it if it could do more than compute a network.
+
+A model passes if its operators are standard ones, without random numbers, subgraphs, functions, sequences, texts or
+sizes that depend on values; if all its constants are in the file or in a file beside it; and if every tensor has a
+bounded size that is known beforehand.
 
 The cost of parsing depends on the number of fields, not on the number of bytes: two bytes can encode an empty message
 that takes a hundred bytes as an object.  So the fields of an untrusted message are counted before it is parsed.
 
-Read an untrusted ONNX model, and refuse it if it could do more than compute a network.
-
-A model passes if its operators are standard ones, without random numbers, subgraphs, functions, sequences, texts or
-sizes that depend on values; if all its constants are in the file or in a file beside it; and if every tensor has a
-bounded size that is known beforehand (:mod:`.sizes`).
-
-Find the size of each tensor of an untrusted ONNX graph before anything is computed.
-
-Operations are visited one by one, in order: ``onnx`` infers each shape from those before it, so tensors that grow out
-of each other stop at the first that is too large, and no operation costs more than itself.  Only the few integers that
-determine sizes are computed; ``onnx`` could propagate them too, but without a limit on their number.
+Sizes are found operation by operation, in order: ``onnx`` infers each shape from those before it, so tensors that grow
+out of each other stop at the first that is too large, and no operation costs more than itself.  Only the few integers
+that determine sizes are computed; ``onnx`` could propagate them too, but without a limit on their number.
 """
 
 from __future__ import annotations
@@ -35,8 +31,7 @@ if TYPE_CHECKING:
 
 
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
-GROUPS: Final = (3, 4)
-"""The wire types that begin and end a group."""
+GROUPS: Final = (3, 4)  # the wire types that begin and end a group
 
 
 def fields(body: memoryview) -> Iterator[tuple[int, int, memoryview]]:
@@ -72,23 +67,15 @@ def _varint(body: memoryview, at: int) -> tuple[int, int]:
     return value, len(body)
 
 
-MAX_FILE_BYTES: Final = (1 << 31) - 1
-"""Maximum size of a model in bytes, the limit of the format."""
-
-MAX_NODES: Final = 1 << 16
-"""Maximum number of operations."""
-
+MAX_FILE_BYTES: Final = (1 << 31) - 1  # maximum size of a model in bytes, the limit of the format
+MAX_NODES: Final = 1 << 16  # maximum number of operations
+# Maximum number of fields in the file at all levels; a parsed field takes a hundred bytes and more.
 MAX_FIELDS: Final = 1 << 20
-"""Maximum number of fields in the file at all levels; a parsed field takes a hundred bytes and more."""
 
-MAX_DEPTH: Final = 32
-"""Maximum nesting of messages; a model without graphs inside operations has seven levels."""
-
-MIN_OPSET: Final = 7
-"""The oldest supported version of the operators."""
-
+MAX_DEPTH: Final = 32  # maximum nesting of messages; a model without graphs inside operations has seven levels
+MIN_OPSET: Final = 7  # the oldest supported version of the operators
+# Maximum number of axes of a tensor; without a limit a graph could double the number again and again.
 MAX_AXES: Final = 32
-"""Maximum number of axes of a tensor; without a limit a graph could double the number again and again."""
 
 _NOT_REPEATABLE: Final = "Bernoulli Multinomial RandomNormal RandomNormalLike RandomUniform RandomUniformLike"
 _SIZED_BY_VALUES: Final = "Compress NonMaxSuppression NonZero Unique"
@@ -101,11 +88,7 @@ _REFUSED: Final = frozenset(f"{_NOT_REPEATABLE} {_SIZED_BY_VALUES} {_NOT_OF_TENS
 
 
 def read_onnx(path: Path) -> ModelProto:
-    """Read an ONNX file that the user names, with the constants in the files beside it.
-
-    Raises:
-        NetworkError: If the file cannot be read, or :func:`check_model` refuses it.
-    """
+    """Read an ONNX file that the user names, with the constants in the files beside it."""
     model = parse_model(_read(path), str(path))
     folder = path.parent.resolve()
     for tensor in _tensors(model):
@@ -116,22 +99,14 @@ def read_onnx(path: Path) -> ModelProto:
 
 
 def files_of_model(path: Path) -> tuple[Path, ...]:
-    """Return the files of a model: the ONNX file and the files beside it that hold constants.
-
-    Raises:
-        NetworkError: If the file is not an ONNX file, or a constant lies in a file elsewhere.
-    """
+    """Return the files of a model: the ONNX file and the files beside it that hold constants."""
     model, folder = parse_model(_read(path), str(path)), path.parent.resolve()
     outside = [tensor for tensor in _tensors(model) if tensor.data_location == tensor.EXTERNAL]
     return (path, *sorted({_place(tensor, folder, str(path)) for tensor in outside}))
 
 
 def parse_model(data: bytes, origin: str) -> ModelProto:
-    """Parse a serialized model; ``origin`` names it in messages.
-
-    Raises:
-        NetworkError: If it is not a model, has too many fields, or onnx is not installed.
-    """
+    """Parse a serialized model; ``origin`` names it in messages."""
     model: ModelProto = needs(origin, "onnx", "onnx", error=NetworkError).ModelProto()
     if sum(1 for _ in islice(_fields(memoryview(data), model.DESCRIPTOR, origin), MAX_FIELDS + 1)) > MAX_FIELDS:
         raise NetworkError(f"{origin}: expected at most {MAX_FIELDS} fields, got more; export a smaller network")
@@ -156,11 +131,7 @@ def _fields(body: memoryview, message: Any, origin: str, depth: int = 0) -> Iter
 
 
 def check_model(model: ModelProto, origin: str) -> None:
-    """Refuse a model with anything but ONNX's standard operators on tensors and constants inside the file.
-
-    Raises:
-        NetworkError: If it is refused; the message names the operation or the tensor.
-    """
+    """Refuse a model with anything but ONNX's standard operators on tensors and constants inside the file."""
     import onnx
 
     foreign = {node.domain for node in model.graph.node} - {"", "ai.onnx"} or {each.name for each in model.functions}
@@ -321,23 +292,17 @@ def first_line(error: Exception) -> str:
 
 Shape = tuple[int, ...]
 
-BATCH: Final = 2
-"""The number of images for which sizes are found; two tell the batch axis from an axis of length one."""
-
-MAX_ELEMENTS: Final = 1 << 28
-"""Maximum number of elements of a tensor for a batch of two images."""
-
-MAX_FOLDED: Final = 1 << 10
-"""Maximum number of integers in a tensor that determines sizes."""
-
+BATCH: Final = 2  # the number of images for which sizes are found; two tell the batch axis from an axis of length one
+MAX_ELEMENTS: Final = 1 << 28  # maximum number of elements of a tensor for a batch of two images
+MAX_FOLDED: Final = 1 << 10  # maximum number of integers in a tensor that determines sizes
 _ON_SIZES: Final = (
     "Add Cast Concat Constant ConstantOfShape Div Gather Mul Range Reshape Slice Squeeze Sub Transpose Unsqueeze"
 )
+# The operators on sizes that are computed, to know the shapes that depend on them.
 _FOLDED: Final = frozenset(_ON_SIZES.split())
-"""The operators on sizes that are computed, to know the shapes that depend on them."""
 
+# Maximum of the numbers of a range, because ``onnx`` and NumPy miscount its length when they overflow.
 _MAX_BOUND: Final = 1 << 61
-"""Maximum of the numbers of a range, because ``onnx`` and NumPy miscount its length when they overflow."""
 
 _FLOAT, _INT32, _INT64 = 1, 6, 7
 _INTEGERS: Final = (_INT32, _INT64)
@@ -347,10 +312,6 @@ def sizes_of(model: ModelProto, origin: str) -> dict[str, tuple[int, Shape]]:
     """Return the element type and shape of the input and of each computed tensor, for a batch of two images.
 
     The model has one input (batch, …), of which every size but the batch is known.
-
-    Raises:
-        NetworkError: If a size is unknown before computing or above :data:`MAX_ELEMENTS`, or there are more than
-            :data:`.MAX_AXES` axes.
     """
     given = model.graph.input[0]
     sides = [axis.dim_value if axis.HasField("dim_value") else -1 for axis in given.type.tensor_type.shape.dim]

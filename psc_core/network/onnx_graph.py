@@ -1,4 +1,4 @@
-"""Find the layers and the logits of an ONNX graph.
+"""Find the layers and the logits of an ONNX graph, rewrite it into the form that PSC runs, and cut it after its layers.
 
 A layer is a tensor that the graph computes, named as in the file.  ``operations`` lists the outputs of convolutions,
 poolings and products with weights, as in the paper; in a graph with attention, whose products lie inside blocks, it
@@ -9,11 +9,9 @@ features.
 Operations follow those whose outputs they read, as the format demands, so every property of the tensors is found in one
 pass from first to last: the graph may be hostile, and may have 65,536 operations.
 
-Rewrite an ONNX graph into the form that PSC runs, and cut it after its layers.
-
-The input is float32 (batch, channels, height, width), with any number of images if the graph allows it.  A cut graph
-has one output for each layer, of the canonical shape (batch, channels, positions), followed by the logits if they are
-kept.
+The input of a rewritten graph is float32 (batch, channels, height, width), with any number of images if the graph
+allows it.  A cut graph has one output for each layer, of the canonical shape (batch, channels, positions), followed by
+the logits if they are kept.
 """
 
 from __future__ import annotations
@@ -38,21 +36,15 @@ if TYPE_CHECKING:
 _CONVOLUTIONS: Final = frozenset({"Conv", "ConvInteger", "ConvTranspose", "DeformConv", "QLinearConv"})
 _PRODUCTS: Final = frozenset({"Gemm", "MatMul", "MatMulInteger", "QLinearMatMul"})
 _POOLINGS: Final = frozenset({"AveragePool", "GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool", "LpPool", "MaxPool"})
+# The operators that keep the values of a tensor, up to shape and rounding.
 _SAME: Final = frozenset({"Cast", "DequantizeLinear", "Dropout", "Flatten", "Identity", "QuantizeLinear", "Reshape",
                           "Squeeze", "Unsqueeze"})  # fmt: skip
-"""The operators that keep the values of a tensor, up to shape and rounding."""
 
 _FLOATS: Final = (1, 10, 11, 16)  # FLOAT, FLOAT16, DOUBLE, BFLOAT16
 
 
 class Graph:
-    """The operations of a model, and the tensors that they read and write.
-
-    Args:
-        model: A model with one input and one output; see :mod:`.rewrite`.
-        sizes: The sizes of its tensors, from :func:`psc_core.network.onnx_check.sizes_of`.
-        batch: The number of images for which these sizes hold.
-    """
+    """The operations of a model, and the tensors that they read and write."""
 
     def __init__(self, model: ModelProto, sizes: Mapping[str, tuple[int, Shape]], batch: int = BATCH) -> None:
         self.nodes = tuple(model.graph.node)
@@ -91,11 +83,7 @@ class Graph:
             (name,) = computed
 
     def layers(self, granularity: str) -> list[LayerInfo]:
-        """List the layers in the order of the graph; see the module docstring.
-
-        Raises:
-            NetworkError: If there are none.
-        """
+        """List the layers in the order of the graph; see the module docstring."""
         layers = [layer for name in self._names(granularity) if (layer := self.layer(name)) is not None]
         if not layers:
             raise NetworkError(f"the graph has no layers of granularity {granularity!r}; use another one")
@@ -245,24 +233,16 @@ def _gives_channels_last(node: NodeProto) -> bool | None:
     return order == [0, 2, 3, 1] if is_between else None
 
 
-INPUT_NAME: Final = "images"
-"""The name of the input of a rewritten graph."""
-
-ANY: Final = "batch"
-"""The name of the batch axis if it may have any length."""
-
+INPUT_NAME: Final = "images"  # the name of the input of a rewritten graph
+ANY: Final = "batch"  # the name of the batch axis if it may have any length
 _CHANNELS: Final = (1, 3)
-_PSC: Final = "psc:"
-"""The prefix of the names of added tensors."""
+_PSC: Final = "psc:"  # the prefix of the names of added tensors
 
 
 def with_one_input(model: ModelProto, origin: str) -> ModelProto:
     """Return a model whose only input is ``images``, float32 (batch, channels, height, width).
 
     An input of another dtype is converted, an input with its channels last is transposed.
-
-    Raises:
-        NetworkError: If there are several inputs, or the input is not a batch of images.
     """
     import onnx
     from onnx import helper
@@ -302,11 +282,7 @@ def with_one_input(model: ModelProto, origin: str) -> ModelProto:
 
 
 def with_size(model: ModelProto, size: tuple[int, int, int], origin: str) -> ModelProto:
-    """Return a model for images of one size (channels, height, width).
-
-    Raises:
-        NetworkError: If the model is for another size.
-    """
+    """Return a model for images of one size (channels, height, width)."""
     model = _copy(model)
     axes = model.graph.input[0].type.tensor_type.shape.dim
     given = tuple(_side(axis) for axis in axes)[1:]

@@ -24,29 +24,27 @@ from psc_core.images.preprocess import Inputs, Preprocess
 from psc_core.network.layers import INPUT_SUFFIX, value_of
 
 if TYPE_CHECKING:
-    from psc_core.network.backbone import Backbone
+    from psc_core.network.cut import Backbone
 
+# An image of noise, a black, a white and a grey one, and more noise; see :func:`trial_images`.
 TrialImages = Float[Tensor, "5 channels height width"]
-"""An image of noise, a black, a white and a grey one, and more noise; see :func:`trial_images`."""
 
+# Takes each value that a network computes, with the name of the layer, "" for the output.
 See = Callable[[str, Tensor], None]
-"""Takes each value that a network computes, with the name of the layer, "" for the output."""
 
-_PROBABILITIES = 1e-3
-"""Maximum distance from 1 of the sum of an image's outputs that are taken for probabilities."""
-
+_PROBABILITIES = 1e-3  # maximum distance from 1 of the sum of an image's outputs that are taken for probabilities
+# Maximum difference between two passes of one image, relative to the largest value; GPU kernels may vary.
 _REPEATABLE = 1e-3
-"""Maximum difference between two passes of one image, relative to the largest value; GPU kernels may vary."""
 
+# Maximum difference between a value of an image among some and among other images, relative to the largest value.
 _AMONG_OTHERS: Final = 1e-5
-"""Maximum difference between a value of an image among some and among other images, relative to the largest value."""
 
+# Maximum difference between an image's output alone and in a batch, relative to the largest, by the coarsest type of
+# the network's values: deep networks accumulate tens of roundings, TF32's among them.
 _ALONE: Final = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Maximum difference between an image's output alone and in a batch, relative to the largest, by the coarsest type of
-the network's values: deep networks accumulate tens of roundings, TF32's among them."""
 
+# Maximum number of values of a layer that are compared, so that the largest networks fit into memory.
 _READ: Final = 4096
-"""Maximum number of values of a layer that are compared, so that the largest networks fit into memory."""
 
 _CONSTANT: Final = ("black", "white", "uniformly grey")
 
@@ -63,12 +61,7 @@ def trial_images(preprocess: Preprocess) -> TrialImages:
 
 @torch.inference_mode()
 def check_output(net: nn.Module, trial: Inputs, outputs: int, *, name: str) -> None:
-    """Run ``net`` on one image before any data is read, and check that its outputs are (1, ``outputs``) and finite.
-
-    Raises:
-        NetworkError: If they are not, differ between two passes, or the network cannot run; the message has its
-            ``name``.
-    """
+    """Run ``net`` on one image before any data is read, and check that its outputs are (1, ``outputs``) and finite."""
     try:
         first, second = net(trial.clone()), net(trial.clone())  # A network may change its input in place.
     except NetworkError:
@@ -131,9 +124,6 @@ def check_images(net: nn.Module, images: TrialImages, *, name: str) -> None:
     finite for uniform images.
 
     Puts ``net`` in evaluation mode.
-
-    Raises:
-        NetworkError: If not; the message names the first layer that differs, or the kind of image.
     """
     outputs: list[Any] = []
     try:
@@ -172,9 +162,8 @@ def dependence(place: str) -> str:
 def first_dependent(run: Callable[[Inputs, See], None], images: TrialImages) -> str | None:
     """Return the name of the first value of an image that depends on the other images; None if none does.
 
-    Args:
-        run: Computes a batch of images and shows each value, in order, those of the output last.
-        images: The trial images; the first is compared, among the others.
+    ``run`` computes a batch and shows each value, in order, those of the output last; the first image is compared,
+    among the others.
     """
     image, black, white, grey, noise = torch.split(images, 1)
     shapes: dict[tuple[str, int], torch.Size] = {}
@@ -284,11 +273,7 @@ def _apart(first: Tensor, second: Tensor, scale: Tensor | None = None) -> float:
 
 
 def check_network_output(backbone: Backbone, trial: Inputs, outputs: int, *, name: str) -> None:
-    """Check that a backbone keeps as many logits as are to be predicted for the data set ``name``.
-
-    Raises:
-        UsageError: If it keeps another number of logits, or none.
-    """
+    """Check that a backbone keeps as many logits as are to be predicted for the data set ``name``."""
     if (width := output_width(backbone, trial)) != outputs:
         raise UsageError(
             f"expected a network of {outputs} output{'s' * (outputs > 1)} for {name}, got {width}; use the data it was "

@@ -1,4 +1,4 @@
-"""Read a checkpoint file of any training framework, without running anything that it names.
+"""Find a network's tensors in a checkpoint of any training framework, without running anything that the file names.
 
 =====================  ===========================================================================================
 safetensors            memory-mapped tensors
@@ -10,8 +10,6 @@ The format is found from the content, because suffixes vary.  Besides tensors a 
 class, such as settings, metrics and an optimizer; ``weights_only`` would refuse the whole file because of one of them,
 so each becomes an empty stand-in.  ``weights_only`` can fill only plain dictionaries and lists, so these replace the
 classes whose objects the pickle fills: subclasses of both, ``defaultdict``, ``deque``.
-
-Find a network's tensors in a checkpoint, and copy them into the network.
 
 A checkpoint holds more than a state dict, and its names say where the network was in the trained module.  So every
 dictionary with tensors, at most two levels deep, is searched with every prefix of its names that ends in a dot: the
@@ -44,32 +42,27 @@ from torch import Tensor, nn
 
 from psc_core.errors import NetworkError, listed, shortened
 
+# The usual suffixes of checkpoints, for messages.
 KNOWN_SUFFIXES: Final = ".safetensors, .pth, .pt, .bin, .ckpt, or the .index.json of several files"
-"""The usual suffixes of checkpoints, for messages."""
 
-INDEX: Final = ".index.json"
-"""The suffix of a file that names other files, which hold the tensors."""
-
+INDEX: Final = ".index.json"  # the suffix of a file that names other files, which hold the tensors
+# Maximum size of an index or of the pickle besides the tensors, which are parsed as a whole, in bytes.
 MAX_TEXT: Final = 64 << 20
-"""Maximum size of an index or of the pickle besides the tensors, which are parsed as a whole, in bytes."""
 
 _SHOWN_NAMES: Final = 3
 
-MAX_CLASSES: Final = 1000
-"""Maximum number of classes for which a stand-in is made."""
-
+MAX_CLASSES: Final = 1000  # maximum number of classes for which a stand-in is made
+# The first bytes of files that ``torch.save`` wrote before it wrote zip archives.
 _OLDER_FORM: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""The first bytes of files that ``torch.save`` wrote before it wrote zip archives."""
 
-_HEAD: Final = 512
-"""The number of first bytes that tell what a file is."""
-
+_HEAD: Final = 512  # the number of first bytes that tell what a file is
 _UNPACK: Final = "is compressed; unpack it, and give the file of weights in it"
 _NUMPY: Final = (
     "holds arrays of NumPy; save them as torch.save({name: torch.from_numpy(array) for name, array in arrays.items()}, "
     '"net.pth")'
 )
 
+# What files are that are taken for checkpoints, and what to do, by their first bytes.
 _OTHER_FORMATS: Final[Mapping[bytes, str]] = {
     b"version https://git-lfs": "is a pointer of Git LFS in place of the file; fetch the file with git lfs pull",
     b"<": "is a web page, so its download failed or needs a login; download the file again",
@@ -83,30 +76,23 @@ _OTHER_FORMATS: Final[Mapping[bytes, str]] = {
     b"7z\xbc\xaf": _UNPACK,
     b"\x28\xb5\x2f\xfd": _UNPACK,
 }
-"""What files are that are taken for checkpoints, and what to do, by their first bytes."""
 
+# How the names of those classes and functions begin that a state dict of tensors needs too.
 _HARMLESS: Final = ("collections.OrderedDict", "torch._utils.", "torch.storage.", "torch.serialization.", "builtins.")
-"""How the names of those classes and functions begin that a state dict of tensors needs too."""
 
-_READ_PROTOCOL: Final = 3
-"""The newest pickle protocol that ``weights_only`` can read."""
-
+_READ_PROTOCOL: Final = 3  # the newest pickle protocol that ``weights_only`` can read
+# The number of pickles before the object's in that older form: a magic number, a version, the machine.
 _BEFORE: Final = 3
-"""The number of pickles before the object's in that older form: a magic number, a version, the machine."""
 
+# The pickle instructions that fill an object, and the plain class that replaces the object's class.
 _FILLS: Final = {"SETITEM": OrderedDict, "SETITEMS": OrderedDict, "APPEND": list, "APPENDS": list}
-"""The pickle instructions that fill an object, and the plain class that replaces the object's class."""
 
+# The pickle instructions whose result has the class that is their first operand, or the class of that operand.
 _KEEPS: Final = frozenset({*_FILLS, "BUILD", "REDUCE", "NEWOBJ"})
-"""The pickle instructions whose result has the class that is their first operand, or the class of that operand."""
 
 
 def read_checkpoint(path: Path) -> Any:
-    """Return the content of a checkpoint, with its tensors on the CPU.
-
-    Raises:
-        NetworkError: If the file is missing, damaged, of an unknown format, or only code can load it.
-    """
+    """Return the content of a checkpoint, with its tensors on the CPU."""
     _check_regular(path)
     if path.name.endswith(INDEX):
         return _read_parts(path)
@@ -153,11 +139,7 @@ def _other_format(path: Path, head: bytes) -> NetworkError:
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files of a checkpoint: the file itself, and if it is an index the files that it names.
-
-    Raises:
-        NetworkError: If an index cannot be read.
-    """
+    """Return the files of a checkpoint: the file itself, and if it is an index the files that it names."""
     return [path, *sorted(set(_read_index(path).values()))] if path.name.endswith(INDEX) else [path]
 
 
@@ -458,11 +440,7 @@ class _Place:
 
 
 def read_weights(path: Path, wanted: Mapping[str, Tensor]) -> Weights:
-    """Read the tensors of a network from a checkpoint; ``wanted`` is the network's state dict.
-
-    Raises:
-        NetworkError: If the file is missing, cannot be read without running its code, or has no tensors by name.
-    """
+    """Read the tensors of a network from a checkpoint; ``wanted`` is the network's state dict."""
     checkpoint = read_checkpoint(path)
     places = [place for at, held in _dictionaries(checkpoint).items() for place in _places(at, held, wanted)]
     needed = sum(not name.endswith(_COUNTER) for name in wanted)
@@ -480,14 +458,11 @@ def read_weights(path: Path, wanted: Mapping[str, Tensor]) -> Weights:
     return Weights(tensors, origin, (*notes, *_conversions(tensors, wanted)))
 
 
-def load_weights(net: nn.Module, state: Mapping[str, Tensor], *, num_classes: int, origin: str) -> None:
+def load_weights(net: nn.Module, state: Mapping[str, Tensor], *, num_classes: int | None, origin: str) -> None:
     """Copy ``state`` into ``net``, converted to the network's dtypes.
 
     Batch counters (``num_batches_tracked``) may be missing, because evaluation does not read them.  The number of
     classes of the data and the ``origin`` of the tensors are for messages.
-
-    Raises:
-        NetworkError: If tensors are missing, unexpected, not finite, or of the wrong shape or dtype.
     """
     wanted = net.state_dict()
     missing = [key for key in wanted if key not in state and not key.endswith(_COUNTER)]

@@ -1,36 +1,13 @@
-"""Symmetric eigenproblems and covariances in float64, shared by all fits.
+"""Float64 linear algebra on matrices read in blocks: eigenproblems, covariances, moments, R² and tails.
 
-Symbols: ``n`` rows, ``d`` columns of a feature matrix; ``C`` a ``d × d`` covariance; ``λ, U`` its
-eigenvalues and eigenvectors, ``C = U diag(λ) Uᵀ``.
+Symbols: ``n`` rows, ``d`` columns of a feature matrix; ``C`` a ``d × d`` covariance; ``λ, U`` its eigenvalues and
+eigenvectors, ``C = U diag(λ) Uᵀ``.
 
-Covariances are sums of centred outer products over blocks of rows, in two passes with the mean first, so that nothing
-cancels and no feature matrix is copied to float64 as a whole.  Singular covariances are repaired by raising small
-eigenvalues to a floor; the number raised and the largest increase are returned, so that callers can record them.
-
-Mean and covariance of groups of vectors, accumulated batch by batch in float64.
-
-For the N vectors x of each of G groups,
-
-    μ = (1/N) Σ x          (G, d)
-    Σ = (1/N) Σ (x − μ)ᵀ(x − μ)      (G, d, d)
-
-in one pass: each batch, of b vectors with the mean m, is centred on its own mean and merged with the batches before it
-by n b / (n + b) times the outer product of m − μ (Chan, Golub & LeVeque 1983).  Only centred products are added, so
-nothing cancels.
-
-R², the fraction of the variance that predictions explain, from their squared errors.
-
-    R² = 1 − Σ_i e_i / Σ_i (y_i − ȳ)²,   e_i = (y_i − ŷ_i)²          y, ŷ (n,) float64, in one unit
-
-If all numbers are equal, there is no variance to explain: then R² is 1 if all predictions are exact and 0 otherwise, as
-in scikit-learn's ``r2_score``, so that it is always finite.
-
-The tail of held-out readings.
-
-Beyond the largest of m readings ``r_1 ≤ … ≤ r_m`` a p-value falls exponentially; the scale is the mean excess of the k
-largest over the next smaller one,
-
-    (1/k) Σ_{i > m − k} r_i − r_{m−k}      with r_1 in place of r_{m−k} where k = m
+Covariances are sums of centred outer products over blocks of rows, with the mean first, so that nothing cancels and no
+feature matrix is copied to float64 as a whole.  Where the mean is not known first, each batch of b vectors is centred
+on its own mean m and merged with the n vectors before it by n b / (n + b) times the outer product of m − μ (Chan, Golub
+& LeVeque 1983).  Singular covariances are repaired by raising small eigenvalues to a floor; the number raised and the
+largest increase are returned, so that callers can record them.
 """
 
 from __future__ import annotations
@@ -42,22 +19,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from psc_core.numerics.matrix import FeatureMatrix, blocks
+from psc_core.numerics.features import FeatureMatrix, blocks
 
+# Minimum standard deviation that features are divided by, relative to the root mean square over their layer.
 DEAD_UNIT: Final = 1e-2
-"""Minimum standard deviation that features are divided by, relative to the root mean square over their layer."""
 
+# Maximum standard deviation that rounding alone may give to a float32 feature, in steps of its values. A product of a
+# thousand terms errs by a few steps of the largest, and differently in batches of other sizes.
 ROUNDING_STEPS: Final = 64
-"""Maximum standard deviation that rounding alone may give to a float32 feature, in steps of its values.
 
-A product of a thousand terms errs by a few steps of the largest, and differently in batches of other sizes."""
-
+# Minimum eigenvalue where 1 is typical, because float32 features do not resolve standard deviations 1,000 times smaller
+# than typical ones.
 EIGENVALUE_FLOOR: Final = 1e-6
-"""Minimum eigenvalue where 1 is typical, because float32 features do not resolve standard deviations 1,000 times
-smaller than typical ones."""
 
-SAMPLES_PER_COLUMN: Final = 10
-"""Minimum degrees of freedom per column for a covariance that is not shrunk."""
+SAMPLES_PER_COLUMN: Final = 10  # minimum degrees of freedom per column for a covariance that is not shrunk
 
 
 class Eigen(NamedTuple):
@@ -159,8 +134,7 @@ def oas_shrinkage(covariance: Float[Tensor, "d d"], samples: int) -> tuple[Float
 
     ``m`` is ``samples``, the degrees of freedom of the sample covariance ``C``.
 
-    Returns:
-        The shrunk covariance and ``ρ`` in [0, 1] (1 when ``C`` is a multiple of the identity or zero).
+    ρ is 1 when ``C`` is a multiple of the identity or zero.
     """
     d = covariance.shape[0]
     trace = covariance.trace()
@@ -202,8 +176,7 @@ class MomentSums:
     def finish(self, sum_: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Moments:
         """Return the moments and use up the sums, whose memory the covariance takes.
 
-        Args:
-            sum_: A function that adds a tensor over all processes, each of which has added a vector.
+        ``sum_`` adds a tensor over all processes, each of which has added a vector.
         """
         total = sum_(self._mean.new_tensor(float(self._count)))
         mean = sum_(self._mean * (self._count / total))
@@ -216,6 +189,10 @@ class MomentSums:
 
 
 def r_squared(squared_errors: Float[Tensor, " n"], y: Float[Tensor, " n"]) -> float:
+    """Return R² = 1 − Σ_i (y_i − ŷ_i)² / Σ_i (y_i − ȳ)², the fraction of the variance that predictions explain.
+
+    If all numbers are equal, it is 1 if all predictions are exact and 0 otherwise, as in scikit-learn's ``r2_score``.
+    """
     total, left = total_squares(y), float(squared_errors.sum())
     return 1.0 - left / total if total > 0 else float(left == 0)
 
@@ -231,8 +208,7 @@ def total_squares(y: Float[Tensor, " n"]) -> float:
     return 0.0 if bool((y == y[0]).all()) else float((y - y.mean()).square().sum())
 
 
-TAIL_FRACTION: Final = 0.05
-"""Fraction of the readings that are the tail."""
+TAIL_FRACTION: Final = 0.05  # fraction of the readings that are the tail
 
 
 def tail_excess(ascending: Float[Tensor, "m ..."], k: int) -> Float[Tensor, "..."]:

@@ -23,7 +23,6 @@ converted to float64 one block of columns at a time, never a whole batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -32,15 +31,12 @@ from torch import Tensor
 
 from psc_core.numerics.linalg import ROUNDING_STEPS
 
-MIN_COLUMNS = 1024
-"""Minimum number of columns for a separate pass, whatever the memory budget."""
-
+MIN_COLUMNS = 1024  # minimum number of columns for a separate pass, whatever the memory budget
+# Number of entries converted to float64 at a time: 1 MiB on a CPU, which stays in a core's cache; 64 MiB on CUDA, for
+# few kernel launches.
 _BLOCK = {"cpu": 1 << 17, "cuda": 1 << 23}
-"""Number of entries converted to float64 at a time: 1 MiB on a CPU, which stays in a core's cache; 64 MiB on CUDA, for
-few kernel launches."""
 
-_ROUNDING = 1e-28
-"""Fraction of Σ n_c‖μ_c‖² below which scatter is only the float64 rounding of constant features."""
+_ROUNDING = 1e-28  # fraction of Σ n_c‖μ_c‖² below which scatter is only the float64 rounding of constant features
 
 
 class ClassPairs(NamedTuple):
@@ -140,73 +136,51 @@ class ClassScatter:
         return mean, torch.where(std > floor, std, 1.0)
 
 
-def between_scatter(
-    means: Float[Tensor, "classes dim"], counts: Float[Tensor, " classes"]
-) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Return the between-class scatter Σ_c n_c ‖μ_c − μ_G‖², and Σ_c n_c ‖μ_c‖², which bounds its rounding error."""
-    between, magnitude = means.new_zeros(()), means.new_zeros(())
+def scatter_sums(scatter: ClassScatter) -> Float[Tensor, "3"]:
+    """Return Σ_W, Σ_B = Σ_c n_c ‖μ_c − μ_G‖² and Σ_c n_c ‖μ_c‖², which bounds its rounding; of ranges they add up."""
+    sums = torch.stack([scatter.within, torch.zeros_like(scatter.within), torch.zeros_like(scatter.within)])
+    means, counts = scatter.means, scatter.counts
     for columns in _columns(means.shape[1], len(means), means.device):
         block = means[:, columns]
-        between += counts @ (block - block.mean(0)).square_().sum(1)
-        magnitude += counts @ block.square().sum(1)
-    return between, magnitude
+        sums[1] += counts @ (block - block.mean(0)).square_().sum(1)
+        sums[2] += counts @ block.square().sum(1)
+    return sums.cpu()
 
 
-@dataclass
-class ScatterSums:
-    """The scatter of all examples so far, summed over ranges of columns."""
-
-    within: float = 0.0
-    between: float = 0.0
-    magnitude: float = 0.0
-
-    def add(self, scatter: ClassScatter) -> None:
-        """Add the scatter of all examples in another range of columns."""
-        between, magnitude = between_scatter(scatter.means, scatter.counts)
-        self.within += float(scatter.within)
-        self.between += float(between)
-        self.magnitude += float(magnitude)
-
-    @property
-    def is_rounding(self) -> bool:
-        """Whether the features are constant, up to the rounding of float32."""
-        return self.within + self.between <= (ROUNDING_STEPS * torch.finfo(torch.float32).eps) ** 2 * self.magnitude
-
-    @property
-    def nc1(self) -> float:
-        """NC1 = within / (within + between); 0 for constant features, which have collapsed completely."""
-        total = self.within + self.between
-        return self.within / total if total > _ROUNDING * self.magnitude else 0.0
+def nc1_of(sums: Float[Tensor, "3"]) -> float:
+    """Return NC1 = within / (within + between); 0 for constant features, which have collapsed completely."""
+    within, between, magnitude = sums.tolist()
+    total = within + between
+    return within / total if total > _ROUNDING * magnitude else 0.0
 
 
-@dataclass(frozen=True)
-class Centroids:
-    """Computes distances to class means: ‖h − μ_c‖² − ‖h − μ_G‖², float64, smallest for the nearest class mean.
+def is_rounding(sums: Float[Tensor, "3"]) -> bool:
+    """Return whether the features are constant, up to the rounding of float32."""
+    within, between, magnitude = sums.tolist()
+    return bool(within + between <= (ROUNDING_STEPS * torch.finfo(torch.float32).eps) ** 2 * magnitude)
 
-    Features and means are centred on μ_G first, x = h − μ_G and m_c = μ_c − μ_G, so that ‖m_c‖² − 2 x·m_c has no large
-    terms that cancel.  Distances over ranges of columns add up.
+
+def distances_from(
+    means: Float[Tensor, "classes dim"],
+) -> Callable[[Float[Tensor, "batch dim"]], Float[Tensor, "batch classes"]]:
+    """Return a function from features to ‖h − μ_c‖² − ‖h − μ_G‖², float64, smallest for the nearest of the means.
+
+    Features and means, which are overwritten, are centred on μ_G first, x = h − μ_G and m_c = μ_c − μ_G, so that
+    ‖m_c‖² − 2 x·m_c has no large terms that cancel.  Distances over ranges of columns add up.
     """
+    centre = means.mean(0)
+    directions = means.sub_(centre)
+    offsets = means.new_zeros(len(means))
+    for part in _columns(means.shape[1], len(means), means.device):
+        offsets += directions[:, part].square().sum(1)
 
-    centre: Float[Tensor, " dim"]  # μ_G, ``float64 (dim,)``
-    directions: Float[Tensor, "classes dim"]  # m_c, ``float64 (classes, dim)``
-    offsets: Float[Tensor, " classes"]  # ‖m_c‖², ``float64 (classes,)``
-
-    @classmethod
-    def of(cls, means: Float[Tensor, "classes dim"]) -> Centroids:
-        """Centre the class means, ``float64 (classes, dim)``; they are modified in place."""
-        centre = means.mean(0)
-        directions = means.sub_(centre)
-        offsets = means.new_zeros(len(means))
-        for columns in _columns(means.shape[1], len(means), means.device):
-            offsets += directions[:, columns].square().sum(1)
-        return cls(centre, directions, offsets)
-
-    def distances(self, features: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch classes"]:
-        """Return the distance of every image to every class mean."""
-        distances = self.offsets.repeat(len(features), 1)
-        for columns in _columns(features.shape[1], max(1, len(features)), features.device):
-            distances.addmm_(features[:, columns] - self.centre[columns], self.directions[:, columns].T, alpha=-2.0)
+    def measure(features: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch classes"]:
+        distances = offsets.repeat(len(features), 1)
+        for part in _columns(features.shape[1], max(1, len(features)), features.device):
+            distances.addmm_(features[:, part] - centre[part], directions[:, part].T, alpha=-2.0)
         return distances
+
+    return measure
 
 
 def _sum_of_squares(x: Tensor, *, by_column: bool) -> Tensor:

@@ -12,7 +12,7 @@ from jinja2.nodes import EvalContext
 
 from psc_core.bundle import Manifest
 from psc_core.images.decode import SMALL, as_base64, png_of
-from psc_core.network.load import Recipe
+from psc_core.network.described import NetworkSpec
 from psc_core.report import FIGURES, PAGE, figures
 from psc_core.report.content import FILE, Role
 from psc_core.report.facts import Facts
@@ -105,7 +105,7 @@ def serve_command(folder: Path, manifest: Manifest) -> str:
 def _permission(manifest: Manifest) -> str:
     """Return the flag that permits importing the factory of a network, if the bundle needs it."""
     network = manifest.backbone.network
-    if network is None or not Recipe(**dict(network)).is_factory:
+    if network is None or not NetworkSpec(**dict(network)).is_factory:
         return ""
     return f" --allow-factories {shlex.quote(network.spec)}"
 

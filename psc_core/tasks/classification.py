@@ -55,7 +55,7 @@ from psc_core.heads.duq import DuqHead
 from psc_core.heads.laplace import LaplaceHead
 from psc_core.heads.sngp import SngpHead
 from psc_core.heads.temperature import TemperatureHead, better_of, fit_temperature_head
-from psc_core.numerics.matrix import check_features
+from psc_core.numerics.features import check_features
 from psc_core.settings import FitSettings
 from psc_core.tasks.base import (
     FIRST_LOOK_IMAGES,

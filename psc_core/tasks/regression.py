@@ -55,7 +55,7 @@ from psc_core.errors import DataError, FitError
 from psc_core.heads.base import Head, HeadJob, RegressionData, RegressionHead, Scored, fit_standardisation
 from psc_core.heads.blr import BayesianLinearHead
 from psc_core.heads.dve import DeepVecchiaHead
-from psc_core.numerics.matrix import check_features
+from psc_core.numerics.features import check_features
 from psc_core.settings import FitSettings
 from psc_core.tables import parse_number
 from psc_core.tasks.base import (

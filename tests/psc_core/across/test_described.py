@@ -23,12 +23,10 @@ FAST = ("--device", "cpu", "--minimum-dim", "4", "--no-report", "--ood-score", "
 
 def opened(job: folders.Job, spec: str) -> tuple[ImageDataset, ImageDataset]:
     described = describe(spec)
-    assert described.preparation is not None
+    assert described.preprocess is not None
     parts = {"train": job.train, "val": job.val}
     train, val = (
-        in_network_order(
-            open_dataset(str(root), split=split, preprocess=described.preparation.preprocess), described.classes
-        )[0]
+        in_network_order(open_dataset(str(root), split=split, preprocess=described.preprocess), described.classes)[0]
         for split, root in parts.items()
     )
     return train, val

@@ -14,13 +14,12 @@ from psc_core import PRESETS, FitSettings, open_dataset
 from psc_core import fit_parts as parts
 from psc_core.cli import fit
 from psc_core.cli import job as estimate
-from psc_core.cli.job import Job, LoadedNetwork
+from psc_core.cli.job import Job
 from psc_core.data import cache
-from psc_core.data.cache import PixelCache
+from psc_core.data.cache import Scratch
 from psc_core.fit_data import FitData
 from psc_core.images.preprocess import Preprocess
-from psc_core.network.load import Recipe
-from psc_core.numerics.matrix import FeatureFile
+from psc_core.network.described import NetworkSpec
 from tests.conftest import TinyJob
 from tests.psc_core.cli.support import run
 
@@ -60,12 +59,9 @@ def test_dry_run_of_a_regression_counts_its_report(
 RESIZED = replace(PRESETS["mnist"], height=32, width=20)
 
 
-def job_of(data: FitData, cache: PixelCache | None) -> Job:
-    settings, network = (
-        FitSettings(device="cpu"),
-        LoadedNetwork(torch.nn.Identity(), Recipe("tests.tiny:network", 10), (), None),
-    )
-    return Job(data, settings, settings.compute(), Path("b"), "b", network, "", cache)
+def job_of(data: FitData, cache: Scratch | None) -> Job:
+    settings, network = FitSettings(device="cpu"), NetworkSpec("tests.tiny:network", 10)
+    return Job(data, settings, settings.compute(), Path("b"), "b", torch.nn.Identity(), network, "", cache)
 
 
 def digits(data_root: Path, preprocess: Preprocess, max_images: int | None = None) -> FitData:
@@ -96,7 +92,7 @@ def test_disk_is_what_the_images_in_use_take(data_root: Path, max_images: int | 
     for preprocess, size in ((PRESETS["mnist"], 0), (RESIZED, 32 * 20)):
         data = digits(data_root, preprocess, max_images)
         taken = (len(data.train) + len(data.val)) * size
-        for where, expected in ((PixelCache(), taken), (PixelCache(processes=2), 2 * taken), (None, 0)):
+        for where, expected in ((Scratch(), taken), (Scratch(processes=2), 2 * taken), (None, 0)):
             found = estimate.estimate(job_of(data, where), 0)
             assert (found.pixels, found.features) == (expected, 100 * len(data.train))
 
@@ -104,29 +100,34 @@ def test_disk_is_what_the_images_in_use_take(data_root: Path, max_images: int | 
 def test_features_of_a_small_fit_are_counted(
     tiny_job: TinyJob, data_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written: list[Path] = []
-    create = FeatureFile.create
-    monkeypatch.setattr(FeatureFile, "create", lambda path, shape: (written.append(path), create(path, shape))[1])
+    written: list[int] = []
+    create = Scratch.array
+
+    def counted(scratch: Scratch, *given: Any) -> Any:
+        array = create(scratch, *given)
+        written.append(array.nbytes)
+        return array
+
+    monkeypatch.setattr(Scratch, "array", counted)
     fit_to_features = parts._fit_to_features
     sizes: list[int] = []
 
     def measured(*args: Any) -> Any:
-        sizes.append(sum(path.stat().st_size for path in written))
+        sizes.append(sum(written))
         return fit_to_features(*args)
 
     monkeypatch.setattr(parts, "_fit_to_features", measured)
-    network = LoadedNetwork(tiny_job.net, Recipe("tests.tiny:network", 10), (), None)
-    job = replace(job_of(digits(data_root, PRESETS["mnist"]), None), network=network)
+    job = replace(job_of(digits(data_root, PRESETS["mnist"]), None), net=tiny_job.net)
     assert [estimate.timed_fit(job, 80, 0)[1]] == sizes
 
 
 def test_small_fits_keep_images_where_the_fit_would(
     data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    used: list[PixelCache | None] = []
+    used: list[Scratch | None] = []
     disk = SimpleNamespace()
 
-    def cached(data: FitData, where: PixelCache | None) -> tuple[FitData, tuple[str, ...]]:
+    def cached(data: FitData, where: Scratch | None) -> tuple[FitData, tuple[str, ...]]:
         used.append(where)
         raise KeyboardInterrupt
 
@@ -136,8 +137,8 @@ def test_small_fits_keep_images_where_the_fit_would(
     data = digits(data_root, RESIZED)
     for disk.free, given, expected in (
         (1 << 40, None, None),
-        (1 << 40, PixelCache(tmp_path), PixelCache(tmp_path)),
-        (1 << 16, PixelCache(tmp_path), None),
+        (1 << 40, Scratch(tmp_path), Scratch(tmp_path)),
+        (1 << 16, Scratch(tmp_path), None),
     ):
         with pytest.raises(KeyboardInterrupt):
             estimate.estimate(job_of(data, given), 0)

@@ -11,11 +11,12 @@ import pytest
 
 from psc_core.cli.preprocessing import add_flags, preprocess_from
 from psc_core.errors import UsageError
-from psc_core.images.described import Aspect, Preparation
+from psc_core.images.described import Aspect
 from psc_core.images.preprocess import PRESETS, Preprocess
+from psc_core.network.described import NetworkSpec
 
 
-def parsed(*words: str, described: Preparation | None = None) -> Preprocess:
+def parsed(*words: str, described: NetworkSpec | None = None) -> Preprocess:
     cli = argparse.ArgumentParser()
     add_flags(cli)
     return preprocess_from(cli.parse_args(words), described)
@@ -101,7 +102,7 @@ OWN = Preprocess("RGB", 96, 96, 100, (0.5,) * 3, (0.25,) * 3)
     ],
 )
 def test_flags_replace_what_the_network_says(words: str, expected: Preprocess) -> None:
-    assert parsed(*words.split(), described=Preparation(OWN)) == expected
+    assert parsed(*words.split(), described=NetworkSpec("a:b", preprocess=OWN)) == expected
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_flags_replace_what_the_network_says(words: str, expected: Preprocess) -
     ],
 )
 def test_what_cannot_be_done_needs_a_flag(part: Aspect, remedy: str, enough: str, not_enough: str) -> None:
-    described = Preparation(OWN, {part: "net/config.json says something else"})
+    described = NetworkSpec("a:b", preprocess=OWN, unlike={part: "net/config.json says something else"})
     for words in ("", not_enough):
         with pytest.raises(UsageError, match=f"^net/config.json says something else; say .* by {remedy}"):
             parsed(*words.split(), described=described)
@@ -124,7 +125,7 @@ def test_what_cannot_be_done_needs_a_flag(part: Aspect, remedy: str, enough: str
 
 def test_the_nearest_size_without_a_crop() -> None:
     with pytest.raises(UsageError, match="by --size 28, which is near"):
-        parsed(described=Preparation(PRESETS["mnist"], {"size": "it says something else"}))
+        parsed(described=NetworkSpec("a:b", preprocess=PRESETS["mnist"], unlike={"size": "it says something else"}))
 
 
 def test_a_timm_model_that_psc_cannot_prepare_images_for() -> None:

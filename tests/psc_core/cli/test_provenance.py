@@ -14,11 +14,11 @@ from PIL import Image
 
 from psc_core import FitSettings
 from psc_core.cli.job import digest_of, job_of, provenance_of, without_path
-from psc_core.data.cache import PixelCache
+from psc_core.data.cache import Scratch
 from psc_core.data.open import image_folder
 from psc_core.fit_data import FitData
 from psc_core.images.preprocess import PRESETS
-from psc_core.network.load import Recipe
+from psc_core.network.described import NetworkSpec
 
 
 def write_bitmaps(root: Path, shade: int) -> Path:
@@ -33,7 +33,7 @@ def write_bitmaps(root: Path, shade: int) -> Path:
 def provenance(data: FitData, folder: Path) -> dict[str, Any]:
     weights = folder / "weights"
     weights.write_bytes(b"")
-    return provenance_of(Recipe("torchvision:resnet18", 2), [weights], FitSettings(), data)
+    return provenance_of(NetworkSpec("torchvision:resnet18", 2, weights=(weights,)), FitSettings(), data)
 
 
 def test_undecodable_folder_name(tmp_path: Path) -> None:
@@ -55,8 +55,8 @@ def test_digest_of_weights_in_parts(tmp_path: Path) -> None:
     assert digest_of(files[:2]) == digest_of(files[2:]) == hashlib.sha256(b"abc").hexdigest()
 
 
-@pytest.mark.parametrize("cache", [None, PixelCache()])
-def test_edited_images_of_the_same_size_are_another_job(tmp_path: Path, cache: PixelCache | None) -> None:
+@pytest.mark.parametrize("cache", [None, Scratch()])
+def test_edited_images_of_the_same_size_are_another_job(tmp_path: Path, cache: Scratch | None) -> None:
     roots = [write_bitmaps(tmp_path / str(n), n) for n in (10, 20)]
     settings = FitSettings(device="cpu")
 

@@ -1,24 +1,47 @@
-"""Each image is decoded once, and nothing is left behind."""
-
 from __future__ import annotations
 
 import gc
+import io
+import shutil
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from PIL import Image
 
+from psc_core.compute import Compute
 from psc_core.data import cache
-from psc_core.data.cache import CachedSource, PixelCache, cached, pixel_bytes
-from psc_core.data.dataset import FileSource, ImageDataset, split_validation
-from psc_core.data.open import open_dataset
-from psc_core.errors import UsageError
-from psc_core.images.preprocess import PRESETS
+from psc_core.data import cache as readable
+from psc_core.data.cache import (
+    CachedSource,
+    Scratch,
+    cached,
+    find_unreadable,
+    mapped,
+    only_readable,
+    pixel_bytes,
+    shared_images,
+    without,
+)
+from psc_core.data.dataset import (
+    ArraySource,
+    EncodedSource,
+    FileSource,
+    ImageDataset,
+    TensorSource,
+    labelled,
+    split_validation,
+)
+from psc_core.data.open import image_folder, open_dataset
+from psc_core.errors import DataError, UsageError
+from psc_core.images.preprocess import PRESETS, Preprocess
+from tests.psc_core.data.support import TINY, write_folder
 
 PREPROCESS = replace(PRESETS["cifar10"], height=8, width=8)
 
@@ -57,6 +80,16 @@ def test_decodes_once_for_all_passes_and_parts(folder: ImageDataset, monkeypatch
     assert pixels(other).shape == (10, 3, 4, 4)
 
 
+def test_an_array_is_of_zeros_and_outlives_its_file(tmp_path: Path) -> None:
+    found = Scratch(tmp_path).array((3, 2), np.float32)
+    assert list(tmp_path.iterdir()) == [] and not found.any()
+    found[1:] = 7
+    assert found.sum() == 28
+    with Scratch(tmp_path).open() as file:
+        file.write(bytes([1, 2]))
+        assert mapped(file, (2, 2), np.uint8).tolist() == [[1, 2], [0, 0]]
+
+
 def test_leaves_no_file(folder: ImageDataset, tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -82,7 +115,7 @@ def test_space_is_needed_once_for_what_is_decoded(folder: ImageDataset) -> None:
     kept, two = cached(folder), folder.subset(torch.arange(2))
     assert pixel_bytes(folder) == size and pixel_bytes(kept) == 0 and cached(kept) is kept
     assert pixel_bytes(replace(kept, preprocess=replace(PREPROCESS, height=4))) == size // 2
-    assert PixelCache(processes=3).size(folder, kept, two) == 3 * (size + size // 5)
+    assert Scratch(processes=3).size(folder, kept, two) == 3 * (size + size // 5)
 
 
 def test_takes_at_most_half_of_the_free_space(
@@ -91,10 +124,10 @@ def test_takes_at_most_half_of_the_free_space(
     size = len(folder) * 3 * 8 * 8
     for free, processes, fits in ((4 * size, 1, True), (4 * size - 1, 1, False), (4 * size, 2, False)):
         monkeypatch.setattr(cache.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
-        assert PixelCache(processes=processes).has_room(folder, folder) == fits
+        assert Scratch(processes=processes).has_room(folder, folder) == fits
     monkeypatch.undo()
     with pytest.raises(UsageError, match="No such file or directory; choose another --cache or off"):
-        PixelCache(tmp_path / "nowhere").has_room(folder)
+        Scratch(tmp_path / "nowhere").has_room(folder)
 
 
 def test_a_full_disk_is_an_error_only_where_the_folder_was_asked_for(
@@ -114,3 +147,185 @@ def test_a_full_disk_is_an_error_only_where_the_folder_was_asked_for(
 def test_arrays_of_the_right_size_are_read_as_they_are(data_root: Path) -> None:
     digits = open_dataset(f"mnist:{data_root}", split="train", preprocess=PRESETS["mnist"])
     assert cached(digits) is digits and pixel_bytes(digits) == 0
+
+
+@pytest.fixture
+def folder_readable(tmp_path: Path) -> ImageDataset:
+    """Ten images a class; of each the third is empty, the fourth text, the last cut off."""
+    root = write_folder(tmp_path / "images", {"a": 10, "b": 10})
+    for name in "ab":
+        whole = (root / name / "9.png").read_bytes()
+        for file, content in (("2", b""), ("3", b"text"), ("9", whole[: len(whole) // 2])):
+            (root / name / f"{file}.png").write_bytes(content)
+    return image_folder(root, TINY)
+
+
+BAD = [2, 3, 9, 12, 13, 19]
+
+
+def test_finds_and_names_them(folder_readable: ImageDataset) -> None:
+    found = find_unreadable(folder_readable, 10)
+    assert found.positions.tolist() == BAD and len(found) == len(BAD)
+    assert len(found.reasons) == readable.SHOWN_IMAGES
+    assert "a/2.png: expected one of JPEG" in found.reasons[0] and "a/9.png: " in found.reasons[2]
+    kept = without(folder_readable, found)
+    assert len(kept) == 14 and kept.first_labels().tolist() == [0] * 7 + [1] * 7
+    assert sum(len(batch.images) for batch in kept.batches(4)) == 14
+    assert len(find_unreadable(kept, 1)) == 0 and without(kept, find_unreadable(kept, 1)) is kept
+
+
+def test_ends_early_where_there_are_more(folder_readable: ImageDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readable, "_AT_ONCE", 5)
+    assert find_unreadable(folder_readable, 1).positions.tolist() == BAD[:2]
+    with pytest.raises(DataError, match=r"at most 1 images .* found more: .*a/2\.png.*3\.png.*by --max-bad-images"):
+        only_readable(folder_readable, 1)
+    assert len(only_readable(folder_readable, 6)) == 14
+    assert only_readable(folder_readable, 0) is folder_readable
+
+
+def test_several_processes_find_the_same(folder_readable: ImageDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    def shares(rank: int) -> torch.Tensor:
+        share: list[torch.Tensor] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(Compute, "sum_", lambda _, tensor: share.append(tensor) or tensor)
+            find_unreadable(folder_readable, 10, Compute(torch.device("cpu"), rank=rank, world=2))
+        return share[0]
+
+    first, second = shares(0), shares(1)
+    assert first.nonzero().flatten().tolist() == [2, 12] and second.nonzero().flatten().tolist() == [3, 9, 13, 19]
+    monkeypatch.setattr(Compute, "sum_", lambda _, tensor: tensor.copy_(first + second))
+    assert find_unreadable(folder_readable, 10, Compute(torch.device("cpu"), world=2)).positions.tolist() == BAD
+
+
+def test_each_image_is_decoded_once_with_a_cache(
+    folder_readable: ImageDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = Counter[int]()
+    decode = FileSource.read
+
+    def counted(source: FileSource, index: int, preprocess: object) -> object:
+        reads[index] += 1
+        return decode(source, index, preprocess)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(FileSource, "read", counted)
+    kept = cached(folder_readable)
+    kept = without(kept, find_unreadable(kept, 10))
+    for _ in range(2):
+        assert sum(len(batch.images) for batch in kept.batches(4)) == 14
+    assert {reads[index] for index in range(len(folder_readable)) if index not in BAD} == {1}
+
+
+def test_arrays_need_no_pass(data_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digits = open_dataset(f"mnist:{data_root}", split="train", preprocess=PRESETS["cifar10"])
+    never: Callable[..., None] = lambda *_: pytest.fail("read")  # noqa: E731
+    monkeypatch.setattr(ImageDataset, "image", never)
+    assert len(find_unreadable(digits, 10)) == 0
+
+
+MNIST = PRESETS["mnist"]
+HALVED = Preprocess("L", 14, 14, None, (0.5,), (0.5,))
+
+
+def folder_overlap(root: Path, first: int, preprocess: Preprocess = MNIST) -> ImageDataset:
+    """Twelve bitmaps of one size and the same names in every folder, of the shades from ``first``."""
+    for shade in range(12):
+        file = root / "ab"[shade % 2] / f"{shade}.bmp"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((28, 28), first + shade, np.uint8)).save(file)
+    return image_folder(root, preprocess)
+
+
+def png(pixels: npt.NDArray[np.uint8]) -> bytes:
+    Image.fromarray(pixels).save(file := io.BytesIO(), "PNG")
+    return file.getvalue()
+
+
+def held(kind: str, shades: range) -> ImageDataset:
+    """Images of these shades in memory."""
+    pixels = np.stack([np.full((28, 28), shade, np.uint8) for shade in shades])
+    sources = {
+        "pictures": ArraySource(pixels),
+        "inputs": TensorSource(pixels[:, None].astype(np.float32)),
+        "files": EncodedSource([str(shade) for shade in shades], [png(image) for image in pixels]),
+    }
+    return labelled(kind, ("a",), sources[kind], torch.zeros(len(shades), dtype=torch.int64), MNIST)
+
+
+@pytest.mark.parametrize("preprocess", [MNIST, HALVED])
+def test_one_folder_for_both(tmp_path: Path, preprocess: Preprocess) -> None:
+    data = folder_overlap(tmp_path / "one", 0, preprocess)
+    assert shared_images(data, data) == 12
+    assert shared_images(data.subset(torch.arange(5)), data) == 5
+    assert shared_images(data, data.subset(torch.tensor([11, 3]))) == 2
+    assert shared_images(data.subset(torch.arange(6)), data.subset(torch.arange(6, 12))) == 0
+
+
+def test_copies_of_files_are_told_from_other_files_of_equal_names_and_sizes(tmp_path: Path) -> None:
+    train, others = folder_overlap(tmp_path / "train", 0), folder_overlap(tmp_path / "others", 100)
+    shutil.copytree(tmp_path / "train", tmp_path / "copies")
+    copies = image_folder(tmp_path / "copies", MNIST)
+    assert shared_images(train, copies) == 12
+    shutil.copy(tmp_path / "train" / "b" / "3.bmp", tmp_path / "others" / "b" / "3.bmp")
+    assert shared_images(train, others) == 1
+
+
+def test_copies_of_files_under_other_names(tmp_path: Path) -> None:
+    train, val = folder_overlap(tmp_path / "train", 0), tmp_path / "val"
+    for number, file in enumerate((tmp_path / "train").rglob("*.bmp")):
+        (val / file.parent.name).mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, val / file.parent.name / f"copy ({number}).bmp")
+    assert shared_images(train, image_folder(val, MNIST)) == 12
+
+
+@pytest.mark.parametrize("suffix", ["bmp", "tiff", "png"])
+def test_images_with_one_background(tmp_path: Path, suffix: str) -> None:
+    """Bitmaps of one size that differ in a few pixels only, not those of their middle and end."""
+    for name, first in {"train": 0, "val": 0, "others": 100}.items():
+        (tmp_path / name / "a").mkdir(parents=True)
+        for number in range(20):
+            pixels = np.full((40, 40), 255, np.uint8)
+            pixels[10, 10] = first + number
+            Image.fromarray(pixels).save(tmp_path / name / "a" / f"{name} {number}.{suffix}")
+    train, val, others = (image_folder(tmp_path / name, MNIST) for name in ("train", "val", "others"))
+    assert (shared_images(train, val), shared_images(train, others)) == (20, 0)
+
+
+def test_a_kept_folder(tmp_path: Path) -> None:
+    train, others = folder_overlap(tmp_path / "train", 0, HALVED), folder_overlap(tmp_path / "others", 100, HALVED)
+    kept = cached(train)
+    assert kept.source is not train.source
+    assert shared_images(kept, kept) == 12
+    assert shared_images(kept, cached(others)) == 0
+    last = cached(train.subset(torch.arange(9, 12)))  # Its first image is the tenth of the folder.
+    assert shared_images(cached(train.subset(torch.arange(10))), last) == 1
+
+
+def test_an_image_that_cannot_be_read_is_none_of_them(tmp_path: Path) -> None:
+    train, val = folder_overlap(tmp_path / "train", 0), folder_overlap(tmp_path / "val", 0)
+    (tmp_path / "val" / "a" / "0.bmp").unlink()
+    assert shared_images(train, val) == 11
+
+
+@pytest.mark.parametrize("kind", ["pictures", "inputs", "files"])
+def test_images_in_memory(kind: str) -> None:
+    assert shared_images(held(kind, range(10)), held(kind, range(6, 20))) == 4
+    assert shared_images(held(kind, range(10)), held(kind, range(10, 20))) == 0
+
+
+def test_training_files_are_opened_only_where_a_validation_file_has_their_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, sizes in {"train": (1, 2, 3, 3, 4, 500, 501), "val": (3, 501, 600)}.items():
+        (tmp_path / name / "a").mkdir(parents=True)
+        for number, size in enumerate(sizes):
+            (tmp_path / name / "a" / f"{number}.png").write_bytes(bytes([number % 2]) * size)
+    train, val = (image_folder(tmp_path / name, MNIST) for name in ("train", "val"))
+    opened: list[Path] = []
+    sample = FileSource.sample
+    monkeypatch.setattr(
+        FileSource, "sample", lambda files, index: (opened.append(files.path(index)), sample(files, index))[1]
+    )
+    shown: list[Sequence[int]] = []
+    assert shared_images(train, val, lambda positions: shown.append(positions) or positions) == 1
+    assert [path.name for path in opened if path.is_relative_to(tmp_path / "train")] == ["2.png", "3.png", "6.png"]
+    assert shown == [range(7)]

@@ -1,7 +1,6 @@
-"""Batches, subsets and labelled examples."""
-
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +9,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
-from psc_core.data.dataset import ArraySource, ImageDataset, balanced, labelled, split_validation, stable_order
-from psc_core.data.open import open_dataset
+from psc_core.answers import Target
+from psc_core.data.dataset import (
+    ArraySource,
+    ImageDataset,
+    balanced,
+    labelled,
+    measured,
+    split_validation,
+    stable_order,
+)
+from psc_core.data.open import image_folder, open_dataset
 from psc_core.errors import DataError
 from psc_core.images.preprocess import PRESETS
-from tests.psc_core.data.support import TINY
+from tests.psc_core.data.support import TINY, write_folder
 
 
 def numbered(labels: torch.Tensor, classes: int = 3) -> ImageDataset:
@@ -113,3 +122,72 @@ def test_images_are_ambiguous_where_their_labels_differ() -> None:
     twice = replace(once, labels=once.labels.repeat_interleave(2), offsets=2 * once.offsets)
     assert not once.is_ambiguous and not twice.is_ambiguous
     assert replace(twice, labels=twice.labels.roll(1)).is_ambiguous
+
+
+@pytest.mark.parametrize("size", [(2, 2), (3, 3)])
+def test_array_shortcut_equals_reading_one_by_one(size: tuple[int, int]) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (9, *size), dtype=np.uint8)
+    dataset = labelled("noise", "ab", ArraySource(pixels), torch.arange(9) % 2, TINY).subset(torch.tensor([8, 3, 3, 0]))
+    (batch,) = dataset.batches(9)
+    assert np.array_equal(batch.images.numpy(), np.stack([dataset.image(i) for i in range(4)]))
+
+
+def test_names_damaged_file(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, {"a": 1, "b": 1})
+    (root / "b" / "0.png").write_bytes(b"not an image")
+    with pytest.raises(DataError, match=r"b.0\.png: expected one of JPEG"):
+        list(image_folder(root, TINY).batches(10))
+
+
+def test_names_unreadable_file(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, {"a": 1, "b": 1})
+    (root / "b" / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    folder = image_folder(root, TINY)
+    with pytest.raises(DataError, match=r"gone\.png.*repair or remove"):
+        list(folder.batches(10))
+    assert len(folder.digest()) == 64, "a fit names, counts and leaves out such an image"
+
+
+def test_file_names_may_be_any_bytes(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, {"a": 1, "b": 1})
+    source = root / "b" / "0.png"
+    (root / "b" / os.fsdecode(b"caf\xe9.png")).write_bytes(source.read_bytes())
+    folder = image_folder(root, TINY)
+    assert sum(len(batch.images) for batch in folder.batches(10)) == 3
+    assert folder.digest()
+
+
+AGE = Target(name="age", unit="years")
+
+
+def numbers(values: list[float]) -> ImageDataset:
+    source = ArraySource(np.zeros((len(values), 3, 3), np.uint8))
+    return measured("some", AGE, source, torch.tensor(values, dtype=torch.float64), TINY)
+
+
+def test_subset_and_batches_keep_the_numbers() -> None:
+    data = numbers([3.0, 1.0, 2.0]).subset(torch.tensor([2, 0]))
+    (batch,) = data.batches(5)
+    assert batch.values is not None and batch.values.tolist() == [2.0, 3.0]
+    assert data.digest() != numbers([2.0, 3.5]).digest() and data.digest() == numbers([2.0, 3.0]).digest()
+
+
+@pytest.mark.parametrize(("values", "said"), [([1.0, float("nan")], "finite numbers of age, got 1"), ([], "at least")])
+def test_unusable_numbers_are_refused(values: list[float], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        numbers(values)
+
+
+def test_rotated_digits_are_digits_turned_by_their_angle(data_root: Path) -> None:
+    turned, plain = (
+        open_dataset(f"{name}:{data_root}", split="test", preprocess=PRESETS["mnist"])
+        for name in ("rotated-mnist", "mnist")
+    )
+    again = open_dataset(f"rotated-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+    assert turned.values is not None and again.values is not None and torch.equal(turned.values, again.values)
+    assert float(turned.values.abs().max()) <= 60 and float(turned.values.std()) > 30
+    for index in range(20):
+        back = Image.fromarray(turned.image(index)[0]).rotate(-float(turned.values[index]), Image.Resampling.BILINEAR)
+        difference = np.abs(np.asarray(back, float) - plain.image(index)[0]).mean()
+        wrong = np.abs(turned.image(index)[0].astype(float) - plain.image(index)[0]).mean()
+        assert difference < max(12.0, wrong / 2)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import io
+import tempfile
 from collections import UserDict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +22,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from torchvision.datasets import ImageFolder
 
 from psc_core import PRESETS, open_dataset, open_loader
-from psc_core.data import loaders as scratch
+from psc_core.answers import UNNAMED, Target
+from psc_core.data import cache
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.loaders import JOINED, ObservedPreprocess
+from psc_core.data.loaders import JOINED, LoaderDescription, ObservedPreprocess
 from psc_core.errors import DataError, LoaderWarning, UsageError
 from psc_core.images.preprocess import Preprocess
 from tests.psc_core.data.support import write_folder
@@ -337,7 +341,7 @@ def test_what_does_not_fit_is_refused_before_it_is_read(monkeypatch: pytest.Monk
             read.append(index)
             return INPUTS[0], 0
 
-    monkeypatch.setattr(scratch.shutil, "disk_usage", lambda _: SimpleNamespace(free=999 * 2 * INPUTS[0].nbytes))
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: SimpleNamespace(free=999 * 2 * INPUTS[0].nbytes))
     with pytest.raises(UsageError, match=r"images takes .* GiB on the disk"):
         open_loader(DataLoader(Counted(), batch_size=10))
     assert len(read) < 100
@@ -356,3 +360,80 @@ def test_errors_of_a_data_set_are_its_own(tmp_path: Path) -> None:
 def test_inputs_that_no_pixel_gives_are_warned_about() -> None:
     with pytest.warns(LoaderWarning, match="give the mean and std of the loader's transform"):
         open_loader([(INPUTS * 255, LABELS)], mean=(0.5,) * 3, std=(0.5,) * 3)
+
+
+def test_mean_and_std_make_a_preprocess_of_the_inputs_size() -> None:
+    stated = LoaderDescription(mean=(0.1, 0.2, 0.3), std=torch.tensor([0.5, 0.6, 0.7]))
+    found = stated.preprocess_of((3, 4, 5), [0.0], [1.0])
+    assert (found.mode, found.shape, found.resize, found.mean) == ("RGB", (3, 4, 5), None, (0.1, 0.2, 0.3))
+    assert found.std == pytest.approx((0.5, 0.6, 0.7)) and found.is_known
+    grey = LoaderDescription(mean=0.1307, std=0.3081).preprocess_of((1, 28, 28), [0.0], [1.0])
+    assert grey == PRESETS["mnist"]
+
+
+def test_a_preprocess_is_taken_where_the_size_is_its_own() -> None:
+    said = LoaderDescription(PRESETS["mnist"])
+    assert said.preprocess_of((1, 28, 28), [0.0], [1.0]) is PRESETS["mnist"]
+    with pytest.raises(UsageError, match=r"shape \(1, 28, 28\), got \(1, 32, 32\)"):
+        said.preprocess_of((1, 32, 32), [0.0], [1.0])
+
+
+@given(st.lists(st.tuples(st.floats(-100, 100), st.floats(1, 100)), min_size=3, max_size=3))
+def test_the_range_of_the_inputs_is_taken_for_black_to_white(ranges: list[tuple[float, float]]) -> None:
+    low, high = [bottom for bottom, _ in ranges], [bottom + wide for bottom, wide in ranges]
+    observed = LoaderDescription().preprocess_of((3, 1, 2), low, high)
+    ends = torch.tensor([low, high]).T[None, :, None, :]
+    assert observed.to_pixels(ends)[0, :, 0].tolist() == [[0, 255]] * 3
+    torch.testing.assert_close(observed.standardise(observed.to_pixels(ends)), ends, atol=1e-4, rtol=1e-4)
+
+
+def test_an_observed_preprocess_is_no_known_one() -> None:
+    observed = LoaderDescription().preprocess_of((1, 2, 2), [0.5], [0.5])  # A constant channel.
+    assert isinstance(observed, ObservedPreprocess) and not observed.is_known
+    assert replace(observed) == observed and "inputs from a loader" in str(observed)
+    known = PRESETS["mnist"]
+    assert ObservedPreprocess(**vars(known)) != known
+
+
+def test_half_of_the_statistics_or_both_ways_are_refused() -> None:
+    with pytest.raises(UsageError, match="expected both mean and std"):
+        LoaderDescription(mean=0.5)
+    with pytest.raises(UsageError, match="expected a preprocess, or mean and std"):
+        LoaderDescription(PRESETS["mnist"], 0.5, 0.5)
+    with pytest.raises(UsageError, match="expected images of 1 channel"):
+        LoaderDescription(mean=(0.0,) * 4, std=(1.0,) * 4).preprocess_of((4, 2, 2), [0.0], [1.0])
+    with pytest.raises(UsageError, match="expected 3 means"):
+        LoaderDescription(mean=(0.5,) * 2, std=(0.5,) * 2).preprocess_of((3, 2, 2), [0.0], [1.0])
+
+
+@pytest.mark.parametrize(
+    ("description", "given"),
+    [
+        (LoaderDescription(), ()),
+        (LoaderDescription(target=UNNAMED), ()),
+        (LoaderDescription(PRESETS["mnist"]), ("preprocess",)),
+        (LoaderDescription(mean=0.0, std=1.0, classes=()), ("mean", "std", "classes")),
+        (LoaderDescription(target=Target(name="value", unit="years")), ("unit",)),
+    ],
+)
+def test_only_what_differs_from_the_defaults_is_given(description: LoaderDescription, given: tuple[str, ...]) -> None:
+    assert description.given() == given
+
+
+def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.BufferedRandom):
+        def write(self, _: object) -> int:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache.Scratch, "open", lambda _: Full(io.FileIO(tmp_path / "full", "w+")))
+    with pytest.raises(UsageError, match=r"cannot store images in .*: No space left on device; set TMPDIR"):
+        open_loader(PAIRS)
+
+
+def test_no_folder_for_temporary_files_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    with pytest.raises(UsageError, match="TMPDIR"):
+        open_loader(PAIRS)

@@ -24,7 +24,7 @@ from psc_core.heads.base import Scored, entropy
 from psc_core.heads.temperature import TemperatureHead
 from psc_core.images.preprocess import Preprocess
 from psc_core.model import PSC
-from psc_core.network.backbone import truncate
+from psc_core.network.cut import truncate
 from psc_core.pipeline import Pipeline, Scorer
 from psc_core.tasks.classification import fit_calibration
 from tests.reference import metrics as naive

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psc_core.evaluation.classification import acceptance, ood_accepted
-from tests.psc_core.metrics.support import LEVELS, SCORES, tensor
+from tests.psc_core.test_metrics import LEVELS, SCORES, tensor
 from tests.reference import metrics as naive
 
 IMAGES = st.lists(st.tuples(LEVELS, LEVELS, st.booleans()), min_size=1, max_size=12)

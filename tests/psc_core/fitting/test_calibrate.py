@@ -43,7 +43,7 @@ def test_calibration_split_selects_nothing(
     )
     assert collapse == other_collapse
     candidate = collapse.candidate("4")
-    assert fit_projection(net, candidate, train, other, settings=SETTINGS).report.choice == projection.report.choice
+    assert fit_projection(net, candidate, train, other, settings=SETTINGS).report.c_proj == projection.report.c_proj
     one, two = (
         fit_psc(net, candidate, projection, train, data, head="duq", settings=SETTINGS).pipeline
         for data in (val, other)

@@ -16,7 +16,7 @@ from psc_core import bundle, fit
 from psc_core.checkpoint import agreed
 from psc_core.cli import fit as cli
 from psc_core.cli import job
-from psc_core.compute import Reducer
+from psc_core.compute import Compute
 from psc_core.errors import ExitCode
 from tests.conftest import ROOT, TinyJob
 
@@ -194,7 +194,7 @@ def test_incomplete_stage_is_fitted_again(
 
 
 @dataclass(frozen=True)
-class Peer(Reducer):
+class Peer(Compute):
     """One of two processes; ``others`` is what the other one adds to a sum."""
 
     world: int = 2
@@ -205,8 +205,8 @@ class Peer(Reducer):
 
 
 def test_processes_agree_on_finished_stages() -> None:
-    assert agreed("kept", Reducer()) == "kept"
-    assert agreed(None, Reducer()) is None
-    assert agreed("kept", Peer(others=1.0)) == "kept"
-    assert agreed("kept", Peer(others=0.0)) is None
-    assert agreed(None, Peer(others=1.0)) is None
+    assert agreed("kept", Compute(torch.device("cpu"))) == "kept"
+    assert agreed(None, Compute(torch.device("cpu"))) is None
+    assert agreed("kept", Peer(torch.device("cpu"), others=1.0)) == "kept"
+    assert agreed("kept", Peer(torch.device("cpu"), others=0.0)) is None
+    assert agreed(None, Peer(torch.device("cpu"), others=1.0)) is None

@@ -25,7 +25,7 @@ from psc_core import (
 from psc_core.answers import Target
 from psc_core.collapse import Candidate
 from psc_core.data import cache
-from psc_core.data.cache import CachedSource, PixelCache
+from psc_core.data.cache import CachedSource, Scratch
 from psc_core.data.dataset import ArraySource, ImageDataset, measured, split_validation
 from psc_core.data.open import image_folder
 from psc_core.errors import DataError, FitError, UsageError
@@ -119,7 +119,7 @@ def test_halves_are_split_once_and_stay_with_their_images(train: ImageDataset, v
     halves = split_validation(val, 3)
     for half, expected in zip((data.selection, data.calibration), halves, strict=True):
         assert torch.equal(half.indices, expected.indices)
-    kept, _ = data.cached(PixelCache())
+    kept, _ = data.cached(Scratch())
     assert kept.selection.source is kept.calibration.source is kept.val.source
     fewer = data.fewer(100, 40)
     assert (len(fewer.train), len(fewer.selection), len(fewer.calibration)) == (100, 20, 20)
@@ -203,18 +203,18 @@ def folders(tmp_path: Path) -> FitData:
 
 
 def test_says_that_images_are_not_kept(folders: FitData, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, said = folders.cached(PixelCache())
+    kept, said = folders.cached(Scratch())
     assert said == () and isinstance(kept.train.source, CachedSource) and isinstance(kept.val.source, CachedSource)
     assert folders.cached(None) == (folders, ())
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
-    assert folders.cached(PixelCache()) == (folders, (NO_ROOM,))
+    assert folders.cached(Scratch()) == (folders, (NO_ROOM,))
     monkeypatch.undo()
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(cache.os, "posix_fallocate", full)
-    assert folders.cached(PixelCache())[1] == (NO_ROOM,)
+    assert folders.cached(Scratch())[1] == (NO_ROOM,)
 
 
 def test_leaves_out_what_cannot_be_decoded(folders: FitData, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -39,13 +38,13 @@ def test_seed_reaches_the_head(
 
 
 def test_features_are_ordered_by_class_and_each_is_of_its_image(
-    net: torch.nn.Module, val: ImageDataset, projection: FittedProjection, tmp_path: Path
+    net: torch.nn.Module, val: ImageDataset, projection: FittedProjection
 ) -> None:
     compute, layers = SETTINGS.compute(), Layers(("4",), ("2",), ("0", "2"))
     assert layers.names == ("4", "2", "0")
     backbone = cut(net, layers.names, val, compute, keep_output=True)
     layers = layers._replace(output=True)
-    found = read(backbone, layers, projection.projection, val, compute, tmp_path, pooled=True)
+    found = read(backbone, layers, projection.projection, val, compute, pooled=True)
     order = val.labels.argsort(stable=True)
     assert torch.equal(found.features.labels, val.labels[order])
     assert torch.equal(found.features.images, order)
@@ -64,15 +63,13 @@ def test_features_are_ordered_by_class_and_each_is_of_its_image(
         torch.testing.assert_close(got[:], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_each_layer_is_kept_once(
-    net: torch.nn.Module, val: ImageDataset, projection: FittedProjection, tmp_path: Path
-) -> None:
+def test_each_layer_is_kept_once(net: torch.nn.Module, val: ImageDataset, projection: FittedProjection) -> None:
     compute, layers = SETTINGS.compute(), Layers(("4",), ("4", "2"), ("2", "0"))
     backbone = cut(net, layers.names, val, compute, keep_output=False)
-    found = read(backbone, layers, projection.projection, val, compute, tmp_path, pooled=True)
+    found = read(backbone, layers, projection.projection, val, compute, pooled=True)
     z, candidate, second = found.features.widths
     first = found.texture["0"].shape[1]
-    columns = sum(file.stat().st_size for file in tmp_path.iterdir()) / (4 * len(val))
+    columns = found.file_bytes / (4 * len(val))
     assert columns == z + candidate + second + first
     _, *of_layers = found.features.head_input[:].split(found.features.widths, dim=1)
     assert torch.equal(found.density_input[:], of_layers[0]) and torch.equal(found.texture["2"][:], of_layers[1])
@@ -81,11 +78,9 @@ def test_each_layer_is_kept_once(
     assert found.texture["0"].widest == found.texture["2"].widest == second + first
 
 
-def test_a_density_may_read_z(
-    net: torch.nn.Module, val: ImageDataset, projection: FittedProjection, tmp_path: Path
-) -> None:
+def test_a_density_may_read_z(net: torch.nn.Module, val: ImageDataset, projection: FittedProjection) -> None:
     compute, layers = SETTINGS.compute(), Layers(("4",), (), ())
     backbone = cut(net, layers.names, val, compute, keep_output=False)
-    found = read(backbone, layers, projection.projection, val, compute, tmp_path, pooled=False)
+    found = read(backbone, layers, projection.projection, val, compute, pooled=False)
     assert torch.equal(found.density_input[:], found.features.head_input[:])
     assert found.texture == {} and found.features.network_output is None

@@ -41,7 +41,7 @@ def test_sizes_without_validation_images(net: torch.nn.Module, train: ImageDatas
     candidate = measure_collapse(net, train, val, layers="^4$", settings=SETTINGS).candidate()
     fitted = fit_projection(net, candidate, train, settings=SETTINGS)
     assert fitted.projection.c_proj * fitted.projection.d_proj >= 64
-    assert fitted.report.choice.nc4 >= fitted.report.scaled_nc4 - 0.01
+    assert fitted.report.of_size()[1] >= fitted.report.scaled_nc4 - 0.01
     few = fit_projection(net, candidate, train, max_images=60, settings=SETTINGS).report
     assert torch.equal(few.nc1, fit_projection(net, candidate, balanced(train, 60), settings=SETTINGS).report.nc1)
 
@@ -51,7 +51,7 @@ def test_a_loss_of_nc4_is_said_where_z_is_all_that_is_read(
 ) -> None:
     def warning(**changes: Any) -> str:
         settings = replace(SETTINGS, c_proj=1, d_proj=1, **changes)
-        return fit_projection(net, Candidate(("4",), ""), train, val, settings=settings).report.choice.warning
+        return fit_projection(net, Candidate(("4",), ""), train, val, settings=settings).report.warning
 
     assert warning() == ""
     assert "of NC4" in warning(head_input="z")

@@ -19,7 +19,7 @@ from psc_core.fit import project
 from psc_core.fit_data import FitData, FitJob
 from psc_core.fit_parts import fewest_positions
 from psc_core.metrics import auroc
-from psc_core.projection import RankChoice
+from psc_core.projection import ProjectionReport
 
 SETTINGS = FitSettings(device="cpu")
 
@@ -33,15 +33,14 @@ def test_more_positions_keep_what_the_choice_kept() -> None:
     nc1, nc4 = torch.full((2, 6), 0.5).double(), torch.full((2, 6), 0.9).double()
     nc1[1, 3] = 0.1
     nc4[1] = torch.tensor([0.90, 0.91, 0.80, 0.92, 0.90, 0.895], dtype=torch.float64)
-    choice = RankChoice(2, 1, 0.5, 0.90, "warned")
+    report = ProjectionReport(2, 1, "", 0.5, 0.9, nc1, nc4)
     even = torch.ones_like(nc1)
-    found = choice.with_more_positions(nc1, nc4, even, epsilon=0.2)
-    assert found == [choice, replace(choice, d_proj=2, nc4=0.91), replace(choice, d_proj=6, nc4=0.895)]
+    assert report.more_positions(even, epsilon=0.2) == [1, 2, 6]
     uneven = even.clone()
     uneven[1, 2] = 0.005
-    assert choice.with_more_positions(nc1, nc4, uneven, epsilon=0.2) == found[:2]
+    assert report.more_positions(uneven, epsilon=0.2) == [1, 2]
     uneven[1, 1] = 0.005
-    assert choice.with_more_positions(nc1, nc4, uneven, epsilon=0.2) == [choice]
+    assert report.more_positions(uneven, epsilon=0.2) == [1]
 
 
 def test_compared_density_is_the_one_that_is_fitted(
@@ -53,7 +52,7 @@ def test_compared_density_is_the_one_that_is_fitted(
     assert plain.report.positions == () and len(kept.report.positions) > 1
     found = dict(kept.report.positions)
     assert next(iter(found)) == plain.projection.d_proj
-    assert kept.projection.d_proj == kept.report.choice.d_proj == fewest_positions(found)
+    assert kept.projection.d_proj == kept.report.d_proj == fewest_positions(found)
     selection = split_validation(val, SETTINGS.seed)[0]
     made: dict[str, list[torch.Tensor]] = {}
     for batch in made_up.made_up_batches(selection, SETTINGS.compute(), "", mixed=True, seed=SETTINGS.seed):

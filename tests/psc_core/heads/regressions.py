@@ -8,7 +8,7 @@ from torch import Tensor
 
 from psc_core.heads import dve
 from psc_core.heads.base import Features, HeadJob, RegressionHead
-from psc_core.numerics.matrix import as_matrix
+from psc_core.numerics.features import as_matrix
 from psc_core.tasks import regression as fit_of_heads
 from psc_core.tasks.regression import Regression
 

@@ -26,7 +26,7 @@ from psc_core.heads.dve import (
     reduction,
     vecchia_nll,
 )
-from psc_core.numerics import matrix
+from psc_core.numerics import features as matrices
 from psc_core.tasks.regression import Regression
 from tests.psc_core.heads.regressions import fit_head
 from tests.reference import heads as reference
@@ -196,7 +196,7 @@ def test_blocks_and_batches_of_any_size_give_the_same(head: DeepVecchiaHead, mon
     whole = head(z)
     monkeypatch.setattr(served, "BLOCK", 64)
     monkeypatch.setattr(served, "IMAGES", 3)
-    monkeypatch.setattr(matrix, "CHUNK_ELEMENTS", 12)
+    monkeypatch.setattr(matrices, "CHUNK_ELEMENTS", 12)
     for got, expected in zip(head(z), whole, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 

@@ -1,20 +1,22 @@
-"""Every format and colour mode."""
-
 from __future__ import annotations
 
+import base64
 import io
 import struct
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from psc_core.errors import ImageError, UndecodableImage, UnsupportedImage
+from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, UnsupportedImage
 from psc_core.images import BACKGROUNDS, SUFFIXES, decode
-from psc_core.images.decode import IMAGE_FORMATS, decode_image, to_grey_or_rgb
-from tests.psc_core.images.support import GRADIENT, encode, png_of, tiff_of
+from psc_core.images.decode import FAST, IMAGE_FORMATS, SMALL, as_base64, decode_image, open_image, to_grey_or_rgb
+from psc_core.images.preprocess import PRESETS
+from tests.psc_core.images.support import GRADIENT, encode, png_header_of, png_of, tiff_of
 
 
 @pytest.mark.parametrize("kind", IMAGE_FORMATS)
@@ -305,3 +307,163 @@ def test_damaged_bytes_give_image_or_image_error(noise: bytes, kind: str, at: in
     except ImageError:
         return
     assert image.mode in ("L", "RGB")
+
+
+@pytest.mark.parametrize("side", [10_000, 20_000, 100_000])
+def test_rejects_large_header_before_decoding(side: int) -> None:
+    with pytest.raises(ImageTooLarge, match="pixels"):
+        decode_image(png_header_of(side, side))
+
+
+@pytest.mark.parametrize("lossless", [True, False])
+@pytest.mark.parametrize("alpha", [True, False])
+def test_rejects_large_webp_before_pillow_opens_it(
+    lossless: bool, alpha: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = Image.new("RGBA" if alpha else "RGB", (37, 21), (1, 2, 3, 4)[: 4 if alpha else 3])
+    data = encode(image, "WEBP", lossless=lossless)
+    assert decode_image(data).size == (37, 21)
+    monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("opened"))
+    with pytest.raises(ImageTooLarge, match="37×21"):
+        decode_image(data, max_pixels=36 * 21)
+
+
+def test_pixel_limit_is_inclusive() -> None:
+    data = encode(Image.fromarray(GRADIENT), "PNG")
+    assert decode_image(data, max_pixels=24 * 32).size == (32, 24)
+    with pytest.raises(ImageTooLarge):
+        decode_image(data, max_pixels=24 * 32 - 1)
+
+
+def test_scans_of_a_large_jpeg_count_with_its_pixels() -> None:
+    image = Image.new("L", (400, 400), 9)
+    progressive = encode(image, "JPEG", progressive=True)
+    scans = progressive.count(b"\xff\xda")
+    assert scans > 1 and decode_image(progressive).size == (400, 400)
+    body, first = progressive.removesuffix(b"\xff\xd9"), progressive.index(b"\xff\xda")
+    many = body + body[first:] * 4
+    with pytest.raises(UndecodableImage, match="pixels in all scans together"):
+        decode_image(many + b"\xff\xd9", max_pixels=400 * 400)
+
+
+def run_length_bmp(side: int, commands: bytes) -> bytes:
+    palette = bytes(1024)
+    head = struct.pack("<IiiHHIIiiII", 40, side, side, 1, 8, 1, len(commands), 0, 0, 256, 0)
+    offset = 14 + len(head) + len(palette)
+    return struct.pack("<2sIHHI", b"BM", offset + len(commands), 0, 0, offset) + head + palette + commands
+
+
+def test_commands_of_a_run_length_bmp_count_with_its_pixels() -> None:
+    row = bytes([8, 5, 0, 0])
+    assert decode_image(run_length_bmp(8, row * 8 + b"\0\1")).size == (8, 8)
+    still = b"\0\2\0\0" * 40_000  # Moves by nothing, so the image never ends.
+    with pytest.raises(UndecodableImage, match="bytes of run-length code"):
+        decode_image(run_length_bmp(8, still))
+
+
+simplejpeg: Any = pytest.importorskip("simplejpeg", reason="needs the extra psc[fast]")
+
+
+@st.composite
+def pictures(draw: st.DrawFn) -> npt.NDArray[np.uint8]:
+    """Noise, or noise made smooth, of at most 70 × 70 pixels."""
+    width, height, seed = draw(st.integers(1, 70)), draw(st.integers(1, 70)), draw(st.integers(0, 99))
+    cell = draw(st.sampled_from([1, 8]))
+    noise = np.random.default_rng(seed).integers(0, 256, (-(-height // cell), -(-width // cell), 3)).astype(np.uint8)
+    return np.asarray(Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC))
+
+
+@st.composite
+def jpegs(draw: st.DrawFn) -> bytes:
+    """Files of both encoders."""
+    picture, quality = draw(pictures()), draw(st.integers(1, 100))
+    if draw(st.booleans()):
+        subsampling = draw(st.sampled_from(["444", "422", "420", "440", "411", "Gray"]))
+        encoded: bytes = simplejpeg.encode_jpeg(np.ascontiguousarray(picture), quality, "RGB", subsampling)
+        return encoded
+    image = Image.fromarray(picture).convert(draw(st.sampled_from(["RGB", "L", "CMYK"])))
+    options: dict[str, Any] = {"progressive": draw(st.booleans()), "optimize": draw(st.booleans())}
+    if image.mode == "RGB" and draw(st.booleans()):
+        options["keep_rgb"] = True
+    elif image.mode == "RGB":
+        options["subsampling"] = draw(st.sampled_from(["4:4:4", "4:2:2", "4:2:0"]))
+    return encode(image, "JPEG", quality=quality, restart_marker_blocks=draw(st.integers(0, 5)), **options)
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> bytes:
+    """Files that are cut, changed, or followed by something."""
+    data = bytearray(draw(jpegs()))
+    for _ in range(draw(st.integers(0, 4))):
+        data[draw(st.integers(2, len(data) - 1))] = draw(st.integers(0, 255))
+    end = draw(st.one_of(st.just(len(data)), st.integers(3, len(data))))
+    return bytes(data[:end]) + draw(st.binary(max_size=20))
+
+
+def by_pillow(data: bytes) -> npt.NDArray[np.uint8] | type[ImageError]:
+    """Samples (height, width, 3 or 1), or the class of the error."""
+    try:
+        return np.atleast_3d(np.asarray(open_image(data).decode()))
+    except ImageError as error:
+        return type(error)
+
+
+@given(jpegs() | damaged())
+def test_pixels_are_those_of_pillow_and_what_pillow_refuses_is_left_to_it(data: bytes) -> None:
+    expected = by_pillow(data)
+    try:
+        file = open_image(data)
+    except ImageError as error:
+        assert type(error) is expected
+        return
+    samples = file.samples(file.image.mode)
+    if isinstance(expected, type):
+        assert samples is None
+    elif samples is not None:
+        assert np.array_equal(samples[..., : expected.shape[2]], expected)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_plain_file_takes_the_quick_way_to_the_same_input(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (300, 400, 3)).astype(np.uint8)
+    data = encode(Image.fromarray(noise).convert(mode), "JPEG", progressive=True)
+    preprocess = PRESETS["imagenet" if mode == "RGB" else "mnist"]
+    assert open_image(data).samples(mode) is not None
+    quick = preprocess.from_bytes(data)
+    monkeypatch.setattr(decode, "HAS_SIMPLEJPEG", False)
+    assert open_image(data).samples(mode) is None
+    assert np.array_equal(preprocess.from_bytes(data), quick)
+
+
+def test_what_is_not_plain_is_left_to_pillow() -> None:
+    image = Image.new("RGB", (30, 20), (9, 80, 200))
+    assert open_image(encode(image, "PNG")).samples("RGB") is None
+    assert open_image(encode(image.convert("CMYK"), "JPEG")).samples("RGB") is None
+    assert open_image(encode(image, "JPEG")).samples("L") is None
+    exif = Image.Exif()
+    for orientation, is_plain in ((1, True), (6, False)):
+        exif[0x0112] = orientation
+        assert (open_image(encode(image, "JPEG", exif=exif)).samples("RGB") is not None) is is_plain
+
+
+def test_library_of_other_pixels_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    real = simplejpeg.decode_jpeg
+    monkeypatch.setattr(simplejpeg, "decode_jpeg", lambda *args, **options: real(*args, **options) ^ 1)
+    decode._agrees.cache_clear()
+    try:
+        file = io.BytesIO()
+        Image.new("RGB", (30, 20)).save(file, "JPEG")
+        assert open_image(file.getvalue()).samples("RGB") is None
+        assert "different pixels" in caplog.text
+    finally:
+        decode._agrees.cache_clear()
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (1, 5, 7), (3, 5, 7)])
+@pytest.mark.parametrize("level", [FAST, SMALL])
+def test_a_png_holds_the_pixels(shape: tuple[int, ...], level: int) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    with Image.open(io.BytesIO(base64.b64decode(as_base64(decode.png_of(pixels, level))))) as picture:
+        assert picture.format == "PNG" and picture.mode == ("RGB" if shape[0] == 3 else "L")
+        expected = pixels.transpose(1, 2, 0) if shape[0] == 3 else pixels.reshape(5, 7)
+        assert np.array_equal(np.asarray(picture), expected)

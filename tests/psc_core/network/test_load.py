@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,20 @@ import torch
 from torch import nn
 
 from psc_core.errors import NetworkError
-from psc_core.network.backbone import truncate
-from psc_core.network.load import Recipe, load_network, notes_of, recipe_of
+from psc_core.network import LIBRARIES
+from psc_core.network import load as cache
+from psc_core.network.cut import truncate
+from psc_core.network.described import NetworkSpec
+from psc_core.network.load import (
+    BUILDERS,
+    cache_file,
+    load_network,
+    notes_of,
+    read_checked,
+    spec_of,
+    version_of,
+    write_checked,
+)
 
 HERE = __name__
 
@@ -48,25 +61,25 @@ def test_rejects_bad_specs(spec: str, model_args: dict[str, object], text: str) 
 
 
 def test_a_factory_that_the_caller_names_needs_no_permission() -> None:
-    net = load_network(f"{HERE}:tiny", num_classes=3, model_args={"width": 5})
+    net = load_network(f"{HERE}:tiny_builders", num_classes=3, model_args={"width": 5})
     assert net(torch.randn(2, 1, 4, 4)).shape == (2, 3)
 
 
-def test_recipe_round_trip() -> None:
+def test_spec_round_trip() -> None:
     net = load_network("torchvision:resnet18", num_classes=3, model_args={"stem": "small"})
-    recipe = recipe_of(net)
-    assert recipe is not None
+    spec = spec_of(net)
+    assert spec is not None
     assert (
-        recipe
-        == Recipe(**json.loads(json.dumps(asdict(recipe))))
-        == Recipe("torchvision:resnet18", 3, {"stem": "small"})
+        spec
+        == NetworkSpec(**json.loads(json.dumps(spec.to_json())))
+        == NetworkSpec("torchvision:resnet18", 3, {"stem": "small"})
     )
-    assert not recipe.is_factory
-    assert Recipe("a.b:c", 3).is_factory
-    assert truncate(net, ["layer3"], keep_output=False).recipe == recipe
-    assert recipe_of(tiny(3)) is None
+    assert not spec.is_factory
+    assert NetworkSpec("a.b:c", 3).is_factory
+    assert truncate(net, ["layer3"], keep_output=False).network == spec
+    assert spec_of(tiny(3)) is None
     with pytest.raises(NetworkError, match="no name builds"):
-        _ = truncate(tiny(3), ["1"], keep_output=False).recipe
+        _ = truncate(tiny(3), ["1"], keep_output=False).network
 
 
 def test_says_how_the_weights_were_found(tmp_path: Path) -> None:
@@ -95,3 +108,156 @@ def test_network_with_versioned_weights(tmp_path: Path) -> None:
 def test_a_network_has_a_class(count: int) -> None:
     with pytest.raises(NetworkError, match=f"expected num_classes of at least 1, got {count}"):
         load_network("torchvision:resnet18", num_classes=count)
+
+
+def tiny_builders(num_classes: int, width: int = 4) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, width), nn.ReLU(), nn.Linear(width, num_classes))
+
+
+def not_a_network(num_classes: int) -> int:
+    return num_classes
+
+
+@pytest.mark.parametrize("size", [28, 32])
+@pytest.mark.parametrize("name", ["resnet18", "vgg11_bn", "vgg16_bn"])
+def test_small_stem_reads_small_grey_images(name: str, size: int) -> None:
+    net = load_network(f"torchvision:{name}", num_classes=7, model_args={"stem": "small", "in_channels": 1})
+    assert not net.training
+    assert net(torch.randn(2, 1, size, size)).shape == (2, 7)
+
+
+def test_small_resnet_keeps_resolution() -> None:
+    net = load_network("torchvision:resnet18", num_classes=3, model_args={"stem": "small"})
+    assert net.layer1(net.maxpool(net.conv1(torch.randn(1, 3, 32, 32)))).shape == (1, 64, 32, 32)
+
+
+@pytest.mark.parametrize("name", ["convnext_tiny", "swin_t", "mobilenet_v3_small"])
+def test_in_channels_replaces_first_convolution(name: str) -> None:
+    net = load_network(f"torchvision:{name}", num_classes=3, model_args={"in_channels": 2})
+    assert net(torch.randn(1, 2, 32, 32)).shape == (1, 3)
+
+
+@pytest.mark.parametrize(("ours", "factory"), [("resnet18", "resnet18"), ("vgg16_bn", "vgg16")])
+def test_small_networks_equal_benchmark_networks(ours: str, factory: str) -> None:
+    spec = f"benchmarks.networks:{factory}"
+    trained = load_network(spec, num_classes=4, model_args={"in_channels": 1})
+    net = load_network(f"torchvision:{ours}", num_classes=4, model_args={"stem": "small", "in_channels": 1})
+    net.load_state_dict(trained.state_dict())
+    x = torch.randn(2, 1, 28, 28)
+    assert torch.equal(net(x), trained(x))
+
+
+@pytest.mark.parametrize(
+    ("spec", "model_args", "text"),
+    [
+        (f"{HERE}:absent", {}, "cannot import"),
+        ("no_such_package.nets:net", {}, "cannot import"),
+        (
+            f"{HERE}:tiny_builders",
+            {"depth": 2},
+            r"the arguments \(num_classes, depth\): .*; name a function",
+        ),
+        (f"{HERE}:not_a_network", {}, "return an nn.Module, got int"),
+    ],
+)
+def test_rejects_bad_factories(spec: str, model_args: dict[str, object], text: str) -> None:
+    with pytest.raises(NetworkError, match=text):
+        load_network(spec, num_classes=3, model_args=model_args)
+
+
+@pytest.mark.parametrize("line", ["raise OSError('no images')", "raise SystemExit('no images')"])
+def test_says_that_a_training_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / f"script{len(line)}.py").write_text(line)
+    with pytest.raises(NetworkError, match=r"importing script\d+ runs it, .*: no images; put .* below if __name__"):
+        load_network(f"script{len(line)}:Net", num_classes=3)
+
+
+@pytest.mark.parametrize("spec", ["./nets.py:build", "../nets:build", "nets.py:build", "/home/me/nets.py:build"])
+def test_rejects_paths(spec: str) -> None:
+    with pytest.raises(NetworkError, match=r"expected package\.module:factory, not a path"):
+        load_network(spec, num_classes=3)
+
+
+def test_missing_timm_names_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(NetworkError, match=r"pip install 'psc\[timm\]'"):
+        load_network("timm:resnet18", num_classes=3)
+
+
+def test_each_of_the_libraries_has_a_builder() -> None:
+    assert tuple(BUILDERS) == LIBRARIES
+
+
+def test_timm_networks_load() -> None:
+    pytest.importorskip("timm")
+    net = load_network("timm:resnet18", num_classes=3, model_args={"in_channels": 1})
+    assert net(torch.randn(1, 1, 32, 32)).shape == (1, 3)
+    with pytest.raises(NetworkError, match="timm has no network"):
+        load_network("timm:resnet18x", num_classes=3)
+    with pytest.raises(NetworkError, match="rejects the model arguments"):
+        load_network("timm:resnet18", num_classes=3, model_args={"no_such_argument": 1})
+
+
+def install(folder: Path, version: str, *, distribution: str, code: str = "") -> None:
+    """Install a module ``standin`` by a distribution of some name."""
+    (folder / "standin").mkdir(parents=True)
+    (folder / "standin" / "__init__.py").write_text(code or f"__version__ = {version!r}")
+    info = folder / f"{distribution}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+
+
+@pytest.mark.parametrize("distribution", ["standin", "standin_gpu", "another_name"])
+@pytest.mark.parametrize("version", ["1.22.0", "2.16.0.dev20260101", "2.15.0+cu132"])
+def test_the_version_of_a_module_does_not_need_a_distribution_of_its_name(
+    distribution: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, version, distribution=distribution)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert version_of("standin") == version
+    sys.modules.pop("standin", None)
+
+
+def test_another_version_has_another_place_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "PACKAGES", ("standin",))
+    places = []
+    for version in ("1.0", "1.1"):
+        install(tmp_path / version, version, distribution="standin_gpu")
+        with monkeypatch.context() as at:
+            at.syspath_prepend(tmp_path / version)
+            places += [cache_file("onnx", b"network"), cache_file("onnx", b"network")]
+            sys.modules.pop("standin", None)
+    assert places[0] == places[1] != places[2] == places[3]
+
+
+@pytest.mark.parametrize("code", ["import no_such_module", "raise OSError('libcudnn.so.9: cannot open')", "pass"])
+def test_a_broken_installation_still_has_a_place(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "1.0", distribution="standin_gpu", code=code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(cache, "PACKAGES", ("standin", "no_such_module"))
+    assert cache_file("onnx", b"network").suffix == ".onnx"
+    sys.modules.pop("standin", None)
+
+
+def test_a_cache_that_others_may_write_to_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "psc"
+    folder.mkdir(mode=0o700)
+    file = folder / "key.onnx"
+    write_checked(file, b"graph")
+    assert read_checked(file) == b"graph" and not caplog.records
+    file.chmod(0o666)
+    assert read_checked(file) is None
+    file.chmod(0o600)
+    folder.chmod(0o777)
+    assert read_checked(file) is None
+    folder.chmod(0o700)
+    assert read_checked(file) == b"graph" and len(caplog.records) == 2
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert read_checked(file) is None
+    monkeypatch.undo()
+    (folder / "link.onnx").symlink_to(file)
+    os.mkfifo(folder / "pipe.onnx")
+    assert read_checked(folder / "link.onnx") is None and read_checked(folder / "pipe.onnx") is None

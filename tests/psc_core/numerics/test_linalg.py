@@ -1,14 +1,23 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sklearn.metrics import r2_score
+from torch import Tensor
 
-from psc_core.numerics import linalg, matrix
-from psc_core.numerics.matrix import chunk_rows
+from psc_core.numerics import features, linalg
+from psc_core.numerics.features import chunk_rows
+from psc_core.numerics.linalg import MomentSums, r_squared, r_squared_error, tail_excess
+from tests.reference import gates as naive
 from tests.reference import linalg as reference
+from tests.reference import projection as reference_moments
 
 SEEDS = st.integers(0, 2**16)
 
@@ -81,7 +90,7 @@ def test_inverse_root_equals_naive_loop(columns: int, rows: int, seed: int) -> N
 
 def test_chunked_sums_equal_naive_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     x = 1e6 + torch.randn(101, 7, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(matrix, "CHUNK_ELEMENTS", 50)
+    monkeypatch.setattr(features, "CHUNK_ELEMENTS", 50)
     assert [s.stop - s.start for s in chunk_rows(16, 7)] == [7, 7, 2]
     mean = linalg.mean_of_rows(x)
     np.testing.assert_allclose(mean.numpy(), reference.mean_of_rows(x.double().numpy()), rtol=1e-12)
@@ -128,3 +137,92 @@ def test_covariance_of_few_samples_is_shrunk(degrees_of_freedom: int, shrunk: bo
     got, rho = linalg.covariance(degrees_of_freedom * torch.from_numpy(c), degrees_of_freedom)
     assert rho == pytest.approx(intensity)
     np.testing.assert_allclose(got.numpy(), expected, rtol=1e-12)
+
+
+def summed_by(barrier: Barrier) -> Callable[[Tensor], Tensor]:
+    """An all-reduce over the threads that meet at a barrier: each call returns the sum of what all of them give."""
+    given: list[Tensor] = []
+
+    def sum_(tensor: Tensor) -> Tensor:
+        given.append(tensor)
+        barrier.wait()
+        total = torch.stack(given).sum(0)
+        if barrier.wait() == 0:
+            given.clear()
+        barrier.wait()
+        return total
+
+    return sum_
+
+
+@given(
+    n=st.integers(1, 12),
+    groups=st.integers(1, 3),
+    dim=st.integers(1, 5),
+    batch=st.integers(1, 12),
+    processes=st.integers(1, 3),
+    shift=st.sampled_from([0.0, 1e4]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    seed=st.integers(0, 99),
+)
+def test_matches_the_loop(
+    n: int, groups: int, dim: int, batch: int, processes: int, shift: float, dtype: torch.dtype, seed: int
+) -> None:
+    x = torch.randn(processes * n, groups, dim, generator=torch.Generator().manual_seed(seed), dtype=dtype) + shift
+    before, barrier = x.clone(), Barrier(processes)
+    sum_ = summed_by(barrier)
+
+    def one_process(part: Tensor) -> tuple[int, Tensor, Tensor]:
+        try:
+            sums = MomentSums(groups, dim)
+            for vectors in part.split(batch):
+                sums.add(vectors)
+            return sums.finish(sum_)
+        except Exception:
+            barrier.abort()  # The others would wait for this one for ever.
+            raise
+
+    with ThreadPoolExecutor(processes) as threads:
+        found = [*threads.map(one_process, x.chunk(processes))]
+    mean, covariance = reference_moments.moments(x.double())
+    for count, got_mean, got_covariance in found:
+        assert count == len(x)
+        torch.testing.assert_close(got_mean, mean, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(got_covariance, covariance, rtol=1e-9, atol=1e-9)
+    assert torch.equal(x, before)
+
+
+NUMBERS = st.one_of(st.floats(-50, 50), st.sampled_from([0.0, 0.1, 1e9]))
+
+
+@given(st.lists(st.tuples(NUMBERS, NUMBERS), min_size=2, max_size=20))
+def test_equals_its_reference(pairs: list[tuple[float, float]]) -> None:
+    y, predicted = torch.tensor(pairs, dtype=torch.float64).T
+    found = r_squared((y - predicted).square(), y)
+    if float((y - y.mean()).abs().max()) > 1e-6 or bool((y == y[0]).all()):
+        assert found == pytest.approx(r2_score(y, predicted), rel=1e-9, abs=1e-9)
+
+
+def test_error_of_a_difference() -> None:
+    y = torch.tensor([0.0, 1.0, 2.0, 3.0]).double()
+    good, bad = torch.tensor([0.1, 0.0, 0.1, 0.0]).double(), torch.tensor([1.0, 1.0, 1.0, 1.0]).double()
+    assert r_squared(good, y) == pytest.approx(1 - 0.2 / 5) and r_squared(bad, y) == pytest.approx(0.2)
+    assert r_squared_error(good, bad, y) == pytest.approx((0.81 + 1 + 0.81 + 1) ** 0.5 / 5)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, -3.0])  # The mean of seven times 0.1 is another number.
+def test_equal_numbers_leave_nothing_to_explain(value: float) -> None:
+    flat = torch.full((7,), value).double()
+    assert (r_squared(0 * flat, flat), r_squared(0 * flat + 1, flat)) == (1.0, 0.0)
+    assert r_squared_error(0 * flat, 0 * flat + 1, flat) == 0.0
+
+
+READINGS = st.lists(st.floats(-1e5, 1e5), min_size=1, max_size=50).map(sorted)
+
+
+@given(READINGS, st.data())
+def test_excess_matches_the_twin(readings: list[float], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(readings)))
+    got = tail_excess(torch.tensor([readings, [2 * each for each in readings]], dtype=torch.float64).T, k)
+    exact = naive.tail_excess(readings, k)
+    assert got.tolist() == pytest.approx([exact, 2 * exact], abs=1e-9)

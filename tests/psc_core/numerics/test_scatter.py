@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from psc_core.numerics import scatter
-from psc_core.numerics.scatter import Centroids, ClassScatter, ScatterSums, class_pairs
+from psc_core.numerics.scatter import ClassScatter, class_pairs, distances_from, nc1_of, scatter_sums
 from tests.reference import collapse as reference
 
 SEEDS = st.integers(0, 2**31)
@@ -44,13 +44,12 @@ def measure(
     sums = ClassScatter(classes, features.shape[1])
     stream(sums, features, labels, image_index, batch)
     assert torch.equal(sums.counts, torch.bincount(labels, minlength=classes).double())
-    total = ScatterSums()
-    total.add(sums)
-    return total.nc1, total.within + total.between, sums.means
+    total = scatter_sums(sums)
+    return nc1_of(total), float(total[:2].sum()), sums.means
 
 
 def centroid_distances(features: Tensor, means: Tensor) -> Tensor:
-    return Centroids.of(means.clone()).distances(features)
+    return distances_from(means.clone())(features)
 
 
 @given(SEEDS, st.integers(1, 12), st.integers(1, 7), st.integers(1, 4), st.integers(1, 3), st.integers(1, 13))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from psc_core.bundle import read_bundle
-from psc_core.collapse import NC4, R2, CollapseReport, LayerCollapse
+from psc_core.collapse import CollapseReport, LayerCollapse, LinearFit, NearestMean
 from psc_core.report import figures
 from psc_core.report.classification import ClassificationSet
 from psc_core.report.content import Content, Role
@@ -54,7 +54,7 @@ def test_groups_are_drawn_apart() -> None:
 
 def test_collapse_names_what_was_measured() -> None:
     layer = LayerCollapse("2", 0, "map", (8, 196), (14, 14), "", 0.5, 0.25)
-    for measure in (NC4, R2):
+    for measure in (NearestMean, LinearFit):
         report = CollapseReport((layer,), 0.2, "modules", None, 10, 10, measure=measure)
         lines = figures.collapse(report, ["2"]).axes[0].lines
         assert [list(line.get_ydata()) for line in lines[:2]] == [[0.5], [0.25]]  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from psc_core.errors import DataError
 from psc_core.tasks.regression import binned, in_bins, quantile_edges
-from tests.psc_core.data.test_targets import numbers
+from tests.psc_core.data.test_dataset import numbers
 
 
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=300).filter(lambda v: min(v) < max(v)))

@@ -17,8 +17,8 @@ from psc_core.heads import softmax
 from psc_core.model import TRIAL_IMAGES
 from psc_core.numerics.scatter import ClassScatter, class_pairs
 from tests import tiny
-from tests.psc_core.collapse.support import measured
 from tests.psc_core.fitting.support import counted, typical
+from tests.psc_core.test_collapse import measured
 
 SETTINGS = FitSettings(device="cpu")
 

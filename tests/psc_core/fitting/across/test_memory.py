@@ -19,7 +19,7 @@ from psc_core.data.dataset import ArraySource, ImageDataset, labelled
 from psc_core.heads import softmax
 from psc_core.heads import softmax as preconditioning
 from psc_core.images.preprocess import PRESETS
-from psc_core.numerics import matrix
+from psc_core.numerics import features as matrices
 
 BYTES_AN_IMAGE = 100
 """Labels, offsets and positions, and as much again while they are put in order."""
@@ -85,7 +85,7 @@ def maximum_bytes(images: int) -> int:
 
 
 def test_memory_does_not_grow_with_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrix, "CHUNK_ELEMENTS", 1 << 16)
+    monkeypatch.setattr(matrices, "CHUNK_ELEMENTS", 1 << 16)
     monkeypatch.setattr(preconditioning, "CURVATURE_EXAMPLES", 500)
     monkeypatch.setattr(preconditioning, "CURVATURE_EXAMPLES_PER_COLUMN", 1)
     monkeypatch.setattr(softmax, "PRIOR_PRECISIONS", (1e2, 1e1))

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from psc_core.density import DENSITIES, Examples, fit_density
 from psc_core.heads import sngp
 from psc_core.model import PSC
-from psc_core.network.backbone import truncate
+from psc_core.network.cut import truncate
 from psc_core.network.load import load_network
 from psc_core.settings import PRECISIONS, Precision
 from psc_core.tasks.classification import Classification

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from psc_core.errors import NetworkError
-from psc_core.network.described import DESCRIBERS, Described, describe, is_described
+from psc_core.network.described import DESCRIBERS, NetworkSpec, describe, is_described
 from psc_core.network.load import load_network
 from tests import folders
 
 
-@pytest.mark.parametrize("spec", ["torchvision:resnet18", "timm:resnet18", "package.module:factory", "nothing", ""])
+@pytest.mark.parametrize("spec", ["torchvision:resnet18", "timm:resnet18", "package.module:factory"])
 def test_others_say_nothing(spec: str) -> None:
-    assert describe(spec) == Described()
+    assert describe(spec) == NetworkSpec(spec)
     assert not is_described(spec)
 
 
@@ -32,9 +32,8 @@ def test_describes_without_the_library_or_the_weights(
         monkeypatch.setitem(__import__("sys").modules, name, None)
     for spec in (f"hf:{hf_job.model}", f"timm:local-dir:{timm_job.model}", f"hf:{timm_job.model}"):
         found = describe(spec)
-        assert found.classes == folders.NAMES and found.outputs == 10
-        assert found.preparation is not None
-        assert (found.preparation.preprocess, found.preparation.unlike) == (folders.SIZE, {})
+        assert found.classes == folders.NAMES and found.num_classes == 10
+        assert (found.preprocess, found.unlike) == (folders.SIZE, {})
         assert [file.name for file in found.weights] == ["model.safetensors"]
 
 
@@ -47,9 +46,9 @@ def test_number_of_classes_is_the_folders(hf_job: folders.Job, timm_job: folders
 
 
 def test_a_folder_is_never_read_for_a_bundle(timm_job: folders.Job, hf_job: Path) -> None:
-    from psc_core.network.load import Recipe, build
+    from psc_core.network.load import build
 
     with pytest.raises(NetworkError, match="timm has no network 'local-dir:"):
-        build(Recipe(f"timm:local-dir:{timm_job.model}", 10))
+        build(NetworkSpec(f"timm:local-dir:{timm_job.model}", 10))
     with pytest.raises(NetworkError, match="cannot import the factory hf:"):
-        build(Recipe("hf:net", 10))
+        build(NetworkSpec("hf:net", 10))

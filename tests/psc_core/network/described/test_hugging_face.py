@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from psc_core.errors import NetworkError
-from psc_core.network.backbone import trial_input, truncate
+from psc_core.network.cut import trial_input, truncate
 from psc_core.network.described import describe_hugging_face
 from psc_core.network.layers import list_layers
-from psc_core.network.load import load_network, recipe_of
+from psc_core.network.load import load_network, spec_of
 from tests import folders
 
 CONFIG: dict[str, Any] = {"model_type": "vit", "id2label": {"0": "cat", "1": "dog"}, "image_size": 32}
@@ -35,7 +35,7 @@ def copied(job: folders.Job, folder: Path) -> Path:
 
 def test_classes_in_the_order_of_the_outputs(tmp_path: Path) -> None:
     found = describe_hugging_face(write(tmp_path, id2label={"1": "cat", "0": "dog", "2": "ant"}))
-    assert (found.outputs, found.classes, found.spec) == (3, ("dog", "cat", "ant"), "")
+    assert (found.num_classes, found.classes, found.spec) == (3, ("dog", "cat", "ant"), f"hf:{tmp_path}")
 
 
 @pytest.mark.parametrize(
@@ -43,13 +43,11 @@ def test_classes_in_the_order_of_the_outputs(tmp_path: Path) -> None:
 )
 def test_outputs_without_names(labels: Any, outputs: int, tmp_path: Path) -> None:
     found = describe_hugging_face(write(tmp_path, id2label=labels))
-    assert (found.outputs, found.classes) == (outputs, None)
+    assert (found.num_classes, found.classes) == (outputs, None)
 
 
 def test_a_folder_without_preprocessing_says_so(tmp_path: Path) -> None:
-    preparation = describe_hugging_face(write(tmp_path)).preparation
-    assert preparation is not None
-    assert preparation.unlike == {"whole": f"{tmp_path} has no preprocessor_config.json"}
+    assert describe_hugging_face(write(tmp_path)).unlike == {"whole": f"{tmp_path} has no preprocessor_config.json"}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +91,7 @@ def test_gives_the_logits_of_transformers(hf_job: folders.Job) -> None:
     net = load_network(f"hf:{hf_job.model}")
     images = torch.randn(3, 3, 32, 32)
     assert torch.allclose(net(images), theirs(images).logits, atol=1e-6)
-    assert not net.training and recipe_of(net) is None
+    assert not net.training and spec_of(net) is None
 
 
 @pytest.mark.parametrize("form", ["shards", "pickle", "half"])

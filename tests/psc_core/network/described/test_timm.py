@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from psc_core.errors import NetworkError
-from psc_core.network.described import describe_timm, is_of_timm
-from psc_core.network.load import Recipe, load_network, recipe_of
+from psc_core.network.described import NetworkSpec, describe_timm, is_of_timm
+from psc_core.network.load import load_network, spec_of
 from tests import folders
 
 
@@ -32,7 +32,7 @@ def test_gives_what_timm_gives(timm_job: folders.Job) -> None:
     ours = load_network(f"timm:local-dir:{timm_job.model}")
     images = torch.randn(2, 3, 32, 32)
     assert torch.equal(ours(images), theirs(images)) and not ours.training
-    assert recipe_of(ours) == Recipe("timm:test_resnet", 10, {"in_chans": 3, "global_pool": "avg"})
+    assert spec_of(ours) == NetworkSpec("timm:test_resnet", 10, {"in_chans": 3, "global_pool": "avg"})
 
 
 def test_a_fixed_size_is_an_argument(tmp_path: Path) -> None:
@@ -43,8 +43,8 @@ def test_a_fixed_size_is_an_argument(tmp_path: Path) -> None:
     config["model_args"] = {"depth": 1}  # as files before timm 1.0.30
     (tmp_path / "config.json").write_text(json.dumps(config))
     described = describe_timm(tmp_path)
-    assert described.preparation is not None
-    assert described.preparation.preprocess.shape == (1, 32, 32)
+    assert described.preprocess is not None
+    assert described.preprocess.shape == (1, 32, 32)
     images = torch.randn(2, 1, 32, 32)
     assert torch.equal(load_network(f"timm:local-dir:{tmp_path}")(images), net.eval()(images))
 
@@ -54,15 +54,15 @@ def test_a_size_among_the_arguments(tmp_path: Path) -> None:
     for size in (96, [96, 96]):
         arguments = {"img_size": size, "num_classes": 5, "in_chans": 3}
         found = describe_timm(write(tmp_path, {**CONFIG, "pretrained_cfg": pretrained, "model_args": arguments}))
-        assert found.outputs == 5 and found.model_args == {"img_size": size, "in_chans": 3}
-        assert found.preparation is not None and found.preparation.preprocess.shape == (3, 96, 96)
+        assert found.num_classes == 5 and found.model_args == {"img_size": size, "in_chans": 3}
+        assert found.preprocess is not None and found.preprocess.shape == (3, 96, 96)
 
 
 def test_oldest_files_have_one_level(tmp_path: Path) -> None:
     flat = {"architecture": "resnet18", "num_classes": 2, "input_size": [3, 96, 96], "labels": ["cat", "dog"]}
     found = describe_timm(write(tmp_path, flat))
-    assert (found.spec, found.outputs, found.classes) == ("timm:resnet18", 2, ("cat", "dog"))
-    assert found.preparation is not None and found.preparation.preprocess.height == 96
+    assert (found.spec, found.num_classes, found.classes) == ("timm:resnet18", 2, ("cat", "dog"))
+    assert found.preprocess is not None and found.preprocess.height == 96
 
 
 @pytest.mark.parametrize(

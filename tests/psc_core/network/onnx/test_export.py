@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from psc_core.errors import NetworkError
-from psc_core.network.backbone import Backbone, truncate
+from psc_core.network.cut import Backbone, truncate
 from psc_core.network.export import to_onnx
-from psc_core.network.load import load_network, read_checked, recipe_of
+from psc_core.network.load import load_network, read_checked, spec_of
 
 SIZE = (1, 28, 28)
 
@@ -46,7 +46,7 @@ def test_outputs_equal_pytorch_for_any_number_of_images_and_threads(keep_output:
 def test_names_what_cannot_be_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     net = backbone(["2"])
     other = load_network(f"{__name__}:sorts", num_classes=4)
-    net.cut = replace(net.cut, recipe=recipe_of(other))
+    net.cut = replace(net.cut, network=spec_of(other))
     with pytest.raises(NetworkError, match="the network after 2 has no ONNX model: "):
         to_onnx(net, SIZE)
     monkeypatch.setattr(sys, "executable", "/no/such/python")

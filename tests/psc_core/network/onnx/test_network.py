@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError
-from psc_core.network.backbone import truncate
+from psc_core.network.cut import truncate
 from psc_core.network.described import describe
 from psc_core.network.layers import list_layers
 from psc_core.network.load import load_network

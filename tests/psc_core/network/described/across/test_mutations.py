@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from psc_core.errors import NetworkError
 from psc_core.network import described as hugging_face
 from psc_core.network import described as timm
-from psc_core.network.described import Described
+from psc_core.network.described import NetworkSpec
 
 LABELS: Final = {"id2label": {"0": "cat", "1": "dog"}, "label2id": {"cat": 0, "dog": 1}}
 IMAGENET: Final = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
@@ -169,14 +169,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def described(folder: Path, files: dict[str, Any]) -> list[Described]:
+def described(folder: Path, files: dict[str, Any]) -> list[NetworkSpec]:
     """The descriptions by each reader; an error has to name the folder's file, and to be of a bounded length."""
     for file in folder.glob("*.json"):
         file.unlink()
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
     found = []
-    readers: list[Callable[[Path], Described]] = [hugging_face.describe_hugging_face, timm.describe_timm]
+    readers: list[Callable[[Path], NetworkSpec]] = [hugging_face.describe_hugging_face, timm.describe_timm]
     for read in readers:
         try:
             found.append(read(folder))
@@ -187,7 +187,7 @@ def described(folder: Path, files: dict[str, Any]) -> list[Described]:
 
 @pytest.mark.parametrize("files", FOLDERS, ids=["vit", "convnext", "efficientnet", "levit", "timm", "oldest-timm"])
 def test_each_is_described(folder: Path, files: dict[str, Any]) -> None:
-    assert all(each.outputs == 2 for each in described(folder, files))
+    assert all(each.num_classes == 2 for each in described(folder, files))
 
 
 def changed(files: dict[str, Any], *changes: tuple[tuple[Any, ...], Any]) -> dict[str, Any]:
@@ -210,9 +210,9 @@ def changed(files: dict[str, Any], *changes: tuple[tuple[Any, ...], Any]) -> dic
 @example(files=changed(VIT, (("config.json", "id2label"), {})))
 def test_odd_fields_are_described_or_refused(folder: Path, files: dict[str, Any]) -> None:
     for each in described(folder, files):
-        assert type(each.outputs) is int and each.outputs > 0
-        assert each.classes is None or len(each.classes) == each.outputs
-        assert each.preparation is not None
+        assert type(each.num_classes) is int and each.num_classes > 0
+        assert each.classes is None or len(each.classes) == each.num_classes
+        assert each.preprocess is not None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from psc_core.conformal import conformal_p_values, decision_p_value
+from psc_core.errors import BundleError, FitError
+from psc_core.gates import (
+    GATES,
+    MINIMUM_TAIL,
+    TEXTURE_COUNTS_BELOW,
+    GateChoice,
+    Gates,
+    best_of,
+    fit_gates,
+    log_p_pieces,
+    readings_of,
+    regret,
+    tail_scales,
+    vary,
+)
+from psc_core.gates import log_p_values as from_pieces
+from psc_core.numerics.linalg import TAIL_FRACTION
+from tests.reference import gates as naive
+
+
+def log_p_values(ascending: torch.Tensor, scales: torch.Tensor, readings: torch.Tensor) -> torch.Tensor:
+    """Of readings (B, G)."""
+    return from_pieces(ascending, log_p_pieces(ascending, scales), readings.T.contiguous()).T
+
+
+FINITE = st.floats(-1e6, 1e6, width=32)
+
+
+@given(
+    known=st.lists(FINITE, min_size=1, max_size=30),
+    tested=st.lists(FINITE, min_size=1, max_size=10),
+    scale=st.floats(2**-10, 1e4, width=32),
+)
+def test_matches_the_twin(known: list[float], tested: list[float], scale: float) -> None:
+    readings = torch.tensor([*tested, *known])
+    ascending = torch.tensor(known).sort().values
+    got = log_p_values(ascending[None], torch.tensor([scale]), readings[:, None])[:, 0]
+    expected = [naive.log_p_value(ascending.tolist(), scale, reading) for reading in readings.tolist()]
+    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-9, atol=1e-9)
+
+
+@given(known=st.lists(FINITE, min_size=2, max_size=30, unique=True), data=st.data())
+def test_falls_without_jumps(known: list[float], data: st.DataObject) -> None:
+    ascending = torch.tensor(known).sort().values
+    at = data.draw(st.sampled_from(ascending.tolist()))
+    below, above = (np.nextafter(np.float32(at), np.float32(end)).item() for end in (-np.inf, np.inf))
+    scale = torch.tensor([max(1.0, (ascending[-1] - ascending[0]).item())])
+    before, here, after = log_p_values(ascending[None], scale, torch.tensor([[below], [at], [above]]))[:, 0].tolist()
+    assert before >= here >= after
+    assert here == pytest.approx(math.log((len(known) - ascending.tolist().index(at)) / (len(known) + 1)))
+
+
+def test_gates_do_not_mix() -> None:
+    ascending = torch.tensor([[0.0, 1.0, 2.0], [10.0, 20.0, 30.0]])
+    scales, readings = torch.tensor([1.0, 5.0]), torch.tensor([[0.5, 40.0], [5.0, 15.0]])
+    both = log_p_values(ascending, scales, readings)
+    for gate in range(2):
+        alone = log_p_values(ascending[gate : gate + 1], scales[gate : gate + 1], readings[:, gate : gate + 1])
+        torch.testing.assert_close(both[:, gate], alone[:, 0])
+
+
+def test_what_is_not_a_number_stays_so() -> None:
+    got = log_p_values(torch.tensor([[0.0, 1.0]]), torch.tensor([1.0]), torch.tensor([[torch.nan], [torch.inf]]))
+    assert got[0].isnan() and got[1] == -torch.inf
+
+
+def dependent_readings(images: int, generator: torch.Generator) -> torch.Tensor:
+    """Three dependent readings with tails from light to heavy."""
+    shared = torch.randn(images, 1, generator=generator)
+    own = torch.randn(images, 3, generator=generator)
+    mixed = 0.8 * shared + 0.6 * own
+    return torch.stack([mixed[:, 0], mixed[:, 1].exp(), mixed[:, 2] ** 3], dim=1)
+
+
+def test_score_matches_the_twin() -> None:
+    generator = torch.Generator().manual_seed(0)
+    selection, calibration, tested = (dependent_readings(n, generator) for n in (50, 40, 30))
+    gates = fit_gates(GATES, selection, calibration)
+    log_p = [
+        [naive.log_p_value(selection[:, g].tolist(), float(gates.scales[g]), float(row[g])) for g in range(3)]
+        for row in tested
+    ]
+    expected = [naive.score(row, [TEXTURE_COUNTS_BELOW, 1, 1]) for row in log_p]
+    torch.testing.assert_close(gates.score(tested), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    everything = Gates(GATES, gates.ascending, gates.scales, gates.calibration)
+    torch.testing.assert_close(everything.score(tested), -torch.tensor(log_p).sum(dim=1), rtol=1e-5, atol=1e-5)
+    for g in range(3):
+        expected = [(1 + int((calibration[:, g] >= row[g]).sum())) / 41 for row in tested]
+        torch.testing.assert_close(gates.p_values(tested)[:, g], torch.tensor(expected))
+
+
+@pytest.mark.parametrize("alpha", [0.01, 0.05, 0.2])
+def test_alpha_keeps_its_meaning(alpha: float) -> None:
+    """Over fresh calibrations alarms on in-distribution images have a rate of at most alpha, for score and gates."""
+    generator = torch.Generator().manual_seed(1)
+    trials, tested = 200, 50
+    alarms = torch.zeros(4)
+    for _ in range(trials):
+        gates = fit_gates(GATES, dependent_readings(60, generator), readings := dependent_readings(199, generator))
+        new = dependent_readings(tested, generator)
+        combined = conformal_p_values(gates.score(readings).sort().values, gates.score(new))
+        alarms += torch.cat([combined[:, None], gates.p_values(new)], dim=1).le(alpha).sum(dim=0)
+    rates = alarms / (trials * tested)
+    # Images of one calibration alarm together: the spread is that of a Beta rate over trials, and binomial on top.
+    spread = math.sqrt(stats.beta(200 * alpha, 200 * (1 - alpha)).var() / trials + alpha / (trials * tested))
+    assert (rates <= alpha + 4 * spread).all() and (rates >= alpha - 1 / 200 - 4 * spread).all()
+
+
+@pytest.mark.parametrize(
+    ("names", "selected", "n", "alpha"),
+    [(GATES, 50, 99, 0.05), (GATES, 20, 38, 0.05), (GATES[:2], 200, 99, 0.1)],
+)
+def test_false_alarms_of_the_combined_score_are_beta_binomial(
+    names: tuple[str, ...], selected: int, n: int, alpha: float
+) -> None:
+    """Mean and spread over fits are those of one exchangeable score, whatever the gates were fitted to."""
+    generator = torch.Generator().manual_seed(2)
+    fits, tested = 300, 300
+    gates_of = [GATES.index(name) for name in names]
+    counts = torch.zeros(fits, dtype=torch.float64)
+    for fit in range(fits):
+        selection, calibration, new = (dependent_readings(m, generator)[:, gates_of] for m in (selected, n, tested))
+        gates = fit_gates(names, selection, calibration)
+        p_values = conformal_p_values(gates.score(calibration).sort().values, gates.score(new))
+        counts[fit] = (p_values <= decision_p_value(alpha, n)).sum()
+    rank = math.floor(alpha * (n + 1) + 1e-9)
+    exact = stats.betabinom(tested, rank, n + 1 - rank)
+    # The variance of a variance has the kurtosis in it.
+    fourth = float(exact.stats(moments="k")) + 3
+    spread = exact.var() * math.sqrt((fourth - 1) / fits)
+    assert float(counts.mean()) == pytest.approx(exact.mean(), abs=4 * exact.std() / math.sqrt(fits))
+    assert float(counts.var()) == pytest.approx(exact.var(), abs=4 * spread)
+
+
+def test_only_a_strange_texture_counts() -> None:
+    readings = torch.arange(1.0, 100.0)[:, None].expand(-1, 2)
+    gates = fit_gates(["texture", "kind"], readings, readings)
+    kind, texture = 50.0, torch.tensor([1.0, 50.0, 79.0, 90.0, 99.0])
+    score = gates.score(torch.stack([texture, torch.full_like(texture, kind)], dim=1))
+    assert (score[:3] == score[0]).all() and (score[3:].diff() > 0).all() and score[3] > score[2]
+    alone = fit_gates(["texture"], readings[:, :1], readings[:, :1])
+    assert (alone.score(texture[:, None]).diff() > 0).all()
+
+
+def test_readings_are_higher_for_unusual_images() -> None:
+    scores = {
+        "log_density": torch.tensor([-1.0, -9.0]),
+        "energy": torch.tensor([0.1, 0.7]),
+        "texture": torch.tensor([2.0, 3.0]),
+    }
+    torch.testing.assert_close(readings_of(GATES, scores), torch.tensor([[2.0, 1.0, 0.1], [3.0, 9.0, 0.7]]))
+    torch.testing.assert_close(readings_of(["kind"], scores), torch.tensor([[1.0], [9.0]]))
+
+
+@pytest.mark.parametrize(
+    ("names", "changes"),
+    [
+        (["kind", "texture"], {}),
+        (["kind", "kind"], {}),
+        (["kind", "colour"], {}),
+        ([], {}),
+        (["kind"], {"scales": torch.tensor([0.0])}),
+        (["kind"], {"scales": torch.tensor([1.0], dtype=torch.float64)}),
+        (["kind"], {"ascending": torch.tensor([[1.0, 0.0]])}),
+        (["kind"], {"calibration": torch.empty(1, 0)}),
+        (["kind"], {"calibration": torch.tensor([0.0, 1.0])}),
+    ],
+)
+def test_what_is_no_gate_is_rejected(names: list[str], changes: dict[str, torch.Tensor]) -> None:
+    count = max(1, len(names))
+    given = {"ascending": torch.tensor([[0.0, 1.0]] * count), "scales": torch.ones(count),
+             "calibration": torch.tensor([[0.0, 1.0]] * count), **changes}  # fmt: skip
+    with pytest.raises(BundleError, match="gate"):
+        Gates(names, **given)
+
+
+@given(st.lists(st.floats(-1e5, 1e5, width=32), min_size=1, max_size=300))
+def test_scale_matches_the_twin(readings: list[float]) -> None:
+    (got,) = tail_scales(torch.tensor(readings).sort().values[:, None]).tolist()
+    assert got == pytest.approx(naive.tail_scale(readings, TAIL_FRACTION, MINIMUM_TAIL), rel=1e-5, abs=1e-30)
+
+
+def test_readings_are_sorted_by_gate() -> None:
+    selection, calibration = torch.tensor([[3.0, 1.0], [1.0, 2.0]]), torch.tensor([[5.0, 0.0], [4.0, 9.0], [6.0, 1.0]])
+    gates = fit_gates(["kind", "confidence"], selection, calibration)
+    assert gates.ascending.tolist() == [[1, 3], [1, 2]]
+    assert gates.calibration.tolist() == [[4, 5, 6], [0, 1, 9]]
+
+
+def test_readings_that_cannot_rank_are_rejected() -> None:
+    varied = torch.rand(5, 2, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(FitError, match="those of confidence are all equal"):
+        fit_gates(["kind", "confidence"], varied * torch.tensor([1.0, 0.0]), varied)
+    with pytest.raises(FitError, match="finite"):
+        fit_gates(["kind", "confidence"], varied, varied.log() - torch.inf)
+
+
+@pytest.mark.parametrize(("steps", "varies"), [(0, False), (4, False), (4000, True)])
+def test_readings_that_differ_by_rounding_are_equal(steps: int, varies: bool) -> None:
+    readings = 30 + steps * torch.finfo(torch.float32).eps * 30 * torch.linspace(0, 1, 50)
+    assert vary(readings) is varies
+
+
+CHOICE = GateChoice(
+    {
+        "near": {"mixed": 0.9, "binary": 0.5},
+        "far": {"mixed": 0.5, "binary": 1.0},
+        "both": {"mixed": 0.8, "binary": 0.95},
+        "best": {"mixed": 0.9, "binary": 1.0},
+    },
+    ("near", "far", "both"),
+    "no image has several labels",
+)
+
+
+def test_least_regret_wins() -> None:
+    assert best_of(CHOICE.aurocs) == {"mixed": 0.9, "binary": 1.0}
+    assert CHOICE.chosen == "both"
+    assert [round(regret(CHOICE.aurocs, name), 6) for name in CHOICE.aurocs] == [0.5, 0.4, 0.1, 0.0]
+
+
+def test_table_says_what_and_why() -> None:
+    lines = CHOICE.table().splitlines()
+    assert [line.split()[0] for line in lines] == ["gates", "best", "both", "far", "near", "gates:"]
+    assert [line for line in lines if "◀ chosen" in line] == [lines[2]]
+    assert lines[-1] == (
+        "gates: both has the least regret over made-up images of those that may be chosen; no image has several labels"
+    )
+    lines = replace(CHOICE, selectable=tuple(CHOICE.aurocs)).table().splitlines()
+    assert lines[-1] == "gates: best has the least regret over made-up images; no image has several labels"
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=6).map(
+        lambda rows: {f"option {i}": dict(zip(("near", "far"), row, strict=True)) for i, row in enumerate(rows)}
+    )
+)
+def test_choice_and_its_json_against_a_loop(aurocs: dict[str, dict[str, float]]) -> None:
+    choice = GateChoice(aurocs, tuple(aurocs), "")
+    best = {kind: max(auroc[kind] for auroc in aurocs.values()) for kind in ("near", "far")}
+    worst = {name: max(best[kind] - own[kind] for kind in own) for name, own in aurocs.items()}
+    assert worst[choice.chosen] == min(worst.values())
+    told = json.loads(json.dumps(choice.to_json()))
+    options = {each["gates"]: dict(zip(told["kinds"], each["auroc"], strict=True)) for each in told["options"]}
+    assert (told["chosen"], told["regret"], options) == (choice.chosen, worst[choice.chosen], aurocs)

@@ -1,0 +1,377 @@
+from __future__ import annotations
+
+import math
+import statistics
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from scipy import integrate, stats
+from sklearn import metrics as sklearn_metrics
+from sklearn.metrics import r2_score, root_mean_squared_error
+
+from psc_core import metrics as classification
+from psc_core import metrics as inputs
+from psc_core import metrics as ranking
+from psc_core import metrics as selective
+from psc_core.errors import UsageError
+from psc_core.metrics import (
+    CountInterval,
+    beta_binomial_acceptance,
+    binomial_acceptance,
+    binomial_interval,
+    calibrated_rate,
+    crps,
+    gaussian_nll,
+    in_practice,
+    r2,
+    rises_with,
+    rmse,
+    weighted_interval,
+    weighted_median,
+)
+from tests.reference import metrics as naive
+
+LEVELS = st.sampled_from([0.0, 0.1, 1 / 3, 0.5, 2 / 3, 0.9, 1.0])
+"""Few distinct values, so ties, all-equal inputs and the ends of [0, 1] are common."""
+
+SCORES = st.one_of(
+    st.lists(LEVELS, min_size=1, max_size=25),
+    st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=25),
+    st.lists(st.sampled_from([-math.inf, -1.0, 0.0, 1.0, math.inf]), min_size=1, max_size=8),
+)
+PREDICTIONS = st.lists(st.tuples(st.one_of(LEVELS, st.floats(0, 1)), st.booleans()), min_size=1, max_size=40)
+
+
+def tensor(values: list[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def unzip(predictions: list[tuple[float, bool]]) -> tuple[torch.Tensor, torch.Tensor]:
+    return tensor([c for c, _ in predictions]), torch.tensor([ok for _, ok in predictions])
+
+
+@given(PREDICTIONS, st.randoms(use_true_random=False))
+def test_input_order_does_not_matter(predictions: list[tuple[float, bool]], random: object) -> None:
+    c, ok = unzip(predictions)
+    order = torch.randperm(len(c), generator=torch.Generator().manual_seed(len(c)))
+    for metric in (classification.ece, classification.adaptive_ece, selective.aurc, selective.augrc):
+        assert metric(c, ok) == pytest.approx(metric(c[order], ok[order]), abs=1e-12)
+
+
+def test_rejects_unusable_inputs() -> None:
+    with pytest.raises(UsageError, match="at least one value"):
+        ranking.auroc(torch.zeros(0), torch.zeros(1))
+    with pytest.raises(UsageError, match="NaN"):
+        ranking.fpr95(torch.tensor([math.nan]), torch.zeros(1))
+    with pytest.raises(UsageError, match="one length, got 2 and 1"):
+        inputs.check_same_length("ece", torch.ones(2), torch.ones(1))  # callers' shapes are checked before, in tests
+
+
+@st.composite
+def classified(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities (n, K), with zeros and ones, and labels."""
+    classes = draw(st.integers(1, 5))
+    weights = draw(st.lists(st.lists(LEVELS, min_size=classes, max_size=classes).filter(any), min_size=1, max_size=9))
+    labels = draw(st.lists(st.integers(0, classes - 1), min_size=len(weights), max_size=len(weights)))
+    raw = torch.tensor(weights, dtype=torch.float64)
+    return raw / raw.sum(1, keepdim=True), torch.tensor(labels)
+
+
+@given(classified())
+def test_likelihoods_match_loops(case: tuple[torch.Tensor, torch.Tensor]) -> None:
+    p, y = case
+    assert classification.nll(p, y) == pytest.approx(naive.nll(p.tolist(), y.tolist(), classification.LOG_FLOOR))
+    assert float(classification.label_brier(p, y).mean()) == pytest.approx(
+        naive.brier(p.tolist(), y.tolist()), abs=1e-12
+    )
+    assert classification.accuracy(p, y) == pytest.approx(float((p.argmax(1) == y).double().mean()))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=2, max_size=7))
+def test_better_than_guessing_is_above_the_agreements_of_all_orders(pairs: list[tuple[int, int]]) -> None:
+    predicted, labels = zip(*pairs, strict=True)
+    agreements = [sum(p == y for p, y in zip(order, labels, strict=True)) for order in permutations(predicted)]
+    chance = statistics.fmean(agreements) + 1.645 * statistics.pstdev(agreements)
+    own = sum(p == y for p, y in pairs)
+    expected = len({*labels}) == 1 or own > chance + 1e-9
+    assert classification.better_than_guessing(torch.tensor(predicted), torch.tensor(labels)) == expected
+
+
+def test_always_the_most_frequent_class_is_guessing() -> None:
+    labels = torch.arange(100) // 95
+    assert not classification.better_than_guessing(torch.zeros_like(labels), labels)
+    assert classification.better_than_guessing(labels, labels)
+
+
+def test_certain_errors_have_a_finite_nll() -> None:
+    p, y = torch.tensor([[1.0, 0.0]]), torch.tensor([1])
+    assert classification.nll(p, y) == pytest.approx(87.336, abs=1e-3)
+    assert classification.label_brier(p, y).tolist() == [2.0]
+    assert classification.nll(p, torch.tensor([0])) == 0.0
+
+
+@given(PREDICTIONS, st.sampled_from([1, 2, 15]))
+def test_calibration_errors_match_loops(predictions: list[tuple[float, bool]], bins: int) -> None:
+    c, ok = unzip(predictions)
+    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(classification, "ECE_BINS", bins)
+        equal_width, equal_mass = classification.ece(c, ok), classification.adaptive_ece(c, ok)
+    if not bool(((c[:, None] - edges).abs() < 1e-9).any()):  # edges round differently there
+        assert equal_width == pytest.approx(naive.ece(c.tolist(), ok.tolist(), bins), abs=1e-12)
+    assert equal_mass == pytest.approx(naive.adaptive_ece(c.tolist(), ok.tolist(), bins), abs=1e-12)
+
+
+def test_ece_bins_are_open_below_and_closed_above(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(classification, "ECE_BINS", 2)
+    c, ok = tensor([0.0, 0.5, 0.5000001, 1.0]), torch.tensor([False, True, False, True])
+    first, second = abs(0.0 + 0.5 - 1), abs(0.5000001 + 1 - 1)
+    assert classification.ece(c, ok) == pytest.approx((first + second) / 4)
+
+
+PAIRS = st.lists(st.tuples(LEVELS, LEVELS), min_size=2, max_size=12)
+
+
+@given(SCORES, SCORES)
+def test_ranking_matches_loops_and_sklearn(inside: list[float], outside: list[float]) -> None:
+    i, o = tensor(inside), tensor(outside)
+    assert ranking.auroc(i, o) == pytest.approx(naive.auroc(inside, outside))
+    assert ranking.aupr(o, i) == pytest.approx(naive.aupr(outside, inside))
+    assert ranking.aupr(-i, -o) == pytest.approx(naive.aupr([-s for s in inside], [-s for s in outside]))
+    assert ranking.fpr95(i, o) == pytest.approx(naive.fpr(inside, outside, 0.95))
+    if not any(map(math.isinf, inside + outside)):
+        truth, both = [0] * len(inside) + [1] * len(outside), inside + outside
+        assert ranking.auroc(i, o) == pytest.approx(sklearn_metrics.roc_auc_score(truth, both))
+        assert ranking.aupr(o, i) == pytest.approx(sklearn_metrics.average_precision_score(truth, both))
+        false, true, _ = sklearn_metrics.roc_curve(truth, both, drop_intermediate=False)
+        assert ranking.fpr95(i, o) == pytest.approx(false[(true >= 0.95 - 1e-12).argmax()])
+
+
+@given(SCORES, SCORES)
+def test_auroc_is_antisymmetric(inside: list[float], outside: list[float]) -> None:
+    i, o = tensor(inside), tensor(outside)
+    assert ranking.auroc(i, o) + ranking.auroc(o, i) == pytest.approx(1.0)
+    assert ranking.auroc(i, i) == pytest.approx(0.5)
+
+
+def test_equal_scores_carry_no_information() -> None:
+    i, o = torch.zeros(3), torch.zeros(5)
+    assert ranking.auroc(i, o) == 0.5
+    assert ranking.fpr95(i, o) == 1.0
+    assert ranking.aupr(o, i) == pytest.approx(5 / 8)
+    assert ranking.aupr(-i, -o) == pytest.approx(3 / 8)
+
+
+def test_difference_of_a_score_with_itself_is_zero() -> None:
+    i, o = torch.randn(40), torch.randn(30) + 1
+    assert ranking.auroc_difference(i, o, i, o) == (0.0, 0.0)
+    assert ranking.auroc_difference(i[:1], o, i[:1], o).standard_error == math.inf
+
+
+def test_standard_error_matches_resampling() -> None:
+    generator = torch.Generator().manual_seed(0)
+    draws = []
+    for _ in range(400):
+        i, o = torch.randn(60, generator=generator), torch.randn(50, generator=generator) + 1
+        noisy_i = i + torch.randn(60, generator=generator)
+        noisy_o = o + torch.randn(50, generator=generator)
+        draws.append(ranking.auroc_difference(i, o, noisy_i, noisy_o))
+    spread = torch.tensor([d.value for d in draws]).std().item()
+    assert spread == pytest.approx(sum(d.standard_error for d in draws) / len(draws), rel=0.15)
+    i, o = torch.randn(60, generator=generator), torch.randn(50, generator=generator)
+    value = ranking.auroc_difference(i, o, -i, -o).value
+    assert value == pytest.approx(ranking.auroc(i, o) - ranking.auroc(-i, -o))
+
+
+@given(PAIRS, PAIRS)
+def test_difference_matches_loops(inside: list[tuple[float, float]], outside: list[tuple[float, float]]) -> None:
+    (in_first, in_second), (out_first, out_second) = zip(*inside, strict=True), zip(*outside, strict=True)
+    expected = naive.auroc_difference(in_first, out_first, in_second, out_second)
+    samples = (tensor(list(part)) for part in (in_first, out_first, in_second, out_second))
+    assert ranking.auroc_difference(*samples) == pytest.approx(expected, abs=1e-12)
+
+
+@given(PREDICTIONS, st.sampled_from([0.0, 0.01, 0.05, 0.5, 1.0]))
+def test_selective_metrics_match_loops(predictions: list[tuple[float, bool]], risk: float) -> None:
+    c, ok = unzip(predictions)
+    plain = c.tolist(), ok.tolist()
+    assert selective.aurc(c, ok) == pytest.approx(naive.aurc(*plain), abs=1e-12)
+    assert selective.augrc(c, ok) == pytest.approx(naive.augrc(*plain), abs=1e-12)
+    assert selective.coverage_at_risk(c, ok, risk) == pytest.approx(naive.coverage_at_risk(*plain, risk))
+
+
+def test_selective_metrics_by_hand() -> None:
+    c, ok = tensor([0.9, 0.8, 0.7, 0.6]), torch.tensor([True, True, False, True])
+    assert selective.aurc(c, ok) == pytest.approx((0 + 0 + 1 / 3 + 1 / 4) / 4)
+    assert selective.augrc(c, ok) == pytest.approx((0 + 0 + 0.5 + 1) / 16)
+    assert selective.coverage_at_risk(c, ok, 0.01) == 0.5
+    assert selective.coverage_at_risk(c, ok, 0.25) == 1.0
+    assert selective.coverage_at_risk(c, torch.tensor([False] * 4), 0.01) == 0.0
+    assert selective.coverage_at_risk(c, torch.tensor([True] * 4), 0.0) == 1.0
+
+
+NUMBERS = st.lists(
+    st.tuples(st.floats(-50, 50), st.floats(0.1, 20), st.floats(-50, 50)), min_size=2, max_size=20
+).filter(lambda rows: len({y for _, _, y in rows}) > 1)
+
+
+@given(NUMBERS)
+def test_equal_their_references(rows: list[tuple[float, float, float]]) -> None:
+    mean, deviation, y = torch.tensor(rows, dtype=torch.float64).T
+    assert rmse(mean, y) == pytest.approx(root_mean_squared_error(y, mean))
+    assert r2(mean, y) == pytest.approx(r2_score(y, mean), rel=1e-9)
+    assert gaussian_nll(mean, deviation, y) == pytest.approx(-stats.norm(mean, deviation).logpdf(y).mean())
+
+
+@given(st.lists(st.tuples(st.integers(-5, 5), st.integers(-5, 5)), min_size=3, max_size=7))
+def test_better_than_guessing_is_above_the_correlations_of_all_orders(rows: list[tuple[int, int]]) -> None:
+    mean, y = np.array(rows, float).T
+    products = [float(np.array(order) @ y) for order in permutations(mean)]
+    chance = np.mean(products) + 1.645 * np.std(products)
+    expected = bool((y == y[0]).all()) or (float(mean @ y) > chance + 1e-9 and np.ptp(mean) > 0)
+    assert rises_with(torch.tensor(mean), torch.tensor(y)) == expected
+
+
+def test_crps_is_the_integral_of_its_definition() -> None:
+    for mean, deviation, y in ((0.0, 1.0, 0.3), (2.0, 0.5, 5.0), (-1.0, 3.0, -1.0)):
+
+        def gap(at: float, mean: float = mean, deviation: float = deviation, y: float = y) -> float:
+            return float((stats.norm.cdf(at, mean, deviation) - (at >= y)) ** 2)
+
+        ends = mean - 12 * deviation, mean + 12 * deviation
+        expected = integrate.quad(gap, ends[0], y)[0] + integrate.quad(gap, y, ends[1])[0]
+        got = crps(torch.tensor([mean]), torch.tensor([deviation]), torch.tensor([y]))
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_numbers_that_do_not_vary() -> None:
+    flat = torch.ones(3)
+    assert (r2(flat, flat), r2(flat + 1, flat)) == (1.0, 0.0)
+    assert np.isfinite(crps(flat, flat, flat))
+
+
+LEVELS_intervals = st.sampled_from([0.5, 0.9, 0.99])
+
+
+def check_central(interval: CountInterval, mass: list[float], level: float) -> None:
+    """Both tails are at most (1 − level) / 2, and neither end can move inwards."""
+    low, high, tail = *interval, (1 - level) / 2
+    assert math.fsum(mass[:low]) <= tail + 1e-9 and math.fsum(mass[high + 1 :]) <= tail + 1e-9
+    assert math.fsum(mass[: low + 1]) > tail - 1e-9 and math.fsum(mass[high:]) > tail - 1e-9
+
+
+@given(st.integers(1, 300), st.floats(0, 1), LEVELS_intervals)
+@example(1, 0.0, 0.99)
+@example(1, 1.0, 0.99)
+@example(10_000, 0.05, 0.99)
+def test_binomial_interval_leaves_equal_tails(trials: int, fraction: float, level: float) -> None:
+    successes, tail = round(fraction * trials), (1 - level) / 2
+    low, high = binomial_interval(successes, trials, level=level)
+    assert (low == 0) == (successes == 0) and (high == 1) == (successes == trials)
+    if low > 0:
+        assert math.fsum(naive.binomial_mass(trials, low)[successes:]) == pytest.approx(tail, rel=1e-6)
+    if high < 1:
+        assert math.fsum(naive.binomial_mass(trials, high)[: successes + 1]) == pytest.approx(tail, rel=1e-6)
+
+
+@given(st.integers(1, 2000), st.floats(1e-4, 1 - 1e-4), LEVELS_intervals)
+@example(10_000, 0.05, 0.99)
+def test_binomial_acceptance_is_central(trials: int, alpha: float, level: float) -> None:
+    check_central(binomial_acceptance(trials, alpha, level=level), naive.binomial_mass(trials, alpha), level)
+
+
+@given(st.integers(1, 2000), st.integers(19, 5000), LEVELS_intervals)
+@example(10_000, 4000, 0.99)
+def test_beta_binomial_acceptance_is_central(trials: int, calibration: int, level: float) -> None:
+    rank = int(0.05 * (calibration + 1) + 1e-9)
+    mass = naive.beta_binomial_mass(trials, rank, calibration + 1 - rank)
+    check_central(beta_binomial_acceptance(trials, 0.05, calibration, level=level), mass, level)
+
+
+@given(st.integers(1, 2000), st.floats(0.001, 0.999), LEVELS_intervals)
+@example(500, 0.05, 0.95)
+@example(19, 0.05, 0.95)
+def test_calibrated_rate_leaves_equal_tails(calibration: int, alpha: float, level: float) -> None:
+    """At most x of new images lie beyond the r-th most unusual of c exactly where r or more of c lie beyond x."""
+    rank = math.floor(alpha * (calibration + 1) + 1e-9)
+    if rank < 1:
+        with pytest.raises(UsageError, match="raise alpha"):
+            calibrated_rate(alpha, calibration, level=level)
+        return
+    low, high = calibrated_rate(alpha, calibration, level=level)
+    tail = (1 - level) / 2
+    assert math.fsum(naive.binomial_mass(calibration, low)[rank:]) == pytest.approx(tail, rel=1e-5)
+    assert math.fsum(naive.binomial_mass(calibration, high)[:rank]) == pytest.approx(tail, rel=1e-5)
+
+
+@pytest.mark.parametrize(("alpha", "calibration"), [(0.05, 500), (0.05, 38), (0.2, 100)])
+def test_calibrated_rate_holds_that_of_19_thresholds_in_20(alpha: float, calibration: int) -> None:
+    random, draws = np.random.default_rng(0), 4000
+    ranks = calibration - math.floor(alpha * (calibration + 1) + 1e-9)
+    rates = 1 - np.sort(random.random((draws, calibration)), axis=1)[:, ranks]  # scores are uniform
+    low, high = calibrated_rate(alpha, calibration)
+    for outside in ((rates < low).mean(), (rates > high).mean()):
+        assert outside == pytest.approx(0.025, abs=4 * math.sqrt(0.025 * 0.975 / draws))
+
+
+def test_the_range_is_said_in_per_cent() -> None:
+    assert "with 500 of them" in in_practice(0.05, 500)
+    assert in_practice(0.05, 500).endswith("3.3 to 7.1")  # quantiles of Beta(25, 476)
+
+
+def test_an_alpha_within_rounding_of_one() -> None:
+    low, high = calibrated_rate(1 - 1e-12, 100)
+    assert 0.9 < low < high <= 1 and beta_binomial_acceptance(50, 1 - 1e-12, 100).high == 50
+
+
+@given(st.integers(1, 200), st.floats(0, 1), st.floats(0.01, 0.99))
+def test_interval_and_acceptance_agree(trials: int, fraction: float, rate: float) -> None:
+    count = round(fraction * trials)
+    low, high = binomial_interval(count, trials)
+    accepted = binomial_acceptance(trials, rate)
+    if min(abs(low - rate), abs(high - rate)) > 1e-9:
+        assert (low < rate < high) == (accepted.low <= count <= accepted.high)
+
+
+def test_small_calibration_sets_widen_the_interval() -> None:
+    exact = binomial_acceptance(1000, 0.05)
+    few = beta_binomial_acceptance(1000, 0.05, 199)
+    many = beta_binomial_acceptance(1000, 0.05, 10_000_000 - 1)
+    assert few.low < exact.low and few.high > exact.high
+    assert many == exact
+    assert exact.low <= 50 <= exact.high
+
+
+def test_rejects_too_few_calibration_images() -> None:
+    with pytest.raises(UsageError, match=r"alpha ≥ 1/20.*calibrate on more images or raise alpha"):
+        beta_binomial_acceptance(100, 0.01, 19)
+    beta_binomial_acceptance(100, 0.05, 19)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=60), st.sampled_from([1.0, 7.0]), LEVELS_intervals)
+def test_equal_weights_give_the_binomial_interval(hits: list[bool], weight: float, level: float) -> None:
+    found = weighted_interval(hits, np.full(len(hits), weight), level=level)
+    assert found == pytest.approx(binomial_interval(sum(hits), len(hits), level=level), abs=1e-9)
+
+
+def test_weighted_interval_holds_the_rate_of_the_population() -> None:
+    random, held, naive_held = np.random.default_rng(0), 0, 0
+    for _ in range(400):
+        hits = random.random(3000) < 0.1
+        probability = np.where(random.random(3000) < 0.5, 0.02, 0.2) * np.where(hits, 0.5, 1.0)
+        drawn = random.random(3000) < probability
+        low, high = weighted_interval(hits[drawn], 1 / probability[drawn], level=0.95)
+        held += low <= 0.1 <= high
+        low, high = binomial_interval(int(hits[drawn].sum()), int(drawn.sum()), level=0.95)
+        naive_held += low <= 0.1 <= high
+    assert held / 400 > 0.93 and naive_held / 400 < 0.5
+
+
+@given(st.lists(st.tuples(st.integers(-5, 5), st.sampled_from([1.0, 2.0, 10.0, 64.0])), min_size=1, max_size=30))
+def test_weighted_median_has_half_of_the_weight_at_or_below_it(members: list[tuple[int, float]]) -> None:
+    values, weights = (np.array(column, np.float64) for column in zip(*members, strict=True))
+    assert weighted_median(values, weights) == naive.weighted_median(values.tolist(), weights.tolist())
