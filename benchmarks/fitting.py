@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -65,7 +66,12 @@ def measure(run: Run, trained: Trained, data: Pair | None = None) -> CollapseRep
 
 
 def stages(
-    run: Run, trained: Trained, *, density: str = "gda", data: Pair | None = None, collapse_on: Pair | None = None
+    run: Run,
+    trained: Trained,
+    *,
+    density: Any = "gda",
+    data: Pair | None = None,
+    collapse_on: Pair | None = None,
 ) -> Stages:
     """Measure collapse, select the candidate and fit the projection, once for a checkpoint."""
     train, val = data or (trained.fit_on, trained.val)
@@ -96,7 +102,7 @@ def _store(run: Run, trained: Trained, train: ImageDataset, **settings: str) -> 
     return kept
 
 
-def psc_of(run: Run, trained: Trained, parts: Stages, *, density: str = "gda", ood_score: str = "density") -> PSC:
+def psc_of(run: Run, trained: Trained, parts: Stages, *, density: Any = "gda", ood_score: Any = "density") -> PSC:
     """Fit a PSC with the Laplace head; by default with the paper's density, which alone is the OOD score."""
     return fit.fit_psc(
         trained.net,

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, Unpack, cast
 
 from torch import Tensor, nn
 
@@ -65,9 +65,8 @@ from psc_core.network.load import spec_of
 from psc_core.network.output import check_images, check_output, trial_images
 from psc_core.projection import FittedProjection, fit_tucker
 from psc_core.scoring import check_read_by
-from psc_core.settings import HEAD_INPUTS, OOD_SCORES, PREDICTIONS, FitSettings, Stage, settings_where
+from psc_core.settings import FitOptions, FitSettings, Stage, settings_where
 from psc_core.tasks import task_named
-from psc_core.tasks.base import one_of
 from psc_core.thumbnails import check_thumbnail_count
 from psc_core.version import __version__
 
@@ -107,7 +106,6 @@ def project(net: nn.Module, candidate: Candidate, job: FitJob) -> FittedProjecti
         NetworkError: If the network cannot be cut.
     """
     data, settings, compute = job.data, job.settings, job.compute
-    one_of("density", settings.density, tuple(DENSITIES), data.task_type.noun)
     reads_z = DENSITIES[settings.density].reads == "z"
     compute.require(data.train)
     backbone = cut(net, candidate.layers, data.train, compute, keep_output=False)
@@ -132,11 +130,8 @@ def checked(settings: FitSettings, data: FitData) -> FitSettings:
     temporary_folder()  # Before hours are spent on what is to be kept there.
     task = data.task_type
     settings = settings.of_task(task.name, task.heads)
-    for option, allowed in (
-        ("predictions", PREDICTIONS), ("head_input", HEAD_INPUTS), ("head", tuple(task.heads)),
-        ("density", tuple(DENSITIES)), ("ood_score", OOD_SCORES),
-    ):  # fmt: skip
-        one_of(option, getattr(settings, option), allowed, task.noun)
+    if settings.head not in task.heads:
+        raise UsageError(f"expected head of a {task.noun} to be one of {', '.join(task.heads)}, got {settings.head!r}")
     task.check(settings, len(data.calibration))
     data.check_rates(alpha=settings.alpha, coverage=settings.coverage)
     if settings.keep_examples is not None:
@@ -369,7 +364,12 @@ READ_BY_ONE: Final[Mapping[str, tuple[str, ...]]] = {
 
 @own_state()
 def measure_collapse(
-    net: nn.Module, train: ImageDataset, val: ImageDataset, *, settings: FitSettings | None = None, **changes: Any
+    net: nn.Module,
+    train: ImageDataset,
+    val: ImageDataset,
+    *,
+    settings: FitSettings | None = None,
+    **changes: Unpack[FitOptions],
 ) -> CollapseReport:
     """Measure NC1 on ``train`` and NC4 (for a regression R²) on the selection split of ``val``, after every layer.
 
@@ -408,7 +408,7 @@ def fit_projection(
     val: ImageDataset | None = None,
     *,
     settings: FitSettings | None = None,
-    **changes: Any,
+    **changes: Unpack[FitOptions],
 ) -> FittedProjection:
     """Fit moments and Tucker factors to ``train``; the selection split of ``val``, or ``train``, chooses the sizes.
 
@@ -455,7 +455,7 @@ def fit_psc(  # noqa: PLR0913
     name: str = "psc",
     provenance: Mapping[str, Any] | None = None,
     settings: FitSettings | None = None,
-    **changes: Any,
+    **changes: Unpack[FitOptions],
 ) -> PSC:
     """Fit density and head to z of ``train``, and calibrate them on the calibration split of ``val``.
 
@@ -511,7 +511,7 @@ def fit_regressor(  # noqa: PLR0913
     name: str = "psc",
     provenance: Mapping[str, Any] | None = None,
     settings: FitSettings | None = None,
-    **changes: Any,
+    **changes: Unpack[FitOptions],
 ) -> PSCRegressor:
     """Fit a density of bins and a head to z of ``train``, and calibrate them on the calibration split of ``val``.
 
@@ -589,7 +589,7 @@ def check_read(stage: str, changes: Collection[str]) -> None:
             raise UsageError(f"{stage} does not read {', '.join(unread)}, {other} does; leave out or give it there")
 
 
-def settings_for(candidate: Candidate, settings: FitSettings | None, changes: dict[str, Any]) -> FitSettings:
+def settings_for(candidate: Candidate, settings: FitSettings | None, changes: Mapping[str, Any]) -> FitSettings:
     """Return ``settings`` with ``changes``, or defaults that agree with how a candidate was chosen.
 
     Raises:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from psc_core.images.preprocess import MAKE_KNOWN, ImageLike, Inputs, Preprocess
 from psc_core.network.cut import Backbone
 from psc_core.network.output import See, dependence, first_dependent, trial_images
 from psc_core.pipeline import NO_MAP, Pipeline, Scorer, ScorerParts, restore_modules, storable_backbone
+from psc_core.settings import FitOptions
 from psc_core.tasks.base import BaseCalibration, BaseDecisions, BasePrediction, FloatArray, Matrix, Outputs, Task
 from psc_core.tasks.classification import Calibration, Classification
 from psc_core.tasks.regression import Calibration as RegressionCalibration
@@ -439,7 +440,7 @@ class PSC(FittedModel):
         std: Statistic | None = None,
         classes: Sequence[str] | Mapping[Any, Any] | None = None,
         name: str = "psc",
-        **settings: Any,
+        **settings: Unpack[FitOptions],
     ) -> PSC:
         """Fit uncertainty to a trained network in memory: layer, projection, density, head and calibration.
 
@@ -539,7 +540,7 @@ class PSCRegressor(FittedModel):
         mean: Statistic | None = None,
         std: Statistic | None = None,
         name: str = "psc",
-        **settings: Any,
+        **settings: Unpack[FitOptions],
     ) -> PSCRegressor:
         """Fit uncertainty to a trained network with one output in memory, from loaders of images and numbers.
 

@@ -13,11 +13,14 @@ import re
 from argparse import ArgumentTypeError
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass
 from datetime import date
 from enum import StrEnum
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypedDict, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from psc_core.errors import UsageError, hint
 
@@ -136,20 +139,14 @@ BACKENDS: Final[tuple[Backend, ...]] = get_args(Backend)
 EPSILON: Final = 0.2
 """The cutoff ε on NC1 below which a layer has collapsed, as in the paper."""
 
+# The kinds of heads by task, the default first; named here so that a command line needs no torch to list them.
 HEAD_KINDS: Final = {"classification": ("laplace", "sngp", "duq"), "regression": ("blr", "dve")}
-"""The kinds of heads by task, the default first; named here so that a command line needs no torch to list them."""
 
-DENSITY_KINDS: Final = ("gda", "tied", "gda++", "mahalanobis++", "pooled++", "rmd")
-"""The kinds of densities."""
-
-PREDICTIONS: Final = ("auto", "psc", "base")
-"""The sources of a model's predictions: the better of the two, the fitted head, or the network itself."""
-
-HEAD_INPUTS: Final = ("both", "z")
-"""The inputs of a classifier's head: z with the features averaged over positions, or z alone as in the paper."""
-
-OOD_SCORES: Final = ("gates", "density")
-"""The scores from which the p-value is computed: all gates combined, or the density alone."""
+DensityKind = Literal["gda", "tied", "gda++", "mahalanobis++", "pooled++", "rmd"]
+Predictions = Literal["auto", "psc", "base"]  # the better of the two, the fitted head, or the network itself
+HeadInput = Literal["both", "z"]  # z with the features averaged over positions, or z alone as in the paper
+OodScore = Literal["gates", "density"]  # all gates combined, or the density alone
+Granularity = Literal["operations", "blocks", "all"]  # modules that count as layers
 
 
 class Stage(StrEnum):
@@ -160,79 +157,83 @@ class Stage(StrEnum):
     LAST = "last"  # No checkpoint holds it: an interrupted fit may resume with other values of its settings.
 
 
-def _facts(
-    values: Range | None = None,
-    *,
-    stage: Stage | None = None,
-    calibrates: bool = False,
-    of_machine: bool = False,
-    owner: str | None = None,
-) -> dict[str, Any]:
-    """Return the metadata of a setting.
-
-    Args:
-        values: The numbers that it may be.
-        stage: The only stage that reads it; None: several do.
-        calibrates: Whether the calibration of a fitted model reads it too.
-        of_machine: Whether it suits the machine; the command that fits an older bundle again leaves it out.
-        owner: The models that it is for, in words; None: all.
-    """
-    return {"values": values, "stage": stage, "calibrates": calibrates, "of_machine": of_machine, "owner": owner}
-
-
 @dataclass(frozen=True)
-class FitSettings:
+class Facts:
+    """What is known of a setting besides its type."""
+
+    range: Range | None = None  # the numbers that it may be
+    stage: Stage | None = None  # the only stage that reads it; None: several do
+    calibrates: bool = False  # whether the calibration of a fitted model reads it too
+    of_machine: bool = False  # whether it suits the machine: the command that fits an older bundle again leaves it out
+    owner: str | None = None  # the models that it is for, in words; None: all
+
+
+_COLLAPSE, _PROJECTION, _LAST = Facts(stage=Stage.COLLAPSE), Facts(stage=Stage.PROJECTION), Facts(stage=Stage.LAST)
+_SIZE, _RATE = Facts(POSITIVE, Stage.PROJECTION), Facts(FRACTION, Stage.LAST, calibrates=True)
+
+
+class FitSettings(BaseModel):
     """The settings of all stages, named as the flags and the provenance of a bundle name them.
 
     Raises:
-        UsageError: If a value has another type than its setting, or is outside of its range.
+        UsageError: If a name is unknown, or a value has another type than its setting, or is outside of its range.
 
     Example:
         >>> FitSettings(device="cpu", batch_images=32).compute().batch_size
         32
     """
 
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
     task: str = "classification"
     layer: str = "auto"  # candidate layer; auto: chosen by collapse
-    # Regular expression of the layers to measure; None: all.
-    layers: str | None = field(default=None, metadata=_facts(stage=Stage.COLLAPSE))
-    granularity: str = field(default="operations", metadata=_facts(stage=Stage.COLLAPSE))
-    epsilon: float = field(default=EPSILON, metadata=_facts(FRACTION))
-    # None: chosen by the fit, and so are d_proj and pca.
-    c_proj: int | None = field(default=None, metadata=_facts(POSITIVE, stage=Stage.PROJECTION))
-    d_proj: int | None = field(default=None, metadata=_facts(POSITIVE, stage=Stage.PROJECTION))
-    minimum_dim: int = field(default=64, metadata=_facts(POSITIVE, stage=Stage.PROJECTION))
-    no_second_scaling: bool = field(default=False, metadata=_facts(stage=Stage.PROJECTION))
-    density: str = "pooled++"
-    pca: int | None = field(default=None, metadata=_facts(POSITIVE, stage=Stage.LAST))
-    head: str | None = field(default=None, metadata=_facts(stage=Stage.LAST))  # None: the first of the task's heads
-    head_input: str = field(default="both", metadata=_facts(owner="a classifier"))
-    predictions: str = field(default="auto", metadata=_facts(stage=Stage.LAST))
-    alpha: float = field(default=0.05, metadata=_facts(FRACTION, stage=Stage.LAST, calibrates=True))
-    coverage: float = field(default=0.95, metadata=_facts(FRACTION, stage=Stage.LAST, calibrates=True))
+    layers: Annotated[str | None, _COLLAPSE] = None  # regular expression of the layers to measure; None: all
+    granularity: Annotated[Granularity, _COLLAPSE] = "operations"
+    epsilon: Annotated[float, Facts(FRACTION)] = EPSILON
+    c_proj: Annotated[int | None, _SIZE] = None  # None: chosen by the fit, and so are d_proj and pca
+    d_proj: Annotated[int | None, _SIZE] = None
+    minimum_dim: Annotated[int, _SIZE] = 64
+    no_second_scaling: Annotated[bool, _PROJECTION] = False
+    density: DensityKind = "pooled++"
+    pca: Annotated[int | None, Facts(POSITIVE, Stage.LAST)] = None
+    head: Annotated[str | None, _LAST] = None  # None: the first of the task's heads
+    head_input: Annotated[HeadInput, Facts(owner="a classifier")] = "both"
+    predictions: Annotated[Predictions, _LAST] = "auto"
+    alpha: Annotated[float, _RATE] = 0.05
+    coverage: Annotated[float, _RATE] = 0.95
     # Of accepted images; None: the lowest of a few that can be shown.
-    risk: float | None = field(
-        default=None, metadata=_facts(FRACTION, stage=Stage.LAST, calibrates=True, owner="a classifier")
-    )
-    # Of an interval, in the target's unit; None: no limit.
-    max_width: float | None = field(
-        default=None, metadata=_facts(POSITIVE_NUMBER, stage=Stage.LAST, calibrates=True, owner="a regression")
-    )
-    ood_score: str = field(default="gates", metadata=_facts(stage=Stage.LAST))
-    # Training images kept as thumbnails; None: none.
-    keep_examples: int | None = field(default=None, metadata=_facts(POSITIVE, stage=Stage.LAST))
-    precision: str = "fp32"
-    batch_images: int = field(default=BATCH_IMAGES, metadata=_facts(POSITIVE, calibrates=True, of_machine=True))
-    # Training images, balanced over classes; None: all.
-    max_images: int | None = field(default=None, metadata=_facts(POSITIVE))
-    max_memory: int = field(default=MAX_MEMORY, metadata=_facts(POSITIVE, of_machine=True))  # bytes
-    seed: int = field(default=0, metadata=_facts(SEED))
-    # auto, cpu, cuda or cuda:N; no bundle records it.
-    device: str | torch.device = field(default="auto", metadata=_facts(of_machine=True))
+    risk: Annotated[float | None, Facts(FRACTION, Stage.LAST, calibrates=True, owner="a classifier")] = None
+    # Of an interval, in the target's unit; None: that of an interval which looks at no image.
+    max_width: Annotated[float | None, Facts(POSITIVE_NUMBER, Stage.LAST, calibrates=True, owner="a regression")] = None
+    ood_score: Annotated[OodScore, _LAST] = "gates"
+    keep_examples: Annotated[int | None, Facts(POSITIVE, Stage.LAST)] = None  # training images kept as thumbnails
+    precision: Precision = "fp32"
+    batch_images: Annotated[int, Facts(POSITIVE, calibrates=True, of_machine=True)] = BATCH_IMAGES
+    max_images: Annotated[int | None, Facts(POSITIVE)] = None  # training images, balanced over classes; None: all
+    max_memory: Annotated[int, Facts(POSITIVE, of_machine=True)] = MAX_MEMORY  # bytes
+    seed: Annotated[int, Facts(SEED)] = 0
+    # auto, cpu, cuda, cuda:N or torch's own, which is not imported here; no bundle records it.
+    device: Annotated[Any, Facts(of_machine=True)] = "auto"
 
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            _check(each, getattr(self, each.name))
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explain(cls, values: Any, handler: ModelWrapValidatorHandler[FitSettings]) -> FitSettings:
+        try:
+            return handler(values)
+        except ValidationError as error:
+            raise UsageError(_fault(error)) from None
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_range(cls, value: Any, info: Any) -> Any:
+        """Return numpy's numbers as Python's, which a manifest can hold; refuse those outside of the range."""
+        name = info.field_name or ""
+        wanted = FACTS[name].range
+        if wanted is None or isinstance(value, bool) or not isinstance(value, Real):
+            return value
+        if value not in wanted:
+            raise UsageError(f"expected {name} to be {wanted.noun}{_or_none(name)}, got {value}")
+        return float(value) if wanted.kind is float else int(value) if isinstance(value, Integral) else value
 
     def changed(self, changes: Mapping[str, Any]) -> FitSettings:
         """Return the settings with others by name, as Python functions take them.
@@ -241,11 +242,13 @@ class FitSettings:
             UsageError: If a name is none of the settings', a value has another type or is outside of its range, or
                 ``task`` is among them, which the class or function decides.
         """
-        return replace(self, **{name: _as_python(_field(name), value) for name, value in changes.items()})
+        if "task" in changes:
+            raise UsageError("expected no task: PSC and fit_psc fit classifiers, PSCRegressor and fit_regressor others")
+        return type(self)(**{**dict(self), **changes})
 
     def of_task(self, task: str, heads: Collection[str]) -> FitSettings:
         """Return the settings for one task, with the task's first head if none is named."""
-        return replace(self, task=task, head=self.head_of(heads))
+        return type(self)(**{**dict(self), "task": task, "head": self.head_of(heads)})
 
     def head_of(self, heads: Collection[str]) -> str:
         """Return the kind of the head, by default the task's first."""
@@ -258,18 +261,16 @@ class FitSettings:
             processes: The rank of this process, and the number of those that fit together.
 
         Raises:
-            UsageError: If the precision is unknown, or the device does not exist.
+            UsageError: If the device does not exist.
         """
         from psc_core.compute import Compute, resolve_device
 
-        if self.precision not in PRECISIONS:
-            raise UsageError(f"expected a precision of {', '.join(PRECISIONS)}, got {self.precision!r}")
         device = resolve_device(self.device)
         return Compute(device, self.precision, self.batch_images, self.max_memory, *processes)
 
     def recorded(self) -> dict[str, Any]:
         """Return the settings that a bundle records, as JSON types."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "device"}
+        return {name: value for name, value in self if name != "device"}
 
     def of_stages(self) -> dict[str, Any]:
         """Return the settings that the stages in a checkpoint read, as JSON types."""
@@ -277,60 +278,65 @@ class FitSettings:
         return {name: value for name, value in self.recorded().items() if name not in last}
 
 
+class FitOptions(TypedDict, total=False):
+    """The settings of a fit as keywords of Python functions: those of :class:`FitSettings` but its task."""
+
+    layer: str
+    layers: str | None
+    granularity: Granularity
+    epsilon: float
+    c_proj: int | None
+    d_proj: int | None
+    minimum_dim: int
+    no_second_scaling: bool
+    density: DensityKind
+    pca: int | None
+    head: str | None
+    head_input: HeadInput
+    predictions: Predictions
+    alpha: float
+    coverage: float
+    risk: float | None
+    max_width: float | None
+    ood_score: OodScore
+    keep_examples: int | None
+    precision: Precision
+    batch_images: int
+    max_images: int | None
+    max_memory: int
+    seed: int
+    device: str | torch.device
+
+
+FACTS: Final[dict[str, Facts]] = {
+    name: next((each for each in field.metadata if isinstance(each, Facts)), Facts())
+    for name, field in FitSettings.model_fields.items()
+}
+DEFAULTS: Final = FitSettings()
+OWNERS: Final[Mapping[str, str]] = {name: facts.owner for name, facts in FACTS.items() if facts.owner}
+
+
 def settings_where(**facts: Any) -> tuple[str, ...]:
     """Return the names of the settings that were declared with these facts, such as ``calibrates=True``."""
-    return tuple(each.name for each in fields(FitSettings) if facts.items() <= each.metadata.items())
+    return tuple(name for name in FACTS if facts.items() <= vars(FACTS[name]).items())
 
 
-RANGES: Final[Mapping[str, Range]] = {
-    each.name: each.metadata["values"] for each in fields(FitSettings) if each.metadata.get("values")
-}
-"""The numbers that a setting may be, by its name; the flags of ``psc-fit`` have the same."""
-
-OWNERS: Final[Mapping[str, str]] = {
-    each.name: each.metadata["owner"] for each in fields(FitSettings) if each.metadata.get("owner")
-}
-"""The models that alone read a setting, in words, by its name."""
-
-_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
-    "str": (str,), "int": (Integral,), "float": (Real,), "bool": (bool,), "None": (type(None),)
-}  # fmt: skip
-"""The types that a value may have, by the word in a field's annotation."""
+def _or_none(name: str) -> str:
+    return " or None" if FitSettings.model_fields[name].default is None else ""
 
 
-def _field(name: str) -> Field[Any]:
-    """Return the field of a setting by name; raise :class:`UsageError` if no function takes this name."""
-    if name == "task":
-        raise UsageError("expected no task: PSC and fit_psc fit classifiers, PSCRegressor and fit_regressor others")
-    known = {each.name: each for each in fields(FitSettings) if each.name != "task"}
-    if name not in known:
-        raise UsageError(f"expected a setting of a fit, got {name!r}; {hint(name, list(known))}")
-    return known[name]
+def _fault(error: ValidationError) -> str:
+    """Say what is wrong with the first setting that cannot be taken."""
+    fault = error.errors()[0]
+    name, value = str(fault["loc"][0]), fault["input"]
+    if fault["type"] == "extra_forbidden":
+        return f"expected a setting of a fit, got {name!r}; {hint(name, [*FitSettings.model_fields])}"
+    if fault["type"] == "literal_error":
+        return f"expected {name} to be one of {', '.join(choices_of(name))}, got {value!r}"
+    wanted = str(FitSettings.model_fields[name].annotation).removeprefix("<class '").removesuffix("'>")
+    return f"expected {name} of type {wanted}, got {value!r} of type {type(value).__name__}"
 
 
-def _types_of(each: Field[Any]) -> tuple[type, ...]:
-    return sum((_TYPES[word] for word in str(each.type).split(" | ")), ())
-
-
-def _check(each: Field[Any], value: Any) -> None:
-    """Raise :class:`UsageError` if a value has another type than the setting, or is outside of its range."""
-    if each.name == "device":
-        return  # Its type is torch's, which is not imported here; compute() refuses what is no device.
-    types = _types_of(each)
-    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-        raise UsageError(f"expected {each.name} of type {each.type}, got {value!r} of type {type(value).__name__}")
-    wanted = each.metadata.get("values")
-    if wanted is not None and value is not None and value not in wanted:
-        or_none = " or None" if type(None) in types else ""
-        raise UsageError(f"expected {each.name} to be {wanted.noun}{or_none}, got {value}")
-
-
-def _as_python(each: Field[Any], value: Any) -> Any:
-    """Return numpy's numbers as Python's, which a manifest can hold, and anything else as it is, once checked."""
-    _check(each, value)
-    if each.name == "device" or isinstance(value, bool):
-        return value
-    types = _types_of(each)
-    if Real in types and isinstance(value, Real):
-        return float(value)
-    return int(value) if Integral in types and isinstance(value, Integral) else value
+def choices_of(name: str) -> tuple[str, ...]:
+    """Return the words that a setting may be; none if it is no choice."""
+    return tuple(each for each in get_args(FitSettings.model_fields[name].annotation) if isinstance(each, str))

@@ -14,7 +14,7 @@ Penultimate features (the input h of the last linear layer), all components of t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -116,7 +116,7 @@ def fit_pscs(run: Run, trained: Trained) -> Pscs:
             of_density[density] = fitting.psc_of(run, trained, parts, **options)
             pipelines[name] = of_density[density].pipeline
         else:
-            settings = replace(fitting.settings_of(run), ood_score=options["ood_score"])
+            settings = fitting.settings_of(run).changed({"ood_score": options["ood_score"]})
             scorer = of_density[density].pipeline.scorer
             pipelines[name], _ = calibrate_scorer(scorer, FitJob.of(data, settings))
     selected = score_dataset(pipelines[DENSITY].scorer, data.selection, fitting.compute_of(run), "selection").scores

@@ -14,17 +14,8 @@ from typing import Any
 from psc_core import settings as arguments
 from psc_core.cli import flags, preprocessing
 from psc_core.data import MAX_BAD_IMAGES
-from psc_core.network import GRANULARITIES, LIBRARIES
-from psc_core.settings import (
-    DENSITY_KINDS,
-    HEAD_INPUTS,
-    HEAD_KINDS,
-    OOD_SCORES,
-    PRECISIONS,
-    PREDICTIONS,
-    RANGES,
-    FitSettings,
-)
+from psc_core.network import LIBRARIES
+from psc_core.settings import DEFAULTS, FACTS, HEAD_KINDS, choices_of
 
 _Group = Any
 """A group of flags; argparse has no public name for it."""
@@ -97,64 +88,61 @@ def _add_bundle_flags(group: _Group) -> None:
 
 def _add_answer_flags(group: _Group) -> None:
     text = "prediction of the network: a class, even where a table holds class indices, or a number"
-    group.add_argument("--task", choices=tuple(HEAD_KINDS), help=f"{text} (default: {FitSettings.task})")
+    group.add_argument("--task", choices=tuple(HEAD_KINDS), help=f"{text} (default: {DEFAULTS.task})")
     text = "psc: the head's; base: the network's own, scaled by a temperature; auto: the better on validation images"
-    _add_choice(group, "--predictions", PREDICTIONS, text)
+    _add_setting(group, "predictions", text)
     for_classifier, for_regression = (", ".join(kinds) for kinds in HEAD_KINDS.values())
     text = (
         f"model that predicts from the features; for a classifier: {for_classifier}; for a regression: "
         f"{for_regression}; laplace is the paper's (default: the first)"
     )
     group.add_argument("--head", choices=sum(HEAD_KINDS.values(), ()), help=text)
-    _add_rate(group, "--alpha", "false-alarm rate of the OOD decision")
-    _add_rate(group, "--coverage", "coverage of the prediction sets, or of the intervals of a regression")
+    _add_setting(group, "alpha", "false-alarm rate of the OOD decision")
+    _add_setting(group, "coverage", "coverage of the prediction sets, or of the intervals of a regression")
     text = (
         "maximum error rate of accepted images, shown with 95 %% confidence or the fit ends; auto: the lowest of 0.05, "
-        "0.1, 0.15 and 0.2 that can be shown, and nothing is accepted where none can be (default: auto)"
+        "0.1, 0.15 and 0.2 that can be shown, and nothing is accepted where none can be"
     )
-    group.add_argument("--risk", type=RANGES["risk"].parse_or_auto, metavar="RATE|auto", help=text)
-    text = (
-        "widest interval that counts as certain, in the unit of the numbers, for a regression (default: the width of "
-        "an interval that is the same for all images)"
+    _add_setting(group, "risk", text, metavar="RATE|auto")
+    text = "widest interval that counts as certain, in the unit of the numbers, for a regression"
+    _add_setting(
+        group, "max_width", text, metavar="WIDTH", default="the width of an interval that is the same for all images"
     )
-    group.add_argument("--max-width", type=RANGES["max_width"].parse, metavar="WIDTH", help=text)
-    text = (
-        "keep thumbnails of N training images, some of each class, to show the nearest ones to an image (default: none)"
-    )
-    group.add_argument("--keep-examples", type=RANGES["keep_examples"].parse, metavar="N", help=text)
+    text = "keep thumbnails of N training images, some of each class, to show the nearest ones to an image"
+    _add_setting(group, "keep_examples", text, metavar="N", default="none")
 
 
 def _add_method_flags(group: _Group) -> None:
-    group.add_argument("--layer", default="auto", metavar="NAME", help="candidate layer, or auto (default)")
+    group.add_argument("--layer", default=DEFAULTS.layer, metavar="NAME", help="candidate layer, or auto (default)")
     group.add_argument("--layers", metavar="REGEX", help="measure only layers whose names match")
-    _add_choice(group, "--granularity", GRANULARITIES, "modules that count as layers; operations is the paper's")
-    _add_rate(group, "--epsilon", "NC1 below which a layer has collapsed")
-    _add_number(group, "--c-proj", "number of channel components")
-    _add_number(group, "--d-proj", "number of spatial components")
-    _add_number(group, "--minimum-dim", "smallest product of --c-proj and --d-proj that auto considers")
+    _add_setting(group, "granularity", "modules that count as layers; operations is the paper's")
+    _add_setting(group, "epsilon", "NC1 below which a layer has collapsed")
+    _add_setting(group, "c_proj", "number of channel components")
+    _add_setting(group, "d_proj", "number of spatial components")
+    _add_setting(group, "minimum_dim", "smallest product of --c-proj and --d-proj that auto considers")
     group.add_argument("--no-second-scaling", action="store_true", help="do not standardise z")
-    text = "density that measures how typical an image is; gda is the paper's"
-    _add_choice(group, "--density", DENSITY_KINDS, text)
-    _add_number(group, "--pca", "dimension that the density works in")
+    _add_setting(group, "density", "density that measures how typical an image is; gda is the paper's")
+    _add_setting(group, "pca", "dimension that the density works in")
     text = (
         "input of a classifier's head: z and the layer's features averaged over positions, or z alone, as in the paper"
     )
-    _add_choice(group, "--head-input", HEAD_INPUTS, text)
+    _add_setting(group, "head_input", text)
     text = (
         "score behind the OOD decision: the gates texture, kind (the density) and confidence combined, or the density "
+        "alone, as in the paper"
     )
-    text = f"{text}alone, as in the paper"
-    _add_choice(group, "--ood-score", OOD_SCORES, text)
+    _add_setting(group, "ood_score", text)
 
 
 def _add_run_flags(group: _Group) -> None:
-    text = f"device: auto, cpu, cuda or cuda:N (default: {FitSettings.device})"
-    group.add_argument("--device", default=FitSettings.device, help=text)
-    _add_choice(group, "--precision", PRECISIONS, "precision of the network, while fitting and when served")
-    _add_number(group, "--batch-images", "number of images sent through the network at once")
-    text = "fit on at most N training images, balanced over classes (default: all)"
-    group.add_argument("--max-images", type=RANGES["max_images"].parse, metavar="N", help=text)
-    budget = FitSettings.max_memory
+    text = f"device: auto, cpu, cuda or cuda:N (default: {DEFAULTS.device})"
+    group.add_argument("--device", default=DEFAULTS.device, help=text)
+    _add_setting(group, "precision", "precision of the network, while fitting and when served")
+    _add_setting(group, "batch_images", "number of images sent through the network at once")
+    _add_setting(
+        group, "max_images", "fit on at most N training images, balanced over classes", metavar="N", default="all"
+    )
+    budget = DEFAULTS.max_memory
     text = f"memory for the statistics of one stage (default: {budget >> 30}G)"
     group.add_argument("--max-memory", type=arguments.byte_count, default=budget, metavar="SIZE", help=text)
     text = "folder for decoded images, or off to decode them in every pass (default: the system's temporary folder)"
@@ -168,32 +156,32 @@ def _add_run_flags(group: _Group) -> None:
     )
     group.add_argument("--dry-run", action="store_true", help=text)
     group.add_argument("--fresh", action="store_true", help="ignore the checkpoint of an interrupted run")
-    _add_number(group, "--seed", "seed of the split of the validation images and of the head")
+    _add_setting(group, "seed", "seed of the split of the validation images and of the head")
 
 
-def _add_number(group: _Group, flag: str, text: str) -> None:
-    default, wanted = _default_of(flag), RANGES[_name_of(flag)]
-    parse, shown = (wanted.parse_or_auto, "auto") if default is None else (wanted.parse, default)
-    metavar = "N|auto" if default is None else "N"
-    group.add_argument(flag, type=parse, default=default, metavar=metavar, help=f"{text} (default: {shown})")
+def _add_setting(
+    group: _Group, name: str, text: str, *, metavar: str | None = None, default: str | None = None
+) -> None:
+    """Add the flag of a field of :class:`.FitSettings`, with its range or choices and its default.
 
-
-def _add_choice(group: _Group, flag: str, choices: Sequence[str], text: str) -> None:
-    default = _default_of(flag)
-    group.add_argument(flag, choices=choices, default=default, help=f"{text} (default: {default})")
-
-
-def _add_rate(group: _Group, flag: str, text: str) -> None:
-    default, parse = _default_of(flag), RANGES[_name_of(flag)].parse
-    group.add_argument(flag, type=parse, default=default, help=f"{text} (default: {default})")
-
-
-def _default_of(flag: str) -> Any:
-    return getattr(FitSettings, _name_of(flag))
-
-
-def _name_of(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
+    Args:
+        group: The flags that it belongs to.
+        name: The name of the field.
+        text: What it does.
+        metavar: What stands for its value; None: ``N``, or nothing for a rate or a choice.
+        default: The default in words, where None alone would not say what happens.
+    """
+    value, wanted, choices = getattr(DEFAULTS, name), FACTS[name].range, choices_of(name)
+    takes_auto = value is None and default is None
+    shown = default or ("auto" if value is None else value)
+    options: dict[str, Any] = {"default": value, "help": f"{text} (default: {shown})"}
+    if wanted is None:
+        options["choices"] = choices
+    else:
+        options["type"] = wanted.parse_or_auto if takes_auto else wanted.parse
+        if metavar or wanted.kind is int:
+            options["metavar"] = metavar or ("N|auto" if takes_auto else "N")
+    group.add_argument(f"--{name.replace('_', '-')}", **options)
 
 
 def fit(args: argparse.Namespace) -> None:

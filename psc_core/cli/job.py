@@ -25,7 +25,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -56,7 +56,7 @@ from psc_core.report import page
 from psc_core.report.collect import collect_fit
 from psc_core.report.content import Content
 from psc_core.report.facts import facts_about
-from psc_core.settings import FitSettings, key_values
+from psc_core.settings import DEFAULTS, FitSettings, key_values
 from psc_core.tasks import TASKS
 from psc_core.version import __version__
 
@@ -186,8 +186,8 @@ def open_job(args: argparse.Namespace) -> Job:
     if args.weights is None and not described.weights:
         raise UsageError(f"expected --weights FILE, the trained weights of {args.model}, which has none with it")
     train, val, order_note = open_images(args, described)
-    data = FitData.of(train, val, seed=args.seed, task=args.task or FitSettings.task, max_images=args.max_images)
-    given = {field.name: getattr(args, field.name, None) for field in fields(FitSettings)}
+    data = FitData.of(train, val, seed=args.seed, task=args.task or DEFAULTS.task, max_images=args.max_images)
+    given = {name: getattr(args, name, None) for name in FitSettings.model_fields}
     settings = checked(FitSettings(**{name: value for name, value in given.items() if value is not None}), data)
     check_target(args.out)  # Before it is resolved, because a link is refused.
     out = args.out.resolve()
@@ -407,7 +407,7 @@ def timed_fit(job: Job, size: int, max_bad_images: int) -> tuple[float, int]:
     """
     data, net = job.data, job.net
     fraction, classes = size / len(data.train), len(data.train.classes)
-    lenient = replace(job.settings, alpha=0.5, coverage=0.5)  # Rates that so few images can keep.
+    lenient = job.settings.changed({"alpha": 0.5, "coverage": 0.5})  # Rates that so few images can keep.
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="psc-dry-run-") as scratch:
         checkpoint = Checkpoint.of(Path(scratch) / "stages", {})

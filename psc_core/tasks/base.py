@@ -32,7 +32,7 @@ from psc_core.errors import DataError, UsageError, listed, needs
 from psc_core.fitted import restore
 from psc_core.heads.base import Head, HeadJob, Scored
 from psc_core.names import composed
-from psc_core.settings import OWNERS, FitSettings
+from psc_core.settings import DEFAULTS, OWNERS, FitSettings
 from psc_core.tables import aligned
 
 if TYPE_CHECKING:
@@ -525,7 +525,7 @@ class Task(BaseModel, ABC):
             images: The number of images that calibrate.
         """
         for name, owner in OWNERS.items():
-            if not cls.reads(name) and getattr(settings, name) != getattr(FitSettings, name):
+            if not cls.reads(name) and getattr(settings, name) != getattr(DEFAULTS, name):
                 raise UsageError(f"a {cls.noun} does not read {name}, which is for {owner}; leave it out")
 
     @classmethod
@@ -699,10 +699,3 @@ def run_network(
     """Return the plain network's outputs for every image, in the precision of ``compute``, as float32 on the CPU."""
     outputs = passes(data, compute, f"the network on {data.name}", net)
     return torch.cat([output.float().cpu() for output, _ in outputs])
-
-
-def one_of(option: str, value: str | None, allowed: Sequence[str], noun: str) -> str:
-    """Return a value that is one of those allowed; raises :class:`UsageError`."""
-    if value is None or value not in allowed:
-        raise UsageError(f"expected {option} of a {noun} to be one of {', '.join(allowed)}, got {value!r}")
-    return value

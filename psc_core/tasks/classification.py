@@ -56,7 +56,7 @@ from psc_core.heads.laplace import LaplaceHead
 from psc_core.heads.sngp import SngpHead
 from psc_core.heads.temperature import TemperatureHead, better_of, fit_temperature_head
 from psc_core.numerics.features import check_features
-from psc_core.settings import FitSettings
+from psc_core.settings import DEFAULTS, FitSettings
 from psc_core.tasks.base import (
     FIRST_LOOK_IMAGES,
     GATES_OUTPUT,
@@ -464,7 +464,7 @@ class Classification(Task):
                 f"it takes {fewest_to_show(settings.risk)}; give more images, or ask for a higher risk or for none"
             )
         if settings.predictions == "base":
-            for name, default in (("head", next(iter(cls.heads))), ("head_input", FitSettings.head_input)):
+            for name, default in (("head", next(iter(cls.heads))), ("head_input", DEFAULTS.head_input)):
                 if getattr(settings, name) not in (None, default):
                     raise UsageError(
                         f"expected no {name} beside predictions 'base', which are the network's own; leave one out"

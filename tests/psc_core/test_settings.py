@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
+import torch
 
 from psc_core import FitSettings
 from psc_core.cli.fit import parser
 from psc_core.collapse import Candidate, CollapseReport
+from psc_core.density import DENSITIES
 from psc_core.errors import UsageError
 from psc_core.fit import settings_for
+from psc_core.settings import DEFAULTS, HEAD_KINDS, FitOptions, choices_of
+from psc_core.tasks import TASKS
 
 NEEDED = ["--model", "torchvision:resnet18", "--weights", "w", "--train", "a", "--val", "b", "--out", "c"]
 REPORT = CollapseReport((), epsilon=0.1, granularity="blocks", pattern=None, train_examples=1, val_examples=1, seed=3)
 
 
 def test_flags_have_the_defaults() -> None:
-    given = {**vars(parser().parse_args(NEEDED)), "task": FitSettings.task}  # None lets the columns of a table decide.
+    given = {**vars(parser().parse_args(NEEDED)), "task": DEFAULTS.task}  # None lets the columns of a table decide.
     for name, value in FitSettings().recorded().items():
         assert given[name] == value, name
 
@@ -109,3 +113,17 @@ def test_later_stages_take_the_seed_and_the_epsilon_of_the_candidate() -> None:
         settings_for(candidate, None, {"epsilon": 0.2})
     with pytest.raises(UsageError, match="expected a setting of a fit, got 'hat'"):
         settings_for(candidate, None, {"hat": 1})
+
+
+def test_every_setting_is_a_keyword_of_python_functions() -> None:
+    declared = get_type_hints(FitSettings)
+    options = get_type_hints(FitOptions, localns={"torch": torch})
+    assert [*options] == [name for name in FitSettings.model_fields if name != "task"]
+    assert {name: options[name] for name in options if name != "device"} == {
+        name: declared[name] for name in options if name != "device"
+    }
+
+
+def test_the_command_line_knows_every_kind() -> None:
+    assert {name: tuple(task.heads) for name, task in TASKS.items()} == HEAD_KINDS
+    assert {*choices_of("density")} == {*DENSITIES}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from psc_core import FitSettings
 from psc_core.bundle import fit_command
 from psc_core.cli.fit import parser
+from psc_core.settings import DEFAULTS, FACTS, Facts
 
 
 def test_an_older_bundle_names_the_command_that_fits_it_again(shipped_bundle: Path) -> None:
@@ -29,14 +29,13 @@ def test_an_older_bundle_names_the_command_that_fits_it_again(shipped_bundle: Pa
     args = vars(parser().parse_args(words))
     assert program == "psc-fit"
     assert {name: args[name] for name in changed} == changed
-    assert args["batch_images"] == FitSettings.batch_images
+    assert args["batch_images"] == DEFAULTS.batch_images
     assert (args["model"], args["model_arg"]) == ("torchvision:resnet18", ["stem=small", "in_channels=1"])
     assert {str(args[name]) for name in ("weights", "preprocess", "train", "val", "out")} == {"FILE", "DIR"}
 
 
 def test_a_setting_that_is_added_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    later = make_dataclass("Later", [("passes", int, 1)], bases=(FitSettings,), frozen=True)
-    monkeypatch.setattr("psc_core.settings.FitSettings", later)
+    monkeypatch.setitem(FACTS, "passes", Facts())
     recorded = {"model": "SPEC", "model_args": {}, "settings": {"passes": 3, "max_memory": 5, "device": "cuda:1"}}
     command = fit_command({"provenance": recorded})
     assert "--passes 3" in command and "--max-memory" not in command and "--device" not in command
@@ -46,7 +45,7 @@ def test_a_value_that_is_gone_is_not_repeated() -> None:
     recorded = {"model": "SPEC", "model_args": {}, "settings": {"ood_score": "density+entropy", "seed": 0}}
     _, *words = shlex.split(fit_command({"provenance": recorded}))
     args = parser().parse_args(words)
-    assert (args.ood_score, args.seed) == (FitSettings.ood_score, 0) and "--seed" in words
+    assert (args.ood_score, args.seed) == (DEFAULTS.ood_score, 0) and "--seed" in words
 
 
 GENERAL = "psc-fit --model SPEC --weights FILE --preprocess FILE --train DIR --val DIR --out DIR"

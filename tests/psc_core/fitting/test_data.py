@@ -54,10 +54,10 @@ def test_rejects_unattainable_rates(
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"predictions": "both"}, "predictions of a classifier to be one of auto, psc, base"),
+        ({"predictions": "both"}, "predictions to be one of auto, psc, base"),
         ({"head": "mlp"}, "head of a classifier to be one of laplace"),
-        ({"density": "kde"}, "density of a classifier to be one of gda"),
-        ({"ood_score": "entropy"}, "ood_score of a classifier to be one of gates, density, got 'entropy'"),
+        ({"density": "kde"}, "density to be one of gda"),
+        ({"ood_score": "entropy"}, "ood_score to be one of gates, density, got 'entropy'"),
         ({"risk": 1.0}, "risk to be a number between 0 and 1 or None, got 1.0"),
     ],
 )
@@ -189,7 +189,7 @@ def test_rejects_images_of_another_task(train: ImageDataset, val: ImageDataset) 
         match=r"has 10 classes, .* regression .* the task of these images is classification: folders give classes",
     ):
         FitData.of(train, val, task="regression")
-    with pytest.raises(UsageError, match="a task of regression, classification, got 'sorting'"):
+    with pytest.raises(UsageError, match="a task of classification, regression, got 'sorting'"):
         FitData.of(train, val, task="sorting")
 
 

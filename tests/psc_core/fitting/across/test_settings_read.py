@@ -23,7 +23,7 @@ def recording(settings: FitSettings, read: set[str]) -> FitSettings:
             read.add(name)
             return super().__getattribute__(name)
 
-    same = Recording(**vars(settings))
+    same = Recording(**dict(settings))
     read.clear()  # The constructor checks them all.
     return same
 
