@@ -26,8 +26,7 @@ from psc_core.settings import (
     FitSettings,
 )
 
-_Group = Any
-"""A group of flags; argparse has no public name for it."""
+_Group = Any  # a group of flags; argparse has no public name for it
 
 _EXAMPLE = """example:
   psc-fit --model torchvision:resnet18 --weights net.safetensors --train images/train --val images/val --out bundle
