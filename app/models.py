@@ -211,12 +211,7 @@ class ServedModel:
 
 
 def explained(model: FittedModel, explanation: Mapping[str, npt.NDArray[Any]]) -> list[dict[str, Any]]:
-    """Return each image's explanation, with the nearest training images and the map where the model has them.
-
-    Args:
-        model: The model that answered.
-        explanation: The arrays by name, whose first axis is the images.
-    """
+    """Return each image's explanation, with the nearest training images and the map where the model has them."""
     documents = model.task.explanations(explanation, model.classes, model.head_layers)
     thumbnails, layer_map = model.pipeline.thumbnails, model.pipeline.map
     if thumbnails is not None:
@@ -379,8 +374,7 @@ class Registry:
     async def reload(self, name: str | None = None) -> list[tuple[str, str, str]]:
         """Reload one bundle, or all, and swap the models; an unloaded model is loaded only by its name.
 
-        Returns:
-            (name, previous version, new version) of each model; the previous version of an unloaded model is empty.
+        Return the name, previous version ("" if it was unloaded) and new version of each.
         """
         names = [each for each in self.names if each not in self._unloaded] if name is None else [name]
         for each in names:

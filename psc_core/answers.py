@@ -51,17 +51,15 @@ class Target(BaseModel):
         return f"{self.name}, {self.unit}" if self.unit else self.name
 
 
-UNNAMED: Final = Target(name="value")
-"""The target of numbers that nobody named."""
+UNNAMED: Final = Target(name="value")  # the target of numbers that nobody named
 
 
+# A false-alarm rate; below 10⁻⁹ no calibration set could attain it.
 Alpha = Annotated[float, Field(ge=1e-9, lt=1, description="`is_ood` when the p-value is at most this.")]
-"""A false-alarm rate; below 10⁻⁹ no calibration set could attain it."""
 
 Coverage = Annotated[float, Field(gt=0, lt=1, description="Nominal coverage of `prediction_set`, or of the interval.")]
 
-BETTER_THAN_GUESSING: Final = "better_than_guessing"
-"""The metric that says whether predictions depend on the images, by its key in the bundle format."""
+BETTER_THAN_GUESSING: Final = "better_than_guessing"  # a metric's key: whether predictions depend on images
 
 
 class BasePolicy(BaseModel):
@@ -74,11 +72,7 @@ class BasePolicy(BaseModel):
         coverage: float
 
     def headline(self, metrics: Mapping[str, Any]) -> str:
-        """Say what is promised of accepted images, or why none is accepted: the first thing that a user has to know.
-
-        Args:
-            metrics: The measurements of a fit, as in the manifest.
-        """
+        """Say what is promised of accepted images, or why none is accepted: the first thing that a user has to know."""
         raise NotImplementedError
 
     def surprises(self, metrics: Mapping[str, Any]) -> bool:
@@ -109,14 +103,9 @@ def measured(metrics: Mapping[str, Any], name: str) -> str:
     return ""
 
 
-FLOAT32_ROUNDING: Final = 1e-4
-"""Tolerance for the rounding of float32, by which entropies and probabilities may leave their range."""
-
-RISKS: Final = (0.05, 0.1, 0.15, 0.2)
-"""The error rates of accepted images that a fit tries, the lowest first, where none is asked for."""
-
-ACCEPTS_NOTHING: Final = -1.0
-"""The threshold below every entropy: that of a model of which no error rate can be shown."""
+FLOAT32_ROUNDING: Final = 1e-4  # by how much rounded entropies and probabilities may leave their range
+RISKS: Final = (0.05, 0.1, 0.15, 0.2)  # error rates of accepted images that a fit tries where none is asked for
+ACCEPTS_NOTHING: Final = -1.0  # the threshold below every entropy: that of a model of which no error rate can be shown
 
 AmbiguityThreshold = Annotated[
     float,
@@ -196,13 +185,11 @@ class RegressionPolicy(BasePolicy):
         return guessing(metrics) + found
 
 
-ACCEPT: Final = "accept"
-"""The decision of every task on an image that can be relied on, the first of its decisions."""
+ACCEPT: Final = "accept"  # the decision of every task on an image that can be relied on, the first of its decisions
 
 _SCORE: Final = "score"
 
-Score = Annotated[float, _SCORE]
-"""A number that the network step computes for each image: one column of its packed outputs."""
+Score = Annotated[float, _SCORE]  # a column of the packed outputs: a number that the network computes for each image
 
 LogDensity = Annotated[Score, Field(description="Log density of the features, nats.")]
 
@@ -308,8 +295,7 @@ class Response(Document):
         return required <= document.keys()
 
 
-ASKED_FOR: Final = ("top", "explanation")
-"""Fields that an answer has only where a request asks for them."""
+ASKED_FOR: Final = ("top", "explanation")  # fields that an answer has only where a request asks for them
 
 
 def scores_of(prediction: type[BaseAnswer]) -> tuple[str, ...]:
@@ -319,8 +305,7 @@ def scores_of(prediction: type[BaseAnswer]) -> tuple[str, ...]:
 
 ClassificationDecision = Literal["accept", "abstain_ambiguous", "abstain_ood"]
 
-CLASSIFICATION_DECISIONS: Final[tuple[str, ...]] = get_args(ClassificationDecision)
-"""Names of the decisions; :mod:`.decide` uses their positions as codes."""
+CLASSIFICATION_DECISIONS: Final[tuple[str, ...]] = get_args(ClassificationDecision)  # their positions are codes
 
 
 class LabelProbability(Document):
@@ -397,14 +382,12 @@ class ClassificationResponse(Response):
     predictions: list[ClassificationAnswer]
 
 
-CLASSIFICATION_SCORES: Final = scores_of(ClassificationAnswer)
-"""Names of the scores, in the order of their columns."""
+CLASSIFICATION_SCORES: Final = scores_of(ClassificationAnswer)  # names of the scores, in the order of their columns
 
 
 RegressionDecision = Literal["accept", "abstain_uncertain", "abstain_ood"]
 
-REGRESSION_DECISIONS: Final[tuple[str, ...]] = get_args(RegressionDecision)
-"""Names of the decisions; :mod:`.decide` uses their positions as codes."""
+REGRESSION_DECISIONS: Final[tuple[str, ...]] = get_args(RegressionDecision)  # their positions are codes
 
 
 class NearExample(Document):
@@ -476,8 +459,7 @@ class RegressionResponse(Response):
     predictions: list[RegressionAnswer]
 
 
-REGRESSION_SCORES: Final = scores_of(RegressionAnswer)
-"""Names of the scores, in the order of their columns."""
+REGRESSION_SCORES: Final = scores_of(RegressionAnswer)  # names of the scores, in the order of their columns
 
 
 def response_type(document: Mapping[str, Any]) -> type[Response]:

@@ -1,20 +1,14 @@
-"""The files of a fitted model: manifest, tensors and their verification.
+"""The bundle: a directory of ``manifest.json`` and safetensors files, as ``docs/bundle-format.md`` specifies it.
 
-The schema of ``manifest.json``: the values that each field may hold, and the fields that must agree.
+First comes the manifest's schema: the values that each field may hold, and the fields that must agree.  Then the
+``psc-fit`` command that refits a bundle of another version; people paste it into a shell, so a hostile bundle must not
+choose it, and it repeats plain words only.  Last come writing and reading.
 
-``docs/bundle-format.md`` specifies it; :mod:`psc_core.bundle.io` reads and writes the files.
-
-The ``psc-fit`` command that refits a bundle of another version.
-
-People paste this command into a shell, so a hostile bundle must not choose it: it repeats plain words only.
-
-The bundle: a directory of ``manifest.json`` and safetensors files; ``docs/bundle-format.md`` specifies it.
-
-Reading verifies everything before anything is used, in this order: the manifest's size, schema and consistency; every
-file's place, length and SHA-256; every tensor's dtype and values; the manifest's digest.  Nothing is unpickled, no
-code runs, and nothing is allocated for a size that the bundle only claims.  Writing fills a temporary directory and
-renames it, and removes the bundle that it replaces once the new files are on the disk, so a bundle is whole or absent,
-even after a power cut.
+Writing fills a temporary directory and renames it, and removes the bundle that it replaces once the new files are on
+the disk, so a bundle is whole or absent, even after a power cut.  Reading verifies everything before anything is used,
+in this order: the manifest's size, schema and consistency; every file's place, length and SHA-256; every tensor's dtype
+and values; the manifest's digest.  Nothing is unpickled, no code runs, and nothing is allocated for a size that the
+bundle only claims.
 """
 
 from __future__ import annotations
@@ -49,29 +43,14 @@ from psc_core.settings import Precision
 from psc_core.tasks import TASKS, task_of_manifest
 from psc_core.tasks.base import Agreement, Task
 
-SCHEMA: Final = 5
-"""The version of the bundle format, the only one that is written and read."""
-
-OPTIONAL: Final = ("gates", "map", "thumbnails")
-"""The parts that a model may lack; then the manifest has no section and the bundle no file of this name."""
-
-PARTS: Final = ("backbone", "projection", "density", "head", "calibration", *OPTIONAL)
-"""The tensor files of a bundle, without their suffix."""
-
-MAX_PART_BYTES: Final = 16 << 30
-"""Maximum size of a tensor file, in bytes."""
-
-GRAPH: Final = "backbone.onnx"
-"""The file for a network that no name can build, instead of its tensors."""
-
-HISTORY: Final = "recalibrations"
-"""The entry in a bundle's provenance that lists its recalibrations, from Python or a log, the oldest first."""
-
-MAX_NAME: Final = 200
-"""Maximum length of a model name, in characters."""
-
-MAX_ARGUMENT: Final = 1 << 16
-"""Maximum magnitude of a number among a network's arguments, which are sizes and counts."""
+SCHEMA: Final = 5  # the version of the bundle format, the only one that is written and read
+OPTIONAL: Final = ("gates", "map", "thumbnails")  # parts without which the manifest has no such section
+PARTS: Final = ("backbone", "projection", "density", "head", "calibration", *OPTIONAL)  # tensor files, without suffix
+MAX_PART_BYTES: Final = 16 << 30  # maximum size of a tensor file, in bytes
+GRAPH: Final = "backbone.onnx"  # the file for a network that no name can build, instead of its tensors
+HISTORY: Final = "recalibrations"  # in a bundle's provenance: its recalibrations, the oldest first
+MAX_NAME: Final = 200  # maximum length of a model name, in characters
+MAX_ARGUMENT: Final = 1 << 16  # maximum magnitude of a number among a network's arguments, which are sizes and counts
 
 _Size = Annotated[int, Field(ge=1, le=1 << 31)]
 
@@ -172,11 +151,7 @@ class ThumbnailsSection(_Strict):
 
 
 def check_network(network: Mapping[str, Any]) -> None:
-    """Check, before anything is fitted, that a manifest can describe a network, given the fields of its spec.
-
-    Raises:
-        UsageError: If a size or an argument exceeds its limit.
-    """
+    """Check, before anything is fitted, that a manifest can describe a network, given the fields of its spec."""
     try:
         check_text(network)
         _Network.model_validate_json(json.dumps(network))
@@ -263,13 +238,7 @@ class Manifest(_Strict):
 
 
 def manifest_of(body: Any) -> Manifest:
-    """Check a manifest, given as JSON types, with the fields of the task that it is for.
-
-    Raises:
-        ValidationError: If a field is wrong, or two fields do not agree.
-        UsageError: If the preprocessing is impossible.
-        BundleError: If the task is unknown, or the manifest should name it by another field.
-    """
+    """Check a manifest, given as JSON types, with the fields of the task that it is for."""
     if not isinstance(body, dict):
         return Manifest.model_validate(body)
     found = task_of_manifest(body)
@@ -312,11 +281,7 @@ def layers_of(
 
 
 def check_text(body: object) -> None:
-    """Reject lone surrogates, as in an undecodable file name: JSON can escape them, but UTF-8 cannot encode them.
-
-    Raises:
-        ValueError: If there are any, with their place in the message; or if a number is NaN or infinite.
-    """
+    """Reject lone surrogates, as in an undecodable file name: JSON can escape them, but UTF-8 cannot encode them."""
     text = json.dumps(body, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
@@ -343,18 +308,12 @@ def leaves(value: Any) -> Iterable[Any]:
         yield from leaves(item)
 
 
-_REMOVED: Final = {"ood_score": "density+entropy"}
-"""The values of settings that older bundles record but ``psc-fit`` no longer accepts."""
-
-_MAX_REPEATED: Final = 1000
-"""Maximum length of the repeated settings, in characters."""
+_REMOVED: Final = {"ood_score": "density+entropy"}  # of older bundles; ``psc-fit`` no longer accepts them
+_MAX_REPEATED: Final = 1000  # maximum length of the repeated settings, in characters
 
 _LIBRARY_NETWORK: Final = re.compile(rf"({'|'.join(LIBRARIES)}):[A-Za-z0-9_.-]+")
-_OWN_WEIGHTS: Final = {"hf": "hf:DIR", "onnx": "onnx:FILE"}
-"""The specs of networks that come with their weights, by family."""
-
-_FILES: Final = {"hf:DIR": "", "onnx:FILE": "--preprocess FILE "}
-"""The flags that these networks need besides: an ONNX file does not describe its preprocessing."""
+_OWN_WEIGHTS: Final = {"hf": "hf:DIR", "onnx": "onnx:FILE"}  # specs of networks that bring their weights
+_FILES: Final = {"hf:DIR": "", "onnx:FILE": "--preprocess FILE "}  # an ONNX file describes no preprocessing
 
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_+.:][A-Za-z0-9_+.:-]*")
 
@@ -400,17 +359,10 @@ def _plain(value: Any) -> str:
     return text
 
 
-MAX_MANIFEST_BYTES: Final = 16 << 20
-"""Maximum size of a manifest in bytes; with 100,000 classes and 1,000 layers it has about 4 MiB."""
-
-MAX_DEPTH: Final = 32
-"""Maximum nesting of lists and objects in a manifest."""
-
-TRY_FOLDER: Final = "examples"
-"""The folder in a bundle with images to try; no digest covers it."""
-
-MAX_AXES: Final = 8
-"""Maximum number of axes of a tensor."""
+MAX_MANIFEST_BYTES: Final = 16 << 20  # 100,000 classes and 1,000 layers take about 4 MiB
+MAX_DEPTH: Final = 32  # maximum nesting of lists and objects in a manifest
+TRY_FOLDER: Final = "examples"  # the folder in a bundle with images to try; no digest covers it
+MAX_AXES: Final = 8  # maximum number of axes of a tensor
 
 _DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.int16,
                   torch.int8, torch.uint8, torch.bool)  # fmt: skip
@@ -435,14 +387,7 @@ def is_bundle(path: Path) -> bool:
 def check_target(path: Path, *, overwrite: bool = True) -> None:
     """Check that a bundle can be written to ``path``, before hours are spent on fitting it.
 
-    Args:
-        path: The folder, as it was given: what is behind a link is somebody's release, which stays as it is.
-        overwrite: Whether a bundle that is there may be replaced.
-
-    Raises:
-        BundleError: If ``path`` is a link, a file or a mount point, holds files that are not a bundle's, or its parent
-            is not writable.
-        UsageError: If it holds a bundle that may not be replaced.
+    What is behind a link is somebody's release, which stays as it is.
     """
     if path.is_symlink():
         raise BundleError(
@@ -469,16 +414,7 @@ def write_bundle(
 ) -> Manifest:
     """Write a bundle to the directory ``path`` and replace one that is there; its other files and folders stay.
 
-    Equal input gives equal bytes.
-
-    Args:
-        fields: The manifest without ``version`` and ``files``, which are computed here.
-        parts: The tensors by the name of the part, one of :data:`PARTS`.
-        graph: The ONNX model of the network, instead of its tensors.
-
-    Raises:
-        BundleError: If ``path`` is a link, exists and is not a bundle, or cannot be replaced, or if a manifest cannot
-            hold a number or text.
+    Equal input gives equal bytes.  A ``graph`` is an ONNX model that takes the place of the network's tensors.
     """
     check_target(path)
     blobs = {f"{part}.safetensors": _serialise(tensors) for part, tensors in parts.items()}
@@ -534,11 +470,7 @@ def _put(scratch: Path, path: Path) -> None:
 
 
 def write_file(file: Path, data: bytes) -> None:
-    """Write a whole file and flush it to the disk.
-
-    Raises:
-        BundleError: If it cannot be written; the message says where and what to do.
-    """
+    """Write a whole file and flush it to the disk."""
     try:
         with file.open("wb") as stream:
             stream.write(data)
@@ -622,11 +554,7 @@ def _deeper_than(value: Any, levels: int) -> bool:
 
 
 def read_bundle(path: Path) -> Bundle:
-    """Read and verify a whole bundle.
-
-    Raises:
-        BundleError: If anything is missing, unexpected, altered, damaged or not finite; the message names it.
-    """
+    """Read and verify a whole bundle."""
     manifest, version = _parse_manifest(path)
     graph: bytes | None = None
     parts: dict[str, Mapping[str, Tensor]] = {}

@@ -46,18 +46,7 @@ def calibrate_scorer(
     layer_map: LayerMap | None = None,
     thumbnails: Thumbnails | None = None,
 ) -> tuple[Pipeline, Calibrated]:
-    """Return a pipeline whose gates are fitted to the selection split, calibrated on the calibration split.
-
-    Args:
-        scorer: The fitted parts of the model.
-        job: The images, the rates and the device.
-        gates: Names of the gates that make the OOD score; without any, the density alone does.
-        layer_map: The map that the pipeline will have, which needs no calibration.
-        thumbnails: The thumbnails that it will have, which need none either.
-
-    Raises:
-        FitError: If scores are not finite.
-    """
+    """Return a pipeline whose gates are fitted to the selection split, calibrated on the calibration split."""
     data, compute, fitted_gates = job.data, job.compute, None
     scored = score_dataset(scorer, data.calibration, compute, "calibration")
     if gates:
@@ -74,25 +63,13 @@ def calibrate_pipeline(
     task: type[Task],
     data: ImageDataset,
     settings: FitSettings,
-    weights: Tensor | None = None,
+    weights: Tensor | None = None,  # how many images each one stands for; None: itself alone
     *,
-    or_higher: bool = False,
+    or_higher: bool = False,  # whether a higher risk may replace one that cannot be shown
 ) -> tuple[Pipeline, Calibrated]:
     """Return a pipeline calibrated again, on ``data`` alone.
 
     Everything that was chosen stays, and so do the readings of the selection split that the gates are fitted to.
-
-    Args:
-        pipeline: The pipeline of a fitted model.
-        task: The model's task.
-        data: Images that nothing was chosen on.
-        settings: The rates.
-        weights: How many images each one stands for; None where each stands for itself.
-        or_higher: Whether a higher risk may take the place of the one in the settings that cannot be shown.
-
-    Raises:
-        UsageError: If so few images cannot keep the rates, or a risk that has to be shown cannot be.
-        FitError: If scores are not finite.
     """
     images = len(data) if weights is None else effective_count(weights)
     task.check(settings.changed({"risk": None}) if or_higher else settings, images)
@@ -116,15 +93,7 @@ def with_calibration(
     data: ImageDataset,
     entry: Mapping[str, Any],
 ) -> FittedModel:
-    """Return ``model`` with a pipeline that was calibrated again, and no version: no bundle holds it yet.
-
-    Args:
-        model: The model as it was.
-        pipeline: The pipeline from :func:`calibrate_pipeline`.
-        found: The calibration from the same call.
-        data: The images that calibrated it.
-        entry: What the provenance records of the images; the version before and that of psc_core are added.
-    """
+    """Return ``model`` with a pipeline that was calibrated again, and no version: no bundle holds it yet."""
     metrics = {**model.report.get("metrics", {}), **found.metrics}
     provenance = model.report.get("provenance", {})
     entry = {"from": model.version, "psc_version": __version__, **entry}
@@ -168,11 +137,7 @@ def refit_temperature(pipeline: Pipeline, data: ImageDataset, settings: FitSetti
 
 
 def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:
-    """Return the settings that a fitted model was calibrated with, after ``changes``.
-
-    Raises:
-        UsageError: If calibration does not read one of the changed settings, or it has another type.
-    """
+    """Return the settings that a fitted model was calibrated with, after ``changes``."""
     known = [*filter(model.task.reads, settings_where(calibrates=True))]
     if unread := changes.keys() - {*known}:
         raise UsageError(

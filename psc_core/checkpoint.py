@@ -28,13 +28,7 @@ Stage = TypeVar("Stage")
 
 
 class Checkpoint:
-    """The results of finished stages; of several processes the first writes them.
-
-    Args:
-        folder: The folder of the stages.
-        key: The digest of the job.
-        compute: The processes of the fit.
-    """
+    """The results of finished stages; of several processes the first writes them."""
 
     def __init__(self, folder: Path, key: str, compute: Compute) -> None:
         self.folder = folder

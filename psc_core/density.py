@@ -1,18 +1,13 @@
-"""Feature densities: log p of the training features, which are z or features averaged over positions.
+"""Feature densities: log p (B,) in nats of z (B, D) or of features averaged over positions.
 
-All have one interface (:mod:`.base`), and all six are mixtures of Gaussians (:mod:`.gaussian`).
-:func:`.fit.density.fit_density` fits one, :func:`.base.restore_density` rebuilds one from a bundle.
-To add a kind, subclass :class:`.base.Density` with its ``layout`` and list it in ``DENSITIES``; where none of the fits
-in :mod:`.fit.density` gives its tensors, add one there.
+Shapes: B images, K classes, D = dim of z, P = kept components; n or m labelled examples.
 
-The interface of every density: from z (B, D) to log-densities (B,) in nats, with explanations on request.
+The densities come first, then :func:`restore_density`, the choice of components (:func:`fit_pca`), the tie between the
+classes' covariances, :func:`extend_density`, and last :func:`fit_density`.  To add a kind, subclass :class:`Density`
+with its ``layout`` and list it in ``DENSITIES``; where none of ``FITS`` gives its tensors, add one there.
 
-Shapes: B images, K classes, D = dim of z, P = kept components.
-
-Gaussian feature densities: ``log p(y) = logsumexp_k (log π_k + log N(y; μ_k, Σ_k))`` in nats.
-
-The paper's feature density (appendix B.2, equation 2).  ``y`` is the PCA projection of z
-(:mod:`psc_core.density`), π_k the class proportions.  All densities work in the coordinates
+All are mixtures of Gaussians, ``log p(y) = logsumexp_k (log π_k + log N(y; μ_k, Σ_k))``, the paper's feature density
+(appendix B.2, equation 2), with y the PCA projection of z and π_k the class proportions.  They work in coordinates
 
     ``w = (z − mean) @ basis``
 
@@ -31,14 +26,8 @@ With ``m_k`` the class means and ``S_k`` the class covariances in these coordina
                    Gaussian fitted to all images, a log-ratio in nats; the same is subtracted from ``log π_k + log N_k``
 =================  =================================================================================================
 
-Shapes: B images, K classes, D = dim of z, P = kept components.
-
-Principal components of z, and how many of them a density keeps.
-
-With ``m = mean(z)`` and ``C = cov(z) = U diag(λ) Uᵀ`` (denominator n − 1, λ descending), a density is
-fitted to ``y = (z − m) U[:, :P]``: an orthonormal projection, so ``log p(y)`` is in the units of z.
-
-P, unless the caller gives it, is the smallest of:
+**Components.**  With ``cov(z) = U diag(λ) Uᵀ`` (denominator n − 1, λ descending), y is ``(z − mean(z)) U[:, :P]``: an
+orthonormal projection, so ``log p(y)`` is in the units of z.  P, unless the caller gives it, is the smallest of:
 
 * the components that explain 99 % of the variance, or those above a minimum variance, whichever the density asks for;
 * the rank: components with a standard deviation above 10⁻⁵ of the largest and above the rounding error of the
@@ -47,25 +36,25 @@ P, unless the caller gives it, is the smallest of:
 
 The covariance is dim × dim in float64, so dim up to about 4,096 is practical (128 MiB).
 
-Choose the fraction of the pooled covariance in that of each class, by held-out likelihood.
+**Moments.**  Fitting goes from y to ``x = y diag(λ^(−1/2))``, of unit total variance, and to ``w = x Σ_W(x)^(−1/2)``.
+Class moments are the paper's (equations 3 and 4): ``μ_c``, ``Σ_c`` with denominator ``n_c − 1`` and priors ``n_c / n``;
+a change of coordinates does not alter them.  An image with several labels weighs as often as it is labelled, but is one
+observation: with m_c images of n_c labelled examples, ``Σ_c`` is the mean square times ``m_c / (m_c − 1)``.  Two
+departures apply only where the paper's estimate is poor; the fit's record says how often:
 
-In w (:mod:`.density`) the pooled covariance is the identity, and class k has
+* With fewer than ten images (beyond one a class) per component, covariances are shrunk
+  (:func:`psc_core.numerics.linalg.covariance`) towards a multiple of the identity: in w that is the pooled covariance,
+  in x the total one.
+* Eigenvalues below 10⁻⁶ are clamped to it, that is, deviations a thousand times smaller than the pooled (in w) or the
+  total ones (in x), as identical images or complete collapse give.
 
-    ``Σ_k = (1 − t) S_k + t I``
+**Tie.**  Held-out images, where they are given, choose t in ``Σ_k = (1 − t) S_k + t I``, however many images there are
+(Friedman's regularised discriminant, 1989): of :data:`TIED_WEIGHTS` the one under which they are most likely, each
+under its own class.  Training images would choose too small a t: the network was fitted to them, so they lie closer to
+their means.
 
-with its own S_k: t = 0 is one covariance for each class, t = 1 the same one for all, and in between lies Friedman's
-regularised discriminant (1989).  Of :data:`TIED_WEIGHTS` the t is chosen under which images that nothing was fitted to
-are most likely, each under its own class.  Training images would choose too small a t: the network was fitted to them,
-so they lie closer to their means than any later image will.
-
-Shapes: P = kept components.
-
-Extend a fitted density with more images of its classes, as if it had been fitted to them too.
-
-The input is a density that was fitted to n labelled examples, and m more images; the output is a density of the same
-kind.  In its coordinates w (:mod:`psc_core.density`) a density keeps the mean μ_k and the covariance Σ_k of
-each class, and in its constants the class proportions, which with n give n_k.  Moments need no more than that (Chan,
-Golub & LeVeque 1983): m_k more images of class k, with the mean a_k, make
+**Extension.**  A density keeps mean μ_k, covariance Σ_k and proportion of each class, which with n give n_k.  Moments
+need no more (Chan, Golub & LeVeque 1983): m_k more images of class k, with the mean a_k, each counted t times, make
 
     ``B_k  = Σ_i (w_i − a_k)(w_i − a_k)ᵀ + n_k m_k / (n_k + m_k) (a_k − μ_k)(a_k − μ_k)ᵀ``
     ``μ'_k = μ_k + m_k / (n_k + m_k) (a_k − μ_k)``
@@ -73,39 +62,10 @@ Golub & LeVeque 1983): m_k more images of class k, with the mean a_k, make
     ``W'   = ((n − K) I + Σ_k B_k) / (n + m − K)``           pooled within classes: it was the identity
 
 and in the same way the covariance of all images that ``rmd`` subtracts.  The new coordinates are
-``w' = (w − δ) W'^(−1/2)``, δ the mean of all, so that the pooled covariance is the identity again.
-
-An image that stands for t equal ones counts t times in all of them.
-
-The result is the fit to all images, except for three things.  The principal components stay, and what they leave out is
-not seen.  A covariance that was shrunk, because its images were few, is extended as it is; more images outweigh that in
-time.  Where training images have several labels, n_k counts labelled examples in the degrees of freedom too.
-
-Shapes: m images, K classes, D = dim of z, P = kept components.
-
-Fit a density to features: principal components, class moments, and shrinkage where images are few; all in float64.
-
-The input is n labelled examples of K classes with features z (n, D), the output a :class:`.Density` of P components.
-
-Three coordinate systems, each one matrix product away from the one before; the third is served:
-
-    ``y = (z − mean) U``            principal components, orthonormal
-    ``x = y diag(λ^(−1/2))``        unit total variance in every component
-    ``w = x V``                     identity pooled within-class covariance, ``V = Σ_W(x)^(−1/2)``
-
-Class moments are the paper's (appendix B.2, equations 3 and 4): ``μ_c``, ``Σ_c`` with denominator ``n_c − 1`` and
-priors ``n_c / n``; a change of coordinates does not alter the fit.  An image with several labels weighs in the moments
-as often as it is labelled, but is one observation: with m_c images of n_c labelled examples, ``Σ_c`` is the mean square
-times ``m_c / (m_c − 1)``.  Two departures apply only where the paper's estimate is poor:
-
-* With fewer than ten images (beyond one a class) per component, covariances are shrunk
-  (:func:`psc_core.numerics.linalg.covariance`) towards a multiple of the identity: in w that is the pooled covariance,
-  in x the total one.  Where held-out images are given, these choose how much of the pooled covariance each class takes
-  (:mod:`.tied_weight`), whatever the number of images.
-* Eigenvalues below 10⁻⁶ are clamped to it, that is, deviations a thousand times smaller than the pooled (in w) or the
-  total ones (in x), as identical images or complete collapse give.
-
-The fit's record says how often either happened.
+``w' = (w − δ) W'^(−1/2)``, δ the mean of all, so that the pooled covariance is the identity again.  This is the fit to
+all images, except that the components stay, that a covariance that was shrunk is extended as it is (more images
+outweigh that in time), and that where images have several labels n_k counts labelled examples in the degrees of
+freedom too.
 """
 
 from __future__ import annotations
@@ -141,30 +101,19 @@ class DensityExplanation(NamedTuple):
 
 
 class Density(Fitted):
-    """Base of the densities, with ``mean`` (D,), ``basis`` (D, P) and ``constants`` (K,) as in :mod:`.gaussian`.
-
-    Attributes:
-        reads: The input: the projected features z, or the candidate layer's features averaged over positions.
-        unit_length: True if z is divided by its Euclidean norm first.
-        minimum_variance: Fraction of the largest variance above which the automatic choice keeps a component;
-            ``None``: it keeps the components that explain 99 % of the variance.
-        maximum_components: Largest number of components that the automatic choice keeps; ``None``: as many as memory
-            allows.
-        has_class_covariances: Whether each class has a covariance of its own, so that memory limits the automatic
-            choice of components.
-        tied_by_held_out: Whether held-out examples choose how much of the pooled covariance goes into the covariance of
-            each class.
-    """
+    """Base of the densities, with ``mean`` (D,), ``basis`` (D, P) and ``constants`` (K,) as in :mod:`.gaussian`."""
 
     # Float64 up to the difference from a class mean, which cancels where classes are tight.
     in_float64: ClassVar[frozenset[str]] = frozenset({"mean", "basis", "centres"})
 
-    reads: ClassVar[Literal["z", "pooled"]] = "z"
-    unit_length: ClassVar[bool] = False
+    reads: ClassVar[Literal["z", "pooled"]] = "z"  # the input: z, or the candidate's features averaged over positions
+    unit_length: ClassVar[bool] = False  # True if z is divided by its Euclidean norm first
+    # Fraction of the largest variance above which the automatic choice keeps a component; ``None``: it keeps the
+    # components that explain 99 % of the variance.
     minimum_variance: ClassVar[float | None] = None
-    maximum_components: ClassVar[int | None] = None
-    has_class_covariances: ClassVar[bool] = False
-    tied_by_held_out: ClassVar[bool] = False
+    maximum_components: ClassVar[int | None] = None  # of the automatic choice; None: as memory allows
+    has_class_covariances: ClassVar[bool] = False  # then memory limits the automatic choice of components
+    tied_by_held_out: ClassVar[bool] = False  # whether held-out examples tie the classes' covariances
 
     mean: Tensor
     basis: Tensor
@@ -302,13 +251,11 @@ class RelativeDensity(TiedDensity):
         return (self.constants - 0.5 * distances - background[:, None]).float()
 
 
-EXPLAINED_VARIANCE: Final = 0.99
-"""Fraction of the variance that the automatic choice keeps."""
-
-RANK_TOLERANCE: Final = 1e-10
-"""Smallest variance of a component that counts for the rank, relative to the largest."""
+EXPLAINED_VARIANCE: Final = 0.99  # fraction of the variance that the automatic choice keeps
+RANK_TOLERANCE: Final = 1e-10  # smallest variance of a component that counts for the rank, relative to the largest
 
 
+# Densities by kind.
 DENSITIES: Final[Mapping[str, type[Density]]] = {
     "gda": ClasswiseDensity,
     "tied": TiedDensity,
@@ -317,20 +264,14 @@ DENSITIES: Final[Mapping[str, type[Density]]] = {
     "pooled++": PooledDensity,
     "rmd": RelativeDensity,
 }
-"""Densities by kind."""
 
 
 def restore_density(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Density:
-    """Return the density with this ``config()`` and ``state_dict()``.
-
-    Raises:
-        BundleError: If the kind is unknown, or the tensors do not fit it.
-    """
+    """Return the density with this ``config()`` and ``state_dict()``."""
     return restore(DENSITIES, config, state)
 
 
-SERVE_ELEMENTS: Final = 1 << 25
-"""Largest B × K × P block of differences (256 MiB of float64); larger batches are split."""
+SERVE_ELEMENTS: Final = 1 << 25  # largest B × K × P block of differences (256 MiB of float64); larger batches are split
 
 
 class PCA(NamedTuple):
@@ -355,24 +296,12 @@ class PCA(NamedTuple):
 def fit_pca(
     z: Float[Tensor, "n dim"] | FeatureMatrix,
     *,
-    kept: int | None,
-    limit: int,
-    minimum_variance: float | None = None,
-    feature_dtype: torch.dtype | None = None,
+    kept: int | None,  # number of components P; ``None`` chooses it by the rule of this module
+    limit: int,  # the largest number that the automatic choice may take
+    minimum_variance: float | None = None,  # as :attr:`Density.minimum_variance`
+    feature_dtype: torch.dtype | None = None,  # in which the features were computed; None: that of z
 ) -> PCA:
-    """Fit the projection to features.
-
-    Args:
-        z: The features.
-        kept: Number of components P; ``None`` chooses it by the rule of this module.
-        limit: Largest number that the automatic choice may take.
-        minimum_variance: Fraction of the largest variance above which the automatic choice keeps a component; ``None``
-            keeps those that explain 99 %.
-        feature_dtype: Type that the features were computed in; by default that of ``z``.
-
-    Raises:
-        FitError: If all features are equal, or ``kept`` is not between 1 and the rank.
-    """
+    """Fit the projection to features."""
     mean = linalg.mean_of_rows(z)
     # A single image has no variance: zero is refused below as rank 0, where 0 / 0 would be NaN.
     covariance = linalg.scatter_about(z, mean) / max(1, len(z) - 1)
@@ -401,8 +330,7 @@ def fit_pca(
     return PCA(mean, vectors[:, :kept], values[:kept], explained[kept - 1].item())
 
 
-TIED_WEIGHTS: Final = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 0.95, 1.0)
-"""Values of t that are compared, ascending."""
+TIED_WEIGHTS: Final = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 0.95, 1.0)  # values of t
 
 
 class ClassMoments(NamedTuple):
@@ -433,8 +361,7 @@ def choose_tied_weight(classes: Iterable[tuple[ClassMoments, Float[Tensor, "_ P"
     return max(zip(total.tolist(), TIED_WEIGHTS, strict=True))[1]  # type: ignore[union-attr]
 
 
-EXAMPLES: Final = "examples"
-"""The entry of a density's record that holds n."""
+EXAMPLES: Final = "examples"  # the entry of a density's record that holds n
 
 
 class Extended(NamedTuple):
@@ -470,19 +397,7 @@ def class_counts(density: Density, examples: int) -> Float[Tensor, " K"]:
 def extend_density(
     density: Density, features: Float[Tensor, "m D"], labels: Int[Tensor, " m"], *, examples: int, times: int = 1
 ) -> Extended:
-    """Return the density of the labelled examples that it was fitted to and of m ≥ 1 more images.
-
-    Args:
-        density: The density as it was fitted, or extended before.
-        features: The features of the images that the density reads.
-        labels: Class index of each image.
-        examples: n, the number of labelled examples that it was fitted to.
-        times: t, the number of equal images that each one stands for.
-
-    Raises:
-        FitError: If :func:`can_extend` refuses the density, features are not finite, or there are fewer than two
-            examples of each class.
-    """
+    """Return the density of its n = ``examples`` labelled examples and of m ≥ 1 more, each counted ``times`` times."""
     if not can_extend(type(density)):
         raise FitError(f"a density {density.kind!r} has tensors that more images cannot extend; fit it again")
     classes, m, device = len(density.constants), times * len(labels), density.basis.device
@@ -554,8 +469,7 @@ def _log_proportions(density: Density) -> Float[Tensor, " K"]:
     return constants
 
 
-WHITENER_ELEMENTS: Final = 1 << 26
-"""Maximum K × P × P for the automatic choice of P (256 MiB of float32)."""
+WHITENER_ELEMENTS: Final = 1 << 26  # maximum K × P × P for the automatic choice of P (256 MiB of float32)
 
 
 class Examples(NamedTuple):
@@ -576,22 +490,7 @@ class Examples(NamedTuple):
 def fit_density(
     train: Examples, *, kind: str = "gda", pca: int | None = None, held_out: Examples | None = None
 ) -> Density:
-    """Fit a feature density.
-
-    Args:
-        train: The training examples, with the features that the density :attr:`.Density.reads`.
-        kind: One of :data:`psc_core.density.DENSITIES`.
-        pca: Principal components to keep.  ``None`` chooses (see :mod:`.pca`), at most images − K and, with a
-            covariance for each class, so many that K · P² stays under :data:`WHITENER_ELEMENTS`.
-        held_out: Examples that nothing was fitted to; a density that is :attr:`.Density.tied_by_held_out` reads them.
-
-    Returns:
-        A module on the device of the features.
-
-    Raises:
-        FitError: If features are not finite or all equal, a class has fewer than two images, or ``pca`` is beyond the
-            rank.
-    """
+    """Fit a density with ``pca`` components (None chooses); ``held_out`` examples may set how far classes are tied."""
     family = DENSITIES[kind]
     features, labels, num_classes, images, names = train
     counts = check_features(features, labels, num_classes=num_classes, class_names=names, minimum=2, images=images)
@@ -727,12 +626,12 @@ def fit_classwise(pooled: Pooled, held_out: HeldOut | None) -> FamilyPart:
     return FamilyPart({"constants": constants, "centres": centres, "whiteners": whiteners}, record)
 
 
+# The fit of each family of densities, by its base class.
 FITS: Final[Mapping[type, Callable[[Pooled, HeldOut | None], FamilyPart]]] = {
     ClasswiseDensity: fit_classwise,
     TiedDensity: fit_tied,
     RelativeDensity: fit_relative,
 }
-"""The fit of each family of densities, by its base class."""
 
 
 def _lengths(family: type[Density], z: FeatureMatrix) -> FeatureMatrix:

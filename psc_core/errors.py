@@ -113,13 +113,7 @@ def needs(what: str, extra: str, *modules: str, error: type[PSCError] = UsageErr
 
 
 def imported(module: str, name: str, *, error: type[PSCError]) -> Any:
-    """Return the attribute ``name`` of a user's module, which may be a training script.
-
-    Raises:
-        ImportError: If there is no such module.
-        AttributeError: If it has no such attribute.
-        PSCError: The given ``error``, if the module's code fails.
-    """
+    """Return the attribute ``name`` of a user's module, which may be a training script."""
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError):
@@ -151,13 +145,7 @@ def shortened(text: str, at_most: int = 200) -> str:
 
 
 def hint(name: str, known: Sequence[str], otherwise: str | None = None) -> str:
-    """Return the end of a message about a name that is not known: the nearest known names, or else all of them.
-
-    Args:
-        name: The name that was given.
-        known: The known names.
-        otherwise: What to say in place of all names, where there are many.
-    """
+    """Return the end of a message about a name that is not known: the nearest known names, or else all of them."""
     near = get_close_matches(name, known)
     if not near:
         return otherwise or f"they are {', '.join(known)}"
@@ -167,6 +155,7 @@ def hint(name: str, known: Sequence[str], otherwise: str | None = None) -> str:
 _OBJECT: Final = "expected an object"
 _WHOLE: Final = "expected a whole number"
 _BOOL: Final = "expected true or false"
+# The messages of pydantic's errors by their type; pydantic's own name Python's classes.
 _FAULTS: Final[Mapping[str, str]] = {
     "missing": "expected a value, got none",
     "extra_forbidden": "unknown; leave it out",
@@ -194,16 +183,10 @@ _FAULTS: Final[Mapping[str, str]] = {
     "too_short": "expected at least {min_length} items",
     "too_long": "expected at most {max_length} items",
 }
-"""The messages of pydantic's errors by their type; pydantic's own name Python's classes."""
 
 
 def fault(item: Any, noun: str = "") -> str:
-    """Format an error that pydantic found as ``"noun where: message"``.
-
-    Args:
-        item: One item of ``ValidationError.errors()``; if its ``loc`` is empty, only the message is returned.
-        noun: The noun for the values: setting, parameter or field.
-    """
+    """Format an error that pydantic found as ``"noun where: message"``."""
     where, ours = ".".join(map(str, item["loc"])), _FAULTS.get(item["type"])
     message = ours.format_map(item.get("ctx", {})) if ours else item["msg"].removeprefix("Value error, ")
     return f"{noun} {where}: {message}".lstrip() if where else message

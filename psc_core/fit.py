@@ -1,30 +1,20 @@
-"""Fit a model to a trained network, stage by stage (:mod:`.stages`), and calibrate it again later.
-
-From a trained network to a fitted model in three stages, each of which returns what the next one needs.
+"""Fit a model to a trained network, in three stages.
 
     :func:`collapse`    network, images                        → :class:`.CollapseReport`, which names the candidate
     :func:`project`     network, candidate, images             → :class:`.FittedProjection`, its features to z (B, D)
     :func:`fit_model`   network, candidate, projection, images → :class:`FitResult`, the calibrated model
 
 Training images fit, the selection split chooses, and the calibration split only calibrates (:class:`.FitData`).
-:mod:`.paper` has the same stages under the names of the paper's pseudo-code.
-
-Fit a module that lives in this process, with the loaders that it was trained with, and calibrate a model again.
-
-``PSC.fit`` and ``PSCRegressor.fit`` call :func:`fit`, and ``calibrate`` of a fitted model calls :func:`calibrate_on`;
-both are imported when they are first called, so a model that only predicts loads no fitting code.
-
-The stages of a fit under the names of the paper's pseudo-code.
+:func:`fit` takes all stages for ``PSC.fit``, and :func:`calibrate_on` is ``calibrate`` of a fitted model; a model that
+only predicts never imports this file.  Last come the stages under the names of the paper's pseudo-code:
 
     net        = load_network("torchvision:resnet18", weights="net.safetensors", num_classes=10)
     candidate  = measure_collapse(net, train, val).candidate()
     projection = fit_projection(net, candidate, train)
     psc        = fit_psc(net, candidate, projection, train, val, head="laplace")
 
-The settings of :class:`psc_core.FitSettings` that a stage reads can be given by name, or all as ``settings``; the
-defaults agree with how the candidate was chosen.  ``layer`` and ``task`` are settings of ``psc-fit`` alone: here the
-candidate and the function decide them.  Each call checks and splits the images anew, in the same way for the same seed;
-``psc-fit`` does that once and calls :mod:`.stages`.
+Each of these checks and splits the images anew, alike for the same seed.  Settings are given by name, or all as
+``settings``, but for ``layer`` and ``task``, which the candidate and the function decide.
 """
 
 from __future__ import annotations
@@ -81,13 +71,7 @@ class FitResult(NamedTuple):
 
 @own_state()
 def collapse(net: nn.Module, job: FitJob) -> CollapseReport:
-    """Measure NC1 on the training images and NC4 (for a regression R²) on the selection split, after every layer.
-
-    Raises:
-        UsageError: If a setting is unknown, or a pattern matches no layer.
-        FitError: If features are not finite.
-        NetworkError: If the network cannot be run or cut.
-    """
+    """Measure NC1 on the training images and NC4 (for a regression R²) on the selection split, after every layer."""
     data, compute = job.data, job.compute
     compute.require(data.train)
     return measure_layers(net, data.train, data.selection, job.settings, compute, data.task_type.layer_quality)
@@ -99,11 +83,6 @@ def project(net: nn.Module, candidate: Candidate, job: FitJob) -> FittedProjecti
 
     The sizes are the smallest that keep NC1 and NC4; for a density that reads z, with as many spatial components as
     that needs (:mod:`psc_core.fit_parts`).
-
-    Raises:
-        UsageError: If the density is unknown.
-        FitError: If features are constant, or sizes are larger than the layer allows.
-        NetworkError: If the network cannot be cut.
     """
     data, settings, compute = job.data, job.settings, job.compute
     reads_z = DENSITIES[settings.density].reads == "z"
@@ -121,12 +100,7 @@ def project(net: nn.Module, candidate: Candidate, job: FitJob) -> FittedProjecti
 
 
 def checked(settings: FitSettings, data: FitData) -> FitSettings:
-    """Return the settings with the task of the images and, where no head is named, the task's first.
-
-    Raises:
-        UsageError: If an option is unknown, no folder can hold temporary files, or so few validation images cannot keep
-            a rate.
-    """
+    """Return the settings with the task of the images and, where no head is named, the task's first."""
     temporary_folder()  # Before hours are spent on what is to be kept there.
     task = data.task_type
     settings = settings.of_task(task.name, task.heads)
@@ -149,21 +123,7 @@ def fit_model(
     name: str = "psc",
     provenance: Mapping[str, Any] | None = None,
 ) -> FitResult:
-    """Fit density, head and gates to the training images, and calibrate them on the calibration split.
-
-    Args:
-        net: The whole network.
-        candidate: The layer(s) that z is made from.
-        projection: The candidate's features to z.
-        job: The images, settings and device.
-        name: The model's name.
-        provenance: The origin that a bundle of the model records.
-
-    Raises:
-        UsageError: If the projection is of other layers than the candidate's.
-        FitError: If features or outputs cannot be fitted; the message says why.
-        NetworkError: If the network cannot be cut.
-    """
+    """Fit density, head and gates to the training images, and calibrate them on the calibration split."""
     check_same_layers(candidate, projection)
     data = job.data
     job.compute.require(data.train)
@@ -200,29 +160,12 @@ def check_same_layers(candidate: Candidate, projection: FittedProjection) -> Non
 def fit(
     task: str,
     net: nn.Module,
-    loaders: tuple[Any, Any],
+    loaders: tuple[Any, Any],  # of training and of validation images; an ImageDataset is taken as it is
     description: LoaderDescription,
     name: str,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, Any],  # without a device it is the network's
 ) -> FittedModel:
-    """Fit all stages to a copy of ``net``; mode, device and gradients of ``net`` itself stay as they are.
-
-    Args:
-        task: One of :data:`psc_core.tasks.TASKS`.
-        net: A network that returns logits, or one number for each image.
-        loaders: The loaders of training and of validation images; an :class:`ImageDataset` is taken as it is.
-        description: What the caller says of the loaders' images.
-        name: The model's name.
-        settings: Settings of :class:`.FitSettings`, by name; without a device it is the network's.
-
-    Raises:
-        UsageError: If the network is no module, a loader or a setting cannot be used, validation images are training
-            images, or the training data are a data
-            set with a description.
-        DataError: If a batch cannot be used, or a class has too few images.
-        NetworkError: If the network cannot be copied, run or cut.
-        FitError: If features cannot be fitted.
-    """
+    """Fit all stages to a copy of ``net``; mode, device and gradients of ``net`` itself stay as they are."""
     net = readable_copy(net)
     chosen = FitSettings(device=device_of(net)).changed(settings)
     compute = chosen.compute()
@@ -335,11 +278,7 @@ def opened(loader: Any, name: str, description: LoaderDescription) -> ImageDatas
 
 
 def check_undescribed(data: ImageDataset, description: LoaderDescription) -> None:
-    """Require that a caller says nothing of a data set, which says it itself.
-
-    Raises:
-        UsageError: If something is said; the message names the arguments.
-    """
+    """Require that a caller says nothing of a data set, which says it itself."""
     if given := description.given():
         raise UsageError(
             f"{data.name} is a data set, which says itself how its images are read and what their labels mean; leave "
@@ -354,12 +293,12 @@ def described_as(data: ImageDataset) -> LoaderDescription:
 
 LAST_STAGE: Final = "fit_psc or fit_regressor"
 
+# The settings that one stage alone reads, by its function.
 READ_BY_ONE: Final[Mapping[str, tuple[str, ...]]] = {
     "measure_collapse": settings_where(stage=Stage.COLLAPSE),
     "fit_projection": settings_where(stage=Stage.PROJECTION),
     LAST_STAGE: settings_where(stage=Stage.LAST),
 }
-"""The settings that one stage alone reads, by its function."""
 
 
 @own_state()
@@ -576,11 +515,7 @@ def _job(net: nn.Module, data: FitData, settings: FitSettings) -> FitJob:
 
 
 def check_read(stage: str, changes: Collection[str]) -> None:
-    """Require that a stage reads the settings that it is given by name.
-
-    Raises:
-        UsageError: If only another one does, or ``layer`` is given, which the candidate says.
-    """
+    """Require that a stage reads the settings that it is given by name."""
     if "layer" in changes:
         raise UsageError("expected no layer: the candidate says it; name one as report.candidate(layer)")
     for other, names in READ_BY_ONE.items():
@@ -590,12 +525,7 @@ def check_read(stage: str, changes: Collection[str]) -> None:
 
 
 def settings_for(candidate: Candidate, settings: FitSettings | None, changes: Mapping[str, Any]) -> FitSettings:
-    """Return ``settings`` with ``changes``, or defaults that agree with how a candidate was chosen.
-
-    Raises:
-        UsageError: If they have another seed, so that images of the calibration split chose the candidate, or another
-            epsilon.
-    """
+    """Return ``settings`` with ``changes``, or defaults that agree with how a candidate was chosen."""
     report = candidate.report
     chosen: dict[str, Any] = {} if report is None else {"epsilon": report.epsilon}
     if report is not None and report.seed is not None:

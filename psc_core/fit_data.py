@@ -34,23 +34,14 @@ from psc_core.tasks.base import FIRST_LOOK_IMAGES, FirstLook, Task
 
 @dataclass(frozen=True)
 class FitData:
-    """The training images, and the validation images in two halves.
+    """The training images, and the validation images in two halves."""
 
-    Attributes:
-        train: The training images.
-        val: All validation images.
-        task_type: What a model of these images predicts.
-        seed: The seed that splits the validation images and draws training images.
-        left_out: Numbers of training and of validation images left out because they cannot be decoded.
-        is_split: False where the training images stand in for both halves.
-    """
-
-    train: ImageDataset
-    val: ImageDataset
-    task_type: type[Task]
-    seed: int
-    left_out: tuple[int, int] = (0, 0)
-    is_split: bool = True
+    train: ImageDataset  # the training images
+    val: ImageDataset  # all validation images
+    task_type: type[Task]  # what a model of these images predicts
+    seed: int  # the seed that splits the validation images and draws training images
+    left_out: tuple[int, int] = (0, 0)  # training and validation images that cannot be decoded
+    is_split: bool = True  # False where the training images stand in for both halves
 
     @classmethod
     def of(
@@ -59,23 +50,10 @@ class FitData:
         val: ImageDataset,
         *,
         seed: int = 0,
-        task: str | None = None,
-        max_images: int | None = None,
+        task: str | None = None,  # one of :data:`psc_core.tasks.TASKS`; None for the one that suits the labels
+        max_images: int | None = None,  # number of training images to use, balanced over classes; None for all
     ) -> FitData:
-        """Return images as they were opened, checked, labelled and split.
-
-        Args:
-            train: The training images.
-            val: The validation images, none of which the network was trained on.
-            seed: Splits the validation images and draws training images.
-            task: One of :data:`psc_core.tasks.TASKS`; None for the one that suits the labels.
-            max_images: Number of training images to use, balanced over classes; None for all.
-
-        Raises:
-            UsageError: If the images are not labelled with what the task predicts, or the two are read through
-                different preprocessing.
-            DataError: If classes or numbers differ between the two, or there are too few images.
-        """
+        """Return images as they were opened, checked, labelled and split."""
         found = task_of_images(train) if task is None else task_named(task)
         if not found.takes(train):
             suits = task_of_images(train)
@@ -93,23 +71,13 @@ class FitData:
 
     @classmethod
     def without_validation(cls, train: ImageDataset, *, seed: int, max_images: int | None) -> FitData:
-        """Return training images that stand in for validation images, for a stage that only chooses by them.
-
-        Raises:
-            DataError: If there are too few images.
-        """
+        """Return training images that stand in for validation images, for a stage that only chooses by them."""
         found = task_of_images(train)
         train = balanced(found.labelled(train, train)[0], max_images, seed)
         return cls(train, train, found, seed, is_split=False).checked()
 
     def checked(self) -> FitData:
-        """Return the same images, after checking that a fit can use them.
-
-        Raises:
-            UsageError: If the two are read through different preprocessing.
-            DataError: If classes differ between the two, there are too few images, or nothing can be measured on a
-                half.
-        """
+        """Return the same images, after checking that a fit can use them."""
         check_preprocessing(self.train, self.val)
         check_classes(self.train, self.val)
         for half in self._halves:
@@ -150,15 +118,7 @@ class FitData:
         return replace(self, train=train, val=val), cache.notes(train, val)
 
     def readable(self, at_most: int, compute: Compute | None = None) -> tuple[FitData, tuple[str, ...]]:
-        """Return the images that can be decoded, and lines of text about those that cannot.
-
-        Args:
-            at_most: How many may be left out; with 0 none are searched for, and the first one met ends the fit.
-            compute: The processes that fit the model; None: this one alone.
-
-        Raises:
-            DataError: If more than ``at_most`` cannot be decoded, or too few are left.
-        """
+        """Return the images that can be decoded, and lines of text about the others; with 0 none are searched for."""
         if not at_most:
             return self, ()
         train = find_unreadable(self.train, at_most, compute)
@@ -179,11 +139,7 @@ class FitData:
         return self.train.is_ambiguous or self.val.is_ambiguous
 
     def check_rates(self, *, alpha: float, coverage: float) -> None:
-        """Require a calibration split that is large enough for the rates.
-
-        Raises:
-            UsageError: If ``alpha`` is below 1/(n + 1) or ``coverage`` above n/(n + 1).
-        """
+        """Require a calibration split that is large enough for the rates."""
         try:
             check_rates(len(self.calibration), alpha=alpha, coverage=coverage)
         except UsageError as error:
@@ -191,11 +147,7 @@ class FitData:
 
 
 def check_preprocessing(train: ImageDataset, val: ImageDataset) -> None:
-    """Require images that become inputs in the same way: the model takes that of the training images.
-
-    Raises:
-        UsageError: If they do not.
-    """
+    """Require images that become inputs in the same way: the model takes that of the training images."""
     if different := train.preprocess.differences(val.preprocess):
         raise UsageError(
             f"expected {val.name} to be read through the training images' preprocessing {train.preprocess}, got "
@@ -204,11 +156,7 @@ def check_preprocessing(train: ImageDataset, val: ImageDataset) -> None:
 
 
 def check_classes(train: ImageDataset, val: ImageDataset) -> None:
-    """Require the same classes in both, at least two classes, and at least two training images of each.
-
-    Raises:
-        DataError: If they differ or have too few images.
-    """
+    """Require the same classes in both, at least two classes, and at least two training images of each."""
     check_same(val, train.classes, "training images'")
     if len(train.classes) < 2:
         raise DataError(f"expected at least two classes, got {list(train.classes)}; give a folder for each class")
@@ -226,7 +174,7 @@ class FitJob:
     """The images, the settings and the device of a fit."""
 
     data: FitData
-    settings: FitSettings  # as :func:`.stages.checked` returns them
+    settings: FitSettings  # as :func:`psc_core.fit.checked` returns them
     compute: Compute  # device, precision, batch size, processes
 
     @classmethod

@@ -1,62 +1,24 @@
-"""Read a network once over a data set, and keep on disk the features that the last stage of a fit needs.
+"""Fit density, head and gates to features, and join them in a scorer, which lacks only calibration.
 
-The input is the network, cut behind the layers of :class:`Layers`, and a data set of images with n labelled examples;
-an image may carry several labels, and all its examples have the same features.  The output is
-:class:`KeptFeatures`, whose rows are the labelled examples, ordered by class, float32:
+:func:`fit_parts`, the last stage of a fit, takes these steps.
 
-    ``features.head_input``  (n, D + Σ C)    z, then each layer that the head reads besides it, averaged over positions
-    ``features.network_output``  (n, outputs)    the output of the network as trained, where it may be served
-    ``density_input``        (n, D) or (n, C)    z, or the candidate's features averaged over positions
-    ``texture``              (n, C) by layer     an early layer, averaged over positions
+1. Cut the network behind the candidate, the layers that the head reads besides z, and a few early layers.
+2. Read training images and selection split once each, and keep their features on disk, one row for each labelled
+   example, ordered by class because a density reads one class at a time (:func:`read`).  Memory does not grow with n.
+3. Fit density and head to the training features; the selection split chooses their free numbers.
+4. Choose the gates and the early layer of ``texture`` (:func:`choose_gates`).  ``kind`` is always a gate, ``texture``
+   wherever a layer lies before the candidate, and ``confidence`` unless some image has labels of several classes: then
+   low confidence is no reason to call an image out of distribution.  (Choosing the gates by made-up images as well was
+   tried, and dropped gates that real images need: made-up images far from the data have more anomalous textures.)
+5. Choose the layer of the map (:func:`choose_map`): deep layers detect objects better, early ones surfaces, and a map
+   is as fine as its layer.
+6. Cut the network again, behind the layers that are still read.
 
-D is the dimension of z, C the channels of a layer.  z, each layer's averages and the output lie in a file each, one
-class after the other, because a density reads one class at a time; memory does not grow with n.
+:func:`compare_positions` belongs to the projection: NC1 and NC4 only ask for what tells the known classes apart, for
+which one spatial component a channel is often enough; a density needs more, so it is fitted with more and more of them.
 
-Choose the gates of a model, and the early layer that the gate ``texture`` reads.
-
-The input is a scorer, the densities of a few early layers, and the images; the output is :class:`ChosenGates`.
-
-Which gates a model has follows from a rule: always ``kind``; ``texture`` wherever a layer lies before the candidate;
-and ``confidence`` unless images are ambiguous by nature, that is, unless some training or validation image has labels
-of several classes.  For such images low confidence is no reason to call them out of distribution.  A task without
-energies has no such gate (:meth:`.TaskFit.confidence_gate`).  Choosing the gates by made-up images as well was tried,
-and dropped gates that real images need, because made-up images far from the data have more anomalous textures.
-
-Which early layer ``texture`` reads is chosen by AUROC: readings (n,) of the n real images of the selection split
-against readings of the images made from them (:mod:`psc_core.made_up`), for each of the early layers.
-
-Choose the layer that the map of a model reads, and fit the map's grey levels.
-
-The input is the moments of a few early layers over the training images, and the selection split; the output is
-:class:`ChosenMap`, the map of one of these layers.
-
-Deep layers detect objects better, early ones surfaces, and a map is as fine as its layer.  So each layer's map gives
-distances (B, rows, columns) to the images of the selection split, once as they are and once with something pasted into
-them (:mod:`psc_core.made_up`).  Layers are compared by AUROC, of pasted against other points of the same
-images, at :data:`POINTS` × :data:`POINTS` points whatever a layer's grid.  The layer with the least regret over the
-patches is taken, as in choosing the gates (:func:`psc_core.gates.regret`).
-
-Fit density, head and gates to features, and join them in a scorer, which lacks only calibration.
-
-The input is the network, its candidate layer(s), their projection to z, and the images of a fit; the output is
-:class:`FittedParts`.  The steps, in order:
-
-1. cut the network behind the candidate, the layers that the head reads besides z, and a few early layers;
-2. read training images and selection split once each, and keep their features on disk (:mod:`.features`);
-3. fit the density and the head to the training features; the selection split chooses their free numbers;
-4. fit a density to each early layer, and choose one for the gate ``texture`` (:mod:`.early_layers`);
-5. choose the early layer of the map (:mod:`.maps`);
-6. cut the network again, behind the layers that are still read.
-
-Choose how many spatial components of the projection a density of z needs.
-
-The input is the largest projection, to z (n, c_max · d_max), and a few sizes c_proj × d_proj within it; the output
-is the mean AUROC of each d_proj, of which :func:`fewest_positions` takes the smallest that is good enough.
-
-NC1 and NC4 only ask for what tells the known classes apart, and often one component a channel is enough for that: it
-says what is in the image and not where.  A density needs more.  So it is fitted with d_proj spatial components, with
-twice as many, and so on, and asked to tell images made from the selection split (:mod:`psc_core.made_up`)
-from the images as they are; the fewest components within :data:`AUROC_LOSS` of the best mean AUROC are kept.
+Early layers, map and components are chosen by AUROC: images of the selection split as they are against images made
+from them (:mod:`psc_core.made_up`).
 """
 
 from __future__ import annotations
@@ -97,8 +59,8 @@ from psc_core.projection import FittedProjection, Projection, ProjectionReport
 from psc_core.thumbnails import Thumbnails, kept_images, thumbnails_of
 
 Z: Final = ".z"
+# The names of z and of the network's output among those of layers, none of which begins with a dot.
 OUTPUT: Final = ".output"
-"""The names of z and of the network's output among those of layers, none of which begins with a dot."""
 
 
 class Layers(NamedTuple):
@@ -146,18 +108,9 @@ def read(
     dataset: ImageDataset,
     compute: Compute,
     *,
-    pooled: bool,
+    pooled: bool,  # whether the density reads the candidate's features averaged over positions, and not z
 ) -> KeptFeatures:
-    """Run the network over a data set and keep the features of every labelled example in scratch files.
-
-    Args:
-        backbone: The network cut behind ``layers.names``; it keeps its output where ``layers.output`` asks for it.
-        layers: The layers, by what reads them.
-        projection: From the candidate's features to z, on the device.
-        dataset: The images.
-        compute: Device, precision, batch size, processes.
-        pooled: Whether the density reads the candidate's features averaged over positions, and not z.
-    """
+    """Run the network over a data set and keep the features of every labelled example in scratch files."""
     running = backbone.fused(compute.precision)
     head, density = [Z, *layers.head], [*layers.candidate] if pooled else []
     averaged = dict.fromkeys([*layers.head, *density, *layers.texture])  # Each layer once, whatever reads it.
@@ -233,11 +186,8 @@ def store(
     return files
 
 
-DEPTHS: Final = (1 / 3, 1 / 2, 2 / 3)
-"""The fractions of the way to the candidate at which early layers are compared."""
-
-TEXTURE_DENSITY: Final = "gda"
-"""The density of an early layer; not one of unit length, for the length of features tells textures apart."""
+DEPTHS: Final = (1 / 3, 1 / 2, 2 / 3)  # the fractions of the way to the candidate at which early layers are compared
+TEXTURE_DENSITY: Final = "gda"  # not of unit length: the length of features tells textures apart
 
 
 class Texture(NamedTuple):
@@ -258,18 +208,7 @@ class ChosenGates(NamedTuple):
 def choose_gates(
     scorer: Scorer, layers: Layers, textures: Mapping[str, Density], data: FitData, compute: Compute
 ) -> ChosenGates:
-    """Return the gates by the rule, and the early layer that tells made-up images apart best.
-
-    Args:
-        scorer: The scorer of the model, still without a texture.
-        layers: The layers that its network is cut behind.
-        textures: The density of each early layer.
-        data: The images.
-        compute: Device, precision, batch size.
-
-    Raises:
-        FitError: If gates cannot be fitted to the readings.
-    """
+    """Return the gates by the rule, and the early layer that tells made-up images apart best."""
     reads_confidence, reason = data.task_type.confidence_gate(ambiguous=data.is_ambiguous)
     names: tuple[str, ...] = (DENSITY, CONFIDENCE) if reads_confidence else (DENSITY,)
     readings = made_up_readings(scorer, layers, textures, names, data, compute)
@@ -301,8 +240,7 @@ def early_layers(net: nn.Module, layers: Sequence[str], trial: Tensor) -> list[s
     return []
 
 
-Readings = Mapping[str, Tensor]
-"""The readings of n images, (n,) by gate; those of early layers by layer."""
+Readings = Mapping[str, Tensor]  # the readings of n images, (n,) by gate; those of early layers by layer
 
 
 def made_up_readings(
@@ -330,14 +268,7 @@ def made_up_readings(
 def compare(
     readings: Mapping[str, Readings], names: Sequence[str], layers: Sequence[str], *, reason: str
 ) -> GateChoice:
-    """Compare all gates with each early layer, and fewer gates for the record, by AUROC on each transform.
-
-    Args:
-        readings: The readings, as :func:`made_up_readings` returns them.
-        names: The gates besides ``texture``.
-        layers: The early layers.
-        reason: Why the gate ``confidence`` is one of them or not, a sentence.
-    """
+    """Compare all gates with each early layer, and fewer gates for the record, by AUROC on each transform."""
     real, transforms = readings[REAL], [name for name in readings if name != REAL]
     full = {option_name(layer, names): [layer, *names] for layer in layers} or {option_name(None, names): list(names)}
     fewer = {option_name(None, names): list(names), **{name: [name] for name in names}}
@@ -360,11 +291,8 @@ def _as_gates(columns: Sequence[str], layers: Sequence[str]) -> list[str]:
     return [TEXTURE if column in layers else column for column in columns]
 
 
-IMAGES: Final = 500
-"""Maximum number of images of the selection split that are used."""
-
-POINTS: Final = 32
-"""Number of points in each direction at which maps are compared."""
+IMAGES: Final = 500  # maximum number of images of the selection split that are used
+POINTS: Final = 32  # number of points in each direction at which maps are compared
 
 
 @dataclass(frozen=True)
@@ -394,21 +322,13 @@ class ChosenMap:
 
 @torch.inference_mode()
 def choose_map(
-    features_of: Callable[[Pixels], Mapping[str, Tensor]],
+    features_of: Callable[[Pixels], Mapping[str, Tensor]],  # from pixels on the device to canonical features by layer
     moments: Mapping[str, PositionMoments],
-    selection: ImageDataset,
+    selection: ImageDataset,  # in-distribution images that the moments have not seen
     compute: Compute,
     seed: int,
 ) -> ChosenMap | None:
-    """Return the map of the early layer that tells patches apart best, or None where no layer can have a map.
-
-    Args:
-        features_of: A function from pixels on the device to the canonical features of each layer.
-        moments: The moments of each early layer that has a grid, over the training images.
-        selection: In-distribution images that the moments have not seen.
-        compute: Device, batch size, processes.
-        seed: Draws the images and what is pasted into them.
-    """
+    """Return the map of the early layer that tells patches apart best, or None where no layer can have a map."""
     maps: dict[str, LayerMap] = {}
     for layer, sums in moments.items():
         found = sums.finish(compute.sum_)  # In every process, whether or not a density can be fitted.
@@ -453,8 +373,7 @@ def _auroc(distances: Float[Tensor, "n points"], pasted: Bool[Tensor, "n points"
     return auroc(distances[~pasted], distances[pasted])
 
 
-BATCH: Final = 64
-"""Number of images whose thumbnails are made at once."""
+BATCH: Final = 64  # number of images whose thumbnails are made at once
 
 
 @dataclass(frozen=True)
@@ -480,20 +399,7 @@ def fit_parts(
     projection: FittedProjection,
     job: FitJob,
 ) -> FittedParts:
-    """Take the steps above and return the parts.
-
-    Args:
-        net: The whole network.
-        candidate: The layer(s) that z is made from.
-        projection: The candidate's features to z.
-        job: The images, settings and device.
-
-    Raises:
-        UsageError: If base predictions are asked for, and the network has another number of outputs than the task
-            needs.
-        FitError: If features cannot be fitted; the message says why.
-        NetworkError: If the network cannot be cut.
-    """
+    """Take the steps above and return the parts."""
     data, settings, compute = job.data, job.settings, job.compute
     is_base = settings.predictions == "base"
     is_asked = is_base or (settings.predictions == "auto" and data.task_type.compares_network_output)
@@ -642,11 +548,8 @@ def rounded(value: Any) -> Any:
     return [rounded(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
-AUROC_LOSS: Final = 0.005
-"""Mean AUROC that may be given up for fewer components."""
-
-TRAINING_IMAGES: Final = 10_000
-"""Maximum number of training images that the densities are fitted on."""
+AUROC_LOSS: Final = 0.005  # mean AUROC that may be given up for fewer components
+TRAINING_IMAGES: Final = 10_000  # maximum number of training images that the densities are fitted on
 
 
 def compare_positions(
@@ -655,14 +558,7 @@ def compare_positions(
     sizes: Sequence[tuple[int, int]],
     job: FitJob,
 ) -> dict[int, float]:
-    """Return the mean AUROC of made-up against real images for each number of spatial components.
-
-    Args:
-        backbone: The network, cut behind the candidate layer(s).
-        largest: The largest projection, on the device.
-        sizes: The pairs (c_proj, d_proj) to compare, within it.
-        job: The images, settings with a density that reads z, and the device.
-    """
+    """Return the mean AUROC of made-up against real images for each number of spatial components."""
     data, compute = job.data, job.compute
     step = feature_step(backbone, compute.precision)
     few = drawn(data.train, TRAINING_IMAGES, data.seed)

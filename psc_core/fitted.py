@@ -18,22 +18,13 @@ from torch import Tensor, nn
 
 from psc_core.errors import BundleError, FitError
 
-Record = dict[str, float | int]
-"""The decisions and measurements of a fit by name, all of them numbers."""
+Record = dict[str, float | int]  # the decisions and measurements of a fit by name, all of them numbers
 
 AnyFitted = TypeVar("AnyFitted", bound="Fitted")
 
 
 class Fitted(nn.Module):
-    """The base class of densities, heads and the projection.
-
-    Args:
-        tensors: One float tensor for each name in ``layout``, stored as a buffer of :meth:`dtype_of`.
-        record: The decisions of the fit: chosen sizes, precisions and validation numbers.
-
-    Raises:
-        FitError: If a tensor is missing, unexpected, of the wrong rank or size, or not finite.
-    """
+    """The base class of densities, heads and the projection."""
 
     kind: ClassVar[str]
     layout: ClassVar[Mapping[str, tuple[str, ...]]]
@@ -75,11 +66,7 @@ class Fitted(nn.Module):
 
 
 def restore(kinds: Mapping[str, type[AnyFitted]], config: Mapping[str, Any], state: Mapping[str, Tensor]) -> AnyFitted:
-    """Rebuild a model of one of ``kinds`` from its ``config()`` and ``state_dict()``.
-
-    Raises:
-        BundleError: If the kind is unknown, or the tensors do not match its layout or the sizes in the config.
-    """
+    """Rebuild a model of one of ``kinds`` from its ``config()`` and ``state_dict()``."""
     kind, sizes = config["kind"], config["sizes"]
     if kind not in kinds:
         raise BundleError(f"expected kind one of {sorted(kinds)}, got {reprlib.repr(kind)}; use a newer version of psc")

@@ -36,15 +36,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("psc.model")
 
-FUSION_TOLERANCE = {"fp32": 0.01, "bf16": 0.5}
-"""Maximum difference between fused and stored features, relative to the largest; rounding stays far below."""
-
-MAX_BATCH = 64
-"""Maximum number of images that pass through the pipeline at once."""
+FUSION_TOLERANCE = {"fp32": 0.01, "bf16": 0.5}  # of fused features, relative to the largest
+MAX_BATCH = 64  # maximum number of images that pass through the pipeline at once
 
 
-TRIAL_IMAGES: Final = 64
-"""The number of calibration images that a fitted model keeps for checking a copy of it."""
+TRIAL_IMAGES: Final = 64  # the number of calibration images that a fitted model keeps for checking a copy of it
 
 
 AnyModel = TypeVar("AnyModel", bound="FittedModel")
@@ -330,11 +326,7 @@ class FittedModel:
 
     @own_state()
     def probed(self: AnyModel) -> AnyModel:
-        """Return this model, which was loaded from a bundle, once it has passed :meth:`probe`.
-
-        Raises:
-            BundleError: If :meth:`probe` fails.
-        """
+        """Return this model, which was loaded from a bundle, once it has passed :meth:`probe`."""
         try:
             self.probe()
         except FitError as error:
@@ -343,14 +335,7 @@ class FittedModel:
 
     @own_state()
     def probe(self) -> None:
-        """Run a black, a white and a noise image through the pipeline, and through the network among other images.
-
-        Raises:
-            FitError: If the parts do not fit together, give non-finite numbers, or the network's features of an image
-                depend on the other images of its batch.
-            torch.OutOfMemoryError, torch.AcceleratorError, MemoryError: If the device has too little memory or is
-            broken.
-        """
+        """Run a black, a white and a noise image through the pipeline, and through the network among other images."""
         scorer = self.pipeline.scorer
         noise = self.preprocess.noise()
         images = torch.cat([torch.zeros_like(noise), torch.full_like(noise, 255), noise]).to(self.device)
@@ -595,8 +580,7 @@ class PSCRegressor(FittedModel):
         def decide(self, outputs: Outputs[FloatArray]) -> RegressionDecisions: ...
 
 
-MODEL_CLASSES: tuple[type[FittedModel], ...] = (PSC, PSCRegressor)
-"""The classes for the models of single tasks; the models of other tasks are :class:`.base.FittedModel` itself."""
+MODEL_CLASSES: tuple[type[FittedModel], ...] = (PSC, PSCRegressor)  # of other tasks: FittedModel
 
 
 @own_state()
@@ -622,11 +606,7 @@ def load_model(
 def build_model(
     path: str | Path, *, device: str | torch.device = "auto", allow_factories: Collection[str] = ()
 ) -> FittedModel:
-    """Read, verify and build a bundle of any task, but compute nothing; call :meth:`.base.FittedModel.probed` next.
-
-    Raises:
-        BundleError: If the bundle is missing, altered, damaged or inconsistent.
-    """
+    """Read, verify and build a bundle of any task, but compute nothing; call :meth:`FittedModel.probed` next."""
     bundle = read_bundle(Path(path))
     model_class = model_class_of(bundle.manifest.task)
     return model_class.from_bundle(bundle, device=device, allow_factories=allow_factories)

@@ -7,24 +7,18 @@
                                                 └▶ projection ─▶ z ─┬───────┴▶ density ───────┼▶ OOD score ─▶ p-value
                                                                     └▶ head ─▶ p, energy ─────┘
 
-Floating-point images are already the network's inputs and enter after ``standardise``.
+Floating-point images are already the network's inputs and enter after ``standardise``.  The density reads either z or
+the averaged features; the head may read earlier layers besides z, averaged over positions.  A regression has a mean and
+two standard deviations instead of p, and no gate reads its uncertainty.
 
-The outputs of the head depend on the task: a regression has a mean and two standard deviations instead of p, and no
-gate reads its uncertainty.  Besides z the head may also read earlier layers, averaged over positions.
+:class:`Scorer` does everything that needs no calibration; :class:`Pipeline` adds the OOD score and its p-value.  Shapes
+are fixed and nothing waits for the host, so both can be compiled or captured in a CUDA graph.
 
-:class:`Scorer` does everything that needs no calibration; :class:`Pipeline` adds the OOD score and its p-value.  The
-density reads either z or the averaged features, and only a model with the gate ``texture`` or a map reads an early
-layer.  Shapes are fixed and nothing waits for the host, so both can be compiled or captured in a CUDA graph.
+:func:`pipeline_on` runs the network in other ways, with the same outputs up to rounding: ``folded`` as in fitting and
+calibration, ``plain`` as it was trained, ``onnx`` in ONNX Runtime.
 
-Run the truncated network of a fitted model in other ways, with the same outputs up to rounding.
-
-``folded`` is the network that fitting and calibration run; ``plain`` is the network as it was trained; ``onnx`` runs in
-ONNX Runtime.
-
-Turn a verified bundle into the modules of a model, on the CPU.
-
-Each module is made from the tensors in the files and then compared with the manifest, so nothing is allocated for a
-size that the manifest only claims.
+:func:`restore_modules` makes the modules from a verified bundle, on the CPU.  Each comes from the tensors in the files
+and is compared with the manifest, so nothing is allocated for a size that the manifest only claims.
 """
 
 from __future__ import annotations
@@ -62,8 +56,7 @@ if TYPE_CHECKING:
     from psc_core.model import FittedModel
 
 
-MAP: Final = "map"
-"""The name of the map in an explanation."""
+MAP: Final = "map"  # the name of the map in an explanation
 
 NO_MAP: Final = "the model has no map; fit it again with gates, and a network whose early layers have rows and columns"
 
@@ -99,26 +92,17 @@ def ood_score_of(
 
 @dataclass(frozen=True)
 class ScorerParts:
-    """The parts of a :class:`Scorer`, all on one device, for which the backbone has been fused.
+    """The parts of a :class:`Scorer`, all on one device, for which the backbone has been fused."""
 
-    Attributes:
-        preprocess: The preprocessing, of which a scorer applies the device half.
-        backbone: The truncated network as it runs, see :meth:`psc_core.network.cut.Backbone.fused`; for base
-            predictions it also returns the network's output.
-        projection: The projection from features to z.
-        density: log p of z, or of features averaged over positions.
-        head: g′ on z, or for base predictions a head on the network's own output.
-        texture: The density of the averaged features of the backbone's last layer, which then is not a candidate layer.
-        head_layers: The names of the backbone's layers that the head reads besides z.
-    """
-
-    preprocess: Preprocess
+    preprocess: Preprocess  # the preprocessing, of which a scorer applies the device half
+    # The truncated network as it runs, see :meth:`psc_core.network.cut.Backbone.fused`; for base predictions it also
+    # returns the network's output.
     backbone: Backbone
-    projection: Projection
-    density: Density
-    head: Head
-    texture: Density | None = None
-    head_layers: tuple[str, ...] = ()
+    projection: Projection  # the projection from features to z
+    density: Density  # log p of z, or of features averaged over positions
+    head: Head  # g′ on z, or for base predictions a head on the network's own output
+    texture: Density | None = None  # of the averaged features of the backbone's last layer
+    head_layers: tuple[str, ...] = ()  # the names of the backbone's layers that the head reads besides z
 
 
 class Scorer(nn.Module):
@@ -195,11 +179,7 @@ class Scorer(nn.Module):
         )
 
     def score(self, embedding: Embedding) -> Scored:
-        """Return the scores and the probabilities from the inputs of the density and the head.
-
-        Raises:
-            NetworkError: If the head reads the network's output and the backbone does not keep it.
-        """
+        """Return the scores and the probabilities from the inputs of the density and the head."""
         log_density = self.density(embedding.density_input).log_density
         scores, probabilities = self.head.score(embedding.head_input, embedding.output)
         scores = {**scores, "log_density": log_density}
@@ -212,28 +192,15 @@ class Scorer(nn.Module):
         return self.score(self.embed(images))
 
     def explain(self, embedding: Embedding, coordinates: Float[Tensor, "batch kept"]) -> dict[str, Tensor]:
-        """Return distances to all classes, the nearest class, whitened deviations, and the head's explanation.
-
-        Args:
-            embedding: The inputs of the density and the head.
-            coordinates: The coordinates of the images in the density.
-        """
+        """Return distances to all classes, the nearest class, whitened deviations, and the head's explanation."""
         explanation = dict(self.density.explain_at(coordinates)._asdict())
         return explanation | self.head.explain(embedding.head_input)
 
 
 class Pipeline(nn.Module):
-    """Computes packed outputs (:mod:`psc_core.tasks.base`) from pixels, so that one copy brings them to the host.
+    """Computes packed outputs (:mod:`psc_core.tasks.base`) from pixels, so that one copy brings them to the host."""
 
-    Args:
-        scorer: Everything that needs no calibration.
-        calibration_scores: ``float32 (n,)`` ascending OOD scores of the calibration images.
-        gates: The gates that make the OOD score; without gates it is −log density.
-        layer_map: The map of one of the backbone's layers, for explanations.
-        thumbnails: The kept training images, for explanations.
-    """
-
-    calibration_scores: Tensor
+    calibration_scores: Tensor  # ``float32 (n,)`` ascending OOD scores of the calibration images
 
     def __init__(
         self,
@@ -293,15 +260,7 @@ class Pipeline(nn.Module):
     def explain(
         self, images: Images, *, with_map: bool = False
     ) -> tuple[Float[Tensor, "batch columns"], dict[str, Tensor]]:
-        """Return packed outputs and their explanation from one pass; see :meth:`Scorer.explain`.
-
-        Args:
-            images: A batch of images.
-            with_map: Add :data:`MAP`, the grey levels of each position, ``uint8`` (B, rows, columns).
-
-        Raises:
-            UsageError: If ``with_map`` is set and the model has no map.
-        """
+        """Return packed outputs and their explanation, with :data:`MAP` if asked for; see :meth:`Scorer.explain`."""
         features, output = self._features(images)
         embedding = self.scorer.embedding(features, output)
         coordinates = self.scorer.density.coordinates(embedding.density_input)
@@ -316,11 +275,7 @@ class Pipeline(nn.Module):
     def forward_with_map(
         self, images: Images
     ) -> tuple[Float[Tensor, "batch columns"], UInt8[Tensor, "batch grid_rows grid_columns"]]:
-        """Return packed outputs and the grey levels of each position from one pass.
-
-        Raises:
-            UsageError: If the model has no map.
-        """
+        """Return packed outputs and the grey levels of each position from one pass."""
         features, output = self._features(images)
         return self.outputs(self.scorer.score(self.scorer.embedding(features, output))), self._map_of(features)
 
@@ -334,9 +289,9 @@ class Pipeline(nn.Module):
         return grey
 
 
+# Maximum difference between two backends: of probabilities, of means in standard deviations, and of log densities
+# relative to their magnitude.
 OUTPUT_TOLERANCE = 1e-4
-"""Maximum difference between two backends: of probabilities, of means in standard deviations, and of log densities
-relative to their magnitude."""
 
 _CHECKED_IMAGES = 32
 _FEW = 4
@@ -356,12 +311,7 @@ def available_backends(model: FittedModel) -> tuple[Backend, ...]:
 
 
 def pipeline_on(model: FittedModel, backend: Backend) -> Pipeline:
-    """Return the pipeline of a model on one of its :func:`available_backends`.
-
-    Raises:
-        NetworkError: If the backend is not installed, the network cannot be exported, or its outputs differ from the
-            calibrated ones.
-    """
+    """Return the pipeline of a model on one of its :func:`available_backends`."""
     if backend == "folded" or model.backbone.onnx is not None:
         return model.pipeline
     if backend == "plain":
@@ -376,11 +326,7 @@ def pipeline_on(model: FittedModel, backend: Backend) -> Pipeline:
 
 
 def storable_backbone(model: FittedModel, *, graph: bool) -> Backbone:
-    """Return the network as a bundle stores it: an ONNX graph if ``graph`` is set or no name builds it, else unchanged.
-
-    Raises:
-        NetworkError: If it cannot be exported, or the graph gives other outputs.
-    """
+    """Return the network as a bundle stores it: an ONNX graph if that is asked for or no name builds it."""
     if model.backbone.onnx is not None or (not graph and _is_built_by_name(model)):
         return model.backbone
     scorer, kept = model.pipeline.scorer, model.backbone
@@ -418,9 +364,6 @@ def check_agreement(model: FittedModel, calibrated: Outputs[Tensor], other: Outp
     """Compare the outputs of a model on two backends for the same images.
 
     A p-value may differ by one calibration image, because rounding may move a score past that image's.
-
-    Raises:
-        NetworkError: If they differ by more than rounding.
     """
     size = calibrated["log_density"].abs().clamp(min=1)
     predictions, apart = model.task.difference(calibrated, other)
@@ -463,11 +406,7 @@ class Modules(NamedTuple):
 
 
 def restore_modules(bundle: Bundle, allow_factories: Collection[str]) -> Modules:
-    """Build the modules of a bundle.
-
-    Raises:
-        BundleError: If tensors do not match the manifest or each other.
-    """
+    """Build the modules of a bundle."""
     need_no_folder()
     manifest, tensors = bundle.manifest, bundle.parts
     try:

@@ -1,47 +1,26 @@
-"""Read the audit slice of a prediction log as a data set: a random sample of images, with people's verdicts.
+"""Calibrate a bundle again, on the audit slice of a prediction log: a random sample of images, with people's verdicts.
 
-The input is the rows and labels of a log; the output is an :class:`Audit` of n labelled images and the weight (n,) of
-each, the inverse of the probability that it was drawn with.
+Network, projection, density, head and gates stay.  p-values, prediction sets or intervals and the ambiguity threshold
+come from the n audit images alone, each weighted (n,) by the inverse of the probability that it was drawn with.  Those
+of the fit no longer are like the images to come, and the rates of a mixture would hold for neither.
 
-The slice is random, but people may have reviewed only a part of it, and a part that was chosen for what it looks like
-is no random sample.  So the images of each day are taken in the order of their digests, which is as good as random and
-is the order in which ``psc-log review`` gives them, up to where fewer than :data:`REVIEWED` of them have a verdict.  An
-image counts once, however often it was sent: copies would pretend to be more images than there are.
+:func:`read_audit`: people may have reviewed a part of the slice that they chose for its looks, which is no random
+sample.  So the images of each day are taken in the order of their digests, which is as good as random and is the order
+of ``psc-log review``, up to where fewer than :data:`REVIEWED` of them have a verdict.  An image counts once, however
+often it was sent.  Images whose verdict is a class (or a number) calibrate; none of the classes means out of
+distribution.  Where nobody can tell, the image has no label that a prediction set could contain, so the rates hold for
+images that a person can put into a class.  Ambiguous images tend to be unusual, so they raise the alarm more often than
+α; every calibration says how many there are, and how many of them raise it.
 
-The verdict decides what an image is used for:
+:func:`extend`: images outside the slice, labelled as people liked, can extend the densities
+(:mod:`psc_core.density`).  Each counts as one more training image or as several equal ones, because of a new camera
+there are few images and of the old one perhaps a million.  Of :data:`TIMES` the one with the least regret on made-up
+images is taken, among those that lose at most :data:`LARGEST_LOSS` of AUROC on every transform; 0 changes nothing.
+Extended densities give other readings, so the p-values of their gates come from the same real images; those of 0 do too
+while they are compared, or the gates would win and not the density.
 
-* a class (or a number): the image is in-distribution, and these images alone calibrate;
-* none of the classes: the image is out-of-distribution and calibrates nothing;
-* nobody can tell: the image calibrates nothing either.  It has no label that a prediction set could contain, and
-  whether the model should know it is unknown.  The rates therefore hold for images that a person can put into a class.
-  Ambiguous images tend to be unusual, so a new one raises the alarm more often than α; every calibration says how
-  many there are, and how many of them raise it.
-
-Extend the densities of a bundle with images that people labelled, outside the audit slice.
-
-The input is a fitted model, m labelled images that people chose as they liked, and a few audit images that calibrate
-nothing; the output is an :class:`Extension`, the model's pipeline with extended densities.  Images of the slice
-calibrate, so none of them may extend anything.
-
-The density and that of an early layer see each of the m images as one more training image
-(:mod:`psc_core.density`), or as several equal ones: of a new camera there are few images, of the old one
-perhaps a million.  How many it stands for is chosen by AUROC on made-up images, as a fit chooses its gates
-(:mod:`psc_core.gates.fit.choice`): the audit images are real, and altered ones are out of distribution.  The number of
-:data:`TIMES` with the least regret is chosen, among those that lose at most :data:`LARGEST_LOSS` of AUROC on every
-transform; 0 leaves model and gates as they are.  Extended densities give other readings, so the p-values of their gates
-come from the same real images; those of 0 do too while they are compared, or the gates would win and not the density.
-
-Calibrate a bundle again, on the reviewed audit slice of a service's log.
-
-The input is the model of a bundle and an :class:`.Audit`; the output is the same model, calibrated anew.  Network,
-projection, density, head and gates stay.  p-values, prediction sets or intervals and the ambiguity threshold come from
-the audit images alone: calibration images have to be like the images to come, and those of the fit no longer are once
-the images have changed; the rates of a mixture would hold for neither.  Each audit image weighs as much as the inverse
-of the probability that it was drawn with (:mod:`psc_core.calibration.weighted`).
-
-Base predictions also have a temperature, and images outside the slice can extend the density
-(:mod:`psc_core.fit.extend`).  A quarter of the audit images chooses both and calibrates nothing, so that the rates
-hold whatever is chosen.
+:func:`recalibrate_from_audit` does it all.  A quarter of the audit images chooses the times, and the temperature of
+base predictions, and calibrates nothing, so that the rates hold whatever is chosen.
 """
 
 from __future__ import annotations
@@ -86,8 +65,7 @@ from psc_core.pipeline import Pipeline, Scorer
 from psc_core.scoring import dataset_outputs
 from psc_core.tables import aligned
 
-REVIEWED: Final = 0.95
-"""Fraction of a day's images, up to the last that counts, that must have a verdict."""
+REVIEWED: Final = 0.95  # fraction of a day's images, up to the last that counts, that must have a verdict
 
 _COLUMNS: Final = ("time", REQUEST_ID, IMAGE_INDEX, SHA256, IMAGE_PATH, "audit_probability")
 
@@ -134,19 +112,7 @@ class Audit:
 def read_audit(
     log: Log, model: FittedModel, name: str | None = None, *, since: str | None = None, until: str | None = None
 ) -> Audit:
-    """Return the reviewed part of the audit slice.
-
-    Args:
-        log: The prediction log of a service.
-        model: The model that has the labels' classes; rows that other versions of it wrote count too.
-        name: The name that it was served by; None where the log has only one.
-        since: First day, ``YYYY-MM-DD``; None for the first in the log.
-        until: Last day, ``YYYY-MM-DD``; None for the last in the log.
-
-    Raises:
-        UsageError: If the log has no audit images, or too few of them are reviewed.
-        DataError: If a file is damaged, or a label is no class of the model.
-    """
+    """Return the reviewed part of the audit slice of some days, ``YYYY-MM-DD``, by any version of the model."""
     name = logged_model(log, name)
     days = days_of(log, name, since=since, until=until)
     rows = read_rows(log, name, audit=True, days=days, columns=list(_COLUMNS))
@@ -170,17 +136,6 @@ def read_outside(
     """Return the logged images outside the audit slice whose verdict is a label, each once, labelled.
 
     An image whose bytes are also in the slice belongs to the slice.
-
-    Args:
-        log: See :func:`read_audit`, also for the other arguments.
-        model: The model that has the labels' classes.
-        name: The name that it was served by.
-        since: First day.
-        until: Last day.
-
-    Raises:
-        UsageError: If there are no such images.
-        DataError: If a file is damaged, or a label is no class of the model.
     """
     name = logged_model(log, name)
     days = days_of(log, name, since=since, until=until)
@@ -258,11 +213,8 @@ def _data(log: Log, model: FittedModel, images: Sequence[LoggedVerdict]) -> Imag
     return labelled(f"images of {log.where}", model.classes, source, labels, model.preprocess)
 
 
-TIMES: Final = (0, 1, 10, 100)
-"""Numbers of training images that one image may stand for."""
-
-LARGEST_LOSS: Final = 0.02
-"""AUROC that an extended density may lose on a transform of made-up images."""
+TIMES: Final = (0, 1, 10, 100)  # numbers of training images that one image may stand for
+LARGEST_LOSS: Final = 0.02  # AUROC that an extended density may lose on a transform of made-up images
 
 
 @dataclass(frozen=True)
@@ -313,11 +265,7 @@ class _DensityInputs(NamedTuple):
 
 
 def seen_examples(model: FittedModel) -> int:
-    """Return the number of labelled examples that the densities of a model were fitted to.
-
-    Raises:
-        UsageError: If the densities cannot be extended.
-    """
+    """Return the number of labelled examples that the densities of a model were fitted to."""
     instead = "fit the bundle again with these images among the training images, or leave out --extend-density"
     if why_not := model.task.why_not_extended:
         raise UsageError(f"{why_not}; {instead}")
@@ -332,19 +280,7 @@ def seen_examples(model: FittedModel) -> int:
 
 
 def extend(model: FittedModel, more: ImageDataset, real: ImageDataset, compute: Compute) -> Extension:
-    """Extend the densities of a model where that is better on made-up images.
-
-    Args:
-        model: The model of a bundle.
-        more: At least one image, labelled with a class of the model, that calibrates nothing.
-        real: In-distribution images as they are sent now, which neither extend nor calibrate anything.
-        compute: Device and batch size.
-
-    Raises:
-        UsageError: If the densities cannot be extended.
-        DataError: If an image cannot be read.
-        FitError: If features are not finite, or gates cannot be fitted to the readings.
-    """
+    """Extend the densities where that is better on images made from ``real``, which neither extend nor calibrate."""
     examples = seen_examples(model)
     read = _read(model.pipeline.scorer, more, compute)
     pipelines = {times: extended(model.pipeline, read, examples, times) if times else model.pipeline for times in TIMES}
@@ -413,11 +349,8 @@ def _made_up_readings(
     return {times: {name: of_transform[times] for name, of_transform in found.items()} for times in scorers}
 
 
-CHOOSES: Final = 0.25
-"""Fraction of the audit images that chooses the temperature of base predictions and how a density is extended."""
-
-FEWEST_TO_CHOOSE: Final = 25
-"""Fewest images of equal weight that may choose; with fewer the temperature stays and no density is extended."""
+CHOOSES: Final = 0.25  # fraction of the audit images that chooses temperature and extension
+FEWEST_TO_CHOOSE: Final = 25  # images of equal weight; with fewer, temperature and density stay
 
 
 @dataclass(frozen=True)
@@ -432,20 +365,7 @@ class Recalibrated:
 def recalibrate_from_audit(
     model: FittedModel, audit: Audit, changes: Mapping[str, Any], more: ImageDataset | None = None
 ) -> Recalibrated:
-    """Return the model of a bundle, calibrated on an audit slice.
-
-    Args:
-        model: The model; its :attr:`.FittedModel.version` names the bundle.
-        audit: The reviewed images.
-        changes: Settings of :meth:`.FittedModel.calibrate` that change, by name.
-        more: Images outside the slice that extend the density; None to leave it as it is.
-
-    Raises:
-        UsageError: If so few images cannot keep the rates, calibration does not read a setting, or the density cannot
-            be extended.
-        DataError: If an image cannot be read.
-        FitError: If scores are not finite.
-    """
+    """Return the model of a bundle, calibrated on an audit slice; images outside it, ``more``, extend the density."""
     settings = settings_of(model, changes)
     lines, pipeline, calibrates, extension = [], model.pipeline, audit, None
     if more is not None or pipeline.scorer.head.has_temperature:

@@ -1,19 +1,12 @@
 """Run a fitted model over many images: over a data set, or for ``psc-score`` over a folder or list, part by part.
 
-List the images to score, in the same order in every process and every run.
-
 An input is a folder (with every image file below it), a Parquet file with a column of paths or encoded images, or a
-text file with one path a line.  Images are streamed: memory holds the names of one folder or one part at a time.
+text file with one path a line; its order is the same in every process and run, and memory holds the names of one folder
+or part at a time.  Part i holds the images [i·n, (i + 1)·n) and becomes one file, ``part-00000.parquet`` and so on, in
+the same batches by any process: so an interrupted run can continue, and several processes can share the work.
 
-Write the outputs of scored images as columns, one file a part, in Parquet or JSON lines.
-
-The columns are ``item`` (the image's name), those of the model's task (:meth:`psc_core.tasks.base.Task.columns`), and
-``error``, the reason why an image has no answer.  Either ``error`` or the columns of the task are null.
-
-Score images part by part, so that an interrupted run can continue and several processes can share the work.
-
-Part i holds the images [i·n, (i + 1)·n) and becomes one file, ``part-00000.parquet`` and so on.  A part is computed in
-the same batches by any process, so its file is the same from one process, from several, and after a restart.
+A file has the columns ``item`` (the image's name), those of the model's task (:meth:`psc_core.tasks.base.Task.columns`)
+and ``error``, the reason why an image has no answer.  Either ``error`` or the columns of the task are null.
 """
 
 from __future__ import annotations
@@ -48,12 +41,10 @@ from psc_core.pipeline import NO_MAP
 from psc_core.settings import BATCH_IMAGES
 from psc_core.tasks.base import BasePrediction, Outputs, Task
 
-TABLE_FORMATS: Final = ("jsonl", "parquet")
-"""The formats of the parts, the default first."""
+TABLE_FORMATS: Final = ("jsonl", "parquet")  # the formats of the parts, the default first
 
 
-COLUMN: Final = "image"
-"""The default column of a Parquet file."""
+COLUMN: Final = "image"  # the default column of a Parquet file
 
 
 @dataclass(frozen=True)
@@ -71,13 +62,7 @@ def in_parts(images: Iterator[NamedImage], size: int) -> Iterator[list[NamedImag
 
 
 def named_images(source: Path, column: str | None = None) -> Iterator[NamedImage]:
-    """Return the images in a folder, a ``.parquet`` file (its ``column``) or a text file of paths.
-
-    Raises:
-        UsageError: If there is no such file, folder or column, pyarrow is not installed, or a column is given for what
-            has none.
-        DataError: If a Parquet file is damaged, when the images are reached.
-    """
+    """Return the images in a folder, a ``.parquet`` file (its ``column``) or a text file of paths."""
     if not source.is_dir() and not source.is_file():
         raise UsageError(f"{source} does not exist; give a folder, a .parquet file or a text file of paths")
     if source.is_file() and source.suffix.lower() == ".parquet":
@@ -140,11 +125,7 @@ def pyarrow_parquet() -> Any:
 def scored_batches(
     model: FittedModel, data: ImageDataset, batch_images: int = BATCH_IMAGES, *, description: str = ""
 ) -> Iterator[tuple[Batch, Images, Float[Tensor, "batch columns"]]]:
-    """Yield each batch of ``data``, its images on the model's device, and the pipeline's packed outputs on the CPU.
-
-    Raises:
-        UsageError: If :func:`check_read_by` raises it.
-    """
+    """Yield each batch of ``data``, its images on the model's device, and the pipeline's packed outputs on the CPU."""
     check_read_by(model, data)
     compute = Compute(model.device, batch_images=batch_images)
     for batch in track_images(data, compute, description or f"evaluating {data.name}"):
@@ -153,11 +134,7 @@ def scored_batches(
 
 
 def check_read_by(model: FittedModel, data: ImageDataset) -> None:
-    """Check that ``data`` is read through the model's preprocessing.
-
-    Raises:
-        UsageError: If it is read through another one.
-    """
+    """Check that ``data`` is read through the model's preprocessing."""
     if different := model.preprocess.differences(data.preprocess):
         raise UsageError(
             f"expected {data.name} to be read through the model's preprocessing {model.preprocess}, got "
@@ -171,8 +148,7 @@ def dataset_outputs(model: FittedModel, data: ImageDataset, description: str) ->
     return model.outputs(torch.cat([packed for _, _, packed in scored_batches(model, data, description=description)]))
 
 
-Columns = dict[str, list[Any]]
-"""The cells of all images, by column."""
+Columns = dict[str, list[Any]]  # the cells of all images, by column
 
 
 def columns_of(prediction: BasePrediction, task: Task) -> Columns:
@@ -190,13 +166,7 @@ def merge(names: Sequence[str], errors: Sequence[str | None], scored: Columns) -
 
 
 def write(columns: Columns, types: Mapping[str, Any], file: Path) -> None:
-    """Write columns under a temporary name, then rename the file, so that a part exists as a whole or not at all.
-
-    Args:
-        columns: The columns of a part, from :func:`merge`.
-        types: The types of the task's columns, from :meth:`psc_core.tasks.base.Task.columns`.
-        file: The file to write, ``.parquet`` or ``.jsonl``.
-    """
+    """Write columns under a temporary name, then rename the file, so that a part exists as a whole or not at all."""
     partial = file.with_suffix(".partial")
     if file.suffix == ".parquet":
         pyarrow_parquet().write_table(_arrow(columns, types), partial)
@@ -209,11 +179,7 @@ def write(columns: Columns, types: Mapping[str, Any], file: Path) -> None:
 
 
 def errors_in(file: Path) -> list[tuple[str, str | None]]:
-    """Return the columns ``item`` and ``error`` of a written part.
-
-    Raises:
-        UsageError: If the file is damaged.
-    """
+    """Return the columns ``item`` and ``error`` of a written part."""
     try:
         if file.suffix == ".parquet":
             table = pyarrow_parquet().read_table(file, columns=["item", "error"])
@@ -257,14 +223,9 @@ def _arrow_type(annotation: Any) -> Any:
     return pa.string()  # literals
 
 
-BATCHES_AHEAD = 2
-"""The number of batches that are decoded ahead while the network computes one."""
-
-NOT_FINITE = "the network's outputs are not finite"
-"""The error of an image for which the network gives no usable output."""
-
-Decoded = npt.NDArray[np.uint8] | str
-"""Decoded pixels, or the reason why there are none."""
+BATCHES_AHEAD = 2  # the number of batches that are decoded ahead while the network computes one
+NOT_FINITE = "the network's outputs are not finite"  # the error of an image
+Decoded = npt.NDArray[np.uint8] | str  # decoded pixels, or the reason why there are none
 
 
 @dataclass(frozen=True)
@@ -279,15 +240,7 @@ class PartCount:
 class PartWriter:
     """Computes the outputs of parts with one model and writes them.
 
-    Args:
-        model: A model loaded from a bundle.
-        out: The folder for the files of the parts.
-        file_format: ``"parquet"`` or ``"jsonl"``.
-        threads: The number of threads that decode images.
-        maps: The folder for a PNG of each image with an answer: ``00003-0017.png`` for row 17 of part 3, both from 0.
-
-    Raises:
-        UsageError: If ``maps`` is given and the model has no map.
+    ``maps`` gets a PNG of each image with an answer: ``00003-0017.png`` for row 17 of part 3, both from 0.
     """
 
     def __init__(
@@ -301,11 +254,7 @@ class PartWriter:
         self.threads = threads or os.cpu_count() or 1
 
     def __call__(self, number: int, images: Sequence[NamedImage]) -> PartCount:
-        """Write the file of a part and its maps, unless they exist already.
-
-        Raises:
-            UsageError: If the file exists but has other images.
-        """
+        """Write the file of a part and its maps, unless they exist already."""
         file = self._file(number)
         names = [each.name for each in images]
         if file.exists():
@@ -381,11 +330,7 @@ def _map_file(maps: Path, number: int, row: int) -> Path:
 def write_parts(
     writer: PartWriter, parts: Iterable[list[NamedImage]], *, rank: int = 0, world: int = 1
 ) -> Iterator[PartCount]:
-    """Write the parts of process ``rank`` of ``world``, number ≡ rank modulo world, and yield a count for each.
-
-    Raises:
-        UsageError: If the folder has other images in a part, or (in process 0, at the end) more parts.
-    """
+    """Write the parts of process ``rank`` of ``world``, number ≡ rank modulo world, and yield a count for each."""
     count = 0
     for number, images in enumerate(parts):
         count = number + 1
@@ -395,18 +340,11 @@ def write_parts(
         writer.check_no_more(count)
 
 
-SHARDS_PER_ACTOR = 4
-"""Several, so that a fast actor can take work from a slow one, and a lost actor loses little."""
+SHARDS_PER_ACTOR = 4  # several, so that a fast actor can take work from a slow one, and a lost actor loses little
 
 
 class ShardWriter:
-    """Writes the parts of a shard; runs on an actor.
-
-    Args:
-        make_writer: A function that loads the model.
-        make_parts: A function that opens the input.
-        shards: The number of shards.
-    """
+    """Writes the parts of a shard; runs on an actor."""
 
     def __init__(
         self, make_writer: Callable[[], PartWriter], make_parts: Callable[[], Iterator[list[NamedImage]]], shards: int
@@ -421,11 +359,7 @@ class ShardWriter:
 def write_on_ray(
     make_writer: Callable[[], PartWriter], make_parts: Callable[[], Iterator[list[NamedImage]]], actors: int
 ) -> Iterator[PartCount]:
-    """Write all parts and yield a count for each, like :func:`psc_core.scoring.write_parts`.
-
-    Raises:
-        UsageError: If Ray Data is not installed.
-    """
+    """Write all parts and yield a count for each, like :func:`psc_core.scoring.write_parts`."""
     ray_data = needs("--ray", "ray", "ray.data")
     shards = SHARDS_PER_ACTOR * actors
     rows = ray_data.range(shards, override_num_blocks=shards).map(

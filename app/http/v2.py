@@ -301,11 +301,7 @@ class OutputTensor:
 
 
 def parse_request(body: bytes, header_length: str | None) -> tuple[InferRequest, memoryview | None]:
-    """Parse a request body.
-
-    Returns:
-        The request, and the binary data of its input if it has any.
-    """
+    """Parse a request body; return the request, and the binary data of its input if it has any."""
     length = _header_length(header_length, len(body))
     text, binary = body if length == len(body) else body[:length], memoryview(body)[length:]
     request = request_of(load_json(text))
@@ -328,11 +324,7 @@ def request_of(document: Any) -> InferRequest:
 def images_of(
     tensor: InputTensor, binary: memoryview | None, shape: tuple[int, int, int], *, max_images: int
 ) -> npt.NDArray[np.uint8] | list[bytes]:
-    """Return the images of an input.
-
-    Returns:
-        ``uint8`` of shape (n, channels, height, width), or n encoded files; n ≥ 1.
-    """
+    """Return the n ≥ 1 images of an input: ``uint8`` (n, channels, height, width), or encoded files."""
     if tensor.name == "images":
         layout = _layout(tensor, shape)
     elif len(tensor.shape) != 1 and tensor.shape[1:] != [1]:

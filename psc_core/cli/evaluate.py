@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from psc_core.data.dataset import ImageDataset
     from psc_core.images.preprocess import Preprocess
 
-WRITTEN = (PAGE, FIGURES, "report.json", "report.md")
-"""Files that are written to ``--out``."""
+WRITTEN = (PAGE, FIGURES, "report.json", "report.md")  # files that are written to ``--out``
 
 _EXAMPLE = """example:
   psc-eval --bundle bundle --id images/test --ood textures=images/textures --out report

@@ -17,8 +17,7 @@ from psc_core.data import MAX_BAD_IMAGES
 from psc_core.network import LIBRARIES
 from psc_core.settings import DEFAULTS, FACTS, HEAD_KINDS, choices_of
 
-_Group = Any
-"""A group of flags; argparse has no public name for it."""
+_Group = Any  # a group of flags; argparse has no public name for it
 
 _EXAMPLE = """example:
   psc-fit --model torchvision:resnet18 --weights net.safetensors --train images/train --val images/val --out bundle

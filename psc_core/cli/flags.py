@@ -66,11 +66,7 @@ def add_model_flags(cli: argparse.ArgumentParser) -> None:
 
 
 def check_free(folder: Path, names: Iterable[str]) -> None:
-    """Check that a command writes over nothing, before it computes for hours.
-
-    Raises:
-        UsageError: If the folder has an entry of one of these names.
-    """
+    """Check that a command writes over nothing, before it computes for hours."""
     if found := [name for name in names if (folder / name).exists()]:
         raise UsageError(
             f"{folder} holds {' and '.join(found)} already; give --overwrite to replace what it holds, or another --out"

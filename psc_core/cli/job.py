@@ -1,16 +1,13 @@
-"""Record the origin of a bundle, and decide by it whether two fits are the same job.
+"""A fit that ``psc-fit`` was asked for, and its steps; :func:`psc_core.cli.fit.fit` takes them in order.
 
-A fit that ``psc-fit`` was asked for, and its steps; :func:`psc_core.cli.fit.fit` takes them in order.
+First comes the origin of a bundle, by which two fits are the same job.  Everything that can be refused is refused in
+:func:`open_job`, before the first pass over the images, or while they are decoded; nothing is written to the bundle's
+folder before the model is fitted.
 
-Everything that can be refused is refused in :func:`open_job`, before the first pass over the images, or while they are
-decoded; nothing is written to the bundle's folder before the model is fitted.
-
-``psc-fit --dry-run``: how long a fit and its report take, and how much memory and disk, from two fits on few images.
-
-A fit on n training images, and validation images in proportion, takes a + b · n seconds: its stages are passes over the
-images, and everything else costs the same for any n.  Two small fits give a and b.  A still smaller one goes before
-them, because the first fit of a process also loads libraries.  Of a large fit the report is estimated too long, because
-it looks at no more than 2,000 images of a set.
+Last comes ``--dry-run``: how long a fit and its report take, and how much memory and disk.  A fit on n training images
+takes a + b · n seconds, a and b from two small fits; a still smaller one goes before them, because the first fit of a
+process also loads libraries.  Of a large fit the report, which looks at no more than 2,000 images of a set, is
+estimated too long.
 """
 
 from __future__ import annotations
@@ -175,13 +172,7 @@ class Job(FitJob):
 
 
 def open_job(args: argparse.Namespace) -> Job:
-    """Open what the flags name, and refuse what no bundle can be fitted to or written from.
-
-    Raises:
-        UsageError: If flags contradict each other or the images, or no bundle can be written to a place.
-        DataError: If the images cannot be fitted.
-        NetworkError: If the network cannot be loaded, run or exported.
-    """
+    """Open what the flags name, and refuse what no bundle can be fitted to or written from."""
     described = describe(args.model, allow_download=args.allow_download)
     if args.weights is None and not described.weights:
         raise UsageError(f"expected --weights FILE, the trained weights of {args.model}, which has none with it")
@@ -247,11 +238,7 @@ def look(job: Job, max_bad_images: int) -> str:
 
 
 def checked_provenance(job: Job) -> dict[str, Any]:
-    """Return what the bundle will record of its origin.
-
-    Raises:
-        UsageError: If UTF-8 cannot hold a name.
-    """
+    """Return what the bundle will record of its origin."""
     provenance = provenance_of(job.network, job.settings, job.data)
     try:
         check_text({"name": job.name, **provenance})
@@ -261,12 +248,7 @@ def checked_provenance(job: Job) -> dict[str, Any]:
 
 
 def decoded(job: Job, args: argparse.Namespace) -> Job:
-    """Return the job with its images decoded once, without those that cannot be, and print how good the network is.
-
-    Raises:
-        DataError: If more images than ``--max-bad-images`` cannot be decoded.
-        UsageError: If the images that are left cannot keep the rates.
-    """
+    """Return the job with its images decoded once, without those that cannot be, and print how good the network is."""
     data, not_kept = job.data.cached(job.cache)
     job = replace(job, data=data)
     if job.is_first:
@@ -280,11 +262,7 @@ def decoded(job: Job, args: argparse.Namespace) -> Job:
 
 
 def open_checkpoint(job: Job, provenance: dict[str, Any], args: argparse.Namespace) -> Checkpoint:
-    """Return the checkpoint of an interrupted run of this job, or an empty one.
-
-    Raises:
-        UsageError: If nothing was interrupted, and a bundle would be replaced without ``--overwrite``.
-    """
+    """Return the checkpoint of an interrupted run of this job, or an empty one."""
     compute = job.compute
     inputs = job_of(provenance, job.settings, job.data, compute, job.network.configuration)
     checkpoint = Checkpoint.of(job.stages_folder, inputs, compute)
@@ -342,14 +320,9 @@ def run_stages(
     return report, projection, fitted
 
 
-SECONDS: Final = 60.0
-"""Time that the two fits together may take, roughly."""
-
-PASSES: Final = 8
-"""Assumed cost of a small fit, fixed costs included, in passes over its training images."""
-
-FIT_IMAGES: Final = (256, 4096)
-"""Smallest and largest number of training images in the larger fit."""
+SECONDS: Final = 60.0  # time that the two fits together may take, roughly
+PASSES: Final = 8  # assumed cost of a small fit, fixed costs included, in passes over its training images
+FIT_IMAGES: Final = (256, 4096)  # smallest and largest number of training images in the larger fit
 
 
 @dataclass(frozen=True)
@@ -400,11 +373,7 @@ def estimate(job: Job, max_bad_images: int) -> Estimate:
 
 
 def timed_fit(job: Job, size: int, max_bad_images: int) -> tuple[float, int]:
-    """Fit to ``size`` training images and the same fraction of the validation images.
-
-    Returns:
-        The seconds, and the bytes that its features took on disk.
-    """
+    """Fit to ``size`` training images and the same fraction of the validation images."""
     data, net = job.data, job.net
     fraction, classes = size / len(data.train), len(data.train.classes)
     lenient = job.settings.changed({"alpha": 0.5, "coverage": 0.5})  # Rates that so few images can keep.

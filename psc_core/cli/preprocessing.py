@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from psc_core.images.preprocess import Preprocess
     from psc_core.network.described import NetworkSpec
 
-DEFAULT: Final = "imagenet"
-"""Preset for networks that say nothing of their preprocessing."""
+DEFAULT: Final = "imagenet"  # preset for networks that say nothing of their preprocessing
 
 _REMEDY: Final = "give a JSON file"
 
@@ -50,16 +49,7 @@ def add_flags(cli: argparse.ArgumentParser) -> None:
 
 
 def preprocess_from(args: argparse.Namespace, described: NetworkSpec | None = None) -> Preprocess:
-    """Return the preprocessing that the flags describe.
-
-    Args:
-        args: The parsed flags.
-        described: The network; flags replace the preprocessing that it describes, in whole or in part.
-
-    Raises:
-        UsageError: If flags contradict each other, a source cannot be read, or PSC cannot do a part of the network's
-            preprocessing that no flag replaces.
-    """
+    """Return the preprocessing that the flags describe."""
     from psc_core.images.preprocess import PRESETS
 
     if args.size and (args.resize or args.crop):
@@ -87,11 +77,7 @@ def preprocess_from(args: argparse.Namespace, described: NetworkSpec | None = No
 
 
 def check_unlike_replaced(near: Preprocess, unlike: Mapping[Aspect, str], args: argparse.Namespace) -> None:
-    """Require flags for each part of a network's preprocessing that PSC cannot do as it is written down.
-
-    Raises:
-        UsageError: If they are missing; the message names them.
-    """
+    """Require flags for each part of a network's preprocessing that PSC cannot do as it is written down."""
     nearest = f"--size {near.height}" if near.resize is None else f"--resize {near.resize} --crop {near.height}"
     remedies: dict[Aspect, tuple[bool, str]] = {
         "whole": (False, "--preset or --preprocess"),
@@ -105,11 +91,7 @@ def check_unlike_replaced(near: Preprocess, unlike: Mapping[Aspect, str], args: 
 
 
 def named(source: str) -> Preprocess:
-    """Read preprocessing from a JSON file, torchvision weights (``torchvision:NAME``) or a timm model (``timm:NAME``).
-
-    Raises:
-        UsageError: If there is none of this name, or PSC has no such preprocessing.
-    """
+    """Read preprocessing from a JSON file, torchvision weights (``torchvision:NAME``) or timm (``timm:NAME``)."""
     library, _, name = source.partition(":")
     if library == "torchvision":
         return from_torchvision(name)

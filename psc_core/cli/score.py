@@ -24,8 +24,7 @@ from psc_core.scoring import COLUMN, TABLE_FORMATS, NamedImage, in_parts, named_
 if TYPE_CHECKING:
     from psc_core.scoring import PartWriter
 
-VERSION_FILE = "_bundle-version"
-"""The file of the bundle's version; readers of a folder of Parquet files skip names that begin with an underscore."""
+VERSION_FILE = "_bundle-version"  # of the bundle; readers of a folder of Parquet files skip names that begin with _
 
 _EXAMPLE = """examples:
   psc-score --bundle bundle images --out scores                  (a folder; scores/part-00000.jsonl, …)
@@ -127,9 +126,6 @@ def check_version(file: Path, version: str) -> None:
     """Write the bundle's version beside its outputs, or compare it with the one that is there.
 
     Several processes may do so at once: the file appears with its content, and is written only where there is none.
-
-    Raises:
-        UsageError: If the folder has outputs of another bundle, or something else under the file's name.
     """
     if file.is_symlink() or (file.exists() and not file.is_file()):
         raise UsageError(f"{file} is a link or no regular file; remove it, or give another --out")

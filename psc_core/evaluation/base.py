@@ -19,11 +19,8 @@ from psc_core.metrics import CountInterval, RateInterval
 from psc_core.model import FittedModel
 from psc_core.settings import BATCH_IMAGES, Precision
 
-PRIMARY: Final = "psc"
-"""The name of the score by which the service decides, and of its predictor; all others are compared with it."""
-
-LEVEL: Final = 0.99
-"""The confidence level of the intervals around observed rates."""
+PRIMARY: Final = "psc"  # the score by which the service decides; all others are compared with it
+LEVEL: Final = 0.99  # the confidence level of the intervals around observed rates
 
 
 @dataclass(frozen=True)
@@ -119,36 +116,12 @@ class Evaluator(ABC, Generic[AnyModel, AnyScored, AnyBaselines]):
     def open_images(
         self, model: AnyModel, spec: str, *, split: str = "test", target: str | None = None
     ) -> ImageDataset:
-        """Open labelled images.
-
-        Args:
-            model: The fitted model.
-            spec: The images.
-            split: One of :data:`psc_core.data.open.SPLITS`.
-            target: The column of a table with what the model predicts; None: the only one, or the model's.
-
-        Raises:
-            DataError: If the spec or the data set is invalid.
-            UsageError: If a table lacks the target.
-        """
+        """Open labelled images."""
 
     def open_baselines(
         self, model: AnyModel, weights: Path, train: ImageDataset, val: ImageDataset, *, batch_images: int
     ) -> AnyBaselines:
-        """Fit the other detectors on the network that the model was cut from.
-
-        Args:
-            model: The fitted model.
-            weights: The checkpoint of the whole network.
-            train: The training images.
-            val: The validation images.
-            batch_images: Maximum number of images in a batch.
-
-        Raises:
-            DataError: If the data has other classes.
-            UsageError: If the network has no layer before its output, no name builds it from a checkpoint, or models
-                of the task have no baselines.
-        """
+        """Fit the other detectors on the network that the model was cut from."""
         raise NotImplementedError
 
     @abstractmethod
@@ -164,11 +137,7 @@ class Evaluator(ABC, Generic[AnyModel, AnyScored, AnyBaselines]):
         *,
         batch_images: int = BATCH_IMAGES,
     ) -> AnyScored:
-        """Send ``data`` once through the served path, and through the baselines.
-
-        Raises:
-            UsageError: If the data is read through another preprocessing than the model's.
-        """
+        """Send ``data`` once through the served path, and through the baselines."""
 
     @abstractmethod
     def quality_of(self, scored: AnyScored, data: ImageDataset) -> dict[str, dict[str, float]]:

@@ -1,9 +1,4 @@
-"""Temperature scaling (Guo et al. 2017, equation 9) as it is commonly used: T alone minimises the validation NLL.
-
-Base predictions of a fitted model have another T, which has a prior and must gain more than its error
-(:func:`psc_core.heads.softmax.choose_temperature`).
-
-Detectors that people use instead of PSC, from one forward pass of the same network.
+"""Detectors that people use instead of PSC, from one forward pass of the same network.
 
 Every score is higher for images that are less like the training data.  Symbols: ``f_c`` logits, ``p = softmax(f)``,
 ``h`` the penultimate features (averaged over positions if the layer has several).
@@ -18,8 +13,10 @@ Every score is higher for images that are less like the training data.  Symbols:
 ``mahalanobis++``    smallest Mahalanobis distance of h / ‖h‖, tied covariance (Müller & Hein 2025)
 ===================  =================================================================================
 
-``gda`` and ``mahalanobis++`` keep every component of the features, because directions with almost no variance may
-separate OOD images.  Softmax scores are computed from logits in float64, where a confident network does not saturate.
+T alone minimises the validation NLL, as is common; the T of base predictions has a prior and must gain more than its
+error (:func:`psc_core.heads.softmax.choose_temperature`).  ``gda`` and ``mahalanobis++`` keep every component of the
+features, because directions with almost no variance may separate OOD images.  Softmax scores are computed from logits
+in float64, where a confident network does not saturate.
 
 Memory: only the features of a seeded random subset of at most :data:`BANK_IMAGES` training images and
 :data:`BANK_BYTES` are kept; everything else is streamed.
@@ -56,10 +53,6 @@ def fit_temperature(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"
 
     The NLL is convex in β = 1/T, with slope Σ (E_p[f] − f_label) and curvature Σ Var_p[f], so this takes Newton steps,
     with bisection in log β if a step leaves the bracket.
-
-    Args:
-        logits: The logits f.
-        labels: The class index of each labelled example.
     """
     low, high = 1 / TEMPERATURES[1], 1 / TEMPERATURES[0]
     beta = 1.0
@@ -87,20 +80,11 @@ def nll_derivatives(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"
     return slope, curvature
 
 
-NEIGHBOURS: Final = 50
-"""The k of ``knn``, OpenOOD's choice for CIFAR-10."""
-
-BANK_IMAGES: Final = 50_000
-"""Maximum number of training images whose features are kept."""
-
-BANK_BYTES: Final = 1 << 28
-"""Maximum size of the training features that are kept, in bytes of float32."""
-
-BANK_CHUNK: Final = 8192
-"""Number of images of the bank in one block of similarities."""
-
-GAUSSIAN_ELEMENTS: Final = 1 << 28
-"""Maximum K × P × P of the class-wise Gaussians (1 GiB in float32); with many classes P is reduced."""
+NEIGHBOURS: Final = 50  # the k of ``knn``, OpenOOD's choice for CIFAR-10
+BANK_IMAGES: Final = 50_000  # maximum number of training images whose features are kept
+BANK_BYTES: Final = 1 << 28  # maximum size of the training features that are kept, in bytes of float32
+BANK_CHUNK: Final = 8192  # number of images of the bank in one block of similarities
+GAUSSIAN_ELEMENTS: Final = 1 << 28  # maximum K × P × P (1 GiB in float32); with many classes P is reduced
 
 
 class BaselineOutputs(NamedTuple):
@@ -154,23 +138,10 @@ def fit_baselines(
     train: ImageDataset,
     val: ImageDataset,
     *,
-    compute: Compute,
+    compute: Compute,  # the device and batch size; baselines always run in float32
     seed: int = 0,
 ) -> Baselines:
-    """Fit every detector: one pass over (a subset of) ``train``, one over ``val``.
-
-    Args:
-        net: The classifier, which returns logits; moved to the device.
-        penultimate_layer: The module whose output the last linear layer reads.
-        train: The images for the Gaussians and the nearest-neighbour bank.
-        val: The images on which the temperature is chosen.
-        compute: The device and batch size; baselines always run in float32.
-        seed: The seed for drawing the training images.
-
-    Raises:
-        UsageError: If the network returns another number of logits than ``train`` has classes.
-        FitError: If no class has two images, or features are not finite.
-    """
+    """Fit every detector: one pass over (a subset of) ``train``, one over ``val``."""
     compute = replace(compute, precision="fp32")
     net.to(compute.device)
     trial = trial_input(train.preprocess).to(compute.device)

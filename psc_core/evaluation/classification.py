@@ -1,23 +1,16 @@
-"""The losses of a classifier on each labelled example, and the metrics computed from them.
-
-Measure acceptance when some images are out of distribution: accepting one of those counts as an error.
-
-Every score alone is compared with the decision of the service, which rejects an image for its OOD score or for its
-predictive entropy.  With one false-alarm rate for both, the decision is a threshold on one score: the larger of an
-image's two ranks among in-distribution images.  The predicted class is always the service's.
-
-Say in plain sentences what the evaluation of a classifier found.
-
-For OOD scores the same rule holds for and against PSC: a score *wins* over another if their AUROC differs by more than
-:data:`STANDARD_ERRORS` standard errors of the paired difference, else they *tie*.  Classifiers are only ranked.
-
-Evaluate a classifier, beside the detectors that people use instead.
+"""Evaluate a classifier, beside the detectors that people use instead: losses, metrics, sentences and the report.
 
 One pass over each data set keeps a handful of float64 numbers for each image (scores) and each labelled example
-(losses), but no features and no probabilities.
+(losses), but no features and no probabilities.  If images have several labels, accuracy, likelihood and selective
+metrics count labelled examples; OOD scores, false alarms and prediction sets count images, and a set is right if it
+contains the first label, as in calibration.
 
-If images have several labels, accuracy, likelihood and selective metrics count labelled examples; OOD scores, false
-alarms and prediction sets count images, and a set is right if it contains the first label, as in calibration.
+Acceptance counts accepting an OOD image as an error.  Every score alone is compared with the decision of the service,
+which rejects an image for its OOD score or for its predictive entropy: with one false-alarm rate for both, that is a
+threshold on the larger of an image's two ranks among in-distribution images.  The predicted class is the service's.
+
+The sentences hold one rule for and against PSC: an OOD score *wins* over another if their AUROC differs by more than
+:data:`STANDARD_ERRORS` standard errors of the paired difference, else they *tie*.  Classifiers are only ranked.
 """
 
 from __future__ import annotations
@@ -78,6 +71,7 @@ def losses_of(probabilities: Float[Tensor, "batch classes"], batch: Batch) -> Lo
     return Losses(label_nll(p, labels), label_brier(p, labels), confidence, predicted == labels)
 
 
+# The metrics of a classifier: the title of the column, and the function of the losses.
 QUALITIES: Final[Mapping[str, tuple[str, Callable[[Losses], float]]]] = {
     "accuracy": ("Accuracy", lambda losses: float(losses.correct.double().mean())),
     "nll": ("NLL", lambda losses: float(losses.nll.mean())),
@@ -89,17 +83,11 @@ QUALITIES: Final[Mapping[str, tuple[str, Callable[[Losses], float]]]] = {
     "coverage_at_risk_1_percent": ("cov@1%", lambda losses: coverage_at_risk(losses.confidence, losses.correct, 0.01)),
     "coverage_at_risk_5_percent": ("cov@5%", lambda losses: coverage_at_risk(losses.confidence, losses.correct, 0.05)),
 }
-"""The metrics of a classifier: the title of the column, and the function of the losses."""
 
 
-ENTROPY: Final = f"{PRIMARY}-entropy"
-"""The name of the score by which the service calls an image ambiguous."""
-
-EPISTEMIC: Final = f"{PRIMARY}-epistemic"
-"""The name of the head's epistemic uncertainty."""
-
-FIELDS: Final = {ENTROPY: "predictive_entropy", EPISTEMIC: "epistemic"}
-"""The scores besides the primary one that every answer of the service holds, and the names of their fields."""
+ENTROPY: Final = f"{PRIMARY}-entropy"  # the name of the score by which the service calls an image ambiguous
+EPISTEMIC: Final = f"{PRIMARY}-epistemic"  # the name of the head's epistemic uncertainty
+FIELDS: Final = {ENTROPY: "predictive_entropy", EPISTEMIC: "epistemic"}  # other scores of every answer, by field
 
 
 @dataclass(frozen=True)
@@ -117,13 +105,7 @@ class Separation:
 def separation(
     inside: Mapping[str, Float[Tensor, " n"]], outside: Mapping[str, Float[Tensor, " m"]], alpha: float
 ) -> dict[str, Separation]:
-    """Compare two sets of images by every score, and each AUROC with the primary score's.
-
-    Args:
-        inside: The scores of in-distribution images by name; higher is more unusual.
-        outside: The scores of out-of-distribution images by name.
-        alpha: The false-alarm rate of the thresholds.
-    """
+    """Compare two sets of images by every score, and each AUROC with the primary score's."""
     return {
         name: Separation(
             auroc=ranking.auroc(inside[name], outside[name]),
@@ -137,11 +119,8 @@ def separation(
     }
 
 
-DECISION: Final = f"{PRIMARY}-decision"
-"""The name of the OOD score and the predictive entropy combined into one score."""
-
-ACCEPTED: Final = 0.95
-"""Fraction of in-distribution images that a threshold accepts."""
+DECISION: Final = f"{PRIMARY}-decision"  # the name of the OOD score and the predictive entropy combined into one score
+ACCEPTED: Final = 0.95  # fraction of in-distribution images that a threshold accepts
 
 
 @dataclass(frozen=True)
@@ -155,16 +134,7 @@ class Acceptance:
 def acceptance(
     inside: Mapping[str, Float[Tensor, " n"]], outside: Mapping[str, Float[Tensor, " m"]], correct: Bool[Tensor, " n"]
 ) -> dict[str, Acceptance]:
-    """Return the acceptance for thresholds on each score, and for the decision of the service.
-
-    Args:
-        inside: The scores of in-distribution images by name; higher is more unusual.
-        outside: The scores of out-of-distribution images by name.
-        correct: Whether the predicted class of each in-distribution image is right.
-
-    Raises:
-        UsageError: If there is no image, or a score is NaN.
-    """
+    """Return the acceptance for thresholds on each score, and for the decision of the service."""
     ranked = {name: _with_decision(scores, inside) for name, scores in (("in", inside), ("out", outside))}
     found = {}
     for name, known in ranked["in"].items():
@@ -189,11 +159,8 @@ def _with_decision(scores: Mapping[str, Tensor], inside: Mapping[str, Tensor]) -
     return {DECISION: torch.maximum(ood, ambiguous), **scores}
 
 
-STANDARD_ERRORS: Final = 2.0
-"""Minimum difference, in standard errors, at which one score beats another."""
-
-COMPARED: Final = ("accuracy", "nll", "ece")
-"""The metrics by which classifiers are compared."""
+STANDARD_ERRORS: Final = 2.0  # minimum difference, in standard errors, at which one score beats another
+COMPARED: Final = ("accuracy", "nll", "ece")  # the metrics by which classifiers are compared
 
 
 def compare_scores(ood: str, scores: Mapping[str, Separation]) -> str:
@@ -294,7 +261,7 @@ class ClassificationReport(Report):
     """Everything that ``psc-eval`` measures of a classifier."""
 
     examples: int  # labelled examples in the in-distribution data
-    classification: Mapping[str, Mapping[str, float]]  # by classifier and metric, see :mod:`.losses`
+    classification: Mapping[str, Mapping[str, float]]  # by classifier and metric of :data:`QUALITIES`
     ood_images: Mapping[str, int]  # number of images in each OOD set
     separation: Mapping[str, Mapping[str, Separation]]  # by OOD set and score
     acceptance: Mapping[str, Mapping[str, Acceptance]]  # by OOD set and score
@@ -412,8 +379,7 @@ def _cells(name: str, rate: ObservedRate) -> list[str]:
     ]
 
 
-AMBIGUOUS_PREFIX: Final = "ambiguous"
-"""Prefix of the names of groups of ambiguous images; the images of all other groups are clean."""
+AMBIGUOUS_PREFIX: Final = "ambiguous"  # of the names of groups of ambiguous images
 
 
 @dataclass(frozen=True)
@@ -451,11 +417,7 @@ class ScoredImages:
 
 
 def _whole_network(model: PSC, weights: Path) -> nn.Module:
-    """Build the network that the model was cut from: by its name, or if a bundle has none from the file given to fit.
-
-    Raises:
-        UsageError: If ``weights`` is a checkpoint and no name builds the network.
-    """
+    """Build the network that the model was cut from: by its name, or without one from the file given to fit."""
     network = model.backbone.cut.network
     if network is not None:
         with bounded_size(network):
@@ -546,7 +508,7 @@ class ClassificationEvaluator(Evaluator[PSC, ScoredImages, Baselines | PlainClas
         return ScoredImages.joined(parts)
 
     def quality_of(self, scored: ScoredImages, data: ImageDataset) -> dict[str, dict[str, float]]:
-        """Return every metric of :data:`.losses.QUALITIES` by classifier; none for data of other classes."""
+        """Return every metric of :data:`QUALITIES` by classifier; none for data of other classes."""
         return {
             name: {metric: compute(losses) for metric, (_, compute) in QUALITIES.items()}
             for name, losses in scored.losses.items()

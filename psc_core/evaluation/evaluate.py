@@ -27,13 +27,7 @@ def check_images(model: FittedModel, data: ImageDataset) -> None:
 
 
 def seen_warning(model: FittedModel, data: ImageDataset, fitted_on: Mapping[str, ImageDataset]) -> str:
-    """Return a warning if test images have fitted or calibrated the model, but for a few accidental duplicates; or "".
-
-    Args:
-        model: The fitted model, whose provenance has the digests of its data sets.
-        data: The test images.
-        fitted_on: Images of its fit, where they are at hand: ``train`` and ``val``.
-    """
+    """Return a warning, or "", if more test images than a few duplicates have fitted or calibrated the model."""
     nouns, provenance = {"train": "training", "val": "validation"}, model.report.get("provenance", {})
     recorded = [(noun, provenance.get(split)) for split, noun in nouns.items()]
     recorded += [("calibration", entry) for entry in provenance.get(HISTORY, ())]
@@ -55,23 +49,11 @@ def evaluate(
     model: FittedModel,
     id_data: ImageDataset,
     ood: Mapping[str, ImageDataset],
-    baselines: Any = None,
+    baselines: Any = None,  # detectors on the same network, or None to evaluate the model alone
     *,
     batch_images: int = BATCH_IMAGES,
 ) -> Evaluation:
-    """Send every data set through the served path once, and compare.
-
-    Args:
-        model: The fitted model, whose policy sets α and coverage.
-        id_data: In-distribution test images with their labels or numbers, none of them used to fit or calibrate.
-        ood: Out-of-distribution images by name; labels and numbers are ignored.
-        baselines: Detectors on the same network, or None to evaluate the model alone.
-        batch_images: Maximum number of images in a batch.
-
-    Raises:
-        DataError: If the data has other classes or numbers than the model.
-        UsageError: If data is read through another preprocessing.
-    """
+    """Send every data set through the served path once, and compare."""
     task = model.task.evaluator()
     check_images(model, id_data)
     inside = task.score_images(model, id_data, baselines, batch_images=batch_images)

@@ -35,8 +35,7 @@ from psc_core.tasks.base import FloatArray, Outputs, Task
 
 _COLUMNS: Final = [SHA256, IMAGE_PATH, "label", "decision", "audit", "audit_probability"]
 
-SHOWN_IMAGES: Final = 8
-"""Maximum number of images that are shown for each flip."""
+SHOWN_IMAGES: Final = 8  # maximum number of images that are shown for each flip
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,28 +78,16 @@ class Moves:
 
 @dataclass(frozen=True)
 class Replay:
-    """The rows of logged images, answered again under a bundle.
+    """The rows of logged images, answered again under a bundle."""
 
-    Attributes:
-        name: The name of the served model.
-        version: The version of the bundle.
-        days: The first and the last day, ``YYYY-MM-DD``.
-        rows: All rows.
-        images: The distinct images.
-        decisions: The names of the decisions, in the order of the task's codes.
-        task: The task of the model.
-        distances: How far each number in the answers moved, by its name, (rows,) in the target's unit; NaN where the
-            log lacks it.
-    """
-
-    name: str
-    version: str
-    days: tuple[str, str]
-    rows: Sequence[Replayed]
-    images: ImageDataset
-    decisions: tuple[str, ...]
-    task: Task
-    distances: Mapping[str, FloatArray]
+    name: str  # the name of the served model
+    version: str  # the version of the bundle
+    days: tuple[str, str]  # the first and the last day, ``YYYY-MM-DD``
+    rows: Sequence[Replayed]  # all rows
+    images: ImageDataset  # the distinct images
+    decisions: tuple[str, ...]  # the names of the decisions, in the order of the task's codes
+    task: Task  # the task of the model
+    distances: Mapping[str, FloatArray]  # how far each number moved, (rows,); NaN where the log lacks it
 
     @property
     def has_labels(self) -> bool:
@@ -203,19 +190,7 @@ def _moves_json(moves: Sequence[Moves]) -> dict[str, Any]:
 def replay(
     log: Log, model: FittedModel, name: str | None = None, *, since: str | None = None, until: str | None = None
 ) -> Replay:
-    """Answer the logged images of a log again, under the policy of a bundle.
-
-    Args:
-        log: The log of the service.
-        model: The model of the bundle.
-        name: The name under which the model was served; None if the log has only one.
-        since: The first day, ``YYYY-MM-DD``.
-        until: The last day, ``YYYY-MM-DD``.
-
-    Raises:
-        UsageError: If there are no logged images.
-        DataError: If a file of the log is damaged, or an image cannot be read.
-    """
+    """Answer the logged images of a log again, under the policy of a bundle."""
     name = logged_model(log, name)
     days = days_of(log, name, since=since, until=until)
     rows, paths, logged = _logged(log, name, days, model.score_names)

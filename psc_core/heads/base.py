@@ -1,12 +1,10 @@
 """The base of all heads (the paper's g′): from features to what a model predicts.
 
+Heads are fitted to ``φ = (z − center) · inverse_scale`` of unit variance in every column, measured on the training
+features, so that priors and length-scales mean the same whatever the units of z; a head stores how to make φ.  A column
+that is constant in training is divided by the largest deviation of any column, so that a later change counts as one.
+
 Shapes: B images, D = dim of z, K probabilities (0 for a task without them).
-
-Standardised features, to which every head is fitted; a head stores how to make them.
-
-``φ = (z − center) · inverse_scale`` has unit variance in every column, measured on the training features, so that
-priors and length-scales mean the same whatever the units of z.  A column that is constant in training carries no
-signal; it is divided by the largest deviation of any column, so that a later change counts as a change of that column.
 """
 
 from __future__ import annotations
@@ -38,21 +36,13 @@ class Scored(NamedTuple):
 
 
 class Head(Fitted):
-    """A fitted module that turns features, or the network's own output, into scores.
+    """A fitted module that turns features, or the network's own output, into scores."""
 
-    Attributes:
-        score_names: The scores of the task, in the order of their columns.
-        reads_output: Whether it reads the network's own output, for base predictions, and no features.
-        reads_layers: Whether it reads features of earlier layers, averaged over positions, besides z.
-        has_temperature: Whether it has a temperature that can be chosen again.
-        epistemic_unit: Unit of the epistemic uncertainty, for display; empty where there is none.
-    """
-
-    score_names: ClassVar[tuple[str, ...]]
-    reads_output: ClassVar[bool] = False
-    reads_layers: ClassVar[bool] = False
-    has_temperature: ClassVar[bool] = False
-    epistemic_unit: ClassVar[str] = ""
+    score_names: ClassVar[tuple[str, ...]]  # the scores of the task, in the order of their columns
+    reads_output: ClassVar[bool] = False  # the network's own output, for base predictions, and no features
+    reads_layers: ClassVar[bool] = False  # earlier layers besides z, averaged over positions
+    has_temperature: ClassVar[bool] = False  # whether it has a temperature that can be chosen again
+    epistemic_unit: ClassVar[str] = ""  # unit of the epistemic uncertainty, for display; empty where there is none
 
     center: Tensor
     inverse_scale: Tensor
@@ -62,12 +52,7 @@ class Head(Fitted):
         return (z - self.center) * self.inverse_scale
 
     def score(self, features: Float[Tensor, "batch dim"], output: Float[Tensor, "batch outputs"] | None) -> Scored:
-        """Return the scores that need no density, and the probabilities.
-
-        Args:
-            features: z, followed by the other layers that the head reads.
-            output: The network's output, where that is served.
-        """
+        """Return the scores that need no density, and the probabilities."""
         raise NotImplementedError
 
     def refit_temperature(self, probabilities: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Head:
@@ -79,8 +64,7 @@ class Head(Fitted):
         return {}
 
 
-CONSTANT_COLUMN: Final = 1e-6
-"""Standard deviation, relative to the largest, below which a column counts as constant."""
+CONSTANT_COLUMN: Final = 1e-6  # standard deviation, relative to the largest, below which a column counts as constant
 
 
 class Standardisation(NamedTuple):
@@ -119,15 +103,7 @@ def in_memory(features: FeatureMatrix) -> Float[Tensor, "n dim"]:
 def fit_standardisation(
     z: Float[Tensor, "n dim"] | FeatureMatrix, widths: Sequence[int] | None = None
 ) -> Standardisation:
-    """Return the means and reciprocal standard deviations of the columns.
-
-    Args:
-        z: The training features.
-        widths: The number of columns of each layer; None if all columns are of one.
-
-    Raises:
-        FitError: If no column varies by more than rounding.
-    """
+    """Return the means and reciprocal standard deviations of the columns."""
     center = linalg.mean_of_rows(z)
     squares = torch.zeros_like(center)
     for _, block in blocks(z):

@@ -5,13 +5,10 @@
     mean = ȳ + mᵀφ,   aleatoric = σ(φ),   epistemic = √(φᵀA⁻¹φ + 1/(β n))
 
 φ are standardised features, n training images.  ``log σ²`` is kept within the range that it has on training images,
-because nothing is known of the noise beyond.  Both standard deviations contain one more factor, chosen on selection
-images (:func:`fit_blr`).  Everything stored is in the target's unit.
+because nothing is known of the noise beyond.  Everything stored is in the target's unit.
 
-Fit :class:`.heads.blr.BayesianLinearHead`: weights, α and β by evidence, the noise, one factor of both.
-
-Features φ and numbers t are standardised, so the intercept is 0.  With ``ΦᵀΦ = V diag(e) Vᵀ``, until nothing changes
-(MacKay 1992; Bishop 2006, equations 3.92 to 3.95)
+:func:`fit_blr` works on standardised numbers t, so the intercept is 0.  Weights, α and β follow by evidence, with
+``ΦᵀΦ = V diag(e) Vᵀ``, until nothing changes (MacKay 1992; Bishop 2006, equations 3.92 to 3.95):
 
     m = β A⁻¹ Φᵀt,   γ = Σ_j β e_j / (β e_j + α),   α ← γ / ‖m‖²,   β ← (n − 1 − γ) / Σ_i (t_i − mᵀφ_i)²
 
@@ -77,14 +74,9 @@ class BayesianLinearHead(RegressionHead):
         return RegressionOutput(linear[:, 0] + self.bias, (0.5 * log_noise).exp(), variance.sqrt())
 
 
-LARGEST_PRECISION: Final = 1e8
-"""Bound of α and β where the numbers have deviation 1: an exact fit would make β infinite, useless features α."""
-
-PENALTIES: Final = (0.001, 0.01, 0.1, 1.0)
-"""Values of λ to try, relative to the number of images."""
-
-NOISE_IMAGES: Final = 20_000
-"""Maximum number of training images that the noise is fitted on."""
+LARGEST_PRECISION: Final = 1e8  # of α and β: an exact fit makes β infinite, useless features α
+PENALTIES: Final = (0.001, 0.01, 0.1, 1.0)  # values of λ to try, relative to the number of images
+NOISE_IMAGES: Final = 20_000  # maximum number of training images that the noise is fitted on
 
 
 class LinearPosterior(NamedTuple):

@@ -66,11 +66,10 @@ def squared_distances(
     return torch.cdist(embedded, centroids, compute_mode="donot_use_mm_for_euclid_dist").square()
 
 
+# Values of σ to try: 10⁻² … 10², eight to a decade; a training image is about √D from its centroid.
 LENGTH_SCALES: Final = tuple(10.0 ** (k / 8) for k in range(-16, 17))
-"""Values of σ to try: 10⁻² … 10², eight to a decade; a training image is about √D from its centroid."""
 
-EXPONENTS: Final = tuple(10.0 ** (k / 8) for k in range(-16, 33))
-"""Values of γ to try: 10⁻² … 10⁴, eight to a decade."""
+EXPONENTS: Final = tuple(10.0 ** (k / 8) for k in range(-16, 33))  # values of γ to try: 10⁻² … 10⁴, eight to a decade
 
 
 def fit_duq(data: ClassifierData) -> DuqHead:

@@ -13,30 +13,25 @@ The layers are experts of a generalised product (Cao & Fleet 2014); one that lea
     1/σ² = Σ β_l / σ_l²,   μ = σ² Σ β_l μ_l / σ_l²
 
 ε = 10⁻⁶ makes the weights equal where no layer learned anything; there σ is that of the prior.  Ours is the division
-``aleatoric² = σ² Σ w_l τ_l²/σ_l²``, ``w_l ∝ β_l/σ_l²``, ``Σ w_l = 1``; the rest of σ² is epistemic.  Deviations
-contain one more factor, chosen on the selection split (:func:`fit_dve`).
+``aleatoric² = σ² Σ w_l τ_l²/σ_l²``, ``w_l ∝ β_l/σ_l²``, ``Σ w_l = 1``; the rest of σ² is epistemic.
 
 Neighbours are exact: a matrix product and ``topk`` on blocks of at most :data:`BLOCK` support images, on any device, so
 that memory does not grow with their number.  Distances to the chosen ones are differences, and solves float64.
 
-Shapes: B images, D columns, L layers, n support images, m neighbours.
-
-Fit :class:`.heads.dve.DeepVecchiaHead`: reduce each layer, fit its process, one factor of all.
-
-Reduction of a layer's standardised features φ to Q ≤ 64 numbers x = φ U: the first axis is the direction of Bayesian
-linear regression of the number, the others are principal components of what is left.  (The paper takes a layer as it
-is; where its axes are of equal variance, as z's are, principal components alone would lose what predicts the number.)
-
-Length-scales ℓ (one for each axis), signal s² and noise τ² minimise the Vecchia approximation of the NLL (Vecchia 1988)
+:func:`fit_dve` reduces each layer first: one axis is the direction of Bayesian linear regression of the number, the
+others are principal components of what is left.  (The paper takes a layer as it is; where its axes are of equal
+variance, as z's are, principal components alone would lose what predicts the number.)  Length-scales, signal s² and
+noise τ² then minimise the Vecchia approximation of the NLL (Vecchia 1988)
 
     −log p(t) ≈ −Σ_i log N(t_i; μ_i, v_i + τ²)
 
 with images in random order, μ_i and v_i given the m nearest *earlier* ones in length-scales; m = n − 1 makes it exact.
 Adam follows it on random images; neighbours are found anew in every step.  Every :data:`CHECK` steps the NLL of the
 selection split is measured, and the least one kept; after :data:`PATIENCE` checks without a new least the fit ends.
-
-Factor: as in :mod:`.blr`, both variances of the whole ensemble are multiplied by the mean of ``(y − μ)²/σ²`` over the
+Last, as in :mod:`.blr`, both variances of the whole ensemble are multiplied by the mean of ``(y − μ)²/σ²`` over the
 selection split.
+
+Shapes: B images, D columns, L layers, n support images, m neighbours.
 """
 
 from __future__ import annotations
@@ -57,17 +52,10 @@ from psc_core.heads.blr import fit_posterior, gaussian_nll, scaled
 from psc_core.numerics.features import FeatureMatrix, blocks
 from psc_core.numerics.linalg import eigh, fix_signs
 
-BLOCK: Final = 1 << 13
-"""Number of support images that distances are computed to at once."""
-
-IMAGES: Final = 256
-"""Number of images that are answered at once."""
-
-LEAST_WEIGHT: Final = 1e-6
-"""ε, nats."""
-
-SHOWN: Final = 3
-"""Number of neighbours of each layer that an explanation names."""
+BLOCK: Final = 1 << 13  # number of support images that distances are computed to at once
+IMAGES: Final = 256  # number of images that are answered at once
+LEAST_WEIGHT: Final = 1e-6  # ε, nats
+SHOWN: Final = 3  # number of neighbours of each layer that an explanation names
 
 
 class Neighbours(NamedTuple):
@@ -263,34 +251,18 @@ def combine(
     return Combined(whole * (precision * mean).sum(0), whole, of_noise, weight)
 
 
-MAX_REDUCED: Final = 64
-"""Maximum number of axes that a layer is reduced to."""
-
-MAX_POINTS: Final = 50_000
-"""Maximum number of training images that a head stores."""
-
-NEIGHBOURS: Final = 32
-"""m."""
-
-STEPS: Final = 300
-"""Maximum number of steps of Adam for each layer."""
+MAX_REDUCED: Final = 64  # maximum number of axes that a layer is reduced to
+MAX_POINTS: Final = 50_000  # maximum number of training images that a head stores
+NEIGHBOURS: Final = 32  # m
+STEPS: Final = 300  # maximum number of steps of Adam for each layer
 
 CHECK: Final = 20
 PATIENCE: Final = 3
-BATCH: Final = 128
-"""Number of images of a step."""
-
-RATE: Final = 0.05
-"""Learning rate of Adam; parameters are logarithms."""
-
-CHECKED_IMAGES: Final = 1000
-"""Maximum number of selection images that end the fit of a layer."""
-
-LEAST_NOISE: Final = 1e-4
-"""Minimum τ² where the numbers have deviation 1."""
-
-RANGES: Final = ((-7.0, 7.0), (-7.0, 4.0), (-12.0, 1.0))
-"""Bounds of the parameters of a :class:`GaussianProcess`, where the deviation of all axes together is 1."""
+BATCH: Final = 128  # number of images of a step
+RATE: Final = 0.05  # learning rate of Adam; parameters are logarithms
+CHECKED_IMAGES: Final = 1000  # maximum number of selection images that end the fit of a layer
+LEAST_NOISE: Final = 1e-4  # minimum τ² where the numbers have deviation 1
+RANGES: Final = ((-7.0, 7.0), (-7.0, 4.0), (-12.0, 1.0))  # of the parameters, where all axes together deviate by 1
 
 
 class GaussianProcess(NamedTuple):

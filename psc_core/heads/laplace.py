@@ -17,7 +17,7 @@ With ``A = Q_A diag(λ_A) Q_Aᵀ`` and ``B = Q_B diag(λ_B) Q_Bᵀ`` the logits 
 so a batch takes three matrix products, ``s_c² = Σ_j (Q_B)²_cj v_j`` is the variance of a logit, and a sample
 of the logits is ``μ + Q_B (√v ∘ ε)``.  No Jacobian is ever formed: the two factors are sums of outer products.
 
-The logits are divided by a temperature T (:mod:`.fit.posterior`): the stored W and b by T, v by T², so
+The logits are divided by a temperature T (:mod:`.softmax`): the stored W and b by T, v by T², so
 that all below belongs to one posterior.
 
 Probabilities: laplace-torch's probit approximation, ``softmax(μ_c / √(1 + π s_c² / 8))``.

@@ -7,7 +7,7 @@
 ``ψᵀψ′ / M`` approximates the RBF kernel of length-scale ℓ.  One covariance serves all classes, with p_i the
 largest class probability of image i: K matrices of M × M would be too large for a thousand classes.  ℓ is the
 median distance between training features times 0.5, 1 or 2, whichever has the smallest selection NLL.  The logits
-are divided by a temperature T (:mod:`.fit.posterior`): the stored W and b by T, s² by T².
+are divided by a temperature T (:mod:`.softmax`): the stored W and b by T, s² by T².
 
 Departure: features have unit mean square (theirs √(2/M) cos); W and τ absorb the factor.
 
@@ -98,20 +98,11 @@ def mean_field(mean: Float[Tensor, "n classes"], variance: Float[Tensor, " n"]) 
     return mean * (1.0 + (math.pi / 8.0) * variance[:, None]).rsqrt()
 
 
-FEATURES: Final = 1024
-"""Number of random features, M."""
-
-LENGTH_SCALE_FACTORS: Final = (0.5, 1.0, 2.0)
-"""Length-scales to try, times the median distance."""
-
-LENGTH_SCALE_EXAMPLES: Final = 10_000
-"""Maximum number of training examples that the length-scale is chosen on."""
-
-IN_MEMORY_BYTES: Final = 1 << 28
-"""Maximum size of ψ that is kept in memory; a larger one is computed again in each iteration."""
-
-MEDIAN_ROWS: Final = 1_000
-"""Maximum number of training examples that the median distance is measured on."""
+FEATURES: Final = 1024  # number of random features, M
+LENGTH_SCALE_FACTORS: Final = (0.5, 1.0, 2.0)  # length-scales to try, times the median distance
+LENGTH_SCALE_EXAMPLES: Final = 10_000  # maximum number of training examples that the length-scale is chosen on
+IN_MEMORY_BYTES: Final = 1 << 28  # of ψ; a larger one is computed again in each iteration
+MEDIAN_ROWS: Final = 1_000  # maximum number of training examples that the median distance is measured on
 
 
 def fit_sngp(data: ClassifierData) -> SngpHead:

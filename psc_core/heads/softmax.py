@@ -1,7 +1,15 @@
-"""Variables in which logistic regression is well conditioned, for L-BFGS that starts at given weights.
+"""Multinomial logistic regression, from which heads start, and the prior precision τ and temperature T of a posterior.
 
-With ``θ = [W b]``, ``φ̃ = (φ, 1)``, ``p`` the probabilities at the start, ``w = 1 − Σ_c p_c²``, n labelled examples
-and prior precision τ,
+:func:`choose_softmax` minimises, over labelled examples with features φ_i and label y_i,
+
+    ``Σ_i −log softmax(W φ_i + b)_{y_i} + (τ / 2)(‖W‖² + ‖b‖²)``
+
+by L-BFGS with strong-Wolfe line search from a fixed start: deterministic, no step size.  Everything is float64,
+in blocks of features.  τ is chosen by selection NLL along a path from strong to weak, each fit starting from the one
+before; the fit with the chosen one is then run to :data:`TOLERANCE`.
+
+:func:`variables_at` gives the variables V of the iterations.  With ``θ = [W b]``, ``φ̃ = (φ, 1)``, ``p`` the
+probabilities at the start and ``w = 1 − Σ_c p_c²``,
 
     ``A = Σ_i w_i φ̃_i φ̃_iᵀ / Σ_i w_i = Q_A diag(λ_A) Q_Aᵀ``
     ``B = (1/n) Σ_i (diag p_i − p_i p_iᵀ) = Q_B diag(λ_B) Q_Bᵀ``
@@ -9,40 +17,22 @@ and prior precision τ,
 
 make the curvature at the start near the identity, as far as a Kronecker product can (KFAC, Martens & Grosse 2015, with
 examples weighted by what they contribute).  Where the examples are many and the weights few, the exact curvature takes
-the place of the product and needs a third of the iterations:
+its place and needs a third of the iterations: ``V = Lᵀ vec θ``,
+``L Lᵀ = (1/n) Σ_i (diag p_i − p_i p_iᵀ) ⊗ φ̃_i φ̃_iᵀ + τ/n``.  Both are measured on about :data:`CURVATURE_EXAMPLES`
+examples, and change the path and not the minimum.  A gradient entry in V is a distance to the minimum in units of which
+√(1/n) is the statistical error of the weights; without V, and with float32 sums, iterations end in a valley where the
+last digit of a feature moves a probability by 10⁻³.
 
-    ``V = Lᵀ vec θ``  with  ``L Lᵀ = (1/n) Σ_i (diag p_i − p_i p_iᵀ) ⊗ φ̃_i φ̃_iᵀ + τ/n``
-
-Both are measured on about :data:`CURVATURE_EXAMPLES` examples; they change the path of the iterations, not the minimum.
-
-The prior's precision τ and the temperature T of a Gaussian posterior over logits.
-
-Of a posterior ``f ~ N(μ, s²)`` over the logits of an image the head serves ``softmax(f / T)``: its logits have the mean
-μ / T and the variance s² / T², and probabilities, mutual information and samples all belong to this one posterior.  In
-the probit approximation
+:func:`choose_posterior`: of a posterior ``f ~ N(μ, s²)`` over logits a head serves ``softmax(f / T)``, its logits have
+mean μ / T and variance s² / T²; probabilities, mutual information and samples all belong to it.  In the probit
+approximation
 
     ``probabilities = softmax((μ / T) / √(1 + π s² / (8 T²))) = softmax(μ / √(T² + π s² / 8))``
 
 T cannot undo what s² flattens, so the selection NLL tells when a posterior is too wide, as Kronecker factors make it
 where classes are separable.  It does not tell when one is too narrow: weights that are well calibrated alone gain
 nothing from a posterior, and the NLL hardly changes up to τ = ∞, where epistemic uncertainty vanishes.  So the prior is
-the one that the weights were fitted with, whose τ the selection NLL of the weights alone chose, or the least strong of
-the stronger ones that costs at most :data:`COST`.
-
-Multinomial logistic regression: the maximum a posteriori weights that a head starts from.
-
-Minimises, over labelled examples with features φ_i and label y_i,
-
-    ``Σ_i −log softmax(W φ_i + b)_{y_i} + (τ / 2)(‖W‖² + ‖b‖²)``
-
-by L-BFGS with strong-Wolfe line search from a fixed start: deterministic, no step size.  Everything is float64,
-in blocks of features.  The prior precision τ is chosen by selection NLL along a path from strong to weak, each fit
-starting from the one before; the fit with the chosen one is then run to :data:`TOLERANCE`.
-
-The iterations run in the variables V of :mod:`.preconditioning`, in which the curvature at the start is near the
-identity.  A gradient entry in V is a distance to the minimum in units of which √(1/n) is the statistical error of the
-weights.  Without this, and with float32 sums, iterations end in a valley where the last digit of a feature moves a
-probability by 10⁻³.
+the one that the weights were fitted with, or the least strong of the stronger ones that costs at most :data:`COST`.
 """
 
 from __future__ import annotations
@@ -62,16 +52,12 @@ from psc_core.compute import track
 from psc_core.numerics import linalg
 from psc_core.numerics.features import FeatureMatrix, as_matrix, blocks
 
-CURVATURE_EXAMPLES: Final = 8192
-"""Number of labelled examples that the curvature is measured on, unless the columns ask for more."""
+CURVATURE_EXAMPLES: Final = 8192  # that the curvature is measured on, unless the columns ask for more
 
 CURVATURE_EXAMPLES_PER_COLUMN: Final = 4
 
-EXACT_WEIGHTS: Final = 2048
-"""Maximum number of weights and biases for the exact curvature (32 MiB)."""
-
-EXACT_REPEATS: Final = 4
-"""Minimum ratio of all examples to those measured at which the exact curvature saves more time than it costs."""
+EXACT_WEIGHTS: Final = 2048  # maximum number of weights and biases for the exact curvature (32 MiB)
+EXACT_REPEATS: Final = 4  # all examples / those measured, from which the exact curvature saves time
 
 
 class KroneckerVariables(NamedTuple):
@@ -162,17 +148,10 @@ def curvature_root(
     return cast(Tensor, torch.linalg.cholesky(whole))
 
 
-TEMPERATURES: Final = (0.01, 100.0)
-"""Range of T; logits that are right on every selection image would drive T to 0."""
-
-PRIOR_IMAGES: Final = 1.0
-"""Strength of the prior that T is 1: a of a Gamma prior on 1 / T with its mode at 1."""
-
-STRONGER: Final = tuple(10.0 ** (k / 4) for k in range(29))
-"""Values of τ to try, times that of the weights: up to 10⁷, four to a decade."""
-
-COST: Final = (2e-3, 1e-4)
-"""Maximum rise of the mean selection NLL for a wider posterior: a fraction of the least, or nats if that is more."""
+TEMPERATURES: Final = (0.01, 100.0)  # range of T; logits that are right on every selection image would drive T to 0
+PRIOR_IMAGES: Final = 1.0  # strength of the prior that T is 1: a of a Gamma prior on 1 / T with its mode at 1
+STRONGER: Final = tuple(10.0 ** (k / 4) for k in range(29))  # values of τ, times that of the weights
+COST: Final = (2e-3, 1e-4)  # in mean selection NLL, of a wider posterior: relative, or nats if that is more
 
 
 class Choice(NamedTuple):
@@ -196,20 +175,13 @@ def tempered(
 
 
 def choose_posterior(
-    mean: Float[Tensor, "m classes"],
-    variance_with: Callable[[float], Float[Tensor, " m #classes"]],
+    mean: Float[Tensor, "m classes"],  # μ of each selection example
+    variance_with: Callable[[float], Float[Tensor, " m #classes"]],  # s² of each for a given τ
     labels: Int[Tensor, " m"],
     *,
     prior_precision: float,
 ) -> Choice:
-    """Return the smallest of ``prior_precision`` × :data:`STRONGER`, each with its own T, that costs little NLL.
-
-    Args:
-        mean: μ of each selection example.
-        variance_with: s² of each for a given τ, of all classes or of each.
-        labels: Class index of each.
-        prior_precision: τ that the weights were fitted with.
-    """
+    """Return the smallest of ``prior_precision`` × :data:`STRONGER`, each with its own T, that costs little NLL."""
     found = []
     for factor in STRONGER:
         variance = variance_with(factor * prior_precision)
@@ -239,20 +211,11 @@ def choose_temperature(
     return math.exp(found.x) if found.fun + math.log(len(labels)) / 2 < loss(0.0) else 1.0
 
 
-PRIOR_PRECISIONS: Final = (1e4, 1e3, 1e2, 1e1, 1e0, 1e-1, 1e-2)
-"""Prior precisions to try, strong to weak, for features of unit variance."""
-
-ITERATIONS: Final = 200
-"""Maximum number of L-BFGS iterations for one precision."""
-
-PATH_TOLERANCE: Final = 1e-4
-"""Largest gradient entry in V that ends a fit along the path of τ: its selection NLL is accurate to 10⁻⁴ nats."""
-
-TOLERANCE: Final = 3e-7
-"""Largest gradient entry at the chosen τ: its probabilities are accurate to about 10⁻⁵."""
-
-PAIRS: Final = 20
-"""Number of steps and gradients that L-BFGS remembers."""
+PRIOR_PRECISIONS: Final = (1e4, 1e3, 1e2, 1e1, 1e0, 1e-1, 1e-2)  # τ, for features of unit variance
+ITERATIONS: Final = 200  # maximum number of L-BFGS iterations for one precision
+PATH_TOLERANCE: Final = 1e-4  # the same along the path of τ: selection NLLs are accurate to 10⁻⁴ nats
+TOLERANCE: Final = 3e-7  # largest gradient entry at the chosen τ: its probabilities are accurate to about 10⁻⁵
+PAIRS: Final = 20  # number of steps and gradients that L-BFGS remembers
 
 
 class SoftmaxFit(NamedTuple):
@@ -315,19 +278,11 @@ def fit_softmax(
     features: Float[Tensor, "n dim"] | FeatureMatrix,
     labels: Int[Tensor, " n"],
     *,
-    prior_precision: float,
-    start: Float[Tensor, "classes columns"],
-    tolerance: float = TOLERANCE,
+    prior_precision: float,  # τ > 0, or the minimum may be at infinity
+    start: Float[Tensor, "classes columns"],  # initial ``[W b]``
+    tolerance: float = TOLERANCE,  # largest gradient entry, in V, that ends the iterations
 ) -> tuple[Float[Tensor, "classes dim"], Float[Tensor, " classes"]]:
-    """Fit weights and bias for one prior precision, float64.
-
-    Args:
-        features: φ.
-        labels: Class index of each labelled example.
-        prior_precision: τ; must be positive, or the minimum may be at infinity.
-        start: Initial ``[W b]``, one column more than ``features``.
-        tolerance: Largest gradient entry, in V, that ends the iterations.
-    """
+    """Fit weights and bias for one prior precision, float64."""
     variables = variables_at(start, features, prior_precision=prior_precision)
     v = variables.of(start).requires_grad_()
     optimiser = torch.optim.LBFGS(

@@ -3,16 +3,14 @@
 ::
 
     LOG/models/VERSION.json                            the classes and the task of each bundle that wrote to the log
-    LOG/model=NAME/day=YYYY-MM-DD/part-UNIQUE.parquet  a row for each sampled image (:mod:`.schema`)
+    LOG/model=NAME/day=YYYY-MM-DD/part-UNIQUE.parquet  a row for each sampled image (:func:`.store.row_schema`)
     LOG/images/AB/SHA256.EXT                           logged images, with the bytes as received
     LOG/labels/part-UNIQUE.parquet                     people's verdicts (:mod:`.labels`)
 
 Every file appears whole under its final name, and the service never changes it afterwards.  Readers ignore names that
-begin with a dot.  All rows of a file are from one bundle.  :func:`.store.open_log` opens a log, :func:`.rows.read_rows`
-streams its rows, :func:`.labels.read_labels` reads the last verdict on each image and :func:`.labels.joined` joins the
-two.
+begin with a dot.  All rows of a file are from one bundle.  :func:`.store.open_log` opens a log,
+:func:`.store.read_rows` streams its rows, and :func:`.labels.joined` joins them with the last verdict on each image.
 
 The rows with ``audit`` true are a random sample of all images, drawn with the probability ``audit_probability``
-whatever the decision on them was.  Every other row was chosen for its content and guarantees nothing for images that
-were not chosen: calibrate on the audit slice only.
+whatever the decision on them was.  Every other row was chosen for its content: calibrate on the audit slice only.
 """

@@ -27,11 +27,8 @@ from psc_core.log.store import (
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
-_WRITTEN: Final = re.compile(rf"{LABELS}/written-(\d{{4}}-\d\d-\d\d)-")
-"""The name of a file of labels from which some were erased; it begins with the day on which they were written."""
-
-_PARTIAL_AGE: Final = timedelta(hours=1)
-"""The age after which an incomplete file will never be completed."""
+_WRITTEN: Final = re.compile(rf"{LABELS}/written-(\d{{4}}-\d\d-\d\d)-")  # labels from which some were erased
+_PARTIAL_AGE: Final = timedelta(hours=1)  # the age after which an incomplete file will never be completed
 
 
 @dataclass(frozen=True)
@@ -57,11 +54,6 @@ def erase(log: Log, sha256: str) -> Erased:
     """Remove an image: its file, complete or not, its digest and path in every row, and its labels.
 
     Rows that a service has not written yet are not found.
-
-    Raises:
-        UsageError: If ``sha256`` is not a digest.
-        DataError: If a file of the log is damaged; what was removed before stays removed.
-        OSError: If the log cannot be read or written.
     """
     sha256 = sha256.lower()
     if _DIGEST.fullmatch(sha256) is None:
@@ -98,15 +90,6 @@ def prune(log: Log, days: int, now: datetime | None = None, *, ended: Event | No
 
     Each row that names an image writes the image again, so no remaining row loses its image.  Files that were never
     completed are removed too.
-
-    Args:
-        log: The log; services may be writing to it.
-        days: The number of days to keep.
-        now: The current time.
-        ended: An event after which no further file is removed.
-
-    Raises:
-        OSError: If the log cannot be read or written.
     """
     ended = ended or Event()
     now = (now or datetime.now(UTC)).astimezone(UTC)

@@ -1,16 +1,12 @@
-"""People's verdicts on logged images; the last verdict on an image counts.
+"""People's verdicts on logged images, and their import from Label Studio's export, a CSV or folders of images.
 
 A label names its model, and its image by request and position, by the digest of its bytes, or by both.  It applies to
-every row of that model with these bytes, so the same image in another request has the same verdict; another model may
-have other classes.  Older labels without a model apply only to their row, or, if they name only a digest, to every row
-of that image.
+every row of that model with these bytes, and the last verdict on an image counts.  Older labels without a model apply
+only to their row, or, if they name only a digest, to every row of that image.
 
-Turn people's answers, from Label Studio's export, a CSV or folders of images, into labels of a log.
-
-An answer that cannot be used raises an error that names its place, and nothing is written; an answer that is still
-empty is skipped.  A CSV, and the data of a Label Studio task, have the columns ``request_id`` and ``image_index``, or
-``image_sha256``; ``label``, which is a class, a number, ``none_of_the_classes`` or ``cannot_tell``; and optionally
-``source``.
+A CSV, and the data of a Label Studio task, have the columns ``request_id`` and ``image_index``, or ``image_sha256``;
+``label``, which is a class, a number, ``none_of_the_classes`` or ``cannot_tell``; and optionally ``source``.  An answer
+that cannot be used raises an error that names its place, and nothing is written; an empty one is skipped.
 """
 
 from __future__ import annotations
@@ -46,15 +42,13 @@ from psc_core.tables import check_columns, number_marks, open_csv
 
 Verdict = Literal["label", "none_of_the_classes", "cannot_tell"]
 
-VERDICTS: Final[tuple[Verdict, ...]] = get_args(Verdict)
-"""The possible verdicts: the image has this label; it shows none of the classes; nobody can tell."""
+VERDICTS: Final[tuple[Verdict, ...]] = get_args(Verdict)  # this label; none of the classes; nobody can tell
 
 LABEL: Final = "label"
 NONE_OF_THE_CLASSES: Final = "none_of_the_classes"
 CANNOT_TELL: Final = "cannot_tell"
 
-Key = tuple[str | None, str | int | None]
-"""A request and a position, or a model and the digest of an image."""
+Key = tuple[str | None, str | int | None]  # a request and a position, or a model and the digest of an image
 
 
 @dataclass(frozen=True)
@@ -87,11 +81,7 @@ def row_keys(model: str, request_id: str, image_index: int, image_sha256: str | 
 
 
 class Labels:
-    """The last verdict on each image.
-
-    Args:
-        labels: Labels in any order; of two with the same time the later one counts.
-    """
+    """The last verdict on each image."""
 
     def __init__(self, labels: Iterable[Label] = ()) -> None:
         ordered = sorted(labels, key=lambda each: each.time)
@@ -108,12 +98,7 @@ class Labels:
 
 
 def read_labels(log: Log) -> Labels:
-    """Return the last verdict on each image of a log; all labels are held in memory.
-
-    Raises:
-        DataError: If a file of labels is damaged.
-        OSError: If the log cannot be read.
-    """
+    """Return the last verdict on each image of a log; all labels are held in memory."""
     return Labels(label for name, _ in label_files(log) for label in read_label_file(log, name))
 
 
@@ -141,13 +126,7 @@ def write_labels(log: Log, labels: Iterable[Label], name: str | None = None) -> 
 
 
 def joined(rows: Iterable[Any], labels: Labels, model: str) -> Iterator[Any]:
-    """Yield rows with the columns ``verdict``, ``true_label`` and ``verdict_time``, null without a verdict.
-
-    Args:
-        rows: Batches from :func:`.rows.read_rows` with at least ``request_id``, ``image_index`` and ``image_sha256``.
-        labels: The labels from :func:`read_labels`.
-        model: The name of the rows' model.
-    """
+    """Yield rows with the columns ``verdict``, ``true_label`` and ``verdict_time``, null without a verdict."""
     pa = arrow()
     for batch in rows:
         keys = zip(*(batch[name].to_pylist() for name in (REQUEST_ID, IMAGE_INDEX, SHA256)), strict=True)
@@ -161,8 +140,7 @@ def joined(rows: Iterable[Any], labels: Labels, model: str) -> Iterator[Any]:
         yield batch
 
 
-MAX_TASKS_BYTES: Final = 1 << 30
-"""Maximum size of a file of answers, in bytes."""
+MAX_TASKS_BYTES: Final = 1 << 30  # maximum size of a file of answers, in bytes
 
 _MAX_SOURCE: Final = 200
 
@@ -195,12 +173,7 @@ class _Row(NamedTuple):
 
 
 def read_answers(path: Path) -> Iterator[HumanAnswer]:
-    """Yield the answers in a ``.json`` or ``.csv`` file, or in a folder with a subfolder of images for each answer.
-
-    Raises:
-        DataError: If an answer cannot be used, or the file does not have the format of its suffix.
-        OSError: If the file cannot be read.
-    """
+    """Yield the answers in a ``.json`` or ``.csv`` file, or in a folder with a subfolder of images for each answer."""
     if path.is_dir():
         yield from _folders(path)
     elif path.suffix.lower() == ".csv":
@@ -215,16 +188,6 @@ def labels_of(log: Log, answers: Iterable[HumanAnswer], model: str | None = None
     """Return the labels for answers on images that have rows in the log.
 
     An answer on an image given by its digest becomes a label for each model that has the image and can predict it.
-
-    Args:
-        log: The log.
-        answers: The answers from :func:`read_answers`.
-        model: The only model to label; None labels all.
-
-    Raises:
-        DataError: If an image has no row, or none of its models can predict the answer.
-        UsageError: If the log has no such model.
-        OSError: If the log cannot be read.
     """
     given = list(answers)
     rows: dict[Any, dict[str, _Row]] = {each.key: {} for each in given}

@@ -1,14 +1,12 @@
-"""Choose and order logged images for people to review: the most informative ones, mixed with the audit slice.
+"""Choose and order logged images for people to review.
 
-Four lists take turns, and each image appears once: the audit slice, the newest day first and each day in the order of
-digests, so that its reviewed part is a random sample too (:mod:`psc_core.fit.audit`); images near a threshold, by
-the number of images between; the most anomalous images, by OOD score; and diverse images, each the one farthest, in
-standardised scores and probabilities, from all chosen before.  Only the first list is a fair sample.
+:func:`review` mixes four lists, which take turns, each image once: the audit slice, the newest day first and each day
+in the order of digests, so that its reviewed part is a random sample too (:mod:`psc_core.recalibrate`); images near a
+threshold, by the number of images between; the most anomalous images, by OOD score; and diverse images, each the one
+farthest, in standardised scores and probabilities, from all chosen before.  Only the first list is a fair sample.
 
-Find the newest logged images that a model abstained on and nobody has reviewed, for a page that shows them.
-
-These images were chosen for their content.  A verdict on one of them is a label like any other: it counts for a rate
-only if its row belongs to the audit slice anyway (:mod:`psc_core.fit.audit`).
+:class:`UnreviewedImages` finds the newest images that a model abstained on, for a page that shows them.  A verdict on
+one of them counts for a rate only if its row belongs to the audit slice anyway.
 """
 
 from __future__ import annotations
@@ -46,8 +44,7 @@ from psc_core.log.store import (
     scores_in,
 )
 
-MAX_CANDIDATES: Final = 100_000
-"""Maximum number of a model's images that are considered, the newest ones."""
+MAX_CANDIDATES: Final = 100_000  # maximum number of a model's images that are considered, the newest ones
 
 AUDIT, NEAR, STRANGE, DIVERSE = "audit", "near a threshold", "strange", "diverse"
 
@@ -71,19 +68,7 @@ class ReviewImage:
 def review(
     log: Log, labels: Labels, *, model: str | None = None, audit: bool = False, limit: int = 200
 ) -> list[ReviewImage]:
-    """Return the images to review, in order.
-
-    Args:
-        log: The log.
-        labels: The labels given so far.
-        model: Review only this model's images; None takes the models in turn.
-        audit: Review only the audit slice.
-        limit: Maximum number of images.
-
-    Raises:
-        DataError: If a file of the log is damaged.
-        OSError: If the log cannot be read.
-    """
+    """Return the images to review, in order."""
     names = models_in(log) if model is None else [model]
     groups = chain.from_iterable(_groups(log, labels, name, audit) for name in names)
     turns = zip_longest(*(_ordered(log, *group, audit) for group in groups))
@@ -226,11 +211,8 @@ def _data(each: ReviewImage, prefix: str) -> dict[str, Any]:
     }
 
 
-_CHUNK: Final = 500
-"""Maximum number of rows that are converted to Python objects at a time."""
-
-_FILES: Final = 200
-"""Maximum number of files of labels that are read at a time."""
+_CHUNK: Final = 500  # maximum number of rows that are converted to Python objects at a time
+_FILES: Final = 200  # maximum number of files of labels that are read at a time
 
 
 @dataclass(frozen=True)
@@ -256,14 +238,7 @@ class UnreviewedImages:
     def newest(self, *, limit: int, seconds: float) -> list[Unreviewed]:
         """Return the newest unreviewed images, each once even if its bytes came in several requests.
 
-        Args:
-            limit: Maximum number of images.
-            seconds: The time after which no further file is opened; the result then has the images found so far, and
-                may include some with labels that were not read in time.
-
-        Raises:
-            DataError: If a file of the log is damaged.
-            OSError: If the log cannot be read.
+        After so many seconds no further file is opened; labels that were not read in time are not known.
         """
         ends = time.monotonic() + seconds
         self._read_labels(ends)

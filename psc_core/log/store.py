@@ -1,7 +1,7 @@
-"""The columns of a log's rows and labels, as Arrow schemas, and the paths of its files.
+"""The files of a log: the columns of its rows and labels, its folder or bucket, and how rows and images are read.
 
 The scores of a task, float32, follow the columns that all tasks share; :func:`scores_in` tells them apart.  pyarrow is
-imported only when a schema is made (extra ``log``).
+imported only when it is needed (extra ``log``).
 """
 
 from __future__ import annotations
@@ -32,14 +32,12 @@ from psc_core.tasks.base import Task
 
 MODELS: Final = "models"
 IMAGES: Final = "images"
-LABELS: Final = "labels"
-"""The folders of a log."""
+LABELS: Final = "labels"  # the folders of a log
 
 REQUEST_ID: Final = "request_id"
 IMAGE_INDEX: Final = "image_index"
 SHA256: Final = "image_sha256"
-IMAGE_PATH: Final = "image_path"
-"""The columns of rows and labels that identify an image; only rows have its path."""
+IMAGE_PATH: Final = "image_path"  # the columns of rows and labels that identify an image; only rows have its path
 
 
 def arrow() -> Any:
@@ -48,11 +46,7 @@ def arrow() -> Any:
 
 
 def row_schema(scores: Sequence[str]) -> Any:
-    """Return the Arrow schema of rows.
-
-    Args:
-        scores: The names of the scores of the model's task, in order.
-    """
+    """Return the Arrow schema of rows."""
     pa = arrow()
     return pa.schema(
         [
@@ -119,8 +113,7 @@ def model_path(version: str) -> str:
 
 _OPTIONS: Final = ("region", "endpoint_override")
 
-_SECONDS: Final = 3.0
-"""The time after which a bucket that accepts no connection or does not answer is given up."""
+_SECONDS: Final = 3.0  # the time after which a bucket that accepts no connection or does not answer is given up
 
 
 @dataclass(frozen=True)
@@ -136,17 +129,7 @@ class Log:
         return f"{self.root}/{name}"
 
     def put(self, name: str, data: Any, *, synced: bool = True) -> None:
-        """Write or replace a file; until it is complete, readers see the old file or none.
-
-        Args:
-            name: The path of the file.
-            data: bytes, or a buffer.
-            synced: Wait until the data is on the disk; otherwise a power cut may leave an incomplete file under this
-                name.
-
-        Raises:
-            OSError: If it could not be written; at worst a file with a leading dot is left.
-        """
+        """Write or replace a file, which readers see once it is complete; ``synced`` outlasts a power cut."""
         if self.is_folder:
             _put_local(Path(self.path(name)), data, synced=synced)
             return
@@ -170,11 +153,7 @@ class Log:
         return found
 
     def names(self, folder: str = "", *, suffix: str = "") -> Iterator[tuple[str, datetime]]:
-        """Yield the files below a folder that end in ``suffix`` with their times of writing (UTC), in order of names.
-
-        Raises:
-            OSError: If the log cannot be read.
-        """
+        """Yield the files below a folder that end in ``suffix`` with their times of writing (UTC), by name."""
         for name, written in self._all(folder):
             if name.endswith(suffix) and not _is_partial(name):
                 yield name, written
@@ -205,15 +184,7 @@ class Log:
 
 
 def open_log(where: str | Path) -> Log:
-    """Open a log, which need not exist before something is written to it.
-
-    Args:
-        where: A folder, or ``s3://BUCKET/PREFIX``, optionally with ``?region=…&endpoint_override=http://…``.  The keys
-            of a bucket are found where AWS's tools find them.
-
-    Raises:
-        UsageError: If pyarrow is not installed, or ``where`` is neither.
-    """
+    """Open a log, a folder or ``s3://BUCKET/PREFIX?region=…``, which need not exist before it is written to."""
     fs = arrow().fs
     text = str(where)
     if "://" not in text:
@@ -243,11 +214,7 @@ def open_log(where: str | Path) -> Log:
 
 
 def open_to_write(where: str | Path) -> Log:
-    """Open a log, and check that a folder is writable; a bucket is not checked, because it may be down for a moment.
-
-    Raises:
-        UsageError: If :func:`open_log` raises it, or the folder is not writable.
-    """
+    """Open a log, and check that a folder is writable; a bucket is not checked, because it may be down for a moment."""
     log = open_log(where)
     if log.is_folder:
         probe = f".probe.{uuid4().hex}"  # unique, so that no worker deletes another's
@@ -299,12 +266,7 @@ def days_of(log: Log, model: str, *, since: str | None = None, until: str | None
 
 
 def logged_model(log: Log, name: str | None) -> str:
-    """Return the name of a model that has rows; None asks for the only one.
-
-    Raises:
-        UsageError: If there are no rows, no model of this name, or ``name`` is None and there is not exactly one.
-        OSError: If the log cannot be read.
-    """
+    """Return the name of a model that has rows; None asks for the only one."""
     names = models_in(log)
     if not names:
         raise UsageError(f"{log.where} has no rows; give the folder that psc-serve --log writes")
@@ -321,34 +283,17 @@ def read_rows(
     model: str,
     *,
     audit: bool = False,
-    days: Sequence[str] | None = None,
-    columns: Sequence[str] | None = None,
+    days: Sequence[str] | None = None,  # in the order of reading; None reads all, the oldest first
+    columns: Sequence[str] | None = None,  # scores only where a file has them; None reads all
 ) -> Iterator[Any]:
-    """Yield the rows of a model as ``pyarrow.RecordBatch``, each with rows of a single bundle.
-
-    Args:
-        log: The log.
-        model: The name of the served model.
-        audit: Read only the audit slice.
-        days: Days as ``YYYY-MM-DD`` in the order of reading; None reads all, the oldest first.
-        columns: The columns to read, scores only where a file has them; None reads all.
-
-    Raises:
-        DataError: If a file of the log is damaged.
-        OSError: If the log cannot be read.
-    """
+    """Yield the rows of a model as ``pyarrow.RecordBatch``, each with rows of a single bundle."""
     ds = arrow().dataset
     wanted = ds.field("audit") if audit else ds.scalar(True)
     return _scan(log, model, days_of(log, model) if days is None else days, wanted, columns)
 
 
 def find_row(log: Log, request_id: str, image_index: int) -> dict[str, Any] | None:
-    """Return the digest, ``bundle_version`` and ``model`` of an image's row, or None; search the newest days first.
-
-    Raises:
-        DataError: If a file of the log is damaged.
-        OSError: If the log cannot be read.
-    """
+    """Return the digest, ``bundle_version`` and ``model`` of an image's row, or None; search the newest days first."""
     ds = arrow().dataset
     wanted = (ds.field(REQUEST_ID) == request_id) & (ds.field(IMAGE_INDEX) == image_index)
     days = [(day, name) for name in models_in(log) for day in days_of(log, name)]
@@ -361,15 +306,7 @@ def find_row(log: Log, request_id: str, image_index: int) -> dict[str, Any] | No
 def rows_of_file(
     log: Log, name: str, wanted: Any, columns: Sequence[str] | None = None, without: Sequence[str] = ()
 ) -> Iterator[Any]:
-    """Yield the rows of one file that match a ``pyarrow.dataset`` filter, as :func:`read_rows` does.
-
-    Args:
-        log: The log.
-        name: The name of the file.
-        wanted: The filter.
-        columns: The columns to read, scores only where the file has them; None reads all.
-        without: The columns to leave out if ``columns`` is None.
-    """
+    """Yield the rows of one file that match a ``pyarrow.dataset`` filter, as :func:`read_rows` does."""
     pa = arrow()
     try:
         # Each file is its own data set, because a data set of several files would have only the columns of the first.
@@ -391,6 +328,7 @@ def _scan(log: Log, model: str, days: Sequence[str], wanted: Any, columns: Seque
             yield from rows_of_file(log, name, wanted, columns)
 
 
+# The first bytes of the formats in :data:`psc_core.images.decode.IMAGE_FORMATS`, with their extensions.
 _EXTENSIONS: Final = (
     (b"\xff\xd8\xff", "jpg"),
     (b"\x89PNG", "png"),
@@ -400,18 +338,16 @@ _EXTENSIONS: Final = (
     (b"MM", "tif"),
     (b"RIFF", "webp"),
 )
-"""The first bytes of the formats in :data:`psc_core.images.decode.IMAGE_FORMATS`, with their extensions."""
 
-INPUT: Final = "dib"
-"""The extension of a network input that came as pixels, a BMP file by its other name; received files never get it."""
+INPUT: Final = "dib"  # of inputs that came as pixels: BMP by its other name, which received files never get
 
+# The media type of each extension.
 MEDIA_TYPES: Final = {
     "jpg": "image/jpeg",
     **{name: f"image/{name}" for name in ("png", "bmp", "gif", "webp")},
     "tif": "image/tiff",
     INPUT: "image/bmp",
 }
-"""The media type of each extension."""
 
 
 def extension_of(data: bytes) -> str:
@@ -449,12 +385,7 @@ class LoggedImages:
         return len(self.paths)
 
     def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
-        """Return the image as the model's network reads it.
-
-        Raises:
-            DataError: If the image is missing, its bytes have changed since it was logged, or it was logged as a
-                network input of another shape.
-        """
+        """Return the image as the model's network reads it."""
         path = PurePosixPath(self.paths[index])
         where = f"{self.log.where}/{path}"
         try:
@@ -489,16 +420,7 @@ def is_stored(sha256: str | None, path: str | None) -> bool:
 
 
 def open_logged_image(log: Log, name: str) -> tuple[Any, int]:
-    """Open a logged image; return the file, at its beginning, and its size in bytes.
-
-    Args:
-        log: The log.
-        name: ``SHA256.EXT``.
-
-    Raises:
-        FileNotFoundError: If there is no such regular file, or its content does not have this digest.
-        OSError: If the log cannot be read.
-    """
+    """Open the logged image ``SHA256.EXT``; return the file, at its beginning, and its size in bytes."""
     digest, _, extension = name.partition(".")
     path = log.path(image_path(digest, extension))
     if not _NAME.fullmatch(name) or log.files.get_file_info(path).type != arrow().fs.FileType.File:
@@ -533,12 +455,7 @@ class LoggedModel:
 
 
 def read_model(log: Log, version: str) -> LoggedModel:
-    """Return the record of a bundle.
-
-    Raises:
-        DataError: If the log has no record of the bundle, or cannot be understood.
-        OSError: If the log cannot be read.
-    """
+    """Return the record of a bundle."""
     name = model_path(version)
     try:
         fields: Any = json.loads(log.get(name))

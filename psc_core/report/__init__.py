@@ -1,22 +1,12 @@
 """Present a fit or an evaluation as a page, a model card and a few lines for the terminal.
 
-These modules hold the parts that all tasks share; the others lie in a folder named after the task, which has
-
-=============== ======================================================================================================
-``sets``        the data kept of a set of images, and how it is collected
-``facts``       the limits of decisions, the policy in words, warnings
-``figures``     the figures of this task only
-``words``       titles and explanations of all figures, columns, a glossary
-``*.jinja``     the page and the model card, which extend the templates of the same name here
-=============== ======================================================================================================
+:mod:`.collect` gathers the :mod:`.content`, :mod:`.page` writes it, with the :mod:`.facts`, :mod:`.figures` and
+:mod:`.words` that all tasks share; :mod:`.classification` and :mod:`.regression` add a task's own.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-PAGE: Final = "report.html"
-"""The file name of the page."""
-
-FIGURES: Final = "report"
-"""The name of the folder with the figures, beside the page."""
+PAGE: Final = "report.html"  # the file name of the page
+FIGURES: Final = "report"  # the name of the folder with the figures, beside the page

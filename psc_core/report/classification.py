@@ -24,14 +24,9 @@ from psc_core.report.facts import Facts
 from psc_core.report.figures import KNOWN, LIMIT, Figures, axes_of, scores
 from psc_core.tasks.classification import Calibration, Classification
 
-CLASSES: Final = 20
-"""Maximum number of classes whose images are shown."""
-
-EACH: Final = 3
-"""Number of pictures of a class for each reason."""
-
-SIDE: Final = 96
-"""Maximum height and width of a picture, in pixels."""
+CLASSES: Final = 20  # maximum number of classes whose images are shown
+EACH: Final = 3  # number of pictures of a class for each reason
+SIDE: Final = 96  # maximum height and width of a picture, in pixels
 
 
 @dataclass(frozen=True)
@@ -63,12 +58,10 @@ def _first(order: Tensor, chosen: Tensor) -> list[int]:
     return kept
 
 
-LOSS: Final = 0.01
-"""The loss of accuracy, compared to the plain network's, above which a warning is given."""
+LOSS: Final = 0.01  # the loss of accuracy, compared to the plain network's, above which a warning is given
 
 
-MAX_CONFUSED: Final = 20
-"""Maximum number of classes in the confusion matrix, those with the most errors."""
+MAX_CONFUSED: Final = 20  # maximum number of classes in the confusion matrix, those with the most errors
 
 
 def reliability(images: ClassificationSet) -> Figure | None:

@@ -21,23 +21,13 @@ from psc_core.model import FittedModel
 from psc_core.projection import ProjectionReport
 from psc_core.report.content import Content, Role, ScoredSet
 
-REPORTED_IMAGES: Final = 2000
-"""Maximum number of images of a set in the report of a fit."""
+REPORTED_IMAGES: Final = 2000  # maximum number of images of a set in the report of a fit
 
 
 def collect_fit(
     model: FittedModel, net: nn.Module, data: FitData, projection: ProjectionReport, compute: Compute, version: str
 ) -> Content:
-    """Collect training images, images of the calibration split with the network's own output, and made-up images.
-
-    Args:
-        model: The model that was just fitted.
-        net: The whole network.
-        data: The images of the fit.
-        projection: The measurements of the projection's fit.
-        compute: The device, precision and batch size.
-        version: The version of the bundle to which the model is saved.
-    """
+    """Collect training images, images of the calibration split with the network's own output, and made-up images."""
     evaluation, sets, seed = model.task.evaluator(), model.task.report(), data.seed
     trained, validation = (balanced(images, REPORTED_IMAGES, seed) for images in (data.train, data.calibration))
     plain = evaluation.plain_network(net, validation, compute)

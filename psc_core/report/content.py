@@ -109,11 +109,7 @@ class Content:
 
     @classmethod
     def load(cls, folder: Path, task: type[Task]) -> Content:
-        """Read a saved content, for the bundle of a model of ``task``.
-
-        Raises:
-            BundleError: If the file is missing or damaged.
-        """
+        """Read a saved content, for the bundle of a model of ``task``."""
         file = folder / FILE
         if not file.is_file():
             raise BundleError(f"{folder} has no {FILE}; psc-fit writes one unless it is told --no-report")
@@ -160,29 +156,17 @@ AnyScored = TypeVar("AnyScored")
 
 
 class TaskReport(ABC, Generic[AnyModel, AnyScored]):
-    """What the report of a model of one task says and shows beyond that of all; :meth:`.Task.report` returns it.
+    """What the report of a model of one task says and shows beyond that of all; :meth:`.Task.report` returns it."""
 
-    Attributes:
-        set_type: The sets of scored images.
-        templates: The first part of the names of the templates.
-        texts: The title and explanation of each figure, in the order of the page.
-        no_limit: The explanations of figures whose limit does not exist.
-        columns: The metrics that are shown, with their titles.
-        digits: The format of a metric.
-        recorded: The metrics that are shown without images, with their names in the manifest.
-        glossary: The words that the page explains.
-        test_images: The test images in example commands.
-    """
-
-    set_type: ClassVar[type[ScoredSet]]
-    templates: ClassVar[str]
-    texts: ClassVar[Texts]
-    no_limit: ClassVar[Mapping[str, str]]
-    columns: ClassVar[Mapping[str, str]]
-    digits: ClassVar[str] = ".4g"
-    recorded: ClassVar[Mapping[str, str]] = {}
-    glossary: ClassVar[Mapping[str, str]]
-    test_images: ClassVar[str] = "images/test"
+    set_type: ClassVar[type[ScoredSet]]  # the sets of scored images
+    templates: ClassVar[str]  # the first part of the names of the templates
+    texts: ClassVar[Texts]  # the title and explanation of each figure, in the order of the page
+    no_limit: ClassVar[Mapping[str, str]]  # the explanations of figures whose limit does not exist
+    columns: ClassVar[Mapping[str, str]]  # the metrics that are shown, with their titles
+    digits: ClassVar[str] = ".4g"  # the format of a metric
+    recorded: ClassVar[Mapping[str, str]] = {}  # metrics shown without images, by their names in the manifest
+    glossary: ClassVar[Mapping[str, str]]  # the words that the page explains
+    test_images: ClassVar[str] = "images/test"  # the test images in example commands
 
     @abstractmethod
     def scored_set(self, name: str, role: Role, data: ImageDataset, scored: AnyScored) -> ScoredSet:

@@ -162,11 +162,7 @@ class Facts:
 
 
 def facts_of(bundle: Bundle, content: Content) -> Facts:
-    """Return the facts about a bundle.
-
-    Raises:
-        BundleError: If the bundle is damaged, or the content belongs to another bundle.
-    """
+    """Return the facts about a bundle."""
     calibration = bundle.manifest.task.calibration_type.from_tensors(bundle.parts["calibration"])
     return facts_about(bundle.path, bundle.manifest, calibration, content)
 

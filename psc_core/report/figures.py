@@ -21,8 +21,7 @@ from psc_core.collapse import CollapseReport
 from psc_core.report.content import Role, ScoredSet
 from psc_core.report.facts import Facts
 
-Figures = dict[str, Figure | None]
-"""Figures by name; None if there is nothing to draw."""
+Figures = dict[str, Figure | None]  # figures by name; None if there is nothing to draw
 
 KNOWN: Final = "#2b6cb0"
 UNKNOWN: Final = "#c05621"

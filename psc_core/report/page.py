@@ -19,11 +19,8 @@ from psc_core.report.facts import Facts
 
 CARD: Final = "README.md"
 
-_WIDE: Final = 5.0
-"""The width, in inches, from which a figure takes a whole line of the page."""
-
-_HERE: Final = Path()
-"""The path of the bundle in commands, which are the same wherever the bundle lies."""
+_WIDE: Final = 5.0  # the width, in inches, from which a figure takes a whole line of the page
+_HERE: Final = Path()  # the path of the bundle in commands, which are the same wherever the bundle lies
 
 _CONTROLS: Final = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029], " ")
 
@@ -48,11 +45,7 @@ TEMPLATES: Final = Environment(
 
 
 def write(facts: Facts, folder: Path) -> Path:
-    """Write :data:`PAGE` and :data:`FIGURES` into ``folder``, replacing another report, and return the page's path.
-
-    Raises:
-        OSError: If ``folder`` cannot be written to.
-    """
+    """Write :data:`PAGE` and :data:`FIGURES` into ``folder``, replacing another report, and return the page's path."""
     drawn = figures.draw(facts)
     pngs = {name: figures.png(figure) for name, figure in drawn.items()}
     (folder / FIGURES).mkdir(exist_ok=True)

@@ -1,6 +1,4 @@
-"""The data that a regression's report keeps of a set of images; it shows none of the images.
-
-Draw the figures that only a regression's report has; see :mod:`psc_core.report.figures` for the others.
+"""What a regression's report keeps of a set of images, none of which it shows, and the figures that only it has.
 
 y is the true number of an image; μ and σ are the predicted number and its deviation, all in the target's unit.
 """
@@ -37,12 +35,10 @@ class RegressionSet(ScoredSet):
     values: Float[Tensor, " m"]  # the true numbers; empty for images without them
 
 
-LOSS: Final = 0.05
-"""The relative rise of the RMSE, compared to the plain network's, above which a warning is given."""
+LOSS: Final = 0.05  # the relative rise of the RMSE, compared to the plain network's, above which a warning is given
 
 
-COVERAGES: Final = 19
-"""The number of nominal coverages, evenly spaced between 0 and 1, at which intervals are checked."""
+COVERAGES: Final = 19  # the number of nominal coverages, evenly spaced between 0 and 1, at which intervals are checked
 
 
 def predictions(images: RegressionSet, target: Target) -> Figure:

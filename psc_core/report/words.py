@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-Texts = Mapping[str, tuple[str, str]]
-"""The title and explanation of each figure, in the order of the page."""
-
-PREDICTORS: Final = {"base": "the network itself", "psc": "with PSC"}
-"""The names of predictors; others, from ``psc-eval``, keep theirs."""
+Texts = Mapping[str, tuple[str, str]]  # the title and explanation of each figure, in the order of the page
+PREDICTORS: Final = {"base": "the network itself", "psc": "with PSC"}  # others keep their names
 
 TEXTS: Final[Texts] = {
     "sizes": ("Size of the projection", "Squares mark the chosen number of components: the fewest that keep both."),

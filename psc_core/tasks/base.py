@@ -95,13 +95,9 @@ AnyDecisions = TypeVar("AnyDecisions", bound="BaseDecisions")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BaseDecisions:
-    """The decisions on n images; every field is an array with a row for each image.
+    """The decisions on n images; every field is an array with a row for each image."""
 
-    Attributes:
-        decision_names: The ``DECISIONS`` of the task's answer.
-    """
-
-    decision_names: ClassVar[tuple[str, ...]]
+    decision_names: ClassVar[tuple[str, ...]]  # the ``DECISIONS`` of the task's answer
 
     is_ood: npt.NDArray[np.bool_]  # (n,) p-value ≤ alpha
     decision: npt.NDArray[np.int8]  # (n,) positions in :attr:`decision_names`
@@ -127,11 +123,6 @@ class BaseDecisions:
 
         The fields are in the order of the service's JSON.  A task adds its own to these, which all have; ``gates`` is
         left out for a model without gates.
-
-        Args:
-            outputs: The outputs that were decided on.
-            classes: The classes of the model.
-            options: The parameters of a request that belong to the task and are no thresholds.
         """
         columns: dict[str, Any] = dict(zip(outputs.scores, outputs.packed.T, strict=False))
         if outputs.gates:
@@ -177,9 +168,6 @@ class BaseCalibration:
         """Return the OOD score (nats) above which an image's p-value is at most α.
 
         ``p ≤ α ⇔ OOD score > threshold``, exactly, even where the rounding of p matters.
-
-        Raises:
-            UsageError: If ``alpha`` is not in (0, 1) or below ``1 / (n + 1)``.
         """
         return ood_score_threshold(self.ood_scores, alpha)
 
@@ -195,20 +183,12 @@ class BaseCalibration:
         return policy.model_copy(update=dict(changes))
 
     def thresholds(self, policy: BasePolicy) -> BaseThresholds:
-        """Return the thresholds that a policy of the task implies on these images.
-
-        Raises:
-            UsageError: If n is too small for its alpha or its coverage.
-        """
+        """Return the thresholds that a policy of the task implies on these images."""
         p_value = decision_p_value(policy.alpha, len(self))
         return self.thresholds_type(policy, p_value, self.quantile(policy.coverage))
 
     def quantile(self, coverage: float) -> float:
-        """Return the conformal quantile that bounds prediction sets or intervals of this nominal coverage.
-
-        Raises:
-            UsageError: If ``coverage`` is not in (0, 1), or n is too small for it.
-        """
+        """Return the conformal quantile that bounds prediction sets or intervals of this nominal coverage."""
         raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
@@ -217,20 +197,12 @@ class BaseCalibration:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> BaseCalibration:
-        """Return the calibration whose :meth:`tensors` these are.
-
-        Raises:
-            BundleError: If a tensor is missing, has another type or length, or its scores do not ascend or are not
-                finite.
-        """
+        """Return the calibration whose :meth:`tensors` these are."""
         raise NotImplementedError
 
 
-SHOWN: Final = 10
-"""Maximum number of images that the text of predictions shows."""
-
-Positions = int | np.integer[Any] | slice | Sequence[int] | npt.NDArray[Any] | Tensor
-"""One image of several, or some of them: a slice, their positions, or a mask."""
+SHOWN: Final = 10  # maximum number of images that the text of predictions shows
+Positions = int | np.integer[Any] | slice | Sequence[int] | npt.NDArray[Any] | Tensor  # an image, or some
 
 AnyPrediction = TypeVar("AnyPrediction", bound="BasePrediction")
 
@@ -361,13 +333,9 @@ def _plain(cell: Any) -> Any:
 
 
 Agreement = tuple[str, object, object]  # a field of the manifest by its place in the JSON, what it should be, and is
-
 Datatype = Literal["FP32", "INT64", "UINT8", "BOOL", "BYTES"]  # of a tensor of the Open Inference Protocol
-
 GATES_OUTPUT: Final = "gates"  # the tensor of the gates' p-values, in the order of a model's gates
-
 UNUSUAL_COMPONENTS: Final = 5  # how many components an explanation names
-
 FIRST_LOOK_IMAGES: Final = 1000  # of each set, that :meth:`Task.first_look` is given at most
 
 WRONG_NETWORK: Final = "its weights or the preprocessing are wrong"
@@ -394,48 +362,28 @@ class Task(BaseModel, ABC):
     A task is a value.  Its fields are what a manifest keeps of it, as the target of a regression; everything else is
     the same for all models of the task.  To add one, write a subclass, list it in :data:`psc_core.tasks.TASKS`, and
     declare its answer, policy and query as in :mod:`psc_core.answers`.
-
-    Attributes:
-        name: The name of the task, as ``--task`` takes it.
-        noun: The word for a model of the task in messages: ``"classifier"``.
-        response_type: The answer to a request.
-        answer_type: The prediction for one image in it.
-        policy_type: The thresholds that a user sets.
-        query_type: The query parameters of a request.
-        calibration_type: The statistics of calibration images, by which a policy becomes thresholds.
-        prediction_type: The result of ``predict`` in Python.
-        heads: The heads by kind; the first is the default.
-        output_heads: Those that read the network's own output in place of the features, for base predictions.
-        abstentions: The code of the decision for each reason to abstain.
-        limits: The score that each threshold of the policy is compared with.
-        tensors: The data types of the output tensors of the Open Inference Protocol by name, in order.
-        has_numbers: Whether a training image has a number, besides the class or bin that it belongs to.
-        layer_quality: The quality that is measured after every layer besides NC1.
-        own_settings: Settings that not every task reads, but this one.
-        compares_network_output: Whether a fit compares the network's output with the head's, unless settings decide.
-        why_not_extended: Why no more images can extend a density of a fitted model; empty where they can.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    name: ClassVar[str]
-    noun: ClassVar[str]
-    response_type: ClassVar[type[Response]]
-    answer_type: ClassVar[type[BaseAnswer]]
-    policy_type: ClassVar[type[BasePolicy]]
-    query_type: ClassVar[type[PredictQuery]] = PredictQuery
-    calibration_type: ClassVar[type[BaseCalibration]]
-    prediction_type: ClassVar[type[BasePrediction]]
-    heads: ClassVar[Mapping[str, type[Head]]]
-    output_heads: ClassVar[Mapping[str, type[Head]]] = {}
-    abstentions: ClassVar[Mapping[str, int]]
-    limits: ClassVar[Mapping[str, str]] = {"alpha": "ood_p_value"}
-    tensors: ClassVar[Mapping[str, Datatype]]
-    has_numbers: ClassVar[bool] = False
-    layer_quality: ClassVar[type[LayerQuality]] = NearestMean
-    own_settings: ClassVar[tuple[str, ...]] = ()
-    compares_network_output: ClassVar[bool] = False
-    why_not_extended: ClassVar[str] = ""
+    name: ClassVar[str]  # the name of the task, as ``--task`` takes it
+    noun: ClassVar[str]  # the word for a model of the task in messages: ``"classifier"``
+    response_type: ClassVar[type[Response]]  # the answer to a request
+    answer_type: ClassVar[type[BaseAnswer]]  # the prediction for one image in it
+    policy_type: ClassVar[type[BasePolicy]]  # the thresholds that a user sets
+    query_type: ClassVar[type[PredictQuery]] = PredictQuery  # the query parameters of a request
+    calibration_type: ClassVar[type[BaseCalibration]]  # by which a policy becomes thresholds
+    prediction_type: ClassVar[type[BasePrediction]]  # the result of ``predict`` in Python
+    heads: ClassVar[Mapping[str, type[Head]]]  # the heads by kind; the first is the default
+    output_heads: ClassVar[Mapping[str, type[Head]]] = {}  # those of base predictions
+    abstentions: ClassVar[Mapping[str, int]]  # the code of the decision for each reason to abstain
+    limits: ClassVar[Mapping[str, str]] = {"alpha": "ood_p_value"}  # the score for each threshold of the policy
+    tensors: ClassVar[Mapping[str, Datatype]]  # of the v2 protocol, by name, in order
+    has_numbers: ClassVar[bool] = False  # whether an image has a number besides its class or bin
+    layer_quality: ClassVar[type[LayerQuality]] = NearestMean  # measured besides NC1
+    own_settings: ClassVar[tuple[str, ...]] = ()  # settings that not every task reads, but this one
+    compares_network_output: ClassVar[bool] = False  # with the head's, unless settings decide
+    why_not_extended: ClassVar[str] = ""  # by more images; empty where a density can be
 
     # The images of a fit.
 
@@ -451,11 +399,7 @@ class Task(BaseModel, ABC):
 
     @classmethod
     def labelled(cls, train: ImageDataset, val: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
-        """Return both, labelled with the classes that collapse, projection, density and gates work on.
-
-        Raises:
-            DataError: If they cannot be labelled so, or the two do not belong together.
-        """
+        """Return both, labelled with the classes that collapse, projection, density and gates work on."""
         return train, val.in_order(train.classes)
 
     @classmethod
@@ -472,16 +416,7 @@ class Task(BaseModel, ABC):
         check_same(data, classes, "model's")
 
     def parse_label(self, text: str, classes: Sequence[str], marks: str = ".") -> str:
-        """Return what a person says of an image as a log keeps it: one of the classes, unless a task says otherwise.
-
-        Args:
-            text: What the person says.
-            classes: The model's classes.
-            marks: How a number is written, see :func:`psc_core.tables.parse_number`.
-
-        Raises:
-            DataError: If the model could not have predicted it.
-        """
+        """Return what a person says of an image as a log keeps it: one of the classes, unless a task says otherwise."""
         label = composed(text)
         if label not in classes:
             known, near = listed(classes, 10), get_close_matches(label.casefold(), map(str.casefold, classes), 1)
@@ -491,11 +426,7 @@ class Task(BaseModel, ABC):
         return label
 
     def relabelled(self, data: ImageDataset, labels: Sequence[str]) -> ImageDataset:
-        """Return images that are labelled as people said, by labels of :meth:`parse_label`.
-
-        Raises:
-            DataError: If the model cannot predict one of them.
-        """
+        """Return images that are labelled as people said, by labels of :meth:`parse_label`."""
         position, labels = {label: index for index, label in enumerate(data.classes)}, [*map(composed, labels)]
         if odd := sorted({*labels} - {*position}):
             raise DataError(
@@ -518,12 +449,7 @@ class Task(BaseModel, ABC):
 
     @classmethod
     def check(cls, settings: FitSettings, images: int) -> None:
-        """Raise :class:`UsageError` for a setting that this task does not read, or that so few images cannot keep.
-
-        Args:
-            settings: The settings.
-            images: The number of images that calibrate.
-        """
+        """Raise :class:`UsageError` for a setting that this task does not read, or that so few images cannot keep."""
         for name, owner in OWNERS.items():
             if not cls.reads(name) and getattr(settings, name) != getattr(DEFAULTS, name):
                 raise UsageError(f"a {cls.noun} does not read {name}, which is for {owner}; leave it out")
@@ -555,27 +481,14 @@ class Task(BaseModel, ABC):
     def calibrate(
         cls,
         scored: Scored,
-        ood_score: Float[Tensor, " n"],
+        ood_score: Float[Tensor, " n"],  # OOD scores of the images, nats
         images: ImageDataset,
         settings: FitSettings,
-        weights: Float[Tensor, " n"] | None = None,
+        weights: Float[Tensor, " n"] | None = None,  # how many images each one stands for; None where all are equal
         *,
-        or_higher: bool = False,
+        or_higher: bool = False,  # whether a higher risk may replace one that cannot be shown
     ) -> Calibrated:
-        """Return the calibration on n images of the calibration split, as the served pipeline scored them.
-
-        Args:
-            scored: Scores of the images.
-            ood_score: OOD scores of the images, nats.
-            images: Labelled images.
-            settings: The rates.
-            weights: How many images each one stands for; None where all are equal.
-            or_higher: Whether a higher risk may take the place of the one in the settings that cannot be shown.
-
-        Raises:
-            UsageError: If the images cannot show the risk in the settings.
-            FitError: If scores are not finite.
-        """
+        """Return the calibration on n images of the calibration split, as the served pipeline scored them."""
 
     # The manifest, and the properties of a model.
 
@@ -656,14 +569,7 @@ class Task(BaseModel, ABC):
     def explanations(
         self, explanation: Mapping[str, npt.NDArray[Any]], classes: Sequence[str], layers: Sequence[str]
     ) -> list[dict[str, Any]]:
-        """Return one explanation for each image, from the arrays of ``Pipeline.explain``.
-
-        Args:
-            explanation: The arrays by name, whose first axis is the images.
-            classes: The classes of the model.
-            layers: The layers that the head tells apart: z, named by the candidate layer(s), and the other layers that
-                it reads.
-        """
+        """Return an explanation for each image, from ``Pipeline.explain``; the head tells ``layers`` apart."""
 
     def tensor_shape(self, name: str, classes: Sequence[str], gates: Sequence[str]) -> list[int]:
         """Return the shape of one of the :attr:`tensors` without its first axis, the images."""

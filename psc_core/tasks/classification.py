@@ -190,11 +190,7 @@ class Calibration(BaseCalibration):
         return bound if bound < 1 else None
 
     def quantile(self, coverage: float) -> float:
-        """Return the smallest probability with which a class is in a prediction set (:mod:`.decide`).
-
-        Raises:
-            UsageError: If ``coverage`` is not in (0, 1), or n is too small for it.
-        """
+        """Return the smallest probability with which a class is in a prediction set."""
         check_rates(len(self), coverage=coverage)
         return self.label_probabilities[len(self) - conformal_rank(coverage, len(self))].item()
 
@@ -211,12 +207,7 @@ class Calibration(BaseCalibration):
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Calibration:
-        """Return the calibration whose :meth:`tensors` these are.
-
-        Raises:
-            BundleError: If a tensor is missing, has another type or length, or its scores do not ascend or are not
-                finite.
-        """
+        """Return the calibration whose :meth:`tensors` these are."""
         check_names(tensors, {"scores", "entropies", "error_bounds", "label_probabilities", "labels", "num_classes"})
         scores = [tensors[name] for name in ("scores", "entropies", "label_probabilities")]
         labels, classes = tensors["labels"], tensors["num_classes"]
@@ -294,32 +285,20 @@ class ClassificationPrediction(BasePrediction):
         return tuple(self._columns()["prediction_set"])
 
 
-CONFIDENCE: Final = 0.95
-"""Probability over calibration sets with which the error rate of accepted images is kept."""
-
-LARGEST_QUANTILE: Final = 0.95
-"""Largest threshold, a quantile of the entropies: even a perfect classifier abstains on its most uncertain images."""
+CONFIDENCE: Final = 0.95  # Probability over calibration sets with which the error rate of accepted images is kept
+LARGEST_QUANTILE: Final = 0.95  # even a perfect classifier abstains on its most uncertain images
 
 
 def fit_calibration(
-    ood_score: Float[Tensor, " n"],
-    entropy: Float[Tensor, " n"],
+    ood_score: Float[Tensor, " n"],  # nats, higher is more out-of-distribution
+    entropy: Float[Tensor, " n"],  # predictive entropies, nats
     probabilities: Float[Tensor, "n classes"],
     labels: Int[Tensor, " n"],
-    weights: Float[Tensor, " n"] | None = None,
+    weights: Float[Tensor, " n"] | None = None,  # how many images each stands for
 ) -> Calibration:
     """Collect the scores of calibration images, as the served pipeline computes them.
 
-    Args:
-        ood_score: Nats, higher is more out-of-distribution.
-        entropy: Predictive entropies, nats.
-        probabilities: Class probabilities of each image.
-        labels: One true label for each image.  An image with several labels counts once, with any of them: repeated
-            images would make n too large, and the guarantees void.
-        weights: How many images each stands for, see :mod:`psc_core.conformal`; None where all are equal.
-
-    Raises:
-        FitError: If scores are not finite.
+    An image with several labels counts once: repeated ones would make n too large, and the guarantees void.
     """
     given = probabilities.gather(1, labels[:, None])[:, 0].float()
     check_finite({"OOD scores": ood_score, "entropies": entropy, "probabilities": given})
@@ -377,12 +356,6 @@ class Errors(NamedTuple):
         With ``confidence`` over calibration sets this holds.  The entropies are tested as thresholds in ascending
         order, each by its bound, until one fails (fixed-sequence testing: Bauer 1991; Angelopoulos et al. 2021): every
         test has its level, and a threshold that is too large passes only if the first one that is does.
-
-        Returns:
-            ``None`` if no threshold passes: too many errors, or too few images.
-
-        Raises:
-            UsageError: If ``risk`` is outside (0, 1).
         """
         check_fraction(risk, "risk")
         count = int(self.accepted[-1]) if len(self.accepted) else 0
@@ -422,8 +395,7 @@ def fewest_to_show(risk: float) -> int:
     return next(n for n in count_from(fewest(risk)) if tolerant_ceil((n + 1) * LARGEST_QUANTILE) >= fewest(risk))
 
 
-ACCURACY_GAP: Final = 0.1
-"""Loss of accuracy from training to validation images up to which no warning is given."""
+ACCURACY_GAP: Final = 0.1  # Loss of accuracy from training to validation images up to which no warning is given
 
 
 class Classification(Task):
@@ -588,11 +560,7 @@ class Classification(Task):
 
 
 def fit_head(job: HeadJob) -> ClassifierHead:
-    """Fit a head to training features; every free number is chosen by the NLL of the selection split.
-
-    Raises:
-        FitError: If features are not finite or all equal, or a class has no training images.
-    """
+    """Fit a head to training features; every free number is chosen by the NLL of the selection split."""
     num_classes, shown = len(job.classes), job.train.images
     train, selection = job.train.head_input.to(job.device), job.selection.head_input[:].to(job.device)
     train_labels, selection_labels = (part.labels.to(job.device) for part in (job.train, job.selection))
@@ -613,16 +581,7 @@ def fit_head(job: HeadJob) -> ClassifierHead:
 
 
 def _shown(errors: Errors, asked: float | None, *, or_higher: bool) -> tuple[float | None, float]:
-    """Return the risk that is promised and its entropy threshold; None and :data:`.ACCEPTS_NOTHING` if none is shown.
-
-    Args:
-        errors: Those of the calibration images.
-        asked: The risk that was asked for; None: the lowest of :data:`.RISKS`.
-        or_higher: Whether a higher one of :data:`.RISKS` will do.
-
-    Raises:
-        UsageError: If the risk that was asked for cannot be shown, and no other will do.
-    """
+    """Return the risk that is promised and its threshold; None and :data:`.ACCEPTS_NOTHING` if none is shown."""
     risks = RISKS if asked is None else (asked, *(risk for risk in RISKS if risk > asked and or_higher))
     found = errors.lowest(risks)
     if found is None and asked is not None and not or_higher:

@@ -128,11 +128,7 @@ class Calibration(BaseCalibration):
     residuals: Float[Tensor, " n"]  # |y − μ| / σ, ascending
 
     def quantile(self, coverage: float) -> float:
-        """Return q, half the width of an interval in standard deviations.
-
-        Raises:
-            UsageError: If ``coverage`` is not in (0, 1), or n is too small for it.
-        """
+        """Return q, half the width of an interval in standard deviations."""
         check_rates(len(self), coverage=coverage)
         return float(self.residuals[conformal_rank(coverage, len(self)) - 1])
 
@@ -142,11 +138,7 @@ class Calibration(BaseCalibration):
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Calibration:
-        """Return the calibration whose :meth:`tensors` these are.
-
-        Raises:
-            BundleError: If a tensor is missing, has another type or length, or is not ascending, finite and in range.
-        """
+        """Return the calibration whose :meth:`tensors` these are."""
         check_names(tensors, {"ood_scores", "residuals"})
         scores = [tensors["ood_scores"], tensors["residuals"]]
         check_ascending(scores)
@@ -197,19 +189,12 @@ class RegressionPrediction(BasePrediction):
         return torch.stack([self.lower, self.upper], dim=1)
 
 
-BINS: Final = 10
-"""Maximum number of bins."""
-
-IMAGES_PER_BIN: Final = 20
-"""Training images that a bin should have; fewer images make fewer bins."""
+BINS: Final = 10  # maximum number of bins
+IMAGES_PER_BIN: Final = 20  # Training images that a bin should have; fewer images make fewer bins
 
 
 def quantile_edges(values: Float[Tensor, " n"]) -> Float[Tensor, " edges"]:
-    """Return the numbers that separate the bins, ascending: quantiles of ``values`` without repetition.
-
-    Raises:
-        DataError: If all values are equal.
-    """
+    """Return the numbers that separate the bins, ascending: quantiles of ``values`` without repetition."""
     bins = min(BINS, max(2, len(values) // IMAGES_PER_BIN))
     ascending = values.double().sort().values
     if ascending[0] == ascending[-1]:
@@ -235,34 +220,19 @@ def _bin_name(low: str, high: str) -> str:
 
 
 def binned(train: ImageDataset, val: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
-    """Return both, labelled with bins of the training images' numbers.
-
-    Raises:
-        DataError: If all numbers are equal.
-    """
+    """Return both, labelled with bins of the training images' numbers."""
     edges = quantile_edges(known_values(train.values))
     return in_bins(train, edges), in_bins(val, edges)
 
 
 def fit_calibration(
-    ood_score: Float[Tensor, " n"],
-    mean: Float[Tensor, " n"],
-    deviation: Float[Tensor, " n"],
-    values: Float[Tensor, " n"],
-    weights: Float[Tensor, " n"] | None = None,
+    ood_score: Float[Tensor, " n"],  # nats, higher is more out-of-distribution
+    mean: Float[Tensor, " n"],  # μ, in the target's unit
+    deviation: Float[Tensor, " n"],  # σ, in the target's unit
+    values: Float[Tensor, " n"],  # y, in the target's unit
+    weights: Float[Tensor, " n"] | None = None,  # how many images each stands for
 ) -> Calibration:
-    """Collect the scores of calibration images, as the served pipeline computes them.
-
-    Args:
-        ood_score: Nats, higher is more out-of-distribution.
-        mean: μ, in the target's unit.
-        deviation: σ, in the target's unit.
-        values: y, in the target's unit.
-        weights: How many images each stands for, see :mod:`psc_core.conformal`; None where all are equal.
-
-    Raises:
-        FitError: If scores are not finite.
-    """
+    """Collect the scores of calibration images, as the served pipeline computes them."""
     residuals = ((values.double() - mean.double()).abs() / deviation.double()).float()
     check_finite({"OOD scores": ood_score, "residuals": residuals})
     scores = (ood_score.float(), residuals)
@@ -460,9 +430,6 @@ def fit_head(job: HeadJob) -> RegressionHead:
     """Fit a head to the features and numbers of training images.
 
     The network's own predictions, where the selection split has them, are served in place of the head's.
-
-    Raises:
-        FitError: If features are not finite or all equal, or numbers are all equal.
     """
     train, selection = job.train.head_input.to(job.device), job.selection.head_input[:].to(job.device)
     for z in (train, selection):
