@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import partial
+from html import escape
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
@@ -209,7 +210,7 @@ AnyPrediction = TypeVar("AnyPrediction", bound="BasePrediction")
 
 @dataclass(frozen=True, repr=False, eq=False)
 class BasePrediction:
-    """Predictions for n images; every score of the task's answer is an attribute, ``float32 (n,)``.
+    """Predictions for n images, on the CPU.
 
     Example:
         >>> from psc_core import PSC
@@ -249,15 +250,20 @@ class BasePrediction:
         outputs = replace(self.outputs, packed=self.outputs.packed[rows])
         return replace(self, outputs=outputs, decisions=decisions, maps=maps)
 
-    def __getattr__(self, name: str) -> Tensor:
-        outputs = self.__dict__.get("outputs")  # Absent while it is unpickled.
-        if outputs is None or name not in outputs.scores:
-            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
-        column: Tensor = outputs[name]
-        return column
+    @property
+    def log_density(self) -> Tensor:
+        """``float32 (n,)`` log density of the features, nats."""
+        return self.outputs["log_density"]
 
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self.outputs.scores]
+    @property
+    def ood_score(self) -> Tensor:
+        """``float32 (n,)`` what the decision rests on, nats; higher is more unusual."""
+        return self.outputs["ood_score"]
+
+    @property
+    def ood_p_value(self) -> Tensor:
+        """``float32 (n,)`` fraction of calibration images that are at least as unusual."""
+        return self.outputs["ood_p_value"]
 
     @property
     def gates(self) -> dict[str, Tensor]:
@@ -307,15 +313,30 @@ class BasePrediction:
 
     def __repr__(self) -> str:
         """Return a line for all images and a table of the first ones."""
+        table = self._table()
+        lines = aligned(table, left=()) if table else []
+        return "\n".join([self._title(), *lines, *self._rest()])
+
+    def _repr_html_(self) -> str:
+        """Return the same for a notebook."""
+        head, *rows = self._table() or [[]]
+        cells = ["".join(f"<th>{escape(cell)}</th>" for cell in head)]
+        cells += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+        table = "".join(f"<tr>{row}</tr>" for row in cells)
+        return f"<p>{escape(self._title())}</p><table>{table}</table><p>{escape(''.join(self._rest()))}</p>"
+
+    def _title(self) -> str:
         counts = Counter(self.decision)
         counted = ", ".join(f"{counts[name]} {name}" for name in self.decisions.decision_names if counts[name])
-        title = f"{type(self).__name__} for {len(self)} image{'s' * (len(self) != 1)}{': ' * bool(counted)}{counted}"
+        return f"{type(self).__name__} for {len(self)} image{'s' * (len(self) != 1)}{': ' * bool(counted)}{counted}"
+
+    def _table(self) -> list[list[str]]:
+        """Return the titles of the columns and a row for each of the first images; empty without images."""
         rows = [self.answer.model_validate(row).cells() for row in self[:SHOWN].to_dict()]
-        if not rows:
-            return title
-        table = [["", *rows[0]], *([str(index), *row.values()] for index, row in enumerate(rows))]
-        more = [f"… {len(self) - SHOWN} more"] if len(self) > SHOWN else []
-        return "\n".join([title, *aligned(table, left=()), *more])
+        return [["", *rows[0]], *([str(index), *row.values()] for index, row in enumerate(rows))] if rows else []
+
+    def _rest(self) -> list[str]:
+        return [f"… {len(self) - SHOWN} more"] if len(self) > SHOWN else []
 
 
 def _listed(column: Any) -> list[Any]:

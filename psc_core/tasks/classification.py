@@ -241,8 +241,6 @@ class Calibration(BaseCalibration):
 class ClassificationPrediction(BasePrediction):
     """Predictions of a classifier for n images, on the CPU.
 
-    Every score of :class:`.answer.ClassificationAnswer` is an attribute, ``float32 (n,)``, as ``log_density``.
-
     Example:
         >>> from psc_core import PSC
         >>> bundle = "artifacts/dirty-mnist-resnet18"
@@ -258,6 +256,16 @@ class ClassificationPrediction(BasePrediction):
     answer = ClassificationAnswer
 
     decisions: Decisions
+
+    @property
+    def predictive_entropy(self) -> Tensor:
+        """``float32 (n,)`` nats; high where the image is ambiguous."""
+        return self.outputs["predictive_entropy"]
+
+    @property
+    def epistemic(self) -> Tensor:
+        """``float32 (n,)`` in the model's ``epistemic_unit``; 0 for base predictions."""
+        return self.outputs["epistemic"]
 
     @property
     def class_index(self) -> Tensor:

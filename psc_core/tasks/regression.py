@@ -151,8 +151,6 @@ class Calibration(BaseCalibration):
 class RegressionPrediction(BasePrediction):
     """Predictions of a regression for n images, on the CPU.
 
-    Every score of :class:`.answer.RegressionAnswer` is an attribute, ``float32 (n,)``, as ``mean``.
-
     Example:
         >>> from psc_core.tasks.base import Outputs
         >>> from psc_core.answers import SCORES
@@ -172,6 +170,21 @@ class RegressionPrediction(BasePrediction):
 
     decisions: Decisions
     target: Target
+
+    @property
+    def mean(self) -> Tensor:
+        """``float32 (n,)`` the predicted numbers, in the target's unit."""
+        return self.outputs["mean"]
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """``float32 (n,)`` standard deviation of the noise, in the target's unit."""
+        return self.outputs["aleatoric"]
+
+    @property
+    def epistemic(self) -> Tensor:
+        """``float32 (n,)`` standard deviation that more training data would remove, in the target's unit."""
+        return self.outputs["epistemic"]
 
     @property
     def lower(self) -> Tensor:

@@ -118,3 +118,15 @@ def test_parts_by_a_mask_and_one_by_one(prediction: BasePrediction) -> None:
     assert [len(each) for each in prediction] == [1] * 30  # type: ignore[attr-defined]
     with pytest.raises(IndexError):
         prediction[30]
+
+
+def test_every_score_is_an_attribute(model: FittedModel, prediction: BasePrediction) -> None:
+    for name in model.score_names:
+        assert torch.equal(getattr(prediction, name), prediction.outputs[name])
+    assert not hasattr(prediction, "entropi") and {*model.score_names} <= {*dir(prediction)}
+
+
+def test_a_notebook_shows_the_same_table(prediction: BasePrediction) -> None:
+    page = prediction._repr_html_()
+    assert page.count("<tr>") == SHOWN + 1 and all(word in page for word in repr(prediction).split() if "<" not in word)
+    assert "<table></table>" not in page and prediction[:0]._repr_html_()
