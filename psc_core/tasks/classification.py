@@ -207,7 +207,6 @@ class Calibration(BaseCalibration):
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Calibration:
-        """Return the calibration whose :meth:`tensors` these are."""
         check_names(tensors, {"scores", "entropies", "error_bounds", "label_probabilities", "labels", "num_classes"})
         scores = [tensors[name] for name in ("scores", "entropies", "label_probabilities")]
         labels, classes = tensors["labels"], tensors["num_classes"]
@@ -241,7 +240,7 @@ class Calibration(BaseCalibration):
 class ClassificationPrediction(BasePrediction):
     """Predictions of a classifier for n images, on the CPU.
 
-    Every score of :class:`.answer.ClassificationAnswer` is an attribute, ``float32 (n,)``, as ``log_density``.
+    Every score of :class:`.ClassificationAnswer` is an attribute, ``float32 (n,)``, as ``log_density``.
 
     Example:
         >>> from psc_core import PSC
@@ -285,7 +284,7 @@ class ClassificationPrediction(BasePrediction):
         return tuple(self._columns()["prediction_set"])
 
 
-CONFIDENCE: Final = 0.95  # Probability over calibration sets with which the error rate of accepted images is kept
+CONFIDENCE: Final = 0.95  # probability over calibration sets with which the error rate of accepted images is kept
 LARGEST_QUANTILE: Final = 0.95  # even a perfect classifier abstains on its most uncertain images
 
 
@@ -395,7 +394,7 @@ def fewest_to_show(risk: float) -> int:
     return next(n for n in count_from(fewest(risk)) if tolerant_ceil((n + 1) * LARGEST_QUANTILE) >= fewest(risk))
 
 
-ACCURACY_GAP: Final = 0.1  # Loss of accuracy from training to validation images up to which no warning is given
+ACCURACY_GAP: Final = 0.1  # loss of accuracy from training to validation images up to which no warning is given
 
 
 class Classification(Task):
