@@ -358,7 +358,9 @@ class LogWriter:
     def _turn(self, flush: bool) -> None:
         for waiting in _taken(self._waiting):
             self._add_rows(waiting)
-            self._flush_full()
+            for key, rows in list(self._open.items()):
+                if len(rows) >= _MAX_ROWS or rows.size > self._settings.log_buffer_bytes // 4:
+                    self._write_rows(key)
         now = time.monotonic()
         if flush or now >= self._flush_at:
             self._flush_at = now + self._settings.log_flush_seconds
@@ -381,11 +383,6 @@ class LogWriter:
                     self._count("images", source, "written" if is_stored else "dropped", 1)
         finally:
             self._given += waiting.size - kept
-
-    def _flush_full(self) -> None:
-        for key, rows in list(self._open.items()):
-            if len(rows) >= _MAX_ROWS or rows.size > self._settings.log_buffer_bytes // 4:
-                self._write_rows(key)
 
     def _write_rows(self, key: tuple[Source, str]) -> None:
         rows = self._open.get(key)

@@ -158,7 +158,7 @@ class ServedModel:
 
     name: str
     model: FittedModel  # the fitted model
-    backend: str  # the backend that runs the network, see :mod:`psc_core.model.backends`
+    backend: str  # what runs the network, see :func:`psc_core.pipeline.pipeline_on`
     engine: Engine  # the model's queue and device worker
     thresholds: BaseThresholds  # the thresholds of a request that sets none
     recorder: ModelRecorder  # records the predictions in metrics and drift

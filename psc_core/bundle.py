@@ -198,7 +198,6 @@ class Manifest(_Strict):
 
     @model_validator(mode="after")
     def _check_agreement(self) -> Manifest:
-        """Check that fields agree where one follows from another."""
         head, classes = self.head, len(self.classes)
         dim = self.projection.c_proj * self.projection.d_proj
         texture = None if self.gates is None else self.gates.texture
@@ -251,12 +250,9 @@ def manifest_of(body: Any) -> Manifest:
             )
         named = TASKS[name]
         raise BundleError(f"leave out the field task; a {named.noun} has the field {' and '.join(named.model_fields)}")
-    return _manifest_type(found).model_validate_json(json.dumps(body | _meant(body.get("preprocess"))))
-
-
-def _meant(preprocess: object) -> dict[str, Any]:
-    """Return the section ``preprocess`` with the resizer that it implies if it names none, which is Pillow."""
-    return {"preprocess": {"resizer": "pillow", **preprocess}} if isinstance(preprocess, dict) else {}
+    if isinstance(preprocess := body.get("preprocess"), dict):
+        body = body | {"preprocess": {"resizer": "pillow", **preprocess}}  # The resizer where none is named.
+    return _manifest_type(found).model_validate_json(json.dumps(body))
 
 
 @cache
@@ -484,7 +480,6 @@ def write_file(file: Path, data: bytes) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk."""
     with suppress(OSError):  # some network file systems, and Windows, cannot do it
         descriptor = os.open(folder, os.O_RDONLY)
         try:

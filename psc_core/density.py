@@ -101,7 +101,7 @@ class DensityExplanation(NamedTuple):
 
 
 class Density(Fitted):
-    """Base of the densities, with ``mean`` (D,), ``basis`` (D, P) and ``constants`` (K,) as in :mod:`.gaussian`."""
+    """Base of the densities, with ``mean`` (D,), ``basis`` (D, P) and ``constants`` (K,)."""
 
     # Float64 up to the difference from a class mean, which cancels where classes are tight.
     in_float64: ClassVar[frozenset[str]] = frozenset({"mean", "basis", "centres"})
@@ -456,7 +456,6 @@ def _merge(
 
 
 def _covariances(density: ClasswiseDensity) -> Float[Tensor, "K P P"]:
-    """Return Σ_k, from its inverse square root."""
     inverse: Tensor = torch.linalg.inv(density.whiteners.double())
     return inverse @ inverse.mT
 

@@ -36,10 +36,10 @@ from psc_core.tasks.base import FIRST_LOOK_IMAGES, FirstLook, Task
 class FitData:
     """The training images, and the validation images in two halves."""
 
-    train: ImageDataset  # the training images
-    val: ImageDataset  # all validation images
+    train: ImageDataset
+    val: ImageDataset  # of both halves
     task_type: type[Task]  # what a model of these images predicts
-    seed: int  # the seed that splits the validation images and draws training images
+    seed: int  # splits the validation images and draws training images
     left_out: tuple[int, int] = (0, 0)  # training and validation images that cannot be decoded
     is_split: bool = True  # False where the training images stand in for both halves
 

@@ -58,9 +58,8 @@ from psc_core.pipeline import Scorer, ScorerParts, average_positions
 from psc_core.projection import FittedProjection, Projection, ProjectionReport
 from psc_core.thumbnails import Thumbnails, kept_images, thumbnails_of
 
-Z: Final = ".z"
-# The names of z and of the network's output among those of layers, none of which begins with a dot.
-OUTPUT: Final = ".output"
+Z: Final = ".z"  # beside names of layers, none of which begins with a dot
+OUTPUT: Final = ".output"  # of the network, as trained
 
 
 class Layers(NamedTuple):
@@ -200,7 +199,7 @@ class Texture(NamedTuple):
 class ChosenGates(NamedTuple):
     """The gates of a model."""
 
-    names: tuple[str, ...]  # some of :data:`psc_core.gates.combined.GATES`
+    names: tuple[str, ...]  # some of :data:`psc_core.gates.GATES`
     texture: Texture | None  # None where no layer lies before the candidate
     choice: GateChoice  # the comparison that chose it
 

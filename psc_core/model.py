@@ -206,7 +206,7 @@ class FittedModel:
         if not self.preprocess.is_known:
             raise UsageError(f"a bundle has to say how files become inputs; {MAKE_KNOWN}")
         scorer, gates = self.pipeline.scorer, self.pipeline.gates
-        backbone = storable_backbone(self, graph=graph)
+        backbone, others = storable_backbone(self, graph=graph), self.head_layers[1:]
         files = {
             "projection": scorer.projection.state_dict(),
             "density": scorer.density.state_dict(),
@@ -234,7 +234,7 @@ class FittedModel:
             "backbone": backbone.spec(),
             "projection": scorer.projection.config(),
             "density": scorer.density.config(),
-            "head": {**scorer.head.config(), **self._other_layers()},
+            "head": {**scorer.head.config(), **({"layers": list(others)} if others else {})},
             "calibration": {"images": len(self.calibration)},
             **({} if gates is None else {"gates": self._gates_config(gates)}),
             **({} if self.pipeline.map is None else {"map": self.pipeline.map.config()}),
@@ -255,11 +255,6 @@ class FittedModel:
                 "counts_below": gates.texture_counts_below,
             }
         return config
-
-    def _other_layers(self) -> dict[str, list[str]]:
-        """Return the names of the layers that the head reads besides z, if there are some, as a manifest entry."""
-        others = self.head_layers[1:]
-        return {"layers": list(others)} if others else {}
 
     @classmethod
     @own_state()

@@ -94,15 +94,15 @@ def ood_score_of(
 class ScorerParts:
     """The parts of a :class:`Scorer`, all on one device, for which the backbone has been fused."""
 
-    preprocess: Preprocess  # the preprocessing, of which a scorer applies the device half
+    preprocess: Preprocess  # a scorer applies its device half
     # The truncated network as it runs, see :meth:`psc_core.network.cut.Backbone.fused`; for base predictions it also
     # returns the network's output.
     backbone: Backbone
-    projection: Projection  # the projection from features to z
+    projection: Projection  # from features to z
     density: Density  # log p of z, or of features averaged over positions
     head: Head  # g′ on z, or for base predictions a head on the network's own output
     texture: Density | None = None  # of the averaged features of the backbone's last layer
-    head_layers: tuple[str, ...] = ()  # the names of the backbone's layers that the head reads besides z
+    head_layers: tuple[str, ...] = ()  # that the head reads besides z
 
 
 class Scorer(nn.Module):

@@ -369,7 +369,9 @@ def recalibrate_from_audit(
     settings = settings_of(model, changes)
     lines, pipeline, calibrates, extension = [], model.pipeline, audit, None
     if more is not None or pipeline.scorer.head.has_temperature:
-        chooses, rest = _split(audit)
+        order = torch.arange(len(audit.of_class))  # That of the digests, which is random.
+        count = round(CHOOSES * len(order))
+        chooses, rest = audit.at(order[:count]), audit.at(order[count:])
         real = chooses.of_class.subset(thinned(chooses.weights).nonzero()[:, 0])
         if more is not None:
             _check_enough(real, audit)
@@ -398,12 +400,6 @@ def recalibrate_from_audit(
     return Recalibrated(found, tuple(lines), tuple(filter(None, ["" if extension is None else extension.warning()])))
 
 
-def _split(audit: Audit) -> tuple[Audit, Audit]:
-    """Return the images that choose, and those that calibrate; they are in the order of digests, which is random."""
-    count = round(CHOOSES * len(audit.of_class))
-    return audit.at(torch.arange(count)), audit.at(torch.arange(count, len(audit.of_class)))
-
-
 def _check_enough(real: ImageDataset, audit: Audit) -> None:
     if len(real) < FEWEST_TO_CHOOSE:
         raise UsageError(
@@ -414,7 +410,6 @@ def _check_enough(real: ImageDataset, audit: Audit) -> None:
 
 
 def _entry(audit: Audit, calibrates: Audit, extension: Extension | None) -> dict[str, Any]:
-    """Return what the provenance records of the images."""
     return {
         "days": list(audit.days),
         "labels": len(audit.of_class),

@@ -205,7 +205,6 @@ def _arrow(columns: Columns, types: Mapping[str, Any]) -> Any:
 
 
 def _arrow_type(annotation: Any) -> Any:
-    """Return the Arrow type for a field's annotation; every column may hold nulls."""
     import pyarrow as pa
 
     if get_origin(annotation) in (Union, UnionType):

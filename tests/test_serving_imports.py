@@ -54,7 +54,7 @@ def test_serving_loads_no_fitting_code(task: str, request: pytest.FixtureRequest
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     loaded = done.stdout.split()
-    assert f"psc_core.tasks.{task}.task" in loaded
+    assert f"psc_core.tasks.{task}" in loaded
     assert [name for name in loaded if f"{name}.".startswith(tuple(f"{part}." for part in OFFLINE))] == []
 
 

@@ -198,7 +198,6 @@ async def parse(parser: Executor, body: bytes, work: Callable[..., Parsed], *arg
 
 
 async def _read(request: Request, take: Callable[[bytes], Any], seconds: float) -> None:
-    """Pass every piece of the body to ``take``."""
     try:
         async with asyncio.timeout(seconds):
             async for piece in request.stream():

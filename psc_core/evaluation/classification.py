@@ -135,10 +135,13 @@ def acceptance(
     inside: Mapping[str, Float[Tensor, " n"]], outside: Mapping[str, Float[Tensor, " m"]], correct: Bool[Tensor, " n"]
 ) -> dict[str, Acceptance]:
     """Return the acceptance for thresholds on each score, and for the decision of the service."""
-    ranked = {name: _with_decision(scores, inside) for name, scores in (("in", inside), ("out", outside))}
+    ranked = []
+    for scores in (inside, outside):
+        ood, ambiguous = (placements(scores[name], inside[name]) for name in (PRIMARY, ENTROPY))
+        ranked.append({DECISION: torch.maximum(ood, ambiguous), **scores})
     found = {}
-    for name, known in ranked["in"].items():
-        unknown = ranked["out"][name]
+    for name, known in ranked[0].items():
+        unknown = ranked[1][name]
         right = torch.cat([correct, correct.new_zeros(len(unknown))])
         found[name] = Acceptance(ood_accepted(known, unknown), aurc(-torch.cat([known, unknown]), right))
     return found
@@ -152,11 +155,6 @@ def ood_accepted(in_scores: Float[Tensor, " n"], out_scores: Float[Tensor, " m"]
     accepted = torch.arange(1, len(ordered) + 1) >= ACCEPTED * len(ordered) - 1e-9
     threshold = ordered[int(accepted.long().argmax())]
     return float((out_scores <= threshold).double().mean())
-
-
-def _with_decision(scores: Mapping[str, Tensor], inside: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    ood, ambiguous = (placements(scores[name], inside[name]) for name in (PRIMARY, ENTROPY))
-    return {DECISION: torch.maximum(ood, ambiguous), **scores}
 
 
 STANDARD_ERRORS: Final = 2.0  # minimum difference, in standard errors, at which one score beats another
@@ -295,7 +293,6 @@ class ClassificationReport(Report):
         return {**data, "summary": self.summary()}
 
     def heading(self) -> str:
-        """Return the model, its layer and the test images in one line."""
         model = " ".join(value for value in (self.model["name"], self.model["version"]) if value)
         labels = "" if self.examples == self.images else f", {self.examples} labels"
         return f"{model} (layer {self.model['layer']}) on {self.id_name}: {self.images} images{labels}"
@@ -317,7 +314,6 @@ class ClassificationReport(Report):
         ]
 
     def tables(self) -> list[Table]:
-        """Return all tables in printed order."""
         found = [self._classifiers()]
         for ood in self.separation:
             found += [self._separation_of(ood), self._acceptance_of(ood)]
@@ -334,7 +330,6 @@ class ClassificationReport(Report):
         return Table("Classification", ["classifier", *(title for title, _ in QUALITIES.values())], rows)
 
     def _separation_of(self, ood: str) -> Table:
-        """Return the table of every score on one OOD set, the best first."""
         ranked = sorted(self.separation[ood].items(), key=lambda item: -item[1].auroc)
         rows = [
             [

@@ -80,13 +80,13 @@ class Moves:
 class Replay:
     """The rows of logged images, answered again under a bundle."""
 
-    name: str  # the name of the served model
-    version: str  # the version of the bundle
-    days: tuple[str, str]  # the first and the last day, ``YYYY-MM-DD``
+    name: str
+    version: str
+    days: tuple[str, str]  # first and last, ``YYYY-MM-DD``
     rows: Sequence[Replayed]  # all rows
-    images: ImageDataset  # the distinct images
-    decisions: tuple[str, ...]  # the names of the decisions, in the order of the task's codes
-    task: Task  # the task of the model
+    images: ImageDataset  # distinct ones
+    decisions: tuple[str, ...]  # in the order of the task's codes
+    task: Task
     distances: Mapping[str, FloatArray]  # how far each number moved, (rows,); NaN where the log lacks it
 
     @property

@@ -28,7 +28,6 @@ class TemperatureHead(ClassifierHead):
     temperature: Tensor
 
     def forward(self, z: Float[Tensor, "batch classes"]) -> ClassifierOutput:
-        """Return probabilities from the network's logits."""
         logits = z / self.temperature
         return ClassifierOutput(logits.softmax(1), logits.new_zeros(len(logits)), -logits.logsumexp(1))
 
@@ -58,7 +57,7 @@ class TemperatureHead(ClassifierHead):
 
 
 def fit_temperature_head(logits: Float[Tensor, "m classes"], labels: Int[Tensor, " m"]) -> TemperatureHead:
-    """Fit the temperature by validation NLL, see :func:`.posterior.choose_temperature`."""
+    """Fit the temperature by validation NLL, see :func:`.softmax.choose_temperature`."""
     temperature = choose_temperature(logits, logits.new_zeros(len(logits), 1), labels)
     record = {"temperature": temperature, "val_nll": float(nll(logits / temperature, labels).mean())}
     return TemperatureHead({"temperature": logits.new_tensor(temperature)}, record=record)

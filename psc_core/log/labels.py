@@ -275,14 +275,12 @@ def _json(path: Path) -> Iterator[HumanAnswer]:
         where = f"{path}, task {number}"
         if not isinstance(task, dict):
             raise DataError(f"{where}: expected an object, got {type(task).__name__}; export the labels as JSON")
-        answer = _of_task(where, task) if "annotations" in task else _of_short_task(where, task)
+        if "annotations" in task:
+            answer = _of_task(where, task)
+        else:  # JSON-MIN has data and answer side by side.
+            answer = _answer(where, task, task.get("label"), task.get("annotator"), task.get("updated_at"))
         if answer is not None:
             yield answer
-
-
-def _of_short_task(where: str, task: Mapping[str, Any]) -> HumanAnswer | None:
-    """Read a task in JSON-MIN, which has data and answer side by side."""
-    return _answer(where, task, task.get("label"), task.get("annotator"), task.get("updated_at"))
 
 
 def _of_task(where: str, task: Mapping[str, Any]) -> HumanAnswer | None:

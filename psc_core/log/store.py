@@ -30,14 +30,16 @@ from psc_core.names import composed
 from psc_core.tasks import task_of_manifest
 from psc_core.tasks.base import Task
 
+# The folders of a log.
 MODELS: Final = "models"
 IMAGES: Final = "images"
-LABELS: Final = "labels"  # the folders of a log
+LABELS: Final = "labels"
 
+# The columns of rows and labels that identify an image; only rows have its path.
 REQUEST_ID: Final = "request_id"
 IMAGE_INDEX: Final = "image_index"
 SHA256: Final = "image_sha256"
-IMAGE_PATH: Final = "image_path"  # the columns of rows and labels that identify an image; only rows have its path
+IMAGE_PATH: Final = "image_path"
 
 
 def arrow() -> Any:
@@ -77,7 +79,7 @@ def label_schema() -> Any:
             (REQUEST_ID, pa.string()),  # null if the label names only a digest
             (IMAGE_INDEX, pa.int32()),
             (SHA256, pa.string()),  # null if the label names only a request
-            ("verdict", pa.string()),  # one of :data:`.labels.VERDICTS`
+            ("verdict", pa.string()),  # one of :data:`.VERDICTS`
             ("label", pa.string()),  # a class, or the number of a regression as text; null with other verdicts
             ("source", pa.string()),  # the person or tool that it comes from
             ("time", pa.timestamp("us", tz="UTC")),
@@ -113,7 +115,7 @@ def model_path(version: str) -> str:
 
 _OPTIONS: Final = ("region", "endpoint_override")
 
-_SECONDS: Final = 3.0  # the time after which a bucket that accepts no connection or does not answer is given up
+_SECONDS: Final = 3.0  # after which a bucket that accepts no connection or does not answer is given up
 
 
 @dataclass(frozen=True)

@@ -158,15 +158,15 @@ AnyScored = TypeVar("AnyScored")
 class TaskReport(ABC, Generic[AnyModel, AnyScored]):
     """What the report of a model of one task says and shows beyond that of all; :meth:`.Task.report` returns it."""
 
-    set_type: ClassVar[type[ScoredSet]]  # the sets of scored images
-    templates: ClassVar[str]  # the first part of the names of the templates
+    set_type: ClassVar[type[ScoredSet]]
+    templates: ClassVar[str]  # first part of their names
     texts: ClassVar[Texts]  # the title and explanation of each figure, in the order of the page
-    no_limit: ClassVar[Mapping[str, str]]  # the explanations of figures whose limit does not exist
-    columns: ClassVar[Mapping[str, str]]  # the metrics that are shown, with their titles
-    digits: ClassVar[str] = ".4g"  # the format of a metric
+    no_limit: ClassVar[Mapping[str, str]]  # what to say of a figure whose limit does not exist
+    columns: ClassVar[Mapping[str, str]]  # titles of the metrics that are shown
+    digits: ClassVar[str] = ".4g"  # of a metric
     recorded: ClassVar[Mapping[str, str]] = {}  # metrics shown without images, by their names in the manifest
     glossary: ClassVar[Mapping[str, str]]  # the words that the page explains
-    test_images: ClassVar[str] = "images/test"  # the test images in example commands
+    test_images: ClassVar[str] = "images/test"  # in example commands
 
     @abstractmethod
     def scored_set(self, name: str, role: Role, data: ImageDataset, scored: AnyScored) -> ScoredSet:

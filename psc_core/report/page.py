@@ -119,7 +119,6 @@ def _values(facts: Facts) -> dict[str, Any]:
 
 
 def _gallery(facts: Facts) -> list[dict[str, Any]]:
-    """Return the pictures by class, then by the reason why they are shown."""
     classes = facts.manifest.classes
     found: dict[int, dict[str, list[dict[str, Any]]]] = {}
     for picture in facts.content.pictures:

@@ -340,7 +340,6 @@ class BasePrediction:
 
 
 def _listed(column: Any) -> list[Any]:
-    """Return the cells of a column as JSON types."""
     if isinstance(column, np.ndarray):
         listed: list[Any] = column.tolist()
         return listed
@@ -387,14 +386,14 @@ class Task(BaseModel, ABC):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    name: ClassVar[str]  # the name of the task, as ``--task`` takes it
-    noun: ClassVar[str]  # the word for a model of the task in messages: ``"classifier"``
+    name: ClassVar[str]  # as ``--task`` takes it
+    noun: ClassVar[str]  # for a model in messages: ``"classifier"``
     response_type: ClassVar[type[Response]]  # the answer to a request
-    answer_type: ClassVar[type[BaseAnswer]]  # the prediction for one image in it
-    policy_type: ClassVar[type[BasePolicy]]  # the thresholds that a user sets
-    query_type: ClassVar[type[PredictQuery]] = PredictQuery  # the query parameters of a request
+    answer_type: ClassVar[type[BaseAnswer]]  # for one image in it
+    policy_type: ClassVar[type[BasePolicy]]  # thresholds that a user sets
+    query_type: ClassVar[type[PredictQuery]] = PredictQuery  # of a request
     calibration_type: ClassVar[type[BaseCalibration]]  # by which a policy becomes thresholds
-    prediction_type: ClassVar[type[BasePrediction]]  # the result of ``predict`` in Python
+    prediction_type: ClassVar[type[BasePrediction]]  # of ``predict`` in Python
     heads: ClassVar[Mapping[str, type[Head]]]  # the heads by kind; the first is the default
     output_heads: ClassVar[Mapping[str, type[Head]]] = {}  # those of base predictions
     abstentions: ClassVar[Mapping[str, int]]  # the code of the decision for each reason to abstain

@@ -207,7 +207,6 @@ class Calibration(BaseCalibration):
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Calibration:
-        """Return the calibration whose :meth:`tensors` these are."""
         check_names(tensors, {"scores", "entropies", "error_bounds", "label_probabilities", "labels", "num_classes"})
         scores = [tensors[name] for name in ("scores", "entropies", "label_probabilities")]
         labels, classes = tensors["labels"], tensors["num_classes"]
@@ -241,16 +240,21 @@ class Calibration(BaseCalibration):
 class ClassificationPrediction(BasePrediction):
     """Predictions of a classifier for n images, on the CPU.
 
-    Example:
-        >>> from psc_core import PSC
-        >>> bundle = "artifacts/dirty-mnist-resnet18"
-        >>> prediction = PSC.load(bundle).predict([f"{bundle}/examples/clean.png"])
-        >>> prediction.labels, prediction.prediction_set, prediction.predictive_entropy < 0.1
-        (('7',), (('7',),), tensor([True]))
-        >>> prediction
-        ClassificationPrediction for 1 image: 1 accept
-           label  confidence  entropy  log density  p-value  decision
-        0      7       1.000    0.001      1147.28   0.8925    accept
+    <<<<<<< HEAD
+    =======
+        Every score of :class:`.ClassificationAnswer` is an attribute, ``float32 (n,)``, as ``log_density``.
+
+    >>>>>>> slim
+        Example:
+            >>> from psc_core import PSC
+            >>> bundle = "artifacts/dirty-mnist-resnet18"
+            >>> prediction = PSC.load(bundle).predict([f"{bundle}/examples/clean.png"])
+            >>> prediction.labels, prediction.prediction_set, prediction.predictive_entropy < 0.1
+            (('7',), (('7',),), tensor([True]))
+            >>> prediction
+            ClassificationPrediction for 1 image: 1 accept
+               label  confidence  entropy  log density  p-value  decision
+            0      7       1.000    0.001      1147.28   0.8925    accept
     """
 
     answer = ClassificationAnswer
@@ -293,7 +297,7 @@ class ClassificationPrediction(BasePrediction):
         return tuple(self._columns()["prediction_set"])
 
 
-CONFIDENCE: Final = 0.95  # Probability over calibration sets with which the error rate of accepted images is kept
+CONFIDENCE: Final = 0.95  # probability over calibration sets with which the error rate of accepted images is kept
 LARGEST_QUANTILE: Final = 0.95  # even a perfect classifier abstains on its most uncertain images
 
 
@@ -403,7 +407,7 @@ def fewest_to_show(risk: float) -> int:
     return next(n for n in count_from(fewest(risk)) if tolerant_ceil((n + 1) * LARGEST_QUANTILE) >= fewest(risk))
 
 
-ACCURACY_GAP: Final = 0.1  # Loss of accuracy from training to validation images up to which no warning is given
+ACCURACY_GAP: Final = 0.1  # loss of accuracy from training to validation images up to which no warning is given
 
 
 class Classification(Task):

@@ -133,12 +133,10 @@ class Calibration(BaseCalibration):
         return float(self.residuals[conformal_rank(coverage, len(self)) - 1])
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the scores by name, for a safetensors file."""
         return {"ood_scores": self.ood_scores, "residuals": self.residuals}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Calibration:
-        """Return the calibration whose :meth:`tensors` these are."""
         check_names(tensors, {"ood_scores", "residuals"})
         scores = [tensors["ood_scores"], tensors["residuals"]]
         check_ascending(scores)
@@ -153,7 +151,7 @@ class RegressionPrediction(BasePrediction):
 
     Example:
         >>> from psc_core.tasks.base import Outputs
-        >>> from psc_core.answers import SCORES
+        >>> from psc_core.answers import REGRESSION_SCORES as SCORES
         >>> from psc_core.tasks.regression import Thresholds
         >>> from psc_core.answers import RegressionPolicy
         >>> policy = RegressionPolicy(alpha=0.05, max_width=None, coverage=0.95)
@@ -203,7 +201,7 @@ class RegressionPrediction(BasePrediction):
 
 
 BINS: Final = 10  # maximum number of bins
-IMAGES_PER_BIN: Final = 20  # Training images that a bin should have; fewer images make fewer bins
+IMAGES_PER_BIN: Final = 20  # training images that a bin should have; fewer images make fewer bins
 
 
 def quantile_edges(values: Float[Tensor, " n"]) -> Float[Tensor, " edges"]:
@@ -391,7 +389,6 @@ class Regression(Task):
         return f"standard deviation, {self.target.unit}".removesuffix(", ")
 
     def parse_label(self, text: str, classes: Sequence[str], marks: str = ".") -> str:
-        """Return a number as a log keeps it."""
         value = parse_number(text, marks)
         if value is None or not math.isfinite(value):
             raise DataError(f"expected a number for {self.target}, got {text!r}; correct the label")
@@ -420,7 +417,6 @@ class Regression(Task):
     def explanations(
         self, explanation: Mapping[str, npt.NDArray[Any]], classes: Sequence[str], layers: Sequence[str]
     ) -> list[dict[str, Any]]:
-        """Return one ``RegressionExplanation`` for each image."""
         return [
             {
                 "nearest_bin": classes[nearest],

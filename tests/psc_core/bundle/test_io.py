@@ -79,7 +79,7 @@ def test_missing_bundle(tmp_path: Path) -> None:
             for other in (1, 2, 3, 4, None, True, 5.0, "5")
         ),
         ({"target": {"name": "age", "unit": "years"}}, r"field policy\.max_width: expected a value, got none"),
-        ({"task": "ranking"}, "expected field task to be one of regression, classification, got 'ranking'"),
+        ({"task": "ranking"}, "expected field task to be one of classification, regression, got 'ranking'"),
         ({"task": "regression"}, "leave out the field task; a regression has the field target"),
         ({"policy": 3}, r"field policy:"),
         ({"classes": ["one"]}, "field classes:"),
