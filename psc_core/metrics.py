@@ -39,7 +39,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
-from scipy import stats
 from torch import Tensor
 
 from psc_core.conformal import RANK_ROUNDING, ood_rank, tolerant_ceil
@@ -173,9 +172,16 @@ class CountInterval(NamedTuple):
     high: int
 
 
+def _stats() -> Any:
+    """Return scipy.stats, imported when it is asked for, so that a model that only predicts does not load it."""
+    from scipy import stats
+
+    return stats
+
+
 def binomial_interval(successes: int, trials: int, *, level: float = 0.99) -> RateInterval:
     """Return the Clopper–Pearson interval of the rate behind ``successes`` of ``trials``."""
-    interval = stats.binomtest(successes, trials).proportion_ci(level, "exact")
+    interval = _stats().binomtest(successes, trials).proportion_ci(level, "exact")
     return RateInterval(float(interval.low), float(interval.high))
 
 
@@ -187,8 +193,8 @@ def weighted_interval(hits: npt.ArrayLike, weights: npt.NDArray[np.float64], *, 
     size = weights.sum() ** 2 / (weights**2).sum()  # n if all weights are equal
     count = size * float(weights @ np.asarray(hits, np.float64) / weights.sum())
     tail = (1 - level) / 2
-    low = stats.beta.ppf(tail, count, size - count + 1) if count > 0 else 0.0
-    high = stats.beta.ppf(1 - tail, count + 1, size - count) if count < size else 1.0
+    low = _stats().beta.ppf(tail, count, size - count + 1) if count > 0 else 0.0
+    high = _stats().beta.ppf(1 - tail, count + 1, size - count) if count < size else 1.0
     return RateInterval(float(low), float(high))
 
 
@@ -204,12 +210,12 @@ def weighted_median(values: npt.NDArray[np.floating[Any]], weights: npt.NDArray[
 
 def binomial_acceptance(trials: int, alpha: float, *, level: float = 0.99) -> CountInterval:
     """Return the counts that ``trials`` draws at rate ``alpha`` give with probability ≥ ``level``."""
-    return CountInterval(*map(int, stats.binom(trials, alpha).interval(level)))
+    return CountInterval(*map(int, _stats().binom(trials, alpha).interval(level)))
 
 
 def calibrated_rate(alpha: float, calibration_size: int, *, level: float = 0.95) -> RateInterval:
     """Return the true rates of p ≤ ``alpha`` that thresholds from ``calibration_size`` scores have."""
-    low, high = stats.beta(*_beta_of(alpha, calibration_size)).interval(level)
+    low, high = _stats().beta(*_beta_of(alpha, calibration_size)).interval(level)
     return RateInterval(float(low), float(high))
 
 
@@ -221,7 +227,7 @@ def in_practice(alpha: float, calibration_size: int) -> str:
 
 def beta_binomial_acceptance(trials: int, alpha: float, calibration_size: int, *, level: float = 0.99) -> CountInterval:
     """Return the counts of p ≤ ``alpha`` among ``trials`` if p comes from ``calibration_size`` scores."""
-    return CountInterval(*map(int, stats.betabinom(trials, *_beta_of(alpha, calibration_size)).interval(level)))
+    return CountInterval(*map(int, _stats().betabinom(trials, *_beta_of(alpha, calibration_size)).interval(level)))
 
 
 def _beta_of(alpha: float, calibration_size: int) -> tuple[int, int]:

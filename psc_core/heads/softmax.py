@@ -44,7 +44,6 @@ from typing import Final, NamedTuple, cast
 
 import torch
 from jaxtyping import Float, Int
-from scipy.optimize import minimize_scalar
 from torch import Tensor
 from torch.nn import functional
 
@@ -207,6 +206,8 @@ def choose_temperature(
         return nll(tempered(mean, variance, math.exp(log_temperature)), labels).sum().item() + prior
 
     limits = (math.log(TEMPERATURES[0]), math.log(TEMPERATURES[1]))
+    from scipy.optimize import minimize_scalar  # Imported here, so that a service does not load it.
+
     found = minimize_scalar(loss, bounds=limits, method="bounded", options={"xatol": 1e-6})
     return math.exp(found.x) if found.fun + math.log(len(labels)) / 2 < loss(0.0) else 1.0
 
