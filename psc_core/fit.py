@@ -19,7 +19,7 @@ Each of these checks and splits the images anew, alike for the same seed.  Setti
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, Unpack, cast
 
@@ -33,7 +33,8 @@ from psc_core.calibrate import (
     warn_of_policy,
     with_calibration,
 )
-from psc_core.collapse import Candidate, CollapseReport, measure_layers
+from psc_core.checkpoint import Checkpoint
+from psc_core.collapse import Candidate, CollapseReport, measure_layers, to_text
 from psc_core.compute import own_state
 from psc_core.data import MAX_BAD_IMAGES
 from psc_core.data.cache import Scratch, check_disjoint
@@ -156,6 +157,36 @@ def check_same_layers(candidate: Candidate, projection: FittedProjection) -> Non
         )
 
 
+def fit_stages(
+    net: nn.Module,
+    job: FitJob,
+    *,
+    name: str,
+    provenance: Mapping[str, Any] | None = None,
+    checkpoint: Checkpoint | None = None,
+    say: Callable[[str], None] | None = None,
+) -> tuple[CollapseReport, FittedProjection, FitResult]:
+    """Fit stage by stage, except for those in the checkpoint; ``say`` gets what each stage found."""
+    layer, say = job.settings.layer, say or (lambda text: None)
+    report = None if checkpoint is None else checkpoint.load_collapse()
+    if report is None:
+        report = collapse(net, job)
+        if checkpoint is not None:
+            checkpoint.save_collapse(report)
+    candidate = report.candidate(None if layer == "auto" else layer)
+    say(to_text(report, candidate))
+    projection = None if checkpoint is None else checkpoint.load_projection()
+    if projection is None:
+        projection = project(net, candidate, job)
+        if checkpoint is not None:
+            checkpoint.save_projection(projection)
+    say(projection.report.summary(report.nc4_of(candidate)))
+    fitted = fit_model(net, candidate, projection, job, name=name, provenance=provenance)
+    if fitted.gate_choice is not None:
+        say(fitted.gate_choice.table())
+    return report, projection, fitted
+
+
 @own_state()
 def fit(
     task: str,
@@ -202,11 +233,8 @@ def fit(
     job = FitJob(_decoded(data, chosen), chosen, compute)
     if predicts and (warning := job.first_look(net.to(compute.device)).warning):
         warn(warning)
-    report = collapse(net, job)
-    candidate = report.candidate(None if chosen.layer == "auto" else chosen.layer)
-    projection = project(net, candidate, job)
     provenance = {"psc_version": __version__, "settings": job.settings.recorded()}
-    fitted = fit_model(net, candidate, projection, job, name=name, provenance=provenance)
+    _, _, fitted = fit_stages(net, job, name=name, provenance=provenance)
     warn_of_policy(fitted.model.policy, fitted.model.report["metrics"])
     return fitted.model
 

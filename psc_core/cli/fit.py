@@ -193,9 +193,9 @@ def fit(args: argparse.Namespace) -> None:
         open_checkpoint,
         open_job,
         origins_of,
-        run_stages,
         write,
     )
+    from psc_core.fit import fit_stages
 
     job = open_job(args)
     if job.is_first:
@@ -209,7 +209,10 @@ def fit(args: argparse.Namespace) -> None:
     if any(job.data.left_out):
         provenance |= origins_of(job.data)
     checkpoint = open_checkpoint(job, provenance, args)
-    report, projection, fitted = run_stages(job.net, job, job.name, provenance, checkpoint)
+    say = print if job.is_first else None  # of several processes the first
+    report, projection, fitted = fit_stages(
+        job.net, job, name=job.name, provenance=provenance, checkpoint=checkpoint, say=say
+    )
     if job.is_first:
         write(job, report, projection, fitted.model, pictures=not args.no_report)
         checkpoint.clear()

@@ -19,7 +19,6 @@ import io
 import math
 import os
 import resource
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,17 +29,16 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from psc_core import fit as stages
 from psc_core.bundle import MAX_NAME, check_network, check_target, check_text
 from psc_core.checkpoint import Checkpoint
 from psc_core.cli import preprocessing
-from psc_core.collapse import CollapseReport, to_csv, to_text
+from psc_core.collapse import CollapseReport, to_csv
 from psc_core.compute import Compute, join_processes, passes, track
 from psc_core.data.cache import Scratch, check_disjoint, only_readable
 from psc_core.data.dataset import ImageDataset, balanced
 from psc_core.data.open import in_network_order, open_dataset, unread_files
 from psc_core.errors import UsageError
-from psc_core.fit import checked
+from psc_core.fit import checked, fit_stages
 from psc_core.fit_data import FitData, FitJob
 from psc_core.model import FittedModel
 from psc_core.network.described import NetworkSpec, describe, is_described
@@ -294,32 +292,6 @@ def write(
     print(f"next: {page.serve_command(out, manifest)}")
 
 
-def run_stages(
-    net: nn.Module, job: FitJob, name: str, provenance: Mapping[str, Any], checkpoint: Checkpoint
-) -> tuple[CollapseReport, FittedProjection, stages.FitResult]:
-    """Fit stage by stage, except for those in the checkpoint; of several processes the first prints."""
-    layer, is_first = job.settings.layer, job.compute.rank == 0
-    report = checkpoint.load_collapse()
-    if report is None:
-        report = stages.collapse(net, job)
-        checkpoint.save_collapse(report)
-    candidate = report.candidate(None if layer == "auto" else layer)
-    if is_first:
-        print(to_text(report, candidate))
-
-    projection = checkpoint.load_projection()
-    if projection is None:
-        projection = stages.project(net, candidate, job)
-        checkpoint.save_projection(projection)
-    if is_first:
-        print(projection.report.summary(report.nc4_of(candidate)))
-
-    fitted = stages.fit_model(net, candidate, projection, job, name=name, provenance=provenance)
-    if is_first and fitted.gate_choice is not None:
-        print(fitted.gate_choice.table())
-    return report, projection, fitted
-
-
 SECONDS: Final = 60.0  # time that the two fits together may take, roughly
 PASSES: Final = 8  # assumed cost of a small fit, fixed costs included, in passes over its training images
 FIT_IMAGES: Final = (256, 4096)  # smallest and largest number of training images in the larger fit
@@ -378,14 +350,12 @@ def timed_fit(job: Job, size: int, max_bad_images: int) -> tuple[float, int]:
     fraction, classes = size / len(data.train), len(data.train.classes)
     lenient = job.settings.changed({"alpha": 0.5, "coverage": 0.5})  # Rates that so few images can keep.
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="psc-dry-run-") as scratch:
-        checkpoint = Checkpoint.of(Path(scratch) / "stages", {})
-        few = data.fewer(size, max(round(len(data.val) * fraction), min(len(data.val), 4 * classes)))
-        few, _ = few.cached(job.cache)
-        few, left_out = few.readable(max_bad_images)
-        print(*left_out, sep="\n", end="\n" * bool(left_out))
-        _, projection, fitted = run_stages(net, replace(job, data=few, settings=lenient), "dry-run", {}, checkpoint)
-        collect_fit(fitted.model, net, few, projection.report, job.compute, "")
+    few = data.fewer(size, max(round(len(data.val) * fraction), min(len(data.val), 4 * classes)))
+    few, _ = few.cached(job.cache)
+    few, left_out = few.readable(max_bad_images)
+    print(*left_out, sep="\n", end="\n" * bool(left_out))
+    _, projection, fitted = fit_stages(net, replace(job, data=few, settings=lenient), name="dry-run", say=print)
+    collect_fit(fitted.model, net, few, projection.report, job.compute, "")
     return time.perf_counter() - began, fitted.feature_bytes
 
 
