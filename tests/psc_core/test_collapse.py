@@ -456,7 +456,7 @@ def network() -> nn.Sequential:
 def test_equals_ridge_on_whole_matrices(turned: tuple[ImageDataset, ImageDataset]) -> None:
     train, val = turned
     net = network()
-    report = measured(net, train, val, replace(SETTINGS, granularity="all"))
+    report = measured(net, train, val, SETTINGS.changed({"granularity": "all"}))
     assert report.measure is LinearFit and train.values is not None and val.values is not None
     pixels = [train.preprocess.standardise(next(data.batches(len(data))).images) for data in turned]
     with torch.inference_mode():
@@ -475,7 +475,7 @@ def test_equals_ridge_on_whole_matrices(turned: tuple[ImageDataset, ImageDataset
 def test_small_budgets_make_more_groups(turned: tuple[ImageDataset, ImageDataset]) -> None:
     train, val = turned
     whole, few = (
-        measured(network(), train, val, replace(SETTINGS, max_memory=budget)) for budget in (1 << 30, 1 << 14)
+        measured(network(), train, val, SETTINGS.changed({"max_memory": budget})) for budget in (1 << 30, 1 << 14)
     )
     for one, other in zip(whole.layers, few.layers, strict=True):
         assert one.quality == pytest.approx(other.quality, abs=1e-9)

@@ -405,12 +405,12 @@ def test_column_ranges_give_the_same(data_root: Path, monkeypatch: pytest.Monkey
     """Class means beyond the budget are taken a range of columns at a time, in passes of their own."""
     net = tiny.network().eval()
     (train, reads), (val, _) = counted(data_root, "train"), counted(data_root, "val")
-    candidate = measured(net, train, val, replace(SETTINGS, layers="^4$")).candidate("4")
+    candidate = measured(net, train, val, SETTINGS.changed({"layers": "^4$"})).candidate("4")
     whole = fit_projection(net, candidate, train, val, minimum_dim=8, settings=SETTINGS).report
     monkeypatch.setattr(sizes, "MIN_COLUMNS", 100)
     monkeypatch.setattr(fit_tucker, "reduced_positions", lambda channels, positions, budget: positions)
     reads.clear()
-    few = replace(SETTINGS, max_memory=8 * 10 * 100)
+    few = SETTINGS.changed({"max_memory": 8 * 10 * 100})
     parts = fit_projection(net, candidate, train, val, minimum_dim=8, settings=few).report
     assert typical(reads) == 1 + 3, "16 channels × 16 positions in ranges of 100 columns"
     assert parts.scaled_nc1 == pytest.approx(whole.scaled_nc1, rel=1e-9)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -29,7 +27,7 @@ def test_seed_reaches_the_head(
     candidate = Candidate(("4",), "")
     one, two = (
         fit_psc(
-            net, candidate, projection, train, val, head="sngp", settings=replace(SETTINGS, seed=seed)
+            net, candidate, projection, train, val, head="sngp", settings=SETTINGS.changed({"seed": seed})
         ).pipeline.state_dict()
         for seed in (0, 1)
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,7 +62,7 @@ def test_what_is_served_was_fitted(psc: PSC, val: ImageDataset, tmp_path: Path) 
 def test_a_model_without_gates_has_no_map(
     net: nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
 ) -> None:
-    settings = replace(SETTINGS, ood_score="density")
+    settings = SETTINGS.changed({"ood_score": "density"})
     psc = fit_psc(net, Candidate(("4",), ""), projection, train, val, head="duq", settings=settings)
     assert psc.pipeline.map is None and "map" not in psc.report["metrics"]
     with pytest.raises(UsageError, match="has no map; fit it again with gates"):

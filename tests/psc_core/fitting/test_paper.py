@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ SETTINGS = FitSettings(device="cpu")
 
 def test_unknown_options(net: torch.nn.Module, train: ImageDataset, val: ImageDataset) -> None:
     candidate = measure_collapse(net, train, val, layers="^4$", settings=SETTINGS).candidate()
-    with pytest.raises(UsageError, match="expected density of a classifier to be one of gda"):
+    with pytest.raises(UsageError, match="expected density to be one of gda"):
         fit_projection(net, candidate, train, density="pca", settings=SETTINGS)
 
 
@@ -50,7 +49,7 @@ def test_a_loss_of_nc4_is_said_where_z_is_all_that_is_read(
     net: torch.nn.Module, train: ImageDataset, val: ImageDataset
 ) -> None:
     def warning(**changes: Any) -> str:
-        settings = replace(SETTINGS, c_proj=1, d_proj=1, **changes)
+        settings = SETTINGS.changed(dict(c_proj=1, d_proj=1, **changes))
         return fit_projection(net, Candidate(("4",), ""), train, val, settings=settings).report.warning
 
     assert warning() == ""

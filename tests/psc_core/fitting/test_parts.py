@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -22,7 +20,7 @@ CANDIDATE = Candidate(("4",), "")
 def test_gates_add_the_layer_of_the_texture(
     net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection, with_gates: bool
 ) -> None:
-    settings = replace(SETTINGS, head="duq", density="gda", ood_score="gates" if with_gates else "density")
+    settings = SETTINGS.changed({"head": "duq", "density": "gda", "ood_score": "gates" if with_gates else "density"})
     parts = fit_parts(net, CANDIDATE, projection, FitJob.of(FitData.of(train, val), settings))
     assert (parts.chosen_gates is not None) == with_gates == ("texture" in parts.gate_names)
     assert (parts.scorer.texture is not None) == with_gates

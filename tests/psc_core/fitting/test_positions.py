@@ -79,7 +79,7 @@ def test_no_images_are_mixed_where_any_are_ambiguous(
         return made_up.made_up_batches(*given, mixed=mixed, seed=seed)
 
     monkeypatch.setattr("psc_core.fit_parts.made_up_batches", recorded)
-    settings = replace(SETTINGS, c_proj=6, minimum_dim=1, density="gda")
+    settings = SETTINGS.changed({"c_proj": 6, "minimum_dim": 1, "density": "gda"})
     plain = FitData.of(train, val)
     two_labels = torch.stack([val.labels, (val.labels + 1) % 10], dim=1).flatten()
     for data in (plain, replace(plain, val=replace(val, labels=two_labels, offsets=2 * val.offsets))):
@@ -93,7 +93,7 @@ def test_sizes_are_not_compared_where_nothing_depends_on_them(
 ) -> None:
     candidate = measure_collapse(net, train, val, settings=SETTINGS).candidate("4")
     assert fit_projection(net, candidate, train, val, settings=SETTINGS, **more).report.positions == ()  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="expected density of a classifier to be one of gda"):
+    with pytest.raises(UsageError, match="expected density to be one of gda"):
         fit_projection(net, candidate, train, val, settings=SETTINGS, density="kde")
 
 

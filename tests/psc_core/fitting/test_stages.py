@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -26,7 +24,7 @@ def data(train: ImageDataset, val: ImageDataset) -> FitData:
 
 def test_settings_get_the_head_of_the_task(data: FitData) -> None:
     assert checked(SETTINGS, data).head == next(iter(data.task_type.heads))
-    assert checked(replace(SETTINGS, head="duq"), data).head == "duq"
+    assert checked(SETTINGS.changed({"head": "duq"}), data).head == "duq"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +46,7 @@ def test_unknown_options_and_rates_that_cannot_be_kept_are_refused(
     data: FitData, wrong: dict[str, object], words: str
 ) -> None:
     with pytest.raises(UsageError, match=words):
-        checked(replace(SETTINGS, **wrong), data)  # type: ignore[arg-type]
+        checked(SETTINGS.changed(dict(**wrong)), data)  # type: ignore[arg-type]
 
 
 def test_a_model_is_tried_with_the_first_calibration_images(data: FitData) -> None:

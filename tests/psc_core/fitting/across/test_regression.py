@@ -98,7 +98,7 @@ def test_classes_are_no_numbers(
     net = tiny.network(1).eval()
     candidate = measure_collapse(net, train, val, settings=CPU).candidate("2")
     projection = fit_projection(net, candidate, train, val, c_proj=2, d_proj=2, settings=CPU)
-    with pytest.raises(UsageError, match="ood_score of a regression to be one of gates, density, got 'entropy'"):
+    with pytest.raises(UsageError, match="ood_score to be one of gates, density, got 'entropy'"):
         fit_regressor(net, candidate, projection, train, val, ood_score="entropy", settings=CPU)
     with pytest.raises(UsageError, match="which a classifier does not predict"):
         fit_psc(net, candidate, projection, train, val, settings=CPU)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -65,7 +64,7 @@ def test_they_stay_wherever_the_model_goes(psc: PSC, train: ImageDataset, val: I
 def test_nothing_else_changes(
     psc: PSC, net: nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
 ) -> None:
-    plain = fit_psc(net, CANDIDATE, projection, train, val, settings=replace(SETTINGS, keep_examples=None))
+    plain = fit_psc(net, CANDIDATE, projection, train, val, settings=SETTINGS.changed({"keep_examples": None}))
     assert plain.pipeline.thumbnails is None
     images = next(val.batches(20)).images
     assert torch.equal(psc.predict(images).outputs.packed, plain.predict(images).outputs.packed)
@@ -86,7 +85,7 @@ def test_a_number_that_does_not_cover_the_classes_is_refused(
     net: nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection, count: int
 ) -> None:
     with pytest.raises(UsageError, match=f"expected keep_examples from 10, .* to 4096, got {count}"):
-        fit_psc(net, CANDIDATE, projection, train, val, settings=replace(SETTINGS, keep_examples=count))
+        fit_psc(net, CANDIDATE, projection, train, val, settings=SETTINGS.changed({"keep_examples": count}))
 
 
 def test_a_regression_keeps_their_numbers(angle_job: TinyJob, data_root: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,7 +46,7 @@ def test_in_bfloat16(
 ) -> None:
     candidate, images = Candidate(("4",), ""), next(val.batches(150)).images
     exact = fit_psc(net, candidate, projection, train, val, settings=SETTINGS)
-    half = fit_psc(net, candidate, projection, train, val, settings=replace(SETTINGS, precision="bf16"))
+    half = fit_psc(net, candidate, projection, train, val, settings=SETTINGS.changed({"precision": "bf16"}))
     half.save(tmp_path / "bundle")
     served = load_model(tmp_path / "bundle", device="cpu", allow_factories=[FACTORY])
     assert served.pipeline.scorer.precision == "bf16"
