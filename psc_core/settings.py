@@ -330,7 +330,7 @@ def _fault(error: ValidationError) -> str:
     fault = error.errors()[0]
     name, value = str(fault["loc"][0]), fault["input"]
     if fault["type"] == "extra_forbidden":
-        return f"expected a setting of a fit, got {name!r}; {hint(name, [*FitSettings.model_fields])}"
+        return f"expected a setting of a fit, got {name!r}; {hint(name, [*FitOptions.__annotations__])}"
     if fault["type"] == "literal_error":
         return f"expected {name} to be one of {', '.join(choices_of(name))}, got {value!r}"
     wanted = str(FitSettings.model_fields[name].annotation).removeprefix("<class '").removesuffix("'>")
