@@ -565,6 +565,7 @@ def test_asks_for_a_key_and_sends_the_waiting_images_again(driver: Driver, files
         assert "3 classes" in content(driver, "#model")
 
 
+@pytest.mark.usefixtures("device_thread")
 def test_a_busy_service_is_asked_again(driver: Driver, files: dict[str, Path]) -> None:
     model = FakeModel()
     with live_server({"m": model}, max_queue_images=1, max_images_per_request=1, max_batch_size=1) as url:
