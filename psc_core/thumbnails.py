@@ -187,7 +187,7 @@ def kept_images(train: ImageDataset, count: int, seed: int) -> Int[Tensor, " kep
 
 
 def thumbnails_of(images: Pixels) -> UInt8[Tensor, "batch channels rows columns"]:
-    """Shrink images to at most :data:`.thumbnails.SIDE` pixels in each direction, keeping their proportions."""
+    """Shrink images to at most :data:`SIDE` pixels in each direction, keeping their proportions."""
     height, width = images.shape[2:]
     scale = SIDE / max(height, width)
     if scale >= 1:

@@ -249,6 +249,6 @@ class HeadJob(NamedTuple):
     train: Features
     selection: Features  # on which free parameters are chosen
     classes: tuple[str, ...]  # names
-    predictions: str = "psc"  # one of :data:`psc_core.settings.PREDICTIONS`
+    predictions: str = "psc"  # one of :data:`psc_core.settings.Predictions`
     seed: int = 0  # of random features, and of what draws and orders training images
     device: torch.device = torch.device("cpu")  # where to fit, and where the head is returned

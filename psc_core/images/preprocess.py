@@ -71,7 +71,7 @@ class Preprocess:
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)  # for the field of a manifest
 
-    is_known: ClassVar[bool] = True  # False if it is unknown how files become inputs, see :mod:`.loader_preprocessing`
+    is_known: ClassVar[bool] = True  # False if it is unknown how files become inputs, see :mod:`psc_core.data.loaders`
 
     mode: str  # "L" (one grey channel) or "RGB"
     height: int

@@ -94,7 +94,7 @@ class OnnxBody(nn.Module):
     A session has a fixed number of threads, so on a CPU there is one for each number that PyTorch has been set to.
 
     Args:
-        model: The output of :mod:`.export` or :func:`.rewrite.cut`: a graph from float32 ``images`` (batch, channels,
+        model: The output of :mod:`.export` or of :mod:`.onnx_graph`: a graph from float32 ``images`` (batch, channels,
             height, width) to float32 outputs (batch, …).  A graph for a single image is run once for each image.
         cost: The cost of one image, if it has been counted.
     """
@@ -222,7 +222,7 @@ class OnnxNetwork(LayeredNetwork):
         return logits
 
     def list_layers(self, trial: Tensor, granularity: str) -> list[LayerInfo]:
-        """List the layers; see :mod:`.graph`."""
+        """List the layers; see :mod:`.onnx_graph`."""
         return self._of_size(_size(trial)).graph.layers(granularity)
 
     def cut(self, layers: Sequence[str], trial: Tensor, *, keep_output: bool) -> OnnxBody:
