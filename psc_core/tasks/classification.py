@@ -240,21 +240,16 @@ class Calibration(BaseCalibration):
 class ClassificationPrediction(BasePrediction):
     """Predictions of a classifier for n images, on the CPU.
 
-    <<<<<<< HEAD
-    =======
-        Every score of :class:`.ClassificationAnswer` is an attribute, ``float32 (n,)``, as ``log_density``.
-
-    >>>>>>> slim
-        Example:
-            >>> from psc_core import PSC
-            >>> bundle = "artifacts/dirty-mnist-resnet18"
-            >>> prediction = PSC.load(bundle).predict([f"{bundle}/examples/clean.png"])
-            >>> prediction.labels, prediction.prediction_set, prediction.predictive_entropy < 0.1
-            (('7',), (('7',),), tensor([True]))
-            >>> prediction
-            ClassificationPrediction for 1 image: 1 accept
-               label  confidence  entropy  log density  p-value  decision
-            0      7       1.000    0.001      1147.28   0.8925    accept
+    Example:
+        >>> from psc_core import PSC
+        >>> bundle = "artifacts/dirty-mnist-resnet18"
+        >>> prediction = PSC.load(bundle).predict([f"{bundle}/examples/clean.png"])
+        >>> prediction.labels, prediction.prediction_set, prediction.predictive_entropy < 0.1
+        (('7',), (('7',),), tensor([True]))
+        >>> prediction
+        ClassificationPrediction for 1 image: 1 accept
+           label  confidence  entropy  log density  p-value  decision
+        0      7       1.000    0.001      1147.28   0.8925    accept
     """
 
     answer = ClassificationAnswer
