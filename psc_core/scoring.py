@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import compress, islice
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Final, Union, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
 import numpy as np
 import numpy.typing as npt
@@ -38,13 +38,8 @@ from psc_core.images.files import files_below
 from psc_core.images.preprocess import Images, read_image
 from psc_core.model import MAX_BATCH, FittedModel
 from psc_core.pipeline import NO_MAP
-from psc_core.settings import BATCH_IMAGES
+from psc_core.settings import BATCH_IMAGES, COLUMN
 from psc_core.tasks.base import BasePrediction, Outputs, Task
-
-TABLE_FORMATS: Final = ("jsonl", "parquet")  # the formats of the parts, the default first
-
-
-COLUMN: Final = "image"  # the default column of a Parquet file
 
 
 @dataclass(frozen=True)

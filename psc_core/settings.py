@@ -139,6 +139,9 @@ BACKENDS: Final[tuple[Backend, ...]] = get_args(Backend)
 EPSILON: Final = 0.2
 """The cutoff ε on NC1 below which a layer has collapsed, as in the paper."""
 
+TABLE_FORMATS: Final = ("jsonl", "parquet")  # of the parts that psc-score writes, the default first
+COLUMN: Final = "image"  # the column of a Parquet file that psc-score reads by default
+
 # The kinds of heads by task, the default first; named here so that a command line needs no torch to list them.
 HEAD_KINDS: Final = {"classification": ("laplace", "sngp", "duq"), "regression": ("blr", "dve")}
 

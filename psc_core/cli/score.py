@@ -19,10 +19,10 @@ from psc_core import settings as arguments
 from psc_core.cli import flags
 from psc_core.errors import UsageError
 from psc_core.images.files import unread_below
-from psc_core.scoring import COLUMN, TABLE_FORMATS, NamedImage, in_parts, named_images
+from psc_core.settings import COLUMN, TABLE_FORMATS
 
 if TYPE_CHECKING:
-    from psc_core.scoring import PartWriter
+    from psc_core.scoring import NamedImage, PartWriter
 
 VERSION_FILE = "_bundle-version"  # of the bundle; readers of a folder of Parquet files skip names that begin with _
 
@@ -101,6 +101,8 @@ def score(args: argparse.Namespace) -> None:
 
 def open_parts(source: Path, column: str | None, size: int) -> Iterator[list[NamedImage]]:
     """Return the parts of an input."""
+    from psc_core.scoring import in_parts, named_images
+
     return in_parts(named_images(source, column), size)
 
 
