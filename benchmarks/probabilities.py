@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks import fitting
 from benchmarks.checkpoints import Trained
 from benchmarks.runs import Json, Run
-from psc_core import metrics as classification
+from psc_core import metrics
 from psc_core.compute import track_images
 from psc_core.data.dataset import ImageDataset
 from psc_core.evaluation.baselines import fit_temperature
@@ -103,14 +103,14 @@ def ece_when_calibrated(probabilities: Tensor, seed: int, draws: int = 100) -> f
     source = torch.Generator().manual_seed(seed)
     confidence, predicted = probabilities.max(1)
     drawn = [torch.multinomial(probabilities, 1, generator=source)[:, 0] for _ in range(draws)]
-    return statistics.mean(classification.ece(confidence, predicted == labels) for labels in drawn)
+    return statistics.mean(metrics.ece(confidence, predicted == labels) for labels in drawn)
 
 
 def quality(probabilities: Tensor, labels: Tensor) -> Json:
     """Return accuracy, NLL (nats) and ECE."""
     confidence, predicted = probabilities.max(1)
     return {
-        "accuracy": classification.accuracy(probabilities, labels),
-        "nll": classification.nll(probabilities, labels),
-        "ece": classification.ece(confidence, predicted == labels),
+        "accuracy": metrics.accuracy(probabilities, labels),
+        "nll": metrics.nll(probabilities, labels),
+        "ece": metrics.ece(confidence, predicted == labels),
     }

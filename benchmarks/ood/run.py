@@ -21,7 +21,7 @@ from benchmarks.ood.detectors import DEFAULT, PSC_OPTIONS, Detector, Images, sco
 from benchmarks.ood.settings import AT_SCALE, SETTINGS, SHIFTS, Setting
 from benchmarks.probabilities import DIVISIONS, divide, examples_of, qualities
 from benchmarks.runs import Json, Run
-from psc_core import metrics as ranking
+from psc_core import metrics
 from psc_core.data.dataset import split_validation
 from psc_core.model import PSC
 
@@ -115,7 +115,7 @@ def compare(fitted: list[Detector], inside: Images, outside: Images) -> Json:
     found = {}
     for detector in fitted:
         known, unknown = scored(detector, inside), scored(detector, outside)
-        found[detector.name] = {"auroc": ranking.auroc(known, unknown), "fpr95": ranking.fpr95(known, unknown)}
+        found[detector.name] = {"auroc": metrics.auroc(known, unknown), "fpr95": metrics.fpr95(known, unknown)}
     return found
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks import fitting, plots, runs
 from benchmarks.checkpoints import SPECTRAL_NORM, Trained, images_to_test, job_of, obtain
 from benchmarks.runs import BUNDLE, Json, Run
-from psc_core import metrics as ranking
+from psc_core import metrics
 from psc_core.compute import track_images
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.open import open_dataset
@@ -189,9 +189,9 @@ def row(data: ImageDataset, inside: Scored, outside: Scored) -> Json:
 
     clean, ambiguous = (inside["entropy"][where] for where in groups.values())
     return {
-        "auroc_ood": ranking.auroc(inside["ood"], outside["ood"]),
-        "fpr95_ood": ranking.fpr95(inside["ood"], outside["ood"]),
-        "auroc_ambiguous": ranking.auroc(clean, ambiguous),
+        "auroc_ood": metrics.auroc(inside["ood"], outside["ood"]),
+        "fpr95_ood": metrics.fpr95(inside["ood"], outside["ood"]),
+        "auroc_ambiguous": metrics.auroc(clean, ambiguous),
         "test_images": {"in": len(inside["ood"]), "out": len(outside["ood"])},
         "log_density": plots.histograms(split("ood", -1.0)),
         "entropy": plots.histograms(split("entropy", 1.0)),

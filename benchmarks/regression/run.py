@@ -24,9 +24,7 @@ from benchmarks.fitting import settings_of
 from benchmarks.regression.networks import AngleNet, trained
 from benchmarks.runs import Json, Run
 from benchmarks.train import load_images
-from psc_core import PSCRegressor, fit_projection, fit_regressor, measure_collapse
-from psc_core import metrics as ranking
-from psc_core import metrics as regression
+from psc_core import PSCRegressor, fit_projection, fit_regressor, measure_collapse, metrics
 from psc_core.data.dataset import ArraySource, ImageDataset, split_validation
 from psc_core.data.open import open_dataset
 from psc_core.evaluation.regression import RegressionEvaluator
@@ -138,7 +136,7 @@ def normal(mean: Tensor, deviation: Tensor, strangeness: Tensor) -> Forecast:
 def network_alone(net: nn.Module, selection: ImageDataset) -> Method:
     """Forecast the network's mean, with one deviation for all images from validation images."""
     assert selection.values is not None
-    rmse = regression.rmse(outputs_of(net, selection)[:, 0], selection.values)
+    rmse = metrics.rmse(outputs_of(net, selection)[:, 0], selection.values)
 
     def forecast(data: ImageDataset) -> Forecast:
         mean = outputs_of(net, data)[:, 0]
@@ -198,9 +196,9 @@ def measured(forecast: Forecast, data: ImageDataset) -> Mapping[str, float]:
     mean, deviation = forecast.mean, forecast.deviation
     inside = (y - mean).abs() <= forecast.half_width
     return {
-        "rmse": regression.rmse(mean, y),
-        "nll": regression.gaussian_nll(mean, deviation, y),
-        "crps": regression.crps(mean, deviation, y),
+        "rmse": metrics.rmse(mean, y),
+        "nll": metrics.gaussian_nll(mean, deviation, y),
+        "crps": metrics.crps(mean, deviation, y),
         "coverage": float(inside.double().mean()),
         "width": float(2 * forecast.half_width.mean()),
     }
@@ -222,7 +220,7 @@ def flagged(model: PSCRegressor, forecasts: Mapping[str, Forecast]) -> dict[str,
 
 
 def separation(inside: Forecast, outside: Mapping[str, Forecast]) -> dict[str, float]:
-    return {name: ranking.auroc(inside.strangeness, other.strangeness) for name, other in outside.items()}
+    return {name: metrics.auroc(inside.strangeness, other.strangeness) for name, other in outside.items()}
 
 
 def fragment(record: Json) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from psc_core import settings as arguments
+from psc_core import settings
 from psc_core.cli import flags
 from psc_core.errors import UsageError
 from psc_core.report import FIGURES, PAGE
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     beside.add_argument("--val", metavar="DIR", help="validation images of the fit")
     flags.add_model_flags(cli)
     text = f"number of images sent through the network at once (default: {BATCH_IMAGES})"
-    cli.add_argument("--batch-images", type=arguments.positive, default=BATCH_IMAGES, metavar="N", help=text)
+    cli.add_argument("--batch-images", type=settings.positive, default=BATCH_IMAGES, metavar="N", help=text)
     cli.add_argument("--out", type=Path, metavar="DIR", help=f"folder for {', '.join(WRITTEN)}")
     cli.add_argument("--overwrite", action="store_true", help="replace the report in --out")
     return cli

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from psc_core import settings as arguments
+from psc_core import settings
 from psc_core.cli import flags, preprocessing
 from psc_core.data import MAX_BAD_IMAGES
 from psc_core.network import LIBRARIES
@@ -143,12 +143,12 @@ def _add_run_flags(group: _Group) -> None:
     )
     budget = DEFAULTS.max_memory
     text = f"memory for the statistics of one stage (default: {budget >> 30}G)"
-    group.add_argument("--max-memory", type=arguments.byte_count, default=budget, metavar="SIZE", help=text)
+    group.add_argument("--max-memory", type=settings.byte_count, default=budget, metavar="SIZE", help=text)
     text = "folder for decoded images, or off to decode them in every pass (default: the system's temporary folder)"
     group.add_argument("--cache", metavar="DIR|off", help=text)
     text = "leave out up to N images that cannot be decoded; with --cache off, N above 0 costs another pass"
     text = f"{text} (default: {MAX_BAD_IMAGES})"
-    group.add_argument("--max-bad-images", type=arguments.whole, default=MAX_BAD_IMAGES, metavar="N", help=text)
+    group.add_argument("--max-bad-images", type=settings.whole, default=MAX_BAD_IMAGES, metavar="N", help=text)
     group.add_argument("--distributed", action="store_true", help="run as one of the processes that torchrun started")
     text = (
         "fit on a few images only, write nothing, and print the time, memory and disk that a fit on all of them takes"

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from psc_core import settings as arguments
+from psc_core import settings
 from psc_core.cli import flags
 from psc_core.errors import UsageError
 
@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     text = "choose from the audit slice only, the fair sample that psc-recalibrate needs"
     command.add_argument("--audit", action="store_true", help=text)
     command.add_argument(
-        "--limit", type=arguments.positive, default=200, metavar="N", help="maximum number of images (default: 200)"
+        "--limit", type=settings.positive, default=200, metavar="N", help="maximum number of images (default: 200)"
     )
     text = "prefix of each image's path (default: the log's place; in --out, of a folder, /data/local-files/?d=)"
     command.add_argument("--images", metavar="PREFIX", help=text)
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     command = add("delete", delete, "remove an image: its file, its labels, and its digest and path in all rows")
     command.add_argument("sha256", metavar="SHA256", help="SHA-256 of the image's file, as sha256sum prints it")
     command = add("prune", prune_log, "remove everything older than a number of days")
-    command.add_argument("--days", type=arguments.positive, required=True, metavar="N", help="number of days to keep")
+    command.add_argument("--days", type=settings.positive, required=True, metavar="N", help="number of days to keep")
     return cli
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from psc_core import settings as arguments
+from psc_core import settings
 from psc_core.cli import flags
 from psc_core.errors import UsageError
 from psc_core.images.files import unread_below
@@ -48,12 +48,12 @@ def parser() -> argparse.ArgumentParser:
     text = "folder for a grey PNG of each image, PART-ROW.png, brighter where it is more anomalous"
     cli.add_argument("--maps", type=Path, metavar="DIR", help=text)
     text = "number of images in a part, the most that an interruption loses (default: 1024)"
-    cli.add_argument("--part-images", type=arguments.positive, default=1024, metavar="N", help=text)
+    cli.add_argument("--part-images", type=settings.positive, default=1024, metavar="N", help=text)
     text = "score on a Ray cluster with N actors, each with a GPU where there are any (extra psc[ray])"
-    cli.add_argument("--ray", type=arguments.positive, metavar="N", help=text)
+    cli.add_argument("--ray", type=settings.positive, metavar="N", help=text)
     cli.add_argument(
         "--threads",
-        type=arguments.positive,
+        type=settings.positive,
         metavar="N",
         help="number of threads that decode images (default: one per CPU)",
     )

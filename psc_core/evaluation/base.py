@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from psc_core import metrics as intervals
+from psc_core import metrics
 from psc_core.compute import Compute, autocast
 from psc_core.data.dataset import ImageDataset
 from psc_core.images.preprocess import Images, Preprocess
@@ -56,9 +56,9 @@ def observed_rate(happened: Bool[Tensor, " n"], nominal: float, calibration_imag
         count=count,
         images=images,
         level=LEVEL,
-        interval=intervals.binomial_interval(count, images, level=LEVEL),
-        acceptance=intervals.binomial_acceptance(images, nominal, level=LEVEL),
-        calibrated_acceptance=intervals.beta_binomial_acceptance(images, nominal, calibration_images, level=LEVEL),
+        interval=metrics.binomial_interval(count, images, level=LEVEL),
+        acceptance=metrics.binomial_acceptance(images, nominal, level=LEVEL),
+        calibrated_acceptance=metrics.beta_binomial_acceptance(images, nominal, calibration_images, level=LEVEL),
     )
 
 

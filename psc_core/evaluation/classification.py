@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from psc_core import metrics as ranking
+from psc_core import metrics
 from psc_core.compute import Compute
 from psc_core.conformal import tolerant_ceil
 from psc_core.data.dataset import Batch, ImageDataset
@@ -108,11 +108,11 @@ def separation(
     """Compare two sets of images by every score, and each AUROC with the primary score's."""
     return {
         name: Separation(
-            auroc=ranking.auroc(inside[name], outside[name]),
-            aupr_in=ranking.aupr(-inside[name], -outside[name]),
-            aupr_out=ranking.aupr(outside[name], inside[name]),
-            fpr95=ranking.fpr95(inside[name], outside[name]),
-            auroc_difference=ranking.auroc_difference(inside[PRIMARY], outside[PRIMARY], inside[name], outside[name]),
+            auroc=metrics.auroc(inside[name], outside[name]),
+            aupr_in=metrics.aupr(-inside[name], -outside[name]),
+            aupr_out=metrics.aupr(outside[name], inside[name]),
+            fpr95=metrics.fpr95(inside[name], outside[name]),
+            auroc_difference=metrics.auroc_difference(inside[PRIMARY], outside[PRIMARY], inside[name], outside[name]),
             threshold=float(inside[name].kthvalue(max(1, tolerant_ceil((1 - alpha) * len(inside[name])))).values),
         )
         for name in inside
@@ -434,7 +434,7 @@ def ambiguity(entropies: Mapping[str, Tensor], groups: Mapping[str, Tensor]) -> 
     inside, outside = torch.cat(clean), torch.cat(ambiguous)
     if min(len(inside), len(outside)) == 0:
         return {}
-    return {name: ranking.auroc(values[inside], values[outside]) for name, values in entropies.items()}
+    return {name: metrics.auroc(values[inside], values[outside]) for name, values in entropies.items()}
 
 
 class ClassificationEvaluator(Evaluator[PSC, ScoredImages, Baselines | PlainClassifier]):

@@ -14,8 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from psc_core import metrics as ranking
-from psc_core import metrics as regression
+from psc_core import metrics
 from psc_core.compute import Compute
 from psc_core.data.dataset import ImageDataset, known_values
 from psc_core.data.open import is_table, open_dataset
@@ -135,12 +134,12 @@ class RegressionEvaluator(Evaluator[PSCRegressor, ScoredNumbers, PlainNetwork]):
         """
         if data.values is None:
             return {}
-        plain = {} if scored.plain is None else {"base": {"rmse": regression.rmse(scored.plain, data.values)}}
+        plain = {} if scored.plain is None else {"base": {"rmse": metrics.rmse(scored.plain, data.values)}}
         errors = {
-            "rmse": regression.rmse(scored.mean, data.values),
-            "r2": regression.r2(scored.mean, data.values),
-            "nll": regression.gaussian_nll(scored.mean, scored.deviation, data.values),
-            "crps": regression.crps(scored.mean, scored.deviation, data.values),
+            "rmse": metrics.rmse(scored.mean, data.values),
+            "r2": metrics.r2(scored.mean, data.values),
+            "nll": metrics.gaussian_nll(scored.mean, scored.deviation, data.values),
+            "crps": metrics.crps(scored.mean, scored.deviation, data.values),
         }
         return {**plain, PRIMARY: errors}
 
@@ -158,7 +157,7 @@ class RegressionEvaluator(Evaluator[PSCRegressor, ScoredNumbers, PlainNetwork]):
             width=float(inside.interval.diff(dim=1).mean()),
             misses=observed_rate(missed, 1 - model.policy.coverage, calibrated),
             false_alarms=observed_rate(inside.is_ood, model.policy.alpha, calibrated),
-            accepted_rmse=regression.rmse(inside.mean[accepted], y[accepted]) if bool(accepted.any()) else None,
-            auroc={name: ranking.auroc(inside.ood_score, scored.ood_score) for name, scored in outside.items()},
+            accepted_rmse=metrics.rmse(inside.mean[accepted], y[accepted]) if bool(accepted.any()) else None,
+            auroc={name: metrics.auroc(inside.ood_score, scored.ood_score) for name, scored in outside.items()},
             flagged={name: float(scored.is_ood.double().mean()) for name, scored in outside.items()},
         )

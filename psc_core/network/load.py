@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from psc_core.compute import own_state
 from psc_core.errors import NetworkError, hint, imported, needs
-from psc_core.network import described as hugging_face
+from psc_core.network import described
 from psc_core.network.described import NetworkSpec, describe
 from psc_core.network.onnx import PACKAGES, OnnxNetwork, open_onnx
 from psc_core.network.weights import load_weights, read_weights
@@ -284,7 +284,7 @@ def load_described(spec: NetworkSpec, weights: Path | None) -> nn.Module:
     if spec.folder is not None and spec.is_of_transformers:
         if spec.model_args:
             raise NetworkError(f"{spec.spec} has its own arguments; leave out {', '.join(spec.model_args)}")
-        classifier = hugging_face.load(spec.folder)
+        classifier = described.load(spec.folder)
         if weights is not None:
             setattr(classifier, NOTES, _read_into(classifier.model, weights, spec.num_classes))
         return classifier

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from psc_core import metrics as classification
+from psc_core import metrics
 from psc_core.answers import (
     ACCEPTS_NOTHING,
     BETTER_THAN_GUESSING,
@@ -501,7 +501,7 @@ class Classification(Task):
             f"the network itself: accuracy {of_train:.3f} on training and {of_val:.3f} on validation images (at most "
             f"{FIRST_LOOK_IMAGES:,} of each)"
         )
-        if not classification.better_than_guessing(predicted, val.first_labels()):
+        if not metrics.better_than_guessing(predicted, val.first_labels()):
             return FirstLook(text, f"THE NETWORK IS NO BETTER THAN GUESSING ON VALIDATION IMAGES, {WRONG_NETWORK}")
         if of_val < of_train - ACCURACY_GAP:
             warning = "validation images are much harder for it; are they prepared as the training images?"
@@ -609,10 +609,10 @@ def calibration_metrics(scored: Scored, labels: Tensor) -> dict[str, Any]:
     confidence, predicted = probabilities.max(1)
     return {
         "validation_images": len(labels),
-        "accuracy": classification.accuracy(probabilities, labels),
-        BETTER_THAN_GUESSING: classification.better_than_guessing(predicted, labels),
-        "nll_nats": classification.nll(probabilities, labels),
-        "ece": classification.ece(confidence, predicted == labels),
+        "accuracy": metrics.accuracy(probabilities, labels),
+        BETTER_THAN_GUESSING: metrics.better_than_guessing(predicted, labels),
+        "nll_nats": metrics.nll(probabilities, labels),
+        "ece": metrics.ece(confidence, predicted == labels),
         "mean_entropy_nats": float(scored.scores["predictive_entropy"].double().mean()),
     }
 

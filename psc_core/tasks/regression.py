@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from psc_core import metrics as regression
+from psc_core import metrics
 from psc_core.answers import (
     BETTER_THAN_GUESSING,
     REGRESSION_DECISIONS,
@@ -332,12 +332,12 @@ class Regression(Task):
         if weights is not None:
             kept = thinned(weights)
             values, mean, deviation = values[kept], mean[kept], deviation[kept]
-        metrics = calibration_metrics(mean, deviation, values)
+        measured = calibration_metrics(mean, deviation, values)
         width = settings.max_width
         if width is None:
-            width = metrics["width_without_image"] = width_without_image(values, settings.coverage)
+            width = measured["width_without_image"] = width_without_image(values, settings.coverage)
         return Calibrated(
-            calibration, RegressionPolicy(alpha=settings.alpha, max_width=width, coverage=settings.coverage), metrics
+            calibration, RegressionPolicy(alpha=settings.alpha, max_width=width, coverage=settings.coverage), measured
         )
 
     @classmethod
@@ -351,7 +351,7 @@ class Regression(Task):
             f"the network itself: RMSE {of_train:.4g} on training and {of_val:.4g}{unit} on validation images (at most "
             f"{FIRST_LOOK_IMAGES:,} of each), the deviation of the numbers is {spread:.4g}"
         )
-        if not regression.rises_with(predicted, known_values(val.values)):
+        if not metrics.rises_with(predicted, known_values(val.values)):
             return FirstLook(text, f"THE NETWORK IS NO BETTER THAN GUESSING ON VALIDATION IMAGES, {WRONG_NETWORK}")
         if of_val > spread:
             warning = "always predicting the mean would be better; is the network's output in the table's unit?"
@@ -476,11 +476,11 @@ def calibration_metrics(
     mean, deviation = mean.double(), deviation.double()
     return {
         "validation_images": len(values),
-        "rmse": regression.rmse(mean, values),
-        "r2": regression.r2(mean, values),
-        BETTER_THAN_GUESSING: regression.rises_with(mean, values),
-        "nll_nats": regression.gaussian_nll(mean, deviation, values),
-        "crps": regression.crps(mean, deviation, values),
+        "rmse": metrics.rmse(mean, values),
+        "r2": metrics.r2(mean, values),
+        BETTER_THAN_GUESSING: metrics.rises_with(mean, values),
+        "nll_nats": metrics.gaussian_nll(mean, deviation, values),
+        "crps": metrics.crps(mean, deviation, values),
     }
 
 
@@ -495,7 +495,7 @@ def width_without_image(values: Float[Tensor, " n"], coverage: float) -> float:
 def network_rmse(net: nn.Module, data: ImageDataset, compute: Compute) -> tuple[float, Float[Tensor, " n"]]:
     """Return the RMSE of the plain network on images with numbers, and what it predicts."""
     predicted = run_network(net, data, compute)[:, 0]
-    return regression.rmse(predicted, known_values(data.values)), predicted
+    return metrics.rmse(predicted, known_values(data.values)), predicted
 
 
 def _nearest_examples(

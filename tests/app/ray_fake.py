@@ -15,7 +15,7 @@ class FakeReplica(Replica):
     """``dead`` in the folder ``state``: the device fails, of one replica; ``version``: what a load finds."""
 
     def __serve_build_asgi_app__(self) -> Any:
-        from app import models as sources
+        from app import models
         from tests.app.fakes import FakeModel, FakePipeline
 
         state = Path(self._settings.pop("state"))
@@ -30,8 +30,8 @@ class FakeReplica(Replica):
         def load(*_: Any, **__: Any) -> FakeModel:
             return FakeModel(version=(state / "version").read_text(), pipeline=Pipeline())
 
-        sources.build_model = load  # type: ignore[assignment]
-        sources.check_affordable = lambda *_, **__: None  # type: ignore[assignment]
+        models.build_model = load  # type: ignore[assignment]
+        models.check_affordable = lambda *_, **__: None  # type: ignore[assignment]
         return super().__serve_build_asgi_app__()
 
 

@@ -101,7 +101,7 @@ def test_memory_of_replaced_models_is_returned() -> None:
 COMPUTING = """
 import sys, threading, time
 import torch
-from app import main as runtime
+from app import main
 
 seconds, runtime._THREAD_SECONDS = map(float, sys.argv[1:])
 began = time.monotonic()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, UnsupportedImage
-from psc_core.images import decode as image_limits
+from psc_core.images import decode
 from psc_core.images.decode import IMAGE_FORMATS, decode_image
 from psc_core.images.preprocess import PRESETS
 
@@ -150,10 +150,10 @@ def jpeg_of(scans: int, *, between: bytes = b"") -> bytes:
 
 def test_rejects_jpeg_of_many_scans(monkeypatch: pytest.MonkeyPatch) -> None:
     """80 bytes of an empty scan cost as much as a pass over all pixels."""
-    assert decode_image(jpeg_of(image_limits.MAX_SCANS)).size == (64, 64)
+    assert decode_image(jpeg_of(decode.MAX_SCANS)).size == (64, 64)
     monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("opened"))
     with pytest.raises(UndecodableImage, match="at most 100 scans, got 101"):
-        decode_image(jpeg_of(image_limits.MAX_SCANS + 1))
+        decode_image(jpeg_of(decode.MAX_SCANS + 1))
 
 
 def test_counts_scans_as_libjpeg(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_counts_scans_as_libjpeg(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("opened"))
     for between in (fill, stray, comment, b"\xff\0", b"\xff\xd0"):
         with pytest.raises(UndecodableImage, match="scans"):
-            decode_image(jpeg_of(image_limits.MAX_SCANS + 1, between=between))
+            decode_image(jpeg_of(decode.MAX_SCANS + 1, between=between))
 
 
 def test_ignores_scan_markers_in_other_data() -> None:
@@ -244,7 +244,7 @@ def test_rejects_tile_sizes_pillow_does_not_read(kind: int) -> None:
 
 def test_rejects_tiff_of_many_strips() -> None:
     """Pillow makes an object of each."""
-    many = image_limits._MAX_VALUES + 1
+    many = decode._MAX_VALUES + 1
     for compression in (1, 8):
         with pytest.raises(UndecodableImage, match="values of tag 273"):
             decode_image(tiff(bytes(64), t256=1, t257=many, t259=compression, t273=[8] * many, t278=1))

@@ -16,7 +16,7 @@ import shtab
 
 from app.cli import parser as serve_parser
 from app.client_cli import parser as predict_parser
-from psc_core import gates as combined
+from psc_core import gates
 from psc_core.answers import ClassificationAnswer
 from psc_core.cli.evaluate import parser as eval_parser
 from psc_core.cli.fit import parser as fit_parser
@@ -165,4 +165,4 @@ def test_a_gate_has_one_meaning(gate: str) -> None:
     told = re.search(rf"`{gate}` \(([^)]+)\)", ClassificationAnswer.model_fields["gates"].description or "")
     assert told and f"`{gate}` ({told[1]})" in (ROOT / "docs" / "service.md").read_text()
     assert re.search(rf"^\| `{gate}` \|.*\| {told[1]} \|$", (ROOT / "docs" / "method.md").read_text(), re.MULTILINE)
-    assert re.search(rf"^``{gate}``.* {told[1]}(:|$)", combined.__doc__ or "", re.MULTILINE)
+    assert re.search(rf"^``{gate}``.* {told[1]}(:|$)", gates.__doc__ or "", re.MULTILINE)

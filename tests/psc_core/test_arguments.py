@@ -8,29 +8,29 @@ from typing import Any
 
 import pytest
 
-from psc_core import settings as arguments
+from psc_core import settings
 from psc_core.errors import UsageError
 
 VALUES: dict[Callable[[str], Any], dict[str, Any]] = {
-    arguments.by_commas: {"a, b,,c": ["a", "b", "c"], "": []},
-    arguments.day: {"2026-02-28": "2026-02-28"},
-    arguments.positive: {"1": 1, "007": 7},
-    arguments.whole: {"0": 0, "3": 3},
-    arguments.POSITIVE.parse_or_auto: {"auto": None, "3": 3},
-    arguments.SEED.parse: {"0": 0, str(2**63 - 1): 2**63 - 1},
-    arguments.byte_count: {"5": 5, "512M": 512 << 20, "2gib": 2 << 30, "1kb": 1 << 10},
-    arguments.positive_number: {"1e3": 1000.0, "0.5": 0.5},
-    arguments.open_unit_interval: {"0.05": 0.05},
+    settings.by_commas: {"a, b,,c": ["a", "b", "c"], "": []},
+    settings.day: {"2026-02-28": "2026-02-28"},
+    settings.positive: {"1": 1, "007": 7},
+    settings.whole: {"0": 0, "3": 3},
+    settings.POSITIVE.parse_or_auto: {"auto": None, "3": 3},
+    settings.SEED.parse: {"0": 0, str(2**63 - 1): 2**63 - 1},
+    settings.byte_count: {"5": 5, "512M": 512 << 20, "2gib": 2 << 30, "1kb": 1 << 10},
+    settings.positive_number: {"1e3": 1000.0, "0.5": 0.5},
+    settings.open_unit_interval: {"0.05": 0.05},
 }
 REFUSED = {
-    arguments.day: ("a day as YYYY-MM-DD", ["2026-02-30", "20260228", "today"]),
-    arguments.positive: ("a positive integer", ["0", "-1", "1.5", "many", ""]),
-    arguments.whole: ("0 or a positive integer", ["-1", "1.5", "x", "00", " 5", "1_0"]),
-    arguments.POSITIVE.parse_or_auto: ("a positive integer or auto", ["0", "none"]),
-    arguments.SEED.parse: ("a whole number from 0 to 2**63 - 1", ["-1", str(2**63), "x"]),
-    arguments.byte_count: ("a size such as 512M or 2G", ["0", "1.5G", "lots", "1T"]),
-    arguments.positive_number: ("a number above 0", ["0", "-1", "nan", "inf", "x"]),
-    arguments.open_unit_interval: ("a number between 0 and 1", ["0", "1", "-0.1", "nan", "x"]),
+    settings.day: ("a day as YYYY-MM-DD", ["2026-02-30", "20260228", "today"]),
+    settings.positive: ("a positive integer", ["0", "-1", "1.5", "many", ""]),
+    settings.whole: ("0 or a positive integer", ["-1", "1.5", "x", "00", " 5", "1_0"]),
+    settings.POSITIVE.parse_or_auto: ("a positive integer or auto", ["0", "none"]),
+    settings.SEED.parse: ("a whole number from 0 to 2**63 - 1", ["-1", str(2**63), "x"]),
+    settings.byte_count: ("a size such as 512M or 2G", ["0", "1.5G", "lots", "1T"]),
+    settings.positive_number: ("a number above 0", ["0", "-1", "nan", "inf", "x"]),
+    settings.open_unit_interval: ("a number between 0 and 1", ["0", "1", "-0.1", "nan", "x"]),
 }
 
 
@@ -47,7 +47,7 @@ def test_an_error_says_what_was_expected(kind: Callable[[str], Any], text: str) 
 
 
 def test_key_values_are_json_where_they_parse() -> None:
-    assert arguments.key_values(["a=1", "b=x", "c=[true]", "d="]) == {"a": 1, "b": "x", "c": [True], "d": ""}
+    assert settings.key_values(["a=1", "b=x", "c=[true]", "d="]) == {"a": 1, "b": "x", "c": [True], "d": ""}
     for pair in ("novalue", "=1"):
         with pytest.raises(UsageError, match="expected key=value"):
-            arguments.key_values([pair])
+            settings.key_values([pair])

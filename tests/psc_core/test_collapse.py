@@ -17,8 +17,7 @@ from sklearn.linear_model import Ridge
 from torch import Tensor, nn
 from torch.nn import functional
 
-from psc_core import collapse as columns
-from psc_core import collapse as ridge
+from psc_core import collapse
 from psc_core.collapse import (
     PENALTIES,
     CollapseReport,
@@ -179,11 +178,11 @@ def test_linear_toy_equals_closed_form() -> None:
 
 @pytest.mark.parametrize("budget", [1, 900, 2500, 5000])
 def test_groups_and_column_ranges_change_nothing(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns, "MIN_COLUMNS", 7)
+    monkeypatch.setattr(collapse, "MIN_COLUMNS", 7)
     net, train, val = Net(), images(0, 40), images(1, 21, torch.randint(0, 3, (21, 2)))
     layers, whole = list_layers(net, torch.zeros(1, 1, 6, 6)), measured(net, train, val, on_cpu(8))
     parts = measured(net, train, val, on_cpu(8, max_memory=budget))
-    assert sum(len(ranges) for _, ranges in columns.layer_groups(layers, 3, 8, budget)) > 1
+    assert sum(len(ranges) for _, ranges in collapse.layer_groups(layers, 3, 8, budget)) > 1
     for one, other in zip(whole.layers, parts.layers, strict=True):
         assert other.nc1 == pytest.approx(one.nc1, rel=1e-6)
         assert (other.quality, other.quality_error) == (one.quality, one.quality_error)
@@ -527,7 +526,7 @@ def test_narrow_features_are_not_sketched() -> None:
 
 
 def test_a_sketch_keeps_a_linear_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ridge, "SKETCH", 64)
+    monkeypatch.setattr(collapse, "SKETCH", 64)
     generator = torch.Generator().manual_seed(0)
     low = torch.randn(2000, 5, generator=generator)
     x = low @ torch.randn(5, 4000, generator=generator)
@@ -553,9 +552,9 @@ def test_paired_error_equals_twin(labels_each: list[int], seed: int) -> None:
 
 
 def test_groups_fit_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns, "MIN_COLUMNS", 1)
+    monkeypatch.setattr(collapse, "MIN_COLUMNS", 1)
     layers = list_layers(Net(), torch.zeros(1, 1, 6, 6))
-    groups = columns.layer_groups(layers, classes=10, batch_images=8, budget=6000)
+    groups = collapse.layer_groups(layers, classes=10, batch_images=8, budget=6000)
     rounds = [
         [(layer, range(math.prod(layer.shape))[part]) for layer in group] for group, parts in groups for part in parts
     ]

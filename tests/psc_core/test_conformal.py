@@ -122,11 +122,11 @@ def test_rejects_unattainable_coverage(coverage: float) -> None:
         check_rates(200, coverage=coverage)
 
 
-FLOATS_weighted = st.one_of(st.sampled_from([-3.0, -1.5, 0.0, 0.125, 2.0]), st.floats(-1e6, 1e6, width=32))
-WEIGHTED = st.lists(st.tuples(FLOATS_weighted, st.sampled_from([1, 2, 5, 20, 100])), min_size=1, max_size=60)
+WEIGHTED_FLOATS = st.one_of(st.sampled_from([-3.0, -1.5, 0.0, 0.125, 2.0]), st.floats(-1e6, 1e6, width=32))
+WEIGHTED = st.lists(st.tuples(WEIGHTED_FLOATS, st.sampled_from([1, 2, 5, 20, 100])), min_size=1, max_size=60)
 
 
-@given(WEIGHTED, st.lists(FLOATS_weighted, min_size=1, max_size=20))
+@given(WEIGHTED, st.lists(WEIGHTED_FLOATS, min_size=1, max_size=20))
 def test_p_values_are_the_weighted_ones_rounded_up(images: list[tuple[float, int]], tested: list[float]) -> None:
     scores, weights = (list(part) for part in zip(*images, strict=True))
     given_weights = torch.tensor(weights, dtype=torch.float64)
@@ -140,7 +140,7 @@ def test_p_values_are_the_weighted_ones_rounded_up(images: list[tuple[float, int
         assert step == math.ceil(exact * (len(kept) + 1))
 
 
-@given(st.lists(FLOATS_weighted, min_size=1, max_size=60), st.sampled_from([1.0, 3.0, 1 / 0.02]))
+@given(st.lists(WEIGHTED_FLOATS, min_size=1, max_size=60), st.sampled_from([1.0, 3.0, 1 / 0.02]))
 def test_equal_weights_change_nothing(scores: list[float], weight: float) -> None:
     all_of_them, weights = torch.tensor(scores), torch.full((len(scores),), weight)
     assert torch.equal(all_of_them[equal_scores(all_of_them, weights)], all_of_them.sort().values)

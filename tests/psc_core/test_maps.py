@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 from PIL import Image
 
-from psc_core import maps as layer_map
+from psc_core import maps
 from psc_core.errors import BundleError, FitError
 from psc_core.images.decode import png_of
 from psc_core.maps import (
@@ -132,7 +132,7 @@ def test_matches_the_twin(images: int, channels: int, rows: int, columns: int, f
 def test_large_batches_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     of, features = density(4, 2), torch.randn(7, 4, 9)
     whole = of(features)
-    monkeypatch.setattr(layer_map, "SERVE_ELEMENTS", 80)
+    monkeypatch.setattr(maps, "SERVE_ELEMENTS", 80)
     torch.testing.assert_close(of(features), whole)
 
 

@@ -13,10 +13,7 @@ from scipy import integrate, stats
 from sklearn import metrics as sklearn_metrics
 from sklearn.metrics import r2_score, root_mean_squared_error
 
-from psc_core import metrics as classification
-from psc_core import metrics as inputs
-from psc_core import metrics as ranking
-from psc_core import metrics as selective
+from psc_core import metrics
 from psc_core.errors import UsageError
 from psc_core.metrics import (
     CountInterval,
@@ -58,17 +55,17 @@ def unzip(predictions: list[tuple[float, bool]]) -> tuple[torch.Tensor, torch.Te
 def test_input_order_does_not_matter(predictions: list[tuple[float, bool]], random: object) -> None:
     c, ok = unzip(predictions)
     order = torch.randperm(len(c), generator=torch.Generator().manual_seed(len(c)))
-    for metric in (classification.ece, classification.adaptive_ece, selective.aurc, selective.augrc):
+    for metric in (metrics.ece, metrics.adaptive_ece, metrics.aurc, metrics.augrc):
         assert metric(c, ok) == pytest.approx(metric(c[order], ok[order]), abs=1e-12)
 
 
 def test_rejects_unusable_inputs() -> None:
     with pytest.raises(UsageError, match="at least one value"):
-        ranking.auroc(torch.zeros(0), torch.zeros(1))
+        metrics.auroc(torch.zeros(0), torch.zeros(1))
     with pytest.raises(UsageError, match="NaN"):
-        ranking.fpr95(torch.tensor([math.nan]), torch.zeros(1))
+        metrics.fpr95(torch.tensor([math.nan]), torch.zeros(1))
     with pytest.raises(UsageError, match="one length, got 2 and 1"):
-        inputs.check_same_length("ece", torch.ones(2), torch.ones(1))  # callers' shapes are checked before, in tests
+        metrics.check_same_length("ece", torch.ones(2), torch.ones(1))  # callers' shapes are checked before, in tests
 
 
 @st.composite
@@ -84,11 +81,9 @@ def classified(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 @given(classified())
 def test_likelihoods_match_loops(case: tuple[torch.Tensor, torch.Tensor]) -> None:
     p, y = case
-    assert classification.nll(p, y) == pytest.approx(naive.nll(p.tolist(), y.tolist(), classification.LOG_FLOOR))
-    assert float(classification.label_brier(p, y).mean()) == pytest.approx(
-        naive.brier(p.tolist(), y.tolist()), abs=1e-12
-    )
-    assert classification.accuracy(p, y) == pytest.approx(float((p.argmax(1) == y).double().mean()))
+    assert metrics.nll(p, y) == pytest.approx(naive.nll(p.tolist(), y.tolist(), metrics.LOG_FLOOR))
+    assert float(metrics.label_brier(p, y).mean()) == pytest.approx(naive.brier(p.tolist(), y.tolist()), abs=1e-12)
+    assert metrics.accuracy(p, y) == pytest.approx(float((p.argmax(1) == y).double().mean()))
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=2, max_size=7))
@@ -98,20 +93,20 @@ def test_better_than_guessing_is_above_the_agreements_of_all_orders(pairs: list[
     chance = statistics.fmean(agreements) + 1.645 * statistics.pstdev(agreements)
     own = sum(p == y for p, y in pairs)
     expected = len({*labels}) == 1 or own > chance + 1e-9
-    assert classification.better_than_guessing(torch.tensor(predicted), torch.tensor(labels)) == expected
+    assert metrics.better_than_guessing(torch.tensor(predicted), torch.tensor(labels)) == expected
 
 
 def test_always_the_most_frequent_class_is_guessing() -> None:
     labels = torch.arange(100) // 95
-    assert not classification.better_than_guessing(torch.zeros_like(labels), labels)
-    assert classification.better_than_guessing(labels, labels)
+    assert not metrics.better_than_guessing(torch.zeros_like(labels), labels)
+    assert metrics.better_than_guessing(labels, labels)
 
 
 def test_certain_errors_have_a_finite_nll() -> None:
     p, y = torch.tensor([[1.0, 0.0]]), torch.tensor([1])
-    assert classification.nll(p, y) == pytest.approx(87.336, abs=1e-3)
-    assert classification.label_brier(p, y).tolist() == [2.0]
-    assert classification.nll(p, torch.tensor([0])) == 0.0
+    assert metrics.nll(p, y) == pytest.approx(87.336, abs=1e-3)
+    assert metrics.label_brier(p, y).tolist() == [2.0]
+    assert metrics.nll(p, torch.tensor([0])) == 0.0
 
 
 @given(PREDICTIONS, st.sampled_from([1, 2, 15]))
@@ -119,18 +114,18 @@ def test_calibration_errors_match_loops(predictions: list[tuple[float, bool]], b
     c, ok = unzip(predictions)
     edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(classification, "ECE_BINS", bins)
-        equal_width, equal_mass = classification.ece(c, ok), classification.adaptive_ece(c, ok)
+        patch.setattr(metrics, "ECE_BINS", bins)
+        equal_width, equal_mass = metrics.ece(c, ok), metrics.adaptive_ece(c, ok)
     if not bool(((c[:, None] - edges).abs() < 1e-9).any()):  # edges round differently there
         assert equal_width == pytest.approx(naive.ece(c.tolist(), ok.tolist(), bins), abs=1e-12)
     assert equal_mass == pytest.approx(naive.adaptive_ece(c.tolist(), ok.tolist(), bins), abs=1e-12)
 
 
 def test_ece_bins_are_open_below_and_closed_above(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(classification, "ECE_BINS", 2)
+    monkeypatch.setattr(metrics, "ECE_BINS", 2)
     c, ok = tensor([0.0, 0.5, 0.5000001, 1.0]), torch.tensor([False, True, False, True])
     first, second = abs(0.0 + 0.5 - 1), abs(0.5000001 + 1 - 1)
-    assert classification.ece(c, ok) == pytest.approx((first + second) / 4)
+    assert metrics.ece(c, ok) == pytest.approx((first + second) / 4)
 
 
 PAIRS = st.lists(st.tuples(LEVELS, LEVELS), min_size=2, max_size=12)
@@ -139,37 +134,37 @@ PAIRS = st.lists(st.tuples(LEVELS, LEVELS), min_size=2, max_size=12)
 @given(SCORES, SCORES)
 def test_ranking_matches_loops_and_sklearn(inside: list[float], outside: list[float]) -> None:
     i, o = tensor(inside), tensor(outside)
-    assert ranking.auroc(i, o) == pytest.approx(naive.auroc(inside, outside))
-    assert ranking.aupr(o, i) == pytest.approx(naive.aupr(outside, inside))
-    assert ranking.aupr(-i, -o) == pytest.approx(naive.aupr([-s for s in inside], [-s for s in outside]))
-    assert ranking.fpr95(i, o) == pytest.approx(naive.fpr(inside, outside, 0.95))
+    assert metrics.auroc(i, o) == pytest.approx(naive.auroc(inside, outside))
+    assert metrics.aupr(o, i) == pytest.approx(naive.aupr(outside, inside))
+    assert metrics.aupr(-i, -o) == pytest.approx(naive.aupr([-s for s in inside], [-s for s in outside]))
+    assert metrics.fpr95(i, o) == pytest.approx(naive.fpr(inside, outside, 0.95))
     if not any(map(math.isinf, inside + outside)):
         truth, both = [0] * len(inside) + [1] * len(outside), inside + outside
-        assert ranking.auroc(i, o) == pytest.approx(sklearn_metrics.roc_auc_score(truth, both))
-        assert ranking.aupr(o, i) == pytest.approx(sklearn_metrics.average_precision_score(truth, both))
+        assert metrics.auroc(i, o) == pytest.approx(sklearn_metrics.roc_auc_score(truth, both))
+        assert metrics.aupr(o, i) == pytest.approx(sklearn_metrics.average_precision_score(truth, both))
         false, true, _ = sklearn_metrics.roc_curve(truth, both, drop_intermediate=False)
-        assert ranking.fpr95(i, o) == pytest.approx(false[(true >= 0.95 - 1e-12).argmax()])
+        assert metrics.fpr95(i, o) == pytest.approx(false[(true >= 0.95 - 1e-12).argmax()])
 
 
 @given(SCORES, SCORES)
 def test_auroc_is_antisymmetric(inside: list[float], outside: list[float]) -> None:
     i, o = tensor(inside), tensor(outside)
-    assert ranking.auroc(i, o) + ranking.auroc(o, i) == pytest.approx(1.0)
-    assert ranking.auroc(i, i) == pytest.approx(0.5)
+    assert metrics.auroc(i, o) + metrics.auroc(o, i) == pytest.approx(1.0)
+    assert metrics.auroc(i, i) == pytest.approx(0.5)
 
 
 def test_equal_scores_carry_no_information() -> None:
     i, o = torch.zeros(3), torch.zeros(5)
-    assert ranking.auroc(i, o) == 0.5
-    assert ranking.fpr95(i, o) == 1.0
-    assert ranking.aupr(o, i) == pytest.approx(5 / 8)
-    assert ranking.aupr(-i, -o) == pytest.approx(3 / 8)
+    assert metrics.auroc(i, o) == 0.5
+    assert metrics.fpr95(i, o) == 1.0
+    assert metrics.aupr(o, i) == pytest.approx(5 / 8)
+    assert metrics.aupr(-i, -o) == pytest.approx(3 / 8)
 
 
 def test_difference_of_a_score_with_itself_is_zero() -> None:
     i, o = torch.randn(40), torch.randn(30) + 1
-    assert ranking.auroc_difference(i, o, i, o) == (0.0, 0.0)
-    assert ranking.auroc_difference(i[:1], o, i[:1], o).standard_error == math.inf
+    assert metrics.auroc_difference(i, o, i, o) == (0.0, 0.0)
+    assert metrics.auroc_difference(i[:1], o, i[:1], o).standard_error == math.inf
 
 
 def test_standard_error_matches_resampling() -> None:
@@ -179,12 +174,12 @@ def test_standard_error_matches_resampling() -> None:
         i, o = torch.randn(60, generator=generator), torch.randn(50, generator=generator) + 1
         noisy_i = i + torch.randn(60, generator=generator)
         noisy_o = o + torch.randn(50, generator=generator)
-        draws.append(ranking.auroc_difference(i, o, noisy_i, noisy_o))
+        draws.append(metrics.auroc_difference(i, o, noisy_i, noisy_o))
     spread = torch.tensor([d.value for d in draws]).std().item()
     assert spread == pytest.approx(sum(d.standard_error for d in draws) / len(draws), rel=0.15)
     i, o = torch.randn(60, generator=generator), torch.randn(50, generator=generator)
-    value = ranking.auroc_difference(i, o, -i, -o).value
-    assert value == pytest.approx(ranking.auroc(i, o) - ranking.auroc(-i, -o))
+    value = metrics.auroc_difference(i, o, -i, -o).value
+    assert value == pytest.approx(metrics.auroc(i, o) - metrics.auroc(-i, -o))
 
 
 @given(PAIRS, PAIRS)
@@ -192,26 +187,26 @@ def test_difference_matches_loops(inside: list[tuple[float, float]], outside: li
     (in_first, in_second), (out_first, out_second) = zip(*inside, strict=True), zip(*outside, strict=True)
     expected = naive.auroc_difference(in_first, out_first, in_second, out_second)
     samples = (tensor(list(part)) for part in (in_first, out_first, in_second, out_second))
-    assert ranking.auroc_difference(*samples) == pytest.approx(expected, abs=1e-12)
+    assert metrics.auroc_difference(*samples) == pytest.approx(expected, abs=1e-12)
 
 
 @given(PREDICTIONS, st.sampled_from([0.0, 0.01, 0.05, 0.5, 1.0]))
 def test_selective_metrics_match_loops(predictions: list[tuple[float, bool]], risk: float) -> None:
     c, ok = unzip(predictions)
     plain = c.tolist(), ok.tolist()
-    assert selective.aurc(c, ok) == pytest.approx(naive.aurc(*plain), abs=1e-12)
-    assert selective.augrc(c, ok) == pytest.approx(naive.augrc(*plain), abs=1e-12)
-    assert selective.coverage_at_risk(c, ok, risk) == pytest.approx(naive.coverage_at_risk(*plain, risk))
+    assert metrics.aurc(c, ok) == pytest.approx(naive.aurc(*plain), abs=1e-12)
+    assert metrics.augrc(c, ok) == pytest.approx(naive.augrc(*plain), abs=1e-12)
+    assert metrics.coverage_at_risk(c, ok, risk) == pytest.approx(naive.coverage_at_risk(*plain, risk))
 
 
 def test_selective_metrics_by_hand() -> None:
     c, ok = tensor([0.9, 0.8, 0.7, 0.6]), torch.tensor([True, True, False, True])
-    assert selective.aurc(c, ok) == pytest.approx((0 + 0 + 1 / 3 + 1 / 4) / 4)
-    assert selective.augrc(c, ok) == pytest.approx((0 + 0 + 0.5 + 1) / 16)
-    assert selective.coverage_at_risk(c, ok, 0.01) == 0.5
-    assert selective.coverage_at_risk(c, ok, 0.25) == 1.0
-    assert selective.coverage_at_risk(c, torch.tensor([False] * 4), 0.01) == 0.0
-    assert selective.coverage_at_risk(c, torch.tensor([True] * 4), 0.0) == 1.0
+    assert metrics.aurc(c, ok) == pytest.approx((0 + 0 + 1 / 3 + 1 / 4) / 4)
+    assert metrics.augrc(c, ok) == pytest.approx((0 + 0 + 0.5 + 1) / 16)
+    assert metrics.coverage_at_risk(c, ok, 0.01) == 0.5
+    assert metrics.coverage_at_risk(c, ok, 0.25) == 1.0
+    assert metrics.coverage_at_risk(c, torch.tensor([False] * 4), 0.01) == 0.0
+    assert metrics.coverage_at_risk(c, torch.tensor([True] * 4), 0.0) == 1.0
 
 
 NUMBERS = st.lists(

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("grpc", reason="the gRPC extra is not installed")
 
-from app import grpc as module
+from app import grpc
 from app.errors import TooManyRequests
 from app.grpc import MAX_WAITING, MESSAGE_SECONDS, Places
 from tests.app.support import clock, settled, until
@@ -92,7 +92,7 @@ async def test_the_silent_give_up_when_others_wait() -> None:
 
 
 async def test_no_place_is_taken_within_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MESSAGE_SECONDS", 3600)
+    monkeypatch.setattr(grpc, "MESSAGE_SECONDS", 3600)
     async with calls(1) as held:
         held.start("a")
         (late,) = held.start("b")
@@ -131,7 +131,7 @@ async def test_who_could_have_no_place_takes_none_from_others() -> None:
 
 
 async def test_who_waits_comes_before_those_of_clients_with_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MESSAGE_SECONDS", 0.2)
+    monkeypatch.setattr(grpc, "MESSAGE_SECONDS", 0.2)
     async with calls(8) as held:
         for greedy in ("a", "b"):
             held.start(greedy, 50)
@@ -155,7 +155,7 @@ async def test_a_call_that_ends_while_others_are_let_in_ends_alone() -> None:
 
 
 async def test_who_only_waits_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MESSAGE_SECONDS", 3600)
+    monkeypatch.setattr(grpc, "MESSAGE_SECONDS", 3600)
     async with calls(1, 0.3) as held:
         held.places._grace = 3600.0
         (first,) = held.start("a")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from app import models as affordable
+from app import models
 from app.models import ALIVE, check_affordable, cost_of_an_image
 from psc_core.errors import BundleError
 from psc_core.model import PSC
@@ -49,15 +49,15 @@ def test_models_that_serve_meanwhile_do_not_count(model: PSC) -> None:
 
 
 def test_a_batch_without_room_is_refused(model: PSC, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(affordable, "free_bytes", lambda _: 1 << 20)
+    monkeypatch.setattr(models, "free_bytes", lambda _: 1 << 20)
     with pytest.raises(BundleError, match=re.escape("a batch of 64 images of 28 × 28 pixels needs about 0.0 GiB")):
         check_affordable(model, max_batch=64, seconds=600.0)
     check_affordable(model, max_batch=1, seconds=600.0)
 
 
 def test_a_warm_up_without_end_is_refused(model: PSC, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(affordable, "cost_of_an_image", lambda _: (1, 5_000))
-    monkeypatch.setattr(affordable, "operations_per_second", lambda _: 1_000.0)
+    monkeypatch.setattr(models, "cost_of_an_image", lambda _: (1, 5_000))
+    monkeypatch.setattr(models, "operations_per_second", lambda _: 1_000.0)
     with pytest.raises(BundleError, match=r"take about 640 s, longer than 600 s; .* raise --warmup-seconds"):
         check_affordable(model, max_batch=64, seconds=600.0)
     check_affordable(model, max_batch=60, seconds=600.0)
@@ -67,12 +67,12 @@ def test_a_network_without_an_estimate_is_tried(model: PSC, monkeypatch: pytest.
     def unknown(_: PSC) -> None:
         raise NotImplementedError
 
-    monkeypatch.setattr(affordable, "cost_of_an_image", unknown)
+    monkeypatch.setattr(models, "cost_of_an_image", unknown)
     check_affordable(model, max_batch=64, seconds=600.0)
 
 
 def test_the_speed_of_the_device_is_measured() -> None:
-    assert affordable.operations_per_second(torch.device("cpu")) > 1e6
+    assert models.operations_per_second(torch.device("cpu")) > 1e6
 
 
 @pytest.mark.parametrize(
@@ -85,10 +85,10 @@ def test_a_control_group_bounds_the_free_memory(
 ) -> None:
     monkeypatch.setattr("app.memory.CGROUPS", tmp_path)
     (tmp_path / limit).parent.mkdir(exist_ok=True)
-    assert affordable.free_bytes(torch.device("cpu")) > 1 << 20
+    assert models.free_bytes(torch.device("cpu")) > 1 << 20
     (tmp_path / limit).write_text("5000\n")
     (tmp_path / used).write_text("2000\n")
-    assert affordable.free_bytes(torch.device("cpu")) == 3000
+    assert models.free_bytes(torch.device("cpu")) == 3000
     for unlimited in ("max", str((1 << 63) - 4096)):
         (tmp_path / limit).write_text(f"{unlimited}\n")
-        assert affordable.free_bytes(torch.device("cpu")) > 1 << 20
+        assert models.free_bytes(torch.device("cpu")) > 1 << 20

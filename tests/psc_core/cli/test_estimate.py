@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from psc_core import PRESETS, FitSettings, open_dataset
-from psc_core import fit_parts as parts
+from psc_core import PRESETS, FitSettings, fit_parts, open_dataset
 from psc_core.cli import fit
 from psc_core.cli import job as estimate
 from psc_core.cli.job import Job
@@ -109,14 +108,14 @@ def test_features_of_a_small_fit_are_counted(
         return array
 
     monkeypatch.setattr(Scratch, "array", counted)
-    fit_to_features = parts._fit_to_features
+    fit_to_features = fit_parts._fit_to_features
     sizes: list[int] = []
 
     def measured(*args: Any) -> Any:
         sizes.append(sum(written))
         return fit_to_features(*args)
 
-    monkeypatch.setattr(parts, "_fit_to_features", measured)
+    monkeypatch.setattr(fit_parts, "_fit_to_features", measured)
     job = replace(job_of(digits(data_root, PRESETS["mnist"]), None), net=tiny_job.net)
     assert [estimate.timed_fit(job, 80, 0)[1]] == sizes
 

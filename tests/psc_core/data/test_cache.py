@@ -17,7 +17,6 @@ from PIL import Image
 
 from psc_core.compute import Compute
 from psc_core.data import cache
-from psc_core.data import cache as readable
 from psc_core.data.cache import (
     CachedSource,
     Scratch,
@@ -166,7 +165,7 @@ BAD = [2, 3, 9, 12, 13, 19]
 def test_finds_and_names_them(folder_readable: ImageDataset) -> None:
     found = find_unreadable(folder_readable, 10)
     assert found.positions.tolist() == BAD and len(found) == len(BAD)
-    assert len(found.reasons) == readable.SHOWN_IMAGES
+    assert len(found.reasons) == cache.SHOWN_IMAGES
     assert "a/2.png: expected one of JPEG" in found.reasons[0] and "a/9.png: " in found.reasons[2]
     kept = without(folder_readable, found)
     assert len(kept) == 14 and kept.first_labels().tolist() == [0] * 7 + [1] * 7
@@ -175,7 +174,7 @@ def test_finds_and_names_them(folder_readable: ImageDataset) -> None:
 
 
 def test_ends_early_where_there_are_more(folder_readable: ImageDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readable, "_AT_ONCE", 5)
+    monkeypatch.setattr(cache, "_AT_ONCE", 5)
     assert find_unreadable(folder_readable, 1).positions.tolist() == BAD[:2]
     with pytest.raises(DataError, match=r"at most 1 images .* found more: .*a/2\.png.*3\.png.*by --max-bad-images"):
         only_readable(folder_readable, 1)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from psc_core import density as gaussian
+from psc_core import density
 from psc_core.density import Examples, fit_density
 from tests.psc_core.density.support import KINDS, images
 
@@ -54,5 +54,5 @@ def test_splits_large_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     z, labels = images(300, 4, 3)
     model = fit_density(Examples(z, labels, 3))
     whole = model(z)
-    monkeypatch.setattr(gaussian, "SERVE_ELEMENTS", 100)
+    monkeypatch.setattr(density, "SERVE_ELEMENTS", 100)
     torch.testing.assert_close(model(z), whole)

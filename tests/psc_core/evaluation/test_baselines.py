@@ -13,7 +13,7 @@ from torch import nn
 from psc_core.compute import Compute
 from psc_core.data.dataset import ArraySource, ImageDataset, labelled
 from psc_core.errors import FitError, NetworkError, UsageError
-from psc_core.evaluation import baselines as module
+from psc_core.evaluation import baselines
 from psc_core.evaluation.baselines import (
     Baselines,
     fit_baselines,
@@ -96,8 +96,8 @@ def test_knn_equals_loop(bank: int, queries: int, neighbours: int, seed: int) ->
     generator = torch.Generator().manual_seed(seed)
     rows = nn.functional.normalize(torch.randn(bank + queries, 3, generator=generator, dtype=torch.float64))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "BANK_CHUNK", 4)
-        patch.setattr(module, "NEIGHBOURS", neighbours)
+        patch.setattr(baselines, "BANK_CHUNK", 4)
+        patch.setattr(baselines, "NEIGHBOURS", neighbours)
         got = knn_score(rows[bank:], rows[:bank])
     expected = [naive.knn_distance(row, rows[:bank].tolist(), neighbours) for row in rows[bank:].tolist()]
     assert got.tolist() == pytest.approx(expected, abs=1e-7)
@@ -158,7 +158,7 @@ def test_noise_is_detected(fitted: Baselines) -> None:
 
 
 def test_bank_is_a_seeded_subset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BANK_IMAGES", 60)
+    monkeypatch.setattr(baselines, "BANK_IMAGES", 60)
     net, train, val = trained(), images(120, 1), images(30, 2)
     first = fit_baselines(net, "pool", train, val, compute=CPU)
     again = fit_baselines(net, "pool", train, val, compute=CPU)

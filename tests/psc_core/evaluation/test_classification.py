@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from psc_core import PRESETS, open_dataset
-from psc_core import metrics as classification
+from psc_core import PRESETS, metrics, open_dataset
 from psc_core.answers import ClassificationPolicy
 from psc_core.compute import Compute
 from psc_core.data.dataset import ArraySource, ImageDataset, labelled
@@ -109,7 +108,7 @@ def test_equals_loops(psc: PSC) -> None:
 
     quality = report.classification["psc"]
     assert quality["accuracy"] == pytest.approx(sum(correct) / 120)
-    assert quality["nll"] == pytest.approx(naive.nll(p.tolist(), y.tolist(), classification.LOG_FLOOR))
+    assert quality["nll"] == pytest.approx(naive.nll(p.tolist(), y.tolist(), metrics.LOG_FLOOR))
     assert quality["brier"] == pytest.approx(naive.brier(p.tolist(), y.tolist()))
     assert quality["ece"] == pytest.approx(naive.ece(confidence, correct, 15))
     assert quality["adaptive_ece"] == pytest.approx(naive.adaptive_ece(confidence, correct, 15))
@@ -165,7 +164,7 @@ def test_several_labels_per_image(psc: PSC) -> None:
     repeated = p.repeat_interleave(2, 0).tolist()
     assert (report.images, report.examples, report.false_alarms.images) == (30, 60, 30)
     assert report.classification["psc"]["nll"] == pytest.approx(
-        naive.nll(repeated, labels.flatten().tolist(), classification.LOG_FLOOR)
+        naive.nll(repeated, labels.flatten().tolist(), metrics.LOG_FLOOR)
     )
     sets = naive_sets(psc.calibration.quantile(0.9), p.float())
     assert report.misses.count == sum(not sets[m, m % 3] for m in range(30))

@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from psc_core import PRESETS, PSCRegressor, open_dataset
-from psc_core import metrics as ranking
-from psc_core import metrics as regression
+from psc_core import PRESETS, PSCRegressor, metrics, open_dataset
 from psc_core.answers import Target
 from psc_core.cli.evaluate import main
 from psc_core.compute import Compute
@@ -40,14 +38,14 @@ def test_equals_the_predictions(model: PSCRegressor, data_root: Path) -> None:
     y = turned.values
     assert y is not None
     deviation = torch.hypot(got.aleatoric, got.epistemic)
-    assert report.errors["rmse"] == pytest.approx(regression.rmse(got.mean, y), rel=1e-5)
-    assert report.errors["crps"] == pytest.approx(regression.crps(got.mean, deviation, y), rel=1e-5)
+    assert report.errors["rmse"] == pytest.approx(metrics.rmse(got.mean, y), rel=1e-5)
+    assert report.errors["crps"] == pytest.approx(metrics.crps(got.mean, deviation, y), rel=1e-5)
     missed = (y < got.interval[:, 0]) | (y > got.interval[:, 1])
     assert (report.misses.count, report.misses.nominal) == (int(missed.sum()), pytest.approx(0.1))
     assert report.false_alarms.count == int(got.is_ood.sum())
-    assert report.auroc["shirts"] == pytest.approx(ranking.auroc(got.ood_score, far.ood_score), abs=1e-6)
+    assert report.auroc["shirts"] == pytest.approx(metrics.auroc(got.ood_score, far.ood_score), abs=1e-6)
     assert report.flagged["shirts"] == pytest.approx(float(far.is_ood.double().mean()))
-    assert report.accepted_rmse == pytest.approx(regression.rmse(got.mean[~got.is_ood], y[~got.is_ood]), rel=1e-5)
+    assert report.accepted_rmse == pytest.approx(metrics.rmse(got.mean[~got.is_ood], y[~got.is_ood]), rel=1e-5)
 
 
 def test_command_line_writes_what_it_prints(

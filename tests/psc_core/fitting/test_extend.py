@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from psc_core import recalibrate as extend
+from psc_core import recalibrate
 from psc_core.bundle import HISTORY
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.open import open_dataset
@@ -129,7 +129,7 @@ def test_thumbnails_move_with_the_density(model: FittedModel, audit: Audit, more
             }
         )
         pipeline = Pipeline(scorer, model.pipeline.calibration_scores, model.pipeline.gates, None, kept)
-        read = extend._read(scorer, more, extend.Compute(model.device))
+        read = recalibrate._read(scorer, more, recalibrate.Compute(model.device))
         new = extended(pipeline, read, 1000, 10)
         assert new.thumbnails is not None
         moved = new.scorer.density.coordinates(embedding.density_input).float()
@@ -142,8 +142,8 @@ def test_gates_alone_do_not_win(
     model: FittedModel, audit: Audit, more: ImageDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The audit images are another camera's, so gates fitted to them are better; the densities are the same here."""
-    monkeypatch.setattr(extend, "extended", lambda pipeline, *_: pipeline)
-    found = extend.extend(model, more, audit.of_class, extend.Compute(model.device))
+    monkeypatch.setattr(recalibrate, "extended", lambda pipeline, *_: pipeline)
+    found = recalibrate.extend(model, more, audit.of_class, recalibrate.Compute(model.device))
     assert [*found.aurocs.values()] == [found.aurocs[0]] * len(TIMES)
     assert found.times == 0 and found.pipeline is model.pipeline and "the density stays as it is" in found.warning()
 
@@ -152,10 +152,10 @@ def test_a_density_that_loses_stays(
     model: FittedModel, audit: Audit, more: ImageDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worse = {0: {"turned": 0.9, "binary": 0.5}, 1: {"turned": 0.87, "binary": 0.99}, 10: {"turned": 0.5, "binary": 1.0}}
-    assert extend._choose(worse) == 0
-    assert extend._choose({**worse, 1: {"turned": 0.89, "binary": 0.99}}) == 1
-    assert extend._choose({0: worse[0], 1: worse[0]}) == 0
-    monkeypatch.setattr(extend, "_choose", lambda _: 0)
+    assert recalibrate._choose(worse) == 0
+    assert recalibrate._choose({**worse, 1: {"turned": 0.89, "binary": 0.99}}) == 1
+    assert recalibrate._choose({0: worse[0], 1: worse[0]}) == 0
+    monkeypatch.setattr(recalibrate, "_choose", lambda _: 0)
     found = recalibrate_from_audit(model, audit, {"risk": 0.6}, more)
     assert found.warnings[0].startswith("the density stays as it is: with these 100 images it is no better")
     density = found.model.pipeline.scorer.density

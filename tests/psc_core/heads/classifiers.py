@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from psc_core.heads.base import ClassifierHead, Features, HeadJob
 from psc_core.heads.laplace import LaplaceHead
-from psc_core.tasks import classification as fit_of_heads
+from psc_core.tasks import classification
 from psc_core.tasks.classification import Classification
 
 KINDS = sorted(Classification.heads)
@@ -42,7 +42,7 @@ def fit_head(
     train = Features(z, labels, shown, (z.shape[1],))
     selection = Features(z_val, val_labels, torch.arange(len(val_labels)), train.widths)
     classes = tuple(str(label) for label in range(num_classes))
-    return fit_of_heads.fit_head(HeadJob(kind, train, selection, classes, seed=seed))
+    return classification.fit_head(HeadJob(kind, train, selection, classes, seed=seed))
 
 
 def fit(kind: str = "laplace", *, n: int = 300, dim: int = 6, classes: int = 3, scale: float = 1.0) -> ClassifierHead:

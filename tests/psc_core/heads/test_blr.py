@@ -12,7 +12,7 @@ from sklearn.linear_model import BayesianRidge
 
 from psc_core.heads.base import RegressionHead
 from psc_core.heads.blr import fit_log_variance, fit_posterior, gaussian_nll
-from psc_core.numerics import features as matrices
+from psc_core.numerics import features
 from tests.psc_core.heads.regressions import fit_head
 
 
@@ -50,7 +50,7 @@ def test_posterior_equals_scikit_learns(seed: int, n: int, d: int) -> None:
 def test_blocks_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     phi, t = standardised(50, 4, 0)
     whole = fit_posterior(phi, t)
-    monkeypatch.setattr(matrices, "CHUNK_ELEMENTS", 12)
+    monkeypatch.setattr(features, "CHUNK_ELEMENTS", 12)
     torch.testing.assert_close(fit_posterior(phi, t).mean, whole.mean, atol=1e-12, rtol=1e-9)
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from psc_core.heads import duq
-from psc_core.heads import duq as duq_fit
 from tests.psc_core.heads.classifiers import fit, fit_head, images
 from tests.reference import heads as naive
 
@@ -24,7 +23,7 @@ def test_kernels_match_loops() -> None:
         torch.testing.assert_close(output.probabilities[i], expected, rtol=1e-3, atol=1e-4)
     chances = torch.rand(20, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     expected_loss = naive.kernel_loss(chances.tolist(), labels[:20].tolist())
-    assert duq_fit.kernel_loss(chances.log(), labels[:20]) == pytest.approx(expected_loss)
+    assert duq.kernel_loss(chances.log(), labels[:20]) == pytest.approx(expected_loss)
     embedded = head.standardise(z) @ head.embedding
     within = torch.stack([torch.cov(embedded[labels == k].T) for k in range(3)]).mean(0)
     torch.testing.assert_close(within, torch.eye(4), rtol=0, atol=0.05)

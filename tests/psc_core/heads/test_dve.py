@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from psc_core.errors import BundleError, FitError
 from psc_core.fitted import restore
 from psc_core.heads import dve
-from psc_core.heads import dve as served
 from psc_core.heads.dve import (
     DeepVecchiaHead,
     GaussianProcess,
@@ -26,7 +25,7 @@ from psc_core.heads.dve import (
     reduction,
     vecchia_nll,
 )
-from psc_core.numerics import features as matrices
+from psc_core.numerics import features
 from psc_core.tasks.regression import Regression
 from tests.psc_core.heads.regressions import fit_head
 from tests.reference import heads as reference
@@ -91,7 +90,7 @@ def test_prediction_given_all_points_is_scikit_learns() -> None:
 
 @pytest.mark.parametrize("block", [7, 64, 1000])
 def test_neighbours_are_the_nearest_whatever_the_block(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr(served, "BLOCK", block)
+    monkeypatch.setattr(dve, "BLOCK", block)
     (x, _), (new, _) = points(200, 3), points(9, 3, 1)
     found = nearest_points(new, x, 12)
     assert found.positions.tolist() == [reference.nearest(each, x, 12) for each in new]
@@ -194,9 +193,9 @@ def test_any_size_gives_finite_outputs(n: int, d: int, seed: int) -> None:
 def test_blocks_and_batches_of_any_size_give_the_same(head: DeepVecchiaHead, monkeypatch: pytest.MonkeyPatch) -> None:
     z, _ = drawn(20, 4)
     whole = head(z)
-    monkeypatch.setattr(served, "BLOCK", 64)
-    monkeypatch.setattr(served, "IMAGES", 3)
-    monkeypatch.setattr(matrices, "CHUNK_ELEMENTS", 12)
+    monkeypatch.setattr(dve, "BLOCK", 64)
+    monkeypatch.setattr(dve, "IMAGES", 3)
+    monkeypatch.setattr(features, "CHUNK_ELEMENTS", 12)
     for got, expected in zip(head(z), whole, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
@@ -225,9 +224,9 @@ def test_memory_does_not_grow_with_the_support_images() -> None:
                  "deviation_factor": torch.ones(())}  # fmt: skip
         big = DeepVecchiaHead(state, record={})
         with torch.inference_mode(), Largest() as seen:
-            big(torch.randn(served.IMAGES + 3, 4))
+            big(torch.randn(dve.IMAGES + 3, 4))
         largest[n] = seen.entries
-    assert largest[20_000] == largest[60_000] == served.IMAGES * served.BLOCK
+    assert largest[20_000] == largest[60_000] == dve.IMAGES * dve.BLOCK
 
 
 def test_stores_no_more_images_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core import metrics as ranking
+from psc_core import metrics
 from psc_core.answers import CLASSIFICATION_SCORES
 from psc_core.errors import FitError
 from psc_core.heads.base import entropy
@@ -110,7 +110,7 @@ def test_energy_is_high_where_the_logits_are_low(kind: str) -> None:
     z, _ = images(400, 6, 3, seed=5)
     head = fit(kind)
     odd = torch.randn(400, 6, generator=torch.Generator().manual_seed(2))
-    assert ranking.auroc(head(z).energy, head(0.1 * odd).energy) > 0.6
+    assert metrics.auroc(head(z).energy, head(0.1 * odd).energy) > 0.6
 
 
 def test_rejects_unusable_arguments() -> None:

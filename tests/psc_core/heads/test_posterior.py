@@ -10,7 +10,6 @@ from torch import Tensor
 
 from psc_core.evaluation.baselines import fit_temperature
 from psc_core.heads import softmax
-from psc_core.heads import softmax as posterior
 from psc_core.heads.base import entropy
 from psc_core.heads.laplace import LaplaceHead
 from psc_core.heads.softmax import COST, choose_posterior, choose_temperature
@@ -65,12 +64,12 @@ def test_keeps_temperature_one_within_its_error() -> None:
 def test_temperature_undoes_shrunk_weights(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that a strong prior keeps far too small are served larger."""
     monkeypatch.setattr(softmax, "PRIOR_PRECISIONS", (1e3,))
-    monkeypatch.setattr(posterior, "STRONGER", (1e3,))
+    monkeypatch.setattr(softmax, "STRONGER", (1e3,))
     head = fit(kind)
     assert head.record["temperature"] < 0.6
     assert head.record["val_nll"] < 0.8 * head.record["map_val_nll"]
     z, labels = images(150, 6, 3, seed=1)
-    served = posterior.nll(head(z).probabilities.log(), labels).mean().item()
+    served = softmax.nll(head(z).probabilities.log(), labels).mean().item()
     assert served == pytest.approx(head.record["val_nll"], abs=1e-4)
 
 
@@ -102,7 +101,7 @@ def test_choice_matches_search(n: int, seed: int, spread: float, by_class: bool)
     mean = spread * torch.randn(n, 3, generator=random, dtype=torch.float64) + 2 * torch.eye(3)[labels].double()
     widths = torch.rand(n, 3 if by_class else 1, generator=random, dtype=torch.float64) ** 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(posterior, "STRONGER", (1.0, 10.0, 1000.0))
+        patch.setattr(softmax, "STRONGER", (1.0, 10.0, 1000.0))
         choice = choose_posterior(mean, lambda tau: widths / tau, labels, prior_precision=0.02)
     variances = {0.02 * factor: widths / (0.02 * factor) for factor in (1.0, 10.0, 1000.0)}
     precision, temperature = naive.choose_posterior(mean, variances, labels, *COST)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from psc_core.heads import softmax
-from psc_core.heads import softmax as preconditioning
 from tests.psc_core.heads.classifiers import SEEDS
 from tests.reference import heads as naive
 
@@ -25,10 +24,10 @@ def test_variables_invert_and_flatten_the_curvature(
     labels = torch.randint(0, classes, (40,), generator=random)
     theta = float(exact) * torch.randn(classes, dim + 1, generator=random, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preconditioning, "CURVATURE_EXAMPLES", 40)
-        patch.setattr(preconditioning, "EXACT_REPEATS", 1 if exact else 2)
-        variables = preconditioning.variables_at(theta, phi, prior_precision=prior_precision)
-    assert isinstance(variables, preconditioning.ExactVariables if exact else preconditioning.KroneckerVariables)
+        patch.setattr(softmax, "CURVATURE_EXAMPLES", 40)
+        patch.setattr(softmax, "EXACT_REPEATS", 1 if exact else 2)
+        variables = softmax.variables_at(theta, phi, prior_precision=prior_precision)
+    assert isinstance(variables, softmax.ExactVariables if exact else softmax.KroneckerVariables)
     v = variables.of(theta)
     torch.testing.assert_close(variables.theta(v), theta)
 
@@ -53,9 +52,9 @@ def test_variables_match_the_dense_curvature(
     phi = torch.randn(30, dim, generator=random, dtype=torch.float64)
     theta = torch.randn(classes, dim + 1, generator=random, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preconditioning, "CURVATURE_EXAMPLES", 30)
-        patch.setattr(preconditioning, "EXACT_REPEATS", 1 if exact else 2)
-        variables = preconditioning.variables_at(theta, phi, prior_precision=prior_precision)
+        patch.setattr(softmax, "CURVATURE_EXAMPLES", 30)
+        patch.setattr(softmax, "EXACT_REPEATS", 1 if exact else 2)
+        variables = softmax.variables_at(theta, phi, prior_precision=prior_precision)
     curvature = naive.softmax_curvature(theta, phi, prior_precision / 30, exact=exact)
     directions = torch.randn(5, classes, dim + 1, generator=random, dtype=torch.float64)
     lengths = torch.stack([variables.of(direction).square().sum() for direction in directions])

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from psc_core.heads import sngp, softmax
-from psc_core.heads import sngp as sngp_fit
 from psc_core.heads.base import ClassifierData, fit_standardisation
 from tests.psc_core.heads.classifiers import fit, fit_head, images, maximum
 from tests.reference import heads as naive
@@ -65,7 +64,7 @@ def test_length_scale_matches_search(stripes: int, seed: int, monkeypatch: pytes
     expected = naive.length_scale(
         phi(z)[:], labels, phi(val)[:], val_labels, omega.double(), phases.double(), precision=0.1
     )
-    assert sngp_fit.choose_length_scale(data, omega, phases) == pytest.approx(expected, rel=1e-5)
+    assert sngp.choose_length_scale(data, omega, phases) == pytest.approx(expected, rel=1e-5)
 
 
 def test_striped_classes_shorten_the_length_scale(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psc_core.heads import softmax
-from psc_core.heads import softmax as posterior
 from tests.psc_core.heads.classifiers import SEEDS, images
 from tests.reference import heads as naive
 
@@ -48,7 +47,7 @@ def test_chooses_the_best_selection_nll() -> None:
     start = torch.zeros(3, 31, dtype=torch.float64)
     for prior_precision in softmax.PRIOR_PRECISIONS:
         weight, bias = softmax.fit_softmax(z, y, prior_precision=prior_precision, start=start)
-        nll = posterior.nll(z_val @ weight.float().T + bias.float(), y_val).mean().item()
+        nll = softmax.nll(z_val @ weight.float().T + bias.float(), y_val).mean().item()
         assert chosen.selection_nll <= nll + 1e-4
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from psc_core import PSC
-from psc_core import pipeline as restore
+from psc_core import PSC, pipeline
 from psc_core.bundle import PARTS
 from psc_core.errors import BundleError
 from tools.forge import ALLOW, assign, edit_part
@@ -117,7 +116,7 @@ def test_text_of_a_strange_failure_is_in_the_log_alone(
     def broken(*_: object) -> None:
         raise ValueError("/home/somebody/secret")
 
-    monkeypatch.setattr(restore, "restore_density", broken)
+    monkeypatch.setattr(pipeline, "restore_density", broken)
     with pytest.raises(BundleError, match=r"do not fit together: ValueError, see the log; fit the bundle again$"):
         PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
     assert "ValueError('/home/somebody/secret')" in caplog.text
@@ -130,7 +129,7 @@ def test_what_the_machine_lacks_is_not_the_fault_of_the_bundle(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(restore, "rebuild_backbone", fail)
+    monkeypatch.setattr(pipeline, "rebuild_backbone", fail)
     with pytest.raises(BundleError) as raised:
         PSC.load(bundle, device="cpu", allow_factories=ALLOW)
     said = str(raised.value)

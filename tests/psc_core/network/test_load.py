@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from psc_core.errors import NetworkError
-from psc_core.network import LIBRARIES
-from psc_core.network import load as cache
+from psc_core.network import LIBRARIES, load
 from psc_core.network.cut import truncate
 from psc_core.network.described import NetworkSpec
 from psc_core.network.load import (
@@ -220,7 +219,7 @@ def test_the_version_of_a_module_does_not_need_a_distribution_of_its_name(
 
 
 def test_another_version_has_another_place_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "PACKAGES", ("standin",))
+    monkeypatch.setattr(load, "PACKAGES", ("standin",))
     places = []
     for version in ("1.0", "1.1"):
         install(tmp_path / version, version, distribution="standin_gpu")
@@ -235,7 +234,7 @@ def test_another_version_has_another_place_in_the_cache(tmp_path: Path, monkeypa
 def test_a_broken_installation_still_has_a_place(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, "1.0", distribution="standin_gpu", code=code)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(cache, "PACKAGES", ("standin", "no_such_module"))
+    monkeypatch.setattr(load, "PACKAGES", ("standin", "no_such_module"))
     assert cache_file("onnx", b"network").suffix == ".onnx"
     sys.modules.pop("standin", None)
 

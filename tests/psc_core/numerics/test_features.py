@@ -16,7 +16,7 @@ from torch import Tensor
 from psc_core.data.cache import Scratch
 from psc_core.density import DENSITIES, Examples, fit_density
 from psc_core.heads import sngp
-from psc_core.numerics import features as matrices
+from psc_core.numerics import features
 from psc_core.numerics.features import FeatureMatrix, as_matrix, blocks, side_by_side, usable
 from psc_core.tasks.classification import Classification
 from tests.psc_core.heads.classifiers import fit_head
@@ -64,7 +64,7 @@ def test_derived_matrices_match_numpy(n: int, dim: int, steps: list[str], seed: 
     random = np.random.default_rng(seed)
     dense = random.standard_normal((n, dim)).astype(np.float32).astype(np.float64)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(matrices, "CHUNK_ELEMENTS", 7)
+        patch.setattr(features, "CHUNK_ELEMENTS", 7)
         found = [as_matrix(torch.from_numpy(dense)), in_file(torch.from_numpy(dense), Path(folder))]
         for step in steps:
             positions, weights = random.integers(0, n, n), random.standard_normal((dense.shape[1], 2))
@@ -94,7 +94,7 @@ def test_file_without_rows(tmp_path: Path) -> None:
 
 
 def test_blocks_are_bounded_by_widest_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrices, "CHUNK_ELEMENTS", 50)
+    monkeypatch.setattr(features, "CHUNK_ELEMENTS", 50)
     wide = as_matrix(torch.zeros(30, 10))
     narrow = wide.map(lambda part: part[:, :1], 1, torch.float32)
     assert [len(block) for _, block in blocks(narrow)] == [5] * 6
@@ -104,7 +104,7 @@ def test_blocks_are_bounded_by_widest_source(monkeypatch: pytest.MonkeyPatch) ->
 def test_density_fitted_from_file_equals_memory(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values, labels = sample()
     expected = fit_density(Examples(values, labels, 3), kind=kind)
-    monkeypatch.setattr(matrices, "CHUNK_ELEMENTS", 100)
+    monkeypatch.setattr(features, "CHUNK_ELEMENTS", 100)
     got = fit_density(Examples(in_file(values, tmp_path), labels, 3), kind=kind)
     torch.testing.assert_close(got(values).log_density, expected(values).log_density, rtol=1e-5, atol=1e-5)
 
@@ -115,7 +115,7 @@ def test_head_fitted_from_file_equals_memory(kind: str, tmp_path: Path, monkeypa
     values, labels = sample()
     val = values[:60], labels[:60]
     expected = fit_head(values, labels, *val, num_classes=3, kind=kind)
-    monkeypatch.setattr(matrices, "CHUNK_ELEMENTS", 2000)
+    monkeypatch.setattr(features, "CHUNK_ELEMENTS", 2000)
     monkeypatch.setattr(sngp, "IN_MEMORY_BYTES", 0)
     got = fit_head(in_file(values, tmp_path), labels, *val, num_classes=3, kind=kind)
     torch.testing.assert_close(got(values).probabilities, expected(values).probabilities, rtol=0, atol=1e-5)

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from psc_core import PRESETS, open_dataset
-from psc_core import metrics as regression
+from psc_core import PRESETS, metrics, open_dataset
 from psc_core.data.dataset import split_validation
 from psc_core.model import PSC, PSCRegressor
 from psc_core.report.content import Content, Role
@@ -52,7 +51,7 @@ def test_a_fit_keeps_the_numbers_that_it_served(angle_job: TinyJob, angle_bundle
     assert torch.allclose(validation.ood_score, prediction.ood_score, atol=1e-4)
     with torch.no_grad():
         own = angle_job.net(val.preprocess.standardise(images))[:, 0]
-    assert validation.quality["base"] == {"rmse": pytest.approx(regression.rmse(own, values), rel=1e-4)}
+    assert validation.quality["base"] == {"rmse": pytest.approx(metrics.rmse(own, values), rel=1e-4)}
     assert validation.quality["psc"]["crps"] == pytest.approx(model.report["metrics"]["crps"], rel=1e-4)
     (turned,) = (each for each in kept.sets if each.name == "turned")
     assert (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.errors import UnknownModel
-from app.http import v2 as inference
+from app.http import v2
 from app.http.v2 import find_model, infer_tensors, request_of
 from psc_core.images.preprocess import Preprocess
 from tests.app.fakes import FakeModel, pixels, png
@@ -38,7 +38,7 @@ async def test_reload_while_the_images_are_read(monkeypatch: pytest.MonkeyPatch,
     colour = {"preprocess": Preprocess("RGB", 8, 8, None, (0.5,) * 3, (0.5,) * 3)} if kind == "encoded" else {}
     async with running() as app:
         serve_next(app, FakeModel("v2", **colour))
-        parse = inference.parse
+        parse = v2.parse
 
         async def reload_meanwhile(*arguments: Any) -> Any:
             found = await parse(*arguments)
@@ -47,7 +47,7 @@ async def test_reload_while_the_images_are_read(monkeypatch: pytest.MonkeyPatch,
                 await asyncio.sleep(0.05)  # The old engine admits nothing any more.
             return found
 
-        monkeypatch.setattr(inference, "parse", reload_meanwhile)
+        monkeypatch.setattr(v2, "parse", reload_meanwhile)
         if kind == "encoded":
             data = len(png(200)).to_bytes(4, "little") + png(200)
             wanted = request("encoded_images", "BYTES", [1], len(data))

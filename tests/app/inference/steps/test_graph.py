@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.inference import steps as graph_module
+from app.inference import steps
 from app.inference.batcher import RequestMode
 from app.inference.steps import EagerStep, GraphStep, make_step
 
@@ -98,7 +98,7 @@ class Cuda:
             cuda.streams.append(stream)
             yield
 
-        patch.setattr(graph_module, "_IDLE_STREAMS", defaultdict(list))
+        patch.setattr(steps, "_IDLE_STREAMS", defaultdict(list))
         for name, value in {
             "Stream": Stream,
             "Event": Event,

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from psc_core import metrics as ranking
+from psc_core import metrics
 from psc_core.density import DENSITIES, EXAMPLES, WHITENER_ELEMENTS, Density, Examples, fit_density
 from psc_core.errors import FitError
 from tests.psc_core.density.support import KINDS, SCALES, SEEDS, images
@@ -58,7 +58,7 @@ def test_keeps_informative_directions_of_many_small_classes(kind: str) -> None:
     inside = means[labels] + 0.5 * torch.randn(500, 48, generator=random)
     outside = torch.randn(500, 48, generator=random)
     model = fit_density(Examples(z, labels, 100), kind=kind)
-    found = ranking.auroc(-model(inside).log_density, -model(outside).log_density)
+    found = metrics.auroc(-model(inside).log_density, -model(outside).log_density)
     assert found > 0.99  # with as many components as a class has images beyond one, 4, it is 0.51 to 0.56
 
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from psc_core import projection as fit_tucker
+from psc_core import projection
 from psc_core.cli import fit as cli
 from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS
@@ -52,7 +52,7 @@ def double_network(num_classes: int = 10) -> nn.Module:
 def main(folder: str, args: list[str]) -> int:
     """``psc-fit`` that also writes what it sums over processes, in float64, to ``folder``."""
     where = Path(folder) / os.environ.get("RANK", "alone")
-    moments, factors = fit_tucker.channel_moments, fit_tucker.tucker_factors
+    moments, factors = projection.channel_moments, projection.tucker_factors
     seen: dict[str, Tensor] = {}
 
     def recorded_moments(*args: Any, **kwargs: Any) -> Any:
@@ -65,8 +65,8 @@ def main(folder: str, args: list[str]) -> int:
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit_tucker, "channel_moments", recorded_moments)
-        patch.setattr(fit_tucker, "tucker_factors", recorded_factors)
+        patch.setattr(projection, "channel_moments", recorded_moments)
+        patch.setattr(projection, "tucker_factors", recorded_factors)
         code = cli.main(args)
     save_file({name: tensor.contiguous() for name, tensor in seen.items()}, f"{where}.safetensors")
     return code

@@ -17,9 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from psc_core import FitSettings, fit_projection, fit_psc, measure_collapse
 from psc_core.data.dataset import ArraySource, ImageDataset, labelled
 from psc_core.heads import softmax
-from psc_core.heads import softmax as preconditioning
 from psc_core.images.preprocess import PRESETS
-from psc_core.numerics import features as matrices
+from psc_core.numerics import features
 
 BYTES_AN_IMAGE = 100
 """Labels, offsets and positions, and as much again while they are put in order."""
@@ -85,9 +84,9 @@ def maximum_bytes(images: int) -> int:
 
 
 def test_memory_does_not_grow_with_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrices, "CHUNK_ELEMENTS", 1 << 16)
-    monkeypatch.setattr(preconditioning, "CURVATURE_EXAMPLES", 500)
-    monkeypatch.setattr(preconditioning, "CURVATURE_EXAMPLES_PER_COLUMN", 1)
+    monkeypatch.setattr(features, "CHUNK_ELEMENTS", 1 << 16)
+    monkeypatch.setattr(softmax, "CURVATURE_EXAMPLES", 500)
+    monkeypatch.setattr(softmax, "CURVATURE_EXAMPLES_PER_COLUMN", 1)
     monkeypatch.setattr(softmax, "PRIOR_PRECISIONS", (1e2, 1e1))
     few, many = 1000, 4000  # rows of 576 columns: more than any block
     growth = (maximum_bytes(many) - maximum_bytes(few)) / (many - few)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from psc_core.errors import NetworkError
-from psc_core.network import described as files
+from psc_core.network import described
 from psc_core.network.described import folder_of, read_json, weights_in
 
 
@@ -124,7 +124,7 @@ def test_rejects_what_is_no_object(content: bytes, message: str, tmp_path: Path)
 def test_reads_regular_files_of_a_bounded_size_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "large.json").write_text(json.dumps({"a": "b" * 100}))
-    monkeypatch.setattr(files, "MAX_JSON", 100)
+    monkeypatch.setattr(described, "MAX_JSON", 100)
     for name in ("pipe.json", "large.json", "."):
         with pytest.raises(NetworkError, match="a regular file of at most 100 bytes"):
             read_json(tmp_path / name)

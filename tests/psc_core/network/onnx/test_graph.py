@@ -13,7 +13,7 @@ import onnx
 import pytest
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from psc_core.network import onnx_graph as graph_module
+from psc_core.network import onnx_graph
 from psc_core.network.onnx_check import sizes_of
 from psc_core.network.onnx_graph import Graph
 
@@ -86,7 +86,7 @@ def lines_of(graph: Graph) -> int:
 
     def traced(frame: FrameType, event: str, _argument: Any) -> Any:
         nonlocal count
-        if frame.f_code.co_filename != graph_module.__file__:
+        if frame.f_code.co_filename != onnx_graph.__file__:
             return None
         count += event == "line"
         return traced

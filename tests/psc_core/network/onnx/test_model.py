@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError
-from psc_core.network import onnx_check as model_module
+from psc_core.network import onnx_check
 from psc_core.network.onnx import MAX_SESSIONS, keep_from_compiler, restore_body
 from psc_core.network.onnx_check import parse_model
 from tools.fuzz.onnx import SIZE, edited, graph
@@ -189,7 +189,7 @@ def nested(content: bytes, tag: bytes) -> bytes:
 @pytest.mark.parametrize("tag", [b"\x0a", b"\x2a", b"\x6a", b"\x7a"], ids=["nodes", "constants", "values", "unknown"])
 def test_fields_are_counted_before_they_exist(tag: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes two bytes in the file, and more than a hundred once it is parsed."""
-    monkeypatch.setattr(model_module, "MAX_FIELDS", 1000)
+    monkeypatch.setattr(onnx_check, "MAX_FIELDS", 1000)
     parse_model(good(), "test")
     monkeypatch.setattr(onnx.ModelProto, "ParseFromString", lambda *_: pytest.fail("was parsed"))
     with pytest.raises(NetworkError, match="expected at most 1000 fields, got more"):
@@ -198,7 +198,7 @@ def test_fields_are_counted_before_they_exist(tag: bytes, monkeypatch: pytest.Mo
 
 def test_messages_inside_each_other_are_counted() -> None:
     graph = b""
-    for _ in range(model_module.MAX_DEPTH):
+    for _ in range(onnx_check.MAX_DEPTH):
         graph = nested(nested(nested(graph, b"\x32"), b"\x2a"), b"\x0a")  # An attribute of a node of a graph.
     with pytest.raises(NetworkError, match="expected at most 32 messages inside each other"):
         parse_model(nested(graph, b"\x3a"), "test")

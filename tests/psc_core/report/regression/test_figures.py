@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from psc_core.answers import RegressionPolicy, Target
 from psc_core.bundle import Bundle, read_bundle
-from psc_core.report import regression as figures
+from psc_core.report import regression
 from psc_core.report.content import Content, Role
 from psc_core.report.facts import facts_of
 from psc_core.report.regression import RegressionSet
@@ -45,7 +45,7 @@ def line(drawn: Figure, label: str) -> tuple[Any, Any]:
 
 def test_coverage_counts_what_the_intervals_hold() -> None:
     images, calibration = random_set(200), calibration_of(random_set(40, seed=1))
-    drawn = figures.coverage(images, calibration)
+    drawn = regression.coverage(images, calibration)
     triples = list(zip(images.values.tolist(), images.mean.tolist(), images.deviation.tolist(), strict=True))
 
     def held(half: float) -> float:
@@ -61,18 +61,18 @@ def test_coverage_counts_what_the_intervals_hold() -> None:
 
 def test_calibration_images_are_on_the_diagonal() -> None:
     images = random_set(999)
-    x, y = line(figures.coverage(images, calibration_of(images)), "stated intervals")
+    x, y = line(regression.coverage(images, calibration_of(images)), "stated intervals")
     assert np.abs(x - y).max() < 0.0011
 
 
 def test_no_more_is_stated_than_the_calibration_images_allow() -> None:
-    x, _ = line(figures.coverage(random_set(9), calibration_of(random_set(9))), "stated intervals")
+    x, _ = line(regression.coverage(random_set(9), calibration_of(random_set(9))), "stated intervals")
     assert x.max() == pytest.approx(0.9)
 
 
 def test_error_coverage_leaves_the_most_uncertain_out() -> None:
     images = random_set(50)
-    drawn = figures.error_coverage(images, ANGLE)
+    drawn = regression.error_coverage(images, ANGLE)
     errors = (images.values - images.mean.double()).tolist()
     for label, key in (("by predicted deviation", images.deviation.tolist()), ("if the errors were known", errors)):
         order = sorted(range(50), key=lambda i: abs(key[i]))
@@ -84,7 +84,7 @@ def test_error_coverage_leaves_the_most_uncertain_out() -> None:
 
 def test_predictions_are_a_point_an_image() -> None:
     images = value_set("test", Role.TEST, [0.0, 0.0, 0.0])
-    x, y = figures.predictions(images, ANGLE).axes[0].lines[1].get_data()
+    x, y = regression.predictions(images, ANGLE).axes[0].lines[1].get_data()
     assert list(x) == [0, 1, 2] and list(y) == [1, 2, 3]
 
 
@@ -94,7 +94,7 @@ def test_deviations_have_the_limit_of_the_policy(angle_bundle: Path) -> None:
     deviations = Calibration.from_tensors(bundle.parts["calibration"]).quantile(0.9)
     policy = RegressionPolicy(alpha=0.05, coverage=0.9, max_width=2 * 1.75 * deviations)
     limited = Bundle(bundle.path, bundle.manifest.model_copy(update={"policy": policy}), bundle.parts)
-    drawn = figures.RegressionTaskReport().draw(facts_of(limited, Content(bundle.manifest.version, (images,))))
+    drawn = regression.RegressionTaskReport().draw(facts_of(limited, Content(bundle.manifest.version, (images,))))
     assert set(drawn) == {"deviations", "predictions", "coverage", "error-coverage"}
     assert drawn["deviations"] is not None
     assert [text.get_text() for text in drawn["deviations"].axes[0].texts] == ["60.0% above"]
