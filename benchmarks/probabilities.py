@@ -25,7 +25,7 @@ from psc_core.heads.base import ClassifierOutput, Features, HeadJob
 from psc_core.heads.temperature import better_of, fit_temperature_head
 from psc_core.model import PSC
 from psc_core.numerics.features import as_matrix
-from psc_core.tasks.classification import fit_head
+from psc_core.tasks.classification import Classification, fit_head
 
 DIVISIONS = 5  # The number of random divisions of validation and test images together.
 
@@ -95,7 +95,9 @@ def head_of(run: Run, train: Examples, val: Examples) -> Head:
         for part in (train, val)
     )
     classes = tuple(map(str, range(val.logits.shape[1])))
-    return fit_head(HeadJob("laplace", read, selection, classes, seed=run.seed, device=run.device))
+    return fit_head(
+        HeadJob("laplace", read, selection, classes, seed=run.seed, device=run.device), Classification.heads
+    )
 
 
 def ece_when_calibrated(probabilities: Tensor, seed: int, draws: int = 100) -> float:

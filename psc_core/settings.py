@@ -149,7 +149,7 @@ DensityKind = Literal["gda", "tied", "gda++", "mahalanobis++", "pooled++", "rmd"
 Predictions = Literal["auto", "psc", "base"]  # the better of the two, the fitted head, or the network itself
 HeadInput = Literal["both", "z"]  # z with the features averaged over positions, or z alone as in the paper
 OodScore = Literal["gates", "density"]  # all gates combined, or the density alone
-Granularity = Literal["operations", "blocks", "all"]  # modules that count as layers
+Granularity = Literal["operations", "blocks", "all"]  # modules that count as layers, see psc_core.network.layers
 
 
 class Stage(StrEnum):

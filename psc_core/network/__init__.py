@@ -4,6 +4,3 @@ from typing import Final
 
 # The network libraries that every bundle may name; :data:`psc_core.network.load.BUILDERS` has their builders.
 LIBRARIES: Final = ("torchvision", "timm")
-
-# Which modules of a network are its layers, see :mod:`psc_core.network.layers`.
-GRANULARITIES: Final = ("operations", "blocks", "all")

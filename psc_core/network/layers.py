@@ -30,14 +30,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError, UsageError
-from psc_core.network import GRANULARITIES
+from psc_core.settings import Granularity
 
 Form = Literal["map", "map_last", "tokens", "vector"]
 
@@ -169,8 +169,8 @@ def list_layers(
 
     A module that is called several times is listed once, at its last call.  Puts ``net`` in evaluation mode.
     """
-    if granularity not in GRANULARITIES:
-        raise UsageError(f"expected a granularity of {', '.join(GRANULARITIES)}, got {granularity!r}")
+    if granularity not in get_args(Granularity):
+        raise UsageError(f"expected a granularity of {', '.join(get_args(Granularity))}, got {granularity!r}")
     if isinstance(net, LayeredNetwork):
         return net.list_layers(trial, granularity)
     run = _run(net, trial)

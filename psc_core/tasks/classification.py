@@ -459,7 +459,7 @@ class Classification(Task):
             tempered = fit_temperature_head(logits, selection.labels).to(job.device)
             if job.predictions == "base":
                 return tempered
-        head = fit_head(job)
+        head = fit_head(job, cls.heads)
         if tempered is None or logits is None:
             return head
         z, logits, labels = (part.to(job.device) for part in (selection.head_input[:], logits, selection.labels))
@@ -566,7 +566,7 @@ class Classification(Task):
         return documents
 
 
-def fit_head(job: HeadJob) -> ClassifierHead:
+def fit_head(job: HeadJob, heads: Mapping[str, type[ClassifierHead]]) -> ClassifierHead:
     """Fit a head to training features; every free number is chosen by the NLL of the selection split."""
     num_classes, shown = len(job.classes), job.train.images
     train, selection = job.train.head_input.to(job.device), job.selection.head_input[:].to(job.device)
@@ -584,7 +584,7 @@ def fit_head(job: HeadJob) -> ClassifierHead:
         seed=job.seed,
         standardisation=standardisation,
     )
-    return Classification.heads[job.kind].fit(data).to(job.device)
+    return heads[job.kind].fit(data).to(job.device)
 
 
 def _shown(errors: Errors, asked: float | None, *, or_higher: bool) -> tuple[float | None, float]:

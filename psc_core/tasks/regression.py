@@ -309,7 +309,7 @@ class Regression(Task):
 
     @classmethod
     def fit_head(cls, job: HeadJob) -> RegressionHead:
-        return fit_head(job)
+        return fit_head(job, cls.heads)
 
     @classmethod
     def calibrate(
@@ -435,7 +435,7 @@ class Regression(Task):
         return (self.target.name,)
 
 
-def fit_head(job: HeadJob) -> RegressionHead:
+def fit_head(job: HeadJob, heads: Mapping[str, type[RegressionHead]]) -> RegressionHead:
     """Fit a head to the features and numbers of training images.
 
     The network's own predictions, where the selection split has them, are served in place of the head's.
@@ -466,7 +466,7 @@ def fit_head(job: HeadJob) -> RegressionHead:
         seed=job.seed,
         standardisation=standardisation,
     )
-    return Regression.heads[job.kind].fit(data).to(job.device)
+    return heads[job.kind].fit(data).to(job.device)
 
 
 def calibration_metrics(

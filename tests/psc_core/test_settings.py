@@ -14,7 +14,7 @@ from psc_core.collapse import Candidate, CollapseReport
 from psc_core.density import DENSITIES
 from psc_core.errors import UsageError
 from psc_core.fit import settings_for
-from psc_core.settings import DEFAULTS, HEAD_KINDS, FitOptions, choices_of
+from psc_core.settings import DEFAULTS, HEAD_KINDS, OWNERS, FitOptions, choices_of
 from psc_core.tasks import TASKS
 
 NEEDED = ["--model", "torchvision:resnet18", "--weights", "w", "--train", "a", "--val", "b", "--out", "c"]
@@ -127,3 +127,7 @@ def test_every_setting_is_a_keyword_of_python_functions() -> None:
 def test_the_command_line_knows_every_kind() -> None:
     assert {name: tuple(task.heads) for name, task in TASKS.items()} == HEAD_KINDS
     assert {*choices_of("density")} == {*DENSITIES}
+
+
+def test_a_setting_that_some_tasks_alone_read_says_so() -> None:
+    assert {*OWNERS} == {name for task in TASKS.values() for name in task.own_settings}

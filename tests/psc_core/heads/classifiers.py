@@ -42,7 +42,7 @@ def fit_head(
     train = Features(z, labels, shown, (z.shape[1],))
     selection = Features(z_val, val_labels, torch.arange(len(val_labels)), train.widths)
     classes = tuple(str(label) for label in range(num_classes))
-    return classification.fit_head(HeadJob(kind, train, selection, classes, seed=seed))
+    return classification.fit_head(HeadJob(kind, train, selection, classes, seed=seed), Classification.heads)
 
 
 def fit(kind: str = "laplace", *, n: int = 300, dim: int = 6, classes: int = 3, scale: float = 1.0) -> ClassifierHead:

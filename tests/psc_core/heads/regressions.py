@@ -40,7 +40,7 @@ def fit_head(
     val_labels = torch.zeros(len(z_val), dtype=torch.int64)
     own = None if val_mean is None else as_matrix(val_mean[:, None])
     selection = Features(z_val, val_labels, torch.arange(len(z_val)), train.widths, y_val, own)
-    return regression.fit_head(HeadJob(kind, train, selection, ()))
+    return regression.fit_head(HeadJob(kind, train, selection, ()), Regression.heads)
 
 
 def fit(kind: str, *, n: int = 300, dim: int = 6, scale: float = 1.0) -> RegressionHead:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -18,6 +18,8 @@ from psc_core.data.loaders import LoaderDescription
 from psc_core.errors import BundleError
 from psc_core.evaluation.evaluate import evaluate
 from psc_core.fit import fit
+from psc_core.heads.base import ClassifierData
+from psc_core.heads.duq import DuqHead
 from psc_core.tasks import TASKS
 from psc_core.tasks.base import Task
 from psc_core.tasks.classification import Classification
@@ -25,11 +27,21 @@ from tests.app.support import until
 from tests.conftest import SHIPPED_BUNDLE, TinyJob
 
 
+class Rings(DuqHead):
+    kind = "rings"
+
+    @classmethod
+    def fit(cls, data: ClassifierData) -> Rings:
+        fitted = super().fit(data)
+        return cls(fitted.state_dict(), record=fitted.record)
+
+
 class Triage(Classification):
-    """A classifier one of whose classes is urgent; metrics count urgent images and others."""
+    """A classifier one of whose classes is urgent, with a head of its own; metrics count urgent images and others."""
 
     name = "triage"
     noun = "triage"
+    heads: ClassVar = {Rings.kind: Rings}
 
     urgent: str
 
@@ -59,7 +71,7 @@ def bundle(tiny_job: TinyJob, data_root: Path, tmp_path: Path, monkeypatch: pyte
     train, val = (
         open_dataset(f"mnist:{data_root}", split=split, preprocess=PRESETS["mnist"]) for split in ("train", "val")
     )
-    settings = {"layer": "4", "head": "duq", "device": "cpu"}
+    settings = {"layer": "4", "device": "cpu", "predictions": "psc"}
     model = fit("triage", tiny_job.net, (train, val), LoaderDescription.of(None, None, None), "triage", settings)
     model.save(tmp_path / "bundle")
     return tmp_path / "bundle"
@@ -69,6 +81,7 @@ def test_a_bundle_names_it(bundle: Path, data_root: Path) -> None:
     assert read_bundle(bundle).manifest.task == Triage(urgent="0")
     model = load_model(bundle, device="cpu")
     assert isinstance(model.task, Triage) and model.task.urgent == "0"
+    assert isinstance(model.pipeline.scorer.head, Rings)
     images = open_dataset(f"mnist:{data_root}", split="test", preprocess=model.preprocess)
     found = evaluate(model, images, {}).report.to_json()
     assert found["images"] == len(images) and found["classification"]["psc"]["accuracy"] > 0.5
