@@ -10,6 +10,7 @@ To add an output to an answer, declare it there as a :data:`.Score` and let the 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, get_args
 
@@ -62,7 +63,7 @@ Coverage = Annotated[float, Field(gt=0, lt=1, description="Nominal coverage of `
 BETTER_THAN_GUESSING: Final = "better_than_guessing"  # a metric's key: whether predictions depend on images
 
 
-class BasePolicy(BaseModel):
+class BasePolicy(BaseModel, ABC):
     """Base of the policies: every one declares at least ``alpha`` and ``coverage``, among its other fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
@@ -71,9 +72,9 @@ class BasePolicy(BaseModel):
         alpha: float
         coverage: float
 
+    @abstractmethod
     def headline(self, metrics: Mapping[str, Any]) -> str:
         """Say what is promised of accepted images, or why none is accepted: the first thing that a user has to know."""
-        raise NotImplementedError
 
     def surprises(self, metrics: Mapping[str, Any]) -> bool:
         """Return whether the headline says what a user has to be warned of."""
@@ -269,12 +270,12 @@ class ModelRef(Document):
     layer: str = Field(description="Candidate layer(s) whose features are used.")
 
 
-class BaseAnswer(Document):
+class BaseAnswer(Document, ABC):
     """Base of the predictions for one image."""
 
+    @abstractmethod
     def cells(self) -> dict[str, str]:
         """Return a row of a table for people: titles of columns to texts."""
-        raise NotImplementedError
 
 
 class Response(Document):

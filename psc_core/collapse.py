@@ -43,6 +43,7 @@ import csv
 import io
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -90,7 +91,7 @@ LayerGroup = tuple[list[LayerInfo], list[slice]]  # layers cut behind at once, a
 Round = tuple[slice, list[Tensor]]  # such columns, and each layer's class means (classes, columns) over training images
 
 
-class LayerQuality:
+class LayerQuality(ABC):
     """The quality of every layer on the selection split, none of it trained on; higher is better."""
 
     name: ClassVar[str]  # in texts and JSON
@@ -103,20 +104,20 @@ class LayerQuality:
         self.selection = selection
         self.compute = compute
 
+    @abstractmethod
     def read(self, backbone: Backbone, group: LayerGroup, rounds: Iterable[Round], label: str) -> None:
         """Measure the layers of a group, behind which the network is cut.
 
         Taking a round makes a pass over the training images that measures NC1, so every round has to be taken; its
         means may be overwritten.
         """
-        raise NotImplementedError
 
-    def value(self, layer: str) -> float:
-        raise NotImplementedError
+    @abstractmethod
+    def value(self, layer: str) -> float: ...
 
+    @abstractmethod
     def error(self, layer: str, best: str) -> float:
         """Return the standard error of the difference between the qualities after ``layer`` and after ``best``."""
-        raise NotImplementedError
 
 
 class NearestMean(LayerQuality):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from psc_core import metrics
 from psc_core.compute import Compute, autocast
 from psc_core.data.dataset import ImageDataset
+from psc_core.errors import UsageError
 from psc_core.images.preprocess import Images, Preprocess
 from psc_core.metrics import CountInterval, RateInterval
 from psc_core.model import FittedModel
@@ -63,24 +64,24 @@ def observed_rate(happened: Bool[Tensor, " n"], nominal: float, calibration_imag
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(ABC):
     """The base class of reports on how good a model is on test images."""
 
     model: Mapping[str, str]  # identifies the model by at least name, version and layer
     id_name: str  # name of the in-distribution test data
     images: int  # number of these images
 
+    @abstractmethod
     def to_text(self) -> str:
         """Return the report for a terminal."""
-        raise NotImplementedError
 
+    @abstractmethod
     def to_markdown(self) -> str:
         """Return the report as a Markdown page."""
-        raise NotImplementedError
 
+    @abstractmethod
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON types."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Evaluator(ABC, Generic[AnyModel, AnyScored, AnyBaselines]):
         self, model: AnyModel, weights: Path, train: ImageDataset, val: ImageDataset, *, batch_images: int
     ) -> AnyBaselines:
         """Fit the other detectors on the network that the model was cut from."""
-        raise NotImplementedError
+        raise UsageError(f"a {model.task.noun} has no baselines; leave them out")
 
     @abstractmethod
     def plain_network(self, net: nn.Module, data: ImageDataset, compute: Compute) -> AnyBaselines:

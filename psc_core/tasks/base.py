@@ -142,20 +142,20 @@ class BaseDecisions:
 
 
 @dataclass(frozen=True)
-class BaseThresholds:
+class BaseThresholds(ABC):
     """A policy in terms of the outputs, for one set of calibration images."""
 
     policy: BasePolicy
     ood_p_value: float  # an image is out of distribution when its p-value is at most this
     quantile: float  # the bound of prediction sets or intervals, from :meth:`.BaseCalibration.quantile`
 
+    @abstractmethod
     def decide(self, outputs: Outputs[FloatArray]) -> BaseDecisions:
         """Return the decisions on n images."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class BaseCalibration:
+class BaseCalibration(ABC):
     """Scores of n calibration images, float32, each sorted separately."""
 
     thresholds_type: ClassVar[type[BaseThresholds]]
@@ -176,7 +176,7 @@ class BaseCalibration:
         """Return the 0, 1, …, 100 % quantiles of the predictive entropies, nats; None where the task has none."""
         return None
 
-    def check_classes(self, count: int) -> None:
+    def check_classes(self, count: int) -> None:  # noqa: B027 (scores of bins need no check)
         """Raise :class:`BundleError` for scores of another number of classes."""
 
     def changed(self, policy: BasePolicy, changes: Mapping[str, float]) -> BasePolicy:
@@ -188,18 +188,18 @@ class BaseCalibration:
         p_value = decision_p_value(policy.alpha, len(self))
         return self.thresholds_type(policy, p_value, self.quantile(policy.coverage))
 
+    @abstractmethod
     def quantile(self, coverage: float) -> float:
         """Return the conformal quantile that bounds prediction sets or intervals of this nominal coverage."""
-        raise NotImplementedError
 
+    @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """Return the scores by name, for a safetensors file."""
-        raise NotImplementedError
 
     @classmethod
+    @abstractmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> BaseCalibration:
         """Return the calibration whose :meth:`tensors` these are."""
-        raise NotImplementedError
 
 
 SHOWN: Final = 10  # maximum number of images that the text of predictions shows
