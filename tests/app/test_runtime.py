@@ -103,7 +103,7 @@ import sys, threading, time
 import torch
 from app import main
 
-seconds, runtime._THREAD_SECONDS = map(float, sys.argv[1:])
+seconds, main._THREAD_SECONDS = map(float, sys.argv[1:])
 began = time.monotonic()
 
 def compute():
@@ -112,7 +112,7 @@ def compute():
 
 threading.Thread(target=compute, name="psc-device-m", daemon=True).start()
 print("kept", end="")
-runtime.end_threads(7)
+main.end_threads(7)
 sys.exit(7)
 """
 
