@@ -19,7 +19,7 @@ test: $(VENV)/.dev              ## set up everything and run the tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not slow and not gpu"
 
 QUICK := $(addprefix psc_core/,images data numerics density tasks) \
-         $(patsubst %,psc_core/test_%.py,collapse projection gates maps conformal metrics settings tables) \
+         $(patsubst %,psc_core/test_%.py,collapse projection checks maps conformal metrics settings tables) \
          $(patsubst %,psc_core/fitting/test_%.py,data features job record) $(addprefix app/,inference models observability)
 
 test-quick: $(VENV)/.dev        ## the tests of single modules, in about two minutes

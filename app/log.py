@@ -8,9 +8,9 @@ Waiting predictions and open rows share one limit of bytes.  What does not fit, 
 counted.
 
 The images that are logged are drawn by one number for each, so that the same request is always drawn alike.  That
-number u, uniform in [0, 1), is a hash of the request's id and the image's position.  An image is in the audit slice if
-u is below the slice's probability, is stored if it is in the slice or u is below its decision's probability, and gets a
-row if it is stored or u is below ``log_rows``.
+number u, uniform in [0, 1), is a hash of the request's id and the image's position.  An image is in the random sample
+if u is below the sample's probability, is stored if it is in the sample or u is below its decision's probability, and
+gets a row if it is stored or u is below ``log_rows``.
 """
 
 from __future__ import annotations
@@ -63,20 +63,20 @@ from psc_core.tasks.base import BaseDecisions, FloatArray, Outputs, Task
 class Sampling:
     """The probabilities with which the images of one model are logged."""
 
-    audit: float  # the probability of the audit slice
+    sample: float  # the probability of the random sample
     rows: tuple[float, ...]  # the probability of a row, by the decision's code
     images: tuple[float, ...]  # the probability that the image is stored, by the decision's code
 
     @classmethod
     def of(cls, settings: Settings, task: Task) -> Sampling:
         """Return the sampling that the settings ask for, for a model of this task."""
-        asked, audit = settings.log_image_probabilities, settings.log_audit
+        asked, sample = settings.log_image_probabilities, settings.log_sample
         default = asked.get("abstained", 0.0)
         images = tuple(
-            max(audit, asked.get(name, default if code in task.abstentions.values() else 0.0))
+            max(sample, asked.get(name, default if code in task.abstentions.values() else 0.0))
             for code, name in enumerate(task.decision_names())
         )
-        return cls(audit, tuple(max(settings.log_rows, each) for each in images), images)
+        return cls(sample, tuple(max(settings.log_rows, each) for each in images), images)
 
 
 def number_of(request_id: str, image_index: int) -> float:
@@ -119,7 +119,7 @@ class LogPruner(threading.Thread):
 
 # The columns that are filled row by row; all others come from outputs and decisions.
 _FILLED: Final[tuple[str, ...]] = (
-    "time", REQUEST_ID, IMAGE_INDEX, "policy", "audit", "audit_probability", SHA256, IMAGE_PATH, "label",
+    "time", REQUEST_ID, IMAGE_INDEX, "policy", "sampled", "sample_probability", SHA256, IMAGE_PATH, "label",
 )  # fmt: skip
 ROW_BYTES: Final = 512  # an estimate of a row's size in memory without its outputs, bytes
 
@@ -143,7 +143,7 @@ class Waiting(NamedTuple):
     outputs: Outputs[FloatArray]
     decisions: BaseDecisions
     policy: BasePolicy
-    is_monitored: bool  # Only monitored images come into the audit slice.
+    is_monitored: bool  # Only monitored images come into the random sample.
     size: int  # An estimate of its size in memory, bytes.
 
     def drawn(self) -> list[tuple[int, float]]:
@@ -185,17 +185,17 @@ class OpenRows:
         sampling, policy, wanted = self.source.sampling, waiting.policy.model_dump_json(), []
         outputs, decisions, at = waiting.outputs, waiting.decisions, [index for index, _ in drawn]
         if len(at) < len(outputs):
-            outputs = Outputs(outputs.packed[at], outputs.scores, outputs.gates)
+            outputs = Outputs(outputs.packed[at], outputs.scores, outputs.checks)
             decisions = decisions.at(at)
         made: list[tuple[Any, ...]] = []
-        audit = sampling.audit if waiting.is_monitored else 0.0
+        sample = sampling.sample if waiting.is_monitored else 0.0
         labels = decisions.labels(self.source.model.classes)
         for (index, u), code, label in zip(drawn, decisions.decision.tolist(), labels, strict=True):
             data, extension = waiting.file(index)
             digest = hashlib.sha256(data).hexdigest()
             if u < sampling.images[code]:
                 wanted.append(ImageToStore(image_path(digest, extension), data, len(self) + len(made)))
-            made.append((waiting.time_us, waiting.request_id, index, policy, u < audit, audit, digest, None, label))
+            made.append((waiting.time_us, waiting.request_id, index, policy, u < sample, sample, digest, None, label))
         for name, cells in zip(_FILLED, zip(*made, strict=True), strict=True):
             self._cells[name].extend(cells)
         self._outputs.append(outputs)
@@ -211,14 +211,14 @@ class OpenRows:
         """Return a buffer with the rows as a Parquet file."""
         pa = arrow()
         first, model, n = self._outputs[0], self.source.model, len(self)
-        outputs = Outputs(np.concatenate([each.packed for each in self._outputs]), first.scores, first.gates)
+        outputs = Outputs(np.concatenate([each.packed for each in self._outputs]), first.scores, first.checks)
         codes = np.concatenate(self._codes)
         cells: dict[str, Any] = {
             **self._cells,
             **{score: np.ascontiguousarray(outputs[score]) for score in outputs.scores},
             "bundle_version": [model.version] * n,
             "probabilities": _lists(outputs.probabilities) if outputs.probabilities.size else [None] * n,
-            "gates": _maps(outputs),
+            "checks": _maps(outputs),
             "decision": np.array(model.task.decision_names(), dtype=object)[codes],
             "sampling_probability": np.array(self.source.sampling.rows)[codes],
         }
@@ -243,8 +243,8 @@ def _lists(values: FloatArray) -> Any:
 
 
 def _maps(outputs: Outputs[FloatArray]) -> Any:
-    pa, values = arrow(), outputs.gate_p_values
-    names = pa.array(list(outputs.gates) * len(values), pa.string())
+    pa, values = arrow(), outputs.check_p_values
+    names = pa.array(list(outputs.checks) * len(values), pa.string())
     return pa.MapArray.from_arrays(_offsets(values), names, pa.array(np.ascontiguousarray(values).ravel()))
 
 
@@ -448,7 +448,7 @@ class ModelLog:
     ) -> None:
         """Log the answered images of the current request; the event loop only appends them.
 
-        Images that are not monitored are not part of the service's usual stream, and never come into the audit slice.
+        Images that are not monitored are not part of the service's usual stream, and never come into the random sample.
         """
         size = images.nbytes if isinstance(images, np.ndarray) else sum(len(each.data) for each in images)
         size += outputs.packed.nbytes + ROW_BYTES * len(outputs)

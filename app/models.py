@@ -213,11 +213,11 @@ class ServedModel:
 def explained(model: FittedModel, explanation: Mapping[str, npt.NDArray[Any]]) -> list[dict[str, Any]]:
     """Return each image's explanation, with the nearest training images and the map where the model has them."""
     documents = model.task.explanations(explanation, model.classes, model.head_layers)
-    thumbnails, layer_map = model.pipeline.thumbnails, model.pipeline.map
-    if thumbnails is not None:
+    stored_images, layer_map = model.pipeline.stored_images, model.pipeline.map
+    if stored_images is not None:
         nearest = zip(explanation["nearest_kept"], explanation["nearest_distance"], strict=True)
         for document, (kept, distances) in zip(documents, nearest, strict=True):
-            document["nearest"] = thumbnails.documents(kept, distances, model.classes)
+            document["nearest"] = stored_images.documents(kept, distances, model.classes)
     if layer_map is not None and MAP in explanation:
         for document, grey in zip(documents, explanation[MAP], strict=True):
             document["map"] = map_document(layer_map.layer, grey)

@@ -280,7 +280,7 @@ class Settings(BaseSettings):
         description="Folder or `s3://BUCKET/PREFIX` of the prediction log (extra `psc[log]`); unset: no log.",
     )
     log_rows: float = Field(default=1.0, ge=0, le=1, description="Fraction of all images that get a row in the log.")
-    log_audit: float = Field(
+    log_sample: float = Field(
         default=0.01,
         ge=0,
         le=1,
@@ -289,7 +289,7 @@ class Settings(BaseSettings):
     log_images: Texts = Field(
         default=("abstained",),
         description="Images that get a row and are stored, by decision: `abstained` or a decision, optionally with "
-        "`:FRACTION`, separated by commas, such as `abstain_ood,accept:0.01`; empty: only those of `log_audit`.",
+        "`:FRACTION`, separated by commas, such as `abstain_ood,accept:0.01`; empty: only those of `log_sample`.",
     )
     log_days: int | None = Field(
         default=None,

@@ -14,7 +14,7 @@ from benchmarks.data import random_images
 from benchmarks.runs import Run
 from psc_core import FitSettings, fit
 from psc_core.checkpoint import Checkpoint
-from psc_core.collapse import Candidate, CollapseReport
+from psc_core.collapse import ChosenLayer, CollapseReport
 from psc_core.compute import Compute, passes
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.open import open_dataset
@@ -28,7 +28,7 @@ from psc_core.projection import FittedProjection
 @dataclass(frozen=True)
 class Stages:
     report: CollapseReport  # The collapse of every layer.
-    candidate: Candidate  # The selected layer(s).
+    chosen: ChosenLayer  # The selected layer(s).
     projection: FittedProjection  # The projection with NC1 and NC4 of every size.
 
 
@@ -73,16 +73,16 @@ def stages(
     data: Pair | None = None,
     collapse_on: Pair | None = None,
 ) -> Stages:
-    """Measure collapse, select the candidate and fit the projection, once for a checkpoint."""
+    """Measure collapse, select the chosen layer and fit the projection, once for a checkpoint."""
     train, val = data or (trained.fit_on, trained.val)
     report = measure(run, trained, collapse_on or data)
-    candidate = report.candidate()
+    chosen = report.choose()
     store = _store(run, trained, train, density=density, collapse_on=collapse_on[0].name if collapse_on else "")
     projection = store.load_projection()
     if projection is None:
-        projection = fit.fit_projection(trained.net, candidate, train, val, density=density, settings=settings_of(run))
+        projection = fit.fit_projection(trained.net, chosen, train, val, density=density, settings=settings_of(run))
         store.save_projection(projection)
-    return Stages(report, candidate, projection)
+    return Stages(report, chosen, projection)
 
 
 def _store(run: Run, trained: Trained, train: ImageDataset, **settings: str) -> Checkpoint:
@@ -106,7 +106,7 @@ def psc_of(run: Run, trained: Trained, parts: Stages, *, density: Any = "gda", o
     """Fit a PSC with the Laplace head; by default with the paper's density, which alone is the OOD score."""
     return fit.fit_psc(
         trained.net,
-        parts.candidate,
+        parts.chosen,
         parts.projection,
         trained.fit_on,
         trained.val,

@@ -59,7 +59,7 @@ def draw_layers(
     title: str,
     cutoff: float | None = None,
 ) -> None:
-    """Draw a value at every layer for several networks, with boxes around candidate layers."""
+    """Draw a value at every layer for several networks, with boxes around chosen layers."""
     for index, (name, values) in enumerate(series.items()):
         colour = f"C{index}"
         axis.plot(range(len(values)), values, ".-", lw=1, ms=4, color=colour, label=name)

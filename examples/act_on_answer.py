@@ -1,6 +1,6 @@
 """Act on each answer of a service, and send what people say back to it.
 
-    psc-serve --demo --log log --log-audit 1 --feedback-keys secret    (in another terminal)
+    psc-serve --demo --log log --log-sample 1 --feedback-keys secret    (in another terminal)
     python examples/act_on_answer.py
     python examples/act_on_answer.py http://host:8000
 
@@ -29,8 +29,8 @@ with httpx.Client(base_url=url, headers={"X-API-Key": "secret"}, timeout=60) as 
             print(f"{image.name}: a person chooses among {', '.join(prediction['prediction_set'])}")
         else:
             print(f"{image.name}: set aside, unlike anything seen (p={prediction['ood_p_value']:.3f})")
-        said = {"label": PEOPLE[image.name]} if image.name in PEOPLE else {"verdict": "none_of_the_classes"}
-        verdict = {"request_id": request, "image_index": index, **said}
-        noted = service.post("/feedback", json=verdict).raise_for_status().json()
-        print(f"    noted: {noted['label'] or noted['verdict']}")
-print("with enough verdicts: psc-recalibrate BUNDLE --log log --out bundle-2")
+        said = {"label": PEOPLE[image.name]} if image.name in PEOPLE else {"kind": "none_of_the_classes"}
+        label = {"request_id": request, "image_index": index, **said}
+        noted = service.post("/feedback", json=label).raise_for_status().json()
+        print(f"    noted: {noted['label'] or noted['kind']}")
+print("with enough labels: psc-recalibrate BUNDLE --log log --out bundle-2")

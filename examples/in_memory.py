@@ -31,7 +31,7 @@ net = train(SmallNet(10), train_data)  # The network as you have it.
 train_loader = DataLoader(train_data, batch_size=64, shuffle=True)
 val_loader = DataLoader(val_data, batch_size=64)
 
-# A copy of it is read at the layer that has not collapsed; the network itself stays as it is.
+# A copy of it is read at the layer that has not collapsed; the original network stays as it is.
 psc = PSC.fit(net, train_loader, val_loader, mean=MEAN, std=STD)
 print(f"reads {psc.layer}, {len(psc.calibration)} images calibrate")
 

@@ -34,9 +34,9 @@ net = train(SmallNet(len(of_loader.classes)), of_loader, epochs=6)
 train_images, val_images = (
     open_dataset(str(images / split), split=split, preprocess=PREPROCESS) for split in ("train", "val")
 )
-candidate = measure_collapse(net, train_images, val_images).candidate()
-projection = fit_projection(net, candidate, train_images, val_images)
-psc = fit_psc(net, candidate, projection, train_images, val_images)
+chosen = measure_collapse(net, train_images, val_images).choose()
+projection = fit_projection(net, chosen, train_images, val_images)
+psc = fit_psc(net, chosen, projection, train_images, val_images)
 print(f"reads {psc.layer}; an image with a p-value of at most {psc.policy.alpha} is out of distribution")
 
 files = sorted((images / "test").glob("*/*"))

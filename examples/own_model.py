@@ -49,10 +49,10 @@ def main() -> None:
 
     # Fit: where has the network not collapsed, what is kept of that layer, and what is fitted to it?
     report = measure_collapse(net, train_images, val_images)
-    candidate = report.candidate()
-    print(to_text(report, candidate))
-    projection = fit_projection(net, candidate, train_images, val_images)
-    psc = fit_psc(net, candidate, projection, train_images, val_images, name="digits")
+    chosen = report.choose()
+    print(to_text(report, chosen))
+    projection = fit_projection(net, chosen, train_images, val_images)
+    psc = fit_psc(net, chosen, projection, train_images, val_images, name="digits")
 
     # Ask: digits, and clothes, which are none.
     clothes = open_dataset(f"fashion-mnist:{DATA}", split="test", preprocess=PRESETS["mnist"])

@@ -1,9 +1,9 @@
-"""Why an image was rejected, and where it is anomalous: the gates and the map.
+"""Why an image was rejected, and where it is anomalous: the checks and the map.
 
     python examples/why_rejected.py                       (the shipped bundle on its four examples)
     python examples/why_rejected.py bundle a.jpg b.jpg    (any bundle of psc-fit)
 
-Prints for each image the decision and the p-value of each gate, and of a rejected one its most anomalous region.
+Prints for each image the decision and the p-value of each check, and of a rejected one its most anomalous region.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ SHIPPED = Path(__file__).parents[1] / "artifacts" / "dirty-mnist-resnet18"
 bundle = Path(sys.argv[1]) if len(sys.argv) > 1 else SHIPPED
 images = [Path(name) for name in sys.argv[2:]] or sorted((bundle / "examples").glob("*.png"))
 
-MEANING = {"texture": "anomalous texture", "kind": "unknown kind", "confidence": "no class has much evidence"}
+MEANING = {"texture": "unusual texture", "content": "unknown content", "confidence": "no class has much evidence"}
 
 prediction = PSC.load(bundle).predict(images, maps=True)
 for index, (image, decision) in enumerate(zip(images, prediction.decision, strict=True)):
-    gates = {name: float(p_values[index]) for name, p_values in prediction.gates.items()}
-    print(f"{image.name}: {decision},", ", ".join(f"{name} p={p:.3f}" for name, p in gates.items()))
+    checks = {name: float(p_values[index]) for name, p_values in prediction.checks.items()}
+    print(f"{image.name}: {decision},", ", ".join(f"{name} p={p:.3f}" for name, p in checks.items()))
     if decision == "abstain_ood":
-        smallest = min(gates, key=gates.__getitem__)
+        smallest = min(checks, key=checks.__getitem__)
         left, top, right, bottom = box_of(prediction.maps[index].numpy())  # Fractions of width and height.
         print(
             f"    {MEANING[smallest]}, most anomalous {left:.0%} to {right:.0%} across, {top:.0%} to {bottom:.0%} down"

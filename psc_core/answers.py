@@ -197,17 +197,17 @@ LogDensity = Annotated[Score, Field(description="Log density of the features, na
 OodScore = Annotated[
     Score,
     Field(
-        description="What the gates make of the image, or −`log_density` without gates, nats; higher is more unusual."
+        description="What the checks make of the image, or −`log_density` without checks, nats; higher is more unusual."
     ),
 ]
 
 PValue = Annotated[Score, Field(ge=0, le=1, description="(1 + #{calibration OOD scores ≥ this}) / (n + 1).")]
 
-GatePValues = Annotated[
+CheckPValues = Annotated[
     dict[str, float] | None,
     Field(
-        description="p-value of each gate: `texture` (anomalous texture), `kind` (unknown kind), `confidence` "
-        "(no class has much evidence); left out for a model without gates.",
+        description="p-value of each check: `texture` (unusual texture), `content` (unknown content), `confidence` "
+        "(no class has much evidence); left out for a model without checks.",
     ),
 ]
 
@@ -241,7 +241,7 @@ class ExplanationMap(Document):
     )
 
 
-class KeptImage(Document):
+class StoredImage(Document):
     """A training image that the bundle keeps as a thumbnail."""
 
     image: int = Field(ge=0, description="Its position in the training data, from 0.")
@@ -254,7 +254,7 @@ class KeptImage(Document):
 class BaseExplanation(Document):
     """Base of the evidence for the decision on an image."""
 
-    nearest: list[KeptImage] | None = Field(
+    nearest: list[StoredImage] | None = Field(
         default=None,
         description="The nearest of the training images that the bundle keeps; left out where it has none.",
     )
@@ -267,7 +267,7 @@ class ModelRef(Document):
 
     name: str
     version: str = Field(description="Digest of the bundle.")
-    layer: str = Field(description="Candidate layer(s) whose features are used.")
+    layer: str = Field(description="ChosenLayer layer(s) whose features are used.")
 
 
 class BaseAnswer(Document, ABC):
@@ -326,7 +326,7 @@ class ClassificationExplanation(BaseExplanation):
     class_distances: list[float] = Field(description="Mahalanobis distance to each class, in class order.")
     unusual_components: list[UnusualComponent] = Field(description="The most deviating ones, largest first.")
     aleatoric: float | None = Field(
-        description="The part of `predictive_entropy` that is the image's own, nats; null for base predictions."
+        description="The part of `predictive_entropy` that is the image's own, nats; null without a head's posterior."
     )
     epistemic: float | None = Field(
         description="The rest of `predictive_entropy`, which more training data would remove, nats; null for base "
@@ -351,9 +351,9 @@ class ClassificationAnswer(BaseAnswer):
     ood_score: OodScore
     ood_p_value: PValue
     epistemic: Score = Field(
-        description="Epistemic uncertainty in `epistemic_unit` of `/model`; 0 for base predictions."
+        description="Epistemic uncertainty in `epistemic_unit` of `/model`; 0 for the original network's predictions."
     )
-    gates: GatePValues = None
+    checks: CheckPValues = None
     is_ood: IsOod
     decision: ClassificationDecision = Field(
         description="`abstain_ood` if `is_ood`, else `abstain_ambiguous` above the ambiguity threshold, else `accept`."
@@ -431,7 +431,7 @@ class RegressionAnswer(BaseAnswer):
     log_density: LogDensity
     ood_score: OodScore
     ood_p_value: PValue
-    gates: GatePValues = None
+    checks: CheckPValues = None
     is_ood: IsOod
     decision: RegressionDecision = Field(
         description="`abstain_ood` if `is_ood`, else `abstain_uncertain` where the interval is wider than `max_width`, "

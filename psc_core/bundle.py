@@ -43,8 +43,8 @@ from psc_core.settings import Precision
 from psc_core.tasks import TASKS, task_of_manifest
 from psc_core.tasks.base import Agreement, Task
 
-SCHEMA: Final = 5  # the version of the bundle format, the only one that is written and read
-OPTIONAL: Final = ("gates", "map", "thumbnails")  # parts without which the manifest has no such section
+SCHEMA: Final = 6  # the version of the bundle format, the only one that is written and read
+OPTIONAL: Final = ("checks", "map", "stored_images")  # parts without which the manifest has no such section
 PARTS: Final = ("backbone", "projection", "density", "head", "calibration", *OPTIONAL)  # tensor files, without suffix
 MAX_PART_BYTES: Final = 16 << 30  # maximum size of a tensor file, in bytes
 GRAPH: Final = "backbone.onnx"  # the file for a network that no name can build, instead of its tensors
@@ -56,7 +56,7 @@ _Size = Annotated[int, Field(ge=1, le=1 << 31)]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True, serialize_by_alias=True)
 
 
 class FileEntry(_Strict):
@@ -120,7 +120,7 @@ class _Texture(_Strict):
     counts_below: float = Field(gt=0, le=1)
 
 
-class _Gates(_Strict):
+class _Checks(_Strict):
     names: list[str] = Field(min_length=1)
     images: _Size
     texture: _Texture | None
@@ -140,8 +140,8 @@ class MapSection(_Strict):
     density: _FittedSection
 
 
-class ThumbnailsSection(_Strict):
-    """The section ``thumbnails``: the sizes of the kept training images."""
+class StoredImagesSection(_Strict):
+    """The section ``stored_images``: the sizes of the kept training images."""
 
     count: _Size
     kept: _Size
@@ -169,13 +169,14 @@ class Manifest(_Strict):
 
     task_type: ClassVar[type[Task]]
 
-    schema_version: Literal[5]
+    schema_version: Literal[6]
+    task_name: str = Field(alias="task")
     name: str = Field(min_length=1, max_length=MAX_NAME)
     version: str = Field(pattern="^[0-9a-f]{12}$")
     classes: tuple[str, ...] = Field(min_length=2)
     preprocess: Preprocess
     precision: Precision
-    predictions: Literal["psc", "base"]
+    predictions: Literal["psc", "original"]
     layers: tuple[str, ...] = Field(min_length=1)
     policy: BasePolicy
     backbone: _Backbone
@@ -183,9 +184,9 @@ class Manifest(_Strict):
     density: _FittedSection
     head: _Head
     calibration: _Calibration
-    gates: _Gates | None = None
+    checks: _Checks | None = None
     map: MapSection | None = None
-    thumbnails: ThumbnailsSection | None = None
+    stored_images: StoredImagesSection | None = None
     collapse: dict[str, Any] | None
     metrics: dict[str, Any]
     provenance: dict[str, Any]
@@ -200,7 +201,7 @@ class Manifest(_Strict):
     def _check_agreement(self) -> Manifest:
         head, classes = self.head, len(self.classes)
         dim = self.projection.c_proj * self.projection.d_proj
-        texture = None if self.gates is None else self.gates.texture
+        texture = None if self.checks is None else self.checks.texture
         last_layer = texture.layer if texture else None
         map_layer = None if self.map is None else self.map.layer
         of_texture = texture.density.sizes if texture else {"classes": classes}
@@ -213,14 +214,14 @@ class Manifest(_Strict):
         agreements: tuple[Agreement, ...] = (
             ("files", sorted(needed), sorted(self.files)),
             *self.task.agreements(self),
-            ("backbone.keep_output", self.predictions == "base", self.backbone.keep_output),
+            ("backbone.keep_output", self.predictions == "original", self.backbone.keep_output),
             ("backbone.layers", layers_of(self.layers, head.layers, last_layer, map_layer), self.backbone.layers),
             ("backbone.network.num_classes", outputs, outputs if network is None else network.num_classes),
             ("backbone.hooks", None, None if network is not None else self.backbone.hooks),
             ("projection.positions (their number)", len(self.layers), len(self.projection.positions)),
             ("density.sizes.classes", classes, self.density.sizes.get("classes")),
-            ("gates.texture.density.sizes.classes", classes, of_texture.get("classes", 0)),
-            ("gates.names (texture)", texture is not None, "texture" in (self.gates.names if self.gates else ())),
+            ("checks.texture.density.sizes.classes", classes, of_texture.get("classes", 0)),
+            ("checks.names (texture)", texture is not None, "texture" in (self.checks.names if self.checks else ())),
             ("head.sizes.dim", dim, dim if head.layers or "dim" not in head.sizes else head.sizes["dim"]),
         )
         for where, expected, got in agreements:
@@ -240,26 +241,17 @@ def manifest_of(body: Any) -> Manifest:
     """Check a manifest, given as JSON types, with the fields of the task that it is for."""
     if not isinstance(body, dict):
         return Manifest.model_validate(body)
-    found = task_of_manifest(body)
-    if found is None:
-        name = body.get("task")
-        if name not in TASKS:
-            raise BundleError(
-                f"expected field task to be one of {', '.join(TASKS)}, got {shortened(repr(name))}; use a newer "
-                "version of psc"
-            )
-        named = TASKS[name]
-        raise BundleError(f"leave out the field task; a {named.noun} has the field {' and '.join(named.model_fields)}")
-    if isinstance(preprocess := body.get("preprocess"), dict):
-        body = body | {"preprocess": {"resizer": "pillow", **preprocess}}  # The resizer where none is named.
+    if (found := task_of_manifest(body)) is None:
+        raise BundleError(
+            f"expected field task to be one of {', '.join(TASKS)}, got {shortened(repr(body.get('task')))}; use a "
+            "newer version of psc"
+        )
     return _manifest_type(found).model_validate_json(json.dumps(body))
 
 
 @cache
 def _manifest_type(task: type[Task]) -> type[Manifest]:
     of_task: dict[str, Any] = {name: (field.annotation, field) for name, field in task.model_fields.items()}
-    if not task.is_of(of_task):  # recognised by the field "task" alone
-        of_task["task_name"] = (Literal[task.name], Field(alias="task"))
 
     class OfTask(Manifest):
         task_type = task
@@ -304,7 +296,6 @@ def leaves(value: Any) -> Iterable[Any]:
         yield from leaves(item)
 
 
-_REMOVED: Final = {"ood_score": "density+entropy"}  # of older bundles; ``psc-fit`` no longer accepts them
 _MAX_REPEATED: Final = 1000  # maximum length of the repeated settings, in characters
 
 _LIBRARY_NETWORK: Final = re.compile(rf"({'|'.join(LIBRARIES)}):[A-Za-z0-9_.-]+")
@@ -339,7 +330,7 @@ def _repeated(provenance: Any) -> str:
     of_machine = settings_where(of_machine=True)
     for name in (name for name in settings_where() if name not in of_machine):
         value = provenance["settings"].get(name)
-        if value is not None and value is not False and value != _REMOVED.get(name):
+        if value is not None and value is not False:
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [_plain(value)])]
     line = " ".join(words)
     if len(line) > _MAX_REPEATED:

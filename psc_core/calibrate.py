@@ -4,7 +4,7 @@ A fit calibrates a :class:`.Scorer` (:func:`calibrate_scorer`); later, a fitted 
 on other images (:func:`calibrate_pipeline`).  Both run n images through the network and get, by name, scores of shape
 (n,) and probabilities (n, K); from them come
 
-    s        (n,)           the OOD score of each image, higher is more unusual: the gates combined, or −log p
+    s        (n,)           the OOD score of each image, higher is more unusual: the checks combined, or −log p
     sorted   (n,)           s in ascending order, to which the served p-value of a new image is compared
     ``Calibrated``          the task's calibration, the thresholds of its policy, and metrics of the n images
 
@@ -22,39 +22,39 @@ from torch import Tensor
 
 from psc_core.answers import BasePolicy
 from psc_core.bundle import HISTORY
+from psc_core.checks import check_values, fit_checks
 from psc_core.compute import Compute, track_images
 from psc_core.conformal import check_rates, effective_count, equal_scores
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError, warn
 from psc_core.fit_data import FitJob
 from psc_core.fit_parts import rounded
-from psc_core.gates import fit_gates, readings_of
 from psc_core.heads.base import Scored
 from psc_core.maps import LayerMap
 from psc_core.model import TRIAL_IMAGES, FittedModel
 from psc_core.pipeline import Pipeline, Scorer, ood_score_of
 from psc_core.settings import FitSettings, settings_where
+from psc_core.stored_images import StoredImages
 from psc_core.tasks.base import Calibrated, Task
-from psc_core.thumbnails import Thumbnails
 from psc_core.version import __version__
 
 
 def calibrate_scorer(
     scorer: Scorer,
     job: FitJob,
-    gates: Sequence[str] = (),
+    checks: Sequence[str] = (),
     layer_map: LayerMap | None = None,
-    thumbnails: Thumbnails | None = None,
+    stored_images: StoredImages | None = None,
 ) -> tuple[Pipeline, Calibrated]:
-    """Return a pipeline whose gates are fitted to the selection split, calibrated on the calibration split."""
-    data, compute, fitted_gates = job.data, job.compute, None
+    """Return a pipeline whose checks are fitted to the selection split, calibrated on the calibration split."""
+    data, compute, fitted_checks = job.data, job.compute, None
     scored = score_dataset(scorer, data.calibration, compute, "calibration")
-    if gates:
+    if checks:
         selected = score_dataset(scorer, data.selection, compute, "selection").scores
-        fitted_gates = fit_gates(gates, readings_of(gates, selected), readings_of(gates, scored.scores))
-    ood_score, _ = ood_score_of(scored.scores, fitted_gates)
+        fitted_checks = fit_checks(checks, check_values(checks, selected), check_values(checks, scored.scores))
+    ood_score, _ = ood_score_of(scored.scores, fitted_checks)
     calibrated = data.task_type.calibrate(scored, ood_score, data.calibration, job.settings)
-    pipeline = Pipeline(scorer, calibrated.calibration.ood_scores, fitted_gates, layer_map, thumbnails)
+    pipeline = Pipeline(scorer, calibrated.calibration.ood_scores, fitted_checks, layer_map, stored_images)
     return pipeline, calibrated
 
 
@@ -69,21 +69,21 @@ def calibrate_pipeline(
 ) -> tuple[Pipeline, Calibrated]:
     """Return a pipeline calibrated again, on ``data`` alone.
 
-    Everything that was chosen stays, and so do the readings of the selection split that the gates are fitted to.
+    Everything that was chosen stays, and so do the values of the selection split that the checks are fitted to.
     """
     images = len(data) if weights is None else effective_count(weights)
     task.check(settings.changed({"risk": None}) if or_higher else settings, images)
     check_rates(images, alpha=settings.alpha, coverage=settings.coverage)
     scored = score_dataset(pipeline.scorer, data, settings.compute(), "calibration")
-    gates = pipeline.gates
-    if gates is not None:
-        each = readings_of(gates.names, scored.scores).float().T
-        readings = torch.stack([reading[equal_scores(reading, weights)] for reading in each])
-        gates = gates.calibrated_on(readings)
-    ood_score, _ = ood_score_of(scored.scores, gates)
+    checks = pipeline.checks
+    if checks is not None:
+        each = check_values(checks.names, scored.scores).float().T
+        values = torch.stack([value[equal_scores(value, weights)] for value in each])
+        checks = checks.calibrated_on(values)
+    ood_score, _ = ood_score_of(scored.scores, checks)
     calibrated = task.calibrate(scored, ood_score, data, settings, weights, or_higher=or_higher)
     scores = calibrated.calibration.ood_scores
-    return pipeline.with_scorer(pipeline.scorer, scores=scores, gates=gates), calibrated
+    return pipeline.with_scorer(pipeline.scorer, scores=scores, checks=checks), calibrated
 
 
 def with_calibration(
@@ -119,21 +119,21 @@ def warn_of_policy(policy: BasePolicy, metrics: Mapping[str, Any]) -> None:
 
 
 def refit_temperature(pipeline: Pipeline, data: ImageDataset, settings: FitSettings) -> Pipeline:
-    """Return a pipeline with a new temperature of its base predictions, chosen on images that do not calibrate.
+    """Return a pipeline with a new temperature of the original network, chosen on images that do not calibrate.
 
-    The gate ``confidence`` reads logits divided by the temperature; where that changes, the gates are fitted to the
-    same images again.  The result has to be calibrated.  A pipeline without base predictions is returned as it is.
+    The check ``confidence`` reads logits divided by the temperature; where that changes, the checks are fitted to the
+    same images again.  The result has to be calibrated.  A pipeline whose head predicts is returned as it is.
     """
     compute = settings.compute()
     scored = score_dataset(pipeline.scorer, data, compute, "temperature")
     head = pipeline.scorer.head.refit_temperature(scored.probabilities, data.first_labels())
     if head is pipeline.scorer.head:
         return pipeline
-    scorer, gates = pipeline.scorer.with_head(head), pipeline.gates
-    if gates is not None:
-        scores = score_dataset(scorer, data, compute, "gates").scores
-        gates = fit_gates(gates.names, *[readings_of(gates.names, scores)] * 2)
-    return pipeline.with_scorer(scorer, gates=gates)
+    scorer, checks = pipeline.scorer.with_head(head), pipeline.checks
+    if checks is not None:
+        scores = score_dataset(scorer, data, compute, "checks").scores
+        checks = fit_checks(checks.names, *[check_values(checks.names, scores)] * 2)
+    return pipeline.with_scorer(scorer, checks=checks)
 
 
 def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:

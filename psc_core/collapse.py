@@ -1,4 +1,4 @@
-"""Measure neural collapse after every layer, and select the candidate layer(s) by it.
+"""Measure neural collapse after every layer, and select the chosen layer(s) by it.
 
 For each layer, with the sums of :mod:`psc_core.numerics.scatter`,
 
@@ -20,8 +20,8 @@ NC1 of either is within :data:`NEAR` of ε, and if both have the same number of 
 and after collapse.  The logits are measured but never selected.
 
 Where nothing has collapsed, every layer lies before collapse, and NC4 says little about how well a density works there:
-the candidate is the trunk (:mod:`psc_core.network.layers`), where the network has one.  Normalisation, activation and
-pooling make the penultimate layer of it, and discard some of what tells unseen classes from known ones.
+the trunk (:mod:`psc_core.network.layers`) is chosen, where the network has one.  Normalisation, activation and pooling
+make the penultimate layer of it, and discard some of what tells unseen classes from known ones.
 
 For a regression labels are bins of the target, and R² of a ridge regression takes the place of NC4, with one more pass
 over the training images.  With h the features of an image, flattened, and y its number,
@@ -67,15 +67,7 @@ from psc_core.tables import aligned
 
 NEAR: Final = 0.05  # largest distance of NC1 from ε at which two layers are combined
 CONSTANT: Final = 0.0  # NC1 of a layer whose values differ between images by rounding alone, which is never chosen
-EARLY: Final = 4  # a candidate among the first 1/EARLY of the layers gets a note
-# Fields that have other names in the bundle format.
-_JSON_NAMES: Final = {
-    "train_examples": "train_rows",
-    "val_examples": "val_rows",
-    "form": "kind",
-    "quality": "nc4",
-    "quality_error": "nc4_error",
-}
+EARLY: Final = 4  # a chosen layer among the first 1/EARLY of the layers gets a note
 
 
 @dataclass(frozen=True)
@@ -268,7 +260,7 @@ MEASURES: Final = {measure.name: measure for measure in (NearestMean, LinearFit)
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ChosenLayer:
     """The one or two layers that a PSC reads, in execution order, and why, in one sentence with the numbers."""
 
     layers: tuple[str, ...]
@@ -284,7 +276,7 @@ class CollapseReport:
     layers: tuple[LayerCollapse, ...]  # in execution order
     epsilon: float  # neural collapse cutoff ε on NC1
     granularity: str  # which modules were measured, see :mod:`psc_core.network.layers`
-    pattern: str | None  # regular expression that the candidate's name must match; None for any
+    pattern: str | None  # regular expression that the chosen layer's name must match; None for any
     train_examples: int  # labelled examples that NC1 was measured on
     val_examples: int  # labelled examples that the quality was measured on
     seed: int | None = None  # of the split of the validation images; None where all of them were measured
@@ -320,8 +312,8 @@ class CollapseReport:
         passing = [layer for layer in self.eligible if layer.nc1 > self.epsilon]
         return max(passing, key=lambda layer: (layer.quality, layer.index), default=None)
 
-    def candidate(self, layer: str | None = None) -> Candidate:
-        """Return the candidate by this module's rule among the layers of the pattern, or the one the caller names."""
+    def choose(self, layer: str | None = None) -> ChosenLayer:
+        """Return the layer that this module's rule chooses among those of the pattern, or the one the caller names."""
         if layer is not None:
             return self._noted([self.layer(layer)], f"{self.named(self.layer(layer))}, named by the caller")
         eligible, best = self.eligible, self.best
@@ -369,58 +361,48 @@ class CollapseReport:
             f"{self.epsilon:g} and both have {chosen.shape[0]} channels",
         )
 
-    def _noted(self, chosen: Sequence[LayerCollapse], reason: str) -> Candidate:
-        """Return the candidate ``chosen`` with the notes that a user should see."""
+    def _noted(self, chosen: Sequence[LayerCollapse], reason: str) -> ChosenLayer:
+        """Return ``chosen`` with the notes that a user should see."""
         before = [layer for layer in self.layers if layer.role != "output"]
         notes = []
         if EARLY * (1 + max(map(before.index, chosen), default=0)) <= len(before):
             notes.append(
-                f"the candidate is among the first {len(before) // EARLY} of {len(before)} layers, whose features tell "
+                f"the chosen layer is among the first {len(before) // EARLY} of {len(before)}, whose features tell "
                 f"textures apart, not classes: compare with a deeper one, as --layer {self.penultimate}"
             )
-        return Candidate(tuple(layer.name for layer in chosen), reason, tuple(notes), self)
+        return ChosenLayer(tuple(layer.name for layer in chosen), reason, tuple(notes), self)
 
-    def nc4_of(self, candidate: Candidate) -> float | None:
-        """Return NC4 of the candidate's layer, the higher of two; None where another quality was measured."""
-        return max(self.layer(name).quality for name in candidate.layers) if self.measure.of_means else None
+    def nc4_of(self, chosen: ChosenLayer) -> float | None:
+        """Return NC4 of the chosen layer's layer, the higher of two; None where another quality was measured."""
+        return max(self.layer(name).quality for name in chosen.layers) if self.measure.of_means else None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON types."""
-
-        def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
-            return {_JSON_NAMES.get(name, name): value for name, value in values.items()}
-
-        layers = tuple(renamed(asdict(layer)) for layer in self.layers)
-        return renamed({**asdict(self), "layers": layers, "measure": self.measure.name})
+        return {**asdict(self), "measure": self.measure.name}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CollapseReport:
         """Return the report whose fields :meth:`to_json` returned."""
-        names = {known: name for name, known in _JSON_NAMES.items()}
-
-        def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
-            return {names.get(name, name): value for name, value in values.items()}
-
         layers = tuple(
-            LayerCollapse(**{**renamed(entry), "shape": tuple(entry["shape"]), "grid": tuple(entry["grid"])})
+            LayerCollapse(**{**entry, "shape": tuple(entry["shape"]), "grid": tuple(entry["grid"])})
             for entry in data["layers"]
         )
-        stored = {**renamed(data), "measure": MEASURES[data.get("measure", NearestMean.name)]}
+        stored = {**data, "measure": MEASURES[data["measure"]]}
         return cls(layers, *(stored[part.name] for part in fields(cls)[1:]))
 
 
-def to_text(report: CollapseReport, candidate: Candidate) -> str:
-    """Return a table of all layers, with the candidate marked and its reason below."""
+def to_text(report: CollapseReport, chosen: ChosenLayer) -> str:
+    """Return a table of all layers, with the chosen layer marked and its reason below."""
     rows = [["#", "layer", "form", "channels×spatial", "NC1", report.measure.name]]
     for entry in report.layers:
-        marks = ["◀ candidate"] if entry.name in candidate.layers else []
+        marks = ["◀ chosen"] if entry.name in chosen.layers else []
         marks += [entry.role] if entry.role != "hidden" else []
         numbers = [f"{entry.shape[0]}×{entry.shape[1]}", f"{entry.nc1:.4f}", f"{entry.quality:.4f}"]
         rows.append([str(entry.index), entry.name, entry.form, *numbers, "  ".join(marks)])
     lines = aligned(rows, left={1, 2, 6})
-    lines.append(f"candidate: {candidate.reason}")
-    lines += [f"note: {note}" for note in candidate.notes]
-    if report.penultimate not in candidate.layers:
+    lines.append(f"chosen layer: {chosen.reason}")
+    lines += [f"note: {note}" for note in chosen.notes]
+    if report.penultimate not in chosen.layers:
         lines.append(f"penultimate: {report.named(report.layer(report.penultimate))}, for comparison (DDU)")
     return "\n".join(lines)
 
@@ -429,7 +411,7 @@ def to_csv(report: CollapseReport) -> str:
     """Return a header and one line for each layer, as CSV."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["index", "layer", "kind", "channels", "spatial", "role", "nc1", report.measure.column])
+    writer.writerow(["index", "layer", "form", "channels", "spatial", "role", "nc1", report.measure.column])
     for entry in report.layers:
         writer.writerow([entry.index, entry.name, entry.form, *entry.shape, entry.role, entry.nc1, entry.quality])
     return text.getvalue()

@@ -62,8 +62,8 @@ MAX_SCORE: Final = 1e12  # maximum OOD score of a calibration, in nats; no densi
 
 
 def conformal_p_values(
-    ascending: Float[Tensor, "*gates n"], ood_score: Float[Tensor, "*gates batch"]
-) -> Float[Tensor, "*gates batch"]:
+    ascending: Float[Tensor, "*checks n"], ood_score: Float[Tensor, "*checks batch"]
+) -> Float[Tensor, "*checks batch"]:
     """Return ``(1 + #{calibration ≥ this}) / (n + 1)``, float32, by binary search; for NaN the smallest p-value."""
     count = ascending.shape[-1] + 1
     return (count - torch.searchsorted(ascending, ood_score)) / count  # NaN sorts above everything

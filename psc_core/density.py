@@ -19,7 +19,7 @@ With ``m_k`` the class means and ``S_k`` the class covariances in these coordina
 =================  =================================================================================================
 ``gda``            one covariance for each class: squared distance ``‖S_k^(−1/2) (w − m_k)‖²``
 ``gda++``          the same after ``z ← z / ‖z‖``
-``pooled++``       ``gda++`` of the candidate layer's features averaged over positions, not of z; at most 512 components
+``pooled++``       ``gda++`` of the chosen layer's features averaged over positions, not of z; at most 512 components
 ``tied``           one covariance for all classes: ``‖w − m_k‖²``
 ``mahalanobis++``  the same after ``z ← z / ‖z‖`` (Müller & Hein 2025, who take the smallest distance as their score)
 ``rmd``            relative Mahalanobis (Ren et al. 2021): the ``tied`` log-density minus the log-density of one
@@ -106,7 +106,9 @@ class Density(Fitted):
     # Float64 up to the difference from a class mean, which cancels where classes are tight.
     in_float64: ClassVar[frozenset[str]] = frozenset({"mean", "basis", "centres"})
 
-    reads: ClassVar[Literal["z", "pooled"]] = "z"  # the input: z, or the candidate's features averaged over positions
+    reads: ClassVar[Literal["z", "pooled"]] = (
+        "z"  # the input: z, or the chosen layer's features averaged over positions
+    )
     unit_length: ClassVar[bool] = False  # True if z is divided by its Euclidean norm first
     # Fraction of the largest variance above which the automatic choice keeps a component; ``None``: it keeps the
     # components that explain 99 % of the variance.

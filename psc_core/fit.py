@@ -1,20 +1,20 @@
 """Fit a model to a trained network, in three stages.
 
-    :func:`collapse`    network, images                        → :class:`.CollapseReport`, which names the candidate
-    :func:`project`     network, candidate, images             → :class:`.FittedProjection`, its features to z (B, D)
-    :func:`fit_model`   network, candidate, projection, images → :class:`FitResult`, the calibrated model
+    :func:`collapse`    network, images                        → :class:`.CollapseReport`, which names the chosen layer
+    :func:`project`     network, chosen, images             → :class:`.FittedProjection`, its features to z (B, D)
+    :func:`fit_model`   network, chosen, projection, images → :class:`FitResult`, the calibrated model
 
 Training images fit, the selection split chooses, and the calibration split only calibrates (:class:`.FitData`).
 :func:`fit` takes all stages for ``PSC.fit``, and :func:`calibrate_on` is ``calibrate`` of a fitted model; a model that
 only predicts never imports this file.  Last come the stages under the names of the paper's pseudo-code:
 
     net        = load_network("torchvision:resnet18", weights="net.safetensors", num_classes=10)
-    candidate  = measure_collapse(net, train, val).candidate()
-    projection = fit_projection(net, candidate, train)
-    psc        = fit_psc(net, candidate, projection, train, val, head="laplace")
+    chosen  = measure_collapse(net, train, val).choose()
+    projection = fit_projection(net, chosen, train)
+    psc        = fit_psc(net, chosen, projection, train, val, head="laplace")
 
 Each of these checks and splits the images anew, alike for the same seed.  Settings are given by name, or all as
-``settings``, but for ``layer`` and ``task``, which the candidate and the function decide.
+``settings``, but for ``layer`` and ``task``, which the chosen layer and the function decide.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from psc_core.calibrate import (
     with_calibration,
 )
 from psc_core.checkpoint import Checkpoint
-from psc_core.collapse import Candidate, CollapseReport, measure_layers, to_text
+from psc_core.checks import CheckChoice
+from psc_core.collapse import ChosenLayer, CollapseReport, measure_layers, to_text
 from psc_core.compute import own_state
 from psc_core.data import MAX_BAD_IMAGES
 from psc_core.data.cache import Scratch, check_disjoint
@@ -46,7 +47,6 @@ from psc_core.density import DENSITIES
 from psc_core.errors import NetworkError, UsageError, warn
 from psc_core.fit_data import FitData, FitJob
 from psc_core.fit_parts import compare_positions, cut, fewest_positions, fit_parts, report_of
-from psc_core.gates import GateChoice
 from psc_core.images.preprocess import MAKE_KNOWN
 from psc_core.model import PSC, FittedModel, PSCRegressor, model_class_of
 from psc_core.network.cut import device_of, readable_copy
@@ -57,16 +57,16 @@ from psc_core.network.output import check_images, check_output, trial_images
 from psc_core.projection import FittedProjection, fit_tucker
 from psc_core.scoring import check_read_by
 from psc_core.settings import FitOptions, FitSettings, Stage, settings_where
+from psc_core.stored_images import check_thumbnail_count
 from psc_core.tasks import task_named
-from psc_core.thumbnails import check_thumbnail_count
 from psc_core.version import __version__
 
 
 class FitResult(NamedTuple):
-    """A fitted model, the comparison that chose its gates, and the disk space that its features took meanwhile."""
+    """A fitted model, the comparison that chose its checks, and the disk space that its features took meanwhile."""
 
     model: FittedModel
-    gate_choice: GateChoice | None  # None for a model without gates
+    check_choice: CheckChoice | None  # None for a model without checks
     feature_bytes: int
 
 
@@ -79,7 +79,7 @@ def collapse(net: nn.Module, job: FitJob) -> CollapseReport:
 
 
 @own_state()
-def project(net: nn.Module, candidate: Candidate, job: FitJob) -> FittedProjection:
+def project(net: nn.Module, chosen: ChosenLayer, job: FitJob) -> FittedProjection:
     """Fit moments and Tucker factors to the training images, and choose the sizes on the selection split.
 
     The sizes are the smallest that keep NC1 and NC4; for a density that reads z, with as many spatial components as
@@ -88,16 +88,16 @@ def project(net: nn.Module, candidate: Candidate, job: FitJob) -> FittedProjecti
     data, settings, compute = job.data, job.settings, job.compute
     reads_z = DENSITIES[settings.density].reads == "z"
     compute.require(data.train)
-    backbone = cut(net, candidate.layers, data.train, compute, keep_output=False)
+    backbone = cut(net, chosen.layers, data.train, compute, keep_output=False)
     largest, report, deviation = fit_tucker(backbone, data.train, data.selection, settings, compute)
     sizes = report.more_positions(deviation, settings.epsilon) if settings.d_proj is None else [report.d_proj]
     if reads_z and len(sizes) > 1:
         compared = compare_positions(backbone, largest, [(report.c_proj, d_proj) for d_proj in sizes], job)
         kept = compute.first(fewest_positions(compared))
         report = replace(report, d_proj=kept, positions=tuple(compared.items()))
-    if data.task_type.averages_candidate(settings) and not reads_z:
+    if data.task_type.averages_layer(settings) and not reads_z:
         report = replace(report, warning="")  # Head and density read besides z, or instead of it, what z gives up.
-    return FittedProjection(largest.leading(report.c_proj, report.d_proj).cpu(), report, candidate.layers)
+    return FittedProjection(largest.leading(report.c_proj, report.d_proj).cpu(), report, chosen.layers)
 
 
 def checked(settings: FitSettings, data: FitData) -> FitSettings:
@@ -109,28 +109,28 @@ def checked(settings: FitSettings, data: FitData) -> FitSettings:
         raise UsageError(f"expected head of a {task.noun} to be one of {', '.join(task.heads)}, got {settings.head!r}")
     task.check(settings, len(data.calibration))
     data.check_rates(alpha=settings.alpha, coverage=settings.coverage)
-    if settings.keep_examples is not None:
-        check_thumbnail_count(settings.keep_examples, len(data.train.classes))
+    if settings.stored_images is not None:
+        check_thumbnail_count(settings.stored_images, len(data.train.classes))
     return settings
 
 
 @own_state()
 def fit_model(
     net: nn.Module,
-    candidate: Candidate,
+    chosen: ChosenLayer,
     projection: FittedProjection,
     job: FitJob,
     *,
     name: str = "psc",
     provenance: Mapping[str, Any] | None = None,
 ) -> FitResult:
-    """Fit density, head and gates to the training images, and calibrate them on the calibration split."""
-    check_same_layers(candidate, projection)
+    """Fit density, head and checks to the training images, and calibrate them on the calibration split."""
+    check_same_layers(chosen, projection)
     data = job.data
     job.compute.require(data.train)
-    parts = fit_parts(net, candidate, projection, job)
+    parts = fit_parts(net, chosen, projection, job)
     layer_map = None if parts.map is None else parts.map.map
-    pipeline, calibrated = calibrate_scorer(parts.scorer, job, parts.gate_names, layer_map, parts.thumbnails)
+    pipeline, calibrated = calibrate_scorer(parts.scorer, job, parts.check_names, layer_map, parts.stored_images)
     model = model_class_of(data.task)(
         task=data.task,
         pipeline=pipeline,
@@ -138,22 +138,22 @@ def fit_model(
         classes=data.train.classes,
         calibration=calibrated.calibration,
         policy=calibrated.policy,
-        layers=tuple(candidate.layers),
+        layers=tuple(chosen.layers),
         name=name,
-        report=report_of(candidate, projection, parts, calibrated.metrics, provenance),
+        report=report_of(chosen, projection, parts, calibrated.metrics, provenance),
         trial=trial_of(data.calibration),
     )
     model.probe()  # As in loading: a model that cannot be loaded is not saved.
-    choice = None if parts.chosen_gates is None else parts.chosen_gates.choice
+    choice = None if parts.chosen_checks is None else parts.chosen_checks.choice
     return FitResult(model, choice, parts.feature_bytes)
 
 
-def check_same_layers(candidate: Candidate, projection: FittedProjection) -> None:
-    """Raise :class:`UsageError` for a projection of other layers than the candidate's."""
-    if projection.layers != candidate.layers:
+def check_same_layers(chosen: ChosenLayer, projection: FittedProjection) -> None:
+    """Raise :class:`UsageError` for a projection of other layers than the chosen layer's."""
+    if projection.layers != chosen.layers:
         raise UsageError(
-            f"expected a projection of the candidate {'+'.join(candidate.layers)}, got one of "
-            f"{'+'.join(projection.layers)}; fit the projection for this candidate"
+            f"expected a projection of {'+'.join(chosen.layers)}, got one of "
+            f"{'+'.join(projection.layers)}; fit the projection for this layer"
         )
 
 
@@ -173,17 +173,17 @@ def fit_stages(
         report = collapse(net, job)
         if checkpoint is not None:
             checkpoint.save_collapse(report)
-    candidate = report.candidate(None if layer == "auto" else layer)
-    say(to_text(report, candidate))
+    chosen = report.choose(None if layer == "auto" else layer)
+    say(to_text(report, chosen))
     projection = None if checkpoint is None else checkpoint.load_projection()
     if projection is None:
-        projection = project(net, candidate, job)
+        projection = project(net, chosen, job)
         if checkpoint is not None:
             checkpoint.save_projection(projection)
-    say(projection.report.summary(report.nc4_of(candidate)))
-    fitted = fit_model(net, candidate, projection, job, name=name, provenance=provenance)
-    if fitted.gate_choice is not None:
-        say(fitted.gate_choice.table())
+    say(projection.report.summary(report.nc4_of(chosen)))
+    fitted = fit_model(net, chosen, projection, job, name=name, provenance=provenance)
+    if fitted.check_choice is not None:
+        say(fitted.check_choice.table())
     return report, projection, fitted
 
 
@@ -219,7 +219,7 @@ def fit(
                 raise
             predicts = False
             if chosen.predictions == "auto":
-                warn(f"the head will predict, the network itself cannot: {error}")
+                warn(f"the head will predict, the original network cannot: {error}")
         check_images(net, images, name=type(net).__name__)
         if train.preprocess.is_known and spec_of(net) is None:
             _warn_of_no_export(net, images[:1], chosen.precision)
@@ -231,7 +231,7 @@ def fit(
     if not train.preprocess.is_known:
         warn(f"the fitted model predicts tensors, but cannot be saved: {MAKE_KNOWN}")
     job = FitJob(_decoded(data, chosen), chosen, compute)
-    if predicts and (warning := job.first_look(net.to(compute.device)).warning):
+    if predicts and (warning := job.first_evaluation(net.to(compute.device)).warning):
         warn(warning)
     provenance = {"psc_version": __version__, "settings": job.settings.recorded()}
     _, _, fitted = fit_stages(net, job, name=name, provenance=provenance)
@@ -253,7 +253,7 @@ def calibrate_on(model: FittedModel, loader: Any, **changes: Any) -> FittedModel
     )
     warn_of_policy(calibrated.policy, calibrated.metrics)
     count = len(data)
-    entry = {"labels": count, "calibrated_on": count, "worth": count, "sha256": data.digest()}
+    entry = {"labels": count, "calibrated_on": count, "effective_sample_size": count, "sha256": data.digest()}
     return with_calibration(model, pipeline, calibrated, data, entry)
 
 
@@ -281,10 +281,10 @@ def _in_order_of(net: nn.Module, train: ImageDataset, *, are_given: bool) -> Ima
 def _decoded(data: FitData, settings: FitSettings) -> FitData:
     """Return the images decoded once, without the few that cannot be, as ``psc-fit`` reads them."""
     data, not_kept = data.cached(Scratch())
-    data, left_out = data.readable(MAX_BAD_IMAGES)
-    if left_out:
+    data, skipped = data.readable(MAX_BAD_IMAGES)
+    if skipped:
         data.check_rates(alpha=settings.alpha, coverage=settings.coverage)
-    for lines in filter(None, (not_kept, left_out)):
+    for lines in filter(None, (not_kept, skipped)):
         warn("; ".join(lines))
     return data
 
@@ -370,7 +370,7 @@ def measure_collapse(
 @own_state()
 def fit_projection(
     net: nn.Module,
-    candidate: Candidate,
+    chosen: ChosenLayer,
     train: ImageDataset,
     val: ImageDataset | None = None,
     *,
@@ -383,12 +383,12 @@ def fit_projection(
         >>> from psc_core import PRESETS, open_dataset
         >>> train = open_dataset("mnist:tests/data", split="train", preprocess=PRESETS["mnist"])
         >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(1352, 10)).eval()
-        >>> fit_projection(net, Candidate(("0",), "by hand"), train, c_proj=4, d_proj=3).projection.config()
+        >>> fit_projection(net, ChosenLayer(("0",), "by hand"), train, c_proj=4, d_proj=3).projection.config()
         {'method': 'tucker', 'positions': [169], 'channels': 8, 'c_proj': 4, 'd_proj': 3}
 
     Args:
         net: Trained network in eval mode.
-        candidate: The layer(s) that the network is cut behind.
+        chosen: The layer(s) that the network is cut behind.
         train: Training images.
         val: Validation images, or None to choose the sizes on all of ``train``.
         settings: Settings of all stages.
@@ -397,24 +397,24 @@ def fit_projection(
             that reads z alone lacks what z gives up.
 
     Raises:
-        UsageError: If the density is unknown, or the settings have another seed or epsilon than the candidate's.
+        UsageError: If the density is unknown, or the settings have another seed or epsilon than the chosen layer's.
         DataError: If classes differ or have too few images.
         FitError: If features are constant, or sizes are larger than the layer allows.
         NetworkError: If the network cannot be cut.
     """
     check_read("fit_projection", changes)
-    settings = settings_for(candidate, settings, changes)
+    settings = settings_for(chosen, settings, changes)
     if val is None:
         data = FitData.without_validation(train, seed=settings.seed, max_images=settings.max_images)
     else:
         data = _data(train, val, settings)
-    return project(net, candidate, _job(net, data, settings))
+    return project(net, chosen, _job(net, data, settings))
 
 
 @own_state()
 def fit_psc(  # noqa: PLR0913
     net: nn.Module,
-    candidate: Candidate,
+    chosen: ChosenLayer,
     projection: FittedProjection,
     train: ImageDataset,
     val: ImageDataset,
@@ -432,16 +432,16 @@ def fit_psc(  # noqa: PLR0913
         >>> open_split = partial(open_dataset, "mnist:tests/data", preprocess=PRESETS["mnist"])
         >>> train, val = open_split(split="train"), open_split(split="val")
         >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(1352, 10)).eval()
-        >>> candidate = measure_collapse(net, train, val).candidate("0")
-        >>> projection = fit_projection(net, candidate, train, val)
-        >>> psc = fit_psc(net, candidate, projection, train, val, head="duq")
+        >>> chosen = measure_collapse(net, train, val).choose("0")
+        >>> projection = fit_projection(net, chosen, train, val)
+        >>> psc = fit_psc(net, chosen, projection, train, val, head="duq")
         >>> psc.predict(next(val.batches(3)).images).probabilities.shape
         torch.Size([3, 10])
 
     Args:
         net: Trained network, from :func:`psc_core.load_network` or of your own; a bundle names the function that builds
             the former, and holds the latter as an ONNX graph, if it can be exported.
-        candidate: The layer(s) it is cut behind.
+        chosen: The layer(s) it is cut behind.
         projection: From :func:`fit_projection`.
         train: Training images.
         val: Validation images, none of them trained on; a :class:`psc_core.errors.LoaderWarning` says where they were.
@@ -450,27 +450,27 @@ def fit_psc(  # noqa: PLR0913
         settings: The settings of all stages.
         changes: Settings by name: ``head`` (``"laplace"``, ``"sngp"``, ``"duq"``), ``density`` (``"gda"``, the paper's,
             ``"tied"``, ``"gda++"``, ``"mahalanobis++"``, ``"pooled++"``, ``"rmd"``), ``predictions`` (``"psc"``, the
-            head's, or ``"base"``, the network's own), ``alpha``, ``coverage``, ``risk``, ``ood_score`` (``"gates"`` or
-            ``"density"``, the paper's), ``pca``, ``keep_examples`` (training images kept as thumbnails; none).
+            head's, or ``"original"``, the network's own), ``alpha``, ``coverage``, ``risk``, ``ood_score``
+            (``"checks"`` or ``"density"``, the paper's), ``pca``, ``stored_images`` (number of images; none).
 
     Raises:
         UsageError: If an option is unknown, rates are outside (0, 1) or so few validation images cannot keep them,
             images have numbers, or the projection has other layers, or the settings another seed or epsilon, than the
-            candidate.
+            chosen.
         DataError: If classes differ or have too few images.
         FitError: If features or outputs cannot be fitted; the message says why.
         NetworkError: If the network cannot be cut.
     """
     check_read(LAST_STAGE, changes)
-    settings = settings_for(candidate, settings, changes)
-    fitted = _fit(PSC, net, candidate, projection, (train, val), settings, name=name, provenance=provenance)
+    settings = settings_for(chosen, settings, changes)
+    fitted = _fit(PSC, net, chosen, projection, (train, val), settings, name=name, provenance=provenance)
     return cast(PSC, fitted)
 
 
 @own_state()
 def fit_regressor(  # noqa: PLR0913
     net: nn.Module,
-    candidate: Candidate,
+    chosen: ChosenLayer,
     projection: FittedProjection,
     train: ImageDataset,
     val: ImageDataset,
@@ -488,9 +488,9 @@ def fit_regressor(  # noqa: PLR0913
         >>> open_split = partial(open_dataset, "rotated-mnist:tests/data", preprocess=PRESETS["mnist"])
         >>> train, val = open_split(split="train"), open_split(split="val")
         >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(1352, 1)).eval()
-        >>> candidate = measure_collapse(net, train, val).candidate("0")
-        >>> projection = fit_projection(net, candidate, train, val, c_proj=4, d_proj=4)
-        >>> model = fit_regressor(net, candidate, projection, train, val, coverage=0.9)
+        >>> chosen = measure_collapse(net, train, val).choose("0")
+        >>> projection = fit_projection(net, chosen, train, val, c_proj=4, d_proj=4)
+        >>> model = fit_regressor(net, chosen, projection, train, val, coverage=0.9)
         >>> model.target, model.predict(next(val.batches(3)).images).interval.shape
         (Target(name='angle', unit='degrees'), torch.Size([3, 2]))
 
@@ -505,15 +505,15 @@ def fit_regressor(  # noqa: PLR0913
         NetworkError: If the network cannot be cut.
     """
     check_read(LAST_STAGE, changes)
-    settings = settings_for(candidate, settings, changes)
-    fitted = _fit(PSCRegressor, net, candidate, projection, (train, val), settings, name=name, provenance=provenance)
+    settings = settings_for(chosen, settings, changes)
+    fitted = _fit(PSCRegressor, net, chosen, projection, (train, val), settings, name=name, provenance=provenance)
     return cast(PSCRegressor, fitted)
 
 
 def _fit(
     model_class: type[FittedModel],
     net: nn.Module,
-    candidate: Candidate,
+    chosen: ChosenLayer,
     projection: FittedProjection,
     images: tuple[ImageDataset, ImageDataset],
     settings: FitSettings,
@@ -523,7 +523,7 @@ def _fit(
     data = _data(*images, settings, model_class.task_type.name)
     job = _job(net, data, checked(settings, data))
     warn_of_repeated(images[1])
-    model = fit_model(net, candidate, projection, job, **recorded).model
+    model = fit_model(net, chosen, projection, job, **recorded).model
     warn_of_policy(model.policy, model.report["metrics"])
     return model
 
@@ -545,24 +545,24 @@ def _job(net: nn.Module, data: FitData, settings: FitSettings) -> FitJob:
 def check_read(stage: str, changes: Collection[str]) -> None:
     """Require that a stage reads the settings that it is given by name."""
     if "layer" in changes:
-        raise UsageError("expected no layer: the candidate says it; name one as report.candidate(layer)")
+        raise UsageError("expected no layer: the chosen layer says it; name one as report.choose(layer)")
     for other, names in READ_BY_ONE.items():
         unread = [name for name in changes if name in names]
         if unread and other != stage:
             raise UsageError(f"{stage} does not read {', '.join(unread)}, {other} does; leave out or give it there")
 
 
-def settings_for(candidate: Candidate, settings: FitSettings | None, changes: Mapping[str, Any]) -> FitSettings:
-    """Return ``settings`` with ``changes``, or defaults that agree with how a candidate was chosen."""
-    report = candidate.report
-    chosen: dict[str, Any] = {} if report is None else {"epsilon": report.epsilon}
+def settings_for(chosen: ChosenLayer, settings: FitSettings | None, changes: Mapping[str, Any]) -> FitSettings:
+    """Return ``settings`` with ``changes``, or defaults that agree with how a layer was chosen."""
+    report = chosen.report
+    wanted: dict[str, Any] = {} if report is None else {"epsilon": report.epsilon}
     if report is not None and report.seed is not None:
-        chosen["seed"] = report.seed
-    wanted = (settings or FitSettings(**chosen)).changed(changes)
-    for name, value in chosen.items():
-        if getattr(wanted, name) != value:
+        wanted["seed"] = report.seed
+    found = (settings or FitSettings(**wanted)).changed(changes)
+    for name, value in wanted.items():
+        if getattr(found, name) != value:
             raise UsageError(
-                f"expected {name}={value!r}, with which {'+'.join(candidate.layers)} was chosen as the candidate, "
-                f"got {getattr(wanted, name)!r}; use the same settings in every stage"
+                f"expected {name}={value!r}, with which {'+'.join(chosen.layers)} was chosen, "
+                f"got {getattr(found, name)!r}; use the same settings in every stage"
             )
-    return wanted
+    return found

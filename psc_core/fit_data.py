@@ -29,7 +29,7 @@ from psc_core.data.open import check_same
 from psc_core.errors import DataError, UsageError
 from psc_core.settings import FitSettings
 from psc_core.tasks import task_named, task_of_images
-from psc_core.tasks.base import FIRST_LOOK_IMAGES, FirstLook, Task
+from psc_core.tasks.base import FIRST_EVALUATION_IMAGES, FirstLook, Task
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class FitData:
     val: ImageDataset  # of both halves
     task_type: type[Task]  # what a model of these images predicts
     seed: int  # splits the validation images and draws training images
-    left_out: tuple[int, int] = (0, 0)  # training and validation images that cannot be decoded
+    skipped: tuple[int, int] = (0, 0)  # training and validation images that cannot be decoded
     is_split: bool = True  # False where the training images stand in for both halves
 
     @classmethod
@@ -130,7 +130,7 @@ class FitData:
         kept_train, kept_val = without(self.train, train), without(self.val, val)  # They are labelled already.
         of_each = f"{len(train)} of {self.train.name}, {len(val)} of {self.val.name}"
         notes = (*(f"left out: {reason}" for reason in reasons), f"left out {count} that cannot be decoded: {of_each}")
-        kept = replace(self, train=kept_train, val=kept_val, left_out=(len(train), len(val)))
+        kept = replace(self, train=kept_train, val=kept_val, skipped=(len(train), len(val)))
         return kept.checked(), notes
 
     @property
@@ -182,10 +182,10 @@ class FitJob:
         """Return a job of this process alone, on the device that the settings name."""
         return cls(data, settings, settings.compute())
 
-    def first_look(self, net: nn.Module, max_bad_images: int = 0) -> FirstLook:
-        """Return how good the plain network, on the device, is on a few random images."""
+    def first_evaluation(self, net: nn.Module, max_bad_images: int = 0) -> FirstLook:
+        """Return how good the original network, on the device, is on a few random images."""
         train, val = (
-            only_readable(drawn(images, FIRST_LOOK_IMAGES, self.data.seed), max_bad_images)
+            only_readable(drawn(images, FIRST_EVALUATION_IMAGES, self.data.seed), max_bad_images)
             for images in (self.data.train, self.data.val)
         )
-        return self.data.task_type.first_look(net, train, val, self.compute)
+        return self.data.task_type.first_evaluation(net, train, val, self.compute)

@@ -1,15 +1,16 @@
-"""Fit density, head and gates to features, and join them in a scorer, which lacks only calibration.
+"""Fit density, head and checks to features, and join them in a scorer, which lacks only calibration.
 
 :func:`fit_parts`, the last stage of a fit, takes these steps.
 
-1. Cut the network behind the candidate, the layers that the head reads besides z, and a few early layers.
+1. Cut the network behind the chosen layer, the layers that the head reads besides z, and a few early layers.
 2. Read training images and selection split once each, and keep their features on disk, one row for each labelled
    example, ordered by class because a density reads one class at a time (:func:`read`).  Memory does not grow with n.
 3. Fit density and head to the training features; the selection split chooses their free numbers.
-4. Choose the gates and the early layer of ``texture`` (:func:`choose_gates`).  ``kind`` is always a gate, ``texture``
-   wherever a layer lies before the candidate, and ``confidence`` unless some image has labels of several classes: then
-   low confidence is no reason to call an image out of distribution.  (Choosing the gates by made-up images as well was
-   tried, and dropped gates that real images need: made-up images far from the data have more anomalous textures.)
+4. Choose the checks and the early layer of ``texture`` (:func:`choose_checks`). ``content`` is always a check,
+   ``texture`` wherever there is an earlier layer, and ``confidence`` unless some image has labels of several classes:
+   then low confidence is no reason to call an image out of distribution. (Choosing the checks by synthetic OOD images
+   as well was tried, and dropped checks that real images need: synthetic images far from the data have unusual
+   textures.)
 5. Choose the layer of the map (:func:`choose_map`): deep layers detect objects better, early ones surfaces, and a map
    is as fine as its layer.
 6. Cut the network again, behind the layers that are still read.
@@ -18,7 +19,7 @@
 which one spatial component a channel is often enough; a density needs more, so it is fitted with more and more of them.
 
 Early layers, map and components are chosen by AUROC: images of the selection split as they are against images made
-from them (:mod:`psc_core.made_up`).
+from them (:mod:`psc_core.synthetic`).
 """
 
 from __future__ import annotations
@@ -37,17 +38,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from psc_core.bundle import layers_of
-from psc_core.collapse import Candidate
+from psc_core.checks import CONFIDENCE, DENSITY, KINDS_KEY, TEXTURE, CheckChoice, check_values, fit_checks, regret, vary
+from psc_core.collapse import ChosenLayer
 from psc_core.compute import Compute, autocast, passes, track_images
 from psc_core.data.cache import Scratch
 from psc_core.data.dataset import ImageDataset, drawn, stable_order
 from psc_core.density import DENSITIES, Density, Examples, fit_density
 from psc_core.errors import FitError, NetworkError
 from psc_core.fit_data import FitData, FitJob
-from psc_core.gates import CONFIDENCE, DENSITY, KINDS_KEY, TEXTURE, GateChoice, fit_gates, readings_of, regret, vary
 from psc_core.heads.base import Features, Head, HeadJob
 from psc_core.images.preprocess import Pixels, Preprocess
-from psc_core.made_up import PATCHES, REAL, by_transform, made_up_batches, paste
 from psc_core.maps import MAX_CHANNELS, LayerMap, PositionMoments, fit_positions, grid_of, with_levels
 from psc_core.metrics import auroc
 from psc_core.network.cut import Backbone, FeatureStep, feature_step, trial_input, truncate
@@ -56,24 +56,25 @@ from psc_core.network.output import check_network_output, output_width
 from psc_core.numerics.features import FeatureMatrix, as_matrix, chunk_rows, side_by_side, usable
 from psc_core.pipeline import Scorer, ScorerParts, average_positions
 from psc_core.projection import FittedProjection, Projection, ProjectionReport
-from psc_core.thumbnails import Thumbnails, kept_images, thumbnails_of
+from psc_core.stored_images import StoredImages, kept_images, stored_images_of
+from psc_core.synthetic import PATCHES, REAL, by_transform, paste, synthetic_batches
 
 Z: Final = ".z"  # beside names of layers, none of which begins with a dot
 OUTPUT: Final = ".output"  # of the network, as trained
 
 
 class Layers(NamedTuple):
-    """The parts of a network that the last stage reads; an early layer may serve both the head and the gates."""
+    """The parts of a network that the last stage reads; an early layer may serve both the head and the checks."""
 
-    candidate: tuple[str, ...]  # projected to z
+    chosen: tuple[str, ...]  # projected to z
     head: tuple[str, ...]  # read by the head besides z
-    texture: tuple[str, ...]  # early layers, one of which the gate "texture" will read
+    texture: tuple[str, ...]  # early layers, one of which the check "texture" will read
     output: bool = False  # whether the network's own output is read too
 
     @property
     def names(self) -> tuple[str, ...]:
         """Each layer once, in the order in which the network is cut behind them."""
-        return tuple(dict.fromkeys((*self.candidate, *self.head, *self.texture)))
+        return tuple(dict.fromkeys((*self.chosen, *self.head, *self.texture)))
 
     def of(self, features: Sequence[Tensor], layers: Iterable[str]) -> list[Tensor]:
         """Return the features of some ``layers``, picked from those of all :attr:`names`."""
@@ -107,15 +108,15 @@ def read(
     dataset: ImageDataset,
     compute: Compute,
     *,
-    pooled: bool,  # whether the density reads the candidate's features averaged over positions, and not z
+    pooled: bool,  # whether the density reads the chosen layer's features averaged over positions, and not z
 ) -> KeptFeatures:
     """Run the network over a data set and keep the features of every labelled example in scratch files."""
     running = backbone.fused(compute.precision)
-    head, density = [Z, *layers.head], [*layers.candidate] if pooled else []
+    head, density = [Z, *layers.head], [*layers.chosen] if pooled else []
     averaged = dict.fromkeys([*layers.head, *density, *layers.texture])  # Each layer once, whatever reads it.
 
     def columns_of(found: Sequence[Tensor], output: Tensor | None) -> dict[str, Tensor]:
-        columns = {Z: projection(layers.of(found, layers.candidate))}
+        columns = {Z: projection(layers.of(found, layers.chosen))}
         columns |= {layer: average_positions(*layers.of(found, [layer])) for layer in averaged}
         return columns if output is None or not layers.output else columns | {OUTPUT: output.float()}
 
@@ -185,7 +186,7 @@ def store(
     return files
 
 
-DEPTHS: Final = (1 / 3, 1 / 2, 2 / 3)  # the fractions of the way to the candidate at which early layers are compared
+DEPTHS: Final = (1 / 3, 1 / 2, 2 / 3)  # the fractions of the way to the chosen layer at which early layers are compared
 TEXTURE_DENSITY: Final = "gda"  # not of unit length: the length of features tells textures apart
 
 
@@ -196,29 +197,29 @@ class Texture(NamedTuple):
     density: Density
 
 
-class ChosenGates(NamedTuple):
-    """The gates of a model."""
+class ChosenChecks(NamedTuple):
+    """The checks of a model."""
 
-    names: tuple[str, ...]  # some of :data:`psc_core.gates.GATES`
-    texture: Texture | None  # None where no layer lies before the candidate
-    choice: GateChoice  # the comparison that chose it
+    names: tuple[str, ...]  # some of :data:`psc_core.checks.CHECKS`
+    texture: Texture | None  # None where no layer lies before the chosen layer
+    choice: CheckChoice  # the comparison that chose it
 
 
-def choose_gates(
+def choose_checks(
     scorer: Scorer, layers: Layers, textures: Mapping[str, Density], data: FitData, compute: Compute
-) -> ChosenGates:
-    """Return the gates by the rule, and the early layer that tells made-up images apart best."""
-    reads_confidence, reason = data.task_type.confidence_gate(ambiguous=data.is_ambiguous)
+) -> ChosenChecks:
+    """Return the checks by the rule, and the early layer that tells synthetic OOD images apart best."""
+    reads_confidence, reason = data.task_type.confidence_check(ambiguous=data.is_ambiguous)
     names: tuple[str, ...] = (DENSITY, CONFIDENCE) if reads_confidence else (DENSITY,)
-    readings = made_up_readings(scorer, layers, textures, names, data, compute)
-    energies = readings[REAL].get(CONFIDENCE)
+    values = synthetic_values(scorer, layers, textures, names, data, compute)
+    energies = values[REAL].get(CONFIDENCE)
     if energies is not None and not vary(energies):
         names = (DENSITY,)
-    choice = compare(readings, names, tuple(textures), reason=reason)
+    choice = compare(values, names, tuple(textures), reason=reason)
     if not textures:
-        return ChosenGates(names, None, choice)
+        return ChosenChecks(names, None, choice)
     layer = {option_name(layer, names): layer for layer in textures}[choice.chosen]
-    return ChosenGates((TEXTURE, *names), Texture(layer, textures[layer]), choice)
+    return ChosenChecks((TEXTURE, *names), Texture(layer, textures[layer]), choice)
 
 
 def early_layers(net: nn.Module, layers: Sequence[str], trial: Tensor) -> list[str]:
@@ -239,10 +240,10 @@ def early_layers(net: nn.Module, layers: Sequence[str], trial: Tensor) -> list[s
     return []
 
 
-Readings = Mapping[str, Tensor]  # the readings of n images, (n,) by gate; those of early layers by layer
+Values = Mapping[str, Tensor]  # the values of n images, (n,) by check; those of early layers by layer
 
 
-def made_up_readings(
+def synthetic_values(
     scorer: Scorer,
     layers: Layers,
     textures: Mapping[str, Density],
@@ -250,35 +251,35 @@ def made_up_readings(
     data: FitData,
     compute: Compute,
 ) -> dict[str, dict[str, Tensor]]:
-    """Return readings by transform, those of real images under :data:`.REAL`, then by gate or early layer."""
+    """Return values by transform, those of real images under :data:`.REAL`, then by check or early layer."""
 
     def read(images: Pixels) -> dict[str, Tensor]:
         features, output = scorer.features(scorer.standardise(images))
         scores = scorer.score(scorer.embedding(features, output)).scores
-        readings = dict(zip(names, readings_of(names, scores).unbind(1), strict=True))
+        values = dict(zip(names, check_values(names, scores).unbind(1), strict=True))
         for (layer, density), early in zip(textures.items(), layers.of(features, layers.texture), strict=True):
-            readings[layer] = -density(average_positions(early)).log_density
-        return readings
+            values[layer] = -density(average_positions(early)).log_density
+        return values
 
     mixed = not data.is_ambiguous
-    return by_transform(made_up_batches(data.selection, compute, "made-up images", mixed=mixed, seed=data.seed), read)
+    return by_transform(
+        synthetic_batches(data.selection, compute, "synthetic OOD images", mixed=mixed, seed=data.seed), read
+    )
 
 
-def compare(
-    readings: Mapping[str, Readings], names: Sequence[str], layers: Sequence[str], *, reason: str
-) -> GateChoice:
-    """Compare all gates with each early layer, and fewer gates for the record, by AUROC on each transform."""
-    real, transforms = readings[REAL], [name for name in readings if name != REAL]
+def compare(values: Mapping[str, Values], names: Sequence[str], layers: Sequence[str], *, reason: str) -> CheckChoice:
+    """Compare all checks with each early layer, and fewer checks for the record, by AUROC on each transform."""
+    real, transforms = values[REAL], [name for name in values if name != REAL]
     full = {option_name(layer, names): [layer, *names] for layer in layers} or {option_name(None, names): list(names)}
     fewer = {option_name(None, names): list(names), **{name: [name] for name in names}}
     fewer |= {option_name(layer, ()): [layer] for layer in layers}
     aurocs = {}
     for option, columns in (fewer | full).items():
         inside = torch.stack([real[column] for column in columns], dim=1)
-        gates = fit_gates(_as_gates(columns, layers), inside, inside)
-        made_up = {each: torch.stack([readings[each][name] for name in columns], dim=1) for each in transforms}
-        aurocs[option] = {each: auroc(gates.score(inside), gates.score(values)) for each, values in made_up.items()}
-    return GateChoice(aurocs, tuple(full), reason)
+        checks = fit_checks(_as_checks(columns, layers), inside, inside)
+        synthetic = {each: torch.stack([values[each][name] for name in columns], dim=1) for each in transforms}
+        aurocs[option] = {each: auroc(checks.score(inside), checks.score(values)) for each, values in synthetic.items()}
+    return CheckChoice(aurocs, tuple(full), reason)
 
 
 def option_name(layer: str | None, names: Sequence[str]) -> str:
@@ -286,7 +287,7 @@ def option_name(layer: str | None, names: Sequence[str]) -> str:
     return " + ".join([*([] if layer is None else [f"{TEXTURE}[{layer}]"]), *names])
 
 
-def _as_gates(columns: Sequence[str], layers: Sequence[str]) -> list[str]:
+def _as_checks(columns: Sequence[str], layers: Sequence[str]) -> list[str]:
     return [TEXTURE if column in layers else column for column in columns]
 
 
@@ -336,10 +337,10 @@ def choose_map(
     if not maps:
         return None
     real: dict[str, list[Tensor]] = {layer: [] for layer in maps}
-    pasted: dict[str, dict[str, list[Tensor]]] = {layer: {patch: [] for patch in PATCHES} for layer in maps}
+    patched: dict[str, dict[str, list[Tensor]]] = {layer: {patch: [] for patch in PATCHES} for layer in maps}
     masks: dict[str, list[Tensor]] = {patch: [] for patch in PATCHES}
     generator = torch.Generator().manual_seed(seed)
-    for batch in track_images(drawn(selection, IMAGES, seed), compute, "map: pasted images"):
+    for batch in track_images(drawn(selection, IMAGES, seed), compute, "map: images with a synthetic patch"):
         pixels = selection.preprocess.to_pixels(batch.images)
         for layer, distances in _distances(maps, features_of(pixels.to(compute.device))).items():
             real[layer].append(distances.flatten())
@@ -347,10 +348,10 @@ def choose_map(
             images, mask = paste(pixels, patch, generator)
             masks[patch].append(_points(mask.float(), "nearest") > 0)
             for layer, distances in _distances(maps, features_of(images.to(compute.device))).items():
-                pasted[layer][patch].append(_points(distances, "bilinear"))
+                patched[layer][patch].append(_points(distances, "bilinear"))
     aurocs = {
         layer: {patch: _auroc(torch.cat(of_layer[patch]), torch.cat(masks[patch])) for patch in PATCHES}
-        for layer, of_layer in pasted.items()
+        for layer, of_layer in patched.items()
     }
     names, choice = list(maps), MapChoice(aurocs)
     chosen = maps[names[compute.first(names.index(choice.chosen))]]
@@ -368,11 +369,11 @@ def _points(maps: Float[Tensor, "batch _ _"], mode: str) -> Float[Tensor, "batch
     return functional.interpolate(maps[:, None], (POINTS, POINTS), mode=mode).flatten(1)
 
 
-def _auroc(distances: Float[Tensor, "n points"], pasted: Bool[Tensor, "n points"]) -> float:
-    return auroc(distances[~pasted], distances[pasted])
+def _auroc(distances: Float[Tensor, "n points"], patched: Bool[Tensor, "n points"]) -> float:
+    return auroc(distances[~patched], distances[patched])
 
 
-BATCH: Final = 64  # number of images whose thumbnails are made at once
+BATCH: Final = 64  # number of images that are made smaller at once
 
 
 @dataclass(frozen=True)
@@ -381,28 +382,28 @@ class FittedParts:
 
     backbone: Backbone  # as a bundle stores it; the scorer runs a fused copy
     scorer: Scorer  # uint8 pixels to scores
-    chosen_gates: ChosenGates | None  # None: the density alone makes the OOD score
+    chosen_checks: ChosenChecks | None  # None: the density alone makes the OOD score
     map: ChosenMap | None  # None: no early layer has a grid
-    thumbnails: Thumbnails | None  # None: the settings keep none
+    stored_images: StoredImages | None  # None: the settings keep none
     feature_bytes: int  # on disk while these were fitted
 
     @property
-    def gate_names(self) -> tuple[str, ...]:
-        """Names of the gates; an empty tuple for a model without any."""
-        return () if self.chosen_gates is None else self.chosen_gates.names
+    def check_names(self) -> tuple[str, ...]:
+        """Names of the checks; an empty tuple for a model without any."""
+        return () if self.chosen_checks is None else self.chosen_checks.names
 
 
 def fit_parts(
     net: nn.Module,
-    candidate: Candidate,
+    chosen: ChosenLayer,
     projection: FittedProjection,
     job: FitJob,
 ) -> FittedParts:
     """Take the steps above and return the parts."""
     data, settings, compute = job.data, job.settings, job.compute
-    is_base = settings.predictions == "base"
+    is_base = settings.predictions == "original"
     is_asked = is_base or (settings.predictions == "auto" and data.task_type.compares_network_output)
-    layers = _layers(net, candidate, job)
+    layers = _layers(net, chosen, job)
     backbone = cut(net, layers.names, data.train, compute, keep_output=is_asked)
     outputs = data.task.network_outputs(data.train.classes)
     trial = trial_input(data.train.preprocess).to(compute.device)
@@ -423,16 +424,16 @@ def fit_parts(
         head_layers=layers.head,
     )
     scorer = Scorer(parts)
-    gates = choose_gates(scorer, layers, fitted.textures, data, compute) if settings.ood_score == "gates" else None
+    checks = choose_checks(scorer, layers, fitted.textures, data, compute) if settings.ood_score == "checks" else None
     chosen_map = _choose_map(scorer, layers, train, data, compute)
-    layer, texture = (None, None) if gates is None or gates.texture is None else gates.texture
-    kept = layers_of(layers.candidate, layers.head, layer, None if chosen_map is None else chosen_map.map.layer)
+    layer, texture = (None, None) if checks is None or checks.texture is None else checks.texture
+    kept = layers_of(layers.chosen, layers.head, layer, None if chosen_map is None else chosen_map.map.layer)
     keep_output = is_base or fitted.head.reads_output
     if tuple(kept) != layers.names or keep_output != backbone.keep_output:
         backbone = cut(net, kept, data.train, compute, keep_output=keep_output)
     scorer = scorer.with_backbone(backbone.fused(compute.precision), texture)
     feature_bytes = train.file_bytes + selection.file_bytes
-    return FittedParts(backbone, scorer, gates, chosen_map, fitted.thumbnails, feature_bytes)
+    return FittedParts(backbone, scorer, checks, chosen_map, fitted.stored_images, feature_bytes)
 
 
 class _FromFeatures(NamedTuple):
@@ -441,7 +442,7 @@ class _FromFeatures(NamedTuple):
     density: Density
     head: Head
     textures: dict[str, Density]  # by early layer
-    thumbnails: Thumbnails | None
+    stored_images: StoredImages | None
 
 
 def _fit_to_features(train: KeptFeatures, selection: KeptFeatures, job: FitJob) -> _FromFeatures:
@@ -461,21 +462,21 @@ def _fit_to_features(train: KeptFeatures, selection: KeptFeatures, job: FitJob) 
         layer: fit_density(train.examples(early, classes), kind=TEXTURE_DENSITY).to(device)
         for layer, early in train.texture.items()
     }
-    keep = settings.keep_examples
-    return _FromFeatures(density, head, textures, None if keep is None else _thumbnails(keep, train, density, data))
+    keep = settings.stored_images
+    return _FromFeatures(density, head, textures, None if keep is None else _stored_images(keep, train, density, data))
 
 
-def _layers(net: nn.Module, candidate: Candidate, job: FitJob) -> Layers:
-    """Return the layers to read: the early ones where gates or the head read them."""
+def _layers(net: nn.Module, chosen: ChosenLayer, job: FitJob) -> Layers:
+    """Return the layers to read: the early ones where checks or the head read them."""
     data, settings, device = job.data, job.settings, job.compute.device
     reads_layers = data.task.heads[settings.head_of(data.task.heads)].reads_layers
     early: tuple[str, ...] = ()
-    with_gates = settings.ood_score == "gates"
-    if with_gates or reads_layers:
+    with_checks = settings.ood_score == "checks"
+    if with_checks or reads_layers:
         trial = trial_input(data.train.preprocess).to(device)
-        early = tuple(early_layers(net.to(device), candidate.layers, trial))
-    beside_z = candidate.layers if data.task_type.averages_candidate(settings) else ()
-    return Layers(candidate.layers, early if reads_layers else beside_z, early if with_gates else ())
+        early = tuple(early_layers(net.to(device), chosen.layers, trial))
+    beside_z = chosen.layers if data.task_type.averages_layer(settings) else ()
+    return Layers(chosen.layers, early if reads_layers else beside_z, early if with_checks else ())
 
 
 def _choose_map(
@@ -488,8 +489,8 @@ def _choose_map(
     return choose_map(features_of, train.moments, data.selection, compute, data.seed)
 
 
-def _thumbnails(count: int, read: KeptFeatures, density: Density, data: FitData) -> Thumbnails:
-    """Return thumbnails of training images with their coordinates, from the features that were read."""
+def _stored_images(count: int, read: KeptFeatures, density: Density, data: FitData) -> StoredImages:
+    """Return stored training images with their coordinates, from the features that were read."""
     kept = kept_images(data.train, count, data.seed)
     images, rows = read.features.images, torch.empty(len(data.train), dtype=torch.int64)
     rows[images] = torch.arange(len(images))  # Several labels of an image have the same features.
@@ -497,27 +498,27 @@ def _thumbnails(count: int, read: KeptFeatures, density: Density, data: FitData)
     few = data.train.subset(kept)
     tensors = {
         "embedding": density.coordinates(features).float(),
-        "pixels": torch.cat([thumbnails_of(few.preprocess.to_pixels(batch.images)) for batch in few.batches(BATCH)]),
+        "pixels": torch.cat([stored_images_of(few.preprocess.to_pixels(batch.images)) for batch in few.batches(BATCH)]),
         "images": kept,
         "labels": few.first_labels(),
         "values": few.values,
     }
-    return Thumbnails({name: tensor for name, tensor in tensors.items() if tensor is not None})
+    return StoredImages({name: tensor for name, tensor in tensors.items() if tensor is not None})
 
 
 def report_of(
-    candidate: Candidate,
+    chosen: ChosenLayer,
     projection: FittedProjection,
     parts: FittedParts,
     metrics: Mapping[str, Any],
     provenance: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Return the record of a fit, JSON types; ``metrics`` were measured on the calibration split."""
-    gates = {} if parts.chosen_gates is None else {"gates": parts.chosen_gates.choice.to_json()}
+    checks = {} if parts.chosen_checks is None else {"checks": parts.chosen_checks.choice.to_json()}
     of_map = {} if parts.map is None else {"map": parts.map.choice.to_json()}
     report = {
-        "collapse": candidate.report and {**candidate.report.to_json(), "notes": list(candidate.notes)},
-        "metrics": {**metrics, "projection": projection_metrics(projection.report), **gates, **of_map},
+        "collapse": chosen.report and {**chosen.report.to_json(), "notes": list(chosen.notes)},
+        "metrics": {**metrics, "projection": projection_metrics(projection.report), **checks, **of_map},
         "provenance": dict(provenance or {}),
     }
     recorded: dict[str, Any] = rounded(report)
@@ -534,7 +535,7 @@ def projection_metrics(report: ProjectionReport) -> dict[str, Any]:
         "scaled_nc4": report.scaled_nc4,
         "warning": report.warning,
         "pooled": report.note,
-        "positions": [{"d_proj": d, "made_up_auroc": value} for d, value in report.positions],
+        "positions": [{"d_proj": d, "synthetic_auroc": value} for d, value in report.positions],
     }
 
 
@@ -557,7 +558,7 @@ def compare_positions(
     sizes: Sequence[tuple[int, int]],
     job: FitJob,
 ) -> dict[int, float]:
-    """Return the mean AUROC of made-up against real images for each number of spatial components."""
+    """Return the mean AUROC of synthetic against real images for each number of spatial components."""
     data, compute = job.data, job.compute
     step = feature_step(backbone, compute.precision)
     few = drawn(data.train, TRAINING_IMAGES, data.seed)
@@ -565,7 +566,7 @@ def compare_positions(
     for features, batch in passes(few, compute, "positions: features", step):
         kept.append(batch.per_example(largest(features)).cpu())
         of_batches.append(batch.labels)
-    made = _made_up_features(largest, step, data, compute)
+    made = _synthetic_features(largest, step, data, compute)
     z, labels, classes = usable(torch.cat(kept), torch.cat(of_batches))
     found = {}
     for c_proj, d_proj in sizes:
@@ -573,7 +574,7 @@ def compare_positions(
         fitted = fit_density(Examples(z[:, columns], labels, classes), kind=job.settings.density)
         scores = {name: -fitted(values[:, columns]).log_density for name, values in made.items()}
         real = scores.pop(REAL)
-        found[d_proj] = statistics.mean(auroc(real, made_up) for made_up in scores.values())
+        found[d_proj] = statistics.mean(auroc(real, synthetic) for synthetic in scores.values())
     return found
 
 
@@ -582,7 +583,7 @@ def fewest_positions(found: Mapping[int, float]) -> int:
     return min(d for d, value in found.items() if value >= max(found.values()) - AUROC_LOSS)
 
 
-def _made_up_features(
+def _synthetic_features(
     largest: Projection, step: FeatureStep, data: FitData, compute: Compute
 ) -> dict[str, Float[Tensor, "n dim"]]:
     """Return z of the selection split's images under :data:`.REAL`, and of the images made from them by transform."""
@@ -593,7 +594,7 @@ def _made_up_features(
             features = step(selection.preprocess.standardise(images))
         return {"z": largest(features)}
 
-    batches = made_up_batches(selection, compute, "positions: made-up images", mixed=mixed, seed=data.seed)
+    batches = synthetic_batches(selection, compute, "positions: synthetic OOD images", mixed=mixed, seed=data.seed)
     return {name: found["z"] for name, found in by_transform(batches, project).items()}
 
 

@@ -21,9 +21,9 @@ because all images differ in the leading directions.  Components whose variance 
 
 A grey level says how rare a distance is among in-distribution images.  Level g is reached by a fraction
 ``10^(−4 g / 255)`` of their positions: 0 by all, 64 by one in ten, 128 by one in a hundred, 255 by one in 10,000.  Its
-threshold is the distance that this fraction of positions reaches.  Of m sorted readings ``r_1 ≤ … ≤ r_m`` the i-th is
+threshold is the distance that this fraction of positions reaches.  Of m sorted values ``r_1 ≤ … ≤ r_m`` the i-th is
 reached by ``t_i = (m + 1 − i) / (m + 1)``, and ``log t`` is linear in between; beyond ``r_m`` it falls with the mean
-excess of the largest, like the tails of the gates.  A threshold lies :data:`DISTANCE_ROUNDING` above its reading, so
+excess of the largest, like the tails of the checks.  A threshold lies :data:`DISTANCE_ROUNDING` above its value, so
 that equal distances, such as those of a black background, have the same level in spite of rounding.
 
 Shapes: B images, C channels, S positions of the layer, of which rows × columns show the image.
@@ -267,12 +267,12 @@ def fit_positions(moments: LayerMoments) -> PositionDensity:
 def with_levels(density: PositionDensity, distances: Float[Tensor, " m"]) -> PositionDensity:
     """Return the density with grey levels fitted to the squared distances of m in-distribution positions."""
     tensors = {**density.state_dict(), "thresholds": thresholds(distances).to(density.mean.device)}
-    return PositionDensity(tensors, record={**density.record, "readings": len(distances)}).to(density.mean.device)
+    return PositionDensity(tensors, record={**density.record, "values": len(distances)}).to(density.mean.device)
 
 
-def thresholds(readings: Float[Tensor, " m"]) -> Float[Tensor, " levels"]:
+def thresholds(values: Float[Tensor, " m"]) -> Float[Tensor, " levels"]:
     """Return the distance of each grey level above black, ascending, float64."""
-    ordered = readings.double().sort().values.cpu().numpy()
+    ordered = values.double().sort().values.cpu().numpy()
     m = len(ordered)
     log_fractions = -DECADES * math.log(10) / LEVELS * np.arange(1, LEVELS + 1)
     log_ranks = np.log((m - np.arange(m)) / (m + 1))

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from psc_core.answers import UNNAMED, BasePolicy, ClassificationPolicy, RegressionPolicy, Target
 from psc_core.bundle import SCHEMA, Bundle, Manifest, read_bundle, write_bundle
+from psc_core.checks import Checks
 from psc_core.compute import own_state, resolve_device
 from psc_core.data.loaders import LoaderDescription
 from psc_core.errors import BundleError, FitError, PSCError, UsageError, of_this_machine, shortened
-from psc_core.gates import Gates
 from psc_core.images.preprocess import MAKE_KNOWN, ImageLike, Inputs, Preprocess, as_batch
 from psc_core.network.cut import Backbone
 from psc_core.network.output import See, dependence, first_dependent, trial_images
@@ -48,7 +48,7 @@ AnyModel = TypeVar("AnyModel", bound="FittedModel")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FittedModel:
-    """A network cut after its candidate layer(s), with all fitted parts, ready to predict.
+    """A network cut after its chosen layer(s), with all fitted parts, ready to predict.
 
     A subclass for the models of one task only narrows the types.
     """
@@ -61,7 +61,7 @@ class FittedModel:
     classes: tuple[str, ...]  # class names; a class index is a position in them
     calibration: BaseCalibration = field(repr=False)
     policy: BasePolicy  # the default thresholds
-    layers: tuple[str, ...]  # candidate layer(s)
+    layers: tuple[str, ...]  # chosen layer(s)
     name: str
     report: Mapping[str, Any] = field(default_factory=dict, repr=False)  # collapse, metrics, provenance; JSON types
     version: str = ""  # digest of the bundle, empty before saving
@@ -78,28 +78,28 @@ class FittedModel:
 
     @property
     def layer(self) -> str:
-        """The names of the candidate layers as one string."""
+        """The names of the chosen layers as one string."""
         return "+".join(self.layers)
 
     @property
     def head_layers(self) -> tuple[str, ...]:
-        """The names of the head's inputs: the candidate layer(s) for z, and the other layers that the head reads."""
+        """The names of the head's inputs: the chosen layer(s) for z, and the other layers that the head reads."""
         return (self.layer, *self.pipeline.scorer.head_layers)
 
     @property
     def predictions(self) -> str:
-        """``"psc"`` if the head on z predicts, ``"base"`` if the network's own output does."""
-        return "base" if self.backbone.keep_output else "psc"
+        """``"psc"`` if the head on z predicts, ``"original"`` if the network's own output does."""
+        return "original" if self.backbone.keep_output else "psc"
 
     @property
     def epistemic_unit(self) -> str:
-        """The unit of the epistemic uncertainty; empty for base predictions of a classifier, which have none."""
+        """The unit of the epistemic uncertainty; empty where the original network classifies, which has none."""
         return self.task.epistemic_unit(self.pipeline.scorer.head)
 
     @property
-    def gates(self) -> tuple[str, ...]:
-        """The names of the gates in the OOD score; empty if the model has none."""
-        return self.pipeline.gate_names
+    def checks(self) -> tuple[str, ...]:
+        """The names of the checks in the OOD score; empty if the model has none."""
+        return self.pipeline.check_names
 
     @property
     def score_names(self) -> tuple[str, ...]:
@@ -113,7 +113,7 @@ class FittedModel:
 
     def outputs(self, packed: Matrix) -> Outputs[Matrix]:
         """Give names to the columns of packed outputs."""
-        return Outputs(packed, self.score_names, self.gates)
+        return Outputs(packed, self.score_names, self.checks)
 
     @own_state()
     def compute(self, images: Sequence[ImageLike] | Tensor) -> Outputs[Tensor]:
@@ -121,7 +121,7 @@ class FittedModel:
         batch = as_batch(images, self.preprocess)
         with torch.inference_mode():
             packed = [self.pipeline(part.to(self.device)).cpu() for part in torch.split(batch, MAX_BATCH)]
-        columns = len(self.score_names) + self.num_probabilities + len(self.gates)
+        columns = len(self.score_names) + self.num_probabilities + len(self.checks)
         return self.outputs(torch.cat(packed) if len(batch) else torch.empty(0, columns))
 
     @own_state()
@@ -205,7 +205,7 @@ class FittedModel:
         """
         if not self.preprocess.is_known:
             raise UsageError(f"a bundle has to say how files become inputs; {MAKE_KNOWN}")
-        scorer, gates = self.pipeline.scorer, self.pipeline.gates
+        scorer, checks = self.pipeline.scorer, self.pipeline.checks
         backbone, others = storable_backbone(self, graph=graph), self.head_layers[1:]
         files = {
             "projection": scorer.projection.state_dict(),
@@ -215,12 +215,12 @@ class FittedModel:
         }
         if backbone.onnx is None:
             files["backbone"] = backbone.state_dict()
-        if gates is not None:
-            files["gates"] = {**gates.state_dict(), **_prefixed("texture.", scorer.texture)}
+        if checks is not None:
+            files["checks"] = {**checks.state_dict(), **_prefixed("texture.", scorer.texture)}
         if self.pipeline.map is not None:
             files["map"] = self.pipeline.map.density.state_dict()
-        if self.pipeline.thumbnails is not None:
-            files["thumbnails"] = self.pipeline.thumbnails.tensors()
+        if self.pipeline.stored_images is not None:
+            files["stored_images"] = self.pipeline.stored_images.tensors()
         fields = {
             "schema_version": SCHEMA,
             "name": self.name,
@@ -236,23 +236,23 @@ class FittedModel:
             "density": scorer.density.config(),
             "head": {**scorer.head.config(), **({"layers": list(others)} if others else {})},
             "calibration": {"images": len(self.calibration)},
-            **({} if gates is None else {"gates": self._gates_config(gates)}),
+            **({} if checks is None else {"checks": self._checks_config(checks)}),
             **({} if self.pipeline.map is None else {"map": self.pipeline.map.config()}),
-            **({} if self.pipeline.thumbnails is None else {"thumbnails": self.pipeline.thumbnails.config()}),
+            **({} if self.pipeline.stored_images is None else {"stored_images": self.pipeline.stored_images.config()}),
             "collapse": self.report.get("collapse"),
             "metrics": self.report.get("metrics", {}),
             "provenance": self.report.get("provenance", {}),
         }
         return write_bundle(Path(path), fields, files, backbone.onnx)
 
-    def _gates_config(self, gates: Gates) -> dict[str, Any]:
+    def _checks_config(self, checks: Checks) -> dict[str, Any]:
         texture = self.pipeline.scorer.texture
-        config: dict[str, Any] = {"names": gates.names, "images": gates.ascending.shape[1], "texture": None}
+        config: dict[str, Any] = {"names": checks.names, "images": checks.ascending.shape[1], "texture": None}
         if texture is not None:
             config["texture"] = {
                 "layer": self.backbone.layers[-1],
                 "density": texture.config(),
-                "counts_below": gates.texture_counts_below,
+                "counts_below": checks.texture_counts_below,
             }
         return config
 
@@ -307,7 +307,9 @@ class FittedModel:
         )
         scorer = Scorer(parts).to(target)
         return cls(
-            pipeline=Pipeline(scorer, modules.calibration.ood_scores, modules.gates, modules.map, modules.thumbnails),
+            pipeline=Pipeline(
+                scorer, modules.calibration.ood_scores, modules.checks, modules.map, modules.stored_images
+            ),
             backbone=modules.backbone,
             classes=manifest.classes,
             calibration=modules.calibration,
@@ -357,7 +359,7 @@ class FittedModel:
             ) from error
         # Check the features too, because a ReLU inside a convolution turns NaN into zeros.
         finite = all(bool(part.isfinite().all()) for part in (packed, *stored))
-        others, expected = len(self.score_names) + len(self.gates), self.num_probabilities
+        others, expected = len(self.score_names) + len(self.checks), self.num_probabilities
         if packed.shape[1] != others + expected:
             raise FitError(
                 f"expected {others + expected} columns of outputs from {self.name!r}, got {packed.shape[1]}; fit again"
@@ -458,7 +460,7 @@ class PSC(FittedModel):
                 a network of transformers has in its configuration, else "0", "1", …, for the network's outputs.
                 If the classes are not the network's, the head predicts, and a warning says so.
             name: The name of the model.
-            settings: The settings of :func:`psc_core.fit_psc`; ``layer``, to name the candidate layer; and ``device``,
+            settings: The settings of :func:`psc_core.fit_psc`; ``layer``, to name the chosen layer; and ``device``,
                 by default the network's.
 
         Raises:
@@ -487,8 +489,8 @@ class PSC(FittedModel):
 class PSCRegressor(FittedModel):
     """A regression that predicts a number with its uncertainty and recognises unusual images in one forward pass.
 
-    Its :attr:`classes` are the bins of the target, which the density and the gates use.  :func:`psc_core.fit_regressor`
-    and ``psc-fit --task regression`` fit such a model.
+    Its :attr:`classes` are the bins of the target, which density and checks use.  :func:`psc_core.fit_regressor` and
+    ``psc-fit --task regression`` fit such a model.
 
     Example:
         >>> PSCRegressor.load("artifacts/dirty-mnist-resnet18")  # doctest: +ELLIPSIS

@@ -9,7 +9,7 @@
 
 Floating-point images are already the network's inputs and enter after ``standardise``.  The density reads either z or
 the averaged features; the head may read earlier layers besides z, averaged over positions.  A regression has a mean and
-two standard deviations instead of p, and no gate reads its uncertainty.
+two standard deviations instead of p, and no check reads its uncertainty.
 
 :class:`Scorer` does everything that needs no calibration; :class:`Pipeline` adds the OOD score and its p-value.  Shapes
 are fixed and nothing waits for the host, so both can be compiled or captured in a CUDA graph.
@@ -33,13 +33,13 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
-from psc_core.bundle import Bundle, Manifest, MapSection, ThumbnailsSection
+from psc_core.bundle import Bundle, Manifest, MapSection, StoredImagesSection
+from psc_core.checks import TEXTURE, Checks, check_values
 from psc_core.compute import autocast
 from psc_core.conformal import check_rates, conformal_p_values
 from psc_core.density import Density, restore_density
 from psc_core.errors import BundleError, NetworkError, PSCError, UsageError, of_this_machine, shortened
 from psc_core.fitted import restore
-from psc_core.gates import TEXTURE, Gates, readings_of
 from psc_core.heads.base import Head, Scored
 from psc_core.images.preprocess import Images, Inputs, Preprocess, standardise
 from psc_core.maps import MAX_POSITIONS, Grid, LayerMap, PositionDensity
@@ -49,8 +49,8 @@ from psc_core.network.load import need_no_folder
 from psc_core.network.onnx import INSTALLED, restore_body
 from psc_core.projection import Projection
 from psc_core.settings import BACKENDS, Backend, Precision
+from psc_core.stored_images import Nearest, StoredImages
 from psc_core.tasks.base import BaseCalibration, Outputs, pack
-from psc_core.thumbnails import Nearest, Thumbnails
 
 if TYPE_CHECKING:
     from psc_core.model import FittedModel
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 MAP: Final = "map"  # the name of the map in an explanation
 
-NO_MAP: Final = "the model has no map; fit it again with gates, and a network whose early layers have rows and columns"
+NO_MAP: Final = "the model has no map; fit it again with checks, and a network whose early layers have rows and columns"
 
 
 class Embedding(NamedTuple):
@@ -66,9 +66,9 @@ class Embedding(NamedTuple):
 
     z: Float[Tensor, "batch dim"]  # projected features
     head_input: Float[Tensor, "batch _"]  # z, with the averaged features of the other layers that the head reads
-    density_input: Float[Tensor, "batch _"]  # z itself, or the candidate's averaged features
-    output: Float[Tensor, "batch outputs"] | None  # the network's own output, for base predictions
-    early: Float[Tensor, "batch _"] | None  # averaged features of the early layer, for the gate "texture"
+    density_input: Float[Tensor, "batch _"]  # z itself, or the chosen layer's averaged features
+    output: Float[Tensor, "batch outputs"] | None  # the network's own output, for the original network's predictions
+    early: Float[Tensor, "batch _"] | None  # averaged features of the early layer, for the check "texture"
 
 
 def average_positions(features: Float[Tensor, "batch channels _"]) -> Float[Tensor, "batch channels"]:
@@ -81,13 +81,13 @@ def _joined(parts: Sequence[Float[Tensor, "batch _"]]) -> Float[Tensor, "batch _
 
 
 def ood_score_of(
-    scores: Mapping[str, Tensor], gates: Gates | None
-) -> tuple[Float[Tensor, " batch"], list[Float[Tensor, "batch gates"]]]:
-    """Return the OOD score of the gates, in nats, and their p-values; without gates −log density and no p-values."""
-    if gates is None:
+    scores: Mapping[str, Tensor], checks: Checks | None
+) -> tuple[Float[Tensor, " batch"], list[Float[Tensor, "batch checks"]]]:
+    """Return the OOD score of the checks, in nats, and their p-values; without checks −log density and no p-values."""
+    if checks is None:
         return -scores["log_density"], []
-    readings = readings_of(gates.names, scores)
-    return gates.score(readings), [gates.p_values(readings)]
+    values = check_values(checks.names, scores)
+    return checks.score(values), [checks.p_values(values)]
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,12 @@ class ScorerParts:
     """The parts of a :class:`Scorer`, all on one device, for which the backbone has been fused."""
 
     preprocess: Preprocess  # a scorer applies its device half
-    # The truncated network as it runs, see :meth:`psc_core.network.cut.Backbone.fused`; for base predictions it also
+    # The truncated network as it runs, see :meth:`psc_core.network.cut.Backbone.fused`; where that predicts it also
     # returns the network's output.
     backbone: Backbone
     projection: Projection  # from features to z
     density: Density  # log p of z, or of features averaged over positions
-    head: Head  # g′ on z, or for base predictions a head on the network's own output
+    head: Head  # g′ on z, or for the original network's predictions a head on the network's own output
     texture: Density | None = None  # of the averaged features of the backbone's last layer
     head_layers: tuple[str, ...] = ()  # that the head reads besides z
 
@@ -164,12 +164,12 @@ class Scorer(nn.Module):
     ) -> Embedding:
         """Return the inputs of the density and the head from the output of :meth:`features`."""
         by_layer = dict(zip(self.backbone.layers, features, strict=True))
-        candidate = self.backbone.layers[: len(self.projection.positions)]
-        pooled = candidate if self.density.reads == "pooled" else ()
+        chosen = self.backbone.layers[: len(self.projection.positions)]
+        pooled = chosen if self.density.reads == "pooled" else ()
         early = () if self.texture is None else self.backbone.layers[-1:]
         names = dict.fromkeys((*self.head_layers, *pooled, *early))  # Each once, whatever reads it.
         averaged = {name: average_positions(by_layer[name]) for name in names}
-        z = self.projection([by_layer[name] for name in candidate])
+        z = self.projection([by_layer[name] for name in chosen])
         return Embedding(
             z,
             _joined([z, *(averaged[name] for name in self.head_layers)]),
@@ -206,23 +206,23 @@ class Pipeline(nn.Module):
         self,
         scorer: Scorer,
         calibration_scores: Float[Tensor, " n"],
-        gates: Gates | None = None,
+        checks: Checks | None = None,
         layer_map: LayerMap | None = None,
-        thumbnails: Thumbnails | None = None,
+        stored_images: StoredImages | None = None,
     ) -> None:
         super().__init__()
         self.scorer = scorer
         scores = calibration_scores.float().to(scorer.scale.device)
         self.register_buffer("calibration_scores", scores, persistent=False)
-        self.gates = None if gates is None else gates.to(scores.device)
+        self.checks = None if checks is None else checks.to(scores.device)
         self.map = None if layer_map is None else layer_map.to(scores.device)
-        self.thumbnails = None if thumbnails is None else thumbnails.to(scores.device)
+        self.stored_images = None if stored_images is None else stored_images.to(scores.device)
         self.eval()
 
     @property
-    def gate_names(self) -> tuple[str, ...]:
-        """The names of the gates; empty if there are none."""
-        return () if self.gates is None else self.gates.names
+    def check_names(self) -> tuple[str, ...]:
+        """The names of the checks; empty if there are none."""
+        return () if self.checks is None else self.checks.names
 
     @property
     def is_traced(self) -> bool:
@@ -238,24 +238,26 @@ class Pipeline(nn.Module):
         scorer: Scorer,
         *,
         scores: Float[Tensor, " n"] | None = None,
-        gates: Gates | None = None,
-        thumbnails: Thumbnails | None = None,
+        checks: Checks | None = None,
+        stored_images: StoredImages | None = None,
     ) -> Pipeline:
         """Return a pipeline with another scorer and the other given parts; it shares the rest."""
         scores = self.calibration_scores if scores is None else scores
-        gates = self.gates if gates is None else gates
-        return Pipeline(scorer, scores, gates, self.map, self.thumbnails if thumbnails is None else thumbnails)
+        checks = self.checks if checks is None else checks
+        return Pipeline(
+            scorer, scores, checks, self.map, self.stored_images if stored_images is None else stored_images
+        )
 
     def forward(self, images: Images) -> Float[Tensor, "batch columns"]:
         """Return the packed outputs of a batch; an image's do not depend on the batch."""
         return self.outputs(self.scorer(images))
 
     def outputs(self, scored: Scored) -> Float[Tensor, "batch columns"]:
-        """Pack the scores, the probabilities and the p-values of the gates."""
-        ood_score, gate_p_values = ood_score_of(scored.scores, self.gates)
+        """Pack the scores, the probabilities and the p-values of the checks."""
+        ood_score, check_p_values = ood_score_of(scored.scores, self.checks)
         p_value = conformal_p_values(self.calibration_scores, ood_score)
         scores = {**scored.scores, "ood_score": ood_score, "ood_p_value": p_value}
-        return pack(self.scorer.head.score_names, scores, scored.probabilities, gate_p_values)
+        return pack(self.scorer.head.score_names, scores, scored.probabilities, check_p_values)
 
     def explain(
         self, images: Images, *, with_map: bool = False
@@ -265,8 +267,8 @@ class Pipeline(nn.Module):
         embedding = self.scorer.embedding(features, output)
         coordinates = self.scorer.density.coordinates(embedding.density_input)
         explanation = self.scorer.explain(embedding, coordinates)
-        if self.thumbnails is not None:
-            nearest: Nearest = self.thumbnails(coordinates)
+        if self.stored_images is not None:
+            nearest: Nearest = self.stored_images(coordinates)
             explanation |= nearest._asdict()
         if with_map:
             explanation[MAP] = self._map_of(features)
@@ -399,10 +401,10 @@ class Modules(NamedTuple):
     density: Density
     head: Head
     calibration: BaseCalibration
-    texture: Density | None  # for the gate "texture"
-    gates: Gates | None
+    texture: Density | None  # for the check "texture"
+    checks: Checks | None
     map: LayerMap | None
-    thumbnails: Thumbnails | None
+    stored_images: StoredImages | None
 
 
 def restore_modules(bundle: Bundle, allow_factories: Collection[str]) -> Modules:
@@ -418,11 +420,11 @@ def restore_modules(bundle: Bundle, allow_factories: Collection[str]) -> Modules
         head = manifest.task.restore_head(manifest.head.model_dump(exclude={"layers"}), tensors["head"])
         calibration = _restore_calibration(manifest, tensors["calibration"])
         check_rates(len(calibration), alpha=manifest.policy.alpha, coverage=manifest.policy.coverage)
-        texture, gates = _restore_gates(manifest, tensors)
+        texture, checks = _restore_checks(manifest, tensors)
         layer_map = _restore_map(manifest.map, tensors["map"]) if manifest.map else None
-        thumbnails = None
-        if manifest.thumbnails:
-            thumbnails = _restore_thumbnails(manifest, manifest.thumbnails, tensors["thumbnails"], density)
+        stored_images = None
+        if manifest.stored_images:
+            stored_images = _restore_stored_images(manifest, manifest.stored_images, tensors["stored_images"], density)
         backbone = _restore_backbone(bundle, allow_factories)
     except PSCError as error:
         raise BundleError(f"{bundle.path}: {error}") from error
@@ -435,7 +437,7 @@ def restore_modules(bundle: Bundle, allow_factories: Collection[str]) -> Modules
             f"{bundle.path}: the manifest and the tensors do not fit together: {type(error).__name__}, see the log; "
             "fit the bundle again"
         ) from error
-    return Modules(backbone, projection, density, head, calibration, texture, gates, layer_map, thumbnails)
+    return Modules(backbone, projection, density, head, calibration, texture, checks, layer_map, stored_images)
 
 
 def _restore_backbone(bundle: Bundle, allow_factories: Collection[str]) -> Backbone:
@@ -457,28 +459,28 @@ def _restore_calibration(manifest: Manifest, tensors: Mapping[str, Tensor]) -> B
     return restored
 
 
-def _restore_gates(
+def _restore_checks(
     manifest: Manifest, files: Mapping[str, Mapping[str, Tensor]]
-) -> tuple[Density | None, Gates | None]:
-    if manifest.gates is None:
+) -> tuple[Density | None, Checks | None]:
+    if manifest.checks is None:
         return None, None
-    tensors = files["gates"]
-    texture, of_gates = None, {name: tensor for name, tensor in tensors.items() if "." not in name}
-    if manifest.gates.texture is not None:
+    tensors = files["checks"]
+    texture, of_checks = None, {name: tensor for name, tensor in tensors.items() if "." not in name}
+    if manifest.checks.texture is not None:
         texture_tensors = {name.removeprefix("texture."): tensor for name, tensor in tensors.items() if "." in name}
-        texture = restore_density(manifest.gates.texture.density.model_dump(), texture_tensors)
+        texture = restore_density(manifest.checks.texture.density.model_dump(), texture_tensors)
     wanted = {"ascending", "scales", "calibration"}
-    if set(of_gates) != wanted or (texture is None and len(of_gates) != len(tensors)):
+    if set(of_checks) != wanted or (texture is None and len(of_checks) != len(tensors)):
         raise BundleError(
-            f"expected gates tensors {sorted(wanted)}, got {shortened(repr(sorted(tensors)))}; fit it again"
+            f"expected checks tensors {sorted(wanted)}, got {shortened(repr(sorted(tensors)))}; fit it again"
         )
-    below = 1.0 if manifest.gates.texture is None else manifest.gates.texture.counts_below
-    gates = Gates(manifest.gates.names, **of_gates, texture_counts_below=below)
-    expected = manifest.gates.images, manifest.calibration.images
-    got = gates.ascending.shape[1], gates.calibration.shape[1]
+    below = 1.0 if manifest.checks.texture is None else manifest.checks.texture.counts_below
+    checks = Checks(manifest.checks.names, **of_checks, texture_counts_below=below)
+    expected = manifest.checks.images, manifest.calibration.images
+    got = checks.ascending.shape[1], checks.calibration.shape[1]
     if expected != got:
-        raise BundleError(f"expected {expected} readings of the gates, got {got}; fit the bundle again")
-    return texture, gates
+        raise BundleError(f"expected {expected} values of the checks, got {got}; fit the bundle again")
+    return texture, checks
 
 
 def _restore_map(section: MapSection, tensors: Mapping[str, Tensor]) -> LayerMap:
@@ -489,10 +491,10 @@ def _restore_map(section: MapSection, tensors: Mapping[str, Tensor]) -> LayerMap
     return LayerMap(section.layer, grid, density)
 
 
-def _restore_thumbnails(
-    manifest: Manifest, section: ThumbnailsSection, tensors: Mapping[str, Tensor], density: Density
-) -> Thumbnails:
-    return Thumbnails.restore(
+def _restore_stored_images(
+    manifest: Manifest, section: StoredImagesSection, tensors: Mapping[str, Tensor], density: Density
+) -> StoredImages:
+    return StoredImages.restore(
         section.model_dump(),
         tensors,
         components=density.basis.shape[1],

@@ -1,6 +1,6 @@
-"""Project features of the candidate layer(s) to the feature vector z (paper, Algorithm 1, appendix A.2).
+"""Project features of the chosen layer(s) to the feature vector z (paper, Algorithm 1, appendix A.2).
 
-    X  (B, C, d)      channels × positions of all candidate layers, concatenated along positions
+    X  (B, C, d)      channels × positions of all chosen layers, concatenated along positions
     X ← (X − μ) / σ    channelwise moments, the standard deviation in both of the paper's formulas
     Z  = Aᵀ X B        (B, c_proj, d_proj)
     z ← (vec Z − μ_Z) / σ_Z      second scaling, optional
@@ -62,7 +62,7 @@ class Projection(Fitted):
 
     Args:
         tensors: μ, 1/σ, A, B, μ_Z and 1/σ_Z, as in ``layout``; without the second scaling the last two are 0 and 1.
-        positions: Number of positions that each candidate layer is reduced to, by average pooling where it has more.
+        positions: Number of positions that each chosen layer is reduced to, by average pooling where it has more.
     """
 
     kind = "tucker"
@@ -208,7 +208,7 @@ class ChannelMoments:
         varies = clamped > rounding_of(sizes_of(self.mean))
         if scale == 0.0 or not bool((varies & (std > 0)).any()):
             raise FitError(
-                "every unit of the candidate layer is constant over the training images, up to rounding; choose "
+                "every unit of the chosen layer is constant over the training images, up to rounding; choose "
                 "another layer, or check the images, the weights and the running statistics of batch normalisation"
             )
         return torch.where(varies, clamped, math.inf)
@@ -234,7 +234,7 @@ def channel_moments(
         raise FitError("expected at least one training image, got none")
     moments = sums.finish(all_reduce)
     if not bool(moments.mean.isfinite().all()):
-        raise FitError("the candidate layer's features are not finite; check the weights or use --precision fp32")
+        raise FitError("the chosen layer's features are not finite; check the weights or use --precision fp32")
     return ChannelMoments(*moments)
 
 
@@ -331,7 +331,9 @@ class ProjectionReport:
     nc1: Float[Tensor, "c_max d_max"]  # of every size, float64
     nc4: Float[Tensor, "c_max d_max"]
     note: str = ""  # to how many positions the layers were reduced; empty when they were not
-    positions: tuple[tuple[int, float], ...] = ()  # spatial components and the density's mean AUROC on made-up images
+    positions: tuple[
+        tuple[int, float], ...
+    ] = ()  # spatial components and the density's mean AUROC on synthetic OOD images
 
     def of_size(self, d_proj: int | None = None) -> tuple[float, float]:
         """Return NC1 and NC4 of z, with the chosen or another number of spatial components."""
@@ -365,7 +367,7 @@ class ProjectionReport:
         ]
         if self.positions:
             found = ", ".join(f"{d} {value:.4f}" for d, value in self.positions)
-            lines.append(f"density on made-up images by spatial components (mean AUROC): {found}")
+            lines.append(f"density on synthetic OOD images by spatial components (mean AUROC): {found}")
         lines += [f"note: {text}" for text in (self.note, self.warning) if text]
         return "\n".join(lines)
 
@@ -402,8 +404,8 @@ def choose_ranks(
     if bool(kept.any()):
         pick = int(torch.where(kept, cost, torch.inf).argmin())
     else:
-        candidates = uncollapsed if bool(uncollapsed.any()) else allowed
-        pick = int(torch.where(candidates, nc4 - 1e-9 * size, -torch.inf).argmax())
+        eligible = uncollapsed if bool(uncollapsed.any()) else allowed
+        pick = int(torch.where(eligible, nc4 - 1e-9 * size, -torch.inf).argmax())
         above, most = float(nc4.view(-1)[pick]), min(reference_nc4, float(nc4[allowed].max()))
         taken = "the best NC4"
         if most - above > MUCH_NC4:
@@ -441,7 +443,7 @@ def measure_sizes(
     """Return NC1 and NC4 of the scaled layer, both of every size, and the class statistics of the largest.
 
     Both passes are made for each range of columns whose class means fit ``compute.max_memory``.  ``largest`` is without
-    second scaling, on the device; ``train`` is this process's shard; ``step`` gives the features of the candidate.
+    second scaling, on the device; ``train`` is this process's shard; ``step`` gives the features of the chosen layer.
     """
     classes, device = len(train.classes), compute.device
     c_max, d_max = largest.c_proj, largest.d_proj

@@ -1,26 +1,26 @@
-"""Calibrate a bundle again, on the audit slice of a prediction log: a random sample of images, with people's verdicts.
+"""Calibrate a bundle again, on the random sample of a prediction log, with people's labels.
 
-Network, projection, density, head and gates stay.  p-values, prediction sets or intervals and the ambiguity threshold
-come from the n audit images alone, each weighted (n,) by the inverse of the probability that it was drawn with.  Those
-of the fit no longer are like the images to come, and the rates of a mixture would hold for neither.
+Network, projection, density, head and checks stay.  p-values, prediction sets or intervals and the ambiguity threshold
+come from the n sampled images alone, each weighted (n,) by the inverse of the probability that it was drawn with.
+Those of the fit no longer are like the images to come, and the rates of a mixture would hold for neither.
 
-:func:`read_audit`: people may have reviewed a part of the slice that they chose for its looks, which is no random
+:func:`read_sample`: people may have reviewed a part of the slice that they chose for its looks, which is no random
 sample.  So the images of each day are taken in the order of their digests, which is as good as random and is the order
-of ``psc-log review``, up to where fewer than :data:`REVIEWED` of them have a verdict.  An image counts once, however
-often it was sent.  Images whose verdict is a class (or a number) calibrate; none of the classes means out of
+of ``psc-log review``, up to where fewer than :data:`REVIEWED` of them have a label.  An image counts once, however
+often it was sent.  Images labelled with a class (or a number) calibrate; none of the classes means out of
 distribution.  Where nobody can tell, the image has no label that a prediction set could contain, so the rates hold for
 images that a person can put into a class.  Ambiguous images tend to be unusual, so they raise the alarm more often than
 α; every calibration says how many there are, and how many of them raise it.
 
-:func:`extend`: images outside the slice, labelled as people liked, can extend the densities
+:func:`extend`: images outside the random sample, labelled as people liked, can extend the densities
 (:mod:`psc_core.density`).  Each counts as one more training image or as several equal ones, because of a new camera
-there are few images and of the old one perhaps a million.  Of :data:`TIMES` the one with the least regret on made-up
+there are few images and of the old one perhaps a million.  Of :data:`TIMES` the one with the least regret on synthetic
 images is taken, among those that lose at most :data:`LARGEST_LOSS` of AUROC on every transform; 0 changes nothing.
-Extended densities give other readings, so the p-values of their gates come from the same real images; those of 0 do too
-while they are compared, or the gates would win and not the density.
+Extended densities give other values, so the p-values of their checks come from the same real images; those of 0 do
+too while they are compared, or the checks would win and not the density.
 
-:func:`recalibrate_from_audit` does it all.  A quarter of the audit images chooses the times, and the temperature of
-base predictions, and calibrates nothing, so that the rates hold whatever is chosen.
+:func:`recalibrate_from_sample` does it all.  A quarter of the sampled images chooses the times, and the temperature of
+the original network's predictions, and calibrates nothing, so that the rates hold whatever is chosen.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from psc_core.calibrate import calibrate_pipeline, refit_temperature, settings_of, with_calibration
+from psc_core.checks import DENSITY, KINDS_KEY, Auroc, Checks, check_values, fit_checks, regret
 from psc_core.compute import Compute, track_images
 from psc_core.conformal import effective_count, thinned
 from psc_core.data.dataset import ImageDataset, labelled
 from psc_core.density import EXAMPLES, can_extend, extend_density
 from psc_core.errors import UsageError
-from psc_core.gates import DENSITY, KINDS_KEY, Auroc, Gates, fit_gates, readings_of, regret
 from psc_core.images.preprocess import Pixels
 from psc_core.log.labels import CANNOT_TELL, LABEL, NONE_OF_THE_CLASSES, joined, read_labels
 from psc_core.log.store import (
@@ -58,163 +58,161 @@ from psc_core.log.store import (
     logged_model,
     read_rows,
 )
-from psc_core.made_up import MIXED, REAL, by_transform, made_up_batches
 from psc_core.metrics import auroc, in_practice
 from psc_core.model import FittedModel
 from psc_core.pipeline import Pipeline, Scorer
 from psc_core.scoring import dataset_outputs
+from psc_core.synthetic import MIXED, REAL, by_transform, synthetic_batches
 from psc_core.tables import aligned
 
-REVIEWED: Final = 0.95  # fraction of a day's images, up to the last that counts, that must have a verdict
+REVIEWED: Final = 0.95  # fraction of a day's images, up to the last that counts, that must have a label
 
-_COLUMNS: Final = ("time", REQUEST_ID, IMAGE_INDEX, SHA256, IMAGE_PATH, "audit_probability")
+_COLUMNS: Final = ("time", REQUEST_ID, IMAGE_INDEX, SHA256, IMAGE_PATH, "sample_probability")
 
 
 @dataclass(frozen=True)
-class LoggedVerdict:
-    """A logged image, with the last verdict on it."""
+class LoggedLabel:
+    """A logged image, with the last label on it."""
 
     day: date  # of its first row
     sha256: str
     path: str
     probability: float  # of being drawn into the slice
-    verdict: str | None  # one of :data:`psc_core.log.labels.VERDICTS`; None until somebody reviews it
+    kind: str | None  # one of :data:`psc_core.log.labels.LABEL_KINDS`; None until somebody reviews it
     label: str | None
-    verdict_time: datetime | None = None
+    label_time: datetime | None = None
 
 
 @dataclass(frozen=True)
-class Audit:
-    """The reviewed part of an audit slice."""
+class Sample:
+    """The reviewed part of a random sample."""
 
     of_class: ImageDataset  # the images that show a class or have a number, labelled, in the order of their digests
     weights: Float[Tensor, " n"]  # how many images each of these stands for
-    others: Mapping[str, ImageDataset]  # the images with another verdict, by verdict; their labels mean nothing
+    others: Mapping[str, ImageDataset]  # the images of another kind, by kind; their labels mean nothing
     days: tuple[str, str]  # first and last day of the slice, ``YYYY-MM-DD``
     logged: int  # number of logged images of the slice, reviewed or not
 
     def summary(self) -> str:
-        """Return a sentence that counts the images by verdict."""
+        """Return a sentence that counts the images by kind."""
         reviewed = len(self.of_class) + sum(map(len, self.others.values()))
-        others = "".join(f", {len(images)} {verdict}" for verdict, images in self.others.items())
+        others = "".join(f", {len(images)} {kind}" for kind, images in self.others.items())
         equal = effective_count(self.weights)
         counts = f", which count as {equal} drawn equally" if equal < len(self.of_class) else ""
         return (
-            f"audit slice from {self.days[0]} to {self.days[1]}: {self.logged} logged images, {reviewed} reviewed: "
+            f"random sample from {self.days[0]} to {self.days[1]}: {self.logged} logged images, {reviewed} reviewed: "
             f"{len(self.of_class)} of a class{counts}{others}"
         )
 
-    def at(self, positions: Tensor) -> Audit:
-        """Return the audit with only the images of a class at these ``positions``."""
+    def at(self, positions: Tensor) -> Sample:
+        """Return the sample with only the images of a class at these ``positions``."""
         return replace(self, of_class=self.of_class.subset(positions), weights=self.weights[positions])
 
 
-def read_audit(
+def read_sample(
     log: Log, model: FittedModel, name: str | None = None, *, since: str | None = None, until: str | None = None
-) -> Audit:
-    """Return the reviewed part of the audit slice of some days, ``YYYY-MM-DD``, by any version of the model."""
+) -> Sample:
+    """Return the reviewed part of the random sample of some days, ``YYYY-MM-DD``, by any version of the model."""
     name = logged_model(log, name)
     days = days_of(log, name, since=since, until=until)
-    rows = read_rows(log, name, audit=True, days=days, columns=list(_COLUMNS))
+    rows = read_rows(log, name, sampled=True, days=days, columns=list(_COLUMNS))
     logged = images_of(joined(rows, read_labels(log), name))
     if not logged:
         span = f" from {days[0]} to {days[-1]}" if days else ""
-        raise UsageError(f"{log.where} has no logged audit images of {name}{span}; serve with --log-audit")
+        raise UsageError(f"{log.where} has no logged sampled images of {name}{span}; serve with --log-sample")
     reviewed = reviewed_of(logged)
-    if not any(image.verdict == LABEL for image in reviewed):
+    if not any(image.kind == LABEL for image in reviewed):
         raise UsageError(
-            f"of the {len(logged)} audit images of {name} in {log.where}, each day's in the order of their digests, "
-            f"{len(reviewed)} are reviewed and none of them has a label; label those of psc-log review --audit: others "
-            "were chosen for what they look like, and no rate comes from them"
+            f"of the {len(logged)} sampled images of {name} in {log.where}, each day's in the order of their digests, "
+            f"{len(reviewed)} are reviewed and none of them has a label; label those of psc-log review --sample: "
+            "others were chosen for what they look like, and no rate comes from them"
         )
-    return _audit(log, model, reviewed, days, len(logged))
+    return _sample(log, model, reviewed, days, len(logged))
 
 
 def read_outside(
     log: Log, model: FittedModel, name: str | None = None, *, since: str | None = None, until: str | None = None
 ) -> ImageDataset:
-    """Return the logged images outside the audit slice whose verdict is a label, each once, labelled.
+    """Return the logged images outside the random sample labelled with a class or a number, each once, labelled.
 
     An image whose bytes are also in the slice belongs to the slice.
     """
     name = logged_model(log, name)
     days = days_of(log, name, since=since, until=until)
-    audit, others = set(), []
-    for batch in joined(read_rows(log, name, days=days, columns=[*_COLUMNS, "audit"]), read_labels(log), name):
-        is_audit = batch["audit"].to_pylist()
-        audit |= {sha256 for sha256, of_slice in zip(batch[SHA256].to_pylist(), is_audit, strict=True) if of_slice}
-        others.append(batch.filter(arrow().array([not of_slice for of_slice in is_audit])))
-    logged = [image for image in images_of(others) if image.sha256 not in audit]
-    if not (of_class := [image for image in logged if image.verdict == LABEL]):
-        reviewed = sum(image.verdict is not None for image in logged)
+    sample, others = set(), []
+    for batch in joined(read_rows(log, name, days=days, columns=[*_COLUMNS, "sampled"]), read_labels(log), name):
+        is_sampled = batch["sampled"].to_pylist()
+        sample |= {sha256 for sha256, is_in in zip(batch[SHA256].to_pylist(), is_sampled, strict=True) if is_in}
+        others.append(batch.filter(arrow().array([not is_in for is_in in is_sampled])))
+    logged = [image for image in images_of(others) if image.sha256 not in sample]
+    if not (of_class := [image for image in logged if image.kind == LABEL]):
+        reviewed = sum(image.kind is not None for image in logged)
         raise UsageError(
-            f"of the {len(logged)} logged images of {name} in {log.where} outside the audit slice {reviewed} are "
-            "reviewed and none of them has a label; label some (psc-log review without --audit), or leave out "
+            f"of the {len(logged)} logged images of {name} in {log.where} outside the random sample {reviewed} are "
+            "reviewed and none of them has a label; label some (psc-log review without --sample), or leave out "
             "--extend-density: images of the slice calibrate, so they extend nothing"
         )
     return _labelled(log, model, sorted(of_class, key=lambda image: image.sha256))
 
 
-def images_of(rows: Iterable[Any]) -> list[LoggedVerdict]:
-    """Return each logged image of the rows once, with the latest verdict on any of its rows."""
-    found: dict[str, LoggedVerdict] = {}
+def images_of(rows: Iterable[Any]) -> list[LoggedLabel]:
+    """Return each logged image of the rows once, with the latest label on any of its rows."""
+    found: dict[str, LoggedLabel] = {}
     for batch in rows:
         for row in batch.to_pylist():
             sha256, path = row[SHA256], row[IMAGE_PATH]
             if not is_stored(sha256, path):
                 continue
             before = found.get(sha256)
-            verdict, label, time = row["verdict"], row["true_label"], row["verdict_time"]
-            if before and before.verdict_time and (time is None or before.verdict_time > time):
-                verdict, label, time = before.verdict, before.label, before.verdict_time
-            probability = max(row["audit_probability"], before.probability if before else 0.0)
+            kind, label, time = row["kind"], row["true_label"], row["label_time"]
+            if before and before.label_time and (time is None or before.label_time > time):
+                kind, label, time = before.kind, before.label, before.label_time
+            probability = max(row["sample_probability"], before.probability if before else 0.0)
             day = before.day if before else row["time"].date()
-            found[sha256] = LoggedVerdict(day, sha256, path, probability, verdict, label, time)
+            found[sha256] = LoggedLabel(day, sha256, path, probability, kind, label, time)
     return list(found.values())
 
 
-def reviewed_of(images: Iterable[LoggedVerdict]) -> list[LoggedVerdict]:
+def reviewed_of(images: Iterable[LoggedLabel]) -> list[LoggedLabel]:
     """Return the reviewed images that count: each day's, up to where :data:`REVIEWED` of the images so far are."""
     ordered = sorted(images, key=lambda image: (image.day, image.sha256))
-    found: list[LoggedVerdict] = []
+    found: list[LoggedLabel] = []
     for _, of_day in groupby(ordered, key=lambda image: image.day):
         day = list(of_day)
-        has_verdict = np.array([image.verdict is not None for image in day])
-        enough = has_verdict.cumsum() >= REVIEWED * np.arange(1, len(day) + 1)
+        is_labelled = np.array([image.kind is not None for image in day])
+        enough = is_labelled.cumsum() >= REVIEWED * np.arange(1, len(day) + 1)
         end = int(enough.nonzero()[0].max()) + 1 if enough.any() else 0
-        found += [image for image in day[:end] if image.verdict is not None]
+        found += [image for image in day[:end] if image.kind is not None]
     return found
 
 
-def _audit(log: Log, model: FittedModel, reviewed: Sequence[LoggedVerdict], days: Sequence[str], logged: int) -> Audit:
-    by_verdict = {
-        verdict: [i for i in reviewed if i.verdict == verdict] for verdict in (NONE_OF_THE_CLASSES, CANNOT_TELL)
-    }
+def _sample(log: Log, model: FittedModel, reviewed: Sequence[LoggedLabel], days: Sequence[str], logged: int) -> Sample:
+    by_kind = {kind: [i for i in reviewed if i.kind == kind] for kind in (NONE_OF_THE_CLASSES, CANNOT_TELL)}
     # In the order of their digests over all days: a part of them is as random a sample as the whole.
-    of_class = sorted((image for image in reviewed if image.verdict == LABEL), key=lambda image: image.sha256)
-    return Audit(
+    of_class = sorted((image for image in reviewed if image.kind == LABEL), key=lambda image: image.sha256)
+    return Sample(
         _labelled(log, model, of_class),
         torch.tensor([1 / image.probability for image in of_class], dtype=torch.float64),
-        {verdict: _data(log, model, images) for verdict, images in by_verdict.items() if images},
+        {kind: _data(log, model, images) for kind, images in by_kind.items() if images},
         (days[0], days[-1]),
         logged,
     )
 
 
-def _labelled(log: Log, model: FittedModel, images: Sequence[LoggedVerdict]) -> ImageDataset:
-    """Return images whose verdict is a label, a class or a number, labelled with it."""
+def _labelled(log: Log, model: FittedModel, images: Sequence[LoggedLabel]) -> ImageDataset:
+    """Return images that show a class or a number, labelled with it."""
     said = [str(image.label) for image in images]
     return model.task.relabelled(_data(log, model, images), said)
 
 
-def _data(log: Log, model: FittedModel, images: Sequence[LoggedVerdict]) -> ImageDataset:
+def _data(log: Log, model: FittedModel, images: Sequence[LoggedLabel]) -> ImageDataset:
     source = LoggedImages(log, [image.path for image in images])
     labels = torch.zeros(len(images), dtype=torch.int64)
     return labelled(f"images of {log.where}", model.classes, source, labels, model.preprocess)
 
 
 TIMES: Final = (0, 1, 10, 100)  # numbers of training images that one image may stand for
-LARGEST_LOSS: Final = 0.02  # AUROC that an extended density may lose on a transform of made-up images
+LARGEST_LOSS: Final = 0.02  # AUROC that an extended density may lose on a transform of synthetic OOD images
 
 
 @dataclass(frozen=True)
@@ -232,7 +230,7 @@ class Extension:
         for times, of_transform in self.aurocs.items():
             numbers = (f"{value:.4f}" for value in of_transform.values())
             rows.append([str(times), *numbers, "◀ chosen" * (times == self.times)])
-        head = f"AUROC on made-up images; each of the {self.images} images outside the slice counts this many times:"
+        head = f"AUROC on synthetic OOD images; each of {self.images} images outside the sample counts this many times:"
         return "\n".join([head, *aligned(rows)])
 
     def warning(self) -> str:
@@ -240,8 +238,8 @@ class Extension:
         if self.times:
             return ""
         return (
-            f"the density stays as it is: with these {self.images} images it is no better on made-up images, or loses "
-            f"more than {LARGEST_LOSS:g} of AUROC on a transform of them; check their labels, or give more"
+            f"the density stays as it is: with these {self.images} images it is no better on synthetic OOD images, or "
+            f"loses more than {LARGEST_LOSS:g} of AUROC on a transform of them; check their labels, or give more"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -260,7 +258,7 @@ class _DensityInputs(NamedTuple):
     """The features of n images that the densities read, on the CPU."""
 
     density_input: Float[Tensor, "n dim"]
-    early: Float[Tensor, "n channels"] | None  # of the gate ``texture``; None for a model without
+    early: Float[Tensor, "n channels"] | None  # of the check ``texture``; None for a model without
     labels: Int[Tensor, " n"]
 
 
@@ -284,15 +282,15 @@ def extend(model: FittedModel, more: ImageDataset, real: ImageDataset, compute: 
     examples = seen_examples(model)
     read = _read(model.pipeline.scorer, more, compute)
     pipelines = {times: extended(model.pipeline, read, examples, times) if times else model.pipeline for times in TIMES}
-    transforms = model.report.get("metrics", {}).get("gates", {}).get(KINDS_KEY, ())
+    transforms = model.report.get("metrics", {}).get("checks", {}).get(KINDS_KEY, ())
     scorers = {times: pipeline.scorer for times, pipeline in pipelines.items()}
-    names = model.gates or (DENSITY,)
-    readings = _made_up_readings(scorers, names, real, compute, mixed=MIXED in transforms)
-    inside = {times: of_transform[REAL] for times, of_transform in readings.items()}
-    gates = {times: fit_gates(names, inside[times], inside[times]) if model.gates else None for times in TIMES}
-    aurocs = {times: _aurocs(gates[times], readings[times]) for times in TIMES}
+    names = model.checks or (DENSITY,)
+    values = _synthetic_values(scorers, names, real, compute, mixed=MIXED in transforms)
+    inside = {times: of_transform[REAL] for times, of_transform in values.items()}
+    checks = {times: fit_checks(names, inside[times], inside[times]) if model.checks else None for times in TIMES}
+    aurocs = {times: _aurocs(checks[times], values[times]) for times in TIMES}
     chosen = _choose(aurocs)
-    pipeline = pipelines[chosen].with_scorer(scorers[chosen], gates=gates[chosen]) if chosen else model.pipeline
+    pipeline = pipelines[chosen].with_scorer(scorers[chosen], checks=checks[chosen]) if chosen else model.pipeline
     return Extension(pipeline, len(more), chosen, aurocs)
 
 
@@ -302,8 +300,8 @@ def extended(pipeline: Pipeline, read: _DensityInputs, examples: int, times: int
     found = extend_density(scorer.density, read.density_input, read.labels, examples=examples, times=times)
     if scorer.texture is not None and read.early is not None:
         texture = extend_density(scorer.texture, read.early, read.labels, examples=examples, times=times).density
-    thumbnails = None if pipeline.thumbnails is None else pipeline.thumbnails.moved(found.moved)
-    return pipeline.with_scorer(scorer.with_densities(found.density, texture), thumbnails=thumbnails)
+    stored_images = None if pipeline.stored_images is None else pipeline.stored_images.moved(found.moved)
+    return pipeline.with_scorer(scorer.with_densities(found.density, texture), stored_images=stored_images)
 
 
 def _choose(aurocs: Mapping[int, Auroc]) -> int:
@@ -316,12 +314,12 @@ def _choose(aurocs: Mapping[int, Auroc]) -> int:
     return min(allowed, key=lambda times: (regret(named, str(times)), times))
 
 
-def _aurocs(gates: Gates | None, readings: Mapping[str, Float[Tensor, "n gates"]]) -> dict[str, float]:
-    if gates is None:
-        scores = {name: values[:, 0] for name, values in readings.items()}
+def _aurocs(checks: Checks | None, values: Mapping[str, Float[Tensor, "n checks"]]) -> dict[str, float]:
+    if checks is None:
+        scores = {name: each[:, 0] for name, each in values.items()}
     else:
-        device = gates.ascending.device
-        scores = {name: gates.score(values.to(device)).cpu() for name, values in readings.items()}
+        device = checks.ascending.device
+        scores = {name: checks.score(each.to(device)).cpu() for name, each in values.items()}
     return {name: auroc(scores[REAL], altered) for name, altered in scores.items() if name != REAL}
 
 
@@ -336,20 +334,20 @@ def _read(scorer: Scorer, data: ImageDataset, compute: Compute) -> _DensityInput
     return _DensityInputs(torch.cat(inputs), torch.cat(early) if early else None, torch.cat(labels))
 
 
-def _made_up_readings(
+def _synthetic_values(
     scorers: Mapping[int, Scorer], names: tuple[str, ...], real: ImageDataset, compute: Compute, *, mixed: bool
-) -> dict[int, dict[str, Float[Tensor, "n gates"]]]:
-    """Return readings (n, gates) by times, then by transform; the scorers differ in their densities alone."""
+) -> dict[int, dict[str, Float[Tensor, "n checks"]]]:
+    """Return values (n, checks) by times, then by transform; the scorers differ in their densities alone."""
 
     def read(images: Pixels) -> dict[int, Tensor]:
         embedding = scorers[0].embed(images)
-        return {times: readings_of(names, scorer.score(embedding).scores) for times, scorer in scorers.items()}
+        return {times: check_values(names, scorer.score(embedding).scores) for times, scorer in scorers.items()}
 
-    found = by_transform(made_up_batches(real, compute, "made-up images", mixed=mixed, seed=0), read)
+    found = by_transform(synthetic_batches(real, compute, "synthetic OOD images", mixed=mixed, seed=0), read)
     return {times: {name: of_transform[times] for name, of_transform in found.items()} for times in scorers}
 
 
-CHOOSES: Final = 0.25  # fraction of the audit images that chooses temperature and extension
+CHOOSES: Final = 0.25  # fraction of the sampled images that chooses temperature and extension
 FEWEST_TO_CHOOSE: Final = 25  # images of equal weight; with fewer, temperature and density stay
 
 
@@ -362,19 +360,19 @@ class Recalibrated:
     warnings: tuple[str, ...]
 
 
-def recalibrate_from_audit(
-    model: FittedModel, audit: Audit, changes: Mapping[str, Any], more: ImageDataset | None = None
+def recalibrate_from_sample(
+    model: FittedModel, sample: Sample, changes: Mapping[str, Any], more: ImageDataset | None = None
 ) -> Recalibrated:
-    """Return the model of a bundle, calibrated on an audit slice; images outside it, ``more``, extend the density."""
+    """Return the model of a bundle, calibrated on a random sample; images outside it, ``more``, extend the density."""
     settings = settings_of(model, changes)
-    lines, pipeline, calibrates, extension = [], model.pipeline, audit, None
+    lines, pipeline, calibrates, extension = [], model.pipeline, sample, None
     if more is not None or pipeline.scorer.head.has_temperature:
-        order = torch.arange(len(audit.of_class))  # That of the digests, which is random.
+        order = torch.arange(len(sample.of_class))  # That of the digests, which is random.
         count = round(CHOOSES * len(order))
-        chooses, rest = audit.at(order[:count]), audit.at(order[count:])
+        chooses, rest = sample.at(order[:count]), sample.at(order[count:])
         real = chooses.of_class.subset(thinned(chooses.weights).nonzero()[:, 0])
         if more is not None:
-            _check_enough(real, audit)
+            _check_enough(real, sample)
             extension = extend(model, more, real, settings.compute())
             pipeline, calibrates = extension.pipeline, rest
             lines.append(extension.table())
@@ -385,38 +383,38 @@ def recalibrate_from_audit(
     pipeline, calibrated = calibrate_pipeline(
         pipeline, type(model.task), calibrates.of_class, settings, calibrates.weights, or_higher="risk" not in changes
     )
-    entry = _entry(audit, calibrates, extension)
+    entry = _entry(sample, calibrates, extension)
     found = with_calibration(model, pipeline, calibrated, calibrates.of_class, entry)
     policy = calibrated.policy
     lines = [policy.headline(calibrated.metrics), *lines]
     lines += [
-        f"alarms at alpha {policy.alpha:g} on audit images of a class: {_alarms(model, audit.of_class):.1%} "
+        f"alarms at alpha {policy.alpha:g} on sampled images of a class: {_alarms(model, sample.of_class):.1%} "
         f"before, at most {policy.alpha:.1%} of such images now on average; "
         f"{in_practice(policy.alpha, len(found.calibration))}%"
     ]
-    for verdict, images in audit.others.items():
+    for kind, images in sample.others.items():
         before, after = (_alarms(each, images) for each in (model, found))
-        lines.append(f"alarms on the {len(images)} images with verdict {verdict}: {before:.1%} before, {after:.1%} now")
+        lines.append(f"alarms on the {len(images)} images labelled {kind}: {before:.1%} before, {after:.1%} now")
     return Recalibrated(found, tuple(lines), tuple(filter(None, ["" if extension is None else extension.warning()])))
 
 
-def _check_enough(real: ImageDataset, audit: Audit) -> None:
+def _check_enough(real: ImageDataset, sample: Sample) -> None:
     if len(real) < FEWEST_TO_CHOOSE:
         raise UsageError(
-            f"a quarter of the audit images of a class compares the densities and calibrates nothing: at least "
-            f"{FEWEST_TO_CHOOSE}, and of {len(audit.of_class)} labelled that are {len(real)} that count equally; "
+            f"a quarter of the sampled images of a class compares the densities and calibrates nothing: at least "
+            f"{FEWEST_TO_CHOOSE}, and of {len(sample.of_class)} labelled that are {len(real)} that count equally; "
             f"review at least {round(FEWEST_TO_CHOOSE / CHOOSES)} drawn equally, or leave out --extend-density"
         )
 
 
-def _entry(audit: Audit, calibrates: Audit, extension: Extension | None) -> dict[str, Any]:
+def _entry(sample: Sample, calibrates: Sample, extension: Extension | None) -> dict[str, Any]:
     return {
-        "days": list(audit.days),
-        "labels": len(audit.of_class),
+        "days": list(sample.days),
+        "labels": len(sample.of_class),
         "calibrated_on": len(calibrates.of_class),
-        "worth": effective_count(calibrates.weights),
-        **{verdict: len(images) for verdict, images in audit.others.items()},
-        "sha256": audit.of_class.digest(),
+        "effective_sample_size": effective_count(calibrates.weights),
+        **{kind: len(images) for kind, images in sample.others.items()},
+        "sha256": sample.of_class.digest(),
         **({} if extension is None else {"extension": extension.to_json()}),
     }
 

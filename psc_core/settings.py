@@ -146,9 +146,9 @@ COLUMN: Final = "image"  # the column of a Parquet file that psc-score reads by 
 HEAD_KINDS: Final = {"classification": ("laplace", "sngp", "duq"), "regression": ("blr", "dve")}
 
 DensityKind = Literal["gda", "tied", "gda++", "mahalanobis++", "pooled++", "rmd"]
-Predictions = Literal["auto", "psc", "base"]  # the better of the two, the fitted head, or the network itself
+Predictions = Literal["auto", "psc", "original"]  # the better of the two, the fitted head, or the original network
 HeadInput = Literal["both", "z"]  # z with the features averaged over positions, or z alone as in the paper
-OodScore = Literal["gates", "density"]  # all gates combined, or the density alone
+OodScore = Literal["checks", "density"]  # all checks combined, or the density alone
 Granularity = Literal["operations", "blocks", "all"]  # modules that count as layers, see psc_core.network.layers
 
 
@@ -189,7 +189,7 @@ class FitSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     task: str = "classification"
-    layer: str = "auto"  # candidate layer; auto: chosen by collapse
+    layer: str = "auto"  # chosen layer; auto: chosen by collapse
     layers: Annotated[str | None, _COLLAPSE] = None  # regular expression of the layers to measure; None: all
     granularity: Annotated[Granularity, _COLLAPSE] = "operations"
     epsilon: Annotated[float, Facts(FRACTION)] = EPSILON
@@ -208,8 +208,8 @@ class FitSettings(BaseModel):
     risk: Annotated[float | None, Facts(FRACTION, Stage.LAST, calibrates=True, owner="a classifier")] = None
     # Of an interval, in the target's unit; None: that of an interval which looks at no image.
     max_width: Annotated[float | None, Facts(POSITIVE_NUMBER, Stage.LAST, calibrates=True, owner="a regression")] = None
-    ood_score: Annotated[OodScore, _LAST] = "gates"
-    keep_examples: Annotated[int | None, Facts(POSITIVE, Stage.LAST)] = None  # training images kept as thumbnails
+    ood_score: Annotated[OodScore, _LAST] = "checks"
+    stored_images: Annotated[int | None, Facts(POSITIVE, Stage.LAST)] = None  # training images kept as stored_images
     precision: Precision = "fp32"
     batch_images: Annotated[int, Facts(POSITIVE, calibrates=True, of_machine=True)] = BATCH_IMAGES
     max_images: Annotated[int | None, Facts(POSITIVE)] = None  # training images, balanced over classes; None: all
@@ -302,7 +302,7 @@ class FitOptions(TypedDict, total=False):
     risk: float | None
     max_width: float | None
     ood_score: OodScore
-    keep_examples: int | None
+    stored_images: int | None
     precision: Precision
     batch_images: int
     max_images: int | None

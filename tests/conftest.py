@@ -89,7 +89,7 @@ def tiny_job(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> TinyJ
         "cpu",
         "--minimum-dim",
         "8",
-        "--keep-examples",
+        "--stored-images",
         "20",
     ]
     return TinyJob(folder, tuple(args), net)

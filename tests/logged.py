@@ -27,16 +27,16 @@ class Logged:
     """One image of a log."""
 
     content: bytes  # a PNG file
-    verdict: str | None = None
+    kind: str | None = None
     label: str | None = None
-    audit: bool = True
-    audit_probability: float = 0.1
+    sampled: bool = True
+    sample_probability: float = 0.1
     sampling_probability: float = 1.0
     answered: str | None = None  # the label of the answer
     decision: str = "accept"
     stored: bool = True
     day: str = "2026-11-20"
-    verdict_time: datetime = NOW
+    label_time: datetime = NOW
     scores: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -58,7 +58,7 @@ def dimmed(data: ImageDataset, index: int) -> bytes:
 
 
 def write_log(folder: Path, images: Sequence[Logged], model: str = "digits", version: str = "0" * 12) -> Log:
-    """Write a log with a row for each image, and the verdicts."""
+    """Write a log with a row for each image, and the labels."""
     log = open_log(folder)
     rows: dict[str, list[dict[str, Any]]] = {}
     labels = []
@@ -75,16 +75,16 @@ def write_log(folder: Path, images: Sequence[Logged], model: str = "digits", ver
             "label": image.answered,
             "decision": image.decision,
             "sampling_probability": image.sampling_probability,
-            "audit": image.audit,
-            "audit_probability": image.audit_probability,
+            "sampled": image.sampled,
+            "sample_probability": image.sample_probability,
             "image_sha256": image.sha256,
             "image_path": path if image.stored else None,
             **image.scores,
         }
         rows.setdefault(image.day, []).append(row)
-        if image.verdict is not None:
+        if image.kind is not None:
             labels.append(
-                Label(row["request_id"], 0, image.sha256, image.verdict, image.label, "test", image.verdict_time, model)
+                Label(row["request_id"], 0, image.sha256, image.kind, image.label, "test", image.label_time, model)
             )
     for day, some in rows.items():
         sink = pa.BufferOutputStream()

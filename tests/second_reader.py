@@ -1,6 +1,6 @@
 """A second reader of bundles, written from ``docs/bundle-format.md``: with NumPy, json and hashlib alone.
 
-It reads everything behind the network, in float64: features of the candidate layer(s) in, outputs and decisions out.
+It reads everything behind the network, in float64: features of the chosen layer(s) in, outputs and decisions out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Answer:
     z: Array
     log_density: Array
     p_value: Array
-    gate_p_values: Array
+    check_p_values: Array
     is_ood: Array
     probabilities: Array
     entropy: Array
@@ -78,9 +78,9 @@ class SecondReader:
 
     def __init__(self, folder: Path) -> None:
         self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text("utf-8"))
-        if self.manifest["schema_version"] != 5 or self.manifest["version"] != version_of(self.manifest):
+        if self.manifest["schema_version"] != 6 or self.manifest["version"] != version_of(self.manifest):
             raise Rejected("schema or version")
-        if "task" in self.manifest:  # Neither a classifier nor a regression.
+        if self.manifest["task"] not in ("classification", "regression"):
             raise Rejected("task")
         self.parts: dict[str, dict[str, Array]] = {}
         for name, entry in self.manifest["files"].items():
@@ -154,19 +154,19 @@ class SecondReader:
         phi = (read - t["center"]) * t["inverse_scale"]
         return {"laplace": _laplace, "sngp": _sngp, "duq": _duq}[self.manifest["head"]["kind"]](t, phi)
 
-    # -- gates ----------------------------------------------------------------------------------------------------
+    # -- checks ----------------------------------------------------------------------------------------------------
 
-    def gates(self, early: Array | None, log_density: Array, energy: Array) -> tuple[Array, Array]:
-        """OOD score, and p-value of each gate, (B, G)."""
-        section, t = self.manifest["gates"], self.tensors("gates")
-        readings = {"kind": -log_density, "confidence": energy}
+    def checks(self, early: Array | None, log_density: Array, energy: Array) -> tuple[Array, Array]:
+        """OOD score, and p-value of each check, (B, G)."""
+        section, t = self.manifest["checks"], self.tensors("checks")
+        values = {"content": -log_density, "confidence": energy}
         if section["texture"]:
             assert early is not None
             own = {name.removeprefix("texture."): tensor for name, tensor in t.items() if name.startswith("texture.")}
-            readings["texture"] = -self.gaussians(own, section["texture"]["density"]["kind"], early.mean(2))
+            values["texture"] = -self.gaussians(own, section["texture"]["density"]["kind"], early.mean(2))
         score, p_values = np.zeros(len(log_density)), []
         for g, name in enumerate(section["names"]):
-            r, a = readings[name], t["ascending"][g]
+            r, a = values[name], t["ascending"][g]
             known, at = np.unique(a[::-1], return_index=True)  # of equal ones the last
             log_p = np.log((at + 1) / (len(a) + 1))
             inside = np.interp(r, known, log_p, left=math.log(len(a) / (len(a) + 1)))
@@ -194,11 +194,11 @@ class SecondReader:
         """Grey levels of a map."""
         return np.searchsorted(self.tensors("map")["thresholds"], distances, side="right")
 
-    # -- thumbnails -----------------------------------------------------------------------------------------------
+    # -- stored_images -----------------------------------------------------------------------------------------------
 
     def thumbnail_distances(self, z: Array, features: list[Array]) -> Array:
         """Distance (B, N) of each image from each kept training image."""
-        t, own = self.tensors("density"), self.tensors("thumbnails")
+        t, own = self.tensors("density"), self.tensors("stored_images")
         kind = self.manifest["density"]["kind"]
         return np.linalg.norm(
             _coordinates(t, kind, self._density_input(z, features))[:, None] - own["embedding"], axis=2
@@ -208,8 +208,8 @@ class SecondReader:
 
     def p_values(self, ood_score: Array) -> Array:
         """p-value of each image."""
-        scores = self.tensors("calibration")["scores"]
-        return (1 + (scores[None] <= -ood_score[:, None]).sum(1)) / (len(scores) + 1)
+        scores = self.tensors("calibration")["ood_scores"]
+        return (1 + (scores[None] >= ood_score[:, None]).sum(1)) / (len(scores) + 1)
 
     def set_threshold(self) -> float:
         """Smallest probability of a class in a prediction set."""
@@ -218,7 +218,7 @@ class SecondReader:
         return float(given[len(given) - rank])
 
     def answer_values(self, features: list[Array], output: Array | None = None) -> ValueAnswer:
-        """The same for a regression; ``output`` (B, 1) is the network's own, for base predictions."""
+        """The same for a regression; ``output`` (B, 1) is the network's own, for the original network's predictions."""
         policy, layers, names = (
             self.manifest["policy"],
             len(self.manifest["layers"]),
@@ -229,8 +229,8 @@ class SecondReader:
         z, t, calibration = self.project(features), self.tensors("head"), self.tensors("calibration")
         log_density = self.log_density(z, features)
         ood_score = -log_density
-        if "gates" in self.manifest:
-            ood_score, _ = self.gates(early, log_density, np.zeros(len(z)))
+        if "checks" in self.manifest:
+            ood_score, _ = self.checks(early, log_density, np.zeros(len(z)))
         others = [read[name].mean(2) for name in self.manifest["head"].get("layers", [])]
         phi = (np.concatenate([z, *others], axis=1) - t["center"]) * t["inverse_scale"]
         mean, aleatoric, epistemic = {"blr": _blr, "dve": _dve}[self.manifest["head"]["kind"]](t, phi)
@@ -248,7 +248,7 @@ class SecondReader:
         return ValueAnswer(log_density, p_value, mean, aleatoric, epistemic, interval, decision)
 
     def answer(self, features: list[Array], logits: Array | None = None) -> Answer:
-        """Outputs and decisions from the features of each candidate layer, and from the logits for base predictions."""
+        """Outputs and decisions from the features of each chosen layer, or the original network's logits."""
         policy = self.manifest["policy"]
         features = [np.asarray(f, np.float64) for f in features]
         layers = len(self.manifest["layers"])
@@ -259,9 +259,9 @@ class SecondReader:
         probabilities, epistemic, energy = self.classify(np.concatenate([z, *averaged], axis=1), logits)
         entropy = _entropy(probabilities)
         ood_score = -log_density
-        gate_p_values = np.empty((len(z), 0))
-        if "gates" in self.manifest:
-            ood_score, gate_p_values = self.gates(early, log_density, energy)
+        check_p_values = np.empty((len(z), 0))
+        if "checks" in self.manifest:
+            ood_score, check_p_values = self.checks(early, log_density, energy)
         p_value = self.p_values(ood_score)
         is_ood, ambiguous = p_value <= policy["alpha"], entropy > policy["ambiguity_threshold"]
         chosen = probabilities >= self.set_threshold()
@@ -269,7 +269,7 @@ class SecondReader:
         decision = ["abstain_ood" if o else "abstain_ambiguous" if a else "accept"
                     for o, a in zip(is_ood, ambiguous, strict=True)]  # fmt: skip
         classes = (probabilities, entropy, epistemic, chosen, decision)
-        return Answer(z, log_density, p_value, gate_p_values, is_ood, *classes)
+        return Answer(z, log_density, p_value, check_p_values, is_ood, *classes)
 
 
 def _coordinates(t: dict[str, Array], kind: str, z: Array) -> Array:

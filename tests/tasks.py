@@ -24,8 +24,8 @@ ONE_OF_EACH: dict[str, tuple[Task, BaseThresholds]] = {
 """A task of each name, and thresholds of it."""
 
 
-def drawn(task: Task, gates: tuple[str, ...]) -> Outputs[FloatArray]:
+def drawn(task: Task, checks: tuple[str, ...]) -> Outputs[FloatArray]:
     """Outputs of 40 images."""
     names = task.heads[next(iter(task.heads))].score_names
-    columns = len(names) + task.probabilities(CLASSES) + len(gates)
-    return Outputs(np.random.default_rng(0).random((40, columns), np.float32), names, gates)
+    columns = len(names) + task.probabilities(CLASSES) + len(checks)
+    return Outputs(np.random.default_rng(0).random((40, columns), np.float32), names, checks)

@@ -129,7 +129,7 @@ def test_in_memory(here: Here) -> None:
 
 def test_own_model(here: Here) -> None:
     said = here("own_model.py")
-    assert "◀ candidate" in said and "nothing has collapsed" not in said
+    assert "◀ chosen" in said and "nothing has collapsed" not in said
     digits, clothes = (
         re.findall(rf"^{kind}: .*, (\w+)$", said, re.MULTILINE) for kind in ("digit", "piece of clothing")
     )
@@ -176,7 +176,7 @@ def test_new_camera(here: Here) -> None:
 
 
 def test_ask_service_and_act(tmp_path: Path, here: Here) -> None:
-    log = ("--log", str(tmp_path / "log"), "--log-audit", "1", "--feedback-keys", "secret")
+    log = ("--log", str(tmp_path / "log"), "--log-sample", "1", "--feedback-keys", "secret")
     with serve_shipped(*log) as url:
         check_shown("ask_service.py", here("ask_service.py", url))
         check_shown("act_on_answer.py", here("act_on_answer.py", url))

@@ -47,7 +47,7 @@ from psc_core.errors import fault
 from psc_core.maps import LayerMap
 from psc_core.pipeline import MAP
 from psc_core.tasks import TASKS
-from psc_core.tasks.base import GATES_OUTPUT, Datatype
+from psc_core.tasks.base import CHECKS_OUTPUT, Datatype
 from psc_core.version import __version__
 
 # The maximum number of dimensions of an input. Validation stops at the first fault, because building an error for
@@ -494,7 +494,7 @@ async def infer_tensors(
         before, served = served, find_model(service, name, version)
         if served is before:  # Or a reload has swapped the model, whose input may have another size now.
             break
-    task, classes, gates = served.model.task, served.model.classes, served.model.gates
+    task, classes, checks = served.model.task, served.model.classes, served.model.checks
     as_binary = wanted.binary_outputs(output_names(served))
     unknown = [output for output in as_binary if output not in task.tensors and output != MAP]
     if unknown:
@@ -515,7 +515,7 @@ async def infer_tensors(
         else OutputTensor(
             output,
             task.tensors[output],
-            [len(outputs), *task.tensor_shape(output, classes, gates)],
+            [len(outputs), *task.tensor_shape(output, classes, checks)],
             task.tensor(output, outputs, decisions, classes),
         )
         for output in as_binary
@@ -526,9 +526,9 @@ async def infer_tensors(
 def output_names(served: ServedModel) -> tuple[str, ...]:
     """Return the names of the outputs that a model returns unless the request names some.
 
-    A model without gates leaves out theirs, though a request may name it.
+    A model without checks leaves out theirs, though a request may name it.
     """
-    return tuple(name for name in served.model.task.tensors if name != GATES_OUTPUT or served.model.gates)
+    return tuple(name for name in served.model.task.tensors if name != CHECKS_OUTPUT or served.model.checks)
 
 
 _ERRORS: Final = errors(400, 403, 404, 409, 422, 500, 503)
@@ -674,7 +674,7 @@ def metadata_of(served: ServedModel) -> ModelMetadata:
             TensorMetadata(
                 name=name,
                 datatype=served.model.task.tensors[name],
-                shape=[-1, *served.model.task.tensor_shape(name, model.classes, model.gates)],
+                shape=[-1, *served.model.task.tensor_shape(name, model.classes, model.checks)],
             )
             for name in output_names(served)
         ]

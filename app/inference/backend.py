@@ -32,7 +32,7 @@ logger = logging.getLogger("psc.backend")
 
 Name = TypeVar("Name", bound=str)
 Seconds = list[float]  # the times of one batch, round by round
-# A backend that is slower than the plain network by this factor, in every round of some batch size, is not used.
+# A backend that is slower than the original network by this factor, in every round of some batch size, is not used.
 SLOWER_BY: Final = 1.03
 # ONNX Runtime's times are multiplied by this factor. The measurement runs alone and misses what PyTorch loses in a
 # busy service: it waits for the interpreter's lock around each operation, and its threads wait for the one whose core

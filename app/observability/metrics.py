@@ -32,7 +32,7 @@ from prometheus_client.registry import Collector
 from app.observability.drift import DriftMonitor, DriftState
 from psc_core.answers import BasePolicy
 from psc_core.conformal import decision_p_value
-from psc_core.log.labels import VERDICTS
+from psc_core.log.labels import LABEL_KINDS
 from psc_core.model import FittedModel
 from psc_core.tasks.base import BaseDecisions, FloatArray, Outputs
 
@@ -155,7 +155,7 @@ class Metrics:
         Gauge, (), "Memory that the prediction log holds; see log_buffer_bytes.", multiprocess_mode="livesum"
     )
     psc_feedback_total = Metric(
-        Counter, ("verdict",), f"Verdicts that `/feedback` wrote: {', '.join(f'`{verdict}`' for verdict in VERDICTS)}."
+        Counter, ("kind",), f"Labels that `/feedback` wrote: {', '.join(f'`{kind}`' for kind in LABEL_KINDS)}."
     )
     psc_gpu_memory_bytes = Metric(
         Gauge, ("device", "kind"), "GPU memory: `used`, `total`, `allocated`.", multiprocess_mode="livemax"

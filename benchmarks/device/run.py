@@ -1,10 +1,10 @@
-"""Measure the device step beside the plain network, a lower bound, ensembles and MC dropout, and part by part.
+"""Measure the device step beside the original network, a lower bound, ensembles and MC dropout, and part by part.
 
     python -m benchmarks.device.run                        # this CPU, four minutes
     python -m benchmarks.device.run --device cuda          # a GPU, at most ten minutes
 
 All times are those of the service's step (:mod:`app.inference.steps`), from uint8 on the host to outputs on the host.
-The plain network returns softmax probabilities through the same step (same precision, memory format and graph mode),
+The original network returns softmax probabilities through the same step (same precision, memory format and graph mode),
 once with its own modules and once fused like the PSC's backbone.  Variants take turns; ratios are medians over rounds,
 with quartiles.  Results of earlier runs stay in the file until a network is measured again.
 """
@@ -176,7 +176,7 @@ class Measurement:
         return {name: Plain([net], s.preprocess, kind).to(self.device) for name, net in networks.items()}
 
     def cells(self) -> list[Json]:
-        """Return the PSC and the plain network by precision, mode and bucket."""
+        """Return the PSC and the original network by precision, mode and bucket."""
         rows = []
         for precision in PRECISIONS[self.device.type]:
             with tensor_cores(precision == "tf32"):

@@ -38,7 +38,7 @@ class Subject:
     model_args: tuple[tuple[str, object], ...]
     classes: int
     size: int  # The width and height of the images, pixels.
-    layer: str  # The candidate: the shipped bundle's, else the first operation of the last stage, the same place.
+    layer: str  # The chosen: the shipped bundle's, else the first operation of the last stage, the same place.
     sizes: tuple[int, int, int]  # (c_proj, d_proj, components of the density).
     stages: tuple[str, ...]  # The modules followed by Monte-Carlo dropout.
     buckets: tuple[int, ...] = (1, 8, 32)  # The batch sizes on a CPU.

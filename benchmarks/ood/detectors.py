@@ -42,7 +42,7 @@ DENSITY = "PSC, density"
 WITH_ENTROPY = "PSC, density+entropy"  # Their sum, each divided by its upper spread.
 
 PSC_OPTIONS: Mapping[str, Mapping[str, str]] = {  # The flags ``--density`` and ``--ood-score`` of each PSC.
-    DEFAULT: {"density": "pooled++", "ood_score": "gates"},
+    DEFAULT: {"density": "pooled++", "ood_score": "checks"},
     DENSITY: {"density": "pooled++", "ood_score": "density"},
     PAPER: {"density": "gda", "ood_score": "density"},
 }
@@ -94,7 +94,7 @@ class Pscs:
                 outputs = Outputs(
                     pipeline.outputs(scored[pipeline.scorer]).cpu(),
                     pipeline.scorer.head.score_names,
-                    pipeline.gate_names,
+                    pipeline.check_names,
                 )
                 parts[name].append(outputs["ood_score"])
                 if name == DENSITY:

@@ -15,7 +15,7 @@ Column = tuple[str, str]  # A setting and the name of its OOD data.
 
 CLASSIFIERS = {"psc": "PSC", "temperature": "temperature", "dnn": "the network"}
 
-# Pairs of one density at the candidate and at the penultimate layer: the paper's, of z, and that of unit length.
+# Pairs of one density at the chosen layer and at the penultimate layer: the paper's, of z, and that of unit length.
 SKIPS = ((PAPER, "penultimate gda"), (DENSITY, "penultimate gda++"))
 
 
@@ -93,19 +93,19 @@ def default_table(parts: Sequence[Json]) -> str:
 
 
 def skip_table(parts: Sequence[Json]) -> str:
-    """Return AUROCs of a density at the candidate and penultimate layers, and paired differences, collapsed first."""
+    """Return AUROCs of a density at chosen and penultimate layers, and paired differences, collapsed first."""
     lines = []
     for column, values in aurocs(parts).items():
         of_setting = [part for part in parts if part["setting"] == column[0]]
-        collapse = [statistics.mean(part[at]["nc1"][0] for part in of_setting) for at in ("penultimate", "candidate")]
+        collapse = [statistics.mean(part[at]["nc1"][0] for part in of_setting) for at in ("penultimate", "chosen")]
         cells = [f"{value:.3f}" for value in collapse]
-        for candidate, penultimate in SKIPS:
-            pair = values[candidate], values[penultimate]
+        for chosen, penultimate in SKIPS:
+            pair = values[chosen], values[penultimate]
             differences = [there - here for there, here in zip(*pair, strict=True)]
             cells += [f"{statistics.mean(each):.4f}" for each in pair] + [runs.plus_minus(differences)]
         lines.append((collapse[0], [_title(column), *cells]))
-    header = ["setting", "penultimate NC1", "candidate's NC1"]
-    header += ["z", "penultimate", "difference", "candidate, unit length", "penultimate, unit length", "difference"]
+    header = ["setting", "penultimate NC1", "chosen's NC1"]
+    header += ["z", "penultimate", "difference", "chosen, unit length", "penultimate, unit length", "difference"]
     return runs.markdown_table(header, [line for _, line in sorted(lines)])
 
 
@@ -149,20 +149,19 @@ def shift_table(parts: Sequence[Json]) -> str:
 def network_table(parts: Sequence[Json]) -> str:
     lines = []
     for part in sorted(parts, key=lambda part: (list(SETTINGS).index(part["setting"]), part["seed"])):
-        candidate, end = part["candidate"], part["penultimate"]
+        chosen, end = part["chosen"], part["penultimate"]
         lines.append(
             [
                 part["setting"],
                 part["trained"],
                 f"{part['accuracy']:.4f}",
                 f"{part['fit_images'] or 'all'}; {' + '.join(f'{n:,}' for n in part['images'].values())}",
-                f"{'+'.join(candidate['layers'])} (NC1 {candidate['nc1'][0]:.3f}), "
-                f"{part['size'][0]} × {part['size'][1]}",
+                f"{'+'.join(chosen['layers'])} (NC1 {chosen['nc1'][0]:.3f}), {part['size'][0]} × {part['size'][1]}",
                 f"{end['nc1'][0]:.3f}",
                 part["texture"],
             ]
         )
-    header = ["setting", "network", "accuracy", "images: fitted; tested", "candidate, z", "penultimate NC1", "gates"]
+    header = ["setting", "network", "accuracy", "images: fitted; tested", "chosen, z", "penultimate NC1", "checks"]
     return runs.markdown_table(header, lines)
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.paper.collapse_figure --scale cpu --data ROOT
 
-The paper's network is a ResNet-50 on CIFAR-10.  Candidate layers are boxed.  A network collapses once it has learnt its
+The paper's network is a ResNet-50 on CIFAR-10.  Chosen layers are boxed.  A network collapses once it has learnt its
 training images, which takes many epochs on CIFAR-10 and few on digits or on a subset: ``--on mnist`` and
 ``--on cifar10-few-5000 --network resnet18_narrow --schedule ddu --epochs 60`` add these.  ``--only mod sn-mod`` takes
 the network as DDU modifies it (:mod:`benchmarks.networks`): no batch normalisation after a shortcut undoes its bound.
@@ -68,14 +68,14 @@ def measured(run: Run, name: str, job: Job) -> Json:
     def compute() -> Json:
         trained = obtain(run, job)
         report = fitting.measure(run, trained)
-        candidate = report.candidate()
+        chosen = report.choose()
         return {
             "trained": job.describe(),
             "fit_images": len(trained.fit_on),
             "train_accuracy": float(correct(trained.net, trained.fit_on, run.device).mean()),
             "report": report.to_json(),
-            "candidate": list(candidate.layers),
-            "reason": candidate.reason,
+            "chosen": list(chosen.layers),
+            "reason": chosen.reason,
         }
 
     return run.part(name, {"job": job.name}, compute)
@@ -86,9 +86,7 @@ def draw(run: Run, networks: dict[str, dict[str, Json]]) -> None:
     with plots.figure(run.figure("layers"), len(networks), 2) as axes:
         for row, (data, pair) in zip(axes, networks.items(), strict=True):
             names = {title: [layer["name"] for layer in found["report"]["layers"]] for title, found in pair.items()}
-            boxes = {
-                title: [names[title].index(layer) for layer in found["candidate"]] for title, found in pair.items()
-            }
+            boxes = {title: [names[title].index(layer) for layer in found["chosen"]] for title, found in pair.items()}
             epsilon = next(iter(pair.values()))["report"]["epsilon"]
             for axis, key, cutoff in zip(row, ("nc1", "nc4"), (epsilon, None), strict=True):
                 series = {title: [layer[key] for layer in found["report"]["layers"]] for title, found in pair.items()}
@@ -106,7 +104,7 @@ def fragment(record: Json) -> str:
             collapsed = sum(layer.nc1 <= report.epsilon for layer in layers)
             numbers = [
                 runs.number(number)
-                for layer in (report.layer(report.penultimate), report.layer(found["candidate"][0]))
+                for layer in (report.layer(report.penultimate), report.layer(found["chosen"][0]))
                 for number in (layer.nc1, layer.quality)
             ]
             lines.append(
@@ -116,12 +114,12 @@ def fragment(record: Json) -> str:
                     runs.number(found["train_accuracy"]),
                     f"{collapsed} of {len(layers)}",
                     *numbers[:2],
-                    "+".join(found["candidate"]),
+                    "+".join(found["chosen"]),
                     *numbers[2:],
                 ]
             )
     header = ["network", "trained", "training accuracy", "layers with NC1 ≤ ε", "NC1 penultimate", "NC4 penultimate"]
-    table = runs.markdown_table([*header, "candidate", "its NC1", "its NC4"], lines)
+    table = runs.markdown_table([*header, "chosen", "its NC1", "its NC4"], lines)
     figure = f"![NC1 and NC4 of every layer]({record['name']}-{record['scale']}-layers.svg)"
     return "\n\n".join([table, figure, runs.provenance(record)])
 

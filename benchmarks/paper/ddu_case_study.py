@@ -6,7 +6,7 @@ Dirty-MNIST (MNIST and Ambiguous-MNIST) is in distribution, and Fashion-MNIST ou
 
 * *base*: one Gaussian for each class on the network's penultimate features, and the entropy of its softmax;
 * *SN*: the same for a network trained with spectral normalisation;
-* *PSC*: density and head on the candidate layer of the base network;
+* *PSC*: density and head on the chosen layer of the base network;
 * *shipped*: the bundle in ``artifacts/``.
 
 Collapse is measured on MNIST, as in the paper's table of projections, because NC1 counts the different labels of an
@@ -175,7 +175,7 @@ def score_base(run: Run, baselines: Baselines, data: ImageDataset) -> Scored:
     for batch in track_images(data, fitting.compute_of(run), f"scoring {data.name}"):
         found = baselines.score(batch.images.to(run.device))
         ood.append(found.scores["gda"].cpu())
-        entropies.append(entropy(found.probabilities["base"]).cpu())
+        entropies.append(entropy(found.probabilities["original"]).cpu())
     return {"ood": torch.cat(ood), "entropy": torch.cat(entropies)}
 
 

@@ -1,4 +1,4 @@
-"""Table "projection": NC1 and NC4 of the candidate layer before and after projection, and the c_proj/d_proj figure.
+"""Table "projection": NC1 and NC4 of the chosen layer before and after projection, and the c_proj/d_proj figure.
 
     python -m benchmarks.paper.projection_table --scale cpu --data ROOT
 
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> Json:
 
 
 def measured(run: Run, network: str, data: str) -> Json:
-    """Return the row of one network: its candidate and projection."""
+    """Return the row of one network: its chosen and projection."""
     job = job_of(run, network, TRAINED_ON[data])
 
     def compute() -> Json:
@@ -50,10 +50,10 @@ def measured(run: Run, network: str, data: str) -> Json:
         pair = fitting.pair_of(run, trained, data)
         found = fitting.stages(run, trained, data=pair)
         report = found.projection.report
-        layers = [found.report.layer(name) for name in found.candidate.layers]
+        layers = [found.report.layer(name) for name in found.chosen.layers]
         return {
             "trained": job.describe(),
-            "layer": "+".join(found.candidate.layers),
+            "layer": "+".join(found.chosen.layers),
             "nc1": [layer.nc1 for layer in layers],
             "nc4": [layer.quality for layer in layers],
             "scaled_nc4": report.scaled_nc4,

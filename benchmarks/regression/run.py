@@ -85,7 +85,7 @@ def compare(run: Run, epochs: int) -> Json:
     }
     models = {
         "PSC": fit(run, plain, train, val),
-        "PSC, the network's mean": fit(run, plain, train, val, predictions="base"),
+        "PSC, the network's mean": fit(run, plain, train, val, predictions="original"),
         "PSC, head dve": fit(run, plain, train, val, head="dve"),
     }
     methods |= {name: (of_psc(model), 1) for name, model in models.items()}
@@ -113,9 +113,9 @@ def fit(run: Run, net: nn.Module, train: ImageDataset, val: ImageDataset, **how:
     weights = run.checkpoints / "angle-to-fit.safetensors"
     save_file(net.state_dict(), weights)
     loaded = load_network(FACTORY, num_classes=1, model_args={"in_channels": 1}, weights=weights)
-    candidate = measure_collapse(loaded, train, val, settings=settings).candidate()
-    projection = fit_projection(loaded, candidate, train, val, settings=settings)
-    return fit_regressor(loaded, candidate, projection, train, val, coverage=COVERAGE, settings=settings, **how)
+    chosen = measure_collapse(loaded, train, val, settings=settings).choose()
+    projection = fit_projection(loaded, chosen, train, val, settings=settings)
+    return fit_regressor(loaded, chosen, projection, train, val, coverage=COVERAGE, settings=settings, **how)
 
 
 def upside_down(data: ImageDataset) -> ImageDataset:

@@ -107,12 +107,12 @@ def _add_answer_flags(group: _Group) -> None:
     _add_setting(
         group, "max_width", text, metavar="WIDTH", default="the width of an interval that is the same for all images"
     )
-    text = "keep thumbnails of N training images, some of each class, to show the nearest ones to an image"
-    _add_setting(group, "keep_examples", text, metavar="N", default="none")
+    text = "store N training images, some of each class, to show the nearest ones to an image"
+    _add_setting(group, "stored_images", text, metavar="N", default="none")
 
 
 def _add_method_flags(group: _Group) -> None:
-    group.add_argument("--layer", default=DEFAULTS.layer, metavar="NAME", help="candidate layer, or auto (default)")
+    group.add_argument("--layer", default=DEFAULTS.layer, metavar="NAME", help="chosen layer, or auto (default)")
     group.add_argument("--layers", metavar="REGEX", help="measure only layers whose names match")
     _add_setting(group, "granularity", "modules that count as layers; operations is the paper's")
     _add_setting(group, "epsilon", "NC1 below which a layer has collapsed")
@@ -127,8 +127,8 @@ def _add_method_flags(group: _Group) -> None:
     )
     _add_setting(group, "head_input", text)
     text = (
-        "score behind the OOD decision: the gates texture, kind (the density) and confidence combined, or the density "
-        "alone, as in the paper"
+        "score behind the OOD decision: the checks texture, content (the density) and confidence combined, or the "
+        "density alone, as in the paper"
     )
     _add_setting(group, "ood_score", text)
 
@@ -206,7 +206,7 @@ def fit(args: argparse.Namespace) -> None:
         return
     provenance = checked_provenance(job)
     job = decoded(job, args)
-    if any(job.data.left_out):
+    if any(job.data.skipped):
         provenance |= origins_of(job.data)
     checkpoint = open_checkpoint(job, provenance, args)
     say = print if job.is_first else None  # of several processes the first

@@ -70,7 +70,7 @@ def provenance_of(network: NetworkSpec, settings: FitSettings, data: FitData) ->
 
 def origins_of(data: FitData) -> dict[str, Any]:
     """Return the part of the provenance that changes when images are left out; JSON types."""
-    return {"train": origin_of(data.train, data.left_out[0]), "val": origin_of(data.val, data.left_out[1])}
+    return {"train": origin_of(data.train, data.skipped[0]), "val": origin_of(data.val, data.skipped[1])}
 
 
 def without_path(spec: str) -> str:
@@ -85,14 +85,14 @@ def _printable(path: str) -> str:
     return os.fsencode(Path(path).resolve().name).decode(errors="replace")
 
 
-def origin_of(data: ImageDataset, left_out: int) -> dict[str, Any]:
+def origin_of(data: ImageDataset, skipped: int) -> dict[str, Any]:
     """Return name, sizes and digest of a data set, and how many images were left out of it."""
     return {
         "name": _printable(data.name),
         "images": len(data),
         "rows": data.examples,
         "sha256": data.digest(),
-        "left_out": left_out,
+        "skipped": skipped,
     }
 
 
@@ -230,8 +230,8 @@ def check_runs(net: nn.Module, network: NetworkSpec, data: FitData, compute: Com
 
 
 def look(job: Job, max_bad_images: int) -> str:
-    """Return how good the plain network is on a few random images, which people see before all are decoded."""
-    found = job.first_look(job.net, max_bad_images)
+    """Return how good the original network is on a few random images, which people see before all are decoded."""
+    found = job.first_evaluation(job.net, max_bad_images)
     return "\n".join([found.text, *([f"warning: {found.warning}"] if found.warning else [])])
 
 
@@ -251,11 +251,11 @@ def decoded(job: Job, args: argparse.Namespace) -> Job:
     job = replace(job, data=data)
     if job.is_first:
         print(*not_kept, look(job, args.max_bad_images), sep="\n", flush=True)
-    data, left_out = job.data.readable(args.max_bad_images, job.compute)
-    if left_out:
+    data, skipped = job.data.readable(args.max_bad_images, job.compute)
+    if skipped:
         data.check_rates(alpha=job.settings.alpha, coverage=job.settings.coverage)
         if job.is_first:
-            print(*left_out, sep="\n", flush=True)
+            print(*skipped, sep="\n", flush=True)
     return replace(job, data=data)
 
 
@@ -352,8 +352,8 @@ def timed_fit(job: Job, size: int, max_bad_images: int) -> tuple[float, int]:
     began = time.perf_counter()
     few = data.fewer(size, max(round(len(data.val) * fraction), min(len(data.val), 4 * classes)))
     few, _ = few.cached(job.cache)
-    few, left_out = few.readable(max_bad_images)
-    print(*left_out, sep="\n", end="\n" * bool(left_out))
+    few, skipped = few.readable(max_bad_images)
+    print(*skipped, sep="\n", end="\n" * bool(skipped))
     _, projection, fitted = fit_stages(net, replace(job, data=few, settings=lenient), name="dry-run", say=print)
     collect_fit(fitted.model, net, few, projection.report, job.compute, "")
     return time.perf_counter() - began, fitted.feature_bytes

@@ -35,8 +35,8 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--out", type=Path, metavar="FILE", help="tasks in Label Studio's JSON")
     command.add_argument("--csv", type=Path, metavar="FILE", help="tasks in CSV, with an empty column label")
     command.add_argument("--model", metavar="NAME", help="model whose images to choose (default: all, in turn)")
-    text = "choose from the audit slice only, the fair sample that psc-recalibrate needs"
-    command.add_argument("--audit", action="store_true", help=text)
+    text = "choose from the random sample only, the fair sample that psc-recalibrate needs"
+    command.add_argument("--sample", action="store_true", help=text)
     command.add_argument(
         "--limit", type=settings.positive, default=200, metavar="N", help="maximum number of images (default: 200)"
     )
@@ -64,7 +64,7 @@ def review(args: argparse.Namespace) -> None:
     if args.out is None and args.csv is None:
         raise UsageError("there is nothing to write; give --out FILE, --csv FILE or both")
     log = open_log(args.log)
-    chosen = choose(log, read_labels(log), model=args.model, audit=args.audit, limit=args.limit)
+    chosen = choose(log, read_labels(log), model=args.model, sampled=args.sample, limit=args.limit)
     if not chosen:
         raise UsageError(f"{args.log} has no logged image without a label; see --log-images of psc-serve")
     kinds = ((args.out, to_label_studio, label_studio_prefix), (args.csv, to_csv, path_prefix))
@@ -72,7 +72,7 @@ def review(args: argparse.Namespace) -> None:
         if path is not None:
             prefix = default_prefix(log) if args.images is None else args.images
             path.write_text(write(chosen, prefix), encoding="utf-8")
-    print(f"{len(chosen)} images, {sum(each.is_audit for each in chosen)} of them of the audit slice")
+    print(f"{len(chosen)} images, {sum(each.is_sampled for each in chosen)} of them of the random sample")
 
 
 def import_labels(args: argparse.Namespace) -> None:

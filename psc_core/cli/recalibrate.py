@@ -1,4 +1,4 @@
-"""``psc-recalibrate``: calibrate a bundle on a random slice of its requests that people reviewed, as a new version.
+"""``psc-recalibrate``: calibrate a bundle on a random sample of its requests that people reviewed, as a new version.
 
 What needs torch is imported when images are read: help, the version and usage errors are there at once.
 """
@@ -18,14 +18,14 @@ from psc_core.settings import FRACTION, open_unit_interval, positive_number
 _EXAMPLE = """example:
   psc-recalibrate bundle --log log --out bundle-2
 The bundle stays as it is.  Network, density and head of the new one are the same (--extend-density gives it other
-numbers in the same density), so it is served as fast; only reviewed images of the log's audit slice calibrate it.
+numbers in the same density), so it is served as fast; only reviewed images of the log's random sample calibrate it.
 """
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line of ``psc-recalibrate``."""
     cli = flags.command(
-        "psc-recalibrate", "Calibrate a bundle on the reviewed audit slice of a prediction log.", _EXAMPLE
+        "psc-recalibrate", "Calibrate a bundle on the reviewed random sample of a prediction log.", _EXAMPLE
     )
     cli.add_argument("bundle", type=Path, help="bundle to calibrate again")
     cli.add_argument(
@@ -46,7 +46,9 @@ def parser() -> argparse.ArgumentParser:
         "widest interval that counts as certain, in the unit of the numbers, for a regression (default: the bundle's)"
     )
     cli.add_argument("--max-width", type=positive_number, metavar="WIDTH", help=text)
-    text = "let labelled images outside the slice extend the density, if that does no harm on made-up images"
+    text = (
+        "let labelled images outside the random sample extend the density, if that does no harm on synthetic OOD images"
+    )
     cli.add_argument("--extend-density", action="store_true", help=text)
     flags.add_model_flags(cli)
     cli.add_argument("--out", type=Path, metavar="DIR", help="bundle to write (default: BUNDLE-recalibrated)")
@@ -59,7 +61,7 @@ def recalibrate(args: argparse.Namespace) -> None:
     from psc_core.bundle import TRY_FOLDER, check_target
     from psc_core.log.store import open_log
     from psc_core.model import load_model
-    from psc_core.recalibrate import read_audit, read_outside, recalibrate_from_audit, seen_examples
+    from psc_core.recalibrate import read_outside, read_sample, recalibrate_from_sample, seen_examples
     from psc_core.report import page
     from psc_core.report.content import Content
     from psc_core.report.facts import facts_about
@@ -74,13 +76,13 @@ def recalibrate(args: argparse.Namespace) -> None:
     log, span = open_log(args.log), {"since": args.since, "until": args.until}
     if args.extend_density:
         seen_examples(model)
-    audit = read_audit(log, model, args.model, **span)
+    sample = read_sample(log, model, args.model, **span)
     more = read_outside(log, model, args.model, **span) if args.extend_density else None
     asked = {name: getattr(args, name) for name in ("alpha", "coverage", "max_width")}
     changes = {name: value for name, value in asked.items() if value is not None}
     changes |= {name: value for name, value in vars(args).items() if name == "risk"}
-    print(audit.summary(), flush=True)
-    found = recalibrate_from_audit(model, audit, changes, more)
+    print(sample.summary(), flush=True)
+    found = recalibrate_from_sample(model, sample, changes, more)
     print(*found.lines, *(f"warning: {text}" for text in found.warnings), sep="\n")
     manifest = found.model.save(out)
     if (bundle / TRY_FOLDER).is_dir():

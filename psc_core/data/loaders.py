@@ -48,7 +48,7 @@ Statistic = float | Sequence[float] | Tensor | npt.NDArray[Any]
 class ObservedPreprocess(Preprocess):
     """A stand-in for an unknown preprocessing, which takes the range of the inputs for 0 … 255.
 
-    This is enough for pictures and made-up images, but cannot turn a file into an input.
+    This is enough for pictures and synthetic OOD images, but cannot turn a file into an input.
     """
 
     is_known: ClassVar[bool] = False

@@ -126,8 +126,8 @@ class Evaluator(ABC, Generic[AnyModel, AnyScored, AnyBaselines]):
         raise UsageError(f"a {model.task.noun} has no baselines; leave them out")
 
     @abstractmethod
-    def plain_network(self, net: nn.Module, data: ImageDataset, compute: Compute) -> AnyBaselines:
-        """Return the plain network as a baseline, on the device."""
+    def original_network(self, net: nn.Module, data: ImageDataset, compute: Compute) -> AnyBaselines:
+        """Return the original network as a baseline, on the device."""
 
     @abstractmethod
     def score_images(

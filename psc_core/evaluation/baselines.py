@@ -13,8 +13,8 @@ Every score is higher for images that are less like the training data.  Symbols:
 ``mahalanobis++``    smallest Mahalanobis distance of h / ‖h‖, tied covariance (Müller & Hein 2025)
 ===================  =================================================================================
 
-T alone minimises the validation NLL, as is common; the T of base predictions has a prior and must gain more than its
-error (:func:`psc_core.heads.softmax.choose_temperature`).  ``gda`` and ``mahalanobis++`` keep every component of the
+T alone minimises the validation NLL, as is common; the T of PSC has a prior and must gain more than its error
+ (:func:`psc_core.heads.softmax.choose_temperature`).  ``gda`` and ``mahalanobis++`` keep every component of the
 features, because directions with almost no variance may separate OOD images.  Softmax scores are computed from logits
 in float64, where a confident network does not saturate.
 
@@ -91,7 +91,7 @@ class BaselineOutputs(NamedTuple):
     """The outputs of the baselines for a batch."""
 
     scores: dict[str, Tensor]  # (B,) float64, by detector, in printed order
-    probabilities: dict[str, Tensor]  # (B, K) float64, by "base" and "temperature"
+    probabilities: dict[str, Tensor]  # (B, K) float64, by "original" and "temperature"
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Baselines:
             "knn": knn_score(unit, self.bank).double(),
             "mahalanobis++": self.mahalanobis.explain(unit).class_distances.amin(1).double(),
         }
-        return BaselineOutputs(scores, {"base": logits.softmax(1), "temperature": tempered.softmax(1)})
+        return BaselineOutputs(scores, {"original": logits.softmax(1), "temperature": tempered.softmax(1)})
 
 
 class PlainClassifier(PlainNetwork):
@@ -129,7 +129,7 @@ class PlainClassifier(PlainNetwork):
     def score(self, images: Images) -> BaselineOutputs:
         """Return the max-softmax score and the softmax of a batch, in float64."""
         logits = self.outputs(images)
-        return BaselineOutputs({"max-softmax": max_softmax_score(logits)}, {"base": logits.softmax(1)})
+        return BaselineOutputs({"max-softmax": max_softmax_score(logits)}, {"original": logits.softmax(1)})
 
 
 def fit_baselines(

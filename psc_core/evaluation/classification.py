@@ -460,7 +460,7 @@ class ClassificationEvaluator(Evaluator[PSC, ScoredImages, Baselines | PlainClas
             raise UsageError(f"expected a network with a layer before its output for the baselines, {weights} has none")
         return fit_baselines(net, penultimate[0], train, val, compute=Compute(model.device, batch_images=batch_images))
 
-    def plain_network(self, net: nn.Module, data: ImageDataset, compute: Compute) -> PlainClassifier:
+    def original_network(self, net: nn.Module, data: ImageDataset, compute: Compute) -> PlainClassifier:
         return PlainClassifier(net.to(compute.device), data.preprocess, compute.precision)
 
     @torch.inference_mode()

@@ -33,7 +33,7 @@ class ScoredNumbers:
     interval: Float[Tensor, "n 2"]
     ood_score: Float[Tensor, " n"]  # nats
     is_ood: Bool[Tensor, " n"]
-    plain: Float[Tensor, " n"] | None = None  # predictions of the plain network, float64, if it was given
+    plain: Float[Tensor, " n"] | None = None  # predictions of the original network, float64, if it was given
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class RegressionEvaluator(Evaluator[PSCRegressor, ScoredNumbers, PlainNetwork]):
         data = opened(numbers=True, target=target or wanted.name, unit=wanted.unit)
         return replace(data, target=wanted)
 
-    def plain_network(self, net: nn.Module, data: ImageDataset, compute: Compute) -> PlainNetwork:
+    def original_network(self, net: nn.Module, data: ImageDataset, compute: Compute) -> PlainNetwork:
         return PlainNetwork(net.to(compute.device), data.preprocess, compute.precision)
 
     @torch.inference_mode()
@@ -130,11 +130,11 @@ class RegressionEvaluator(Evaluator[PSCRegressor, ScoredNumbers, PlainNetwork]):
     def quality_of(self, scored: ScoredNumbers, data: ImageDataset) -> dict[str, dict[str, float]]:
         """Return ``rmse`` and ``crps`` in the target's unit, ``r2``, and ``nll`` in nats; or nothing without numbers.
 
-        The network itself gives no deviation, so it has only an RMSE.
+        The original network gives no deviation, so it has only an RMSE.
         """
         if data.values is None:
             return {}
-        plain = {} if scored.plain is None else {"base": {"rmse": metrics.rmse(scored.plain, data.values)}}
+        plain = {} if scored.plain is None else {"original": {"rmse": metrics.rmse(scored.plain, data.values)}}
         errors = {
             "rmse": metrics.rmse(scored.mean, data.values),
             "r2": metrics.r2(scored.mean, data.values),

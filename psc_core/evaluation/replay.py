@@ -2,7 +2,7 @@
 
 Only logged images can be answered again, and there are two samples of them.
 
-* The audit slice is a random sample of all answered images.  A row of it stands for ``1 / audit_probability`` images,
+* The random sample is drawn from all answered images.  A row of it stands for ``1 / sample_probability`` images,
   so its fractions estimate those of all images, with an interval
   (:func:`psc_core.metrics.weighted_interval`).
 * All logged images, which include the slice, were mostly stored because of the decision on them.  Their counts hold for
@@ -33,7 +33,7 @@ from psc_core.names import composed
 from psc_core.scoring import dataset_outputs
 from psc_core.tasks.base import FloatArray, Outputs, Task
 
-_COLUMNS: Final = [SHA256, IMAGE_PATH, "label", "decision", "audit", "audit_probability"]
+_COLUMNS: Final = [SHA256, IMAGE_PATH, "label", "decision", "sampled", "sample_probability"]
 
 SHOWN_IMAGES: Final = 8  # maximum number of images that are shown for each flip
 
@@ -53,13 +53,13 @@ class Replayed:
     before: Decided
     after: Decided
     ood_score: float  # under the bundle, in nats
-    weight: float | None  # number of images for which the row stands; None outside the audit slice
+    weight: float | None  # number of images for which the row stands; None outside the random sample
     position: int  # of the image in :attr:`Replay.images`
 
 
 @dataclass(frozen=True)
 class Fraction:
-    """A weighted fraction of the audit slice, with the number of rows behind it."""
+    """A weighted fraction of the random sample, with the number of rows behind it."""
 
     rows: int
     value: float
@@ -95,8 +95,8 @@ class Replay:
         return any(row.after.label is not None for row in self.rows)
 
     @property
-    def audit(self) -> list[Replayed]:
-        """The rows of the audit slice."""
+    def sample(self) -> list[Replayed]:
+        """The rows of the random sample."""
         return [row for row in self.rows if row.weight is not None]
 
     def count(self, before: str, after: str) -> int:
@@ -105,20 +105,20 @@ class Replay:
 
     def fraction(self, before: str, after: str) -> Fraction:
         """Return the fraction of all answered images that changed from one decision to another."""
-        return self._fraction([(row.before.decision, row.after.decision) == (before, after) for row in self.audit])
+        return self._fraction([(row.before.decision, row.after.decision) == (before, after) for row in self.sample])
 
     def flipped(self) -> Fraction:
         """Return the fraction of all answered images with another decision."""
-        return self._fraction([row.before.decision != row.after.decision for row in self.audit])
+        return self._fraction([row.before.decision != row.after.decision for row in self.sample])
 
     def relabelled(self) -> Fraction | None:
         """Return the fraction of all answered images with another label; None for a task without labels."""
         if not self.has_labels:
             return None
-        return self._fraction([row.before.label != row.after.label for row in self.audit])
+        return self._fraction([row.before.label != row.after.label for row in self.sample])
 
     def _fraction(self, hits: Sequence[bool]) -> Fraction:
-        weights = np.array([row.weight for row in self.audit], dtype=np.float64)
+        weights = np.array([row.weight for row in self.sample], dtype=np.float64)
         value = float(weights[np.array(hits, bool)].sum() / weights.sum())
         return Fraction(sum(hits), value, weighted_interval(hits, weights, level=0.95))
 
@@ -126,7 +126,7 @@ class Replay:
         """Return how far the numbers in these rows moved."""
         return self._moves(np.ones(len(self.rows)))
 
-    def audit_moves(self) -> list[Moves]:
+    def sampled_moves(self) -> list[Moves]:
         """Return how far the numbers in all answers moved; the largest move is that of the slice itself."""
         return self._moves(np.array([row.weight or 0.0 for row in self.rows]))
 
@@ -167,14 +167,14 @@ class Replay:
                 **_moves_json(self.moves()),
             },
         }
-        if self.audit:
+        if self.sample:
             document["all_images"] = {
-                "of": "all answered images, by the audit slice, 95 % intervals",
-                "rows": len(self.audit),
+                "of": "all answered images, by the random sample, 95 % intervals",
+                "rows": len(self.sample),
                 "flipped": _json(self.flipped()),
                 **({"relabelled": _json(relabelled)} if (relabelled := self.relabelled()) else {}),
                 "table": [{"before": b, "after": a, **_json(self.fraction(b, a))} for b, a in pairs],
-                **_moves_json(self.audit_moves()),
+                **_moves_json(self.sampled_moves()),
             }
         return document
 
@@ -195,7 +195,7 @@ def replay(
     days = days_of(log, name, since=since, until=until)
     rows, paths, logged = _logged(log, name, days, model.score_names)
     if not rows:
-        raise UsageError(f"{log.where} has no logged images of {name}; see --log-images and --log-audit of psc-serve")
+        raise UsageError(f"{log.where} has no logged images of {name}; see --log-images and --log-sample of psc-serve")
     source, labels = LoggedImages(log, paths), torch.zeros(len(paths), dtype=torch.int64)
     images = labelled(f"the log {log.where}", model.classes, source, labels, model.preprocess)
     outputs = model.outputs(dataset_outputs(model, images, "replay").packed.numpy())
@@ -223,11 +223,11 @@ def _logged(
     for batch in read_rows(log, name, days=days, columns=[*_COLUMNS, *scores]):
         stored = np.zeros(batch.num_rows, bool)
         cells = zip(*(batch[column].to_pylist() for column in _COLUMNS), strict=True)
-        for index, (sha256, path, label, decision, is_audit, probability) in enumerate(cells):
+        for index, (sha256, path, label, decision, is_sampled, probability) in enumerate(cells):
             stored[index] = is_stored(sha256, path)
             if stored[index]:
                 before = answers.setdefault((decision, label), Decided(decision, label and composed(label)))
-                weight = weights.setdefault(probability, 1 / probability) if is_audit else None
+                weight = weights.setdefault(probability, 1 / probability) if is_sampled else None
                 rows.append((before, weight, at.setdefault(path, len(at))))
         absent = np.full(batch.num_rows, np.nan, np.float32)
         known = {*batch.schema.names}

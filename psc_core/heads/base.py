@@ -39,7 +39,9 @@ class Head(Fitted):
     """A fitted module that turns features, or the network's own output, into scores."""
 
     score_names: ClassVar[tuple[str, ...]]  # of the task, in the order of their columns
-    reads_output: ClassVar[bool] = False  # the network's own output, for base predictions, and no features
+    reads_output: ClassVar[bool] = (
+        False  # the network's own output, for the original network's predictions, and no features
+    )
     reads_layers: ClassVar[bool] = False  # earlier layers besides z, averaged over positions
     has_temperature: ClassVar[bool] = False  # whether it has a temperature that can be chosen again
     epistemic_unit: ClassVar[str] = ""  # unit of the epistemic uncertainty, for display; empty where there is none
@@ -167,7 +169,7 @@ def scored(
     energy: Float[Tensor, " batch"],
     entropies: Float[Tensor, " batch"] | None = None,
 ) -> Scored:
-    """Return the scores of a classifier except the density's, and the energy, which the gate ``confidence`` reads.
+    """Return the scores of a classifier except the density's, and the energy, which the check ``confidence`` reads.
 
     The entropies of the probabilities are computed unless they are given.
     """

@@ -1,4 +1,4 @@
-"""The softmax of the network's logits divided by a temperature T (Guo et al. 2017, equation 9), for base predictions.
+"""The softmax of the network's logits divided by a temperature T (Guo et al. 2017, equation 9).
 
 There is no posterior, so epistemic uncertainty is 0.
 """
@@ -33,7 +33,7 @@ class TemperatureHead(ClassifierHead):
 
     def score(self, features: Float[Tensor, "batch dim"], output: Float[Tensor, "batch outputs"] | None) -> Scored:
         if output is None:
-            raise NetworkError("base predictions need a backbone that keeps the network's output")
+            raise NetworkError("the original network's predictions need a backbone that keeps the network's output")
         return scored(*self(output))
 
     def explain(self, features: Float[Tensor, "batch dim"]) -> dict[str, Tensor]:

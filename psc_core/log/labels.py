@@ -1,7 +1,7 @@
-"""People's verdicts on logged images, and their import from Label Studio's export, a CSV or folders of images.
+"""People's labels on logged images, and their import from Label Studio's export, a CSV or folders of images.
 
 A label names its model, and its image by request and position, by the digest of its bytes, or by both.  It applies to
-every row of that model with these bytes, and the last verdict on an image counts.  Older labels without a model apply
+every row of that model with these bytes, and the last label on an image counts.  Older labels without a model apply
 only to their row, or, if they name only a digest, to every row of that image.
 
 A CSV, and the data of a Label Studio task, have the columns ``request_id`` and ``image_index``, or ``image_sha256``;
@@ -40,9 +40,9 @@ from psc_core.log.store import (
 from psc_core.names import composed
 from psc_core.tables import check_columns, number_marks, open_csv
 
-Verdict = Literal["label", "none_of_the_classes", "cannot_tell"]
+LabelKind = Literal["label", "none_of_the_classes", "cannot_tell"]
 
-VERDICTS: Final[tuple[Verdict, ...]] = get_args(Verdict)  # this label; none of the classes; nobody can tell
+LABEL_KINDS: Final[tuple[LabelKind, ...]] = get_args(LabelKind)  # this label; none of the classes; nobody can tell
 
 LABEL: Final = "label"
 NONE_OF_THE_CLASSES: Final = "none_of_the_classes"
@@ -53,13 +53,13 @@ Key = tuple[str | None, str | int | None]  # a request and a position, or a mode
 
 @dataclass(frozen=True)
 class Label:
-    """One verdict, on an image named by ``request_id`` and ``image_index``, by ``image_sha256``, or by both."""
+    """One label, on an image named by ``request_id`` and ``image_index``, by ``image_sha256``, or by both."""
 
     request_id: str | None
     image_index: int | None
     image_sha256: str | None
-    verdict: str  # one of :data:`VERDICTS`
-    label: str | None  # a class, or a number as text; only with the verdict ``label``
+    kind: str  # one of :data:`LABEL_KINDS`
+    label: str | None  # a class, or a number as text; only of the kind ``label``
     source: str
     time: datetime  # with a time zone
     model: str | None = None  # the name under which it was served
@@ -81,7 +81,7 @@ def row_keys(model: str, request_id: str, image_index: int, image_sha256: str | 
 
 
 class Labels:
-    """The last verdict on each image."""
+    """The last label on each image."""
 
     def __init__(self, labels: Iterable[Label] = ()) -> None:
         ordered = sorted(labels, key=lambda each: each.time)
@@ -92,13 +92,13 @@ class Labels:
         }
 
     def of(self, model: str, request_id: str, image_index: int, image_sha256: str | None) -> Label | None:
-        """Return the last verdict on the image of a row, or None if there is no verdict."""
+        """Return the last label on the image of a row, or None if there is no label."""
         keys = row_keys(model, request_id, image_index, image_sha256)
         return max((self._last[key] for key in keys if key in self._last), key=lambda each: each.time, default=None)
 
 
 def read_labels(log: Log) -> Labels:
-    """Return the last verdict on each image of a log; all labels are held in memory."""
+    """Return the last label on each image of a log; all labels are held in memory."""
     return Labels(label for name, _ in label_files(log) for label in read_label_file(log, name))
 
 
@@ -126,15 +126,15 @@ def write_labels(log: Log, labels: Iterable[Label], name: str | None = None) -> 
 
 
 def joined(rows: Iterable[Any], labels: Labels, model: str) -> Iterator[Any]:
-    """Yield rows with the columns ``verdict``, ``true_label`` and ``verdict_time``, null without a verdict."""
+    """Yield rows with the columns ``kind``, ``true_label`` and ``label_time``, null without a label."""
     pa = arrow()
     for batch in rows:
         keys = zip(*(batch[name].to_pylist() for name in (REQUEST_ID, IMAGE_INDEX, SHA256)), strict=True)
         found = [labels.of(model, *key) for key in keys]
         for name, cells, arrow_type in (
-            ("verdict", [each and each.verdict for each in found], pa.string()),
+            ("kind", [each and each.kind for each in found], pa.string()),
             ("true_label", [each and each.label for each in found], pa.string()),
-            ("verdict_time", [each and each.time for each in found], pa.timestamp("us", tz="UTC")),
+            ("label_time", [each and each.time for each in found], pa.timestamp("us", tz="UTC")),
         ):
             batch = batch.append_column(name, pa.array(cells, arrow_type))
         yield batch
@@ -153,7 +153,7 @@ class HumanAnswer:
     request_id: str | None
     image_index: int | None
     image_sha256: str | None
-    text: str  # a class, a number, or one of the other verdicts
+    text: str  # a class, a number, or one of the other labels
     source: str
     time: datetime | None
     marks: str = "."  # how a number is written, see :func:`psc_core.tables.parse_number`
@@ -228,7 +228,7 @@ def _label(answer: HumanAnswer, row: _Row, model: LoggedModel) -> Label:
         )
     is_label = answer.text not in (NONE_OF_THE_CLASSES, CANNOT_TELL)
     text = model.check_label(answer.text, answer.marks) if is_label else None
-    now = datetime.now(UTC)  # otherwise a clock that is ahead wins over later verdicts
+    now = datetime.now(UTC)  # otherwise a clock that is ahead wins over later labels
     return Label(
         answer.request_id,
         answer.image_index,

@@ -1,12 +1,12 @@
 """Choose and order logged images for people to review.
 
-:func:`review` mixes four lists, which take turns, each image once: the audit slice, the newest day first and each day
+:func:`review` mixes four lists, which take turns, each image once: the random sample, the newest day first and each day
 in the order of digests, so that its reviewed part is a random sample too (:mod:`psc_core.recalibrate`); images near a
 threshold, by the number of images between; the most anomalous images, by OOD score; and diverse images, each the one
 farthest, in standardised scores and probabilities, from all chosen before.  Only the first list is a fair sample.
 
-:class:`UnreviewedImages` finds the newest images that a model abstained on, for a page that shows them.  A verdict on
-one of them counts for a rate only if its row belongs to the audit slice anyway.
+:class:`UnreviewedImages` finds the newest images that a model abstained on, for a page that shows them.  A label on
+one of them counts for a rate only if its row belongs to the random sample anyway.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from psc_core.log.store import (
 
 MAX_CANDIDATES: Final = 100_000  # maximum number of a model's images that are considered, the newest ones
 
-AUDIT, NEAR, STRANGE, DIVERSE = "audit", "near a threshold", "strange", "diverse"
+SAMPLE, NEAR, STRANGE, DIVERSE = "sampled", "near a threshold", "strange", "diverse"
 
 FloatMatrix = npt.NDArray[np.float64]
 
@@ -60,18 +60,18 @@ class ReviewImage:
     reason: str = ""  # the list from which it was chosen
 
     @property
-    def is_audit(self) -> bool:
-        """True for an image of the audit slice, whatever list it was chosen from."""
-        return bool(self.row["audit"])
+    def is_sampled(self) -> bool:
+        """True for an image of the random sample, whatever list it was chosen from."""
+        return bool(self.row["sampled"])
 
 
 def review(
-    log: Log, labels: Labels, *, model: str | None = None, audit: bool = False, limit: int = 200
+    log: Log, labels: Labels, *, model: str | None = None, sampled: bool = False, limit: int = 200
 ) -> list[ReviewImage]:
     """Return the images to review, in order."""
     names = models_in(log) if model is None else [model]
-    groups = chain.from_iterable(_groups(log, labels, name, audit) for name in names)
-    turns = zip_longest(*(_ordered(log, *group, audit) for group in groups))
+    groups = chain.from_iterable(_groups(log, labels, name, sampled) for name in names)
+    turns = zip_longest(*(_ordered(log, *group, sampled) for group in groups))
     seen: set[str] = set()
     return list(islice(_once((each for turn in turns for each in turn if each is not None), seen), limit))
 
@@ -84,13 +84,13 @@ def _once(candidates: Iterator[ReviewImage], seen: set[str]) -> Iterator[ReviewI
 
 
 def _groups(
-    log: Log, labels: Labels, model: str, audit: bool
+    log: Log, labels: Labels, model: str, sampled: bool
 ) -> list[tuple[list[ReviewImage], list[str], FloatMatrix]]:
     """Return the candidates of each bundle of a model, the names of their scores, and scores with probabilities."""
     rows: dict[tuple[str, ...], list[ReviewImage]] = defaultdict(list)
     values: dict[tuple[str, ...], list[FloatMatrix]] = defaultdict(list)
     found = 0
-    for batch in read_rows(log, model, audit=audit, days=days_of(log, model)[::-1]):
+    for batch in read_rows(log, model, sampled=sampled, days=days_of(log, model)[::-1]):
         scores = scores_in(batch.schema)
         batch = batch.filter(batch[IMAGE_PATH].is_valid())
         keys = zip(*(batch[name].to_pylist() for name in (REQUEST_ID, IMAGE_INDEX, SHA256)), strict=True)
@@ -100,7 +100,7 @@ def _groups(
         columns = [batch[name].to_numpy(zero_copy_only=False) for name in scores]
         if not batch["probabilities"].null_count:
             columns += list(batch["probabilities"].flatten().to_numpy().reshape(batch.num_rows, -1).T)
-        plain = batch.select([name for name in batch.schema.names if name not in {*scores, "probabilities", "gates"}])
+        plain = batch.select([name for name in batch.schema.names if name not in {*scores, "probabilities", "checks"}])
         key = (batch["bundle_version"][0].as_py(), *scores)
         rows[key] += [ReviewImage(model, row) for row in plain.to_pylist()]
         values[key].append(np.stack(columns, axis=1).astype(np.float64))
@@ -111,18 +111,18 @@ def _groups(
 
 
 def _ordered(
-    log: Log, candidates: list[ReviewImage], scores: list[str], values: FloatMatrix, audit: bool
+    log: Log, candidates: list[ReviewImage], scores: list[str], values: FloatMatrix, sampled: bool
 ) -> Iterator[ReviewImage]:
     """Yield each candidate of a group once, with the list from which it was chosen."""
-    slice_ = [at for at, each in enumerate(candidates) if each.is_audit]
+    slice_ = [at for at, each in enumerate(candidates) if each.is_sampled]
     slice_.sort(key=lambda at: str(candidates[at].row[SHA256]))
     slice_.sort(key=lambda at: candidates[at].row["time"].date(), reverse=True)
-    if audit:
-        yield from (ReviewImage(candidates[at].model, candidates[at].row, AUDIT) for at in slice_)
+    if sampled:
+        yield from (ReviewImage(candidates[at].model, candidates[at].row, SAMPLE) for at in slice_)
         return
     limits = read_model(log, candidates[0].row["bundle_version"]).task.limits
     lists = {
-        AUDIT: iter(slice_),
+        SAMPLE: iter(slice_),
         NEAR: iter(np.argsort(_ranks_between(candidates, scores, values, limits), kind="stable").tolist()),
         STRANGE: iter(np.argsort(-values[:, scores.index("ood_score")], kind="stable").tolist()),
     }
@@ -207,7 +207,7 @@ def _data(each: ReviewImage, prefix: str) -> dict[str, Any]:
         "predicted": row["label"],
         "decision": row["decision"],
         "reason": each.reason,
-        "audit": each.is_audit,
+        "sampled": each.is_sampled,
     }
 
 
@@ -225,7 +225,7 @@ class Unreviewed:
 
 
 class UnreviewedImages:
-    """Finds these images, and reads each file of labels only once, because a service writes one for each verdict.
+    """Finds these images, and reads each file of labels only once, because a service writes one for each label.
 
     Memory holds 0.1 KiB for each label, and the rows of one file without their probabilities.  Not thread-safe.
     """

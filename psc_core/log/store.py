@@ -59,12 +59,12 @@ def row_schema(scores: Sequence[str]) -> Any:
             ("policy", pa.string()),  # the thresholds in use, as JSON
             *((score, pa.float32()) for score in scores),
             ("probabilities", pa.list_(pa.float32())),  # in class order; null for a task without probabilities
-            ("gates", pa.map_(pa.string(), pa.float32())),  # p-value of each gate; empty for a model without gates
+            ("checks", pa.map_(pa.string(), pa.float32())),  # p-value of each check; empty for a model without checks
             ("label", pa.string()),  # null for a task whose answers have no label
             ("decision", pa.string()),
             ("sampling_probability", pa.float64()),  # of an image with this decision to enter the log
-            ("audit", pa.bool_()),  # whether the row belongs to the audit slice
-            ("audit_probability", pa.float64()),  # of any image to enter the audit slice
+            ("sampled", pa.bool_()),  # whether the row belongs to the random sample
+            ("sample_probability", pa.float64()),  # of any image to enter the random sample
             (SHA256, pa.string()),  # of the bytes as received, hexadecimal; null once the image is erased
             (IMAGE_PATH, pa.string()),  # of the logged image, relative to the log; null if it was not stored
         ]
@@ -79,8 +79,8 @@ def label_schema() -> Any:
             (REQUEST_ID, pa.string()),  # null if the label names only a digest
             (IMAGE_INDEX, pa.int32()),
             (SHA256, pa.string()),  # null if the label names only a request
-            ("verdict", pa.string()),  # one of :data:`.VERDICTS`
-            ("label", pa.string()),  # a class, or the number of a regression as text; null with other verdicts
+            ("kind", pa.string()),  # one of :data:`.LABEL_KINDS`
+            ("label", pa.string()),  # a class, or the number of a regression as text; null with other labels
             ("source", pa.string()),  # the person or tool that it comes from
             ("time", pa.timestamp("us", tz="UTC")),
             ("model", pa.string()),  # of the row; null in older labels
@@ -284,13 +284,13 @@ def read_rows(
     log: Log,
     model: str,
     *,
-    audit: bool = False,
+    sampled: bool = False,
     days: Sequence[str] | None = None,  # in the order of reading; None reads all, the oldest first
     columns: Sequence[str] | None = None,  # scores only where a file has them; None reads all
 ) -> Iterator[Any]:
     """Yield the rows of a model as ``pyarrow.RecordBatch``, each with rows of a single bundle."""
     ds = arrow().dataset
-    wanted = ds.field("audit") if audit else ds.scalar(True)
+    wanted = ds.field("sampled") if sampled else ds.scalar(True)
     return _scan(log, model, days_of(log, model) if days is None else days, wanted, columns)
 
 

@@ -72,7 +72,7 @@ class Layout:
         """Return the form of an output of this shape, or ``None`` if it is not a batch of features.
 
         Convolutions keep channels first, linear layers last, unless only the other axis matches a width.  Three
-        dimensions are tokens, except after one-dimensional layers; a single channel there (a sum of tokens, a gate) is
+        dimensions are tokens, except after one-dimensional layers; a single channel there (a sum of tokens, a check) is
         a token.
         """
         if len(shape) not in (3, 4):

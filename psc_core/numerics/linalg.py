@@ -208,10 +208,10 @@ def total_squares(y: Float[Tensor, " n"]) -> float:
     return 0.0 if bool((y == y[0]).all()) else float((y - y.mean()).square().sum())
 
 
-TAIL_FRACTION: Final = 0.05  # fraction of the readings that are the tail
+TAIL_FRACTION: Final = 0.05  # fraction of the values that are the tail
 
 
 def tail_excess(ascending: Float[Tensor, "m ..."], k: int) -> Float[Tensor, "..."]:
-    """Return the mean excess of the k largest readings of each column over the next smaller one, float64."""
+    """Return the mean excess of the k largest values of each column over the next smaller one, float64."""
     wide = ascending.double()
     return (wide[len(wide) - k :] - wide[max(0, len(wide) - k - 1)]).mean(dim=0)

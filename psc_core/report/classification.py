@@ -58,7 +58,7 @@ def _first(order: Tensor, chosen: Tensor) -> list[int]:
     return kept
 
 
-LOSS: Final = 0.01  # the loss of accuracy, compared to the plain network's, above which a warning is given
+LOSS: Final = 0.01  # the loss of accuracy, compared to the original network's, above which a warning is given
 
 
 MAX_CONFUSED: Final = 20  # maximum number of classes in the confusion matrix, those with the most errors
@@ -135,7 +135,7 @@ def most_confused(
 
 
 def _colour(classifier: str) -> str | None:
-    return {"base": LIMIT, "psc": KNOWN}.get(classifier)
+    return {"original": LIMIT, "psc": KNOWN}.get(classifier)
 
 
 class ClassificationTaskReport(TaskReport[PSC, ScoredImages]):
@@ -180,8 +180,8 @@ class ClassificationTaskReport(TaskReport[PSC, ScoredImages]):
         "ambiguous": "In distribution, but with a predictive entropy above the threshold.",
         "NLL": "Mean of −log(probability of the label); lower is better. Nats.",
         "ECE": "Mean gap between confidence and accuracy; 0 is honest.",
-        "made-up images": words.GLOSSARY["made-up images"],
-        "gate": "A reading with its own p-value: texture (early layer), kind (candidate layer), confidence (energy).",
+        "synthetic OOD images": words.GLOSSARY["synthetic OOD images"],
+        "check": "A value with its own p-value: texture (early layer), content (chosen layer), confidence (energy).",
     }
     test_images = "images/test"
 
@@ -199,10 +199,10 @@ class ClassificationTaskReport(TaskReport[PSC, ScoredImages]):
             groups=parts_of(data),
         )
 
-    def made_up_set(self, name: str, model: PSC, packed: Float[Tensor, "n columns"]) -> ClassificationSet:
+    def synthetic_set(self, name: str, model: PSC, packed: Float[Tensor, "n columns"]) -> ClassificationSet:
         outputs, none = model.outputs(packed), torch.empty(0, dtype=torch.int64)
         entropies, predicted = outputs["predictive_entropy"].float(), outputs.probabilities.argmax(1)
-        return ClassificationSet(name, Role.MADE_UP, outputs["ood_score"].float(), entropies, predicted, none)
+        return ClassificationSet(name, Role.SYNTHETIC, outputs["ood_score"].float(), entropies, predicted, none)
 
     def limits_of(
         self, policy: ClassificationPolicy, calibration: Calibration, metrics: Mapping[str, Any]

@@ -16,10 +16,10 @@ from psc_core.compute import Compute
 from psc_core.data.dataset import ImageDataset, balanced
 from psc_core.evaluation.evaluate import Evaluation
 from psc_core.fit_data import FitData
-from psc_core.made_up import REAL, made_up_batches
 from psc_core.model import FittedModel
 from psc_core.projection import ProjectionReport
 from psc_core.report.content import Content, Role, ScoredSet
+from psc_core.synthetic import REAL, synthetic_batches
 
 REPORTED_IMAGES: Final = 2000  # maximum number of images of a set in the report of a fit
 
@@ -27,19 +27,19 @@ REPORTED_IMAGES: Final = 2000  # maximum number of images of a set in the report
 def collect_fit(
     model: FittedModel, net: nn.Module, data: FitData, projection: ProjectionReport, compute: Compute, version: str
 ) -> Content:
-    """Collect training images, images of the calibration split with the network's own output, and made-up images."""
+    """Collect training images, calibration images with the network's own output, and synthetic OOD images."""
     evaluation, sets, seed = model.task.evaluator(), model.task.report(), data.seed
     trained, validation = (balanced(images, REPORTED_IMAGES, seed) for images in (data.train, data.calibration))
-    plain = evaluation.plain_network(net, validation, compute)
+    plain = evaluation.original_network(net, validation, compute)
     of_validation = evaluation.score_images(model, validation, plain, batch_images=compute.batch_images)
     of_training = evaluation.score_images(model, trained, batch_images=compute.batch_images)
     known = (
         sets.scored_set("training", Role.TRAINING, trained, of_training),
         sets.scored_set("validation", Role.VALIDATION, validation, of_validation),
     )
-    made_up = made_up_sets(model, data.selection, compute, mixed=not data.is_ambiguous, seed=seed)
+    synthetic = synthetic_sets(model, data.selection, compute, mixed=not data.is_ambiguous, seed=seed)
     sizes = {"nc1": projection.nc1.cpu(), "nc4": projection.nc4.cpu()}
-    return Content(version, (*known, *made_up), sets.pictures_of(validation, of_validation), sizes)
+    return Content(version, (*known, *synthetic), sets.pictures_of(validation, of_validation), sizes)
 
 
 def collect_test(
@@ -52,14 +52,14 @@ def collect_test(
     return Content(model.version, (inside, *outside), sets.pictures_of(id_data, found.inside))
 
 
-def made_up_sets(
+def synthetic_sets(
     model: FittedModel, selection: ImageDataset, compute: Compute, *, mixed: bool, seed: int
 ) -> list[ScoredSet]:
-    """Score images made from the selection split, by transform; ``mixed`` and ``seed`` are for ``made_up_batches``."""
+    """Score images made from the selection split, by transform; see ``synthetic_batches`` for ``mixed``, ``seed``."""
     sets = model.task.report()
     packed: dict[str, list[Tensor]] = {}
     with torch.inference_mode():
-        for made in made_up_batches(selection, compute, "report: made-up images", mixed=mixed, seed=seed):
+        for made in synthetic_batches(selection, compute, "report: synthetic OOD images", mixed=mixed, seed=seed):
             for transform in made.keys() - {REAL}:
                 packed.setdefault(transform, []).append(model.pipeline(made[transform]).cpu())
-    return [sets.made_up_set(transform, model, torch.cat(parts)) for transform, parts in sorted(packed.items())]
+    return [sets.synthetic_set(transform, model, torch.cat(parts)) for transform, parts in sorted(packed.items())]

@@ -41,7 +41,7 @@ class Role(StrEnum):
     TRAINING = "training images"
     VALIDATION = "validation images"
     TEST = "test images"
-    MADE_UP = "made-up images"
+    SYNTHETIC = "synthetic OOD images"
     OOD = "out-of-distribution images"
 
     @property
@@ -173,8 +173,8 @@ class TaskReport(ABC, Generic[AnyModel, AnyScored]):
         """Return the data that reports keep of the scores of ``data``."""
 
     @abstractmethod
-    def made_up_set(self, name: str, model: AnyModel, packed: Float[Tensor, "n columns"]) -> ScoredSet:
-        """Return the data that reports keep of the packed outputs for made-up images."""
+    def synthetic_set(self, name: str, model: AnyModel, packed: Float[Tensor, "n columns"]) -> ScoredSet:
+        """Return the data that reports keep of the packed outputs for synthetic OOD images."""
 
     def pictures_of(self, data: ImageDataset, scored: AnyScored) -> tuple[Picture, ...]:
         """Return the images to show; none by default."""

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from psc_core.bundle import HISTORY, Bundle, Manifest
-from psc_core.collapse import Candidate, CollapseReport
+from psc_core.checks import KINDS_KEY
+from psc_core.collapse import ChosenLayer, CollapseReport
 from psc_core.errors import BundleError
-from psc_core.gates import KINDS_KEY
 from psc_core.metrics import in_practice
 from psc_core.report import words
 from psc_core.report.content import Content, Role, ScoredSet, TaskReport
@@ -27,7 +27,7 @@ class Facts:
     content: Content
     calibration: BaseCalibration
     collapse: CollapseReport | None
-    candidate: Candidate | None
+    chosen: ChosenLayer | None
     warnings: tuple[str, ...]
 
     @cached_property
@@ -55,7 +55,7 @@ class Facts:
         if not days:
             return f"{count} labelled images that Python code gave to calibrate"
         first, last = days
-        return f"{count} labelled images of a service's audit slice, {first} to {last}"
+        return f"{count} labelled images of a service's random sample, {first} to {last}"
 
     @property
     def extension(self) -> str:
@@ -66,8 +66,8 @@ class Facts:
         rows = zip(found[KINDS_KEY], found["auroc_before"], found["auroc_after"], strict=True)
         compared = ", ".join(f"{transform} {before:.3f} to {after:.3f}" for transform, before, after in rows)
         return (
-            f"{found['images']} labelled images outside the slice extend the density, each as {found['times']} "
-            f"training images; AUROC on made-up images: {compared}."
+            f"{found['images']} labelled images outside the random sample extend the density, each as {found['times']} "
+            f"training images; AUROC on synthetic OOD images: {compared}."
         )
 
     @cached_property
@@ -95,9 +95,9 @@ class Facts:
 
     @cached_property
     def quality(self) -> dict[str, Mapping[str, float]]:
-        """The metrics on :attr:`measured` by predictor, the network itself first; the recorded ones if it is None."""
+        """The metrics on :attr:`measured` by predictor, the original network first; the recorded ones if it is None."""
         quality = self._recorded if self.measured is None else self.measured.quality
-        ordered = sorted(quality, key=lambda name: name != "base")
+        ordered = sorted(quality, key=lambda name: name != "original")
         return {words.PREDICTORS.get(name, name): quality[name] for name in ordered}
 
     @property
@@ -131,10 +131,8 @@ class Facts:
     @property
     def kept_images(self) -> str:
         """A sentence on the training images that a bundle shows to anyone who has it; empty if it keeps none."""
-        kept = self.manifest.thumbnails
-        return (
-            "" if kept is None else f"keeps thumbnails of {kept.count} training images, which are as private as these"
-        )
+        kept = self.manifest.stored_images
+        return "" if kept is None else f"stores {kept.count} training images, which are as private as these"
 
     def flagged_as(self, role: Role) -> dict[str, float]:
         """Return :attr:`flagged` for the sets of one role."""
@@ -150,9 +148,9 @@ class Facts:
                 lines.append(f"{name:{width}}  " + "  ".join(f"{cell:>9}" for cell in self.cells(quality)))
             lines.append(f"on {self.quality_images} validation images that nothing was chosen on")
         lines += [*self.policy_lines, *filter(None, [self.kept_images])]
-        if made_up := self.flagged_as(Role.MADE_UP):
-            found = ", ".join(f"{name} {fraction:.0%}" for name, fraction in made_up.items())
-            lines.append(f"made-up images found out of distribution: {found}")
+        if synthetic := self.flagged_as(Role.SYNTHETIC):
+            found = ", ".join(f"{name} {fraction:.0%}" for name, fraction in synthetic.items())
+            lines.append(f"synthetic OOD images found out of distribution: {found}")
         return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
 
     @cached_property
@@ -174,45 +172,45 @@ def facts_about(folder: Path, manifest: Manifest, calibration: BaseCalibration, 
             f"{folder} is version {manifest.version}, its report is for {content.version}; fit again, or write a "
             "report of test images with psc-eval --out"
         )
-    collapse, candidate = _collapse_of(manifest)
+    collapse, chosen = _collapse_of(manifest)
     return Facts(
         folder,
         manifest,
         content,
         calibration,
         collapse,
-        candidate,
-        tuple(_warnings(manifest, candidate, content)),
+        chosen,
+        tuple(_warnings(manifest, chosen, content)),
     )
 
 
-def _collapse_of(manifest: Manifest) -> tuple[CollapseReport | None, Candidate | None]:
+def _collapse_of(manifest: Manifest) -> tuple[CollapseReport | None, ChosenLayer | None]:
     if manifest.collapse is None:
         return None, None
     data = dict(manifest.collapse)
     notes = tuple(data.pop("notes", ()))
     report = CollapseReport.from_json(data)
-    by_rule = report.candidate()
+    by_rule = report.choose()
     if by_rule.layers == manifest.layers:
         return report, by_rule  # its notes have today's wording
     named = ", ".join(report.named(report.layer(layer)) for layer in manifest.layers)
-    return report, Candidate(manifest.layers, f"{named}, named by the caller", notes, report)
+    return report, ChosenLayer(manifest.layers, f"{named}, named by the caller", notes, report)
 
 
-def _warnings(manifest: Manifest, candidate: Candidate | None, content: Content) -> list[str]:
+def _warnings(manifest: Manifest, chosen: ChosenLayer | None, content: Content) -> list[str]:
     of_task, metrics = manifest.task.report(), manifest.metrics
     projection = metrics.get("projection", {})
     found = manifest.policy.notes(manifest.classes)
-    found += candidate.notes if candidate else ()
+    found += chosen.notes if chosen else ()
     found += [text for text in (projection.get("warning"), projection.get("pooled")) if text]
     found += of_task.warnings_of(metrics, manifest.head.record)
     both = [
         images.quality
         for images in content.sets
-        if images.role is Role.VALIDATION and {"base", "psc"} <= images.quality.keys()
+        if images.role is Role.VALIDATION and {"original", "psc"} <= images.quality.keys()
     ]
     return found + [
-        f"predictions with PSC are less accurate than the network's own by {lost}; --predictions base avoids this"
+        f"predictions with PSC are less accurate than the network's own by {lost}; --predictions original avoids this"
         for quality in both
-        if (lost := of_task.accuracy_lost(quality["base"], quality["psc"]))
+        if (lost := of_task.accuracy_lost(quality["original"], quality["psc"]))
     ]

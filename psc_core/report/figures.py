@@ -1,7 +1,7 @@
 """Draw the figures of a report that all tasks share, with Matplotlib.
 
 Each function returns one figure, or None if there is nothing to draw.  Colours have the same meaning everywhere: blue
-for images of known classes, orange for made-up and out-of-distribution images, grey for limits.
+for images of known classes, orange for synthetic and out-of-distribution images, grey for limits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def draw(facts: Facts) -> dict[str, Figure]:
     manifest, content = facts.manifest, facts.content
     sized = content.sizes
     unknown = [images for images in content.sets if images.role is Role.OOD]
-    unknown = unknown or [images for images in content.sets if images.role is Role.MADE_UP]
+    unknown = unknown or [images for images in content.sets if images.role is Role.SYNTHETIC]
     size = (manifest.projection.c_proj, manifest.projection.d_proj)
     found: Figures = {
         "collapse": None if facts.collapse is None else collapse(facts.collapse, manifest.layers),

@@ -35,7 +35,7 @@ class RegressionSet(ScoredSet):
     values: Float[Tensor, " m"]  # the true numbers; empty for images without them
 
 
-LOSS: Final = 0.05  # the relative rise of the RMSE, compared to the plain network's, above which a warning is given
+LOSS: Final = 0.05  # the relative rise of the RMSE, compared to the original network's, above which a warning is given
 
 
 COVERAGES: Final = 19  # the number of nominal coverages, evenly spaced between 0 and 1, at which intervals are checked
@@ -126,7 +126,7 @@ class RegressionTaskReport(TaskReport[PSCRegressor, ScoredNumbers]):
     glossary: ClassVar = {
         "bin": "Numbers between two quantiles of the training images; bins take the place of classes.",
         **words.GLOSSARY,
-        "gate": "A reading with its own p-value: texture (early layer), kind (candidate layer).",
+        "check": "A value with its own p-value: texture (early layer), content (chosen layer).",
         "R²": "Fraction of the variance of the numbers that is explained: 1 is perfect, 0 no better than their mean.",
         "NC4": "How often the nearest bin mean is that of the number's bin, on validation images.",
         "interval": "Contains the true number with the nominal coverage, on images like the calibration images.",
@@ -153,9 +153,9 @@ class RegressionTaskReport(TaskReport[PSCRegressor, ScoredNumbers]):
             groups=parts_of(data),
         )
 
-    def made_up_set(self, name: str, model: PSCRegressor, packed: Float[Tensor, "n columns"]) -> RegressionSet:
+    def synthetic_set(self, name: str, model: PSCRegressor, packed: Float[Tensor, "n columns"]) -> RegressionSet:
         scored, none = numbers_of(model, packed), torch.empty(0, dtype=torch.float64)
-        return RegressionSet(name, Role.MADE_UP, scored.ood_score, scored.mean, scored.deviation, none)
+        return RegressionSet(name, Role.SYNTHETIC, scored.ood_score, scored.mean, scored.deviation, none)
 
     def limits_of(
         self, policy: RegressionPolicy, calibration: Calibration, metrics: Mapping[str, Any]

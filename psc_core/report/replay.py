@@ -17,7 +17,7 @@ def to_text(replay: Replay) -> str:
     lines = [f"{replay.name} from {first} to {last} under the bundle {replay.version}"]
     for title, header, rows in [*_tables(replay), *_moved(replay)]:
         lines += ["", title, *aligned([header, *rows], left=range(len(header)))]
-    if replay.audit:
+    if replay.sample:
         relabelled = replay.relabelled()
         label = f"; another label: {_cell(relabelled)}" if relabelled else ""
         lines += ["", f"another decision: {_cell(replay.flipped())}{label}"]
@@ -43,14 +43,14 @@ def write(replay: Replay, file: Path) -> None:
         }
         for before, after, examples in replay.flips()
     ]
-    relabelled = replay.relabelled() if replay.audit else None
+    relabelled = replay.relabelled() if replay.sample else None
     file.write_text(
         TEMPLATES.get_template("replay.html.jinja").render(
             replay=replay,
             tables=_tables(replay),
             moved=_moved(replay),
             flips=flips,
-            flipped=_cell(replay.flipped()) if replay.audit else None,
+            flipped=_cell(replay.flipped()) if replay.sample else None,
             relabelled=_cell(relabelled) if relabelled else None,
         ),
         encoding="utf-8",
@@ -63,17 +63,17 @@ def _tables(replay: Replay) -> list[_Table]:
     header = ["answered", *names]
     counts = [[before, *(str(replay.count(before, after)) for after in names)] for before in names]
     stored = (f"The {len(replay.rows)} logged images themselves, whatever they were stored for", header, counts)
-    if not replay.audit:
+    if not replay.sample:
         return [stored]
     cells = [[before, *(_cell(replay.fraction(before, after)) for after in names)] for before in names]
-    title = f"Of all answered images, by the {len(replay.audit)} of the audit slice, with 95 % intervals"
+    title = f"Of all answered images, by the {len(replay.sample)} of the random sample, with 95 % intervals"
     return [(title, header, cells), stored]
 
 
 def _moved(replay: Replay) -> list[_Table]:
     """Return tables of how far the numbers in the answers moved; none where answers are no numbers."""
     sets = {
-        f"the numbers in all answers moved ({replay.task.number()}), by the audit slice": replay.audit_moves(),
+        f"the numbers in all answers moved ({replay.task.number()}), by the random sample": replay.sampled_moves(),
         f"the numbers in the logged answers moved ({replay.task.number()})": replay.moves(),
     }
     return [

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 Texts = Mapping[str, tuple[str, str]]  # the title and explanation of each figure, in the order of the page
-PREDICTORS: Final = {"base": "the network itself", "psc": "with PSC"}  # others keep their names
+PREDICTORS: Final = {"original": "the original network", "psc": "with PSC"}  # others keep their names
 
 TEXTS: Final[Texts] = {
     "sizes": ("Size of the projection", "Squares mark the chosen number of components: the fewest that keep both."),
@@ -23,5 +23,5 @@ GLOSSARY: Final[Mapping[str, str]] = {
     "ε": "The NC1 below which a layer counts as collapsed.",
     "OOD score": "How unlike the training images an image is; higher is more unusual. Nats.",
     "alpha": "The rate of false alarms that the OOD threshold keeps on images like the calibration images, on average.",
-    "made-up images": "Validation images turned, binarised, framed …, to see what happens without OOD images.",
+    "synthetic OOD images": "Validation images turned, binarised, framed …, to see what happens without OOD images.",
 }

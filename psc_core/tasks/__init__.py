@@ -27,8 +27,6 @@ def task_of_images(data: ImageDataset) -> type[Task]:
 
 
 def task_of_manifest(manifest: Mapping[str, Any]) -> type[Task] | None:
-    """Return the task of the model that a manifest describes; None for one that this version does not know.
-
-    A classifier's manifest names no task, so that task is asked last.
-    """
-    return next((task for task in reversed(TASKS.values()) if task.is_of(manifest)), None)
+    """Return the task of the model that a manifest describes; None for one that this version does not know."""
+    name = manifest.get("task")
+    return TASKS.get(name) if isinstance(name, str) else None

@@ -1,7 +1,7 @@
 """What every task shares: outputs, decisions, calibration, predictions in Python, and the :class:`Task` itself.
 
 The network's step packs what it computes for n images into one matrix, so that one copy brings it to the host: a column
-for each score of the task, then K probabilities (0 for a task without them), then the p-value of each gate; float32,
+for each score of the task, then K probabilities (0 for a task without them), then the p-value of each check; float32,
 (n, S + K + G).  A calibration turns a policy into thresholds, and these turn outputs into decisions.
 """
 
@@ -61,7 +61,7 @@ class Outputs(Generic[Matrix]):
 
     packed: Matrix  # float32 (n, S + K + G)
     scores: Sequence[str]  # names of its scores
-    gates: Sequence[str]  # names of the model's gates
+    checks: Sequence[str]  # names of the model's checks
 
     def __len__(self) -> int:
         return len(self.packed)
@@ -73,22 +73,22 @@ class Outputs(Generic[Matrix]):
     @property
     def probabilities(self) -> Matrix:
         """A view of the class probabilities, (n, K)."""
-        return self.packed[:, len(self.scores) : self.packed.shape[1] - len(self.gates)]
+        return self.packed[:, len(self.scores) : self.packed.shape[1] - len(self.checks)]
 
     @property
-    def gate_p_values(self) -> Matrix:
-        """A view of the p-values of the gates, (n, G)."""
-        return self.packed[:, self.packed.shape[1] - len(self.gates) :]
+    def check_p_values(self) -> Matrix:
+        """A view of the p-values of the checks, (n, G)."""
+        return self.packed[:, self.packed.shape[1] - len(self.checks) :]
 
 
 def pack(
     names: Sequence[str],
     scores: Mapping[str, Float[Tensor, " batch"]],
     probabilities: Float[Tensor, "batch classes"],
-    gate_p_values: Sequence[Float[Tensor, "batch gates"]] = (),
+    check_p_values: Sequence[Float[Tensor, "batch checks"]] = (),
 ) -> Float[Tensor, "batch columns"]:
-    """Return the packed matrix; ``scores`` has an entry for each of ``names``, ``gate_p_values`` at most one."""
-    return torch.cat([*(scores[name][:, None] for name in names), probabilities, *gate_p_values], dim=1)
+    """Return the packed matrix; ``scores`` has an entry for each of ``names``, ``check_p_values`` at most one."""
+    return torch.cat([*(scores[name][:, None] for name in names), probabilities, *check_p_values], dim=1)
 
 
 AnyDecisions = TypeVar("AnyDecisions", bound="BaseDecisions")
@@ -122,12 +122,12 @@ class BaseDecisions:
     def columns(self, outputs: Outputs[FloatArray], classes: Sequence[str], **options: int | None) -> dict[str, Any]:
         """Return each field of the n answers by name: an array whose first axis is the images, or a value for each.
 
-        The fields are in the order of the service's JSON.  A task adds its own to these, which all have; ``gates`` is
-        left out for a model without gates.
+        The fields are in the order of the service's JSON.  A task adds its own to these, which all have; ``checks`` is
+        left out for a model without checks.
         """
         columns: dict[str, Any] = dict(zip(outputs.scores, outputs.packed.T, strict=False))
-        if outputs.gates:
-            columns["gates"] = list(map(dict, map(partial(zip, outputs.gates), outputs.gate_p_values)))
+        if outputs.checks:
+            columns["checks"] = list(map(dict, map(partial(zip, outputs.checks), outputs.check_p_values)))
         columns["is_ood"] = self.is_ood
         columns["decision"] = list(map(self.decision_names.__getitem__, self.decision.tolist()))
         return columns
@@ -266,9 +266,9 @@ class BasePrediction:
         return self.outputs["ood_p_value"]
 
     @property
-    def gates(self) -> dict[str, Tensor]:
-        """The p-value of each gate, ``float32 (n,)``, by name; empty for a model without gates."""
-        return dict(zip(self.outputs.gates, self.outputs.gate_p_values.T, strict=True))
+    def checks(self) -> dict[str, Tensor]:
+        """The p-value of each check, ``float32 (n,)``, by name; empty for a model without checks."""
+        return dict(zip(self.outputs.checks, self.outputs.check_p_values.T, strict=True))
 
     @property
     def is_ood(self) -> Tensor:
@@ -290,7 +290,7 @@ class BasePrediction:
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def to_pandas(self) -> DataFrame:
-        """Return a table with a row for each image and a column for each field, ``gates.NAME`` for each gate.
+        """Return a table with a row for each image and a column for each field, ``checks.NAME`` for each check.
 
         Raises:
             UsageError: If pandas is not installed.
@@ -298,8 +298,8 @@ class BasePrediction:
         pandas = needs("to_pandas", "pandas", "pandas")
         cells: dict[str, Any] = {}
         for name, column in self._columns().items():
-            if name == "gates":
-                cells |= {f"gates.{gate}": p_values.numpy() for gate, p_values in self.gates.items()}
+            if name == "checks":
+                cells |= {f"checks.{check}": p_values.numpy() for check, p_values in self.checks.items()}
             else:
                 cells[name] = column if getattr(column, "ndim", 1) == 1 else column.tolist()
         table: DataFrame = pandas.DataFrame(cells)
@@ -307,7 +307,7 @@ class BasePrediction:
 
     def _columns(self) -> dict[str, Any]:
         """Return the fields of the task's answer by name, in the order of their declaration."""
-        outputs = Outputs(self.outputs.packed.numpy(), self.outputs.scores, self.outputs.gates)
+        outputs = Outputs(self.outputs.packed.numpy(), self.outputs.scores, self.outputs.checks)
         columns = self.decisions.columns(outputs, self.classes)
         return {name: columns[name] for name in self.answer.model_fields if name in columns}
 
@@ -354,9 +354,9 @@ def _plain(cell: Any) -> Any:
 
 Agreement = tuple[str, object, object]  # a field of the manifest by its place in the JSON, what it should be, and is
 Datatype = Literal["FP32", "INT64", "UINT8", "BOOL", "BYTES"]  # of a tensor of the Open Inference Protocol
-GATES_OUTPUT: Final = "gates"  # the tensor of the gates' p-values, in the order of a model's gates
+CHECKS_OUTPUT: Final = "checks"  # the tensor of the checks' p-values, in the order of a model's checks
 UNUSUAL_COMPONENTS: Final = 5  # how many components an explanation names
-FIRST_LOOK_IMAGES: Final = 1000  # of each set, that :meth:`Task.first_look` is given at most
+FIRST_EVALUATION_IMAGES: Final = 1000  # of each set, that :meth:`Task.first_evaluation` is given at most
 
 WRONG_NETWORK: Final = "its weights or the preprocessing are wrong"
 
@@ -395,7 +395,7 @@ class Task(BaseModel, ABC):
     calibration_type: ClassVar[type[BaseCalibration]]  # by which a policy becomes thresholds
     prediction_type: ClassVar[type[BasePrediction]]  # of ``predict`` in Python
     heads: ClassVar[Mapping[str, type[Head]]]  # the heads by kind; the first is the default
-    output_heads: ClassVar[Mapping[str, type[Head]]] = {}  # those of base predictions
+    output_heads: ClassVar[Mapping[str, type[Head]]] = {}  # those of the original network's predictions
     abstentions: ClassVar[Mapping[str, int]]  # the code of the decision for each reason to abstain
     limits: ClassVar[Mapping[str, str]] = {"alpha": "ood_p_value"}  # the score for each threshold of the policy
     tensors: ClassVar[Mapping[str, Datatype]]  # of the v2 protocol, by name, in order
@@ -419,7 +419,7 @@ class Task(BaseModel, ABC):
 
     @classmethod
     def labelled(cls, train: ImageDataset, val: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
-        """Return both, labelled with the classes that collapse, projection, density and gates work on."""
+        """Return both, labelled with the classes that collapse, projection, density and checks work on."""
         return train, val.in_order(train.classes)
 
     @classmethod
@@ -463,8 +463,8 @@ class Task(BaseModel, ABC):
         return setting in cls.own_settings or setting not in OWNERS
 
     @classmethod
-    def averages_candidate(cls, settings: FitSettings) -> bool:
-        """Return whether a head reads the candidate's features averaged over positions besides z."""
+    def averages_layer(cls, settings: FitSettings) -> bool:
+        """Return whether a head reads the chosen layer's features averaged over positions besides z."""
         return cls.reads("head_input") and settings.head_input == "both"
 
     @classmethod
@@ -476,8 +476,8 @@ class Task(BaseModel, ABC):
 
     @classmethod
     @abstractmethod
-    def first_look(cls, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> FirstLook:
-        """Say how good the plain network, on the device, is on at most :data:`FIRST_LOOK_IMAGES` of each set.
+    def first_evaluation(cls, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> FirstLook:
+        """Say how good the original network, on the device, is on at most :data:`FIRST_EVALUATION_IMAGES` of each set.
 
         A person can compare it with what is known of the network: images that are resized, cropped or standardised
         otherwise than in training make it worse, and nothing else shows that.
@@ -489,12 +489,12 @@ class Task(BaseModel, ABC):
         """Return a fitted head, on the job's device; raises :class:`FitError` if features cannot be fitted."""
 
     @classmethod
-    def confidence_gate(cls, *, ambiguous: bool) -> tuple[bool, str]:
-        """Return whether a gate reads the energy, and why, a sentence; ``ambiguous`` where images have many labels."""
+    def confidence_check(cls, *, ambiguous: bool) -> tuple[bool, str]:
+        """Return whether a check reads the energy, and why, a sentence; ``ambiguous`` where images have many labels."""
         if ambiguous:
-            reason = "some images have several labels, so confidence is no gate and no images are mixed"
+            reason = "some images have several labels, so confidence is no check and no images are mixed"
             return False, reason
-        return True, "no image has several labels, so confidence is a gate"
+        return True, "no image has several labels, so confidence is a check"
 
     @classmethod
     @abstractmethod
@@ -512,13 +512,8 @@ class Task(BaseModel, ABC):
 
     # The manifest, and the properties of a model.
 
-    @classmethod
-    def is_of(cls, manifest: Mapping[str, Any]) -> bool:
-        """Return whether a manifest is of a model of this task."""
-        return manifest.get("task") == cls.name
-
     def manifest_fields(self) -> dict[str, Any]:
-        """Return the fields of a manifest that name the task, such that :meth:`is_of` holds; JSON types."""
+        """Return the fields of a manifest that describe the task, JSON types."""
         return {"task": self.name, **self.model_dump()}
 
     def agreements(self, manifest: Any) -> Sequence[Agreement]:
@@ -591,18 +586,18 @@ class Task(BaseModel, ABC):
     ) -> list[dict[str, Any]]:
         """Return an explanation for each image, from ``Pipeline.explain``; the head tells ``layers`` apart."""
 
-    def tensor_shape(self, name: str, classes: Sequence[str], gates: Sequence[str]) -> list[int]:
+    def tensor_shape(self, name: str, classes: Sequence[str], checks: Sequence[str]) -> list[int]:
         """Return the shape of one of the :attr:`tensors` without its first axis, the images."""
-        if name == GATES_OUTPUT:
-            return [len(gates)]
+        if name == CHECKS_OUTPUT:
+            return [len(checks)]
         return [self.probabilities(classes)] if name == "probabilities" else []
 
     def tensor(
         self, name: str, outputs: Outputs[FloatArray], decisions: BaseDecisions, classes: Sequence[str]
     ) -> npt.NDArray[Any] | Sequence[str]:
         """Return the values of one of the :attr:`tensors`, which for ``BYTES`` are texts."""
-        if name == GATES_OUTPUT:
-            return outputs.gate_p_values
+        if name == CHECKS_OUTPUT:
+            return outputs.check_p_values
         if name == "probabilities":
             return outputs.probabilities
         values: npt.NDArray[Any] | None = getattr(decisions, name, None)
@@ -622,6 +617,6 @@ def unusual_components(deviation: FloatArray) -> list[dict[str, Any]]:
 def run_network(
     net: Callable[[Tensor], Tensor], data: ImageDataset, compute: Compute
 ) -> Float[Tensor, "images outputs"]:
-    """Return the plain network's outputs for every image, in the precision of ``compute``, as float32 on the CPU."""
+    """Return the original network's outputs for every image, in the precision of ``compute``, as float32 on the CPU."""
     outputs = passes(data, compute, f"the network on {data.name}", net)
     return torch.cat([output.float().cpu() for output, _ in outputs])

@@ -58,8 +58,8 @@ from psc_core.heads.temperature import TemperatureHead, better_of, fit_temperatu
 from psc_core.numerics.features import check_features
 from psc_core.settings import DEFAULTS, FitSettings
 from psc_core.tasks.base import (
-    FIRST_LOOK_IMAGES,
-    GATES_OUTPUT,
+    CHECKS_OUTPUT,
+    FIRST_EVALUATION_IMAGES,
     WRONG_NETWORK,
     Agreement,
     BaseCalibration,
@@ -195,9 +195,9 @@ class Calibration(BaseCalibration):
         return self.label_probabilities[len(self) - conformal_rank(coverage, len(self))].item()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the scores by name, for a safetensors file; OOD scores are negated: of a density, log densities."""
+        """Return the scores by name, for a safetensors file."""
         return {
-            "scores": -self.ood_scores.flip(0),
+            "ood_scores": self.ood_scores,
             "entropies": self.entropies,
             "error_bounds": self.error_bounds,
             "label_probabilities": self.label_probabilities,
@@ -207,8 +207,10 @@ class Calibration(BaseCalibration):
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Calibration:
-        check_names(tensors, {"scores", "entropies", "error_bounds", "label_probabilities", "labels", "num_classes"})
-        scores = [tensors[name] for name in ("scores", "entropies", "label_probabilities")]
+        check_names(
+            tensors, {"ood_scores", "entropies", "error_bounds", "label_probabilities", "labels", "num_classes"}
+        )
+        scores = [tensors[name] for name in ("ood_scores", "entropies", "label_probabilities")]
         labels, classes = tensors["labels"], tensors["num_classes"]
         check_ascending(scores)
         if labels.shape != scores[0].shape:
@@ -230,10 +232,10 @@ class Calibration(BaseCalibration):
                 f"{bounds.dtype} of shape {tuple(bounds.shape)}, or some that are not finite; fit it again"
             )
         limits = ((-MAX_SCORE, MAX_SCORE), (0.0, math.log(max(int(classes), 1))), (0.0, 1.0), (0.0, 1.0))
-        names = ("scores", "entropies", "label_probabilities", "error_bounds")
+        names = ("ood_scores", "entropies", "label_probabilities", "error_bounds")
         for name, part, (low, high) in zip(names, (*scores, bounds), limits, strict=True):
             check_range(name, part, low, high, rounding=FLOAT32_ROUNDING)
-        return cls(-scores[0].flip(0), scores[1], bounds, scores[2], labels, int(classes))
+        return cls(scores[0], scores[1], bounds, scores[2], labels, int(classes))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -263,7 +265,7 @@ class ClassificationPrediction(BasePrediction):
 
     @property
     def epistemic(self) -> Tensor:
-        """``float32 (n,)`` in the model's ``epistemic_unit``; 0 for base predictions."""
+        """``float32 (n,)`` in the model's ``epistemic_unit``; 0 for the original network's predictions."""
         return self.outputs["epistemic"]
 
     @property
@@ -422,7 +424,7 @@ class Classification(Task):
     limits: ClassVar = {**Task.limits, "ambiguity_threshold": "predictive_entropy"}
     tensors: ClassVar[Mapping[str, Datatype]] = {
         "probabilities": "FP32",
-        **dict.fromkeys((*CLASSIFICATION_SCORES, GATES_OUTPUT), "FP32"),
+        **dict.fromkeys((*CLASSIFICATION_SCORES, CHECKS_OUTPUT), "FP32"),
         "is_ood": "BOOL",
         "label": "BYTES",
         "class_index": "INT64",
@@ -442,11 +444,11 @@ class Classification(Task):
                 f"a risk of {settings.risk:g} cannot be shown with {images} calibration images, even if all are right: "
                 f"it takes {fewest_to_show(settings.risk)}; give more images, or ask for a higher risk or for none"
             )
-        if settings.predictions == "base":
+        if settings.predictions == "original":
             for name, default in (("head", next(iter(cls.heads))), ("head_input", DEFAULTS.head_input)):
                 if getattr(settings, name) not in (None, default):
                     raise UsageError(
-                        f"expected no {name} beside predictions 'base', which are the network's own; leave one out"
+                        f"expected no {name} beside predictions 'original', which are the network's own; leave one out"
                     )
 
     @classmethod
@@ -457,7 +459,7 @@ class Classification(Task):
         if selection.network_output is not None:
             logits = selection.network_output[:]
             tempered = fit_temperature_head(logits, selection.labels).to(job.device)
-            if job.predictions == "base":
+            if job.predictions == "original":
                 return tempered
         head = fit_head(job, cls.heads)
         if tempered is None or logits is None:
@@ -495,11 +497,11 @@ class Classification(Task):
         return Calibrated(calibration, policy, {**calibration_metrics(scored, labels), "risk_asked": settings.risk})
 
     @classmethod
-    def first_look(cls, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> FirstLook:
+    def first_evaluation(cls, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> FirstLook:
         of_train, (of_val, predicted) = network_accuracy(net, train, compute)[0], network_accuracy(net, val, compute)
         text = (
-            f"the network itself: accuracy {of_train:.3f} on training and {of_val:.3f} on validation images (at most "
-            f"{FIRST_LOOK_IMAGES:,} of each)"
+            f"the original network: accuracy {of_train:.3f} on training and {of_val:.3f} on validation images (at most "
+            f"{FIRST_EVALUATION_IMAGES:,} of each)"
         )
         if not metrics.better_than_guessing(predicted, val.first_labels()):
             return FirstLook(text, f"THE NETWORK IS NO BETTER THAN GUESSING ON VALIDATION IMAGES, {WRONG_NETWORK}")
@@ -508,18 +510,11 @@ class Classification(Task):
             return FirstLook(text, warning)
         return FirstLook(f"{text}; if it should be higher, check the preprocessing")
 
-    @classmethod
-    def is_of(cls, manifest: Mapping[str, Any]) -> bool:
-        return bool(manifest.get("task", cls.name) == cls.name)  # Also of a manifest that names none.
-
-    def manifest_fields(self) -> dict[str, Any]:
-        return {}
-
     def agreements(self, manifest: Any) -> Sequence[Agreement]:
         head, classes = manifest.head, len(manifest.classes)
         is_own = head.kind in self.output_heads
         return (
-            ("predictions", "base" if is_own else "psc", manifest.predictions),
+            ("predictions", "original" if is_own else "psc", manifest.predictions),
             ("head.sizes.classes", classes, classes if is_own else head.sizes.get("classes")),
             ("head.layers (of a classifier)", list(manifest.layers) if head.layers else [], head.layers),
         )
@@ -618,7 +613,7 @@ def calibration_metrics(scored: Scored, labels: Tensor) -> dict[str, Any]:
 
 
 def network_accuracy(net: nn.Module, data: ImageDataset, compute: Compute) -> tuple[float, Int[Tensor, " n"]]:
-    """Return the plain network's accuracy, and what it predicts.
+    """Return the original network's accuracy, and what it predicts.
 
     Of an image with several labels the fraction that is predicted counts.
     """

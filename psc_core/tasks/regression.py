@@ -8,7 +8,7 @@ With y the true number of an image, μ its mean and σ = √(aleatoric² + epist
 and contains the true number of a future in-distribution image with probability ≥ 1 − α, over all images (split
 conformal with normalised residuals: Papadopoulos et al. 2002; Lei et al. 2018, section 5.2).
 
-Collapse, projection, density and gates work on classes.  For a regression these are *bins*: the numbers between two
+Collapse, projection, density and checks work on classes.  For a regression these are *bins*: the numbers between two
 neighbouring quantiles of the training images, so that each bin has about as many of them.  (The analogy is ours.)
 """
 
@@ -59,8 +59,8 @@ from psc_core.numerics.features import check_features
 from psc_core.settings import FitSettings
 from psc_core.tables import parse_number
 from psc_core.tasks.base import (
-    FIRST_LOOK_IMAGES,
-    GATES_OUTPUT,
+    CHECKS_OUTPUT,
+    FIRST_EVALUATION_IMAGES,
     WRONG_NETWORK,
     BaseCalibration,
     BaseDecisions,
@@ -251,7 +251,7 @@ def fit_calibration(
 
 
 class Regression(Task):
-    """The task of a network that predicts a number; density and gates work on bins of the numbers."""
+    """The task of a network that predicts a number; density and checks work on bins of the numbers."""
 
     name = "regression"
     noun = "regression"
@@ -266,7 +266,7 @@ class Regression(Task):
     }
     abstentions: ClassVar = {"ood": ABSTAIN_OOD, "uncertain": ABSTAIN_UNCERTAIN}
     tensors: ClassVar[Mapping[str, Datatype]] = {
-        **dict.fromkeys((*REGRESSION_SCORES, "lower", "upper", GATES_OUTPUT), "FP32"),
+        **dict.fromkeys((*REGRESSION_SCORES, "lower", "upper", CHECKS_OUTPUT), "FP32"),
         "is_ood": "BOOL",
     }
     has_numbers = True
@@ -304,8 +304,8 @@ class Regression(Task):
         return f"numbers of {train.target}"
 
     @classmethod
-    def confidence_gate(cls, *, ambiguous: bool) -> tuple[bool, str]:
-        return False, "a regression has no class probabilities, so confidence is no gate"
+    def confidence_check(cls, *, ambiguous: bool) -> tuple[bool, str]:
+        return False, "a regression has no class probabilities, so confidence is no check"
 
     @classmethod
     def fit_head(cls, job: HeadJob) -> RegressionHead:
@@ -341,15 +341,15 @@ class Regression(Task):
         )
 
     @classmethod
-    def first_look(cls, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> FirstLook:
+    def first_evaluation(cls, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> FirstLook:
         (of_train, _), (of_val, predicted) = (network_rmse(net, data, compute) for data in (train, val))
         spread, unit = (
             float(known_values(train.values).std(correction=0)),
             f" {cls.of_images(train).target.unit}".rstrip(),
         )
         text = (
-            f"the network itself: RMSE {of_train:.4g} on training and {of_val:.4g}{unit} on validation images (at most "
-            f"{FIRST_LOOK_IMAGES:,} of each), the deviation of the numbers is {spread:.4g}"
+            f"the original network: RMSE {of_train:.4g} on training and {of_val:.4g}{unit} on validation images (at "
+            f"most {FIRST_EVALUATION_IMAGES:,} of each), the deviation of the numbers is {spread:.4g}"
         )
         if not metrics.rises_with(predicted, known_values(val.values)):
             return FirstLook(text, f"THE NETWORK IS NO BETTER THAN GUESSING ON VALIDATION IMAGES, {WRONG_NETWORK}")
@@ -368,13 +368,6 @@ class Regression(Task):
 
     def relabelled(self, data: ImageDataset, labels: Sequence[str]) -> ImageDataset:
         return replace(data, target=self.target, values=torch.tensor([*map(float, labels)], dtype=torch.float64))
-
-    @classmethod
-    def is_of(cls, manifest: Mapping[str, Any]) -> bool:
-        return manifest.get("target") is not None
-
-    def manifest_fields(self) -> dict[str, Any]:
-        return self.model_dump()
 
     def number(self) -> Target:
         return self.target
@@ -493,7 +486,7 @@ def width_without_image(values: Float[Tensor, " n"], coverage: float) -> float:
 
 
 def network_rmse(net: nn.Module, data: ImageDataset, compute: Compute) -> tuple[float, Float[Tensor, " n"]]:
-    """Return the RMSE of the plain network on images with numbers, and what it predicts."""
+    """Return the RMSE of the original network on images with numbers, and what it predicts."""
     predicted = run_network(net, data, compute)[:, 0]
     return metrics.rmse(predicted, known_values(data.values)), predicted
 

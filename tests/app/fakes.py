@@ -18,11 +18,11 @@ from psc_core.answers import CLASSIFICATION_SCORES, ClassificationPolicy, Regres
 from psc_core.answers import REGRESSION_SCORES as VALUE_SCORES
 from psc_core.images.preprocess import Preprocess
 from psc_core.maps import Grid, LayerMap, PositionDensity
+from psc_core.stored_images import StoredImages
 from psc_core.tasks.base import Matrix, Outputs, Task, pack
 from psc_core.tasks.classification import Calibration, Classification
 from psc_core.tasks.regression import Calibration as ValueCalibration
 from psc_core.tasks.regression import Regression
-from psc_core.thumbnails import Thumbnails
 
 CLASSES = ("dark", "middle", "bright")
 PREPROCESS = Preprocess("L", 8, 8, None, (0.5,), (0.5,))
@@ -36,16 +36,16 @@ class FakePipeline:
     """Class by brightness; p-value falls with the variance of the pixels.
 
     Attributes:
-        sizes: Sizes of the batches that came, those at the gate too.
+        sizes: Sizes of the batches that came, those at the check too.
         seconds: How long a step takes.
         memory: Maximum number of images that fit; beyond, out of memory.
         dead: Every step fails.
-        gate: Steps wait for it.
+        check: Steps wait for it.
     """
 
     is_traced = False
     map: LayerMap | None = None
-    thumbnails: Thumbnails | None = None
+    stored_images: StoredImages | None = None
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -53,13 +53,13 @@ class FakePipeline:
         self.seconds = 0.0
         self.memory = 1 << 30
         self.dead = False
-        self.gate = threading.Event()
-        self.gate.set()
+        self.check = threading.Event()
+        self.check.set()
 
     def __call__(self, images: Tensor, /) -> Tensor:
         self.sizes.append(len(images))
         self.callers.append(threading.get_ident())
-        self.gate.wait(30)
+        self.check.wait(30)
         if self.seconds:
             time.sleep(self.seconds)
         if self.dead:
@@ -119,7 +119,7 @@ class FakePipelineWithMap(FakePipeline):
         self.map = LayerMap("layer1", Grid(8, 8), PositionDensity(tensors, record={}))
 
 
-class FakePipelineWithThumbnails(FakePipelineWithMap):
+class FakePipelineWithStoredImages(FakePipelineWithMap):
     """It also keeps a dark, a middle and a bright image of two pixels, from positions 10, 20 and 30."""
 
     def __init__(self, **values: Tensor) -> None:
@@ -131,18 +131,18 @@ class FakePipelineWithThumbnails(FakePipelineWithMap):
             "images": torch.tensor([10, 20, 30]),
             "labels": torch.arange(3),
         }
-        self.thumbnails = Thumbnails({**tensors, **values})
+        self.stored_images = StoredImages({**tensors, **values})
 
     def explain(self, images: Tensor, /, *, with_map: bool = False) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The nearest by brightness too."""
         packed, explanation = super().explain(images, with_map=with_map)
         brightness = images.float().mean((1, 2, 3))[:, None] / 255.0
-        assert self.thumbnails is not None
-        return packed, {**explanation, **self.thumbnails(brightness)._asdict()}
+        assert self.stored_images is not None
+        return packed, {**explanation, **self.stored_images(brightness)._asdict()}
 
 
-class FakePipelineWithGates(FakePipeline):
-    """Gives two gates the p-values 1 − brightness and brightness."""
+class FakePipelineWithChecks(FakePipeline):
+    """Gives two checks the p-values 1 − brightness and brightness."""
 
     def __call__(self, images: Tensor, /) -> Tensor:
         brightness = images.float().mean((1, 2, 3), keepdim=True)[:, :, 0, 0] / 255.0
@@ -172,7 +172,7 @@ class FakeModel:
     layer: str = "layer3"
     predictions: str = "psc"
     epistemic_unit: str = "fraction"
-    gates: tuple[str, ...] = ()
+    checks: tuple[str, ...] = ()
     score_names: tuple[str, ...] = CLASSIFICATION_SCORES
     report: dict[str, Any] = field(default_factory=lambda: {"metrics": {"accuracy": 0.99}})
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -189,7 +189,7 @@ class FakeModel:
 
     def outputs(self, packed: Matrix) -> Outputs[Matrix]:
         """Packed outputs, read by name."""
-        return Outputs(packed, self.score_names, self.gates)
+        return Outputs(packed, self.score_names, self.checks)
 
     def probed(self) -> FakeModel:
         """This one, untried."""

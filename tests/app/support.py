@@ -108,7 +108,7 @@ async def running(
             await until(lambda: not service.reasons())
         yield Running(client, service, models, app)
         for model in models.values():
-            model.pipeline.gate.set()
+            model.pipeline.check.set()
 
 
 def serve_next(app: Running, *models: PSC | Exception) -> None:

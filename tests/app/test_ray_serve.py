@@ -270,7 +270,7 @@ def test_two_replicas_answer_and_count_as_one_service(cluster: Cluster) -> None:
 
 @pytest.mark.slow
 def test_two_replicas_write_one_log(cluster: Cluster, tmp_path: Path) -> None:
-    settings = {"log": str(tmp_path / "log"), "log_flush_seconds": 0.5, "log_audit": 1.0}
+    settings = {"log": str(tmp_path / "log"), "log_flush_seconds": 0.5, "log_sample": 1.0}
     cluster.deploy(**settings)
     counted = cluster.counted("psc_log_rows_total", "result")
     sent: list[str] = []

@@ -128,9 +128,9 @@ OTHER_TYPE = {
     "density": r"expected torch\.float(32|64) for pooled\+\+\.\w+, got ",
     "head": r"expected torch\.float32 for laplace\.\w+, got ",
     "calibration": "expected .* float32 calibration scores",
-    "gates": r"expected (torch\.float(32|64) for gda\.\w+|float32 gates\.\w+ of \d gates), got ",
+    "checks": r"expected (torch\.float(32|64) for gda\.\w+|float32 checks\.\w+ of \d checks), got ",
     "map": r"expected torch\.float(32|64) for gaussian\.\w+, got ",
-    "thumbnails": r"expected torch\.\w+ thumbnails\.\w+ with axes .* got ",
+    "stored_images": r"expected torch\.\w+ stored_images\.\w+ with axes .* got ",
 }
 OTHER_SHAPE = {
     "backbone": r"backbone: expected body\.\S+ of shape ",
@@ -138,9 +138,9 @@ OTHER_SHAPE = {
     "density": r"expected pooled\+\+\.\w+ with axes .* got shape ",
     "head": r"expected laplace\.\w+ with axes .* got shape ",
     "calibration": "calibration scores of one length|one int64 num_classes",
-    "gates": r"expected (gda\.\w+ with axes .* got shape |float32 gates\.\w+ of \d gates, got )",
+    "checks": r"expected (gda\.\w+ with axes .* got shape |float32 checks\.\w+ of \d checks, got )",
     "map": r"expected (gaussian\.\w+ with axes .* got shape |tensors of 'gaussian' with sizes )",
-    "thumbnails": r"expected torch\.\w+ thumbnails\.\w+ with axes .* got ",
+    "stored_images": r"expected torch\.\w+ stored_images\.\w+ with axes .* got ",
 }
 
 

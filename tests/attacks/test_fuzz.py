@@ -24,7 +24,7 @@ NO_DEADLINE = settings(deadline=None, suppress_health_check=[HealthCheck.functio
 
 values = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 70), st.sampled_from([10**5, 10**9, 2**63, -(2**70)]),
-    st.floats(allow_nan=False), st.text(max_size=8), st.sampled_from(["gda", "tied", "duq", "0", "2", "bf16", "base"]),
+    st.floats(allow_nan=False), st.text(max_size=8), st.sampled_from(["gda", "tied", "duq", "0", "2", "bf16", "psc"]),
     st.lists(st.integers(0, 60), max_size=3), st.dictionaries(st.text(max_size=4), st.integers(), max_size=2),
 )  # fmt: skip
 

@@ -165,7 +165,7 @@ def test_counts_scans_as_libjpeg(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ignores_scan_markers_in_other_data() -> None:
-    """Thumbnails, colour profiles, and the film that a telephone puts behind a photograph."""
+    """StoredImages, colour profiles, and the film that a telephone puts behind a photograph."""
     data, many = jpeg_of(9), b"\xff\xda" * 2000
     comment = b"\xff\xfe" + struct.pack(">H", 2 + len(many)) + many
     for other in (data[:2] + comment + data[2:], data + many, data + jpeg_of(90)):

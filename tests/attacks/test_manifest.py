@@ -93,7 +93,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("classes", list(map(str, range(9))), "to be 9, got 10"),
     ("classes", "0123456789", "classes"),
     ("precision", "fp8", "precision"),
-    ("predictions", "base", "predictions"),
+    ("predictions", "original", "predictions"),
     ("head", None, "field head"),
     ("layers", [], "layers"),
     ("layers", ["2"], "head.layers"),

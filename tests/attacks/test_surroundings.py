@@ -25,7 +25,7 @@ def anyio_backend() -> str:
 @pytest.mark.parametrize("jump", [YEAR, -YEAR])
 async def test_a_wall_clock_that_jumps_ends_no_request(jump: float, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(deadline_seconds=1000) as app:
-        app.model.pipeline.gate.clear()
+        app.model.pipeline.check.clear()
         steps = len(app.model.pipeline.sizes)
         waiting = asyncio.create_task(app.client.post("/predict", content=png(1), headers=PNG))
         await until(lambda: len(app.model.pipeline.sizes) > steps)
@@ -35,7 +35,7 @@ async def test_a_wall_clock_that_jumps_ends_no_request(jump: float, monkeypatch:
         queued = asyncio.create_task(app.client.post("/predict", content=png(2), headers=PNG))
         await until(lambda: app.pending)
         app.service.registry.sweep()
-        app.model.pipeline.gate.set()
+        app.model.pipeline.check.set()
         assert [(await each).status_code for each in (waiting, queued)] == [200, 200]
 
 

@@ -123,7 +123,7 @@ def test_worst_gap_is_to_the_best_of_each_setting() -> None:
     assert tables.worst_gaps(tables.means(parts)) == pytest.approx({"PSC": 0.06, "KNN": 0.29})
 
 
-@pytest.mark.parametrize(("second", "verdict"), [(0.90, "tie"), (0.84, "behind")])
+@pytest.mark.parametrize(("second", "kind"), [(0.90, "tie"), (0.84, "behind")])
 def test_a_tie_is_a_paired_difference_within_its_standard_error(second: float, verdict: str) -> None:
     parts = [part("cifar10", 0, PSC=0.80, KNN=0.84), part("cifar10", 1, PSC=second, KNN=0.88)]
     assert tables.default_table(parts).splitlines()[-1].split("|")[-2].strip() == verdict

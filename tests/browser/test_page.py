@@ -28,8 +28,8 @@ from psc_core.tasks.regression import Thresholds
 from tests.app.fakes import (
     FakeModel,
     FakePipeline,
-    FakePipelineWithGates,
-    FakePipelineWithThumbnails,
+    FakePipelineWithChecks,
+    FakePipelineWithStoredImages,
     FakeValueModel,
     pixels,
     png,
@@ -166,7 +166,7 @@ def order(driver: Driver) -> list[str]:
     ]
 
 
-def verdict(driver: Driver, name: str) -> str:
+def decision_of(driver: Driver, name: str) -> str:
     badge = tile(driver, name).find_element("css selector", ".badge")
     return str(badge.get_attribute("data-decision"))
 
@@ -248,16 +248,16 @@ def test_the_panel_shows_the_numbers_of_an_image(page: Driver, files: dict[str, 
     assert errors(page) == []
 
 
-def test_names_the_gate_that_alarmed(driver: Driver, files: dict[str, Path]) -> None:
-    model = FakeModel(pipeline=FakePipelineWithGates(), gates=("texture", "kind"))
+def test_names_the_check_that_alarmed(driver: Driver, files: dict[str, Path]) -> None:
+    model = FakeModel(pipeline=FakePipelineWithChecks(), checks=("texture", "content"))
     with live_server({"m": model}) as url:
         driver.get(url)
         classify(driver, files["clear"], files["strange"])
-        assert verdict(driver, "clear.png") == "accept"
+        assert decision_of(driver, "clear.png") == "accept"
         open_panel(driver, "strange.png")
         assert text(driver, "#reason").startswith("Texture that no training image has, and a kind of image that is not")
         open_panel(driver, "clear.png")
-        assert (numbers(driver)["Gate texture"], numbers(driver)["Gate kind"]) == ("0", "1")
+        assert (numbers(driver)["Check texture"], numbers(driver)["Check kind"]) == ("0", "1")
         assert text(driver, "#reason") == "In distribution, and the answer is as sure as asked; closest to bright."
         assert errors(driver) == []
 
@@ -287,7 +287,7 @@ def test_shows_numbers_and_decides_by_their_intervals(driver: Driver, files: dic
                 query = {} if max_width is None else {"max_width": max_width}
                 answer = httpx.post(f"{url}/predict", files=sent, params=query).json()["predictions"][0]
                 known = "accept" if max_width is None and not answer["is_ood"] else answer["decision"]
-                assert verdict(driver, f"{name}.png") == known, (name, max_width)
+                assert decision_of(driver, f"{name}.png") == known, (name, max_width)
         assert errors(driver) == []
 
 
@@ -317,12 +317,12 @@ def test_sliders_decide_as_the_service_does(page: Driver, files: dict[str, Path]
         for name in names:
             sent = {"images": (f"{name}.png", files[name].read_bytes())}
             answer = httpx.post(f"{url}/predict", files=sent, params={"ambiguity_threshold": 9, **query}).json()
-            assert verdict(page, f"{name}.png") == answer["predictions"][0]["decision"], (name, query)
+            assert decision_of(page, f"{name}.png") == answer["predictions"][0]["decision"], (name, query)
     assert text(page, "#handed") == "Of 100 in-distribution images, 7 are handed to a person."
     assert "the service keeps its own" in text(page, "#own")
     find(page, "#reset")[0].click()
     until(lambda: not find(page, "#own")[0].is_displayed())
-    assert verdict(page, "clear.png") == "accept"
+    assert decision_of(page, "clear.png") == "accept"
 
 
 def decided(page: Driver, predictions: list[Any], policies: list[Any], model: Any) -> list[str]:
@@ -455,7 +455,7 @@ def test_why_tells_a_model_without_a_map_in_words(driver: Driver, files: dict[st
 
 
 def test_shows_where_and_what_it_is_nearest_to(driver: Driver, files: dict[str, Path]) -> None:
-    with live_server({"m": FakeModel(pipeline=FakePipelineWithThumbnails())}) as url:
+    with live_server({"m": FakeModel(pipeline=FakePipelineWithStoredImages())}) as url:
         driver.get(url)
         classify(driver, files["strange"])
         open_panel(driver, "strange.png")
@@ -546,7 +546,7 @@ def test_a_refused_image_says_why_and_spoils_no_other(page: Driver, files: dict[
     broken = tile(page, "broken.png")
     assert "expected one of JPEG, PNG" in broken.text
     until(lambda: len(find(page, ".thumb.none")) == 1)  # It has no preview.
-    assert verdict(page, "broken.png") == "error" and verdict(page, "clear.png") == "accept"
+    assert decision_of(page, "broken.png") == "error" and decision_of(page, "clear.png") == "accept"
     open_panel(page, "broken.png")
     assert "expected one of JPEG, PNG" in text(page, "#reason") and not find(page, "#answered")[0].is_displayed()
 
@@ -570,11 +570,11 @@ def test_a_busy_service_is_asked_again(driver: Driver, files: dict[str, Path]) -
     model = FakeModel()
     with live_server({"m": model}, max_queue_images=1, max_images_per_request=1, max_batch_size=1) as url:
         driver.get(url)
-        model.pipeline.gate.clear()
+        model.pipeline.check.clear()
         choose(driver, files["clear"], files["between"], files["strange"])
         refused = 'psc_rejected_total{reason="queue-full"}'
         until(lambda: refused in httpx.get(f"{url}/metrics").text)
-        model.pipeline.gate.set()
+        model.pipeline.check.set()
         until(lambda: text(driver, "#status") == "3 of 3 images classified.")
         assert find(driver, "[data-decision=error]:not([hidden])") == []
 
@@ -647,7 +647,7 @@ def test_a_service_that_came_back_with_other_models_is_asked_for_its_default(
         until(lambda: "second" in content(driver, "#model"))
         driver.execute_script("window.gone = 'models/second'")
         classify(driver, files["clear"])
-        assert "first" in content(driver, "#model") and verdict(driver, "clear.png") == "accept"
+        assert "first" in content(driver, "#model") and decision_of(driver, "clear.png") == "accept"
 
 
 def test_images_are_asked_again_when_their_model_was_reloaded(driver: Driver, files: dict[str, Path]) -> None:
@@ -769,7 +769,7 @@ def screen(driver: Driver, request: pytest.FixtureRequest) -> Iterator[str]:
 @needs_axe
 @pytest.mark.usefixtures("screen")
 def test_axe_finds_nothing(driver: Driver, files: dict[str, Path]) -> None:
-    with live_server({"m": FakeModel(pipeline=FakePipelineWithThumbnails())}) as url:
+    with live_server({"m": FakeModel(pipeline=FakePipelineWithStoredImages())}) as url:
         driver.get(url)
         until(lambda: "3 classes" in content(driver, "#model"))
         assert violations(driver) == []

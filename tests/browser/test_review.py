@@ -44,7 +44,7 @@ def log(tmp_path: Path) -> Log:
 def url(log: Log) -> Iterator[str]:
     models = {"m": FakeModel(), "v": FakeValueModel(version="w1")}
     with live_server(
-        models, log=log.where, log_images="abstained", log_audit=0.0, feedback_keys="reviewer", log_flush_seconds=3600
+        models, log=log.where, log_images="abstained", log_sample=0.0, feedback_keys="reviewer", log_flush_seconds=3600
     ) as url:
         for path, values in (("predict", (64, 65, 255)), ("models/v/predict", (255,))):
             for value in values:
@@ -54,7 +54,7 @@ def url(log: Log) -> Iterator[str]:
 
 
 def look(driver: Driver, url: str, key: str = "reviewer", cases: int = 3) -> None:
-    """Open the page and what waits for a verdict."""
+    """Open the page and what waits for a label."""
     driver.get(url)
     driver.execute_script("sessionStorage.clear()")
     until(find(driver, "#review")[0].is_displayed)
@@ -67,7 +67,7 @@ def look(driver: Driver, url: str, key: str = "reviewer", cases: int = 3) -> Non
 
 def labels(log: Log) -> list[tuple[str, str | None, str]]:
     return [
-        (label.verdict, label.label, label.source)
+        (label.kind, label.label, label.source)
         for name, _ in sorted(log.names("labels"), key=lambda each: each[1])
         for label in read_label_file(log, name)
     ]
@@ -124,7 +124,7 @@ def test_the_keyboard_is_enough(driver: Driver, url: str, log: Log) -> None:
     until(lambda: driver.switch_to.active_element.get_attribute("id") == "review-again")
     assert [each[:2] for each in labels(log)] == [("label", "90.0"), ("label", "bright"), ("none_of_the_classes", None)]
     press(ENTER)
-    until(lambda: text(driver, "#review-status") == "No logged image waits for a verdict.")
+    until(lambda: text(driver, "#review-status") == "No logged image waits for a label.")
 
 
 def test_what_cannot_be_reviewed_says_why(driver: Driver, url: str, log: Log) -> None:

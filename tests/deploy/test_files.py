@@ -277,7 +277,7 @@ def test_alerts_name_the_defaults_they_follow() -> None:
 
 
 def test_the_lock_pins_every_requirement() -> None:
-    """So the audit and the bill of materials, which read it, miss none."""
+    """So the sample and the bill of materials, which read it, miss none."""
     lines = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()[1:]
     pinned = {canonical(re.fullmatch(r"([\w.-]+)==[\w.+]+", line)[1]) for line in lines}  # type: ignore[index]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

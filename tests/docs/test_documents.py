@@ -16,8 +16,9 @@ import shtab
 
 from app.cli import parser as serve_parser
 from app.client_cli import parser as predict_parser
-from psc_core import gates
+from psc_core import checks
 from psc_core.answers import ClassificationAnswer
+from psc_core.checks import CHECKS
 from psc_core.cli.evaluate import parser as eval_parser
 from psc_core.cli.fit import parser as fit_parser
 from psc_core.cli.log import parser as log_parser
@@ -25,7 +26,6 @@ from psc_core.cli.recalibrate import parser as recalibrate_parser
 from psc_core.cli.replay import parser as replay_parser
 from psc_core.cli.report import parser as report_parser
 from psc_core.cli.score import parser as score_parser
-from psc_core.gates import GATES
 from tests.conftest import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -159,10 +159,10 @@ def test_documentation_site_builds_without_outside_hosts(tmp_path: Path) -> None
     assert [found for page in pages for found in re.findall(loaded, page.read_text())] == []
 
 
-@pytest.mark.parametrize("gate", GATES)
-def test_a_gate_has_one_meaning(gate: str) -> None:
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_check_has_one_meaning(check: str) -> None:
     """In the API's schema, in the documents, and in the table of the module that computes it."""
-    told = re.search(rf"`{gate}` \(([^)]+)\)", ClassificationAnswer.model_fields["gates"].description or "")
-    assert told and f"`{gate}` ({told[1]})" in (ROOT / "docs" / "service.md").read_text()
-    assert re.search(rf"^\| `{gate}` \|.*\| {told[1]} \|$", (ROOT / "docs" / "method.md").read_text(), re.MULTILINE)
-    assert re.search(rf"^``{gate}``.* {told[1]}(:|$)", gates.__doc__ or "", re.MULTILINE)
+    told = re.search(rf"`{check}` \(([^)]+)\)", ClassificationAnswer.model_fields["checks"].description or "")
+    assert told and f"`{check}` ({told[1]})" in (ROOT / "docs" / "service.md").read_text()
+    assert re.search(rf"^\| `{check}` \|.*\| {told[1]} \|$", (ROOT / "docs" / "method.md").read_text(), re.MULTILINE)
+    assert re.search(rf"^``{check}``.* {told[1]}(:|$)", checks.__doc__ or "", re.MULTILINE)

@@ -64,8 +64,8 @@ def test_the_circle_runs_as_it_stands(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     reviewed, of_class = map(int, re.findall(r"(\d+) reviewed: (\d+) of a class", run.stdout)[0])
     assert 300 < reviewed == of_class < 500 and "next: psc-serve" in run.stdout
-    assert f"Of all answered images, by the {reviewed} of the audit slice" in run.stdout
-    assert f"each of the {800 - reviewed} images outside the slice counts this many times" in run.stdout
+    assert f"Of all answered images, by the {reviewed} of the random sample" in run.stdout
+    assert f"each of the {800 - reviewed} images outside the random sample counts this many times" in run.stdout
     before, after = map(float, re.findall(r"of a class: ([\d.]+)% before, at most ([\d.]+)% ", run.stdout)[0])
     assert before > 2 * after
     assert (work / "replay.html").stat().st_size > 10_000

@@ -102,7 +102,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Path:
 
 @dataclass(frozen=True)
 class Setup:
-    """A case with weights on disk, and the network itself."""
+    """A case with weights on disk, and the original network."""
 
     case: Case
     net: nn.Module
@@ -196,12 +196,12 @@ def assert_loaded_is_fitted(fitted: PSC, loaded: PSC, images: Tensor) -> None:
 
 
 def assert_base_is_the_network(setup: Setup, psc: PSC, images: Tensor) -> None:
-    """``--predictions base`` gives the original network's softmax at its temperature."""
+    """``--predictions original`` gives the original network's softmax at its temperature."""
     with torch.inference_mode():
         logits = setup.net(psc.preprocess.standardise(images))
         expected = (logits / psc.pipeline.scorer.head.state_dict()["temperature"]).softmax(1)
     assert float(logits.softmax(1).std(0).min()) > 0.01  # images do differ
-    assert psc.predictions == "base"
+    assert psc.predictions == "original"
     torch.testing.assert_close(psc.predict(images).probabilities, expected, rtol=0, atol=1e-5)
 
 
@@ -217,7 +217,7 @@ def check(setup: Setup, monkeypatch: pytest.MonkeyPatch, where: Path) -> None:
     monkeypatch.undo()
 
     pattern = "^(" + "|".join(name.replace(".", r"\.") for name in loaded.layers) + ")$"
-    fitted, loaded = setup.run(monkeypatch, where / "base", "--predictions", "base", "--layers", pattern)
+    fitted, loaded = setup.run(monkeypatch, where / "original", "--predictions", "original", "--layers", pattern)
     assert_loaded_is_fitted(fitted, loaded, images)
     assert_base_is_the_network(setup, loaded, images)
     for precision in PRECISIONS:

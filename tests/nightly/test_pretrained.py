@@ -78,7 +78,7 @@ def test_pretrained_network_to_service(photographs: dict[str, list[bytes]], tmp_
     with torch.inference_mode():
         own = float((net(images).argmax(1) == truth).float().mean())
     accuracy = float((mine.probabilities.argmax(1) == truth).float().mean())
-    print(f"accuracy {accuracy:.3f}, of the network itself {own:.3f}; read after {psc.layer}")
+    print(f"accuracy {accuracy:.3f}, of the original network {own:.3f}; read after {psc.layer}")
     assert accuracy > own - 0.05
     assert torch.allclose(load_model(tmp_path / "bundle")(images).probabilities, mine.probabilities, atol=1e-3)
     files = [photographs[name][-1] for name in (*CLASSES, "frog", "airplane")]

@@ -212,7 +212,7 @@ def test_wide_layer_runs_in_column_ranges() -> None:
 def test_pattern_always_includes_penultimate_layer() -> None:
     report = measured(Net(), images(0, 40), images(1, 21), on_cpu(layers="conv|hidden"))
     assert [layer.name for layer in report.layers] == ["conv", "hidden", "out:input"]
-    assert report.candidate().layers[0] in ("conv", "hidden")
+    assert report.choose().layers[0] in ("conv", "hidden")
 
 
 def test_non_finite_features_name_layer() -> None:
@@ -259,7 +259,7 @@ def test_a_layer_that_differs_by_rounding_is_not_chosen() -> None:
     report = measured(Stale(), images(0, 90), images(1, 60), on_cpu())
     stale = report.layer("stale")
     assert stale.quality >= report.layer("first").quality, "its rounding tells the classes apart"
-    assert stale.nc1 == 0 and report.candidate().layers == ("first",)
+    assert stale.nc1 == 0 and report.choose().layers == ("first",)
 
 
 def report(*numbers: tuple[str, int, float, float], pattern: str | None = None, output: bool = True) -> CollapseReport:
@@ -276,23 +276,23 @@ def report(*numbers: tuple[str, int, float, float], pattern: str | None = None, 
 
 def test_caller_can_name_layer() -> None:
     table = report(("a", 4, 0.9, 0.5), ("bb", 4, 0.6, 0.8), ("p", 8, 0.1, 0.99), ("o", 2, 0.1, 0.9))
-    chosen = table.candidate("p")
+    chosen = table.choose("p")
     assert chosen.layers == ("p",) and "named by the caller" in chosen.reason
     assert table.nc4_of(chosen) == 0.99
     with pytest.raises(UsageError, match="measured layers, got 'b'; did you mean bb"):
-        table.candidate("b")
+        table.choose("b")
 
 
 def test_json_round_trip() -> None:
     measured = report(("a", 4, 0.9, 0.5), ("p", 8, 0.1, 0.99), output=False)
     assert CollapseReport.from_json(json.loads(json.dumps(measured.to_json()))) == measured
-    assert {"nc4", "nc4_error"} <= {*measured.to_json()["layers"][0]}, "the names of docs/bundle-format.md"
+    assert {"quality", "quality_error"} <= {*measured.to_json()["layers"][0]}, "the names of docs/bundle-format.md"
 
 
 def test_takes_highest_nc4_above_cutoff() -> None:
     chosen = report(
         ("a", 4, 0.9, 0.5), ("b", 4, 0.6, 0.8), ("c", 8, 0.4, 0.7), ("p", 8, 0.1, 0.99), ("o", 2, 0.9, 1.0)
-    ).candidate()
+    ).choose()
     assert chosen.layers == ("b",)
     assert "b (NC1 0.6000, NC4 0.8000), has the highest NC4 of the 3 layers with NC1 > 0.2" in chosen.reason
 
@@ -300,11 +300,11 @@ def test_takes_highest_nc4_above_cutoff() -> None:
 def test_takes_deepest_of_equals() -> None:
     assert report(
         ("a", 4, 0.9, 0.8), ("b", 4, 0.6, 0.8), ("c", 4, 0.5, 0.7), ("p", 8, 0.1, 0.9), ("o", 2, 0.1, 0.9)
-    ).candidate().layers == ("b",)
+    ).choose().layers == ("b",)
 
 
 def test_nc1_at_cutoff_does_not_pass() -> None:
-    assert report(("a", 4, 0.5, 0.3), ("p", 8, 0.2, 0.9), ("o", 2, 0.1, 0.9)).candidate().layers == ("a",)
+    assert report(("a", 4, 0.5, 0.3), ("p", 8, 0.2, 0.9), ("o", 2, 0.1, 0.9)).choose().layers == ("a",)
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_two_layers_near_the_cutoff(
         ("c", next_channels, next_nc1, 0.85),
         ("p", 8, 0.1, 0.9),
         ("o", 2, 0.1, 0.9),
-    ).candidate()
+    ).choose()
     assert chosen.layers == layers
     assert ("joins it" in chosen.reason) == (len(layers) == 2)
 
@@ -341,11 +341,11 @@ def test_takes_deepest_within_one_error() -> None:
     measured = report(
         ("a", 4, 0.9, 0.90), ("b", 4, 0.6, 0.89), ("c", 4, 0.5, 0.88), ("d", 4, 0.4, 0.85), ("p", 8, 0.1, 0.99)
     )
-    chosen = with_errors(measured, 0.0, 0.02, 0.021, 0.03, 0.0).candidate()
+    chosen = with_errors(measured, 0.0, 0.02, 0.021, 0.03, 0.0).choose()
     assert chosen.layers == ("c",)
     assert "within one standard error (0.0210) of the highest, 0.9000 after a" in chosen.reason
-    assert with_errors(measured, 0.0, 0.02, 0.019, 0.049, 0.0).candidate().layers == ("b",)
-    assert measured.candidate().layers == ("a",)
+    assert with_errors(measured, 0.0, 0.02, 0.019, 0.049, 0.0).choose().layers == ("b",)
+    assert measured.choose().layers == ("a",)
 
 
 @given(st.lists(st.tuples(*[st.floats(0, 1)] * 3), min_size=1, max_size=8))
@@ -357,65 +357,65 @@ def test_rule_equals_twin(numbers: list[tuple[float, float, float]]) -> None:
     assert measured.best is not None
     best = measured.best.index  # whose own error is 0, as it is measured
     errors = tuple(0.0 if i == best else error for i, error in enumerate(errors))
-    chosen = with_errors(measured, *errors).candidate()
-    assert chosen.layers == (f"layer{reference.candidate(nc1s, nc4s, errors, measured.epsilon)}",)
+    chosen = with_errors(measured, *errors).choose()
+    assert chosen.layers == (f"layer{reference.choose(nc1s, nc4s, errors, measured.epsilon)}",)
 
 
 def test_takes_the_trunk_where_nothing_has_collapsed() -> None:
     layers = (("a", 4, 0.9, 0.5), ("b", 4, 0.6, 0.8), ("t", 4, 0.4, 0.6), ("p", 8, 0.3, 0.7), ("o", 2, 0.1, 0.9))
     plain = report(*layers)
-    assert plain.candidate().layers == ("b",)
+    assert plain.choose().layers == ("b",)
     trunk = replace(plain, layers=tuple(replace(e, role="trunk") if e.name == "t" else e for e in plain.layers))
-    assert trunk.candidate().layers == ("t",)
-    assert "nothing has collapsed, NC1 > 0.2 after every layer" in trunk.candidate().reason
-    assert trunk.candidate("a").layers == ("a",) and replace(trunk, pattern="[ab]").candidate().layers == ("b",)
-    assert replace(trunk, measure=LinearFit).candidate().layers == ("b",)  # Shown for classes alone.
-    assert replace(trunk, epsilon=0.35).candidate().layers == ("b",)  # "p" has collapsed.
+    assert trunk.choose().layers == ("t",)
+    assert "nothing has collapsed, NC1 > 0.2 after every layer" in trunk.choose().reason
+    assert trunk.choose("a").layers == ("a",) and replace(trunk, pattern="[ab]").choose().layers == ("b",)
+    assert replace(trunk, measure=LinearFit).choose().layers == ("b",)  # Shown for classes alone.
+    assert replace(trunk, epsilon=0.35).choose().layers == ("b",)  # "p" has collapsed.
 
 
 def test_notes_say_that_candidate_is_early() -> None:
     deeper = [(f"l{i}", 4, 0.1, 0.9) for i in range(6)]
     measured = report(("a", 4, 0.9, 0.5), ("b", 8, 0.6, 0.4), *deeper)
-    (note,) = measured.candidate().notes
-    assert "among the first 1 of 7 layers" in note and "--layer l4" in note
-    assert measured.candidate("a").notes == (note,)
-    assert measured.candidate("b").notes == () == measured.candidate("l4").notes
+    (note,) = measured.choose().notes
+    assert "among the first 1 of 7" in note and "--layer l4" in note
+    assert measured.choose("a").notes == (note,)
+    assert measured.choose("b").notes == () == measured.choose("l4").notes
 
 
 def test_never_takes_output() -> None:
-    assert report(("a", 4, 0.5, 0.3), ("p", 2, 0.21, 0.9), ("o", 2, 0.2, 1.0)).candidate().layers == ("p",)
+    assert report(("a", 4, 0.5, 0.3), ("p", 2, 0.21, 0.9), ("o", 2, 0.2, 1.0)).choose().layers == ("p",)
 
 
 def test_takes_least_collapsed_when_none_passes() -> None:
-    chosen = report(("a", 4, 0.19, 0.3), ("p", 8, 0.1, 0.9), ("o", 2, 0.9, 0.9)).candidate()
+    chosen = report(("a", 4, 0.19, 0.3), ("p", 8, 0.1, 0.9), ("o", 2, 0.9, 0.9)).choose()
     assert chosen.layers == ("a",)
     assert "no layer has NC1 > 0.2" in chosen.reason
 
 
 def test_nc4_breaks_ties_of_collapsed_layers() -> None:
-    chosen = report(("a", 4, 0.1, 0.9), ("b", 4, 0.1, 0.5), ("p", 8, 0.05, 0.9), ("o", 2, 0.1, 0.9)).candidate()
+    chosen = report(("a", 4, 0.1, 0.9), ("b", 4, 0.1, 0.5), ("p", 8, 0.05, 0.9), ("o", 2, 0.1, 0.9)).choose()
     assert chosen.layers == ("a",)
 
 
 def test_pattern_limits_choice() -> None:
     limited = report(("a", 4, 0.9, 0.5), ("b", 4, 0.6, 0.8), ("p", 8, 0.7, 0.99), ("o", 2, 0.1, 0.9), pattern="^a$")
-    assert limited.candidate().layers == ("a",)
+    assert limited.choose().layers == ("a",)
     assert limited.penultimate == "p"
     with pytest.raises(UsageError, match="no layer before the output"):
-        replace(limited, pattern="^o$").candidate()
+        replace(limited, pattern="^o$").choose()
 
 
 def test_table_marks_candidate_and_explains() -> None:
     measured = report(("a", 4, 0.9, 0.5), ("layer1.conv", 4, 0.6, 0.8), ("p", 8, 0.1, 0.99), ("o", 2, 0.1, 0.9))
-    lines = to_text(measured, measured.candidate()).splitlines()
+    lines = to_text(measured, measured.choose()).splitlines()
     assert lines[0].split() == ["#", "layer", "form", "channels×spatial", "NC1", "NC4"]
-    assert lines[2].split() == ["1", "layer1.conv", "map", "4×4", "0.6000", "0.8000", "◀", "candidate"]
+    assert lines[2].split() == ["1", "layer1.conv", "map", "4×4", "0.6000", "0.8000", "◀", "chosen"]
     assert lines[3].endswith("penultimate") and lines[4].endswith("output")
-    assert lines[5].startswith("candidate: layer1.conv") and lines[6].startswith("penultimate: p")
+    assert lines[5].startswith("chosen layer: layer1.conv") and lines[6].startswith("penultimate: p")
     assert len(lines) == 7
     assert lines[1].index("0.9000") == lines[2].index("0.6000")
-    named = to_text(measured, measured.candidate("p")).splitlines()
-    assert named[3].endswith("◀ candidate  penultimate") and not any(line.startswith("penultimate:") for line in named)
+    named = to_text(measured, measured.choose("p")).splitlines()
+    assert named[3].endswith("◀ chosen  penultimate") and not any(line.startswith("penultimate:") for line in named)
 
 
 def test_csv() -> None:
@@ -424,7 +424,7 @@ def test_csv() -> None:
     assert lines[1] == {
         "index": "1",
         "layer": "p",
-        "kind": "map",
+        "form": "map",
         "channels": "8",
         "spatial": "4",
         "role": "penultimate",
@@ -465,7 +465,7 @@ def test_equals_ridge_on_whole_matrices(turned: tuple[ImageDataset, ImageDataset
     )
     got = report.layer("4").quality
     assert best - 0.02 < got <= best + 1e-6
-    chosen = report.candidate()
+    chosen = report.choose()
     assert LinearFit.name in chosen.reason and LinearFit.name in to_text(report, chosen) and ",r2" in to_csv(report)
     assert CollapseReport.from_json(report.to_json()) == report
     assert min(layer.quality_error for layer in report.layers if layer.quality_error is not None) == 0.0

@@ -286,7 +286,7 @@ def test_two_processes_equal_one() -> None:
     for report in first["reports"]:
         for layer, found in zip(alone.layers, report["layers"], strict=True):
             assert found["name"] == layer.name
-            assert found["nc1"] == pytest.approx(layer.nc1, rel=1e-8) and found["nc4"] == layer.quality
+            assert found["nc1"] == pytest.approx(layer.nc1, rel=1e-8) and found["quality"] == layer.quality
 
 
 def test_shards_partition_labelled_examples() -> None:

@@ -225,9 +225,9 @@ READINGS = st.lists(st.floats(0, 1e6, width=32), min_size=1, max_size=60)
 
 
 @given(READINGS)
-def test_thresholds_match_the_twin(readings: list[float]) -> None:
-    got = thresholds(torch.tensor(readings))
-    exact = naive.thresholds(readings, LEVELS, DECADES, TAIL_FRACTION)
+def test_thresholds_match_the_twin(values: list[float]) -> None:
+    got = thresholds(torch.tensor(values))
+    exact = naive.thresholds(values, LEVELS, DECADES, TAIL_FRACTION)
     expected = [(1 + DISTANCE_ROUNDING) * each for each in exact]
     np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-6)
     assert (got.diff() >= -1e-9 * got[-1]).all()
@@ -248,4 +248,4 @@ def test_levels_are_as_rare_as_they_say() -> None:
     fresh = fitted.grey(fitted(other[None])[0])
     for level, fraction in ((64, 0.1), (128, 0.01), (191, 10**-2.996)):
         assert float((fresh >= level).float().mean()) == pytest.approx(fraction, rel=0.2)
-    assert fitted.record["readings"] == 200_000
+    assert fitted.record["values"] == 200_000

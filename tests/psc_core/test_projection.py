@@ -15,7 +15,7 @@ from torch import Tensor
 from psc_core import FitSettings, fit_projection, open_dataset
 from psc_core import projection as fit_tucker
 from psc_core import projection as sizes
-from psc_core.collapse import Candidate
+from psc_core.collapse import ChosenLayer
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import BundleError, FitError
 from psc_core.images.preprocess import PRESETS
@@ -107,7 +107,7 @@ def test_round_trip() -> None:
         Projection.restore({**projection.config(), "c_proj": 3}, projection.state_dict())
 
 
-CANDIDATE = Candidate(("2",), "16 channels, 7 × 7 positions")
+CANDIDATE = ChosenLayer(("2",), "16 channels, 7 × 7 positions")
 SETTINGS = FitSettings(device="cpu")
 
 
@@ -147,9 +147,9 @@ def test_rejects_more_components_than_channels_vary_in(net: torch.nn.Module, tra
     pooled = torch.nn.Sequential(
         *[*net.children()][:3], torch.nn.AdaptiveAvgPool2d((1, 2)), torch.nn.Flatten(), torch.nn.Linear(32, 10)
     )
-    candidate = Candidate(("3",), "16 channels, 1 × 2 positions")
+    chosen = ChosenLayer(("3",), "16 channels, 1 × 2 positions")
     with pytest.raises(FitError, match=r"c_proj in 1…2, for the channels of this layer vary in no more ways, got 3"):
-        fit_projection(pooled, candidate, train, c_proj=3, d_proj=2, settings=SETTINGS)
+        fit_projection(pooled, chosen, train, c_proj=3, d_proj=2, settings=SETTINGS)
 
 
 @given(st.integers(1, 2048), st.integers(1, 224), st.integers(1 << 14, 1 << 30), st.booleans())
@@ -405,13 +405,13 @@ def test_column_ranges_give_the_same(data_root: Path, monkeypatch: pytest.Monkey
     """Class means beyond the budget are taken a range of columns at a time, in passes of their own."""
     net = tiny.network().eval()
     (train, reads), (val, _) = counted(data_root, "train"), counted(data_root, "val")
-    candidate = measured(net, train, val, SETTINGS.changed({"layers": "^4$"})).candidate("4")
-    whole = fit_projection(net, candidate, train, val, minimum_dim=8, settings=SETTINGS).report
+    chosen = measured(net, train, val, SETTINGS.changed({"layers": "^4$"})).choose("4")
+    whole = fit_projection(net, chosen, train, val, minimum_dim=8, settings=SETTINGS).report
     monkeypatch.setattr(sizes, "MIN_COLUMNS", 100)
     monkeypatch.setattr(fit_tucker, "reduced_positions", lambda channels, positions, budget: positions)
     reads.clear()
     few = SETTINGS.changed({"max_memory": 8 * 10 * 100})
-    parts = fit_projection(net, candidate, train, val, minimum_dim=8, settings=few).report
+    parts = fit_projection(net, chosen, train, val, minimum_dim=8, settings=few).report
     assert typical(reads) == 1 + 3, "16 channels × 16 positions in ranges of 100 columns"
     assert parts.scaled_nc1 == pytest.approx(whole.scaled_nc1, rel=1e-9)
     assert parts.scaled_nc4 == whole.scaled_nc4
@@ -426,7 +426,7 @@ def test_summary_names_the_choice_and_what_it_was_chosen_from() -> None:
     )
     more = replace(report, positions=((1, 0.8), (2, 0.95)), note="pooled", warning="lost")
     assert more.summary(0.92).splitlines()[1:] == [
-        "density on made-up images by spatial components (mean AUROC): 1 0.8000, 2 0.9500",
+        "density on synthetic OOD images by spatial components (mean AUROC): 1 0.8000, 2 0.9500",
         "note: pooled",
         "note: lost",
     ]

@@ -1,4 +1,4 @@
-"""The settings of a fit agree with the flags of ``psc-fit``, and later stages with the candidate's."""
+"""The settings of a fit agree with the flags of ``psc-fit``, and later stages with the chosen layer's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from psc_core import FitSettings
 from psc_core.cli.fit import parser
-from psc_core.collapse import Candidate, CollapseReport
+from psc_core.collapse import ChosenLayer, CollapseReport
 from psc_core.density import DENSITIES
 from psc_core.errors import UsageError
 from psc_core.fit import settings_for
@@ -34,7 +34,7 @@ def test_a_bundle_records_what_no_machine_decides() -> None:
 
 def test_the_last_stage_alone_reads_what_a_checkpoint_does_not_know() -> None:
     settings = FitSettings()
-    last = {"pca", "head", "predictions", "alpha", "coverage", "risk", "max_width", "ood_score", "keep_examples"}
+    last = {"pca", "head", "predictions", "alpha", "coverage", "risk", "max_width", "ood_score", "stored_images"}
     assert set(settings.recorded()) - set(settings.of_stages()) == last
 
 
@@ -52,7 +52,7 @@ def test_unknown_values_are_refused(settings: dict[str, Any]) -> None:
         ("c_proj", 0, "a positive integer or None"),
         ("d_proj", -2, "a positive integer or None"),
         ("pca", -3, "a positive integer or None"),
-        ("keep_examples", 0, "a positive integer or None"),
+        ("stored_images", 0, "a positive integer or None"),
         ("minimum_dim", -3, "a positive integer"),
         ("max_memory", -5, "a positive integer"),
         ("batch_images", 0, "a positive integer"),
@@ -104,15 +104,15 @@ def test_a_task_has_a_default_head() -> None:
 
 
 def test_later_stages_take_the_seed_and_the_epsilon_of_the_candidate() -> None:
-    candidate, by_hand = Candidate(("4",), "", (), REPORT), Candidate(("4",), "by hand")
-    assert settings_for(candidate, None, {"alpha": 0.1}) == FitSettings(seed=3, epsilon=0.1, alpha=0.1)
+    chosen, by_hand = ChosenLayer(("4",), "", (), REPORT), ChosenLayer(("4",), "by hand")
+    assert settings_for(chosen, None, {"alpha": 0.1}) == FitSettings(seed=3, epsilon=0.1, alpha=0.1)
     assert settings_for(by_hand, FitSettings(seed=7), {"head": "duq"}) == FitSettings(seed=7, head="duq")
-    with pytest.raises(UsageError, match=r"expected seed=3, with which 4 was chosen as the candidate, got 0"):
-        settings_for(candidate, FitSettings(epsilon=0.1), {})
+    with pytest.raises(UsageError, match=r"expected seed=3, with which 4 was chosen, got 0"):
+        settings_for(chosen, FitSettings(epsilon=0.1), {})
     with pytest.raises(UsageError, match=r"expected epsilon=0\.1, .* got 0\.2"):
-        settings_for(candidate, None, {"epsilon": 0.2})
+        settings_for(chosen, None, {"epsilon": 0.2})
     with pytest.raises(UsageError, match="expected a setting of a fit, got 'hat'"):
-        settings_for(candidate, None, {"hat": 1})
+        settings_for(chosen, None, {"hat": 1})
 
 
 def test_every_setting_is_a_keyword_of_python_functions() -> None:

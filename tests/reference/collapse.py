@@ -55,7 +55,7 @@ def paired_error(one: Sequence[bool], other: Sequence[bool], images: Sequence[in
     return float(np.sqrt(squares)) / len(images)
 
 
-def candidate(nc1s: Sequence[float], nc4s: Sequence[float], errors: Sequence[float], epsilon: float) -> int:
+def choose(nc1s: Sequence[float], nc4s: Sequence[float], errors: Sequence[float], epsilon: float) -> int:
     """Position of the deepest layer with NC1 > ε and NC4 within its error of the highest; at least one passes."""
     highest = max(nc4 for nc1, nc4 in zip(nc1s, nc4s, strict=True) if nc1 > epsilon)
     for depth in reversed(range(len(nc1s))):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tests.reference.gates import tail_excess
+from tests.reference.checks import tail_excess
 
 Array = npt.NDArray[np.float64]
 
@@ -42,9 +42,9 @@ def averaged(distances: Array) -> Array:
     return means
 
 
-def thresholds(readings: Sequence[float], levels: int, decades: int, tail: float) -> list[float]:
-    """The reading that a fraction 10^(−decades · g / levels) reaches, for g = 1, 2, …"""
-    ordered, m = sorted(readings), len(readings)
+def thresholds(values: Sequence[float], levels: int, decades: int, tail: float) -> list[float]:
+    """The value that a fraction 10^(−decades · g / levels) reaches, for g = 1, 2, …"""
+    ordered, m = sorted(values), len(values)
     log_t = [math.log((m - i) / (m + 1)) for i in range(m)]
     k = max(1, round(tail * m))
     excess = tail_excess(ordered, k)

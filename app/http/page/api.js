@@ -85,9 +85,9 @@ export async function getLoggedImage(file) {
   return (await patiently(() => request(`feedback/images/${encodeURIComponent(file)}`, {}, FEEDBACK_KEY))).blob();
 }
 
-export async function giveVerdict(verdict) {
+export async function sendLabel(label) {
   const headers = { "Content-Type": "application/json" };
-  await request("feedback", { method: "POST", headers, body: JSON.stringify(verdict) }, FEEDBACK_KEY);
+  await request("feedback", { method: "POST", headers, body: JSON.stringify(label) }, FEEDBACK_KEY);
 }
 
 // The explanation is requested at once, and nothing that a person tries out counts in the service's drift.

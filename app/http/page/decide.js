@@ -26,9 +26,9 @@ export function decide(prediction, policy, model) {
   return Math.fround(task.uncertainty(prediction)) <= Math.fround(task.limit(policy)) ? "accept" : task.abstention;
 }
 
-// Return the names of the gates with the smallest p-value.
+// Return the names of the checks with the smallest p-value.
 export function alarming(prediction) {
-  const gates = Object.entries(prediction.gates ?? {});
-  const smallest = Math.min(...gates.map(([, p]) => p));
-  return gates.filter(([, p]) => p === smallest).map(([name]) => name);
+  const checks = Object.entries(prediction.checks ?? {});
+  const smallest = Math.min(...checks.map(([, p]) => p));
+  return checks.filter(([, p]) => p === smallest).map(([name]) => name);
 }

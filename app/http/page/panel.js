@@ -68,7 +68,7 @@ function rows(prediction, policy, model) {
     ...taskOf(model).rows(prediction, policy, model),
     ["p-value", number(prediction.ood_p_value), `out of distribution up to ${number(policy.alpha)}`],
     ["OOD score", nats(prediction.ood_score), ""],
-    ...Object.entries(prediction.gates ?? {}).map(([gate, p]) => [`Gate ${gate}`, number(p), ""]),
+    ...Object.entries(prediction.checks ?? {}).map(([check, p]) => [`Check ${check}`, number(p), ""]),
   ];
 }
 

@@ -1,6 +1,6 @@
 // The latest images of the prediction log that were not accepted: a person with a key for feedback labels them.
 
-import { getLoggedImage, getUnreviewed, giveVerdict, useFeedbackKey } from "./api.js";
+import { getLoggedImage, getUnreviewed, sendLabel, useFeedbackKey } from "./api.js";
 import { DECISIONS } from "./decide.js";
 import { SMALL_PIXELS } from "./grid.js";
 import { taskOf } from "./tasks.js";
@@ -36,7 +36,7 @@ async function look() {
     for (const picture of cases.querySelectorAll("img")) URL.revokeObjectURL(picture.src);
     cases.replaceChildren(...images.map((image, index) => newCase(image, models[image.bundle_version], index + 1)));
     if (images.length > 0) progress();
-    else say("No logged image waits for a verdict.");
+    else say("No logged image waits for a label.");
   } catch ({ status, message }) {
     element("review-key-form").hidden = status !== 401;
     say(message);
@@ -48,7 +48,7 @@ function newCase(image, model, position) {
   const form = item.querySelector("form");
   const task = taskOf(model);
   const part = (selector) => item.querySelector(selector);
-  const prediction = { ...image.scores, gates: image.gates, prediction_set: [] };
+  const prediction = { ...image.scores, checks: image.checks, prediction_set: [] };
   part(".badge").dataset.decision = image.decision;
   part(".badge").textContent = DECISIONS[image.decision];
   part(".guess").textContent = `guess: ${task.guess(image, model)}`;
@@ -65,10 +65,10 @@ function newCase(image, model, position) {
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     const { value } = form.elements.label;
-    save(item, image, { verdict: "label", label: task.verdict(value) }, value);
+    save(item, image, { kind: "label", label: task.label(value) }, value);
   });
-  for (const [verdict, words] of Object.entries(WORDS)) {
-    form.elements[verdict].addEventListener("click", () => save(item, image, { verdict }, words));
+  for (const [kind, words] of Object.entries(WORDS)) {
+    form.elements[kind].addEventListener("click", () => save(item, image, { kind }, words));
   }
   return item;
 }
@@ -85,11 +85,11 @@ async function showPicture(picture, file) {
 
 const options = (names) => [new Option("choose a class", ""), ...names.map((name) => new Option(name, name))];
 
-async function save(item, { request_id, image_index, image_sha256 }, verdict, words) {
+async function save(item, { request_id, image_index, image_sha256 }, label, words) {
   const note = item.querySelector(".saved");
   const isFirst = !item.dataset.reviewed;
   try {
-    await giveVerdict({ request_id, image_index, image_sha256, ...verdict, source: "page" });
+    await sendLabel({ request_id, image_index, image_sha256, ...label, source: "page" });
     item.dataset.reviewed = "true";
     delete note.dataset.decision;
     note.textContent = `✓ ${words}`;
@@ -102,7 +102,7 @@ async function save(item, { request_id, image_index, image_sha256 }, verdict, wo
   }
 }
 
-// Return where the keyboard goes next: the next image without a verdict, from here on and then from the first.
+// Return where the keyboard goes next: the next image without a label, from here on and then from the first.
 function next(item) {
   const open = [...cases.children].filter((each) => !each.dataset.reviewed);
   const after = open.find((each) => item.compareDocumentPosition(each) & Node.DOCUMENT_POSITION_FOLLOWING);

@@ -4,7 +4,7 @@ import { taskOf } from "./tasks.js";
 
 function row({ file, prediction, decision, other, problem }, rival) {
   if (!prediction) return { file: file.name, error: problem ?? "no answer yet" };
-  const { probabilities, explanation, gates = {}, prediction_set: set, is_ood: isOod, ...scores } = prediction;
+  const { probabilities, explanation, checks = {}, prediction_set: set, is_ood: isOod, ...scores } = prediction;
   return {
     file: file.name,
     ...scores,
@@ -12,7 +12,7 @@ function row({ file, prediction, decision, other, problem }, rival) {
     is_ood: decision === "abstain_ood",
     ...(set && { prediction_set: set }),
     ...(probabilities && { probabilities }),
-    ...Object.fromEntries(Object.entries(gates ?? {}).map(([gate, p]) => [`gate_${gate}`, p])),
+    ...Object.fromEntries(Object.entries(checks ?? {}).map(([check, p]) => [`check_${check}`, p])),
     ...(rival && other && { other_decision: other.decision, other_answer: taskOf(rival).value(other.prediction) }),
   };
 }

@@ -50,7 +50,7 @@ const classification = {
   field: "select",
   guess: ({ label }) => label,
   choices: ({ label }, { classes }) => [label, ...classes.filter((name) => name !== label)],
-  verdict: (text) => text,
+  label: (text) => text,
 };
 
 const regression = {
@@ -100,7 +100,7 @@ const regression = {
   field: "input",
   guess: ({ scores }, model) => measured(scores.mean, model),
   choices: () => [],
-  verdict: Number,
+  label: Number,
 };
 
 export const TASKS = { classification, regression };

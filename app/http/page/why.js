@@ -9,7 +9,7 @@ const NEAREST = 3;
 const WIDE = 0.6; // of the image's area; a larger region is called no place
 const STRANGE = {
   texture: "texture that no training image has",
-  kind: "a kind of image that is not among the training images",
+  content: "a kind of image that is not among the training images",
   confidence: "fits the classes worse than the training images do",
 };
 const element = (id) => document.getElementById(id);
@@ -17,7 +17,7 @@ const element = (id) => document.getElementById(id);
 export function reason(prediction, decision, policy, model) {
   const near = nearTo(closest(prediction.explanation, model)[0]?.name, prediction.label);
   if (decision === "abstain_ood") {
-    const strange = alarming(prediction).map((gate) => STRANGE[gate] ?? gate).join(", and ") || "unlike the training images";
+    const strange = alarming(prediction).map((check) => STRANGE[check] ?? check).join(", and ") || "unlike the training images";
     const where = place(prediction.explanation?.map?.box);
     return sentence(`${strange}${where && `, ${where}`}${near}`);
   }

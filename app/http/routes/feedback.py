@@ -1,4 +1,4 @@
-"""Find the images of the log that people should review, and write their verdicts to its labels."""
+"""Find the images of the log that people should review, and write their labels to its labels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from app.log import LogWriter
 from app.service import service_of
 from psc_core.answers import Document
 from psc_core.errors import DataError, fault
-from psc_core.log.labels import LABEL, Label, Verdict, write_labels
+from psc_core.log.labels import LABEL, Label, LabelKind, write_labels
 from psc_core.log.review import Unreviewed
 from psc_core.log.store import IMAGE_PATH, MEDIA_TYPES, SHA256, LoggedModel, find_row, open_logged_image, read_model
 
@@ -36,8 +36,8 @@ def wait_seconds(deadline_s: float) -> float:
     return min(_MAX_WAIT_SECONDS, deadline_s / 3)
 
 
-def add_verdict(writer: LogWriter, label: Label, *, seconds: float) -> Label:
-    """Write a verdict and return it as written.  It may take seconds, so call it on a thread."""
+def add_label(writer: LogWriter, label: Label, *, seconds: float) -> Label:
+    """Write a label and return it as written.  It may take seconds, so call it on a thread."""
     try:
         row = _row(writer, label, seconds)
         if label.image_sha256 is not None and label.image_sha256 != row[SHA256]:
@@ -46,7 +46,7 @@ def add_verdict(writer: LogWriter, label: Label, *, seconds: float) -> Label:
                 f"the row is of {shown}, not of {label.image_sha256}; correct request_id or image_index"
             )
         checked = replace(label, image_sha256=row[SHA256], time=datetime.now(UTC), model=row["model"])
-        if label.verdict == LABEL:
+        if label.kind == LABEL:
             model = read_model(writer.log, row["bundle_version"])
             try:
                 checked = replace(checked, label=model.check_label(label.label or ""))
@@ -59,7 +59,7 @@ def add_verdict(writer: LogWriter, label: Label, *, seconds: float) -> Label:
 
 
 def to_review(writer: LogWriter, limit: int, *, seconds: float) -> tuple[list[Unreviewed], dict[str, LoggedModel]]:
-    """Return the newest logged images that were not accepted and have no verdict, and their models by version.
+    """Return the newest logged images that were not accepted and have no label, and their models by version.
 
     It may take seconds, so call it on a thread.
     """
@@ -96,7 +96,7 @@ def _row(writer: LogWriter, label: Label, seconds: float) -> dict[str, Any]:
 
 
 class Feedback(BaseModel):
-    """A verdict on one image of an answer."""
+    """A label on one image of an answer."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -107,33 +107,33 @@ class Feedback(BaseModel):
     image_sha256: str | None = Field(
         default=None, pattern=r"^[0-9a-f]{64}$", description="The SHA-256 of the file that was sent; checked if given."
     )
-    verdict: Verdict = Field(default=LABEL)
+    kind: LabelKind = Field(default=LABEL)
     label: str | int | float | None = Field(
-        default=None, description="The true class or number; required with the verdict `label`."
+        default=None, description="The true class or number; required of the kind `label`."
     )
-    source: str = Field(default="feedback", min_length=1, max_length=200, description="The origin of the verdict.")
+    source: str = Field(default="feedback", min_length=1, max_length=200, description="The origin of the label.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if (self.label is None) == (self.verdict == LABEL):
-            raise ValueError("expected a label with the verdict label, and no label with other verdicts")
+        if (self.label is None) == (self.kind == LABEL):
+            raise ValueError("expected a label of the kind label, and none with other kinds")
         return self
 
     def to_label(self) -> Label:
-        """Return the verdict as a label of the log, without checking it against a row."""
+        """Return the label as a label of the log, without checking it against a row."""
         parts = self.request_id.split("-")
         name = "-".join(parts[1:3]) if len(parts) == 4 else self.request_id
         text = None if self.label is None else str(self.label)
-        return Label(name, self.image_index, self.image_sha256, self.verdict, text, self.source, datetime.now(UTC))
+        return Label(name, self.image_index, self.image_sha256, self.kind, text, self.source, datetime.now(UTC))
 
 
 class FeedbackDocument(Document):
-    """A verdict as it was written to the log."""
+    """A label as it was written to the log."""
 
     request_id: str
     image_index: int
     image_sha256: str | None
-    verdict: str
+    kind: str
     label: str | None
 
 
@@ -148,7 +148,7 @@ router = APIRouter(tags=["feedback"])
     openapi_extra={"requestBody": _BODY},
 )
 async def feedback(request: Request) -> FeedbackDocument:
-    """Add a person's verdict on an image to the prediction log (with `--log`); the last verdict counts."""
+    """Add a person's label on an image to the prediction log (with `--log`); the last label counts."""
     service = service_of(request)
     service.keys.check_feedback(request.headers)
     body = await read_json_body(request, service.settings.upload_seconds)
@@ -157,8 +157,8 @@ async def feedback(request: Request) -> FeedbackDocument:
     except ValidationError as error:
         raise MalformedRequest(fault(error.errors(include_input=False, include_url=False)[0], "member")) from error
     seconds = wait_seconds(service.settings.deadline_seconds)
-    label = await service.search_log(lambda log: add_verdict(log, given.to_label(), seconds=seconds))
-    service.metrics.psc_feedback_total.labels(verdict=label.verdict).inc()
+    label = await service.search_log(lambda log: add_label(log, given.to_label(), seconds=seconds))
+    service.metrics.psc_feedback_total.labels(kind=label.kind).inc()
     return FeedbackDocument(**{name: getattr(label, name) for name in FeedbackDocument.model_fields})
 
 
@@ -174,7 +174,7 @@ _HEADERS: Final = {
 
 
 class ImageToReview(Document):
-    """A logged image that was not accepted and has no verdict."""
+    """A logged image that was not accepted and has no label."""
 
     request_id: str
     image_index: int
@@ -187,7 +187,7 @@ class ImageToReview(Document):
     label: str | None = Field(description="The most probable class; null for a regression.")
     policy: dict[str, Any] = Field(description="The thresholds behind the decision.")
     scores: dict[str, float] = Field(description="The scores of the answer, by name.")
-    gates: dict[str, float] = Field(description="The p-value of each gate.")
+    checks: dict[str, float] = Field(description="The p-value of each check.")
 
 
 class ReviewedModel(Document):
@@ -221,7 +221,7 @@ review_router = APIRouter(tags=["feedback"], responses=responses(401, 403, 429, 
 async def images(request: Request) -> ReviewDocument:
     """List the newest logged images (with `--log`) that were neither accepted nor reviewed.
 
-    `POST /feedback` takes a verdict on them.
+    `POST /feedback` takes a label on them.
     """
     service = service_of(request)
     service.keys.check_feedback(request.headers)
@@ -264,7 +264,7 @@ def _image(found: Unreviewed) -> ImageToReview:
             "model": found.model,
             "policy": json.loads(row["policy"]),
             "scores": found.scores,
-            "gates": dict(row["gates"] or ()),
+            "checks": dict(row["checks"] or ()),
         }
     )
 

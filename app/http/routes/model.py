@@ -77,8 +77,10 @@ class ModelDocument(Document):
     layer: str
     predictions: str = Field(description="`psc` or `base`.")
     task: TaskName
-    epistemic_unit: str = Field(description="The unit of `epistemic`; empty for base predictions, which lack it.")
-    gates: list[str] = Field(description="The gates that make up the OOD score; empty for a model without gates.")
+    epistemic_unit: str = Field(
+        description="The unit of `epistemic`; empty for the original network's predictions, which lack it."
+    )
+    checks: list[str] = Field(description="The checks that make up the OOD score; empty for a model without checks.")
     device: str
     backend: str
     target: PredictedNumber
@@ -156,7 +158,7 @@ def model_document(service: Service, name: str | None) -> ModelDocument:
         predictions=model.predictions,
         task=model.task.name,
         epistemic_unit=model.epistemic_unit,
-        gates=list(model.gates),
+        checks=list(model.checks),
         device=str(model.device),
         backend=served.backend,
         target=model.task.number(),

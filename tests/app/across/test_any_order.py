@@ -32,7 +32,7 @@ VALUES = (0, 128, 255)
 """Grey values, one of each class."""
 
 
-class Gate(threading.Event):
+class Check(threading.Event):
     """Never gives up waiting."""
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -78,7 +78,7 @@ class Models(dict[str, Any]):
     def __init__(self) -> None:
         super().__init__(m=None)
         self.versions: list[FakeModel] = []
-        self.loading = Gate()
+        self.loading = Check()
         self.loading.set()
         self.is_next_bad = False
 
@@ -87,15 +87,15 @@ class Models(dict[str, Any]):
         if self.is_next_bad:
             raise BundleError("the bundle is bad")
         model = FakeModel(version=f"v{len(self.versions)}")
-        model.pipeline.gate = Gate()
-        model.pipeline.gate.set()
+        model.pipeline.check = Check()
+        model.pipeline.check.set()
         self.versions.append(model)
         return model
 
     def release(self) -> None:
         """Hold up no step."""
         for model in self.versions:
-            model.pipeline.gate.set()
+            model.pipeline.check.set()
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -148,7 +148,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def hold_device(self) -> None:
-        self.models.versions[-1].pipeline.gate.clear()
+        self.models.versions[-1].pipeline.check.clear()
 
     @rule()
     def release_device(self) -> None:
@@ -215,7 +215,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @property
     def is_held(self) -> bool:
-        return not self.models.versions[-1].pipeline.gate.is_set()
+        return not self.models.versions[-1].pipeline.check.is_set()
 
     async def _start(self) -> None:
         self.models.is_next_bad = False

@@ -21,7 +21,7 @@ import pytest
 from psc_core.answers import CLASSIFICATION_SCORES
 from psc_core.answers import REGRESSION_SCORES as VALUE_SCORES
 from psc_core.log.store import open_log, read_rows
-from tests.app.fakes import FakeModel, FakePipelineWithGates, FakeValueModel, png
+from tests.app.fakes import FakeModel, FakePipelineWithChecks, FakeValueModel, png
 from tests.app.support import PNG, running
 from tests.served import GUARD_SECONDS, Server, serve_fake
 
@@ -44,8 +44,8 @@ def request_of(answer: httpx.Response) -> str:
 
 @pytest.mark.anyio
 async def test_rows_equal_the_answers_of_predict(tmp_path: Path) -> None:
-    with_gates = FakeModel(pipeline=FakePipelineWithGates(), gates=("texture", "kind"))
-    models = {"m": with_gates, "v": FakeValueModel(version="w1")}
+    with_checks = FakeModel(pipeline=FakePipelineWithChecks(), checks=("texture", "content"))
+    models = {"m": with_checks, "v": FakeValueModel(version="w1")}
     answers: dict[str, list[httpx.Response]] = {"m": [], "v": []}
     async with running(models, log=str(tmp_path), log_images="abstained,accept:0.5") as app:
         for name in models:
@@ -67,7 +67,7 @@ async def test_rows_equal_the_answers_of_predict(tmp_path: Path) -> None:
                 assert (row["probabilities"] is None) == (name == "v")
                 if name == "m":
                     assert row["probabilities"] == [np.float32(p) for p in prediction["probabilities"]]
-                    assert {gate: np.float32(p) for gate, p in prediction["gates"].items()} == dict(row["gates"])
+                    assert {check: np.float32(p) for check, p in prediction["checks"].items()} == dict(row["checks"])
                 assert json.loads(row["policy"]) == policy
                 assert row["bundle_version"] == answer.json()["model"]["version"]
                 assert row["image_sha256"] == hashlib.sha256(file).hexdigest()
@@ -143,7 +143,7 @@ def written(server: Server, kind: str = "rows") -> int:
 
 
 def test_two_workers_write_at_once(tmp_path: Path) -> None:
-    with serve_fake("--workers=2", f"--log={tmp_path}", "--log-flush-seconds=0.2", "--log-audit=0.5") as server:
+    with serve_fake("--workers=2", f"--log={tmp_path}", "--log-flush-seconds=0.2", "--log-sample=0.5") as server:
         server.wait_for_log('"model ready"', 2)
         with predicting(server) as answers:
             server.until(lambda: len(answers) >= 300 and written(server) > 0)
@@ -154,7 +154,7 @@ def test_two_workers_write_at_once(tmp_path: Path) -> None:
     assert set(rows) == {(request_of(answer), 0) for answer in answers}
     assert images == sum(row["image_path"] is not None for row in rows.values()) == len(answers)
     assert len(list((tmp_path / "images").rglob("*.png"))) == 1  # The same image each time.
-    assert 0 < sum(row["audit"] for row in rows.values()) < len(rows)
+    assert 0 < sum(row["sampled"] for row in rows.values()) < len(rows)
 
 
 def test_sigterm_writes_what_is_held(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_sigterm_writes_what_is_held(tmp_path: Path) -> None:
 
 
 def test_sigkill_loses_no_more_than_the_open_buffer(tmp_path: Path) -> None:
-    with serve_fake(f"--log={tmp_path}", "--log-flush-seconds=0.3", "--log-audit=1") as server:
+    with serve_fake(f"--log={tmp_path}", "--log-flush-seconds=0.3", "--log-sample=1") as server:
         with predicting(server) as answers:
             server.until(lambda: len(answers) >= 200)
             flushed = written(server)

@@ -23,8 +23,8 @@ def test_a_network_that_flattens_by_view(data_root: Path, tmp_path: Path) -> Non
     )
     net = load_network(FACTORY, num_classes=10)
     net.load_state_dict(tiny.train(train, epochs=3, factory=tiny.LeNet).state_dict())
-    candidate = measure_collapse(net, train, val).candidate("conv2")
-    fitted = fit_psc(net, candidate, fit_projection(net, candidate, train, val), train, val, predictions="base")
+    chosen = measure_collapse(net, train, val).choose("conv2")
+    fitted = fit_psc(net, chosen, fit_projection(net, chosen, train, val), train, val, predictions="original")
     fitted.save(tmp_path / "bundle")
     psc = PSC.load(tmp_path / "bundle", device="cpu", allow_factories=[FACTORY])
     assert psc.backbone.keep_output and psc.pipeline.scorer.backbone.memory_format == torch.channels_last

@@ -56,7 +56,7 @@ async def test_answers_are_those_of_predict(
                 assert getattr(got, name) == pytest.approx(float(expected.outputs[name][row]), rel=1e-3, abs=1e-3)
             assert (got.lower, got.upper) == pytest.approx(tuple(expected.interval[row].tolist()), rel=1e-3, abs=1e-3)
             assert got.decision == expected.decision[row] and got.is_ood == bool(expected.is_ood[row])
-            assert got.gates is not None and set(got.gates) == set(model.gates)
+            assert got.checks is not None and set(got.checks) == set(model.checks)
         assert {"accept", "abstain_ood"} <= {got.decision for got in document.predictions}
 
         explained = await client.post("/predict?explain=true", files=parts(digits[:4]))
@@ -115,7 +115,7 @@ async def test_v2_gives_the_numbers(angle_bundle: Path, digits: list[bytes]) -> 
         httpx.AsyncClient(transport=transport, base_url="http://test") as client,
     ):
         outputs = {each["name"]: each for each in (await client.get("/v2/models/m")).json()["outputs"]}
-        assert list(outputs) == [*REGRESSION_SCORES, "lower", "upper", "gates", "is_ood", "map"]
+        assert list(outputs) == [*REGRESSION_SCORES, "lower", "upper", "checks", "is_ood", "map"]
         sizes = [len(data).to_bytes(4, "little") + data for data in digits[:5]]
         binary = b"".join(sizes)
         tensor = {

@@ -15,7 +15,7 @@ import grpc
 from tritonclient.utils import InferenceServerException
 
 from app.grpc import METHODS, PREFIX
-from tests.app.fakes import FakeModel, FakePipelineWithGates, pixels, png
+from tests.app.fakes import FakeModel, FakePipelineWithChecks, pixels, png
 from tests.app.grpc.support import calling, encoded, raw
 from tests.app.support import Running
 
@@ -68,7 +68,7 @@ async def test_health_and_metadata() -> None:
 
 
 async def test_inference_is_that_of_rest() -> None:
-    models = {"m": FakeModel(), "gates": FakeModel(pipeline=FakePipelineWithGates(), gates=("texture", "kind"))}
+    models = {"m": FakeModel(), "checks": FakeModel(pipeline=FakePipelineWithChecks(), checks=("texture", "content"))}
     async with calling(models) as (app, client):
         entry = {"name": "images", "datatype": "UINT8", "shape": list(GREY.shape), "data": GREY.tolist()}
         for model in models:

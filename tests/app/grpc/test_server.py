@@ -187,7 +187,7 @@ async def test_who_leaves_waits_for_no_place() -> None:
 @pytest.mark.anyio
 async def test_overload_says_when_to_come_back() -> None:
     async with calling(max_queue_images=1, max_batch_size=1, max_images_per_request=1) as (app, client):
-        app.model.pipeline.gate.clear()
+        app.model.pipeline.check.clear()
         running = len(app.model.pipeline.sizes)
         waiting = [asyncio.ensure_future(client.infer("m", [raw(GREY)]))]
         await until(lambda: len(app.model.pipeline.sizes) > running)
@@ -198,7 +198,7 @@ async def test_overload_says_when_to_come_back() -> None:
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert int(dict(error.trailing_metadata())["retry-after"]) >= 1
         assert "traceresponse" in dict(error.trailing_metadata())
-        app.model.pipeline.gate.set()
+        app.model.pipeline.check.set()
         await asyncio.gather(*waiting)
 
 
@@ -206,7 +206,7 @@ async def test_overload_says_when_to_come_back() -> None:
 @pytest.mark.anyio
 async def test_work_of_a_client_that_left_is_dropped() -> None:
     async with calling(max_batch_size=1) as (app, client), channel_to(app) as channel:
-        app.model.pipeline.gate.clear()
+        app.model.pipeline.check.clear()
         running = len(app.model.pipeline.sizes)
         held = asyncio.ensure_future(client.infer("m", [raw(GREY)]))
         await until(lambda: len(app.model.pipeline.sizes) > running)
@@ -217,7 +217,7 @@ async def test_work_of_a_client_that_left_is_dropped() -> None:
         async with asyncio.timeout(GUARD_SECONDS):
             while await app.metric('psc_rejected_total{reason="client-gone"}') < 1:
                 await asyncio.sleep(0.01)
-        app.model.pipeline.gate.set()
+        app.model.pipeline.check.set()
         await held
         assert len(app.model.pipeline.sizes) == running + 1
 

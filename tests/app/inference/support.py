@@ -117,5 +117,5 @@ async def engine(
             await made.start()
             network.sizes.clear()
         yield setup
-        network.gate.set()
+        network.check.set()
         await made.close(within_s=5)

@@ -78,12 +78,12 @@ async def test_small_files_of_many_pixels_are_decoded_on_threads() -> None:
 @pytest.mark.usefixtures("device_thread")
 async def test_waiting_requests_run_as_one_batch() -> None:
     async with engine() as setup:
-        setup.network.gate.clear()
+        setup.network.check.clear()
         first = asyncio.create_task(setup.arrays(pixels(1)))
         await until(lambda: setup.network.sizes)
         others = [asyncio.create_task(setup.arrays(pixels(k))) for k in range(6)]
         await until(lambda: setup.engine.pending == 6)
-        setup.network.gate.set()
+        setup.network.check.set()
         await asyncio.gather(first, *others)
         assert setup.network.sizes == [1, 6]
 
@@ -118,7 +118,7 @@ async def test_nothing_is_admitted_before_warm_up() -> None:
 @pytest.mark.usefixtures("device_thread")
 async def test_the_deadline_is_kept_while_the_device_is_busy() -> None:
     async with engine(deadline_s=0.05) as setup:
-        setup.network.gate.clear()
+        setup.network.check.clear()
         running = asyncio.create_task(setup.arrays(pixels(1)))
         waiting = asyncio.create_task(setup.arrays(pixels(2)))
 
@@ -137,7 +137,7 @@ async def test_request_of_a_client_that_left_never_reaches_the_device() -> None:
     left = False
 
     async with engine() as setup:
-        setup.network.gate.clear()
+        setup.network.check.clear()
         first = asyncio.create_task(setup.arrays(pixels(1)))
         await until(lambda: setup.network.sizes)
         gone = asyncio.create_task(setup.arrays(*[pixels(2)] * 5, disconnected=lambda: left))
@@ -149,7 +149,7 @@ async def test_request_of_a_client_that_left_never_reaches_the_device() -> None:
         with pytest.raises(ClientGone):
             await gone
         assert setup.engine.pending == 0
-        setup.network.gate.set()
+        setup.network.check.set()
         await first
         assert setup.network.sizes == [1]
 
@@ -157,7 +157,7 @@ async def test_request_of_a_client_that_left_never_reaches_the_device() -> None:
 @pytest.mark.usefixtures("device_thread")
 async def test_cancelled_handler_drops_its_request() -> None:
     async with engine() as setup:
-        setup.network.gate.clear()
+        setup.network.check.clear()
         first = asyncio.create_task(setup.arrays(pixels(1)))
         await until(lambda: setup.network.sizes)
         task = asyncio.create_task(setup.arrays(pixels(2)))
@@ -166,21 +166,21 @@ async def test_cancelled_handler_drops_its_request() -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert setup.engine.pending == 0
-        setup.network.gate.set()
+        setup.network.check.set()
         await first
 
 
 @pytest.mark.usefixtures("device_thread")
 async def test_a_full_queue_refuses_without_decoding() -> None:
     async with engine(queue=4) as setup:
-        setup.network.gate.clear()
+        setup.network.check.clear()
         first = asyncio.create_task(setup.arrays(pixels(1)))
         await until(lambda: setup.network.sizes)
         waiting = asyncio.create_task(setup.arrays(*[pixels(2)] * 4))
         await until(lambda: setup.engine.pending == 4)
         with pytest.raises(QueueFull, match="4 of 4 places"):
             await setup.engine.predict([EncodedImage(b"never looked at")])
-        setup.network.gate.set()
+        setup.network.check.set()
         await asyncio.gather(first, waiting)
 
 
@@ -219,26 +219,26 @@ async def test_closing_waits_for_answers_on_their_way_to_the_loop(monkeypatch: p
 @pytest.mark.usefixtures("device_thread")
 async def test_closing_gives_up_on_a_device_that_hangs() -> None:
     async with engine() as setup:
-        setup.network.gate.clear()
+        setup.network.check.clear()
         task = asyncio.create_task(setup.arrays(pixels(1)))
         await until(lambda: setup.network.sizes)
         closing = asyncio.create_task(setup.engine.close(within_s=0.05))
         with pytest.raises(NotReady, match="shutting down"):
             await task
-        setup.network.gate.set()
+        setup.network.check.set()
         await closing
 
 
 @pytest.mark.usefixtures("device_thread")
 async def test_deadlines_are_kept_while_closing() -> None:
     async with engine(deadline_s=0.05) as setup:
-        setup.network.gate.clear()
+        setup.network.check.clear()
         task = asyncio.create_task(setup.arrays(pixels(1)))
         await until(lambda: setup.network.sizes)
         closing = asyncio.create_task(setup.engine.close(within_s=60))
         with pytest.raises(DeadlineExceeded):
             await task
-        setup.network.gate.set()
+        setup.network.check.set()
         await closing
 
 

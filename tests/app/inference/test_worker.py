@@ -62,11 +62,11 @@ async def test_device_that_dies_on_the_event_loop_is_reported(monkeypatch: pytes
 @pytest.mark.usefixtures("device_thread")
 async def test_dead_device_fails_everything_and_is_reported() -> None:
     async with engine() as setup:
-        setup.network.gate.clear()
+        setup.network.check.clear()
         requests = [asyncio.create_task(setup.arrays(pixels(k), pixels(k))) for k in range(20)]
         await until(lambda: setup.network.sizes)
         setup.network.dead = True
-        setup.network.gate.set()
+        setup.network.check.set()
         errors = await asyncio.gather(*requests, return_exceptions=True)
         assert all(isinstance(error, DeviceError) for error in errors)
         await until(lambda: setup.engine.device_error is not None)

@@ -17,7 +17,7 @@ from tests.app.support import running, until
 pytestmark = pytest.mark.anyio
 
 
-class Gate:
+class Check:
     """Holds up the removal of files until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,23 +42,23 @@ def old_images(folder: Path, count: int) -> list[Path]:
 
 
 async def test_log_is_written_while_old_images_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, files = Gate(monkeypatch), old_images(tmp_path, 3)
-    settings: dict[str, Any] = {"log_days": 1, "log_flush_seconds": 0.05, "log_audit": 0, "drain_seconds": 0.2}
+    check, files = Check(monkeypatch), old_images(tmp_path, 3)
+    settings: dict[str, Any] = {"log_days": 1, "log_flush_seconds": 0.05, "log_sample": 0, "drain_seconds": 0.2}
     async with running(log=str(tmp_path), **settings) as app:
-        await until(gate.is_reached.is_set)
+        await until(check.is_reached.is_set)
         await send(app, 0, 255)
         await until(lambda: len(rows_in(tmp_path)) == 2)
         assert all(file.exists() for file in files)
-    gate.is_open.set()  # The service ended without it.
+    check.is_open.set()  # The service ended without it.
 
 
 async def test_removal_ends_after_the_file_it_is_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, files = Gate(monkeypatch), old_images(tmp_path, 3)
+    check, files = Check(monkeypatch), old_images(tmp_path, 3)
     pruner = LogPruner(open_log(tmp_path), 1)
     pruner.start()
-    await until(gate.is_reached.is_set)
+    await until(check.is_reached.is_set)
     pruner.end()
-    gate.is_open.set()
+    check.is_open.set()
     await until(lambda: not pruner.is_alive())
     assert [file.exists() for file in files] == [False, True, True]
 

@@ -93,7 +93,9 @@ def test_images_that_are_not_monitored_are_never_of_the_audit_slice(is_monitored
     made = request(Sampling(1.0, (1.0, 1.0, 1.0), (1.0, 1.0, 1.0)), is_monitored=is_monitored)
     rows = OpenRows(made.source, day_of(NOON))
     rows.add(made, made.drawn())
-    assert {(row["audit"], row["audit_probability"]) for row in written(rows)} == {(is_monitored, float(is_monitored))}
+    assert {(row["sampled"], row["sample_probability"]) for row in written(rows)} == {
+        (is_monitored, float(is_monitored))
+    }
 
 
 def test_a_regression_has_neither_labels_nor_probabilities() -> None:

@@ -18,11 +18,11 @@ def sampling(task: object = None, **settings: object) -> Sampling:
 
 def test_probabilities_by_decision() -> None:
     assert sampling() == Sampling(0.01, (1.0, 1.0, 1.0), (0.01, 1.0, 1.0))
-    drawn = sampling(log_rows=0.1, log_audit=0.02, log_images="abstain_ood,abstain_ambiguous:0.5,accept:0.01")
+    drawn = sampling(log_rows=0.1, log_sample=0.02, log_images="abstain_ood,abstain_ambiguous:0.5,accept:0.01")
     assert drawn == Sampling(0.02, (0.1, 0.5, 1.0), (0.02, 0.5, 1.0))
     of_value = sampling(Regression(target=Target(name="x")), log_rows=0, log_images="abstained:0.3,accept:0.2")
     assert of_value == Sampling(0.01, (0.2, 0.3, 0.3), (0.2, 0.3, 0.3))
-    assert sampling(log_images="", log_audit=0, log_rows=0) == Sampling(0.0, (0.0, 0.0, 0.0), (0.0, 0.0, 0.0))
+    assert sampling(log_images="", log_sample=0, log_rows=0) == Sampling(0.0, (0.0, 0.0, 0.0), (0.0, 0.0, 0.0))
 
 
 def test_numbers_are_fixed_and_uniform() -> None:

@@ -49,7 +49,7 @@ def rows_in(folder: Path) -> list[dict[str, Any]]:
 
 
 async def test_one_file_of_the_rows_of_a_while(tmp_path: Path) -> None:
-    async with running(log=str(tmp_path), log_audit=0) as app:
+    async with running(log=str(tmp_path), log_sample=0) as app:
         await send(app, 0, 255, 70)
         assert rows_in(tmp_path) == [] and app.service.log is not None and app.service.log.held_bytes > 0
         assert await app.metric("psc_log_held_bytes") > 0
@@ -60,7 +60,7 @@ async def test_one_file_of_the_rows_of_a_while(tmp_path: Path) -> None:
 
 
 async def test_rows_are_there_after_a_while(tmp_path: Path) -> None:
-    async with running(log=str(tmp_path), log_flush_seconds=0.05, log_audit=0) as app:
+    async with running(log=str(tmp_path), log_flush_seconds=0.05, log_sample=0) as app:
         await send(app, 0)
         await until(lambda: len(rows_in(tmp_path)) == 1)
         await send(app, 255)
@@ -69,7 +69,7 @@ async def test_rows_are_there_after_a_while(tmp_path: Path) -> None:
 
 
 async def test_replaced_models_are_forgotten(tmp_path: Path) -> None:
-    async with running(log=str(tmp_path), log_flush_seconds=0.05, log_audit=0, admin_keys="root") as app:
+    async with running(log=str(tmp_path), log_flush_seconds=0.05, log_sample=0, admin_keys="root") as app:
         log = app.service.registry.get().log
         assert log is not None
         source = weakref.ref(log.source)
@@ -87,20 +87,20 @@ async def test_replaced_models_are_forgotten(tmp_path: Path) -> None:
 
 
 async def test_only_what_is_drawn_is_written(tmp_path: Path) -> None:
-    async with running(log=str(tmp_path), log_rows=0.3, log_audit=0.1, log_images="accept:0.2") as app:
+    async with running(log=str(tmp_path), log_rows=0.3, log_sample=0.1, log_images="accept:0.2") as app:
         await send(app, *[0] * 100)
     rows = rows_in(tmp_path)
     assert 0 < len(rows) < 100
-    assert {(row["sampling_probability"], row["audit_probability"]) for row in rows} == {(0.3, 0.1)}
-    assert all(row["image_path"] for row in rows if row["audit"])
-    assert 0 < sum(row["audit"] for row in rows) <= sum(row["image_path"] is not None for row in rows) < len(rows)
+    assert {(row["sampling_probability"], row["sample_probability"]) for row in rows} == {(0.3, 0.1)}
+    assert all(row["image_path"] for row in rows if row["sampled"])
+    assert 0 < sum(row["sampled"] for row in rows) <= sum(row["image_path"] is not None for row in rows) < len(rows)
 
 
 async def test_images_that_are_not_monitored_are_never_of_the_slice(tmp_path: Path) -> None:
-    async with running(log=str(tmp_path), log_audit=1.0) as app:
+    async with running(log=str(tmp_path), log_sample=1.0) as app:
         for query in ("", "?monitor=false"):
             await app.client.post(f"/predict{query}", content=png(0), headers=PNG)
-    assert [(row["audit"], row["audit_probability"]) for row in rows_in(tmp_path)] == [(True, 1.0), (False, 0.0)]
+    assert [(row["sampled"], row["sample_probability"]) for row in rows_in(tmp_path)] == [(True, 1.0), (False, 0.0)]
 
 
 async def test_full_disk_drops_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ async def test_full_disk_drops_and_counts(tmp_path: Path, monkeypatch: pytest.Mo
             raise OSError(28, "No space left on device")
         put(log, name, data, **options)
 
-    async with running(log=str(tmp_path), log_flush_seconds=0.05, log_audit=1.0) as app:
+    async with running(log=str(tmp_path), log_flush_seconds=0.05, log_sample=1.0) as app:
         monkeypatch.setattr(Log, "put", full)
         await send(app, 0, 255)
         await until_counted(app, (0, 2, 0, 2))
@@ -122,14 +122,14 @@ async def test_full_disk_drops_and_counts(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 async def test_bucket_that_hangs_delays_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, hangs, before = threading.Event(), threading.Event(), log_threads()
+    check, hangs, before = threading.Event(), threading.Event(), log_threads()
 
     def hang(*_: Any, **__: Any) -> None:
         hangs.set()
-        gate.wait(60)
+        check.wait(60)
         raise OSError("timed out")
 
-    settings = {"log_buffer_bytes": 1 << 16, "log_audit": 1.0, "drain_seconds": 0.2}
+    settings = {"log_buffer_bytes": 1 << 16, "log_sample": 1.0, "drain_seconds": 0.2}
     async with running(log=str(tmp_path), **settings) as app:
         monkeypatch.setattr(Log, "put", hang)
         await send(app, 0)
@@ -140,18 +140,18 @@ async def test_bucket_that_hangs_delays_no_answer(tmp_path: Path, monkeypatch: p
         assert 0 < rows < 201 and images == 0
     # At the end the rest is lost, within drain_seconds.
     assert f"{ROWS % 'dropped'} 201.0" in app.service.metrics.exposition()[0].decode()
-    gate.set()
+    check.set()
     await until(lambda: not log_threads() - before)
 
 
 async def test_rows_that_were_given_up_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, hangs, before = threading.Event(), threading.Event(), log_threads()
+    check, hangs, before = threading.Event(), threading.Event(), log_threads()
 
     def hang(*_: Any, **__: Any) -> None:
         hangs.set()
-        gate.wait(60)
+        check.wait(60)
 
-    async with running(log=str(tmp_path), log_flush_seconds=3600, log_audit=0, drain_seconds=0.2) as app:
+    async with running(log=str(tmp_path), log_flush_seconds=3600, log_sample=0, drain_seconds=0.2) as app:
         await send(app, 0, 255)
         log = app.service.log
         assert log is not None
@@ -160,20 +160,20 @@ async def test_rows_that_were_given_up_are_counted_once(tmp_path: Path, monkeypa
         await until(hangs.is_set)  # Both rows are open, and are being written.
     dropped = f"{ROWS % 'dropped'} 2.0"
     assert dropped in app.service.metrics.exposition()[0].decode()
-    gate.set()
+    check.set()
     await until(lambda: not log_threads() - before)
     assert dropped in app.service.metrics.exposition()[0].decode()
 
 
 async def test_flush_is_not_done_when_the_one_before_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put, gate, hangs = Log.put, threading.Event(), threading.Event()
+    put, check, hangs = Log.put, threading.Event(), threading.Event()
 
     def hang(log: Log, name: str, data: Any, **options: Any) -> None:
         hangs.set()
-        gate.wait(60)
+        check.wait(60)
         put(log, name, data, **options)
 
-    async with running(log=str(tmp_path), log_flush_seconds=3600, log_audit=0) as app:
+    async with running(log=str(tmp_path), log_flush_seconds=3600, log_sample=0) as app:
         log = app.service.log
         assert log is not None
         monkeypatch.setattr(Log, "put", hang)
@@ -183,13 +183,13 @@ async def test_flush_is_not_done_when_the_one_before_it_is(tmp_path: Path, monke
         await send(app, 255)
         second = asyncio.create_task(asyncio.to_thread(log.flush, 60))
         await asyncio.sleep(0.1)  # So that it asks before the first is done; the other way round shows nothing.
-        gate.set()
+        check.set()
         assert await second
         assert {row["label"] for row in rows_in(tmp_path)} == {"dark", "bright"}
 
 
 async def test_bug_in_the_thread_ends_neither_log_nor_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running(log=str(tmp_path), log_flush_seconds=0.05, log_audit=0) as app:
+    async with running(log=str(tmp_path), log_flush_seconds=0.05, log_sample=0) as app:
         monkeypatch.setattr("app.log.OpenRows.to_parquet", lambda _: 1 / 0)
         await send(app, 0)
         await until_counted(app, (0, 1, 0, 0))
@@ -202,7 +202,7 @@ async def test_bug_in_the_thread_ends_neither_log_nor_service(tmp_path: Path, mo
 async def test_pixels_are_stored_as_a_file(tmp_path: Path) -> None:
     images = {"name": "images", "datatype": "UINT8", "shape": [2, 8, 8, 1]}
     data = [*pixels(10).ravel().tolist(), *pixels(200).ravel().tolist()]
-    async with running(log=str(tmp_path), log_audit=1.0) as app:
+    async with running(log=str(tmp_path), log_sample=1.0) as app:
         answer = await app.client.post("/v2/models/m/infer", json={"inputs": [{**images, "data": data}]})
         assert answer.status_code == 200
     rows = rows_in(tmp_path)

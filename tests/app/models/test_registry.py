@@ -196,7 +196,7 @@ async def test_prediction_recorded_after_its_model_has_ended_counts(monkeypatch:
 async def test_replaced_model_that_hangs_ends_with_the_service() -> None:
     async with running(admin_keys="root", deadline_seconds=1000, drain_seconds=0.2) as app:
         pipeline = app.model.pipeline
-        pipeline.gate.clear()
+        pipeline.check.clear()
         pipeline.sizes.clear()
         request = asyncio.create_task(app.client.post("/predict", content=png(1), headers=PNG))
         await until(lambda: pipeline.sizes)
@@ -211,12 +211,12 @@ async def test_replaced_model_that_hangs_ends_with_the_service() -> None:
 async def test_one_reload_at_a_time() -> None:
     async with running(admin_keys="root") as app:
         slow = FakeModel("v2")
-        slow.pipeline.gate.clear()
+        slow.pipeline.check.clear()
         serve_next(app, slow)
         first = asyncio.create_task(app.client.post("/admin/reload", headers=ADMIN))
         await until(lambda: slow.pipeline.sizes)
         assert (await app.client.post("/admin/reload", headers=ADMIN)).status_code == 409
-        slow.pipeline.gate.set()
+        slow.pipeline.check.set()
         assert (await first).status_code == 200
 
 
@@ -224,13 +224,13 @@ async def test_one_reload_at_a_time() -> None:
 async def test_reloads_asked_for_meanwhile_are_made_once_afterwards() -> None:
     async with running(admin_keys="root") as app:
         slow = FakeModel("v2")
-        slow.pipeline.gate.clear()
+        slow.pipeline.check.clear()
         serve_next(app, slow, FakeModel("v3"))  # A third load would find none.
         first = asyncio.create_task(app.client.post("/admin/reload", headers=ADMIN))
         await until(lambda: slow.pipeline.sizes)
         hung_up = [asyncio.create_task(app.service.reload_quietly()) for _ in range(3)]
         await asyncio.sleep(0)  # Each runs until it waits for the first.
-        slow.pipeline.gate.set()
+        slow.pipeline.check.set()
         assert (await first).json()["reloaded"][0]["version"] == "v2"
         await asyncio.gather(*hung_up)
         assert app.service.registry.get("m").model.version == "v3"

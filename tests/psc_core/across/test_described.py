@@ -45,9 +45,9 @@ def test_networks_of_transformers_are_fitted(kind: str, digit_folders: tuple[Pat
     train, val = opened(folders.Job(tmp_path, *digit_folders), spec)
     net = load_network(spec, num_classes=len(train.classes))
     settings = FitSettings(device="cpu", minimum_dim=4, ood_score="density", coverage=0.9, granularity="blocks")
-    candidate = measure_collapse(net, train, val, settings=settings).candidate()
-    projection = fit_projection(net, candidate, train, val, settings=settings)
-    model = fit_psc(net, candidate, projection, train, val, settings=settings)
+    chosen = measure_collapse(net, train, val, settings=settings).choose()
+    projection = fit_projection(net, chosen, train, val, settings=settings)
+    model = fit_psc(net, chosen, projection, train, val, settings=settings)
     images = next(val.batches(20)).images
     once, again = model.predict(images), model.predict(images)
     assert model.classes == folders.NAMES
@@ -92,7 +92,7 @@ def test_a_folder_of_transformers_becomes_a_graph(hf_job: folders.Job, tmp_path:
     code, out, err = run(capsys, main, [*words, *FAST, "--out", str(tmp_path / "b")])
     assert code == 0, err
     assert "classes are in the order of the network's outputs, by their names" in out
-    assert f"preprocessing: {folders.SIZE}" in out and "◀ candidate" in out
+    assert f"preprocessing: {folders.SIZE}" in out and "◀ chosen" in out
     manifest = read_bundle(tmp_path / "b").manifest
     assert manifest.backbone.network is None and manifest.provenance["model"] == f"hf:{hf_job.model.name}"
     assert "ONNX graph" in (tmp_path / "b" / "README.md").read_text()

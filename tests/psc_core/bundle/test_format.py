@@ -23,10 +23,10 @@ from psc_core.heads.temperature import TemperatureHead
 from psc_core.images.preprocess import MAX_INPUT_PIXELS, MAX_RESIZE
 from psc_core.maps import LEVELS, MAX_POSITIONS
 from psc_core.network.load import MAX_MODULES, MAX_WEIGHTS
+from psc_core.stored_images import MAX_COUNT, SIDE
 from psc_core.tasks import TASKS
 from psc_core.tasks.classification import Classification
 from psc_core.tasks.regression import Regression
-from psc_core.thumbnails import MAX_COUNT, SIDE
 from tests.conftest import TinyJob
 from tests.second_reader import SecondReader
 
@@ -38,7 +38,7 @@ WORDS = frozenset(re.findall(r"`([^`]+)`", TEXT))
 CLASSIFICATION: dict[str, tuple[str, ...]] = {
     "tied-sngp": ("--density", "tied", "--head", "sngp", "--ood-score", "density"),
     "gda++-duq": ("--density", "gda++", "--head", "duq", "--no-second-scaling"),
-    "rmd-base": ("--density", "rmd", "--predictions", "base", "--interpolation", "bicubic", "--background", "none"),
+    "rmd-base": ("--density", "rmd", "--predictions", "original", "--interpolation", "bicubic", "--background", "none"),
     "vector": (
         "--layer",
         "6",
@@ -69,10 +69,10 @@ CLASSIFICATION: dict[str, tuple[str, ...]] = {
 """Fits of a classifier beside the default one: every density, head and kind of layer."""
 
 REGRESSION: dict[str, tuple[str, ...]] = {
-    "base": ("--predictions", "base", "--ood-score", "density", "--max-width", "60"),
+    "original": ("--predictions", "original", "--ood-score", "density", "--max-width", "60"),
     "dve-density": ("--head", "dve", "--ood-score", "density"),
 }
-"""Fits of a regression beside those with either head and gates."""
+"""Fits of a regression beside those with either head and checks."""
 
 
 @pytest.fixture(scope="module")
@@ -141,9 +141,9 @@ def test_second_reader_agrees(bundles: dict[str, Path], images: torch.Tensor, na
         distances = reader.map_distances(features[scorer.backbone.layers.index(layer_map.layer)].numpy())
         low, high = (reader.grey_levels(distances * factor) for factor in (1 - 1e-3, 1 + 1e-3))
         assert (low <= grey).all() and (grey <= high).all() and (reader.grey_levels(distances) == grey).mean() > 0.9
-    thumbnails = psc.pipeline.thumbnails
-    assert (thumbnails is None) == ("thumbnails" not in reader.manifest)
-    if thumbnails is not None:
+    stored_images = psc.pipeline.stored_images
+    assert (stored_images is None) == ("stored_images" not in reader.manifest)
+    if stored_images is not None:
         away = reader.thumbnail_distances(z.double().numpy(), [f.double().numpy() for f in features[: len(psc.layers)]])
         near = np.take_along_axis(away, explanation["nearest_kept"].numpy(), axis=1)
         np.testing.assert_allclose(explanation["nearest_distance"].numpy(), near, rtol=1e-3, atol=1e-3)
@@ -164,8 +164,8 @@ def test_second_reader_agrees(bundles: dict[str, Path], images: torch.Tensor, na
         np.testing.assert_allclose(got, expected.numpy(), rtol=1e-2, atol=1e-4)
     rank = 1.01 / (len(psc.calibration) + 1)
     assert np.abs(theirs.p_value - ours["ood_p_value"].numpy()).max() <= rank
-    assert theirs.gate_p_values.shape == ours.gate_p_values.shape == (len(images), len(psc.gates))
-    assert np.abs(theirs.gate_p_values - ours.gate_p_values.numpy()).max(initial=0) <= rank
+    assert theirs.check_p_values.shape == ours.check_p_values.shape == (len(images), len(psc.checks))
+    assert np.abs(theirs.check_p_values - ours.check_p_values.numpy()).max(initial=0) <= rank
     np.testing.assert_array_equal(theirs.is_ood, psc.predict(images).is_ood.numpy())
     decisions = psc.decide(psc.outputs(ours.packed.numpy()))
     edge = np.abs(theirs.probabilities - reader.set_threshold()) < 1e-4
@@ -228,15 +228,15 @@ def test_fits_cover_every_kind(bundles: dict[str, Path]) -> None:
     assert {m["head"]["kind"] for m in manifests.values()} == {*Classification.heads, TemperatureHead.kind}
     assert manifests["vector"]["projection"]["channels"] == 1
     assert manifests["pooled"]["projection"]["positions"] < [196]
-    assert {tuple(m["gates"]["names"]) if "gates" in m else () for m in manifests.values()} == {
-        (), ("kind",), ("texture", "kind"), ("texture", "kind", "confidence"),
+    assert {tuple(m["checks"]["names"]) if "checks" in m else () for m in manifests.values()} == {
+        (), ("content",), ("texture", "content"), ("texture", "content", "confidence"),
     }  # fmt: skip
 
 
 # -- the document's vocabulary ------------------------------------------------------------------------------------
 
 FREE = ("backbone.network.model_args", "density.record", "head.record", "density.sizes", "head.sizes",
-        "gates.texture.density.sizes", "gates.texture.density.record", "map.density.sizes", "map.density.record",
+        "checks.texture.density.sizes", "checks.texture.density.record", "map.density.sizes", "map.density.record",
         "collapse", "metrics", "provenance", "files")  # fmt: skip
 """Sections whose names are documented in prose, or are the writer's own."""
 
@@ -277,12 +277,12 @@ def test_fields_are_documented(bundles: dict[str, Path]) -> None:
 
 def test_documented_fields_exist(bundles: dict[str, Path]) -> None:
     real = {name for path in bundles.values() for name in fields(json.loads((path / "manifest.json").read_text()))}
-    real |= {"collapse.layers", *(f"collapse.{n}" for n in ("epsilon", "granularity", "pattern", "train_rows",
-                                                            "val_rows", "notes", "seed", "measure"))}  # fmt: skip
+    real |= {"collapse.layers", *(f"collapse.{n}" for n in ("epsilon", "granularity", "pattern", "train_examples",
+                                                            "val_examples", "notes", "seed", "measure"))}  # fmt: skip
     real |= {"backbone.hooks.stop", "backbone.hooks.dropped", "target.name", "target.unit", "policy.max_width",
              "head.layers"}  # fmt: skip
     of_tasks = {name for task in TASKS.values() for name in task.model_fields}
-    known = {*Manifest.model_fields, "task", *of_tasks}
+    known = {*Manifest.model_fields, "task", *of_tasks} - {"task_name"}
     sections = "|".join(known)
     dotted = {word for word in WORDS if re.fullmatch(rf"({sections})\.[a-z_.]+", word) and not word.endswith(".json")}
     assert dotted - real == {"collapse.csv", GRAPH, *(f"{part}.safetensors" for part in PARTS)}
@@ -315,14 +315,14 @@ def test_tensor_tables_match_layouts(heading: str, kinds: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize(
     ("heading", "part"),
-    [("Projection", "projection"), ("Calibration", "calibration"), ("Map", "map"), ("Thumbnails", "thumbnails")],
+    [("Projection", "projection"), ("Calibration", "calibration"), ("Map", "map"), ("StoredImages", "stored_images")],
 )
 def test_tensor_tables_match_files(bundles: dict[str, Path], heading: str, part: str) -> None:
     paths = [path for path in bundles.values() if (path / f"{part}.safetensors").exists()]
     assert paths
     for path in paths:
         with safe_open(path / f"{part}.safetensors", "numpy") as file:
-            values = {("values", "")} if part == "thumbnails" else set()  # of a regression
+            values = {("values", "")} if part == "stored_images" else set()  # of a regression
             assert {(name, "") for name in file.keys()} == documented_tensors(heading) - values  # noqa: SIM118
 
 

@@ -75,12 +75,12 @@ def test_missing_bundle(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         *(
-            ({"schema_version": other}, f"expected schema_version 5, got {other!r}; fit the bundle again: psc-fit ")
+            ({"schema_version": other}, f"expected schema_version 6, got {other!r}; fit the bundle again: psc-fit ")
             for other in (1, 2, 3, 4, None, True, 5.0, "5")
         ),
-        ({"target": {"name": "age", "unit": "years"}}, r"field policy\.max_width: expected a value, got none"),
+        ({"target": {"name": "age", "unit": "years"}}, "field target: unknown; leave it out"),
         ({"task": "ranking"}, "expected field task to be one of classification, regression, got 'ranking'"),
-        ({"task": "regression"}, "leave out the field task; a regression has the field target"),
+        ({"task": "regression"}, r"field policy\.max_width: expected a value, got none"),
         ({"policy": 3}, r"field policy:"),
         ({"classes": ["one"]}, "field classes:"),
         ({"surprise": 1}, "field surprise:"),

@@ -19,7 +19,7 @@ def bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"schema_version": 5}'])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"schema_version": 6}'])
 def test_rejects_malformed_manifest(bundle: Path, content: bytes) -> None:
     (bundle / "manifest.json").write_bytes(content)
     with pytest.raises(BundleError, match="manifest"):
@@ -31,13 +31,6 @@ def test_manifest_has_no_local_path(tiny_bundle: Path) -> None:
     assert str(Path.home()) not in text
     assert str(tiny_bundle.parent) not in text
     assert str(Path(__file__).parents[3]) not in text
-
-
-def test_a_manifest_that_names_no_resizer_means_pillow(tiny_bundle: Path) -> None:
-    """As bundles were calibrated before there was another."""
-    written = json.loads((tiny_bundle / "manifest.json").read_text())
-    assert read_bundle(tiny_bundle).manifest.preprocess.resizer == written["preprocess"].pop("resizer") == "torch"
-    assert manifest_of(written).preprocess.resizer == "pillow"
 
 
 @pytest.mark.parametrize("background", ["white", "none"])

@@ -26,8 +26,8 @@ from tests.psc_core.cli.support import run
 def test_dry_run_writes_nothing(tiny_job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
     code, out, err = run(capsys, fit.main, [*tiny_job.args, "--dry-run", "--out", str(tmp_path / "b")])
     assert code == 0, err
-    assert out.index("the network itself: accuracy") < out.index("◀ candidate") < out.index("a fit on all images takes")
-    assert out.count("◀ candidate") == 1
+    assert out.index("the original network: accuracy") < out.index("◀ chosen") < out.index("a fit on all images takes")
+    assert out.count("◀ chosen") == 1
     assert "GiB of memory" in out and "nothing written" in out
     assert list(tmp_path.iterdir()) == []
 

@@ -33,14 +33,14 @@ from tests.psc_core.cli.support import run
 def test_fit_prints_table_and_reason(tiny_job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
     code, out, _ = run(capsys, cli.main, [*tiny_job.args, "--out", str(tmp_path / "b")])
     assert code == 0
-    assert out.index("preprocessing: L, resized to 28 × 28") < out.index("the network itself: accuracy 0.")
-    assert out.index("the network itself") < out.index("◀ candidate")
+    assert out.index("preprocessing: L, resized to 28 × 28") < out.index("the original network: accuracy 0.")
+    assert out.index("original network") < out.index("◀ chosen")
     assert "penultimate" in out
     assert "is all that the penultimate layer is computed from" in out
     assert "projection" in out
     assert not list(tmp_path.glob(".*.stages"))
     said = [
-        "the network itself     0.",
+        "the original network     0.",
         "with PSC               0.",
         "out of distribution: OOD score above",
         "report: ",
@@ -281,7 +281,7 @@ def squeezed(num_classes: int, in_channels: int) -> torch.nn.Module:
     return net
 
 
-def test_few_images_that_cannot_be_decoded_are_left_out(  # type: ignore[no-untyped-def]
+def test_few_images_that_cannot_be_decoded_are_skipped(  # type: ignore[no-untyped-def]
     folder_args: list[str], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = [
@@ -317,7 +317,7 @@ def test_few_images_that_cannot_be_decoded_are_left_out(  # type: ignore[no-unty
     assert all(f"left out: {file}" in printed for file in bad[:-1])
     assert f"left out: cannot read the image {bad[-1]}: No such file or directory; " in printed
     provenance = read_bundle(out).manifest.provenance
-    assert [provenance[split][key] for split in ("train", "val") for key in ("images", "left_out")] == [119, 1, 38, 2]
+    assert [provenance[split][key] for split in ("train", "val") for key in ("images", "skipped")] == [119, 1, 38, 2]
 
     for file in bad:
         file.unlink()

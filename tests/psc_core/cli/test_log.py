@@ -16,7 +16,7 @@ def test_round_trip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = make_log(tmp_path / "log", 4)
     where, tasks = str(tmp_path / "log"), tmp_path / "tasks.csv"
     assert main(["review", where, "--csv", str(tasks), "--out", str(tmp_path / "tasks.json"), "--limit", "3"]) == 0
-    assert capsys.readouterr().out == "3 images, 0 of them of the audit slice\n"
+    assert capsys.readouterr().out == "3 images, 0 of them of the random sample\n"
     with tasks.open(newline="") as file:
         assert all(Path(line["image"]).is_file() for line in csv.DictReader(file))  # people open it
     assert main(["import", where, str(tasks)]) == 2

@@ -34,7 +34,7 @@ def test_writes_a_new_version_beside_the_old_one(
     assert "60 reviewed: 60 of a class" in text and "next: psc-serve --bundle" in text
     assert manifest.policy.alpha == 0.1
     card = (out / "README.md").read_text()
-    assert "Calibration images: 60 labelled images of a service's audit slice, 2026-11-20 to 2026-11-20." in card
+    assert "Calibration images: 60 labelled images of a service's random sample, 2026-11-20 to 2026-11-20." in card
     assert "like the validation images" not in card
     assert (out / "examples" / "three.png").read_bytes() == b"an image to try"
     assert json.loads((bundle / "manifest.json").read_text()) == before
@@ -54,22 +54,22 @@ def test_extends_the_density(
 ) -> None:
     digits = open_dataset(f"mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
     labels = digits.first_labels().tolist()
-    images = [Logged(dimmed(digits, i), "label", str(labels[i]), audit=i < 120) for i in range(180)]
+    images = [Logged(dimmed(digits, i), "label", str(labels[i]), sampled=i < 120) for i in range(180)]
     write_log(tmp_path / "log", images)
     write_log(tmp_path / "slice", images[:120])
     words = [str(tiny_bundle), "--allow-factories", "tests.tiny:network", "--extend-density"]
     out = tmp_path / "new"
     code, text, err = run(capsys, cli.main, [*words, "--log", str(tmp_path / "log"), "--out", str(out)])
     assert code == 0, err
-    assert "each of the 60 images outside the slice counts this many times" in text and "◀ chosen" in text
+    assert "each of the 60 images outside the random sample counts this many times" in text and "◀ chosen" in text
     before, after = (read_bundle(folder) for folder in (tiny_bundle, out))
     for part in ("backbone", "projection", "head"):
         assert before.manifest.files[f"{part}.safetensors"] == after.manifest.files[f"{part}.safetensors"]
     assert before.manifest.files["density.safetensors"] != after.manifest.files["density.safetensors"]
     card = (out / "README.md").read_text()
-    assert card.count("60 labelled images outside the slice extend the density, each as ") == 1
+    assert card.count("60 labelled images outside the random sample extend the density, each as ") == 1
     code, _, err = run(capsys, cli.main, [*words, "--log", str(tmp_path / "slice"), "--out", str(tmp_path / "x")])
-    assert code == 2 and "outside the audit slice 0 are reviewed" in err and not (tmp_path / "x").exists()
+    assert code == 2 and "outside the random sample 0 are reviewed" in err and not (tmp_path / "x").exists()
 
 
 def test_a_place_that_is_none_is_found_before_any_image_is_read(

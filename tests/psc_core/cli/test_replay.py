@@ -19,7 +19,7 @@ def test_prints_tables_and_writes_a_page(tiny_bundle: Path, tmp_path: Path, caps
     words = [str(log), str(tiny_bundle), "--allow-factories", "tests.tiny:network"]
     code, text, err = run(capsys, cli.main, [*words, "--out", str(tmp_path / "page.html")])
     assert code == 0, err
-    assert "Of all answered images, by the 20 of the audit slice" in text
+    assert "Of all answered images, by the 20 of the random sample" in text
     assert "<!doctype html>" in (tmp_path / "page.html").read_text()
     code, _, err = run(capsys, cli.main, [*words, "--out", str(tmp_path / "page.html")])
     assert code == 2 and "holds page.html already; give --overwrite" in err

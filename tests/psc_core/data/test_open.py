@@ -143,7 +143,7 @@ def test_a_target_of_what_is_no_table_is_refused(tmp_path: Path, data_root: Path
 
 
 def test_hidden_folders_are_no_classes(tmp_path: Path) -> None:
-    root = write_folder(tmp_path, {"a": 1, ".ipynb_checkpoints": 0, ".thumbnails": 1, "__MACOSX": 1, "b": 1})
+    root = write_folder(tmp_path, {"a": 1, ".ipynb_checkpoints": 0, ".stored_images": 1, "__MACOSX": 1, "b": 1})
     for split in ("train", "val"):
         assert open_dataset(str(root), split=split, preprocess=TINY).classes == ("a", "b")
 
@@ -151,7 +151,7 @@ def test_hidden_folders_are_no_classes(tmp_path: Path) -> None:
 def test_hidden_files_of_a_class_are_no_images(tmp_path: Path) -> None:
     """A Mac leaves ``._0.png`` beside each ``0.png`` on foreign disks and in archives."""
     root = write_folder(tmp_path, {"a": 1, "b": 1})
-    for name in ("._0.png", ".thumbnails/0.png"):
+    for name in ("._0.png", ".stored_images/0.png"):
         (root / "a" / name).parent.mkdir(exist_ok=True)
         (root / "a" / name).write_bytes(b"Mac OS X")
     assert len(open_dataset(str(root), split="train", preprocess=TINY)) == 2

@@ -25,7 +25,11 @@ REPORT = ClassificationReport(
     id_name="mnist",
     images=1000,
     examples=1000,
-    classification={"psc": classification(0.136), "base": classification(0.15), "temperature": classification(0.14)},
+    classification={
+        "psc": classification(0.136),
+        "original": classification(0.15),
+        "temperature": classification(0.14),
+    },
     ood_images={"fashion": 500, "near|far": 400, "hard": 300},
     separation={
         "fashion": {
@@ -52,5 +56,5 @@ REPORT = ClassificationReport(
     accepted=800,
     accepted_wrong=16,
     mean_set_size=1.07,
-    ambiguity={"psc": 0.97, "base": 0.96},
+    ambiguity={"psc": 0.97, "original": 0.96},
 )

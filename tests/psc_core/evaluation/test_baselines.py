@@ -117,7 +117,7 @@ def test_logit_scores_equal_the_network(fitted: Baselines) -> None:
     logits = trained()(PREPROCESS.standardise(batch.images)).double()
     out = fitted.score(batch.images)
     rows = [naive.softmax(row) for row in logits.tolist()]
-    assert out.probabilities["base"].flatten().tolist() == pytest.approx([p for row in rows for p in row], abs=1e-6)
+    assert out.probabilities["original"].flatten().tolist() == pytest.approx([p for row in rows for p in row], abs=1e-6)
     assert out.scores["max-softmax"].tolist() == pytest.approx([1 - max(p) for p in rows], abs=1e-6)
     entropies = [-sum(p * math.log(p) for p in row if p > 0) for row in rows]
     assert out.scores["entropy"].tolist() == pytest.approx(entropies, abs=1e-5)

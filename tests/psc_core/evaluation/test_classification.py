@@ -194,8 +194,8 @@ def test_with_baselines(psc: PSC) -> None:
     train = inside(200, 6)
     baselines = fit_baselines(net, "2", train, inside(100, 7), compute=Compute(torch.device("cpu")))
     report = report_of(psc, inside(90, 8), {"outside": OUTSIDE}, baselines)
-    assert set(report.classification) == {"psc", "base", "temperature"}
-    assert report.classification["base"]["accuracy"] == report.classification["temperature"]["accuracy"]
+    assert set(report.classification) == {"psc", "original", "temperature"}
+    assert report.classification["original"]["accuracy"] == report.classification["temperature"]["accuracy"]
     difference = report.separation["outside"]["knn"].auroc_difference
     assert difference.value == pytest.approx(
         report.separation["outside"]["psc"].auroc - report.separation["outside"]["knn"].auroc
@@ -231,13 +231,13 @@ def test_rejects_other_data(psc: PSC) -> None:
 def test_own_probabilities_are_the_softmax(data_root: Path) -> None:
     data = open_dataset(f"mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
     net = nn.Sequential(nn.Flatten(), nn.Linear(784, 10)).eval()
-    own = ClassificationEvaluator().plain_network(net, data, Compute(torch.device("cpu"), batch_images=8))
+    own = ClassificationEvaluator().original_network(net, data, Compute(torch.device("cpu"), batch_images=8))
     images = next(data.batches(5)).images
     with torch.inference_mode():
         outputs = own.score(images)
     logits = net((images.double() / 255 - 0.1307).div(0.3081).float()).double()
     expected = logits.exp() / logits.exp().sum(1, keepdim=True)
-    assert torch.allclose(outputs.probabilities["base"], expected, atol=1e-5)
+    assert torch.allclose(outputs.probabilities["original"], expected, atol=1e-5)
     assert torch.allclose(outputs.scores["max-softmax"], 1 - expected.amax(1), atol=1e-5)
 
 
@@ -247,7 +247,7 @@ def test_the_network_itself_runs_in_the_precision_of_its_model(data_root: Path) 
     images = next(data.batches(5)).images
     with torch.inference_mode():
         outputs = (
-            ClassificationEvaluator().plain_network(net, data, Compute(torch.device("cpu"), "bf16")).outputs(images)
+            ClassificationEvaluator().original_network(net, data, Compute(torch.device("cpu"), "bf16")).outputs(images)
         )
         full = net(data.preprocess.standardise(images)).double()
     assert torch.equal(outputs, outputs.bfloat16().double()) and not torch.equal(outputs, full)

@@ -20,7 +20,7 @@ def test_json_holds_every_number_and_the_summary() -> None:
 
 def test_tables_rank_scores() -> None:
     quality, fashion, accepted, *_, rates, ambiguity = REPORT.tables()
-    assert [row[0] for row in quality.rows] == ["psc", "base", "temperature"]
+    assert [row[0] for row in quality.rows] == ["psc", "original", "temperature"]
     assert [row[0] for row in fashion.rows] == ["psc-entropy", "psc", "gda", "knn"]
     assert accepted.title == "fashion: accepted beside 95 % of mnist"
     assert accepted.rows == [
@@ -29,7 +29,7 @@ def test_tables_rank_scores() -> None:
     assert fashion.rows[1][-1] == "" and fashion.rows[3][-1] == "+0.0200 ± 0.0020"
     assert rates.rows[0][:5] == ["false alarms (p ≤ 0.05)", "0.0500", "0.0500", "0.0300…0.0700", "50"]
     assert rates.rows[-1][:3] == ["mean prediction set", "", "1.070"]
-    assert ambiguity.rows == [["psc", "0.9700"], ["base", "0.9600"]]
+    assert ambiguity.rows == [["psc", "0.9700"], ["original", "0.9600"]]
     for table in REPORT.tables():
         assert {len(row) for row in table.rows} == {len(table.header)}
 
@@ -41,7 +41,7 @@ def test_text_aligns_columns() -> None:
 
 def test_pages_hold_title_summary_and_tables() -> None:
     text, page = REPORT.to_text(), REPORT.to_markdown()
-    assert text.startswith("digits 0123456789ab (layer layer3.0) on mnist: 1000 images\n")
+    assert text.startswith("digits 0123456789ab (layer3.0) on mnist: 1000 images\n")
     assert page.startswith("# digits 0123456789ab")
     assert "- fashion: PSC wins" in page and "| psc | 0.9600 | 0.1360 |" in page
     assert "## near|far: 400 OOD images" in page

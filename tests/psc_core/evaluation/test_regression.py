@@ -84,7 +84,7 @@ def test_the_network_itself_is_measured_beside_its_regression(
 ) -> None:
     data = open_dataset(f"rotated-mnist:{data_root}", split="test", preprocess=model.preprocess)
     compute = Compute(torch.device("cpu"), batch_images=16)
-    own = RegressionEvaluator().plain_network(angle_job.net, data, compute)
+    own = RegressionEvaluator().original_network(angle_job.net, data, compute)
     quality = RegressionEvaluator().quality_of(
         RegressionEvaluator().score_images(model, data, own, batch_images=16), data
     )
@@ -92,7 +92,7 @@ def test_the_network_itself_is_measured_beside_its_regression(
         numbers = angle_job.net(data.preprocess.standardise(next(data.batches(len(data))).images))[:, 0]
     assert data.values is not None
     errors = [(a - b) ** 2 for a, b in zip(numbers.tolist(), data.values.tolist(), strict=True)]
-    assert quality["base"] == {"rmse": pytest.approx(math.sqrt(sum(errors) / len(errors)), rel=1e-5)}
+    assert quality["original"] == {"rmse": pytest.approx(math.sqrt(sum(errors) / len(errors)), rel=1e-5)}
     assert (
         quality["psc"]
         == RegressionEvaluator().quality_of(RegressionEvaluator().score_images(model, data, batch_images=16), data)[

@@ -33,8 +33,8 @@ def test_tables_say_what_they_are_of(model: FittedModel, data_root: Path, tmp_pa
     images = [
         Logged(
             content,
-            audit=i % 2 == 0,
-            audit_probability=0.5 if i < 30 else 0.1,
+            sampled=i % 2 == 0,
+            sample_probability=0.5 if i < 30 else 0.1,
             decision=other[now.decision[i]] if i % 3 == 0 else now.decision[i],
             answered="0" if i % 5 == 0 else now.labels[i],
         )
@@ -43,7 +43,7 @@ def test_tables_say_what_they_are_of(model: FittedModel, data_root: Path, tmp_pa
     found = replay(
         write_log(tmp_path / "log", [*images, images[0], Logged(png(np.zeros((9, 9), np.uint8)), stored=False)]), model
     )
-    assert len(found.rows) == 61 and len(found.images) == 60 and len(found.audit) == 31
+    assert len(found.rows) == 61 and len(found.images) == 60 and len(found.sample) == 31
     weights = [2.0 if i < 30 else 10.0 for i in range(0, 60, 2)] + [2.0]
     flips = [i % 3 == 0 for i in range(0, 60, 2)] + [True]
     flipped = found.flipped()
@@ -61,7 +61,9 @@ def test_tables_say_what_they_are_of(model: FittedModel, data_root: Path, tmp_pa
     text = to_text(found)
     assert "another label" in text and "relabelled" in document["all_images"]
     assert "How far" not in text and {"target", "moves"}.isdisjoint({*document, *document["stored_images"]})
-    assert "Of all answered images, by the 31 of the audit slice" in text and "The 61 logged images themselves" in text
+    assert (
+        "Of all answered images, by the 31 of the random sample" in text and "The 61 logged images themselves" in text
+    )
     write(found, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "another label for" in page and "the label under the bundle" in page
@@ -69,7 +71,7 @@ def test_tables_say_what_they_are_of(model: FittedModel, data_root: Path, tmp_pa
 
 
 def test_without_an_audit_slice_nothing_is_said_of_all(model: FittedModel, tmp_path: Path) -> None:
-    image = Logged(png(np.zeros((28, 28), np.uint8)), audit=False, answered="<b>", decision="accept")
+    image = Logged(png(np.zeros((28, 28), np.uint8)), sampled=False, answered="<b>", decision="accept")
     found = replay(write_log(tmp_path / "log", [image], model="<i>"), model)
     assert "all_images" not in found.to_json() and "another decision" not in to_text(found)
     write(found, tmp_path / "page.html")
@@ -86,7 +88,7 @@ def test_a_regression_has_no_labels(angle_bundle: Path, tmp_path: Path) -> None:
     model = load_model(angle_bundle, device="cpu", allow_factories=["tests.tiny:network"])
     log = write_log(tmp_path, [Logged(png(np.full((28, 28), i, np.uint8))) for i in range(3)])
     found = replay(log, model)
-    assert found.audit and found.relabelled() is None and {row.after.label for row in found.rows} == {None}
+    assert found.sample and found.relabelled() is None and {row.after.label for row in found.rows} == {None}
     assert {"relabelled", "moves"}.isdisjoint(found.to_json()["all_images"]) and "How far" not in to_text(found)
     assert "another decision" in to_text(found) and "another label" not in to_text(found)
     write(found, tmp_path / "page.html")
@@ -103,21 +105,21 @@ def test_says_how_far_the_numbers_of_a_regression_moved(angle_bundle: Path, tmp_
         scores = {name: float(outputs[name][i]) for name in outputs.scores}
         logged = {**scores, "mean": scores["mean"] + move, "aleatoric": 0.0, "epistemic": 0.0}
         images.append(
-            Logged(content, audit=i < 3, audit_probability=0.5 if i else 0.01, scores=logged if i < 4 else {})
+            Logged(content, sampled=i < 3, sample_probability=0.5 if i else 0.01, scores=logged if i < 4 else {})
         )
     found = replay(write_log(tmp_path / "log", images), model)
     deviation = torch.hypot(outputs["aleatoric"], outputs["epistemic"])[:4]
-    stored, audit = found.moves(), found.audit_moves()
+    stored, sample = found.moves(), found.sampled_moves()
     assert [(each.name, each.rows) for each in stored] == [("mean", 4), ("deviation", 4)]
     assert [stored[0].median, stored[0].largest] == pytest.approx([2, 4], abs=1e-3)
     assert stored[1].largest == pytest.approx(float(deviation.max()), rel=1e-4)
-    assert [audit[0].rows, audit[0].median, audit[0].largest] == pytest.approx(
+    assert [sample[0].rows, sample[0].median, sample[0].largest] == pytest.approx(
         [3, 1, 3], abs=1e-3
     )  # The first weighs 100.
     document = json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert document["target"] == {"name": "angle", "unit": "degrees"}
     assert document["stored_images"]["moves"] == [asdict(each) for each in stored]
-    assert document["all_images"]["moves"] == [asdict(each) for each in audit]
-    assert "How far the numbers in all answers moved (angle, degrees), by the audit slice" in to_text(found)
+    assert document["all_images"]["moves"] == [asdict(each) for each in sample]
+    assert "How far the numbers in all answers moved (angle, degrees), by the random sample" in to_text(found)
     write(found, tmp_path / "page.html")
     assert "How far the numbers in the logged answers moved (angle, degrees)" in (tmp_path / "page.html").read_text()

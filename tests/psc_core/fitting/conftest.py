@@ -35,5 +35,5 @@ def val(data_root: Path) -> ImageDataset:
 
 @pytest.fixture(scope="session")
 def projection(net: torch.nn.Module, train: ImageDataset, val: ImageDataset) -> FittedProjection:
-    candidate = measure_collapse(net, train, val, settings=SETTINGS).candidate("4")
-    return fit_projection(net, candidate, train, val, settings=SETTINGS)
+    chosen = measure_collapse(net, train, val, settings=SETTINGS).choose("4")
+    return fit_projection(net, chosen, train, val, settings=SETTINGS)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from psc_core import PSC, FitSettings, fit_projection, fit_psc, measure_collapse
-from psc_core.collapse import Candidate
+from psc_core.collapse import ChosenLayer
 from psc_core.data.dataset import ArraySource, ImageDataset, split_validation
 from psc_core.errors import UsageError
 from psc_core.heads.base import Head
@@ -23,8 +23,8 @@ SETTINGS = FitSettings(device="cpu")
 def test_the_density_alone_is_calibrated(
     net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
 ) -> None:
-    candidate = measure_collapse(net, train, val, layers="^4$", settings=SETTINGS).candidate("4")
-    psc = fit_psc(net, candidate, projection, train, val, head="duq", ood_score="density", settings=SETTINGS)
+    chosen = measure_collapse(net, train, val, layers="^4$", settings=SETTINGS).choose("4")
+    psc = fit_psc(net, chosen, projection, train, val, head="duq", ood_score="density", settings=SETTINGS)
     calibrates = split_validation(val, SETTINGS.seed)[1]
     found = psc.predict(next(calibrates.batches(len(calibrates))).images)
     assert torch.equal(found.ood_score, -found.log_density)
@@ -42,11 +42,10 @@ def test_calibration_split_selects_nothing(
         measure_collapse(net, train, data, layers="^4$", settings=SETTINGS) for data in (val, other)
     )
     assert collapse == other_collapse
-    candidate = collapse.candidate("4")
-    assert fit_projection(net, candidate, train, other, settings=SETTINGS).report.c_proj == projection.report.c_proj
+    chosen = collapse.choose("4")
+    assert fit_projection(net, chosen, train, other, settings=SETTINGS).report.c_proj == projection.report.c_proj
     one, two = (
-        fit_psc(net, candidate, projection, train, data, head="duq", settings=SETTINGS).pipeline
-        for data in (val, other)
+        fit_psc(net, chosen, projection, train, data, head="duq", settings=SETTINGS).pipeline for data in (val, other)
     )
     assert isinstance(one.scorer.head, Head) and isinstance(two.scorer.head, Head)
     assert one.scorer.head.record == two.scorer.head.record
@@ -58,7 +57,7 @@ def test_calibration_split_selects_nothing(
 def test_other_calibration_images_change_nothing_but_the_calibration(
     net: torch.nn.Module, train: ImageDataset, val: ImageDataset
 ) -> None:
-    """So its scores and a new image's are exchangeable, however many gates are combined, and alpha is kept."""
+    """So its scores and a new image's are exchangeable, however many checks are combined, and alpha is kept."""
     assert isinstance(val.source, ArraySource)
     images, calibrates = val.source.images.copy(), split_validation(val, SETTINGS.seed)[1].indices.numpy()
     images[calibrates] = 255 - images[calibrates]
@@ -66,11 +65,11 @@ def test_other_calibration_images_change_nothing_but_the_calibration(
         PSC.fit(net, train, data, head="duq", device="cpu", max_images=600).pipeline
         for data in (val, replace(val, source=ArraySource(images)))
     )
-    assert one.gates is not None and two.gates is not None and len(one.gates.names) > 1
-    assert one.gates.names == two.gates.names and one.scorer.backbone.layers == two.scorer.backbone.layers
+    assert one.checks is not None and two.checks is not None and len(one.checks.names) > 1
+    assert one.checks.names == two.checks.names and one.scorer.backbone.layers == two.scorer.backbone.layers
     fitted, other = one.state_dict(), two.state_dict()
     changed = {name for name, tensor in fitted.items() if not torch.equal(tensor, other[name])}
-    assert fitted.keys() == other.keys() and changed == {"gates.calibration"}
+    assert fitted.keys() == other.keys() and changed == {"checks.calibration"}
     assert not torch.equal(one.calibration_scores, two.calibration_scores)
 
 
@@ -96,7 +95,7 @@ def test_the_lowest_risk_that_can_be_shown_is_promised(
     projection: FittedProjection,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fit = partial(fit_psc, net, Candidate(("4",), ""), projection, train, val, head="duq", settings=SETTINGS)
+    fit = partial(fit_psc, net, ChosenLayer(("4",), ""), projection, train, val, head="duq", settings=SETTINGS)
     with pytest.warns(UserWarning, match="at most 10 % are wrong"):  # 75 images show no 5 %, even if all are right.
         sure = fitted_with_accuracy(1.0, fit, monkeypatch)
     assert sure.policy.risk == 0.1 and sure.policy.ambiguity_threshold >= 0

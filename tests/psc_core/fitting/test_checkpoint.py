@@ -169,7 +169,7 @@ def test_changed_job_starts_again(tiny_job: TinyJob, tmp_path: Path, calls: list
     assert calls == list(STAGES)
 
 
-@pytest.mark.parametrize("change", [("--head", "duq"), ("--alpha", "0.1"), ("--predictions", "base")])
+@pytest.mark.parametrize("change", [("--head", "duq"), ("--alpha", "0.1"), ("--predictions", "original")])
 def test_later_settings_keep_the_checkpoint(
     tiny_job: TinyJob, tmp_path: Path, calls: list[str], change: tuple[str, ...]
 ) -> None:

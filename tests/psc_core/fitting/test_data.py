@@ -23,7 +23,7 @@ from psc_core import (
     open_loader,
 )
 from psc_core.answers import Target
-from psc_core.collapse import Candidate
+from psc_core.collapse import ChosenLayer
 from psc_core.data import cache
 from psc_core.data.cache import CachedSource, Scratch
 from psc_core.data.dataset import ArraySource, ImageDataset, measured, split_validation
@@ -43,12 +43,12 @@ NO_ROOM = (
 def test_rejects_unattainable_rates(
     net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
 ) -> None:
-    candidate = measure_collapse(net, train, val, layers="^4$", settings=SETTINGS).candidate("4")
+    chosen = measure_collapse(net, train, val, layers="^4$", settings=SETTINGS).choose("4")
     for rates, message in (({"alpha": 1e-4}, "alpha"), ({"coverage": 0.9999}, "coverage")):
         with pytest.raises(UsageError, match=message):
-            fit_psc(net, candidate, projection, train, val, head="duq", settings=SETTINGS, **rates)
+            fit_psc(net, chosen, projection, train, val, head="duq", settings=SETTINGS, **rates)
     with pytest.raises(FitError, match="pca"):
-        fit_psc(net, candidate, projection, train, val, pca=999, settings=SETTINGS)
+        fit_psc(net, chosen, projection, train, val, pca=999, settings=SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_rejects_unattainable_rates(
         ({"predictions": "both"}, "predictions to be one of auto, psc, base"),
         ({"head": "mlp"}, "head of a classifier to be one of laplace"),
         ({"density": "kde"}, "density to be one of gda"),
-        ({"ood_score": "entropy"}, "ood_score to be one of gates, density, got 'entropy'"),
+        ({"ood_score": "entropy"}, "ood_score to be one of checks, density, got 'entropy'"),
         ({"risk": 1.0}, "risk to be a number between 0 and 1 or None, got 1.0"),
     ],
 )
@@ -72,7 +72,7 @@ def test_rejects_invalid_options_before_any_image_is_read(
 ) -> None:
     monkeypatch.setattr("psc_core.fit_parts.cut", None)
     with pytest.raises(UsageError, match=message):
-        fit_psc(net, Candidate(("4",), ""), projection, train, val, settings=SETTINGS, **option)
+        fit_psc(net, ChosenLayer(("4",), ""), projection, train, val, settings=SETTINGS, **option)
 
 
 def test_rejects_other_classes_or_fewer_than_two(net: torch.nn.Module, train: ImageDataset, val: ImageDataset) -> None:
@@ -102,7 +102,7 @@ def test_rejects_classes_of_fewer_than_two_images(
     with pytest.raises(DataError, match=f"two training images of each class, got {count} of '3'"):
         measure_collapse(net, replace(train, labels=labels), val, settings=SETTINGS)
     with pytest.raises(DataError, match=f"two training images of each class, got {count} of '3'"):
-        fit_projection(net, Candidate(("4",), ""), replace(train, labels=labels), settings=SETTINGS)
+        fit_projection(net, ChosenLayer(("4",), ""), replace(train, labels=labels), settings=SETTINGS)
 
 
 def test_base_predictions_need_one_output_per_class(
@@ -110,7 +110,7 @@ def test_base_predictions_need_one_output_per_class(
 ) -> None:
     wide = torch.nn.Sequential(*list(net)[:-1], torch.nn.Linear(16, 20)).eval()  # type: ignore[call-overload]
     with pytest.raises(UsageError, match=r"expected a network of 10 outputs for mnist, got 20"):
-        fit_psc(wide, Candidate(("4",), ""), projection, train, val, predictions="base", settings=SETTINGS)
+        fit_psc(wide, ChosenLayer(("4",), ""), projection, train, val, predictions="original", settings=SETTINGS)
 
 
 def test_halves_are_split_once_and_stay_with_their_images(train: ImageDataset, val: ImageDataset) -> None:
@@ -142,7 +142,7 @@ def test_every_door_refuses_validation_images_with_other_preprocessing(
     data_root: Path,
     changes: dict[str, Any],
 ) -> None:
-    candidate, other = Candidate(("4",), "by hand"), replace(val, preprocess=replace(val.preprocess, **changes))
+    chosen, other = ChosenLayer(("4",), "by hand"), replace(val, preprocess=replace(val.preprocess, **changes))
     angles, numbers = (
         open_dataset(f"rotated-mnist:{data_root}", split=split, preprocess=each.preprocess)
         for split, each in (("train", train), ("val", other))
@@ -152,9 +152,9 @@ def test_every_door_refuses_validation_images_with_other_preprocessing(
         lambda: PSC.fit(net, train, other),
         lambda: PSCRegressor.fit(regression, angles, numbers),
         lambda: measure_collapse(net, train, other, settings=SETTINGS),
-        lambda: fit_projection(net, candidate, train, other, settings=SETTINGS),
-        lambda: fit_psc(net, candidate, projection, train, other, settings=SETTINGS),
-        lambda: fit_regressor(regression, candidate, projection, angles, numbers, settings=SETTINGS),
+        lambda: fit_projection(net, chosen, train, other, settings=SETTINGS),
+        lambda: fit_psc(net, chosen, projection, train, other, settings=SETTINGS),
+        lambda: fit_regressor(regression, chosen, projection, angles, numbers, settings=SETTINGS),
     )
     for door in doors:
         with pytest.raises(UsageError, match=rf"preprocessing L.*, got L.*another {', '.join(changes)}; open both"):
@@ -219,7 +219,7 @@ def test_says_that_images_are_not_kept(folders: FitData, monkeypatch: pytest.Mon
 
 def test_leaves_out_what_cannot_be_decoded(folders: FitData, tmp_path: Path) -> None:
     data, said = folders.readable(3)
-    assert (len(data.train), len(data.val), data.left_out) == (11, 10, (1, 2))
+    assert (len(data.train), len(data.val), data.skipped) == (11, 10, (1, 2))
     assert len(data.selection) == len(data.calibration) == 5
     assert sorted([*data.selection.indices.tolist(), *data.calibration.indices.tolist()]) == [*range(6), *range(7, 11)]
     assert [line.partition(": ")[0] for line in said[:3]] == ["left out"] * 3
@@ -240,7 +240,7 @@ def test_what_is_left_keeps_its_labels(tmp_path: Path) -> None:
     good = replace(measured("good", Target(name="age"), source, numbers, TINY), name="good")
     data = FitData.of(good.subset(torch.arange(120, 240)), good, max_images=100)
     kept, _ = data.readable(1)
-    assert kept.left_out == (0, 1) and kept.train is data.train
+    assert kept.skipped == (0, 1) and kept.train is data.train
     assert len(kept.train.classes) == len(data.train.classes) and kept.val.classes == data.val.classes
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from psc_core import FitSettings, fit_psc
-from psc_core.collapse import Candidate
+from psc_core.collapse import ChosenLayer
 from psc_core.data.dataset import ImageDataset
 from psc_core.fit_parts import Layers, cut, read
 from psc_core.heads import sngp, softmax
@@ -24,10 +24,10 @@ def test_seed_reaches_the_head(
 ) -> None:
     monkeypatch.setattr(sngp, "FEATURES", 8)
     monkeypatch.setattr(softmax, "PRIOR_PRECISIONS", (1.0,))
-    candidate = Candidate(("4",), "")
+    chosen = ChosenLayer(("4",), "")
     one, two = (
         fit_psc(
-            net, candidate, projection, train, val, head="sngp", settings=SETTINGS.changed({"seed": seed})
+            net, chosen, projection, train, val, head="sngp", settings=SETTINGS.changed({"seed": seed})
         ).pipeline.state_dict()
         for seed in (0, 1)
     )
@@ -47,13 +47,13 @@ def test_features_are_ordered_by_class_and_each_is_of_its_image(
     assert torch.equal(found.features.labels, val.labels[order])
     assert torch.equal(found.features.images, order)
     with torch.inference_mode():
-        (candidate, second, first), own = backbone(val.preprocess.standardise(next(val.batches(len(val))).images))
-        z = projection.projection([candidate])
+        (chosen, second, first), own = backbone(val.preprocess.standardise(next(val.batches(len(val))).images))
+        z = projection.projection([chosen])
     read_by_head = torch.cat([z, second.mean(2)], dim=1)[order]
     assert found.features.widths == (z.shape[1], second.shape[1])
     for got, expected in (
         (found.features.head_input, read_by_head),
-        (found.density_input, candidate.mean(2)[order]),
+        (found.density_input, chosen.mean(2)[order]),
         (found.texture["0"], first.mean(2)[order]),
         (found.texture["2"], second.mean(2)[order]),
         (found.features.network_output, own[order]),
@@ -65,14 +65,14 @@ def test_each_layer_is_kept_once(net: torch.nn.Module, val: ImageDataset, projec
     compute, layers = SETTINGS.compute(), Layers(("4",), ("4", "2"), ("2", "0"))
     backbone = cut(net, layers.names, val, compute, keep_output=False)
     found = read(backbone, layers, projection.projection, val, compute, pooled=True)
-    z, candidate, second = found.features.widths
+    z, chosen, second = found.features.widths
     first = found.texture["0"].shape[1]
     columns = found.file_bytes / (4 * len(val))
-    assert columns == z + candidate + second + first
+    assert columns == z + chosen + second + first
     _, *of_layers = found.features.head_input[:].split(found.features.widths, dim=1)
     assert torch.equal(found.density_input[:], of_layers[0]) and torch.equal(found.texture["2"][:], of_layers[1])
     # Blocks, and so sums, stay those of fits that kept a layer for each of its readers.
-    assert found.features.head_input.widest == found.density_input.widest == z + candidate + second + candidate
+    assert found.features.head_input.widest == found.density_input.widest == z + chosen + second + chosen
     assert found.texture["0"].widest == found.texture["2"].widest == second + first
 
 

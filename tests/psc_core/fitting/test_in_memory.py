@@ -85,9 +85,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory, train: ImageDataset, val: 
 @pytest.fixture(scope="module")
 def by_folders(net: nn.Module, folders: Path) -> PSC:
     opened = [open_dataset(str(folders / split), split=split, preprocess=MNIST) for split in ("train", "val")]
-    candidate = measure_collapse(net, *opened, device="cpu").candidate()
-    projection = fit_projection(net, candidate, *opened, device="cpu")
-    return fit_psc(net, candidate, projection, *opened, device="cpu")
+    chosen = measure_collapse(net, *opened, device="cpu").choose()
+    projection = fit_projection(net, chosen, *opened, device="cpu")
+    return fit_psc(net, chosen, projection, *opened, device="cpu")
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -98,13 +98,13 @@ def test_same_numbers_as_from_folders(
     data = [ImageFolder(str(folders / split), TRANSFORM) for split in ("train", "val")]
     loaders = [DataLoader(each, batch_size=50, **spawned) for each in data]  # type: ignore[arg-type]
     in_memory = PSC.fit(net, *loaders, **STATISTICS)
-    assert in_memory.layers == by_folders.layers and in_memory.gates == by_folders.gates
+    assert in_memory.layers == by_folders.layers and in_memory.checks == by_folders.checks
     inputs = test.tensors[0][:200]
     expected, got = by_folders.predict(MNIST.to_pixels(inputs)), in_memory(inputs)
     assert got.decision == expected.decision
     for name in ("probabilities", "predictive_entropy", "log_density", "epistemic"):
         torch.testing.assert_close(getattr(got, name), getattr(expected, name), rtol=1e-4, atol=1e-4, msg=name)
-    # The score of gates is made of empirical p-values, which are steep where many readings lie.
+    # The score of checks is made of empirical p-values, which are steep where many readings lie.
     torch.testing.assert_close(got.ood_score, expected.ood_score, rtol=2e-3, atol=2e-3)
     rank = 1.5 / (len(by_folders.calibration) + 1)  # Rounding may pass one calibration image.
     torch.testing.assert_close(got.ood_p_value, expected.ood_p_value, rtol=0, atol=rank)
@@ -244,7 +244,7 @@ class Damaged(Counted):
         return super().read(index, preprocess)
 
 
-def test_files_are_decoded_once_and_damaged_ones_left_out(net: nn.Module, folders: Path) -> None:
+def test_files_are_decoded_once_and_damaged_ones_skipped(net: nn.Module, folders: Path) -> None:
     opened = [open_dataset(str(folders / split), split=split, preprocess=MNIST) for split in ("train", "val")]
     sources = [Damaged(each.source) for each in opened]
     data = [replace(each, source=source) for each, source in zip(opened, sources, strict=True)]
@@ -282,8 +282,8 @@ def test_calibration_on_other_images(fitted: PSC, test: TensorDataset, tmp_path:
     scores = calibrated(test.tensors[0][:400]).ood_score
     expected = (1 + (scores[None] >= after.ood_score[:, None]).sum(1)) / 401
     torch.testing.assert_close(after.ood_p_value, expected.float())
-    of_gates = torch.stack(list(calibrated(test.tensors[0][:400]).gates.values())).double()
-    torch.testing.assert_close(of_gates.mean(1), torch.full((3,), 402 / 802, dtype=torch.float64), atol=2e-3, rtol=0)
+    of_checks = torch.stack(list(calibrated(test.tensors[0][:400]).checks.values())).double()
+    torch.testing.assert_close(of_checks.mean(1), torch.full((3,), 402 / 802, dtype=torch.float64), atol=2e-3, rtol=0)
     assert (len(calibrated.calibration), len(fitted.calibration)) == (400, len(fitted.calibration))
     assert calibrated.policy.alpha == fitted.policy.alpha and calibrated.report["metrics"]["validation_images"] == 400
     assert calibrated.report["metrics"]["projection"] == fitted.report["metrics"]["projection"]
@@ -291,7 +291,12 @@ def test_calibration_on_other_images(fitted: PSC, test: TensorDataset, tmp_path:
     manifests = [model.save(tmp_path / name) for name, model in (("one", fitted), ("two", calibrated))]
     assert manifests[0].version != manifests[1].version and HISTORY not in manifests[0].provenance
     (entry,) = manifests[1].provenance[HISTORY]
-    assert (entry["from"], entry["labels"], entry["calibrated_on"], entry["worth"]) == ("", 400, 400, 400)
+    assert (entry["from"], entry["labels"], entry["calibrated_on"], entry["effective_sample_size"]) == (
+        "",
+        400,
+        400,
+        400,
+    )
     facts = facts_about(tmp_path / "two", manifests[1], calibrated.calibration, Content(manifests[1].version))
     assert facts.calibrated_on == "400 labelled images that Python code gave to calibrate"
     again = load_model(tmp_path / "two", device="cpu", allow_factories=["tests.tiny:network"])

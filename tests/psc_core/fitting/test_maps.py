@@ -1,4 +1,4 @@
-"""Maps of a fitted model: which layer, that it finds what is pasted, and that what is served is what was fitted."""
+"""Maps of a fitted model: which layer, that it finds what is patched, and that what is served is what was fitted."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from psc_core import PSC, FitSettings, fit_psc
-from psc_core.collapse import Candidate
+from psc_core.checks import regret
+from psc_core.collapse import ChosenLayer
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.errors import UsageError
 from psc_core.fit_parts import MapChoice, choose_map
-from psc_core.gates import regret
-from psc_core.made_up import CROP, PATCHES, TEXTURE, paste
 from psc_core.maps import Grid, PositionMoments
 from psc_core.metrics import auroc
 from psc_core.projection import FittedProjection
+from psc_core.synthetic import CROP, PATCHES, TEXTURE, paste
 
 FACTORY = "tests.tiny:network"
 SETTINGS = FitSettings(device="cpu")
@@ -25,13 +25,13 @@ SETTINGS = FitSettings(device="cpu")
 
 @pytest.fixture(scope="module")
 def psc(net: nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection) -> PSC:
-    return fit_psc(net, Candidate(("4",), ""), projection, train, val, head="duq", settings=SETTINGS)
+    return fit_psc(net, ChosenLayer(("4",), ""), projection, train, val, head="duq", settings=SETTINGS)
 
 
-def test_what_is_pasted_is_found(psc: PSC, val: ImageDataset) -> None:
+def test_what_is_patched_is_found(psc: PSC, val: ImageDataset) -> None:
     images = next(split_validation(val, SETTINGS.seed)[1].batches(200)).images
-    pasted, mask = paste(images, TEXTURE, torch.Generator().manual_seed(1))
-    maps = psc.predict(pasted, maps=True).maps
+    patched, mask = paste(images, TEXTURE, torch.Generator().manual_seed(1))
+    maps = psc.predict(patched, maps=True).maps
     assert maps is not None and maps.dtype == torch.uint8
     rows, columns = maps.shape[1:]
     there = nn.functional.interpolate(mask[:, None].float(), (rows, columns), mode="area")[:, 0] > 0.5
@@ -59,13 +59,13 @@ def test_what_is_served_was_fitted(psc: PSC, val: ImageDataset, tmp_path: Path) 
     assert again is not None and torch.equal(again.density.thresholds, layer_map.density.thresholds)
 
 
-def test_a_model_without_gates_has_no_map(
+def test_a_model_without_checks_has_no_map(
     net: nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
 ) -> None:
     settings = SETTINGS.changed({"ood_score": "density"})
-    psc = fit_psc(net, Candidate(("4",), ""), projection, train, val, head="duq", settings=settings)
+    psc = fit_psc(net, ChosenLayer(("4",), ""), projection, train, val, head="duq", settings=settings)
     assert psc.pipeline.map is None and "map" not in psc.report["metrics"]
-    with pytest.raises(UsageError, match="has no map; fit it again with gates"):
+    with pytest.raises(UsageError, match="has no map; fit it again with checks"):
         psc.predict(next(val.batches(2)).images, maps=True)
 
 

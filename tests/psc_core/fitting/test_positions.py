@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from psc_core import FitSettings, fit_projection, fit_psc, made_up, measure_collapse
+from psc_core import FitSettings, fit_projection, fit_psc, measure_collapse, synthetic
 from psc_core.checkpoint import Checkpoint
-from psc_core.collapse import Candidate
+from psc_core.collapse import ChosenLayer
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.errors import UsageError
 from psc_core.fit import project
@@ -46,23 +46,21 @@ def test_more_positions_keep_what_the_choice_kept() -> None:
 def test_compared_density_is_the_one_that_is_fitted(
     net: torch.nn.Module, train: ImageDataset, val: ImageDataset
 ) -> None:
-    candidate = measure_collapse(net, train, val, settings=SETTINGS).candidate("4")
-    plain = fit_projection(net, candidate, train, val, c_proj=6, minimum_dim=1, settings=SETTINGS)
-    kept = fit_projection(net, candidate, train, val, c_proj=6, minimum_dim=1, density="gda", settings=SETTINGS)
+    chosen = measure_collapse(net, train, val, settings=SETTINGS).choose("4")
+    plain = fit_projection(net, chosen, train, val, c_proj=6, minimum_dim=1, settings=SETTINGS)
+    kept = fit_projection(net, chosen, train, val, c_proj=6, minimum_dim=1, density="gda", settings=SETTINGS)
     assert plain.report.positions == () and len(kept.report.positions) > 1
     found = dict(kept.report.positions)
     assert next(iter(found)) == plain.projection.d_proj
     assert kept.projection.d_proj == kept.report.d_proj == fewest_positions(found)
     selection = split_validation(val, SETTINGS.seed)[0]
     made: dict[str, list[torch.Tensor]] = {}
-    for batch in made_up.made_up_batches(selection, SETTINGS.compute(), "", mixed=True, seed=SETTINGS.seed):
+    for batch in synthetic.synthetic_batches(selection, SETTINGS.compute(), "", mixed=True, seed=SETTINGS.seed):
         for kind, images in batch.items():
             made.setdefault(kind, []).append(images)
     for d_proj, expected in found.items():
-        sized = fit_projection(net, candidate, train, val, c_proj=6, d_proj=d_proj, settings=SETTINGS)
-        psc = fit_psc(
-            net, candidate, sized, train, val, density="gda", head="duq", ood_score="density", settings=SETTINGS
-        )
+        sized = fit_projection(net, chosen, train, val, c_proj=6, d_proj=d_proj, settings=SETTINGS)
+        psc = fit_psc(net, chosen, sized, train, val, density="gda", head="duq", ood_score="density", settings=SETTINGS)
         scores = {kind: psc.predict(torch.cat(images)).ood_score for kind, images in made.items()}
         aurocs = [auroc(scores["real"], of_kind) for kind, of_kind in scores.items() if kind != "real"]
         assert sum(aurocs) / len(aurocs) == pytest.approx(expected, abs=1e-3)
@@ -71,19 +69,19 @@ def test_compared_density_is_the_one_that_is_fitted(
 def test_no_images_are_mixed_where_any_are_ambiguous(
     net: torch.nn.Module, train: ImageDataset, val: ImageDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Be they of the calibration split alone; as for the gates."""
+    """Be they of the calibration split alone; as for the checks."""
     asked = []
 
     def recorded(*given: Any, mixed: bool, seed: int) -> Iterator[Mapping[str, torch.Tensor]]:
         asked.append(mixed)
-        return made_up.made_up_batches(*given, mixed=mixed, seed=seed)
+        return synthetic.synthetic_batches(*given, mixed=mixed, seed=seed)
 
-    monkeypatch.setattr("psc_core.fit_parts.made_up_batches", recorded)
+    monkeypatch.setattr("psc_core.fit_parts.synthetic_batches", recorded)
     settings = SETTINGS.changed({"c_proj": 6, "minimum_dim": 1, "density": "gda"})
     plain = FitData.of(train, val)
     two_labels = torch.stack([val.labels, (val.labels + 1) % 10], dim=1).flatten()
     for data in (plain, replace(plain, val=replace(val, labels=two_labels, offsets=2 * val.offsets))):
-        project(net, Candidate(("4",), "named by the test"), FitJob.of(data, settings))
+        project(net, ChosenLayer(("4",), "named by the test"), FitJob.of(data, settings))
     assert asked == [True, False]
 
 
@@ -91,17 +89,17 @@ def test_no_images_are_mixed_where_any_are_ambiguous(
 def test_sizes_are_not_compared_where_nothing_depends_on_them(
     net: torch.nn.Module, train: ImageDataset, val: ImageDataset, more: dict[str, object]
 ) -> None:
-    candidate = measure_collapse(net, train, val, settings=SETTINGS).candidate("4")
-    assert fit_projection(net, candidate, train, val, settings=SETTINGS, **more).report.positions == ()  # type: ignore[arg-type]
+    chosen = measure_collapse(net, train, val, settings=SETTINGS).choose("4")
+    assert fit_projection(net, chosen, train, val, settings=SETTINGS, **more).report.positions == ()  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="expected density to be one of gda"):
-        fit_projection(net, candidate, train, val, settings=SETTINGS, density="kde")
+        fit_projection(net, chosen, train, val, settings=SETTINGS, density="kde")
 
 
 def test_checkpoint_keeps_what_was_compared(
     net: torch.nn.Module, train: ImageDataset, val: ImageDataset, tmp_path: Path
 ) -> None:
-    candidate = measure_collapse(net, train, val, settings=SETTINGS).candidate("4")
-    fitted = fit_projection(net, candidate, train, val, c_proj=6, minimum_dim=1, density="gda", settings=SETTINGS)
+    chosen = measure_collapse(net, train, val, settings=SETTINGS).choose("4")
+    fitted = fit_projection(net, chosen, train, val, c_proj=6, minimum_dim=1, density="gda", settings=SETTINGS)
     checkpoint = Checkpoint.of(tmp_path / "stages", {})
     checkpoint.save_projection(fitted)
     kept = checkpoint.load_projection()

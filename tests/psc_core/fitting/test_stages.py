@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from psc_core import FitSettings
-from psc_core.collapse import Candidate
+from psc_core.collapse import ChosenLayer
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
 from psc_core.fit import check_same_layers, checked, trial_of
@@ -37,9 +37,9 @@ def test_settings_get_the_head_of_the_task(data: FitData) -> None:
         ({"head_input": "x"}, "head_input"),
         ({"alpha": 1e-9}, "alpha"),
         ({"coverage": 1.5}, "coverage"),
-        ({"keep_examples": -1}, "examples"),
-        ({"predictions": "base", "head": "duq"}, "expected no head beside predictions 'base'"),
-        ({"predictions": "base", "head_input": "z"}, "expected no head_input beside predictions 'base'"),
+        ({"stored_images": -1}, "examples"),
+        ({"predictions": "original", "head": "duq"}, "expected no head beside predictions 'original'"),
+        ({"predictions": "original", "head_input": "z"}, "expected no head_input beside predictions 'original'"),
     ],
 )
 def test_unknown_options_and_rates_that_cannot_be_kept_are_refused(
@@ -56,5 +56,5 @@ def test_a_model_is_tried_with_the_first_calibration_images(data: FitData) -> No
 
 
 def test_rejects_a_projection_of_other_layers(projection: FittedProjection) -> None:
-    with pytest.raises(UsageError, match="expected a projection of the candidate 2, got one of 4"):
-        check_same_layers(Candidate(("2",), ""), projection)
+    with pytest.raises(UsageError, match="expected a projection of the chosen layer 2, got one of 4"):
+        check_same_layers(ChosenLayer(("2",), ""), projection)

@@ -78,7 +78,7 @@ def test_files_below_are_those_of_the_library(tmp_path: Path) -> None:
 
 
 def test_hidden_files_and_folders_are_skipped(tmp_path: Path) -> None:
-    for name in (".DS_Store", "._1.jpg", "1.jpg", ".thumbnails/1.jpg", "__MACOSX/a/._1.jpg", "a/1.jpg"):
+    for name in (".DS_Store", "._1.jpg", "1.jpg", ".stored_images/1.jpg", "__MACOSX/a/._1.jpg", "a/1.jpg"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     assert [os.path.relpath(path, tmp_path) for path in files_below(tmp_path)] == ["1.jpg", "a/1.jpg"]

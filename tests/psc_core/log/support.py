@@ -35,9 +35,9 @@ def row(index: int, **changes: Any) -> dict[str, Any]:
     """The row of image ``index``, alone in the request ``rINDEX``."""
     return {
         "time": TIME, "request_id": f"r{index}", "image_index": 0, "bundle_version": "v1", "policy": POLICY,
-        **dict.fromkeys(CLASSIFICATION_SCORES, 0.5), "probabilities": [0.25, 0.75], "gates": [], "label": "dog",
+        **dict.fromkeys(CLASSIFICATION_SCORES, 0.5), "probabilities": [0.25, 0.75], "checks": [], "label": "dog",
         "decision": "accept",
-        "sampling_probability": 1.0, "audit": False, "audit_probability": 0.01, "image_sha256": digest(index),
+        "sampling_probability": 1.0, "sampled": False, "sample_probability": 0.01, "image_sha256": digest(index),
         "image_path": image_path(digest(index), "png"), **changes,
     }  # fmt: skip
 

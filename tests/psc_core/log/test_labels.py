@@ -1,4 +1,4 @@
-"""The last verdict on an image wins, by whichever request it came, and holds for the rows of its model alone."""
+"""The last label on an image wins, by whichever request it came, and holds for the rows of its model alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OF_ROW = Label("r0", 0, digest(0), "label", "cat", "a person", TIME)
 
 
 def test_last_verdict_wins() -> None:
-    later = replace(OF_ROW, verdict="cannot_tell", label=None, time=TIME + timedelta(seconds=1))
+    later = replace(OF_ROW, kind="cannot_tell", label=None, time=TIME + timedelta(seconds=1))
     of_image = Label(None, None, digest(0), "label", "dog", "folder", TIME + timedelta(seconds=2))
     for given in ([OF_ROW, later], [later, OF_ROW]):
         assert Labels(given).of("m", "r0", 0, digest(0)) == later
@@ -45,7 +45,7 @@ def test_labels_beside_rows(tmp_path: Path) -> None:
     labels = read_labels(log)
     assert [OF_ROW] in [read_label_file(log, name) for name, _ in label_files(log)]
     found = {row["request_id"]: row for batch in joined(read_rows(log, "m"), labels, "m") for row in batch.to_pylist()}
-    assert {name: (row["verdict"], row["true_label"]) for name, row in found.items()} == {
+    assert {name: (row["kind"], row["true_label"]) for name, row in found.items()} == {
         "r0": ("label", "cat"), "r1": (None, None), "r2": ("none_of_the_classes", None),
         "r9": ("none_of_the_classes", None),
     }  # fmt: skip

@@ -39,7 +39,12 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, data: bytes) -> None:
 @pytest.mark.parametrize("form", ["NFC", "NFD"])
 def test_a_label_is_a_class_in_either_form_of_its_name(tmp_path: Path, form: Any) -> None:
     log = make_log(tmp_path)
-    log.put("models/v3.json", json.dumps({"version": "v3", "classes": [normalize(form, "cafe\u0301"), "tea"]}).encode())
+    log.put(
+        "models/v3.json",
+        json.dumps(
+            {"version": "v3", "task": "classification", "classes": [normalize(form, "cafe\u0301"), "tea"]}
+        ).encode(),
+    )
     model = read_model(log, "v3")
     assert model.classes == ("caf\u00e9", "tea")
     for text in ("caf\u00e9", "cafe\u0301", " cafe\u0301\u00a0"):

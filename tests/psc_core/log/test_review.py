@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from psc_core.log.labels import Label, Labels
-from psc_core.log.review import AUDIT, DIVERSE, NEAR, STRANGE, review
+from psc_core.log.review import DIVERSE, NEAR, SAMPLE, STRANGE, review
 from tests.psc_core.log.support import TIME, add_values, digest, make_log, put_rows, row
 
 
@@ -22,7 +22,7 @@ def ids(chosen: list[object]) -> list[str]:
 def test_lists_take_turns(tmp_path: Path) -> None:
     log = make_log(tmp_path, 0)
     rows = [row(n, ood_p_value=0.2 + n / 100, ood_score=float(-n), predictive_entropy=0.1) for n in range(20)]
-    rows[7].update(audit=True)
+    rows[7].update(sampled=True)
     rows[11].update(ood_p_value=0.06)  # Nearest to the one threshold, the next to the other.
     rows[12].update(predictive_entropy=0.6)
     rows[3].update(ood_score=9.0)
@@ -30,13 +30,13 @@ def test_lists_take_turns(tmp_path: Path) -> None:
     put_rows(log, rows)
     chosen = review(log, Labels())
     assert [(each.row["request_id"], each.reason) for each in chosen[:4]] == [
-        ("r7", AUDIT), ("r11", NEAR), ("r3", STRANGE), ("r5", DIVERSE),
+        ("r7", SAMPLE), ("r11", NEAR), ("r3", STRANGE), ("r5", DIVERSE),
     ]  # fmt: skip
     assert [each.row["request_id"] for each in chosen if each.reason == NEAR][:2] == ["r11", "r12"]
     assert sorted(ids(chosen)) == sorted(each["request_id"] for each in rows)
-    assert [each.row["request_id"] for each in chosen if each.is_audit] == ["r7"]
+    assert [each.row["request_id"] for each in chosen if each.is_sampled] == ["r7"]
     counts = Counter(each.reason for each in chosen)
-    assert counts[AUDIT] == 1 and {counts[NEAR], counts[STRANGE], counts[DIVERSE]} <= {6, 7}
+    assert counts[SAMPLE] == 1 and {counts[NEAR], counts[STRANGE], counts[DIVERSE]} <= {6, 7}
     assert ids(review(log, Labels(), limit=3)) == ["r7", "r11", "r3"]
 
 
@@ -61,7 +61,7 @@ def test_diverse_images_are_the_farthest_from_all_chosen_before(tmp_path: Path) 
         before.append(at)
 
 
-def test_labelled_and_repeated_images_are_left_out(tmp_path: Path) -> None:
+def test_labelled_and_repeated_images_are_skipped(tmp_path: Path) -> None:
     log = make_log(tmp_path, 3)
     put_rows(log, [row(8, image_sha256=digest(1)), row(9, image_path=None)])
     add_values(log)
@@ -77,8 +77,8 @@ def test_the_audit_slice_alone_is_in_the_order_of_its_digests(tmp_path: Path) ->
     """Who stops anywhere has reviewed a random part of each day."""
     log = make_log(tmp_path, 0)
     days = [TIME, TIME + timedelta(days=1)]
-    put_rows(log, [row(n, audit=n % 3 > 0, time=days[n % 2] + timedelta(seconds=n)) for n in range(20)])
+    put_rows(log, [row(n, sampled=n % 3 > 0, time=days[n % 2] + timedelta(seconds=n)) for n in range(20)])
     expected = sorted((n for n in range(20) if n % 3 > 0), key=lambda n: (-(n % 2), digest(n)))
-    chosen = review(log, Labels(), audit=True)
-    assert ids(chosen) == [f"r{n}" for n in expected] and {each.reason for each in chosen} == {AUDIT}
-    assert ids([each for each in review(log, Labels()) if each.reason == AUDIT])[0] == f"r{expected[0]}"
+    chosen = review(log, Labels(), sampled=True)
+    assert ids(chosen) == [f"r{n}" for n in expected] and {each.reason for each in chosen} == {SAMPLE}
+    assert ids([each for each in review(log, Labels()) if each.reason == SAMPLE])[0] == f"r{expected[0]}"

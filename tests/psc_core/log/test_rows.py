@@ -14,12 +14,12 @@ from tests.psc_core.log.support import add_values, digest, make_log, put_rows, r
 
 def test_rows_of_a_model(tmp_path: Path) -> None:
     log = make_log(tmp_path, 3)
-    put_rows(log, [row(5, bundle_version="v2", audit=True)], day="2026-03-02")
+    put_rows(log, [row(5, bundle_version="v2", sampled=True)], day="2026-03-02")
     add_values(log)
     assert (models_in(log), days_of(log, "m"), days_of(log, "x")) == (["m", "v"], ["2026-03-01", "2026-03-02"], [])
     ids = lambda **options: [id for batch in read_rows(log, "m", **options) for id in batch["request_id"].to_pylist()]  # noqa: E731
     assert ids() == ["r0", "r1", "r2", "r5"]
-    assert ids(audit=True) == ids(days=["2026-03-02"]) == ["r5"]
+    assert ids(sampled=True) == ids(days=["2026-03-02"]) == ["r5"]
     (values,) = read_rows(log, "v")
     assert "mean" in scores_in(values.schema) and values["probabilities"].null_count == 1
     assert scores_in(row_schema(CLASSIFICATION_SCORES)) == list(CLASSIFICATION_SCORES)

@@ -20,12 +20,12 @@ def test_tasks_of_label_studio(tmp_path: Path) -> None:
     assert len(tasks) == 5
     scores = [each["predictions"][0]["score"] for each in tasks]
     assert scores == sorted(scores) and scores[0] >= 0 and scores[-1] < 1
-    for each, candidate in zip(tasks, chosen, strict=True):
+    for each, image in zip(tasks, chosen, strict=True):
         (prediction,) = each["predictions"]
-        assert prediction["model_version"] == candidate.row["bundle_version"]
-        assert each["data"]["image"] == f"/data/local-files/?d={candidate.row['image_path']}"
-        assert each["data"]["audit"] is False and each["data"]["reason"]
-        if candidate.row["label"] is None:
+        assert prediction["model_version"] == image.row["bundle_version"]
+        assert each["data"]["image"] == f"/data/local-files/?d={image.row['image_path']}"
+        assert each["data"]["sampled"] is False and each["data"]["reason"]
+        if image.row["label"] is None:
             assert prediction["result"] == []
         else:
             (region,) = prediction["result"]

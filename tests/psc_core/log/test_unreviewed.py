@@ -42,7 +42,7 @@ def test_the_newest_come_first_and_accepted_ones_never(tmp_path: Path) -> None:
     assert (first.model, set(first.scores)) == ("m", set(CLASSIFICATION_SCORES)) and "probabilities" not in first.row
 
 
-def test_what_was_reviewed_erased_or_not_stored_is_left_out(tmp_path: Path) -> None:
+def test_what_was_reviewed_erased_or_not_stored_is_skipped(tmp_path: Path) -> None:
     log = make_log(tmp_path, 0)
     same = {"image_sha256": digest(1), "image_path": f"images/{digest(1)[:2]}/{digest(1)}.png"}
     rows = [abstained(index) for index in range(5)]

@@ -59,11 +59,11 @@ def test_inputs_enter_behind_the_standardisation(psc: PSC, digits: torch.Tensor)
 def test_base_predictions_equal_the_network(tiny_job, digits: torch.Tensor, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     from psc_core.cli.fit import main
 
-    assert main([*tiny_job.args, "--predictions", "base", "--no-report", "--out", str(tmp_path / "base")]) == 0
-    base = PSC.load(tmp_path / "base", device="cpu", allow_factories=ALLOW)
+    assert main([*tiny_job.args, "--predictions", "original", "--no-report", "--out", str(tmp_path / "original")]) == 0
+    base = PSC.load(tmp_path / "original", device="cpu", allow_factories=ALLOW)
     with torch.inference_mode():
         expected = tiny_job.net(PRESETS["mnist"].standardise(digits)).softmax(1)
     prediction = base.predict(digits)
     torch.testing.assert_close(prediction.probabilities, expected, atol=1e-6, rtol=0)
-    assert base.predictions == "base"
+    assert base.predictions == "original"
     assert bool(prediction.log_density.isfinite().all())

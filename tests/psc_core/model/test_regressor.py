@@ -38,7 +38,7 @@ def test_predicts_numbers_with_intervals(model: PSCRegressor, test_images: Image
     torch.testing.assert_close(got.interval, torch.stack([got.mean - half, got.mean + half], dim=1))
     inside = (batch.values >= got.interval[:, 0]) & (batch.values <= got.interval[:, 1])
     assert float(inside.double().mean()) > 0.7
-    assert set(got.gates) == set(model.gates) and {*REGRESSION_SCORES} <= {*dir(got)}
+    assert set(got.checks) == set(model.checks) and {*REGRESSION_SCORES} <= {*dir(got)}
     with pytest.raises(AttributeError, match="probabilities"):
         _ = got.probabilities
 
@@ -50,7 +50,7 @@ def test_unlike_images_are_flagged(model: PSCRegressor, data_root: Path) -> None
 
 def test_saves_what_it_loads(model: PSCRegressor, test_images: ImageDataset, tmp_path: Path) -> None:
     manifest = model.save(tmp_path / "again")
-    assert (manifest.version, manifest.schema_version, manifest.target) == (model.version, 5, model.target)
+    assert (manifest.version, manifest.schema_version, manifest.target) == (model.version, 6, model.target)
     again = load_model(tmp_path / "again", device="cpu", allow_factories=ALLOW)
     images = next(test_images.batches(8)).images
     assert isinstance(again, PSCRegressor)

@@ -29,9 +29,9 @@ MISSING = {
     "density": r"expected tensors .*'basis'.* for 'pooled\+\+', got ",
     "head": "expected tensors .*'bias'.* for 'laplace', got ",
     "calibration": "expected calibration tensors .*'entropies'.* got ",
-    "gates": "expected gates tensors .*'ascending'.* got ",
+    "checks": "expected checks tensors .*'ascending'.* got ",
     "map": "expected tensors .*'mean'.* for 'gaussian', got ",
-    "thumbnails": "expected thumbnails tensors .*'embedding'.* got ",
+    "stored_images": "expected stored image tensors .*'embedding'.* got ",
 }
 
 
@@ -51,9 +51,9 @@ GROWN = {
     "density": r"expected pooled\+\+\.\w+ with axes .* got shape ",
     "head": r"expected laplace\.\w+ with axes .* got shape ",
     "calibration": r"calibration scores of one length, got .*\(300,\)",
-    "gates": r"expected float32 gates\.ascending of 2 gates, got torch\.float32 \(4, 150\)",
+    "checks": r"expected float32 checks\.ascending of 2 checks, got torch\.float32 \(4, 150\)",
     "map": r"expected tensors of 'gaussian' with sizes .*'levels': 255}, got .*'levels': 510}",
-    "thumbnails": r"expected torch\.uint8 thumbnails\.pixels with axes .* got torch\.uint8 \(40, 1, 28, 28\)",
+    "stored_images": r"expected torch\.uint8 stored_images\.pixels with axes .* got torch\.uint8 \(40, 1, 28, 28\)",
 }
 
 
@@ -71,22 +71,22 @@ def test_rejects_wrong_shapes(bundle: Path, part: str) -> None:
 @pytest.mark.parametrize(
     ("where", "value", "message"),
     [
-        ("gates.images", 7, r"expected \(7, 150\) readings of the gates, got \(150, 150\)"),
-        ("gates.names", ["texture", "colour"], "expected gates of texture"),
-        ("gates.names", ["kind"], r"gates.names \(texture\) to be True, got False"),
-        ("gates.texture.counts_below", 0.0, "field gates.texture.counts_below: .*expected more than 0"),
-        ("gates.texture.counts_below", 1.5, "field gates.texture.counts_below: .*expected at most 1"),
+        ("checks.images", 7, r"expected \(7, 150\) values of the checks, got \(150, 150\)"),
+        ("checks.names", ["texture", "colour"], "expected checks of texture"),
+        ("checks.names", ["content"], r"checks.names \(texture\) to be True, got False"),
+        ("checks.texture.counts_below", 0.0, "field checks.texture.counts_below: .*expected more than 0"),
+        ("checks.texture.counts_below", 1.5, "field checks.texture.counts_below: .*expected at most 1"),
     ],
 )
-def test_rejects_other_gates(bundle: Path, where: str, value: Any, message: str) -> None:
+def test_rejects_other_checks(bundle: Path, where: str, value: Any, message: str) -> None:
     assign(bundle, where, value)
     with pytest.raises(BundleError, match=message):
         PSC.load(bundle, device="cpu", allow_factories=ALLOW)
 
 
 def test_rejects_tensors_of_no_texture(bundle: Path) -> None:
-    assign(bundle, "gates", {"names": ["kind", "confidence"], "images": 150, "texture": None})
-    with pytest.raises(BundleError, match=r"expected gates tensors .* got .*texture\."):
+    assign(bundle, "checks", {"names": ["content", "confidence"], "images": 150, "texture": None})
+    with pytest.raises(BundleError, match=r"expected checks tensors .* got .*texture\."):
         PSC.load(bundle, device="cpu", allow_factories=ALLOW)
 
 
@@ -102,9 +102,9 @@ def test_factories_need_permission(tiny_bundle: Path) -> None:
 
 
 def test_a_texture_may_count_at_every_p_value(bundle: Path, tmp_path: Path) -> None:
-    assign(bundle, "gates.texture.counts_below", 1.0)
+    assign(bundle, "checks.texture.counts_below", 1.0)
     psc = PSC.load(bundle, device="cpu", allow_factories=ALLOW)
-    assert psc.pipeline.gates is not None and psc.pipeline.gates.texture_counts_below == 1
+    assert psc.pipeline.checks is not None and psc.pipeline.checks.texture_counts_below == 1
     assert psc.save(tmp_path / "again").version == psc.version
 
 

@@ -542,7 +542,7 @@ IMAGES = torch.zeros(2, 1, 28, 28)
 @pytest.mark.parametrize(
     "wrapped", [torch.compile, nn.DataParallel, lambda net: torch.compile(nn.DataParallel(torch.compile(net)))]
 )
-def test_what_only_runs_a_network_is_left_out(wrapped: Callable[[Any], nn.Module]) -> None:
+def test_what_only_runs_a_network_is_skipped(wrapped: Callable[[Any], nn.Module]) -> None:
     net = tiny.network().eval()
     copied = readable_copy(wrapped(net))
     assert [name for name, _ in copied.named_modules()] == [name for name, _ in net.named_modules()]

@@ -364,8 +364,8 @@ def view_as(x: Tensor) -> Tensor:
 
 def grouped(x: Tensor) -> Tensor:
     """Average each channel, as squeeze and excitation do, then mix the channels of two groups."""
-    gate = F.relu(x.mean((2, 3)).view(-1, 4), inplace=True).view(-1, 4, 1, 1)
-    return (x * gate).view(-1, 2, 2, 6, 6).transpose(1, 2).reshape(-1, 144)
+    check = F.relu(x.mean((2, 3)).view(-1, 4), inplace=True).view(-1, 4, 1, 1)
+    return (x * check).view(-1, 2, 2, 6, 6).transpose(1, 2).reshape(-1, 144)
 
 
 def changed_at_the_end(x: Tensor) -> Tensor:

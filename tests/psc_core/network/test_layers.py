@@ -38,7 +38,7 @@ def test_operations_of_residual_network() -> None:
     assert [layer.role for layer in layers[-3:]] == ["hidden", "penultimate", "output"]
 
 
-def test_operations_of_plain_network() -> None:
+def test_operations_of_original_network() -> None:
     net = network("vgg11_bn", stem="small")
     layers = list_layers(net, torch.randn(1, 3, 32, 32))
     assert [layer.name for layer in layers[:4]] == ["features.0", "features.3", "features.4", "features.7"]

@@ -163,11 +163,11 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.gate, self.experts = nn.Linear(16, 3), nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.check, self.experts = nn.Linear(16, 3), nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
 
     def forward(self, tokens: Tensor) -> Tensor:
         flat = tokens.flatten(0, 1)
-        out, chosen = torch.zeros_like(flat), self.gate(flat).argmax(1)
+        out, chosen = torch.zeros_like(flat), self.check(flat).argmax(1)
         for number, expert in enumerate(self.experts):
             out[chosen == number] = expert(flat[chosen == number])
         return out.view_as(tokens)

@@ -119,7 +119,7 @@ def test_weights_in_any_kind_of_dictionary(
     assert are_equal(read_checkpoint(tmp_path / "net.pth"), TENSORS)
 
 
-def test_objects_of_other_classes_are_left_out(tmp_path: Path) -> None:
+def test_objects_of_other_classes_are_skipped(tmp_path: Path) -> None:
     beside = {
         "args": argparse.Namespace(lr=0.1, out=Path("x")),
         "best": np.float64(0.9),

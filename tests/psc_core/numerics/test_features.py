@@ -121,6 +121,6 @@ def test_head_fitted_from_file_equals_memory(kind: str, tmp_path: Path, monkeypa
     torch.testing.assert_close(got(values).probabilities, expected(values).probabilities, rtol=0, atol=1e-5)
 
 
-def test_classes_of_one_example_are_left_out() -> None:
+def test_classes_of_one_example_are_skipped() -> None:
     z, labels, classes = usable(torch.arange(10.0).view(5, 2), torch.tensor([0, 3, 3, 1, 1]))
     assert z[:, 0].tolist() == [2.0, 4.0, 6.0, 8.0] and labels.tolist() == [1, 1, 0, 0] and classes == 2

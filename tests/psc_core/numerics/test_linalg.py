@@ -15,7 +15,7 @@ from torch import Tensor
 from psc_core.numerics import features, linalg
 from psc_core.numerics.features import chunk_rows
 from psc_core.numerics.linalg import MomentSums, r_squared, r_squared_error, tail_excess
-from tests.reference import gates as naive
+from tests.reference import checks as naive
 from tests.reference import linalg as reference
 from tests.reference import projection as reference_moments
 

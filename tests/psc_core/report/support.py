@@ -16,7 +16,7 @@ def image_set(name: str, role: Role, scores: list[float], *, classes: int = 10) 
     n = len(scores)
     labels = torch.arange(n) % classes if role.is_known else NONE
     predicted = torch.where(torch.arange(n) % 2 == 0, torch.arange(n), torch.arange(n) + 1) % classes
-    correct = {"psc": predicted == labels, "base": predicted != labels} if role.is_known else {}
+    correct = {"psc": predicted == labels, "original": predicted != labels} if role.is_known else {}
     return ClassificationSet(
         name,
         role,
@@ -43,7 +43,7 @@ def value_set(name: str, role: Role, scores: list[float], *, own_rmse: float = 2
         values.float() + 1,
         1 + values.float() / 2,
         values if role.is_known else values[:0],
-        quality={"base": {"rmse": own_rmse}, "psc": psc} if role.is_known else {},
+        quality={"original": {"rmse": own_rmse}, "psc": psc} if role.is_known else {},
     )
 
 
@@ -53,7 +53,7 @@ def value_content(version: str = "0123456789ab") -> Content:
         version,
         (
             value_set("validation", Role.VALIDATION, [0.0, 1.0, 2.0, 3.0]),
-            value_set("turned", Role.MADE_UP, [0.0, 9.0]),
+            value_set("turned", Role.SYNTHETIC, [0.0, 9.0]),
             value_set("clothes", Role.OOD, [7.0, 8.0, 9.0]),
         ),
         sizes=content().sizes,
@@ -61,12 +61,12 @@ def value_content(version: str = "0123456789ab") -> Content:
 
 
 def content(version: str = "0123456789ab") -> Content:
-    """Validation, test, made-up and OOD images."""
+    """Validation, test, synthetic and OOD images."""
     return Content(
         version,
         (
             image_set("validation", Role.VALIDATION, [0.0, 1.0, 2.0, 3.0]),
-            image_set("turned", Role.MADE_UP, [0.0, 9.0]),
+            image_set("turned", Role.SYNTHETIC, [0.0, 9.0]),
             image_set("clothes", Role.OOD, [7.0, 8.0, 9.0]),
         ),
         (Picture("most typical", 1, 2, 0.5, 0.25, torch.zeros(1, 4, 5, dtype=torch.uint8)),),

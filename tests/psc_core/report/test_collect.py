@@ -22,21 +22,21 @@ def test_a_fit_keeps_what_it_served(tiny_bundle: Path, data_root: Path) -> None:
     assert kept.version == psc.version
     roles = {images.name: images.role for images in kept.sets}
     assert roles["training"] is Role.TRAINING and roles["validation"] is Role.VALIDATION
-    assert {name for name, role in roles.items() if role is Role.MADE_UP} >= {"turned", "binary", "framed"}
+    assert {name for name, role in roles.items() if role is Role.SYNTHETIC} >= {"turned", "binary", "framed"}
     val = open_dataset(f"dirty-mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
     _, calibration_split = split_validation(val, 0)
     validation = next(images for images in kept.sets if images.name == "validation")
     prediction = psc.predict(torch.cat([batch.images for batch in calibration_split.batches(64)]))
     assert torch.allclose(validation.ood_score, torch.as_tensor(prediction.ood_score).float(), atol=1e-4)
     assert validation.predicted.tolist() == prediction.probabilities.argmax(1).tolist()
-    assert set(validation.quality) == {"psc", "base"}
+    assert set(validation.quality) == {"psc", "original"}
     assert set(validation.groups) == {"mnist", "ambiguous-mnist"}
     assert kept.sizes["nc4"].ndim == 2
 
 
 def test_a_fit_keeps_the_numbers_that_it_served(angle_job: TinyJob, angle_bundle: Path, data_root: Path) -> None:
     kept = Content.load(angle_bundle, TASKS["regression"])
-    assert {images.role for images in kept.sets} == {Role.TRAINING, Role.VALIDATION, Role.MADE_UP}
+    assert {images.role for images in kept.sets} == {Role.TRAINING, Role.VALIDATION, Role.SYNTHETIC}
     assert kept.pictures == () and all(isinstance(images, RegressionSet) for images in kept.sets)
     model = PSCRegressor.load(angle_bundle, device="cpu", allow_factories=["tests.tiny:network"])
     val = open_dataset(f"rotated-mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
@@ -51,7 +51,7 @@ def test_a_fit_keeps_the_numbers_that_it_served(angle_job: TinyJob, angle_bundle
     assert torch.allclose(validation.ood_score, prediction.ood_score, atol=1e-4)
     with torch.no_grad():
         own = angle_job.net(val.preprocess.standardise(images))[:, 0]
-    assert validation.quality["base"] == {"rmse": pytest.approx(metrics.rmse(own, values), rel=1e-4)}
+    assert validation.quality["original"] == {"rmse": pytest.approx(metrics.rmse(own, values), rel=1e-4)}
     assert validation.quality["psc"]["crps"] == pytest.approx(model.report["metrics"]["crps"], rel=1e-4)
     (turned,) = (each for each in kept.sets if each.name == "turned")
     assert (

@@ -27,14 +27,14 @@ def test_facts_of_the_shipped_bundle(shipped_bundle: Path) -> None:
             for images in found.content.sets
         }
     )
-    assert list(found.quality) == ["the network itself", "with PSC"]
+    assert list(found.quality) == ["original network", "with PSC"]
     text = found.to_text()
-    assert text.index("the network itself") < text.index("with PSC") < text.index("on 4 validation images")
+    assert text.index("original network") < text.index("with PSC") < text.index("on 4 validation images")
     assert f"OOD score above {threshold:.4g} nats (alpha 0.05" in text
     assert "4000 of them, 4.3 to 5.7%" in text  # quantiles of Beta(200, 3801)
-    assert "made-up images found out of distribution: turned" in text
+    assert "synthetic OOD images found out of distribution: turned" in text
     assert "less accurate" not in text
-    assert found.candidate is not None and found.candidate.layers == tuple(read_bundle(shipped_bundle).manifest.layers)
+    assert found.chosen is not None and found.chosen.layers == tuple(read_bundle(shipped_bundle).manifest.layers)
 
 
 def test_notes_on_the_layer_are_in_the_words_of_this_version(shipped_bundle: Path) -> None:

@@ -35,7 +35,10 @@ def test_roc_is_the_curve_of_the_auroc() -> None:
 
 
 def test_scores_say_how_much_lies_above_the_limit() -> None:
-    sets = [image_set("validation", Role.VALIDATION, [0.0, 1.0, 2.0, 3.0]), image_set("odd", Role.MADE_UP, [5.0, 1.0])]
+    sets = [
+        image_set("validation", Role.VALIDATION, [0.0, 1.0, 2.0, 3.0]),
+        image_set("odd", Role.SYNTHETIC, [5.0, 1.0]),
+    ]
     drawn = figures.scores(sets, "ood_score", "OOD score", 1.5)
     assert drawn is not None
     assert [text.get_text() for text in drawn.axes[0].texts] == ["50.0% above", "50.0% above"]

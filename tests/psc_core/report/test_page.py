@@ -85,7 +85,9 @@ def test_card_of_a_regression(angles: Facts, tmp_path: Path) -> None:
     page.write_card(replace(angles, folder=tmp_path))
     card = (tmp_path / page.CARD).read_text()
     assert card.startswith(f"# {angles.manifest.name}\n\nA regression of angle, degrees with uncertainty")
-    assert "| --- | ---: | ---: | ---: | ---: |\n| the network itself | 2 | – | – | – |\n| with PSC | 1 | 0.5 |" in card
+    assert (
+        "| --- | ---: | ---: | ---: | ---: |\n| the original network | 2 | – | – | – |\n| with PSC | 1 | 0.5 |" in card
+    )
     assert all(f"* {line}\n" in card for line in angles.policy_lines) and "Classes" not in card
 
 
@@ -136,6 +138,6 @@ def test_card_has_the_numbers_of_the_facts(shipped: Facts, tmp_path: Path) -> No
     card = (tmp_path / page.CARD).read_text()
     quality = shipped.quality["with PSC"]
     assert "| with PSC | {accuracy:.4f} | {nll:.4f} | {ece:.4f} |".format(**quality) in card
-    assert "| --- | ---: | ---: | ---: |\n| the network itself |" in card
+    assert "| --- | ---: | ---: | ---: |\n| the original network |" in card
     assert "psc-serve --bundle ." in card
     assert f"above an OOD score of {shipped.ood_threshold:.4g} nats" in card and f"{shipped.in_practice} %." in card

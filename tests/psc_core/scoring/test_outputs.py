@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 
 OF_ALL = {
     "item": "string", "epistemic": "float", "log_density": "float", "ood_score": "float", "ood_p_value": "float",
-    "gates": "map<string, float ('gates')>", "is_ood": "bool", "decision": "string", "error": "string",
+    "checks": "map<string, float ('checks')>", "is_ood": "bool", "decision": "string", "error": "string",
 }  # fmt: skip
 """Arrow's names of the types of columns."""
 
@@ -32,18 +32,18 @@ OF_TASK = {
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_gates_of_each_image(tiny_bundle: Path, tmp_path: Path, form: str) -> None:
+def test_checks_of_each_image(tiny_bundle: Path, tmp_path: Path, form: str) -> None:
     psc = PSC.load(tiny_bundle, device="cpu", allow_factories=["tests.tiny:network"])
     data = open_dataset(f"mnist:{ROOT}/tests/data", split="test", preprocess=PRESETS["mnist"])
     prediction = psc.predict(next(data.batches(3)).images)
     file = tmp_path / f"part.{form}"
     write(merge(["a", "b", "c"], [None] * 3, columns_of(prediction, psc.task)), psc.task.columns(), file)
     if form == "parquet":
-        rows = [dict(each) for each in pytest.importorskip("pyarrow.parquet").read_table(file)["gates"].to_pylist()]
+        rows = [dict(each) for each in pytest.importorskip("pyarrow.parquet").read_table(file)["checks"].to_pylist()]
     else:
-        rows = [json.loads(line)["gates"] for line in file.read_text().splitlines()]
-    assert set(rows[0]) == {"texture", "kind"} == set(psc.gates)
-    for name, p_values in prediction.gates.items():
+        rows = [json.loads(line)["checks"] for line in file.read_text().splitlines()]
+    assert set(rows[0]) == {"texture", "content"} == set(psc.checks)
+    for name, p_values in prediction.checks.items():
         assert [row[name] for row in rows] == pytest.approx(p_values.tolist())
 
 

@@ -85,7 +85,7 @@ def test_errors_of_a_part_that_is_there_are_counted(tmp_path: Path, form: str) -
 
 def test_a_bundle_without_a_map_writes_none(folder: Path, tmp_path: Path) -> None:
     model = PSC.load(SHIPPED_BUNDLE, device="cpu")
-    without = Pipeline(model.pipeline.scorer, model.pipeline.calibration_scores, model.pipeline.gates)
+    without = Pipeline(model.pipeline.scorer, model.pipeline.calibration_scores, model.pipeline.checks)
     with pytest.raises(UsageError, match="has no map"):
         PartWriter(replace(model, pipeline=without), tmp_path, "jsonl", maps=tmp_path / "maps")
     assert not (tmp_path / "maps").exists()
@@ -116,7 +116,7 @@ def test_a_regression_gives_its_numbers(angle_bundle: Path, folder: Path, tmp_pa
         assert [answer.lower, answer.upper] == pytest.approx(prediction.interval[image].tolist(), rel=1e-4, abs=1e-3)
         for name in ("mean", "aleatoric", "epistemic", "log_density", "ood_score", "ood_p_value"):
             assert getattr(answer, name) == pytest.approx(float(getattr(prediction, name)[image]), rel=1e-4, abs=1e-3)
-        assert answer.gates == pytest.approx({name: float(each[image]) for name, each in prediction.gates.items()})
+        assert answer.checks == pytest.approx({name: float(each[image]) for name, each in prediction.checks.items()})
 
 
 def test_a_part_of_a_regression_without_any_image(angle_bundle: Path, tmp_path: Path) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import httpx
 import pytest
@@ -21,7 +20,6 @@ from psc_core.fit import fit
 from psc_core.heads.base import ClassifierData
 from psc_core.heads.duq import DuqHead
 from psc_core.tasks import TASKS
-from psc_core.tasks.base import Task
 from psc_core.tasks.classification import Classification
 from tests.app.support import until
 from tests.conftest import SHIPPED_BUNDLE, TinyJob
@@ -48,13 +46,6 @@ class Triage(Classification):
     @classmethod
     def of_images(cls, train: ImageDataset) -> Triage:
         return cls(urgent=train.classes[0])
-
-    @classmethod
-    def is_of(cls, manifest: Mapping[str, Any]) -> bool:
-        return manifest.get("task") == cls.name
-
-    def manifest_fields(self) -> dict[str, Any]:
-        return Task.manifest_fields(self)
 
     def metric_labels(self, classes: tuple[str, ...]) -> tuple[str, ...]:
         return tuple("urgent" if label == self.urgent else "other" for label in classes)

@@ -117,11 +117,11 @@ def test_numbers_are_printed_in_few_digits() -> None:
     assert b'"predictive_entropy":0.1,"log_density":-0.3,"ood_score":0.4,"ood_p_value":0.7' in text
 
 
-def test_gates_are_named() -> None:
+def test_checks_are_named() -> None:
     row = [0.1, -0.3, 0.4, 0.5, 0.2, 0.25, 0.05, 0.7, 0.125, 0.75]
-    outputs = Outputs(np.array([row], np.float32), CLASSIFICATION_SCORES, ("texture", "kind"))
+    outputs = Outputs(np.array([row], np.float32), CLASSIFICATION_SCORES, ("texture", "content"))
     (document,) = documents(outputs, 1.0, ClassificationPolicy(alpha=0.05, ambiguity_threshold=0.5, coverage=0.9))
-    assert document["gates"] == {"texture": 0.125, "kind": 0.75}
+    assert document["checks"] == {"texture": 0.125, "content": 0.75}
     assert len(document["probabilities"]) == 3
     assert ClassificationAnswer.model_validate(document).model_dump(exclude_none=True) == document
 

@@ -93,15 +93,15 @@ def test_tensors_round_trip() -> None:
     again = Calibration.from_tensors(fitted.tensors())
     assert len(again) == 200
     assert all(torch.equal(tensor, again.tensors()[name]) for name, tensor in fitted.tensors().items())
-    assert all(fitted.tensors()[name].dtype == torch.float32 for name in ("scores", "entropies"))
+    assert all(fitted.tensors()[name].dtype == torch.float32 for name in ("ood_scores", "entropies"))
 
 
 def test_rejects_unusable_tensors() -> None:
     tensors = calibrate().tensors()
     bad = {
-        "missing": {name: tensor for name, tensor in tensors.items() if name != "scores"},
-        "float64": {**tensors, "scores": tensors["scores"].double()},
-        "descending": {**tensors, "scores": tensors["scores"].flip(0)},
+        "missing": {name: tensor for name, tensor in tensors.items() if name != "ood_scores"},
+        "float64": {**tensors, "ood_scores": tensors["ood_scores"].double()},
+        "descending": {**tensors, "ood_scores": tensors["ood_scores"].flip(0)},
         "short": {**tensors, "entropies": tensors["entropies"][:-1]},
         "NaN": {**tensors, "entropies": tensors["entropies"] * math.nan},
         "labels": {**tensors, "labels": tensors["labels"] + 3},
@@ -112,7 +112,7 @@ def test_rejects_unusable_tensors() -> None:
         "NaN bounds": {**tensors, "error_bounds": tensors["error_bounds"] * math.nan},
         "entropies below 0": {**tensors, "entropies": tensors["entropies"] - 1},
         "probabilities above 1": {**tensors, "label_probabilities": tensors["label_probabilities"] + 1},
-        "scores of no density": {**tensors, "scores": tensors["scores"] * 1e30},
+        "scores of no density": {**tensors, "ood_scores": tensors["ood_scores"] * 1e30},
         "label type": {**tensors, "labels": tensors["labels"].float()},
     }
     for tensors in bad.values():

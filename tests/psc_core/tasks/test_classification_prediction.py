@@ -12,7 +12,7 @@ def test_fields_of_a_prediction_agree(psc: PSC, digits: torch.Tensor) -> None:
     prediction = psc.predict(digits)
     torch.testing.assert_close(prediction.probabilities.sum(1), torch.ones(len(digits)))
     torch.testing.assert_close(prediction.predictive_entropy, entropy(prediction.probabilities))
-    assert tuple(prediction.gates) == psc.gates == ("texture", "kind")
+    assert tuple(prediction.checks) == psc.checks == ("texture", "content")
     assert torch.equal(prediction.is_ood, prediction.ood_p_value <= psc.policy.alpha)
     assert prediction.labels == tuple(psc.classes[i] for i in prediction.class_index.tolist())
     best = prediction.probabilities.max(1)

@@ -47,5 +47,5 @@ def test_warns_of_validation_images_that_are_prepared_otherwise(
     val = open_dataset(f"mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
     turned = torch.cat([batch.images for batch in val.batches(256)])[:, 0].flip(1).numpy()
     others = labelled("turned", val.classes, ArraySource(turned), val.labels, val.preprocess)
-    said = Classification.first_look(tiny_job.net, train, others, COMPUTE)
+    said = Classification.first_evaluation(tiny_job.net, train, others, COMPUTE)
     assert "much harder" in said.warning

@@ -26,17 +26,17 @@ def test_decides_images_one_by_one(task: str, at: Any) -> None:
     assert list(some.labels(CLASSES)) == [decisions.labels(CLASSES)[k] for k in positions]
 
 
-@pytest.mark.parametrize("gates", [(), ("texture", "kind")], ids=str)
+@pytest.mark.parametrize("checks", [(), ("texture", "content")], ids=str)
 @pytest.mark.parametrize("task", TASKS)
-def test_gives_a_value_of_every_field_that_no_request_must_ask_for(task: str, gates: tuple[str, ...]) -> None:
+def test_gives_a_value_of_every_field_that_no_request_must_ask_for(task: str, checks: tuple[str, ...]) -> None:
     of, thresholds = ONE_OF_EACH[task]
-    outputs = drawn(of, gates)
+    outputs = drawn(of, checks)
     columns = thresholds.decide(outputs).columns(outputs, CLASSES)
-    assert {*columns} == {*of.answer_type.model_fields} - {*ASKED_FOR} - (set() if gates else {"gates"})
+    assert {*columns} == {*of.answer_type.model_fields} - {*ASKED_FOR} - (set() if checks else {"checks"})
     assert {len(column) for column in columns.values()} == {40}
     assert all(np.array_equal(columns[name], outputs[name]) for name in outputs.scores)
-    if gates:
-        assert columns["gates"] == [dict(zip(gates, row, strict=True)) for row in outputs.gate_p_values]
+    if checks:
+        assert columns["checks"] == [dict(zip(checks, row, strict=True)) for row in outputs.check_p_values]
 
 
 @pytest.mark.parametrize("task", TASKS)

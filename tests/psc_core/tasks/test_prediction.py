@@ -58,10 +58,10 @@ def test_a_table_has_a_row_for_each_image(model: FittedModel, prediction: BasePr
     table = prediction.to_pandas()
     assert len(table) == 30 and table["is_ood"].dtype == bool and table["ood_p_value"].dtype == np.float32
     assert table["decision"].tolist() == list(prediction.decision)
-    for gate, p_values in prediction.gates.items():
-        assert np.array_equal(table[f"gates.{gate}"], p_values.numpy())
+    for check, p_values in prediction.checks.items():
+        assert np.array_equal(table[f"checks.{check}"], p_values.numpy())
     named = {name.split(".")[0] for name in table.columns}
-    assert named | {"gates"} == {*prediction.to_dict()[0]} | {"gates"}
+    assert named | {"checks"} == {*prediction.to_dict()[0]} | {"checks"}
     assert list(prediction[:0].to_pandas().columns) == list(table.columns)
 
 

@@ -32,7 +32,7 @@ def test_equals_the_naive_document() -> None:
             **dict(zip(REGRESSION_SCORES, values, strict=False)),
             "lower": mean - half,
             "upper": mean + half,
-            "gates": {"texture": values[-1]},
+            "checks": {"texture": values[-1]},
             "is_ood": values[5] <= 0.05,
             "decision": decision,
         }

@@ -19,13 +19,13 @@ def of_task(request: pytest.FixtureRequest) -> tuple[Task, BaseThresholds]:
     return ONE_OF_EACH[request.param]
 
 
-@pytest.mark.parametrize("gates", [(), ("texture", "kind")])
-def test_gives_every_tensor_of_the_protocol(of_task: tuple[Task, BaseThresholds], gates: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("checks", [(), ("texture", "content")])
+def test_gives_every_tensor_of_the_protocol(of_task: tuple[Task, BaseThresholds], checks: tuple[str, ...]) -> None:
     task, thresholds = of_task
-    outputs = drawn(task, gates)
+    outputs = drawn(task, checks)
     decisions = thresholds.decide(outputs)
     for name, datatype in task.tensors.items():
-        values, shape = task.tensor(name, outputs, decisions, CLASSES), task.tensor_shape(name, CLASSES, gates)
+        values, shape = task.tensor(name, outputs, decisions, CLASSES), task.tensor_shape(name, CLASSES, checks)
         if datatype == "BYTES":
             assert isinstance(values, list) and len(values) == 40 and shape == []
         else:
@@ -35,7 +35,7 @@ def test_gives_every_tensor_of_the_protocol(of_task: tuple[Task, BaseThresholds]
 
 def test_documents_are_answers(of_task: tuple[Task, BaseThresholds]) -> None:
     task, thresholds = of_task
-    outputs = drawn(task, ("kind",))
+    outputs = drawn(task, ("content",))
     documents = thresholds.decide(outputs).documents(outputs, CLASSES)
     answers = [
         task.answer_type.model_validate({name: _plain(value) for name, value in each.items()}) for each in documents

@@ -9,7 +9,6 @@ import torch
 from psc_core.scoring import columns_of
 from psc_core.tasks import TASKS, task_of_manifest
 from psc_core.tasks.base import BaseThresholds, Outputs, Task
-from psc_core.tasks.classification import Classification
 from tests.tasks import CLASSES, ONE_OF_EACH, drawn
 
 
@@ -23,18 +22,18 @@ def test_a_manifest_says_of_which_task_it_is(of_task: tuple[Task, BaseThresholds
     assert task_of_manifest({"name": "psc", **task.manifest_fields()}) is type(task) is TASKS[task.name]
 
 
-def test_a_manifest_that_says_nothing_is_a_classifier() -> None:
-    assert task_of_manifest({}) is Classification
+def test_a_manifest_of_another_task_has_none() -> None:
+    assert task_of_manifest({}) is task_of_manifest({"task": []}) is None
     assert task_of_manifest({"task": "ranking"}) is None
 
 
 def test_predictions_have_every_column(of_task: tuple[Task, BaseThresholds]) -> None:
     task, thresholds = of_task
-    outputs = drawn(task, ("kind",))
-    packed = Outputs(torch.from_numpy(outputs.packed), outputs.scores, outputs.gates)
+    outputs = drawn(task, ("content",))
+    packed = Outputs(torch.from_numpy(outputs.packed), outputs.scores, outputs.checks)
     prediction = task.prediction(packed, thresholds.decide(outputs), CLASSES)
     assert len(prediction) == 40 and {*prediction.decision} <= {*task.decision_names()}
-    assert {*task.columns()} >= {*outputs.scores, "decision", "is_ood", "gates"}
+    assert {*task.columns()} >= {*outputs.scores, "decision", "is_ood", "checks"}
     assert all(len(column) == 40 for column in columns_of(prediction, task).values())
 
 

@@ -44,7 +44,7 @@ async def test_too_many_requests_at_once() -> None:
         assert int(response.headers["retry-after"]) >= 1
         for path in ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/v2/models/m/ready"):
             assert (await app.client.get(path)).status_code == 200
-        app.model.pipeline.gate.set()
+        app.model.pipeline.check.set()
         check_predictions(await first, [5])
         assert await app.metric('psc_rejected_total{reason="too-many-requests"}') == 1
 

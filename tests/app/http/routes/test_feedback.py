@@ -1,4 +1,4 @@
-"""``POST /feedback``: a verdict comes into the log, checked against the row that it is on."""
+"""``POST /feedback``: a label comes into the log, checked against the row that it is on."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ async def give(app: Running, **members: Any) -> tuple[int, dict[str, Any]]:
     return answer.status_code, answer.json()
 
 
-async def test_verdicts_are_written(tmp_path: Path) -> None:
+async def test_labels_are_written(tmp_path: Path) -> None:
     models = {"m": FakeModel(), "v": FakeValueModel(version="w1")}
     async with running(models, log=str(tmp_path), **KEYS) as app:
         dark, number = await predict(app, 0), await predict(app, 0, "/models/v/predict")
         digest = hashlib.sha256(png(0)).hexdigest()
-        expected = {"request_id": dark[3:52], "image_index": 0, "image_sha256": digest, "verdict": "label"}
+        expected = {"request_id": dark[3:52], "image_index": 0, "image_sha256": digest, "kind": "label"}
         assert await give(app, request_id=dark, label="bright") == (200, {**expected, "label": "bright"})
-        assert (await give(app, request_id=dark[3:52], image_sha256=digest, verdict="cannot_tell"))[0] == 200
+        assert (await give(app, request_id=dark[3:52], image_sha256=digest, kind="cannot_tell"))[0] == 200
         assert (await give(app, request_id=number, label=12.5, source="a person"))[1]["label"] == "12.5"
     labels = read_labels(open_log(tmp_path))
     last = labels.of("m", dark[3:52], 0, digest)
-    assert last is not None and (last.verdict, last.label, last.source) == ("cannot_tell", None, "feedback")
+    assert last is not None and (last.kind, last.label, last.source) == ("cannot_tell", None, "feedback")
     assert labels.of("m", "another", 0, digest) == last and labels.of("v", "another", 0, digest) != last
     value = labels.of("v", number[3:52], 0, None)
     assert value is not None and (value.label, value.source) == ("12.5", "a person")
@@ -65,8 +65,8 @@ async def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
             ({"request_id": name, "label": "drak"}, 422, "unusable-label"),
             ({"request_id": name, "label": 3}, 422, "unusable-label"),
             ({"request_id": name}, 400, "malformed"),
-            ({"request_id": name, "verdict": "cannot_tell", "label": "dark"}, 400, "malformed"),
-            ({"request_id": name, "verdict": "perhaps"}, 400, "malformed"),
+            ({"request_id": name, "kind": "cannot_tell", "label": "dark"}, 400, "malformed"),
+            ({"request_id": name, "kind": "perhaps"}, 400, "malformed"),
             ({"request_id": name, "image_index": True, "label": "dark"}, 400, "malformed"),
             ({"request_id": name, "image_index": 1 << 31, "label": "dark"}, 400, "malformed"),
             ({"request_id": name, "image_sha256": "x", "label": "dark"}, 400, "malformed"),

@@ -20,7 +20,7 @@ async def test_the_model_document() -> None:
         assert len(document.calibration.ood_score.edges) == len(document.calibration.ood_score.counts) + 1
         quantiles = document.calibration.entropy_quantiles
         assert quantiles is not None and quantiles == pytest.approx([percent / 100 for percent in range(101)], abs=1e-6)
-        assert document.gates == []
+        assert document.checks == []
         assert document.report == {"metrics": {"accuracy": 0.99}}
         (headline,) = document.notes
         assert "nothing shows how many accepted images are wrong" in headline  # The fake has no risk.

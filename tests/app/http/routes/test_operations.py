@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 @pytest.mark.usefixtures("device_thread")
 async def test_not_ready_is_503_until_warm() -> None:
     model = FakeModel()
-    model.pipeline.gate.clear()
+    model.pipeline.check.clear()
     async with running({"m": model}, ready=False) as app:
         response = await app.client.get("/readyz")
         assert response.status_code == 503
@@ -25,7 +25,7 @@ async def test_not_ready_is_503_until_warm() -> None:
         assert (await app.client.get("/healthz")).json() == {"status": "ok"}
         assert (await app.client.head("/readyz")).status_code == 503
         assert (await app.client.head("/healthz")).status_code == 200
-        model.pipeline.gate.set()
+        model.pipeline.check.set()
         await until(lambda: not app.service.reasons())
         assert (await app.client.get("/readyz")).status_code == 200
         assert (await app.client.head("/readyz")).status_code == 200

@@ -21,7 +21,7 @@ from tests.app.fakes import (
     FakeModel,
     FakePipeline,
     FakePipelineWithMap,
-    FakePipelineWithThumbnails,
+    FakePipelineWithStoredImages,
     FakeValueModel,
     pixels,
     png,
@@ -212,7 +212,7 @@ async def test_a_map_shows_where_an_image_is_strange() -> None:
 
 
 async def test_an_explanation_shows_the_nearest_training_images() -> None:
-    async with running({"m": FakeModel(pipeline=FakePipelineWithThumbnails())}) as app:
+    async with running({"m": FakeModel(pipeline=FakePipelineWithStoredImages())}) as app:
         response = await app.client.post("/predict?explain=true", content=png(200), headers=PNG)
         document = ClassificationResponse.model_validate(response.json()).predictions[0].explanation
         assert document is not None and document.nearest is not None
@@ -360,7 +360,7 @@ async def test_a_full_queue_is_429_with_retry_after() -> None:
         response = await app.client.post("/predict", content=png(1), headers=PNG)
         document = check_problem(response, 429, "queue-full")
         assert int(response.headers["retry-after"]) == document["retry_after_seconds"] >= 1
-        app.model.pipeline.gate.set()
+        app.model.pipeline.check.set()
         check_predictions(await first, [5])
         check_predictions(await waiting, [5] * 10)
         assert await app.metric('psc_rejected_total{reason="queue-full"}') == 1
@@ -387,7 +387,7 @@ async def test_a_full_queue_refuses_before_the_body_is_read() -> None:
                 await app.app({**scope, "headers": [(b"content-type", b"image/png")]}, receive, send)
             assert sent[0]["status"] == 429
             assert int(dict(sent[0]["headers"])[b"retry-after"]) >= 1
-        app.model.pipeline.gate.set()
+        app.model.pipeline.check.set()
         check_predictions(await first, [5])
         check_predictions(await waiting, [5] * 10)
 
@@ -396,7 +396,7 @@ async def test_a_full_queue_refuses_before_the_body_is_read() -> None:
 async def test_a_missed_deadline_is_504() -> None:
     async with running(deadline_seconds=0.1) as app:
         check_problem(await (await hold(app)), 504, "deadline")
-        app.model.pipeline.gate.set()
+        app.model.pipeline.check.set()
         await until(lambda: not app.pending)
 
 

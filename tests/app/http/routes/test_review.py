@@ -16,7 +16,7 @@ from psc_core.log.review import UnreviewedImages
 from psc_core.log.store import open_log, read_rows
 from psc_core.model import FittedModel
 from psc_core.recalibrate import images_of, reviewed_of
-from tests.app.fakes import FakeModel, FakePipelineWithGates, FakeValueModel, png
+from tests.app.fakes import FakeModel, FakePipelineWithChecks, FakeValueModel, png
 from tests.app.http.routes.test_feedback import KEY, KEYS, predict
 from tests.app.support import Running, running
 
@@ -33,11 +33,11 @@ async def shown(app: Running, **query: Any) -> dict[str, Any]:
 
 
 def settings(folder: Path) -> dict[str, Any]:
-    return {**KEYS, "log": str(folder), "log_images": "abstained", "log_audit": 0.0}
+    return {**KEYS, "log": str(folder), "log_images": "abstained", "log_sample": 0.0}
 
 
 async def test_images_are_shown_until_they_are_reviewed(tmp_path: Path) -> None:
-    gated: FittedModel = FakeModel(pipeline=FakePipelineWithGates(), gates=("texture", "kind"))
+    gated: FittedModel = FakeModel(pipeline=FakePipelineWithChecks(), checks=("texture", "content"))
     models = {"m": gated, "v": FakeValueModel(version="w1")}
     async with running(models, **settings(tmp_path)) as app:
         first = await predict(app, BETWEEN)
@@ -49,7 +49,7 @@ async def test_images_are_shown_until_they_are_reviewed(tmp_path: Path) -> None:
         digest = hashlib.sha256(png(BETWEEN)).hexdigest()
         assert (image["image_index"], image["image_sha256"], image["file"]) == (0, digest, f"{digest}.png")
         assert (image["decision"], image["label"], image["model"]) == ("abstain_ambiguous", "middle", "m")
-        assert set(image["gates"]) == {"texture", "kind"} and image["scores"]["ood_p_value"] > 0
+        assert set(image["checks"]) == {"texture", "content"} and image["scores"]["ood_p_value"] > 0
         assert image["policy"]["ambiguity_threshold"] == 0.5
         classifier = {"task": "classification", "classes": ["dark", "middle", "bright"], "target": None}
         assert document["models"][image["bundle_version"]] == classifier
@@ -58,10 +58,10 @@ async def test_images_are_shown_until_they_are_reviewed(tmp_path: Path) -> None:
         answer = await app.client.get(f"/feedback/images/{image['file']}", headers=KEY)
         assert (answer.content, answer.headers["content-type"]) == (png(BETWEEN), "image/png")
         assert answer.headers["cache-control"] == "no-store" and answer.headers["x-content-type-options"] == "nosniff"
-        body = {"request_id": image["request_id"], "verdict": "none_of_the_classes"}
+        body = {"request_id": image["request_id"], "kind": "none_of_the_classes"}
         assert (await app.client.post("/feedback", json=body, headers=KEY)).status_code == 200
         assert [each["model"] for each in (await shown(app))["images"]] == ["v"]
-        assert await app.metric('psc_feedback_total{verdict="none_of_the_classes"}') == 1
+        assert await app.metric('psc_feedback_total{kind="none_of_the_classes"}') == 1
         erase(open_log(tmp_path), value["image_sha256"])
         assert await shown(app) == {"images": [], "models": {}}
         for file in (value["file"], "x.png", f"{'0' * 64}.png", "..%2F..%2Flabels"):
@@ -78,9 +78,9 @@ async def test_a_verdict_on_a_shown_image_calibrates_only_within_the_slice(tmp_p
             assert (await app.client.post("/feedback", json=body, headers=KEY)).status_code == 200
     log = open_log(tmp_path)
     labels = read_labels(log)
-    verdicts = [each for batch in joined(read_rows(log, "m"), labels, "m") for each in batch["verdict"].to_pylist()]
-    assert verdicts == ["label"] * 3
-    assert reviewed_of(images_of(joined(read_rows(log, "m", audit=True), labels, "m"))) == []
+    labels = [each for batch in joined(read_rows(log, "m"), labels, "m") for each in batch["kind"].to_pylist()]
+    assert labels == ["label"] * 3
+    assert reviewed_of(images_of(joined(read_rows(log, "m", sampled=True), labels, "m"))) == []
 
 
 async def test_a_slow_log_gives_what_was_found_before_the_deadline(

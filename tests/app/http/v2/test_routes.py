@@ -16,14 +16,14 @@ from app.http.body import MAX_CONTAINERS
 from app.http.v2 import HEADER, ErrorDocument, InferResponse, ModelMetadata
 from psc_core.answers import CLASSIFICATION_SCORES
 from psc_core.images.preprocess import Preprocess
-from psc_core.tasks.base import GATES_OUTPUT, Outputs
+from psc_core.tasks.base import CHECKS_OUTPUT, Outputs
 from psc_core.tasks.classification import Classification
 from psc_core.tasks.regression import Regression
 from tests.app.fakes import (
     CLASSES,
     POISON,
     FakeModel,
-    FakePipelineWithGates,
+    FakePipelineWithChecks,
     FakePipelineWithMap,
     FakeValueModel,
     outputs_of,
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.anyio
 
 OUTPUTS = tuple(Classification.tensors)
 NUMBERS = tuple(Regression.tensors)
-WITHOUT_GATES = tuple(name for name in OUTPUTS if name != GATES_OUTPUT)
+WITHOUT_CHECKS = tuple(name for name in OUTPUTS if name != CHECKS_OUTPUT)
 COLOUR = Preprocess("RGB", 4, 6, None, (0.5,) * 3, (0.5,) * 3)
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -99,7 +99,7 @@ async def test_model_metadata(service: Running) -> None:
     inputs = {tensor.name: (tensor.datatype, tensor.shape) for tensor in metadata.inputs}
     assert inputs == {"images": ("UINT8", [-1, 4, 6, 3]), "encoded_images": ("BYTES", [-1])}
     outputs = {tensor.name: (tensor.datatype, tensor.shape) for tensor in metadata.outputs}
-    assert tuple(outputs) == WITHOUT_GATES
+    assert tuple(outputs) == WITHOUT_CHECKS
     assert outputs["probabilities"] == ("FP32", [-1, 3])
     assert (await service.client.get("/v2/models/colour/versions/v1")).json() == response.json()
 
@@ -107,7 +107,7 @@ async def test_model_metadata(service: Running) -> None:
 @pytest.mark.usefixtures("device_thread")
 async def test_not_ready_is_503_everywhere() -> None:
     model = FakeModel()
-    model.pipeline.gate.clear()
+    model.pipeline.check.clear()
     async with running({"m": model}, ready=False) as app:
         for path in ("/v2/health/ready", "/v2/models/m/ready", "/v2/models/m/versions/v1/ready"):
             response = await app.client.get(path)
@@ -139,7 +139,7 @@ async def test_raw_images_give_every_output(service: Running) -> None:
     outputs = expected(images.transpose(0, 3, 1, 2))
     assert (document["id"], document["model_name"], document["model_version"]) == ("42", "m", "v1")
     assert document["parameters"] == {"alpha": 0.2}
-    assert tuple(tensor["name"] for tensor in document["outputs"]) == WITHOUT_GATES
+    assert tuple(tensor["name"] for tensor in document["outputs"]) == WITHOUT_CHECKS
     np.testing.assert_allclose(output(document, "probabilities"), outputs.probabilities, rtol=1e-6)
     for name in CLASSIFICATION_SCORES:
         np.testing.assert_allclose(output(document, name), outputs[name], rtol=1e-6)
@@ -148,17 +148,17 @@ async def test_raw_images_give_every_output(service: Running) -> None:
     assert output(document, "class_index").tolist() == [0, 1, 2]
 
 
-async def test_gates_are_one_tensor() -> None:
-    model = FakeModel(pipeline=FakePipelineWithGates(), gates=("kind", "confidence"))
+async def test_checks_are_one_tensor() -> None:
+    model = FakeModel(pipeline=FakePipelineWithChecks(), checks=("content", "confidence"))
     async with running({"m": model, "plain": FakeModel()}) as app:
         metadata = ModelMetadata.model_validate((await app.client.get("/v2/models/m")).json())
-        assert [tensor.shape for tensor in metadata.outputs if tensor.name == GATES_OUTPUT] == [[-1, 2]]
+        assert [tensor.shape for tensor in metadata.outputs if tensor.name == CHECKS_OUTPUT] == [[-1, 2]]
         document = await infer(app, {"inputs": [raw_input(grey(0, 51))]})
         assert tuple(tensor["name"] for tensor in document["outputs"]) == OUTPUTS
-        np.testing.assert_allclose(output(document, GATES_OUTPUT), [[1, 0], [0.8, 0.2]], rtol=1e-6)
+        np.testing.assert_allclose(output(document, CHECKS_OUTPUT), [[1, 0], [0.8, 0.2]], rtol=1e-6)
         assert output(document, "probabilities").shape == (2, 3)
-        wanted = {"inputs": [raw_input(grey(0, 51))], "outputs": [{"name": GATES_OUTPUT}]}
-        assert output(await infer(app, wanted, "plain"), GATES_OUTPUT).shape == (2, 0)
+        wanted = {"inputs": [raw_input(grey(0, 51))], "outputs": [{"name": CHECKS_OUTPUT}]}
+        assert output(await infer(app, wanted, "plain"), CHECKS_OUTPUT).shape == (2, 0)
 
 
 async def test_a_map_is_given_where_it_is_asked_for() -> None:
@@ -441,7 +441,7 @@ class TestTritonClient:
         tensor = http.InferInput("images", list(sent.shape), "UINT8").set_data_from_numpy(sent, binary_in)
         outputs = None
         if binary_out is not None:
-            outputs = [http.InferRequestedOutput(name, binary_data=binary_out) for name in WITHOUT_GATES]
+            outputs = [http.InferRequestedOutput(name, binary_data=binary_out) for name in WITHOUT_CHECKS]
         with http.InferenceServerClient(url) as client:
             result = client.infer("colour", [tensor], outputs=outputs, request_id="7")
         wanted = expected(images)

@@ -27,19 +27,19 @@ def test_fit_reads_training_images_four_times(data_root: Path) -> None:
     """Collapse, moments, sizes, features; the selection split six times, the other once and its trial twice."""
     net = tiny.network().eval()
     (train, train_reads), (val, val_reads) = counted(data_root, "train"), counted(data_root, "val")
-    candidate = measured(net, train, val, SETTINGS).candidate("4")
+    chosen = measured(net, train, val, SETTINGS).choose("4")
     assert (typical(train_reads), set(val_reads.values())) == (1, {1})
     train_reads.clear(), val_reads.clear()
-    projection = fit_projection(net, candidate, train, val, minimum_dim=8, settings=SETTINGS)
+    projection = fit_projection(net, chosen, train, val, minimum_dim=8, settings=SETTINGS)
     assert typical(train_reads) == 2
     assert set(val_reads.values()) == {1} and len(val_reads) == len(val) // 2
     train_reads.clear(), val_reads.clear()
-    fit_psc(net, candidate, projection, train, val, settings=SETTINGS)
+    fit_psc(net, chosen, projection, train, val, settings=SETTINGS)
     assert typical(train_reads) == 1
     calibrating = len(val) - len(val) // 2
     assert sorted(val_reads.values()) == [1] * (calibrating - TRIAL_IMAGES) + [2] * TRIAL_IMAGES + [4] * (len(val) // 2)
     train_reads.clear(), val_reads.clear()
-    fit_psc(net, candidate, projection, train, val, ood_score="density", settings=SETTINGS)
+    fit_psc(net, chosen, projection, train, val, ood_score="density", settings=SETTINGS)
     assert set(train_reads.values()) == {1}
     assert sum(val_reads.values()) == len(val) + TRIAL_IMAGES and len(val_reads) == len(val)
 

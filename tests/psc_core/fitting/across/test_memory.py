@@ -77,9 +77,9 @@ def maximum_bytes(images: int) -> int:
     net = net.append(nn.Linear(64, CLASSES)).eval()
     train, val = repeated(images, seed=0), repeated(400, seed=1)
     with LiveBytes() as live:
-        candidate = measure_collapse(net, train, val, settings=SETTINGS).candidate("0")
-        projection = fit_projection(net, candidate, train, val, c_proj=64, d_proj=8, settings=SETTINGS)
-        fit_psc(net, candidate, projection, train, val, settings=SETTINGS)
+        chosen = measure_collapse(net, train, val, settings=SETTINGS).choose("0")
+        projection = fit_projection(net, chosen, train, val, c_proj=64, d_proj=8, settings=SETTINGS)
+        fit_psc(net, chosen, projection, train, val, settings=SETTINGS)
     return live.maximum
 
 

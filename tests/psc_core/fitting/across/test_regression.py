@@ -41,9 +41,9 @@ def test_the_library_fits_what_the_command_line_fits(
     angle_job: TinyJob, angle_bundle: Path, turned: tuple[ImageDataset, ImageDataset]
 ) -> None:
     train, val = turned
-    candidate = measure_collapse(angle_job.net, train, val, settings=CPU).candidate()
-    projection = fit_projection(angle_job.net, candidate, train, val, minimum_dim=8, settings=CPU)
-    ours = fit_regressor(angle_job.net, candidate, projection, train, val, coverage=0.9, settings=CPU)
+    chosen = measure_collapse(angle_job.net, train, val, settings=CPU).choose()
+    projection = fit_projection(angle_job.net, chosen, train, val, minimum_dim=8, settings=CPU)
+    ours = fit_regressor(angle_job.net, chosen, projection, train, val, coverage=0.9, settings=CPU)
     theirs = PSCRegressor.load(angle_bundle, device="cpu", allow_factories=ALLOW)
     images = next(val.batches(20)).images
     torch.testing.assert_close(ours.predict(images).outputs.packed, theirs.predict(images).outputs.packed)
@@ -53,14 +53,14 @@ def test_the_library_fits_what_the_command_line_fits(
 def test_the_networks_own_mean_is_kept(
     angle_job: TinyJob, turned: tuple[ImageDataset, ImageDataset], tmp_path: Path
 ) -> None:
-    out = tmp_path / "base"
-    words = ["--predictions", "base", "--ood-score", "density", "--no-report", "--out", str(out)]
+    out = tmp_path / "original"
+    words = ["--predictions", "original", "--ood-score", "density", "--no-report", "--out", str(out)]
     assert main([*angle_job.args, *words]) == 0
     model = load_model(out, device="cpu", allow_factories=ALLOW)
     images = next(turned[1].batches(50)).images
     with torch.inference_mode():
         own = angle_job.net(turned[1].preprocess.standardise(images))[:, 0]
-    assert isinstance(model, PSCRegressor) and model.predictions == "base" and model.gates == ()
+    assert isinstance(model, PSCRegressor) and model.predictions == "original" and model.checks == ()
     torch.testing.assert_close(model.predict(images).mean, own, atol=1e-3, rtol=1e-4)
 
 
@@ -96,12 +96,12 @@ def test_classes_are_no_numbers(
     assert "the task of these images is classification" in capsys.readouterr().err
     train, val = turned
     net = tiny.network(1).eval()
-    candidate = measure_collapse(net, train, val, settings=CPU).candidate("2")
-    projection = fit_projection(net, candidate, train, val, c_proj=2, d_proj=2, settings=CPU)
-    with pytest.raises(UsageError, match="ood_score to be one of gates, density, got 'entropy'"):
-        fit_regressor(net, candidate, projection, train, val, ood_score="entropy", settings=CPU)
+    chosen = measure_collapse(net, train, val, settings=CPU).choose("2")
+    projection = fit_projection(net, chosen, train, val, c_proj=2, d_proj=2, settings=CPU)
+    with pytest.raises(UsageError, match="ood_score to be one of checks, density, got 'entropy'"):
+        fit_regressor(net, chosen, projection, train, val, ood_score="entropy", settings=CPU)
     with pytest.raises(UsageError, match="which a classifier does not predict"):
-        fit_psc(net, candidate, projection, train, val, settings=CPU)
+        fit_psc(net, chosen, projection, train, val, settings=CPU)
     with pytest.raises(DataError, match="expected the same target"):
         digits = open_dataset(f"mnist:{Path('tests/data')}", split="val", preprocess=PRESETS["mnist"])
-        fit_regressor(net, candidate, projection, train, digits, settings=CPU)
+        fit_regressor(net, chosen, projection, train, digits, settings=CPU)

@@ -38,9 +38,9 @@ def test_a_setting_of_one_stage_is_read_by_that_stage_alone(
     settings = stages.checked(FitSettings(device="cpu", minimum_dim=8), data)
     read: dict[Stage, set[str]] = {stage: set() for stage in Stage}
     jobs = {stage: FitJob(data, recording(settings, read[stage]), settings.compute()) for stage in Stage}
-    candidate = stages.collapse(trained.net, jobs[Stage.COLLAPSE]).candidate()
-    projection = stages.project(trained.net, candidate, jobs[Stage.PROJECTION])
-    stages.fit_model(trained.net, candidate, projection, jobs[Stage.LAST])
+    chosen = stages.collapse(trained.net, jobs[Stage.COLLAPSE]).choose()
+    projection = stages.project(trained.net, chosen, jobs[Stage.PROJECTION])
+    stages.fit_model(trained.net, chosen, projection, jobs[Stage.LAST])
     for stage in Stage:
         by_others = set().union(*(read[other] for other in Stage if other != stage))
         declared = {*filter(data.task_type.reads, settings_where(stage=stage))}

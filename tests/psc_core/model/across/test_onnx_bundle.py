@@ -59,8 +59,8 @@ def images(data_root: Path) -> tuple[ImageDataset, ImageDataset]:
 
 def fitted(net: nn.Module, images: tuple[ImageDataset, ImageDataset], **settings: str) -> PSC:
     train, val = images
-    candidate = measure_collapse(net, train, val).candidate()
-    return fit_psc(net, candidate, fit_projection(net, candidate, train, val), train, val, head="duq", **settings)
+    chosen = measure_collapse(net, train, val).choose()
+    return fit_psc(net, chosen, fit_projection(net, chosen, train, val), train, val, head="duq", **settings)
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +105,8 @@ def test_a_live_module_gives_the_same_from_its_bundle(
 def test_base_predictions_keep_the_logits(images: tuple[ImageDataset, ImageDataset], tmp_path: Path) -> None:
     train, val = images
     net = sequential()
-    candidate = measure_collapse(net, train, val).candidate()
-    model = fit_psc(net, candidate, fit_projection(net, candidate, train, val), train, val, predictions="base")
+    chosen = measure_collapse(net, train, val).choose()
+    model = fit_psc(net, chosen, fit_projection(net, chosen, train, val), train, val, predictions="original")
     model.save(tmp_path / "bundle")
     pixels = next(train.batches(20)).images
     loaded = PSC.load(tmp_path / "bundle")

@@ -117,7 +117,7 @@ def test_transformers_have_blocks_and_run_one_by_one_where_they_must(tmp_path: P
     assert len(list_layers(other, X[:1], granularity="all")) > 10
 
 
-def test_a_softmax_at_the_end_is_left_out(tmp_path: Path) -> None:
+def test_a_softmax_at_the_end_is_skipped(tmp_path: Path) -> None:
     net = convolutional()
     other = open_onnx(written(nn.Sequential(net, nn.Softmax(1)).eval(), tmp_path / "net.onnx"))
     torch.testing.assert_close(other(X), net(X), rtol=1e-4, atol=1e-5)

@@ -16,9 +16,9 @@ from tests.psc_core.report.support import image_set
 def test_warns_where_psc_loses_accuracy(shipped_bundle: Path) -> None:
     version = read_bundle(shipped_bundle).manifest.version
     images = image_set("validation", Role.VALIDATION, [0.0] * 3)
-    images.quality["psc"]["accuracy"], images.quality["base"]["accuracy"] = 0.90, 0.93  # type: ignore[index]
+    images.quality["psc"]["accuracy"], images.quality["original"]["accuracy"] = 0.90, 0.93  # type: ignore[index]
     found = facts_of(read_bundle(shipped_bundle), Content(version, (images,)))
-    assert "less accurate than the network's own by 0.030; --predictions base" in found.to_text()
+    assert "less accurate than the network's own by 0.030; --predictions original" in found.to_text()
 
 
 @pytest.mark.parametrize(

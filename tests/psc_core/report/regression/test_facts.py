@@ -22,7 +22,7 @@ def test_facts_of_a_regression(angle_bundle: Path) -> None:
     assert text.splitlines()[2].split() == ["the", "network", "itself", "2", "–", "–", "–"]
     assert text.splitlines()[3].split() == ["with", "PSC", "1", "0.5", "1.25", "0.75"]
     assert "on 4 validation images" in text and "at least 90.0% of images" in text and "uncertain: an interval" in text
-    assert "less accurate" not in text and "made-up images found out of distribution: turned" in text
+    assert "less accurate" not in text and "synthetic OOD images found out of distribution: turned" in text
     assert found.flagged["clothes"] == sum(score > found.ood_threshold for score in (7.0, 8.0, 9.0)) / 3
 
 

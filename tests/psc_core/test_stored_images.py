@@ -15,8 +15,16 @@ from PIL import Image
 from psc_core.data.dataset import ArraySource, ImageDataset, labelled
 from psc_core.errors import BundleError, UsageError
 from psc_core.images.preprocess import PRESETS
-from psc_core.thumbnails import MAX_COUNT, NEAREST, SIDE, Thumbnails, check_thumbnail_count, kept_images, thumbnails_of
-from tests.reference import thumbnails as naive
+from psc_core.stored_images import (
+    MAX_COUNT,
+    NEAREST,
+    SIDE,
+    StoredImages,
+    check_thumbnail_count,
+    kept_images,
+    stored_images_of,
+)
+from tests.reference import stored_images as naive
 
 MODEL: dict[str, Any] = {"components": 2, "channels": 3, "classes": 3, "has_values": False}
 
@@ -33,7 +41,7 @@ def tensors(count: int = 4, components: int = 2, *, size: int = 8, seed: int = 0
 
 @given(st.integers(0, 3), st.integers(1, 9), st.integers(1, 5), st.integers(0, 99))
 def test_matches_the_twin(images: int, count: int, components: int, seed: int) -> None:
-    kept = Thumbnails(tensors(count, components, seed=seed))
+    kept = StoredImages(tensors(count, components, seed=seed))
     coordinates = torch.randn(images, components, generator=torch.Generator().manual_seed(seed + 1)).double()
     positions, distances = kept(coordinates)
     assert positions.shape == distances.shape == (images, min(NEAREST, count))
@@ -45,12 +53,12 @@ def test_matches_the_twin(images: int, count: int, components: int, seed: int) -
 
 def test_small_differences_of_large_coordinates_are_resolved() -> None:
     kept = {**tensors(2), "embedding": torch.tensor([[1000.0, 0.0], [1000.0, 0.5]])}
-    _, distances = Thumbnails(kept)(torch.tensor([[1000.0, 0.125]]))
+    _, distances = StoredImages(kept)(torch.tensor([[1000.0, 0.125]]))
     assert distances.tolist() == [[0.125, 0.375]]
 
 
 def test_a_document_shows_the_kept_image() -> None:
-    kept = Thumbnails(tensors())
+    kept = StoredImages(tensors())
     first, second = kept.documents(np.array([2, 0]), np.array([0.5, 1.5], np.float32), ("a", "b", "c"))
     assert {name: first[name] for name in ("image", "label", "distance")} == {
         "image": 20, "label": "c", "distance": 0.5,
@@ -61,20 +69,20 @@ def test_a_document_shows_the_kept_image() -> None:
 
 def test_a_number_stands_beside_its_bin() -> None:
     values = torch.linspace(0, 3, 4, dtype=torch.float64)
-    kept = Thumbnails({**tensors(), "values": values})
+    kept = StoredImages({**tensors(), "values": values})
     (document,) = kept.documents(np.array([3]), np.array([0.0]), ("low", "middle", "high"))
     assert (document["label"], document["value"]) == ("low", 3.0)
 
 
 def test_pictures_stay_on_the_host() -> None:
-    kept = copy.deepcopy(Thumbnails(tensors())).to("meta")
+    kept = copy.deepcopy(StoredImages(tensors())).to("meta")
     assert kept.embedding.device.type == "meta" and kept.tensors()["pixels"].device.type == "cpu"
     assert {name for name, _ in kept.named_buffers()} == {"embedding"}
 
 
 def test_restores_what_was_kept() -> None:
-    kept = Thumbnails(tensors())
-    again = Thumbnails.restore(kept.config(), kept.tensors(), **MODEL)
+    kept = StoredImages(tensors())
+    again = StoredImages.restore(kept.config(), kept.tensors(), **MODEL)
     assert len(again) == 4 and again.config() == kept.config()
     assert all(torch.equal(again.tensors()[name], tensor) for name, tensor in kept.tensors().items())
 
@@ -82,29 +90,29 @@ def test_restores_what_was_kept() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"count": 5}, "and the sizes .*'count': 5"),
-        ({"height": 9}, "and the sizes .*'height': 9"),
+        ({"count": 5}, "and sizes .*'count': 5"),
+        ({"height": 9}, "and sizes .*'height': 9"),
     ],
 )
 def test_refuses_other_sizes(changes: dict[str, int], message: str) -> None:
-    kept = Thumbnails(tensors())
+    kept = StoredImages(tensors())
     with pytest.raises(BundleError, match=message):
-        Thumbnails.restore({**kept.config(), **changes}, kept.tensors(), **MODEL)
+        StoredImages.restore({**kept.config(), **changes}, kept.tensors(), **MODEL)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"components": 3}, "thumbnails of 3 components"),
+        ({"components": 3}, "stored images of 3 components"),
         ({"channels": 1}, "1 channels"),
         ({"classes": 2}, "labels from 0 to 1"),
-        ({"has_values": True}, "expected thumbnails tensors .*'values'"),
+        ({"has_values": True}, "expected stored image tensors .*'values'"),
     ],
 )
 def test_refuses_those_of_another_model(changes: dict[str, Any], message: str) -> None:
-    kept = Thumbnails(tensors())
+    kept = StoredImages(tensors())
     with pytest.raises(BundleError, match=message):
-        Thumbnails.restore(kept.config(), kept.tensors(), **{**MODEL, **changes})
+        StoredImages.restore(kept.config(), kept.tensors(), **{**MODEL, **changes})
 
 
 @pytest.mark.parametrize(
@@ -112,11 +120,11 @@ def test_refuses_those_of_another_model(changes: dict[str, Any], message: str) -
     [
         ({"labels": torch.tensor([0, 1, 2, -1])}, "labels from 0 to 2"),
         ({"images": torch.tensor([0, 1, 2, -1])}, "positions from 0"),
-        ({"labels": torch.arange(3)}, r"int64 thumbnails\.labels with axes"),
-        ({"pixels": torch.zeros(4, 3, 8, 8)}, r"torch\.uint8 thumbnails\.pixels .* got torch\.float32"),
+        ({"labels": torch.arange(3)}, r"int64 stored_images\.labels with axes"),
+        ({"pixels": torch.zeros(4, 3, 8, 8)}, r"torch\.uint8 stored_images\.pixels .* got torch\.float32"),
         ({"pixels": torch.zeros(4, 3, SIDE + 1, 8, dtype=torch.uint8)}, f"at most {SIDE} × {SIDE} pixels"),
         ({"pixels": torch.zeros(4, 2, 8, 8, dtype=torch.uint8)}, "1 or 3 channels"),
-        ({"pixels": torch.zeros(4, 3, 0, 8, dtype=torch.uint8)}, r"thumbnails\.pixels"),
+        ({"pixels": torch.zeros(4, 3, 0, 8, dtype=torch.uint8)}, r"stored_images\.pixels"),
     ],
 )
 def test_refuses_tensors_that_do_not_belong_together(changes: dict[str, torch.Tensor], message: str) -> None:
@@ -124,12 +132,12 @@ def test_refuses_tensors_that_do_not_belong_together(changes: dict[str, torch.Te
     count, channels, height, width = changed["pixels"].shape
     sizes = {"count": count, "kept": 2, "channels": channels, "height": height, "width": width}
     with pytest.raises(BundleError, match=message):
-        Thumbnails.restore(sizes, changed, **MODEL)
+        StoredImages.restore(sizes, changed, **MODEL)
 
 
 def test_refuses_more_than_so_many() -> None:
-    with pytest.raises(BundleError, match=f"at most {MAX_COUNT} thumbnails"):
-        Thumbnails(tensors(MAX_COUNT + 1, size=1))
+    with pytest.raises(BundleError, match=f"at most {MAX_COUNT} stored_images"):
+        StoredImages(tensors(MAX_COUNT + 1, size=1))
 
 
 def dataset(labels: torch.Tensor) -> ImageDataset:
@@ -166,8 +174,8 @@ def test_a_number_that_does_not_cover_the_classes_is_refused(count: int) -> None
     ("size", "expected"),
     [((28, 28), (28, 28)), ((224, 224), (64, 64)), ((64, 128), (32, 64)), ((480, 2), (64, 1)), ((65, 64), (64, 63))],
 )
-def test_thumbnails_keep_the_sides_in_proportion(size: tuple[int, int], expected: tuple[int, int]) -> None:
+def test_stored_images_keep_the_sides_in_proportion(size: tuple[int, int], expected: tuple[int, int]) -> None:
     images = torch.full((2, 3, *size), 77, dtype=torch.uint8)
-    small = thumbnails_of(images)
+    small = stored_images_of(images)
     assert small.shape == (2, 3, *expected) and max(expected) <= SIDE
     assert small.dtype == torch.uint8 and bool((small == 77).all())

@@ -1,4 +1,4 @@
-"""Make out-of-distribution images from in-distribution ones, so that choosing gates and maps needs no other data.
+"""Make out-of-distribution images from in-distribution ones, so that choosing checks and maps needs no other data.
 
 =========== =====================================================================  ====================================
 transform   result                                                                 stands for
@@ -93,7 +93,7 @@ TRANSFORMS: Final[Mapping[str, Callable[[Pixels], Pixels]]] = {
 }
 
 
-def made_up_batches(
+def synthetic_batches(
     dataset: ImageDataset, compute: Compute, description: str, *, mixed: bool, seed: int
 ) -> Iterator[Mapping[str, Pixels]]:
     """Yield at most :data:`IMAGES` images in batches on the device: the originals, and the output of each transform.
@@ -140,7 +140,7 @@ def paste(images: Pixels, patch: str, generator: torch.Generator) -> tuple[Pixel
 
     A crop comes from another of these images, on the CPU, or from the image itself if it is the only one.
     """
-    pasted = images.clone()
+    patched = images.clone()
     mask = torch.zeros(len(images), *images.shape[2:], dtype=torch.bool)
     order = torch.randperm(len(images), generator=generator).tolist()
     for image, other in zip(order, [*order[1:], *order[:1]], strict=True):
@@ -149,11 +149,11 @@ def paste(images: Pixels, patch: str, generator: torch.Generator) -> tuple[Pixel
         height, width = rows.stop - rows.start, columns.stop - columns.start
         if patch == CROP:
             top, left = (_below(end, generator) for end in (images.shape[2] - height + 1, images.shape[3] - width + 1))
-            pasted_in = images[other, :, top : top + height, left : left + width]
+            put_in = images[other, :, top : top + height, left : left + width]
         else:
-            pasted_in = _texture(images.shape[1], height, width, generator)
-        pasted[image, :, rows, columns] = pasted_in
-    return pasted, mask
+            put_in = _texture(images.shape[1], height, width, generator)
+        patched[image, :, rows, columns] = put_in
+    return patched, mask
 
 
 def _texture(channels: int, height: int, width: int, generator: torch.Generator) -> UInt8[Tensor, "channels _ _"]:

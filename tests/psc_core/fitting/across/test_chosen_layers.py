@@ -1,4 +1,4 @@
-"""Every kind of candidate: two layers at once, a fully connected layer, a pooled map; each ends in a working bundle."""
+"""Every kind of chosen: two layers at once, a fully connected layer, a pooled map; each ends in a working bundle."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from psc_core import PRESETS, PSC, FitSettings, fit_projection, fit_psc, load_network, open_dataset
-from psc_core.collapse import Candidate
+from psc_core.collapse import ChosenLayer
 from tests.conftest import TinyJob
 
 FACTORY = "tests.tiny:network"
@@ -40,11 +40,11 @@ def test_candidate(
         for name, split in (("mnist", "train"), ("mnist", "val"), ("fashion-mnist", "test"))
     )
     settings = FitSettings(device="cpu", max_memory=budget)
-    candidate = Candidate(layers, "named by the test")
-    projection = fit_projection(net, candidate, train, val, minimum_dim=8, settings=settings)
+    chosen = ChosenLayer(layers, "named by the test")
+    projection = fit_projection(net, chosen, train, val, minimum_dim=8, settings=settings)
     assert tuple(projection.projection.positions) == positions
     assert bool(projection.report.note) == reduced
-    psc = fit_psc(net, candidate, projection, train, val, settings=settings)
+    psc = fit_psc(net, chosen, projection, train, val, settings=settings)
     psc.save(tmp_path / "bundle")
     again = PSC.load(tmp_path / "bundle", device="cpu", allow_factories=(FACTORY,))
     digits = next(iter(val.batches(100))).images

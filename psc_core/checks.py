@@ -1,15 +1,15 @@
-"""Gates: readings of one forward pass, each with its own p-values, combined into one OOD score.
+"""Checks: values of one forward pass, each with its own p-values, combined into one OOD score.
 
 =============  ==================================================  ==========================================
-gate           reading, higher is more unusual                     an alarm means
+check          value, higher is more unusual                     an alarm means
 =============  ==================================================  ==========================================
-``texture``    −log p of an early layer's features, averaged       anomalous texture: surface, contrast, colours
+``texture``    −log p of an early layer's features, averaged       unusual texture: surface, contrast, colours
                over positions, nats
-``kind``       minus the log density of the model, nats            unknown kind: parts that no class has
+``content``    minus the log density of the model, nats            unknown kind: parts that no class has
 ``confidence`` energy of the logits, −log Σ exp f, nats            no class has much evidence
 =============  ==================================================  ==========================================
 
-With the p-value ``p_g`` of each gate the OOD score is
+With the p-value ``p_g`` of each check the OOD score is
 
     ``−Σ_g log min(1, p_g / τ_g)``     nats
 
@@ -17,24 +17,24 @@ with ``τ_g = 1`` except for ``texture`` (a soft form of the truncated product o
 is half of the statistic of Fisher 1932).  Near out-of-distribution images have typical textures, and how typical they
 are would only add noise to the sum.
 
-The conformal p-value among m images is at least 1 / (m + 1), so all readings beyond the largest of m are tied, but in a
-sum their distance beyond it matters.  So with the readings ``r_1 ≤ … ≤ r_m`` of in-distribution images ``p_g`` is
+The conformal p-value among m images is at least 1 / (m + 1), so all values beyond the largest of m are tied, but in a
+sum their distance beyond it matters.  So with the values ``r_1 ≤ … ≤ r_m`` of in-distribution images ``p_g`` is
 
 * ``(m + 1 − i) / (m + 1)`` at ``r_i``, and its logarithm is linear in between; below ``r_1`` it is as at ``r_1``;
 * ``exp(−(r − r_m) / s) / (m + 1)`` beyond ``r_m``: an exponential tail of scale s, the mean excess of the largest
-  readings over the next smaller one (the maximum-likelihood scale of an exponential tail; Embrechts et al., Modelling
+  values over the next smaller one (the maximum-likelihood scale of an exponential tail; Embrechts et al., Modelling
   Extremal Events, 1997, section 6.2).
 
-These p-values only rank and weigh, and guarantee nothing.  Because the readings of one image depend on each other, the
-score's p-value does not come from χ² but is conformal, on images that were used neither to choose the gates nor to fit
-``p_g`` (Bates et al. 2023).  The p-value of a single gate is conformal on the same images.
+These p-values only rank and weigh, and guarantee nothing.  Because the values of one image depend on each other, the
+score's p-value does not come from χ² but is conformal, on images that were used neither to choose the checks nor to fit
+``p_g`` (Bates et al. 2023).  The p-value of a single check is conformal on the same images.
 
-Gates are chosen by least regret over the transforms that make out-of-distribution images: detectors that are good at
+Checks are chosen by least regret over the transforms that make out-of-distribution images: detectors that are good at
 near images are poor at far ones and vice versa, so a mean over transforms would depend on how many of each there are.
 The regret of an option on a transform is the best option's AUROC minus its own; the option whose largest regret is
 smallest is chosen, and of equal options the one with the highest mean AUROC.
 
-Shapes: B images, G gates, m images that ``p_g`` is fitted to, n calibration images.
+Shapes: B images, G checks, m images that ``p_g`` is fitted to, n calibration images.
 """
 
 from __future__ import annotations
@@ -56,64 +56,64 @@ from psc_core.tables import aligned
 
 
 def log_p_pieces(
-    ascending: Float[Tensor, "gates m"], scales: Float[Tensor, " gates"]
-) -> Float[Tensor, "gates m_plus_1 3"]:
-    """Return the log p-value of each gate as straight lines, float64.
+    ascending: Float[Tensor, "checks m"], scales: Float[Tensor, " checks"]
+) -> Float[Tensor, "checks m_plus_1 3"]:
+    """Return the log p-value of each check as straight lines, float64.
 
-    Line i holds for readings with i of ``ascending`` at or below them; it is given by its start, value there and slope.
+    Line i holds for values with i of ``ascending`` at or below them; it is given by its start, value there and slope.
     """
-    gates, m = ascending.shape
+    checks, m = ascending.shape
     knots = ascending.double()
     ranks = torch.arange(m, dtype=torch.float64, device=knots.device)
-    values = torch.log((m - ranks) / (m + 1)).expand(gates, m)
-    rises = values.diff(dim=1) / knots.diff(dim=1)
-    rises = rises.nan_to_num(neginf=0.0)  # no reading lies between equal knots
+    logs = torch.log((m - ranks) / (m + 1)).expand(checks, m)
+    rises = logs.diff(dim=1) / knots.diff(dim=1)
+    rises = rises.nan_to_num(neginf=0.0)  # no value lies between equal knots
     slopes = torch.cat([rises, -1 / scales.double()[:, None]], dim=1)
-    flat = torch.stack([knots[:, :1], values[:, :1], torch.zeros_like(knots[:, :1])], dim=2)
-    return torch.cat([flat, torch.stack([knots, values, slopes], dim=2)], dim=1)
+    flat = torch.stack([knots[:, :1], logs[:, :1], torch.zeros_like(knots[:, :1])], dim=2)
+    return torch.cat([flat, torch.stack([knots, logs, slopes], dim=2)], dim=1)
 
 
 def log_p_values(
-    ascending: Float[Tensor, "gates m"],
-    pieces: Float[Tensor, "gates m_plus_1 3"],
-    readings: Float[Tensor, "gates batch"],
-) -> Float[Tensor, "gates batch"]:
-    """Return log p-values in nats, float64: continuous and decreasing in each reading; NaN for NaN.
+    ascending: Float[Tensor, "checks m"],
+    pieces: Float[Tensor, "checks m_plus_1 3"],
+    values: Float[Tensor, "checks batch"],
+) -> Float[Tensor, "checks batch"]:
+    """Return log p-values in nats, float64: continuous and decreasing in each value; NaN for NaN.
 
     In float32 a score would depend on the position of its image in a batch.
 
-    ``readings`` are contiguous, of the same dtype as ``ascending``.
+    ``values`` are contiguous, of the same dtype as ``ascending``.
     """
-    lines = torch.searchsorted(ascending, readings, right=True)
+    lines = torch.searchsorted(ascending, values, right=True)
     start, value, slope = pieces.gather(1, lines[..., None].expand(-1, -1, 3)).unbind(2)
-    return torch.addcmul(value, slope, readings - start)
+    return torch.addcmul(value, slope, values - start)
 
 
 TEXTURE: Final = "texture"
-DENSITY: Final = "kind"  # as bundles and answers call the gate that reads the model's density
+DENSITY: Final = "content"  # as bundles and answers call the check that reads the model's density
 CONFIDENCE: Final = "confidence"
 
-GATES: Final = (TEXTURE, DENSITY, CONFIDENCE)  # the names of all gates; a model has some of them, in this order
+CHECKS: Final = (TEXTURE, DENSITY, CONFIDENCE)  # the names of all checks; a model has some of them, in this order
 
 
-def readings_of(names: Sequence[str], scores: Mapping[str, Float[Tensor, " batch"]]) -> Float[Tensor, "batch gates"]:
-    """Return the readings of the gates ``names``, from the scores of a :class:`psc_core.heads.base.Scored`."""
-    readings = {DENSITY: -scores["log_density"]}
+def check_values(names: Sequence[str], scores: Mapping[str, Float[Tensor, " batch"]]) -> Float[Tensor, "batch checks"]:
+    """Return the values of the checks ``names``, from the scores of a :class:`psc_core.heads.base.Scored`."""
+    values = {DENSITY: -scores["log_density"]}
     if CONFIDENCE in names:
-        readings[CONFIDENCE] = scores["energy"]
+        values[CONFIDENCE] = scores["energy"]
     if TEXTURE in scores:
-        readings[TEXTURE] = scores[TEXTURE]
-    return torch.stack([readings[name] for name in names], dim=1)
+        values[TEXTURE] = scores[TEXTURE]
+    return torch.stack([values[name] for name in names], dim=1)
 
 
-class Gates(nn.Module):
-    """Combines readings into one OOD score, and gives the p-value of each gate.
+class Checks(nn.Module):
+    """Combines values into one OOD score, and gives the p-value of each check.
 
     Args:
-        names: Some of :data:`GATES`, in that order.
-        ascending: ``float32 (G, m)`` readings that ``p_g`` is fitted to, sorted.
+        names: Some of :data:`CHECKS`, in that order.
+        ascending: ``float32 (G, m)`` values that ``p_g`` is fitted to, sorted.
         scales: ``float32 (G,)`` scales of the tails, positive.
-        calibration: ``float32 (G, n)`` readings of the calibration images, sorted.
+        calibration: ``float32 (G, n)`` values of the calibration images, sorted.
         texture_counts_below: τ of ``texture``, in (0, 1].
     """
 
@@ -134,69 +134,69 @@ class Gates(nn.Module):
         super().__init__()
         self.names = tuple(names)
         self.texture_counts_below = texture_counts_below
-        if self.names != tuple(name for name in GATES if name in names) or not names:
-            raise BundleError(f"expected gates of {', '.join(GATES)} in this order, got {list(names)}")
+        if self.names != tuple(name for name in CHECKS if name in names) or not names:
+            raise BundleError(f"expected checks of {', '.join(CHECKS)} in this order, got {list(names)}")
         fitted = {"ascending": ascending, "scales": scales, "calibration": calibration}
         for (name, tensor), axes in zip(fitted.items(), (2, 1, 2), strict=True):
             if tensor.dtype != torch.float32 or tensor.ndim != axes or len(tensor) != len(names):
                 raise BundleError(
-                    f"expected float32 gates.{name} of {len(names)} gates, got {tensor.dtype} "
+                    f"expected float32 checks.{name} of {len(names)} checks, got {tensor.dtype} "
                     f"{tuple(tensor.shape)}; fit the bundle again"
                 )
             self.register_buffer(name, tensor.contiguous())
         for part in (ascending, calibration):
             if part.shape[1] == 0 or not (part.diff(dim=1) >= 0).all():
-                raise BundleError("expected ascending readings of the gates; fit the bundle again")
+                raise BundleError("expected ascending values of the checks; fit the bundle again")
         if not (scales > 0).all():
-            raise BundleError("expected positive scales of the gates; fit the bundle again")
+            raise BundleError("expected positive scales of the checks; fit the bundle again")
         below = [texture_counts_below if name == TEXTURE else 1.0 for name in names]
         log_below = torch.tensor(below, dtype=torch.float64).log()[:, None].to(ascending.device)
         self.register_buffer("log_below", log_below, persistent=False)
         self.register_buffer("pieces", log_p_pieces(self.ascending, scales), persistent=False)
 
-    def calibrated_on(self, readings: Float[Tensor, "gates n"]) -> Gates:
-        """Return these gates with other readings of calibration images, sorted, on their device."""
-        device = readings.device
-        return Gates(self.names, self.ascending.to(device), self.scales.to(device), readings, self.texture_counts_below)
+    def calibrated_on(self, values: Float[Tensor, "checks n"]) -> Checks:
+        """Return these checks with other values of calibration images, sorted, on their device."""
+        device = values.device
+        return Checks(self.names, self.ascending.to(device), self.scales.to(device), values, self.texture_counts_below)
 
-    def score(self, readings: Float[Tensor, "batch gates"]) -> Float[Tensor, " batch"]:
+    def score(self, values: Float[Tensor, "batch checks"]) -> Float[Tensor, " batch"]:
         """Return ``−Σ_g log min(1, p_g / τ_g)``, in nats; higher is more unusual."""
-        log_p = log_p_values(self.ascending, self.pieces, readings.T.contiguous())
+        log_p = log_p_values(self.ascending, self.pieces, values.T.contiguous())
         return -(log_p - self.log_below).clamp(max=0).sum(dim=0).float()
 
-    def p_values(self, readings: Float[Tensor, "batch gates"]) -> Float[Tensor, "batch gates"]:
-        """Return the conformal p-value of each gate, ``(1 + #{calibration ≥ this}) / (n + 1)``."""
-        return conformal_p_values(self.calibration, readings.T.contiguous()).T
+    def p_values(self, values: Float[Tensor, "batch checks"]) -> Float[Tensor, "batch checks"]:
+        """Return the conformal p-value of each check, ``(1 + #{calibration ≥ this}) / (n + 1)``."""
+        return conformal_p_values(self.calibration, values.T.contiguous()).T
 
 
-TEXTURE_COUNTS_BELOW: Final = 0.2  # the p-value below which an anomalous texture counts along with other gates
-MINIMUM_TAIL: Final = 5  # minimum number of readings for the scale of the tail, if there are as many
+TEXTURE_COUNTS_BELOW: Final = 0.2  # the p-value below which an unusual texture counts along with other checks
+MINIMUM_TAIL: Final = 5  # minimum number of values for the scale of the tail, if there are as many
 
 
-def fit_gates(
-    names: Sequence[str], selection: Float[Tensor, "m gates"], calibration: Float[Tensor, "n gates"]
-) -> Gates:
-    """Fit gates to the readings of both halves of the validation images."""
+def fit_checks(
+    names: Sequence[str], selection: Float[Tensor, "m checks"], calibration: Float[Tensor, "n checks"]
+) -> Checks:
+    """Fit checks to the values of both halves of the validation images."""
     for part in (selection, calibration):
         if not part.isfinite().all():
-            raise FitError("expected finite readings of the gates; check the precision")
+            raise FitError("expected finite values of the checks; check the precision")
     ascending = selection.float().sort(dim=0).values
     scales = tail_scales(ascending)
-    if constant := [name for name, readings in zip(names, ascending.T, strict=True) if not vary(readings)]:
-        raise FitError(f"expected readings that differ between images, those of {', '.join(constant)} are all equal")
+    if constant := [name for name, values in zip(names, ascending.T, strict=True) if not vary(values)]:
+        raise FitError(f"expected values that differ between images, those of {', '.join(constant)} are all equal")
     below = TEXTURE_COUNTS_BELOW if TEXTURE in names and len(names) > 1 else 1.0
-    return Gates(names, ascending.T, scales, calibration.float().sort(dim=0).values.T, below)
+    return Checks(names, ascending.T, scales, calibration.float().sort(dim=0).values.T, below)
 
 
-def vary(readings: Float[Tensor, " m"]) -> bool:
-    """Return whether readings differ by more than rounding."""
-    return bool(readings.max() - readings.min() > rounding_of(readings.abs().max()))
+def vary(values: Float[Tensor, " m"]) -> bool:
+    """Return whether values differ by more than rounding."""
+    return bool(values.max() - values.min() > rounding_of(values.abs().max()))
 
 
-def tail_scales(ascending: Float[Tensor, "m gates"]) -> Float[Tensor, " gates"]:
-    """Return the mean excess of the k largest readings over the next smaller one, at least 1/1000 of the range.
+def tail_scales(ascending: Float[Tensor, "m checks"]) -> Float[Tensor, " checks"]:
+    """Return the mean excess of the k largest values over the next smaller one, at least 1/1000 of the range.
 
-    k is :data:`.TAIL_FRACTION` of the readings, at least :data:`MINIMUM_TAIL`, and less than their number.
+    k is :data:`.TAIL_FRACTION` of the values, at least :data:`MINIMUM_TAIL`, and less than their number.
     """
     count = len(ascending)
     k = max(1, min(count - 1, max(MINIMUM_TAIL, round(TAIL_FRACTION * count))))
@@ -204,9 +204,9 @@ def tail_scales(ascending: Float[Tensor, "m gates"]) -> Float[Tensor, " gates"]:
     return torch.maximum(tail_excess(wide, k), (wide[-1] - wide[0]) / 1000).float()
 
 
-Auroc = Mapping[str, float]  # the AUROC for each transform of made-up images
+Auroc = Mapping[str, float]  # the AUROC for each transform of synthetic OOD images
 
-# The key of a bundle that lists the transforms of made-up images, or the patches of a map, as their AUROCs follow.
+# The key of a bundle that lists transforms of synthetic OOD images, or the patches of a map, as their AUROCs follow.
 KINDS_KEY: Final = "kinds"
 
 
@@ -222,8 +222,8 @@ def regret(aurocs: Mapping[str, Auroc], option: str) -> float:
 
 
 @dataclass(frozen=True)
-class GateChoice:
-    """The options that were compared and the chosen one, each named by its gates with the early layer in brackets."""
+class CheckChoice:
+    """The options that were compared and the chosen one, each named by its checks with the early layer in brackets."""
 
     aurocs: Mapping[str, Auroc]  # by option, each with the same transforms
     selectable: tuple[str, ...]  # options that may be chosen; the others are shown for comparison
@@ -238,13 +238,13 @@ class GateChoice:
 
     def table(self) -> str:
         """Return one line for each option, least regret first, with its AUROC for each transform."""
-        rows = [["gates", "regret", *best_of(self.aurocs)]]
+        rows = [["checks", "regret", *best_of(self.aurocs)]]
         for name in sorted(self.aurocs, key=partial(regret, self.aurocs)):
             numbers = (f"{value:.4f}" for value in (regret(self.aurocs, name), *self.aurocs[name].values()))
             rows.append([name, *numbers, "◀ chosen" * (name == self.chosen)])
         least = min(self.aurocs, key=partial(regret, self.aurocs))
         among = " of those that may be chosen" if least not in self.selectable else ""
-        conclusion = f"gates: {self.chosen} has the least regret over made-up images{among}; {self.reason}"
+        conclusion = f"checks: {self.chosen} has the least regret over synthetic OOD images{among}; {self.reason}"
         return "\n".join([*aligned(rows), conclusion])
 
     def to_json(self) -> dict[str, Any]:
@@ -255,7 +255,7 @@ class GateChoice:
             "reason": self.reason,
             KINDS_KEY: list(best_of(self.aurocs)),
             "options": [
-                {"gates": name, "selectable": name in self.selectable, "auroc": list(auroc.values())}
+                {"checks": name, "selectable": name in self.selectable, "auroc": list(auroc.values())}
                 for name, auroc in self.aurocs.items()
             ],
         }

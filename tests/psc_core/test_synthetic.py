@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from psc_core.compute import Compute
 from psc_core.data.dataset import TensorSource, labelled
 from psc_core.images.preprocess import Preprocess
-from psc_core.made_up import (
+from psc_core.synthetic import (
     CONTRAST,
     CROP,
     MIXED,
@@ -17,9 +17,9 @@ from psc_core.made_up import (
     REAL,
     TRANSFORMS,
     by_transform,
-    made_up_batches,
     mix,
     paste,
+    synthetic_batches,
     turn,
 )
 
@@ -70,7 +70,7 @@ def test_inputs_of_a_loader_are_altered_as_pixels() -> None:
     labels, preprocess = torch.arange(6) % 2, Preprocess("L", 4, 4, None, (0.2,), (0.3,))
     inputs = preprocess.standardise(pixels)
     made = [
-        next(made_up_batches(labelled("noise", "ab", TensorSource(images.numpy()), labels, preprocess),
+        next(synthetic_batches(labelled("noise", "ab", TensorSource(images.numpy()), labels, preprocess),
                              Compute(torch.device("cpu")), "made up", mixed=True, seed=0))
         for images in (pixels, inputs)
     ]  # fmt: skip
@@ -82,7 +82,7 @@ def test_a_batch_without_pairs_of_two_classes_has_no_mixes() -> None:
     images, labels = random_images(0, 9, 1, 4, 4), torch.arange(9) % 2
     data = labelled("noise", "ab", TensorSource(images.numpy()), labels, Preprocess("L", 4, 4, None, (0.2,), (0.3,)))
     compute = Compute(torch.device("cpu"), batch_images=8)
-    found = list(made_up_batches(data, compute, "made up", mixed=True, seed=0))
+    found = list(synthetic_batches(data, compute, "made up", mixed=True, seed=0))
     assert [MIXED in made for made in found] == [True, False]  # an image alone is its own partner
     assert all(len(images) for made in found for images in made.values())
     assert len(by_transform(found, lambda images: {"mean": images.float().mean((1, 2, 3))})[REAL]["mean"]) == 9
@@ -117,12 +117,12 @@ SIDES = st.integers(1, 20)
 def test_only_the_mask_changes(kind: str, count: int, channels: int, height: int, width: int, seed: int) -> None:
     images = torch.randint(0, 256, (count, channels, height, width), dtype=torch.uint8)
     before = images.clone()
-    pasted, mask = paste(images, kind, torch.Generator().manual_seed(seed))
+    patched, mask = paste(images, kind, torch.Generator().manual_seed(seed))
     again, _ = paste(images, kind, torch.Generator().manual_seed(seed))
-    assert torch.equal(images, before) and torch.equal(pasted, again)
-    assert pasted.dtype == torch.uint8 and mask.shape == (count, height, width)
+    assert torch.equal(images, before) and torch.equal(patched, again)
+    assert patched.dtype == torch.uint8 and mask.shape == (count, height, width)
     outside = ~mask[:, None].expand_as(images)
-    assert torch.equal(pasted[outside], images[outside])
+    assert torch.equal(patched[outside], images[outside])
     for one in mask:
         rows, columns = one.any(1).nonzero(), one.any(0).nonzero()
         assert 1 <= len(rows) <= max(1, height // 2) and 1 <= len(columns) <= max(1, width // 2)
@@ -131,6 +131,6 @@ def test_only_the_mask_changes(kind: str, count: int, channels: int, height: int
 
 def test_crops_are_of_other_images() -> None:
     images = torch.arange(6, dtype=torch.uint8)[:, None, None, None].expand(6, 3, 16, 16).clone()
-    pasted, mask = paste(images, CROP, torch.Generator().manual_seed(0))
-    for image, (one, where) in enumerate(zip(pasted, mask, strict=True)):
+    patched, mask = paste(images, CROP, torch.Generator().manual_seed(0))
+    for image, (one, where) in enumerate(zip(patched, mask, strict=True)):
         assert (one[:, where] != image).all()

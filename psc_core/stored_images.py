@@ -49,7 +49,7 @@ class Nearest(NamedTuple):
     nearest_distance: Float[Tensor, "batch near"]  # standard deviations within a class
 
 
-class Thumbnails(nn.Module):
+class StoredImages(nn.Module):
     """The kept training images of a model.
 
     Args:
@@ -72,15 +72,15 @@ class Thumbnails(nn.Module):
         return len(self.embedding)
 
     def config(self) -> dict[str, int]:
-        """Return the section of a manifest, the sizes; with :meth:`tensors` it restores the thumbnails."""
+        """Return the section of a manifest, the sizes; with :meth:`tensors` it restores the images."""
         return self.sizes
 
     def tensors(self) -> dict[str, Tensor]:
         return {"embedding": self.embedding, **self._on_host}
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> Thumbnails:
+    def moved(self, move: Callable[[Tensor], Tensor]) -> StoredImages:
         """Return the same images in other coordinates of the density; ``move`` maps the embedding."""
-        return Thumbnails({**self.tensors(), "embedding": move(self.embedding)})
+        return StoredImages({**self.tensors(), "embedding": move(self.embedding)})
 
     @classmethod
     def restore(
@@ -92,23 +92,23 @@ class Thumbnails(nn.Module):
         channels: int,
         classes: int,
         has_values: bool,
-    ) -> Thumbnails:
-        """Rebuild thumbnails from :meth:`config` and :meth:`tensors`."""
+    ) -> StoredImages:
+        """Rebuild stored_images from :meth:`config` and :meth:`tensors`."""
         expected = {*_AXES, *([_VALUES] if has_values else [])}
         if set(tensors) != expected:
             raise BundleError(
-                f"expected thumbnails tensors {sorted(expected)}, got {shortened(repr(sorted(tensors)))}; fit it again"
+                f"expected stored image tensors {sorted(expected)}, got {shortened(repr(sorted(tensors)))}; fit again"
             )
         found = cls(tensors)
         if found.sizes != {**sizes, "kept": components, "channels": channels}:
             raise BundleError(
-                f"expected thumbnails of {components} components, {channels} channels and the sizes {dict(sizes)}, got "
+                f"expected stored images of {components} components, {channels} channels and sizes {dict(sizes)}, got "
                 f"{found.sizes}; fit the bundle again"
             )
         labels = tensors["labels"]
         if int(labels.min()) < 0 or int(labels.max()) >= classes or int(tensors["images"].min()) < 0:
             raise BundleError(
-                f"expected thumbnails with labels from 0 to {classes - 1} and positions from 0, got others; fit the "
+                f"expected stored images with labels from 0 to {classes - 1} and positions from 0, got others; fit the "
                 "bundle again"
             )
         return found
@@ -126,7 +126,7 @@ class Thumbnails(nn.Module):
     def documents(
         self, nearest: npt.NDArray[Any], distances: npt.NDArray[Any], classes: Sequence[str]
     ) -> list[dict[str, Any]]:
-        """Return the kept images nearest to one image as :class:`psc_core.answers.KeptImage` members."""
+        """Return the kept images nearest to one image as :class:`psc_core.answers.StoredImage` members."""
         host = self._on_host
         return [
             {
@@ -155,12 +155,12 @@ def _checked(tensors: Mapping[str, Tensor]) -> dict[str, int]:
         expected = tuple(sizes.setdefault(axis, size) for axis, size in zip(axes[name], shape, strict=False))
         if tensor.dtype != types[name] or len(shape) != len(axes[name]) or shape != expected or not tensor.numel():
             raise BundleError(
-                f"expected {types[name]} thumbnails.{name} with axes {axes[name]} and the sizes {sizes}, got "
+                f"expected {types[name]} stored_images.{name} with axes {axes[name]} and the sizes {sizes}, got "
                 f"{tensor.dtype} {shape}; fit the bundle again"
             )
     if sizes["count"] > MAX_COUNT or max(sizes["height"], sizes["width"]) > SIDE or sizes["channels"] not in (1, 3):
         raise BundleError(
-            f"expected at most {MAX_COUNT} thumbnails of 1 or 3 channels and at most {SIDE} × {SIDE} pixels, got the "
+            f"expected at most {MAX_COUNT} stored images of 1 or 3 channels and at most {SIDE} × {SIDE} pixels, got "
             f"sizes {sizes}; fit the bundle again"
         )
     return sizes
@@ -170,7 +170,7 @@ def check_thumbnail_count(count: int, classes: int) -> None:
     """Check that the number of kept images covers the classes."""
     if not classes <= count <= MAX_COUNT:
         raise UsageError(
-            f"expected keep_examples from {classes}, one training image of each class, to {MAX_COUNT}, got {count}"
+            f"expected stored_images from {classes}, one training image of each class, to {MAX_COUNT}, got {count}"
         )
 
 
@@ -186,7 +186,7 @@ def kept_images(train: ImageDataset, count: int, seed: int) -> Int[Tensor, " kep
     return candidates[balanced_positions(train.subset(candidates), count, seed)]
 
 
-def thumbnails_of(images: Pixels) -> UInt8[Tensor, "batch channels rows columns"]:
+def stored_images_of(images: Pixels) -> UInt8[Tensor, "batch channels rows columns"]:
     """Shrink images to at most :data:`SIDE` pixels in each direction, keeping their proportions."""
     height, width = images.shape[2:]
     scale = SIDE / max(height, width)

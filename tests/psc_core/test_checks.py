@@ -11,30 +11,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from psc_core.conformal import conformal_p_values, decision_p_value
-from psc_core.errors import BundleError, FitError
-from psc_core.gates import (
-    GATES,
+from psc_core.checks import (
+    CHECKS,
     MINIMUM_TAIL,
     TEXTURE_COUNTS_BELOW,
-    GateChoice,
-    Gates,
+    CheckChoice,
+    Checks,
     best_of,
-    fit_gates,
+    check_values,
+    fit_checks,
     log_p_pieces,
-    readings_of,
     regret,
     tail_scales,
     vary,
 )
-from psc_core.gates import log_p_values as from_pieces
+from psc_core.checks import log_p_values as from_pieces
+from psc_core.conformal import conformal_p_values, decision_p_value
+from psc_core.errors import BundleError, FitError
 from psc_core.numerics.linalg import TAIL_FRACTION
-from tests.reference import gates as naive
+from tests.reference import checks as naive
 
 
-def log_p_values(ascending: torch.Tensor, scales: torch.Tensor, readings: torch.Tensor) -> torch.Tensor:
-    """Of readings (B, G)."""
-    return from_pieces(ascending, log_p_pieces(ascending, scales), readings.T.contiguous()).T
+def log_p_values(ascending: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Of values (B, G)."""
+    return from_pieces(ascending, log_p_pieces(ascending, scales), values.T.contiguous()).T
 
 
 FINITE = st.floats(-1e6, 1e6, width=32)
@@ -46,10 +46,10 @@ FINITE = st.floats(-1e6, 1e6, width=32)
     scale=st.floats(2**-10, 1e4, width=32),
 )
 def test_matches_the_twin(known: list[float], tested: list[float], scale: float) -> None:
-    readings = torch.tensor([*tested, *known])
+    values = torch.tensor([*tested, *known])
     ascending = torch.tensor(known).sort().values
-    got = log_p_values(ascending[None], torch.tensor([scale]), readings[:, None])[:, 0]
-    expected = [naive.log_p_value(ascending.tolist(), scale, reading) for reading in readings.tolist()]
+    got = log_p_values(ascending[None], torch.tensor([scale]), values[:, None])[:, 0]
+    expected = [naive.log_p_value(ascending.tolist(), scale, value) for value in values.tolist()]
     np.testing.assert_allclose(got.numpy(), expected, rtol=1e-9, atol=1e-9)
 
 
@@ -64,13 +64,13 @@ def test_falls_without_jumps(known: list[float], data: st.DataObject) -> None:
     assert here == pytest.approx(math.log((len(known) - ascending.tolist().index(at)) / (len(known) + 1)))
 
 
-def test_gates_do_not_mix() -> None:
+def test_checks_do_not_mix() -> None:
     ascending = torch.tensor([[0.0, 1.0, 2.0], [10.0, 20.0, 30.0]])
-    scales, readings = torch.tensor([1.0, 5.0]), torch.tensor([[0.5, 40.0], [5.0, 15.0]])
-    both = log_p_values(ascending, scales, readings)
-    for gate in range(2):
-        alone = log_p_values(ascending[gate : gate + 1], scales[gate : gate + 1], readings[:, gate : gate + 1])
-        torch.testing.assert_close(both[:, gate], alone[:, 0])
+    scales, values = torch.tensor([1.0, 5.0]), torch.tensor([[0.5, 40.0], [5.0, 15.0]])
+    both = log_p_values(ascending, scales, values)
+    for check in range(2):
+        alone = log_p_values(ascending[check : check + 1], scales[check : check + 1], values[:, check : check + 1])
+        torch.testing.assert_close(both[:, check], alone[:, 0])
 
 
 def test_what_is_not_a_number_stays_so() -> None:
@@ -78,8 +78,8 @@ def test_what_is_not_a_number_stays_so() -> None:
     assert got[0].isnan() and got[1] == -torch.inf
 
 
-def dependent_readings(images: int, generator: torch.Generator) -> torch.Tensor:
-    """Three dependent readings with tails from light to heavy."""
+def dependent_values(images: int, generator: torch.Generator) -> torch.Tensor:
+    """Three dependent values with tails from light to heavy."""
     shared = torch.randn(images, 1, generator=generator)
     own = torch.randn(images, 3, generator=generator)
     mixed = 0.8 * shared + 0.6 * own
@@ -88,32 +88,32 @@ def dependent_readings(images: int, generator: torch.Generator) -> torch.Tensor:
 
 def test_score_matches_the_twin() -> None:
     generator = torch.Generator().manual_seed(0)
-    selection, calibration, tested = (dependent_readings(n, generator) for n in (50, 40, 30))
-    gates = fit_gates(GATES, selection, calibration)
+    selection, calibration, tested = (dependent_values(n, generator) for n in (50, 40, 30))
+    checks = fit_checks(CHECKS, selection, calibration)
     log_p = [
-        [naive.log_p_value(selection[:, g].tolist(), float(gates.scales[g]), float(row[g])) for g in range(3)]
+        [naive.log_p_value(selection[:, g].tolist(), float(checks.scales[g]), float(row[g])) for g in range(3)]
         for row in tested
     ]
     expected = [naive.score(row, [TEXTURE_COUNTS_BELOW, 1, 1]) for row in log_p]
-    torch.testing.assert_close(gates.score(tested), torch.tensor(expected), rtol=1e-5, atol=1e-5)
-    everything = Gates(GATES, gates.ascending, gates.scales, gates.calibration)
+    torch.testing.assert_close(checks.score(tested), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    everything = Checks(CHECKS, checks.ascending, checks.scales, checks.calibration)
     torch.testing.assert_close(everything.score(tested), -torch.tensor(log_p).sum(dim=1), rtol=1e-5, atol=1e-5)
     for g in range(3):
         expected = [(1 + int((calibration[:, g] >= row[g]).sum())) / 41 for row in tested]
-        torch.testing.assert_close(gates.p_values(tested)[:, g], torch.tensor(expected))
+        torch.testing.assert_close(checks.p_values(tested)[:, g], torch.tensor(expected))
 
 
 @pytest.mark.parametrize("alpha", [0.01, 0.05, 0.2])
 def test_alpha_keeps_its_meaning(alpha: float) -> None:
-    """Over fresh calibrations alarms on in-distribution images have a rate of at most alpha, for score and gates."""
+    """Over fresh calibrations alarms on in-distribution images have a rate of at most alpha, for score and checks."""
     generator = torch.Generator().manual_seed(1)
     trials, tested = 200, 50
     alarms = torch.zeros(4)
     for _ in range(trials):
-        gates = fit_gates(GATES, dependent_readings(60, generator), readings := dependent_readings(199, generator))
-        new = dependent_readings(tested, generator)
-        combined = conformal_p_values(gates.score(readings).sort().values, gates.score(new))
-        alarms += torch.cat([combined[:, None], gates.p_values(new)], dim=1).le(alpha).sum(dim=0)
+        checks = fit_checks(CHECKS, dependent_values(60, generator), values := dependent_values(199, generator))
+        new = dependent_values(tested, generator)
+        combined = conformal_p_values(checks.score(values).sort().values, checks.score(new))
+        alarms += torch.cat([combined[:, None], checks.p_values(new)], dim=1).le(alpha).sum(dim=0)
     rates = alarms / (trials * tested)
     # Images of one calibration alarm together: the spread is that of a Beta rate over trials, and binomial on top.
     spread = math.sqrt(stats.beta(200 * alpha, 200 * (1 - alpha)).var() / trials + alpha / (trials * tested))
@@ -122,20 +122,20 @@ def test_alpha_keeps_its_meaning(alpha: float) -> None:
 
 @pytest.mark.parametrize(
     ("names", "selected", "n", "alpha"),
-    [(GATES, 50, 99, 0.05), (GATES, 20, 38, 0.05), (GATES[:2], 200, 99, 0.1)],
+    [(CHECKS, 50, 99, 0.05), (CHECKS, 20, 38, 0.05), (CHECKS[:2], 200, 99, 0.1)],
 )
 def test_false_alarms_of_the_combined_score_are_beta_binomial(
     names: tuple[str, ...], selected: int, n: int, alpha: float
 ) -> None:
-    """Mean and spread over fits are those of one exchangeable score, whatever the gates were fitted to."""
+    """Mean and spread over fits are those of one exchangeable score, whatever the checks were fitted to."""
     generator = torch.Generator().manual_seed(2)
     fits, tested = 300, 300
-    gates_of = [GATES.index(name) for name in names]
+    checks_of = [CHECKS.index(name) for name in names]
     counts = torch.zeros(fits, dtype=torch.float64)
     for fit in range(fits):
-        selection, calibration, new = (dependent_readings(m, generator)[:, gates_of] for m in (selected, n, tested))
-        gates = fit_gates(names, selection, calibration)
-        p_values = conformal_p_values(gates.score(calibration).sort().values, gates.score(new))
+        selection, calibration, new = (dependent_values(m, generator)[:, checks_of] for m in (selected, n, tested))
+        checks = fit_checks(names, selection, calibration)
+        p_values = conformal_p_values(checks.score(calibration).sort().values, checks.score(new))
         counts[fit] = (p_values <= decision_p_value(alpha, n)).sum()
     rank = math.floor(alpha * (n + 1) + 1e-9)
     exact = stats.betabinom(tested, rank, n + 1 - rank)
@@ -147,12 +147,12 @@ def test_false_alarms_of_the_combined_score_are_beta_binomial(
 
 
 def test_only_a_strange_texture_counts() -> None:
-    readings = torch.arange(1.0, 100.0)[:, None].expand(-1, 2)
-    gates = fit_gates(["texture", "kind"], readings, readings)
+    values = torch.arange(1.0, 100.0)[:, None].expand(-1, 2)
+    checks = fit_checks(["texture", "content"], values, values)
     kind, texture = 50.0, torch.tensor([1.0, 50.0, 79.0, 90.0, 99.0])
-    score = gates.score(torch.stack([texture, torch.full_like(texture, kind)], dim=1))
+    score = checks.score(torch.stack([texture, torch.full_like(texture, kind)], dim=1))
     assert (score[:3] == score[0]).all() and (score[3:].diff() > 0).all() and score[3] > score[2]
-    alone = fit_gates(["texture"], readings[:, :1], readings[:, :1])
+    alone = fit_checks(["texture"], values[:, :1], values[:, :1])
     assert (alone.score(texture[:, None]).diff() > 0).all()
 
 
@@ -162,60 +162,60 @@ def test_readings_are_higher_for_unusual_images() -> None:
         "energy": torch.tensor([0.1, 0.7]),
         "texture": torch.tensor([2.0, 3.0]),
     }
-    torch.testing.assert_close(readings_of(GATES, scores), torch.tensor([[2.0, 1.0, 0.1], [3.0, 9.0, 0.7]]))
-    torch.testing.assert_close(readings_of(["kind"], scores), torch.tensor([[1.0], [9.0]]))
+    torch.testing.assert_close(check_values(CHECKS, scores), torch.tensor([[2.0, 1.0, 0.1], [3.0, 9.0, 0.7]]))
+    torch.testing.assert_close(check_values(["content"], scores), torch.tensor([[1.0], [9.0]]))
 
 
 @pytest.mark.parametrize(
     ("names", "changes"),
     [
-        (["kind", "texture"], {}),
-        (["kind", "kind"], {}),
-        (["kind", "colour"], {}),
+        (["content", "texture"], {}),
+        (["content", "content"], {}),
+        (["content", "colour"], {}),
         ([], {}),
-        (["kind"], {"scales": torch.tensor([0.0])}),
-        (["kind"], {"scales": torch.tensor([1.0], dtype=torch.float64)}),
-        (["kind"], {"ascending": torch.tensor([[1.0, 0.0]])}),
-        (["kind"], {"calibration": torch.empty(1, 0)}),
-        (["kind"], {"calibration": torch.tensor([0.0, 1.0])}),
+        (["content"], {"scales": torch.tensor([0.0])}),
+        (["content"], {"scales": torch.tensor([1.0], dtype=torch.float64)}),
+        (["content"], {"ascending": torch.tensor([[1.0, 0.0]])}),
+        (["content"], {"calibration": torch.empty(1, 0)}),
+        (["content"], {"calibration": torch.tensor([0.0, 1.0])}),
     ],
 )
-def test_what_is_no_gate_is_rejected(names: list[str], changes: dict[str, torch.Tensor]) -> None:
+def test_what_is_no_check_is_rejected(names: list[str], changes: dict[str, torch.Tensor]) -> None:
     count = max(1, len(names))
     given = {"ascending": torch.tensor([[0.0, 1.0]] * count), "scales": torch.ones(count),
              "calibration": torch.tensor([[0.0, 1.0]] * count), **changes}  # fmt: skip
-    with pytest.raises(BundleError, match="gate"):
-        Gates(names, **given)
+    with pytest.raises(BundleError, match="check"):
+        Checks(names, **given)
 
 
 @given(st.lists(st.floats(-1e5, 1e5, width=32), min_size=1, max_size=300))
-def test_scale_matches_the_twin(readings: list[float]) -> None:
-    (got,) = tail_scales(torch.tensor(readings).sort().values[:, None]).tolist()
-    assert got == pytest.approx(naive.tail_scale(readings, TAIL_FRACTION, MINIMUM_TAIL), rel=1e-5, abs=1e-30)
+def test_scale_matches_the_twin(values: list[float]) -> None:
+    (got,) = tail_scales(torch.tensor(values).sort().values[:, None]).tolist()
+    assert got == pytest.approx(naive.tail_scale(values, TAIL_FRACTION, MINIMUM_TAIL), rel=1e-5, abs=1e-30)
 
 
-def test_readings_are_sorted_by_gate() -> None:
+def test_readings_are_sorted_by_check() -> None:
     selection, calibration = torch.tensor([[3.0, 1.0], [1.0, 2.0]]), torch.tensor([[5.0, 0.0], [4.0, 9.0], [6.0, 1.0]])
-    gates = fit_gates(["kind", "confidence"], selection, calibration)
-    assert gates.ascending.tolist() == [[1, 3], [1, 2]]
-    assert gates.calibration.tolist() == [[4, 5, 6], [0, 1, 9]]
+    checks = fit_checks(["content", "confidence"], selection, calibration)
+    assert checks.ascending.tolist() == [[1, 3], [1, 2]]
+    assert checks.calibration.tolist() == [[4, 5, 6], [0, 1, 9]]
 
 
 def test_readings_that_cannot_rank_are_rejected() -> None:
     varied = torch.rand(5, 2, generator=torch.Generator().manual_seed(0))
     with pytest.raises(FitError, match="those of confidence are all equal"):
-        fit_gates(["kind", "confidence"], varied * torch.tensor([1.0, 0.0]), varied)
+        fit_checks(["content", "confidence"], varied * torch.tensor([1.0, 0.0]), varied)
     with pytest.raises(FitError, match="finite"):
-        fit_gates(["kind", "confidence"], varied, varied.log() - torch.inf)
+        fit_checks(["content", "confidence"], varied, varied.log() - torch.inf)
 
 
 @pytest.mark.parametrize(("steps", "varies"), [(0, False), (4, False), (4000, True)])
 def test_readings_that_differ_by_rounding_are_equal(steps: int, varies: bool) -> None:
-    readings = 30 + steps * torch.finfo(torch.float32).eps * 30 * torch.linspace(0, 1, 50)
-    assert vary(readings) is varies
+    values = 30 + steps * torch.finfo(torch.float32).eps * 30 * torch.linspace(0, 1, 50)
+    assert vary(values) is varies
 
 
-CHOICE = GateChoice(
+CHOICE = CheckChoice(
     {
         "near": {"mixed": 0.9, "binary": 0.5},
         "far": {"mixed": 0.5, "binary": 1.0},
@@ -235,13 +235,14 @@ def test_least_regret_wins() -> None:
 
 def test_table_says_what_and_why() -> None:
     lines = CHOICE.table().splitlines()
-    assert [line.split()[0] for line in lines] == ["gates", "best", "both", "far", "near", "gates:"]
+    assert [line.split()[0] for line in lines] == ["checks", "best", "both", "far", "near", "checks:"]
     assert [line for line in lines if "◀ chosen" in line] == [lines[2]]
     assert lines[-1] == (
-        "gates: both has the least regret over made-up images of those that may be chosen; no image has several labels"
+        "checks: both has the least regret over synthetic OOD images of those that may be chosen; no image has several "
+        "labels"
     )
     lines = replace(CHOICE, selectable=tuple(CHOICE.aurocs)).table().splitlines()
-    assert lines[-1] == "gates: best has the least regret over made-up images; no image has several labels"
+    assert lines[-1] == "checks: best has the least regret over synthetic OOD images; no image has several labels"
 
 
 @given(
@@ -250,10 +251,10 @@ def test_table_says_what_and_why() -> None:
     )
 )
 def test_choice_and_its_json_against_a_loop(aurocs: dict[str, dict[str, float]]) -> None:
-    choice = GateChoice(aurocs, tuple(aurocs), "")
+    choice = CheckChoice(aurocs, tuple(aurocs), "")
     best = {kind: max(auroc[kind] for auroc in aurocs.values()) for kind in ("near", "far")}
     worst = {name: max(best[kind] - own[kind] for kind in own) for name, own in aurocs.items()}
     assert worst[choice.chosen] == min(worst.values())
     told = json.loads(json.dumps(choice.to_json()))
-    options = {each["gates"]: dict(zip(told["kinds"], each["auroc"], strict=True)) for each in told["options"]}
+    options = {each["checks"]: dict(zip(told["kinds"], each["auroc"], strict=True)) for each in told["options"]}
     assert (told["chosen"], told["regret"], options) == (choice.chosen, worst[choice.chosen], aurocs)

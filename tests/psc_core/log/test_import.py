@@ -36,7 +36,7 @@ def task(index: int, *results: Any, **annotation: Any) -> dict[str, Any]:
 
 
 def written(log: Log, path: Path) -> list[tuple[Any, ...]]:
-    return [(each.request_id, each.verdict, each.label) for each in labels_of(log, read_answers(path))]
+    return [(each.request_id, each.kind, each.label) for each in labels_of(log, read_answers(path))]
 
 
 def test_export_of_label_studio(log: Log, tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_export_of_label_studio(log: Log, tmp_path: Path) -> None:
     ]  # fmt: skip
     (tmp_path / "labels.json").write_text(json.dumps(tasks))
     labels = labels_of(log, read_answers(tmp_path / "labels.json"))
-    assert [(each.request_id, each.verdict, each.label) for each in labels] == [
+    assert [(each.request_id, each.kind, each.label) for each in labels] == [
         ("r0", "label", "cat"), ("r1", "cannot_tell", None), ("r2", "label", "cat"), ("r90", "label", "3.0"),
     ]  # fmt: skip
     assert [each.source for each in labels] == ["label studio 4", "label studio 9", "label studio 4", "label studio 4"]
@@ -90,7 +90,7 @@ def test_folders_of_images(log: Log, tmp_path: Path) -> None:
         (tmp_path / folder / f"{index}.png").write_bytes(content(index))
     (tmp_path / "cat" / "notes.txt").write_text("no image")
     labels = labels_of(log, read_answers(tmp_path))
-    assert [(each.image_sha256, each.verdict, each.label) for each in labels] == [
+    assert [(each.image_sha256, each.kind, each.label) for each in labels] == [
         (digest(2), "cannot_tell", None), (digest(0), "label", "cat"), (digest(1), "label", "dog"),
     ]  # fmt: skip
 
