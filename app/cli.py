@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from app.healthcheck import address_of, leave_address
-from app.observability.tracing import log_config
 from app.settings import BACKLOG, Settings, load_settings
+from app.tracing import log_config
+from psc_core import __version__
 from psc_core.errors import ExitCode, PSCError, UsageError
 from psc_core.network import LIBRARIES
-from psc_core.version import __version__
 
 logger = logging.getLogger("psc.cli")
 

@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 import httpx
 
 from app.client import DEFAULT_URL, Client, ClientError, InputError, ModelRef, Refused, ServerFailed
+from psc_core import __version__
 from psc_core.answers import BaseAnswer, Response
 from psc_core.errors import ExitCode
 from psc_core.images import SUFFIXES
 from psc_core.images.files import files_below
 from psc_core.settings import positive, positive_number
-from psc_core.tables import aligned, print_any_text
-from psc_core.version import __version__
+from psc_core.text import aligned, print_any_text
 
 URL_VARIABLE = "PSC_CLIENT_URL"
 KEY_VARIABLE = "PSC_CLIENT_API_KEY"

@@ -1,9 +1,22 @@
-"""The errors that only the service raises, and the one table that maps these and the library's to HTTP."""
+"""The errors that only the service raises, and how every error is answered: one table, RFC 9457 problem documents.
+
+Under ``/v2`` the body is the Open Inference Protocol's ``{"error": …}``.  Details of errors outside the table never
+reach a client.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import orjson
+from fastapi import APIRouter, FastAPI
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
 
 from psc_core.errors import (
     BundleError,
@@ -13,7 +26,11 @@ from psc_core.errors import (
     PSCError,
     UndecodableImage,
     UnsupportedImage,
+    shortened,
 )
+
+if TYPE_CHECKING:
+    from app.metrics import Metrics
 
 
 class ServiceError(PSCError):
@@ -167,3 +184,197 @@ TABLE: Final[Mapping[type[PSCError], tuple[int, str, str]]] = {
     DeadlineExceeded: (504, "deadline", "Deadline exceeded"),
 }
 INTERNAL: Final = (500, "internal", "Internal error")
+
+
+logger = logging.getLogger("psc.http")
+
+MEDIA_TYPE: Final = "application/problem+json"
+
+
+class ProblemDocument(BaseModel):
+    """An RFC 9457 problem."""
+
+    type: str = Field(description="The URI of the type of problem.")
+    title: str
+    status: int = Field(ge=400, le=599)
+    detail: str
+    index: int | None = Field(default=None, ge=0, description="The position of the image at fault, from 0.")
+    filename: str | None = Field(default=None, description="The file name of the image at fault.")
+    retry_after_seconds: int | None = Field(default=None, ge=1)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An RFC 9457 problem: its document, and the headers of its response other than the content type."""
+
+    document: ProblemDocument
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def slug(self) -> str:
+        """The last part of the problem's type, which is the label ``reason`` of ``psc_rejected_total``."""
+        return self.document.type.removeprefix(TYPE_PREFIX)
+
+
+# Maps the HTTP status of a request that matches no route to (last part of the problem's type, title).
+ROUTING: Final = {404: ("not-found", "No such resource"), 405: ("method-not-allowed", "Method not allowed")}
+MAX_DETAIL: Final = 1000
+TYPE_PREFIX: Final = "urn:psc:problem:"
+
+
+def problem_of(error: BaseException) -> Problem:
+    """Return the problem that describes ``error``; an error outside :data:`TABLE` becomes an opaque internal error."""
+    cause: BaseException = error.cause if isinstance(error, ImageRefused) else error
+    row = next((TABLE[base] for base in type(cause).__mro__ if base in TABLE), None)
+    if row is None:
+        return make_problem(INTERNAL, "an internal error was logged under this request's id; report it with the id")
+    headers: dict[str, str] = {}
+    members: dict[str, Any] = {}
+    if isinstance(error, ImageRefused):
+        members = {"index": error.index, "filename": error.name and shortened(error.name, MAX_DETAIL)}
+    if isinstance(error, InferenceFailed):
+        members = {"index": error.index}
+    if isinstance(cause, Overloaded):
+        headers["retry-after"] = str(cause.retry_after)
+        members["retry_after_seconds"] = cause.retry_after
+    if isinstance(cause, Unauthorized):
+        headers["www-authenticate"] = 'Bearer realm="psc"'
+    if isinstance(cause, UnsupportedEncoding):  # RFC 9110, section 12.5.3: tells it from an unsupported content type.
+        headers["accept-encoding"] = "identity"
+    if isinstance(cause, (BodyTooLarge, SlowUpload)):
+        headers["connection"] = "close"
+    return make_problem(row, str(error), headers, **members)
+
+
+def make_problem(
+    row: tuple[int, str, str], detail: str, headers: Mapping[str, str] | None = None, **members: Any
+) -> Problem:
+    """Return the problem of a row of :data:`TABLE`, with a detail that is not too long."""
+    status, slug, title = row
+    detail = shortened(detail, MAX_DETAIL)
+    document = ProblemDocument(type=TYPE_PREFIX + slug, title=title, status=status, detail=detail, **members)
+    return Problem(document, headers or {})
+
+
+def error_response(error: Exception, scope: Scope, metrics: Metrics) -> Response:
+    """Return the response for an error; count it, and log it if the operator should know."""
+    problem = problem_of(error)
+    if problem.document.status >= 500:
+        crashed = problem.document.status == 500
+        logger.log(logging.ERROR if crashed else logging.WARNING, "%s", error, exc_info=error if crashed else None)
+    return problem_response(problem, scope, metrics)
+
+
+def problem_response(problem: Problem, scope: Scope, metrics: Metrics) -> Response:
+    """Count a problem and return the response for it."""
+    metrics.psc_rejected_total.labels(reason=problem.slug).inc()
+    document = problem.document
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    if path == "/v2" or path.startswith("/v2/"):
+        body, media_type = orjson.dumps({"error": document.detail}), "application/json"
+    else:
+        body, media_type = document.model_dump_json(exclude_none=True).encode(), MEDIA_TYPE
+    return Response(body, document.status, dict(problem.headers), media_type=media_type)
+
+
+async def on_http_exception(request: Request, error: Any) -> Response:
+    """Answer a request whose path or method has no route; other errors reach :mod:`app.http.middleware`."""
+    slug, title = ROUTING.get(error.status_code, (f"http-{error.status_code}", "Request refused"))
+    problem = make_problem((error.status_code, slug, title), str(error.detail), error.headers)
+    return problem_response(problem, request.scope, request.app.state.service.metrics)
+
+
+# The request body of a prediction, for OpenAPI.
+IMAGES_BODY: Final[dict[str, Any]] = {
+    "required": True,
+    "description": "The images, in one of three forms.",
+    "content": {
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "required": ["images"],
+                "properties": {
+                    "images": {
+                        "type": "array",
+                        "minItems": 1,
+                        "items": {"type": "string", "format": "binary"},
+                        "description": "JPEG, PNG, WebP, BMP, GIF (first frame) or TIFF files.",
+                    }
+                },
+            }
+        },
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "required": ["images"],
+                "additionalProperties": False,
+                "properties": {
+                    "images": {
+                        "type": "array",
+                        "minItems": 1,
+                        "items": {
+                            "type": "object",
+                            "required": ["b64"],
+                            "additionalProperties": False,
+                            "properties": {
+                                "b64": {
+                                    "type": "string",
+                                    "contentEncoding": "base64",
+                                    "pattern": r"^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",
+                                    "description": "Base64 of an image file, padded, without line breaks.",
+                                }
+                            },
+                        },
+                    }
+                },
+            }
+        },
+        "image/*": {"schema": {"type": "string", "format": "binary"}},
+    },
+}
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
+_TITLES: Final = sorted({(status, title) for status, _, title in [*TABLE.values(), INTERNAL]})
+_RETRY_AFTER: Final = {
+    "Retry-After": {"description": "Seconds to wait before a retry.", "schema": {"type": "integer", "minimum": 1}}
+}
+
+
+def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the ``responses=`` of a route that can answer with problems of these statuses."""
+    schema = {"$ref": f"#/components/schemas/{ProblemDocument.__name__}"}
+    return {
+        status: {
+            "description": ". ".join(title for of, title in _TITLES if of == status) + ".",
+            "content": {MEDIA_TYPE: {"schema": schema}},
+            **({"headers": _RETRY_AFTER} if status == 429 else {}),
+        }
+        for status in statuses
+    }
+
+
+def get_and_head(router: APIRouter | FastAPI, path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
+    """Register an endpoint for GET, and outside the document for HEAD: some load balancers and monitors ask with it."""
+
+    def register(endpoint: Endpoint) -> Endpoint:
+        router.get(path, **options)(endpoint)
+        router.head(path, **{**options, "include_in_schema": False})(endpoint)
+        return endpoint
+
+    return register
+
+
+class Application(FastAPI):
+    """FastAPI with an OpenAPI document that has problems, and no 422, because invalid parameters are 400 here."""
+
+    def openapi(self) -> dict[str, Any]:
+        document = super().openapi()
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        for path in document["paths"].values():
+            for operation in path.values():
+                content = operation["responses"].get("422", {}).get("content", {})
+                if "HTTPValidationError" in str(content):
+                    del operation["responses"]["422"]
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+        schemas[ProblemDocument.__name__] = ProblemDocument.model_json_schema()
+        return document

@@ -33,9 +33,9 @@ import numpy.typing as npt
 
 from app.inference.batcher import Images
 from app.inference.decoder import EncodedImage
-from app.observability.metrics import Metrics
-from app.observability.tracing import begin_trace, current_trace
+from app.metrics import Metrics
 from app.settings import Settings
+from app.tracing import begin_trace, current_trace
 from psc_core.answers import BasePolicy
 from psc_core.log.erase import prune
 from psc_core.log.review import UnreviewedImages

@@ -21,24 +21,24 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from app.http import problems, v2
+from app import errors as problems
+from app import tracing
+from app.errors import Application
+from app.http import feedback, model, predict, v2
 from app.http.middleware import HostAllowList, ProblemCORS, ProblemResponses, RequestLimits, Telemetry
-from app.http.openapi import Application
-from app.http.routes import feedback, model, predict
 from app.http.v2 import HEADER
 from app.log import LogWriter
 from app.memory import MemoryBudget, process_memory
+from app.metrics import Metrics, forget_dead_processes
 from app.models import ModelStarter, Registry, load_bundle
-from app.observability import tracing
-from app.observability.metrics import Metrics, forget_dead_processes
 from app.service import ApiKeys, Host, Service
 from app.settings import Settings
+from psc_core import __version__
 from psc_core.allocator import keep_freed_memory, release_freed_memory
 from psc_core.errors import needs
 from psc_core.images.decode import mute_codecs
 from psc_core.log.store import open_to_write
 from psc_core.model import FittedModel
-from psc_core.version import __version__
 
 logger = logging.getLogger("psc.runtime")
 

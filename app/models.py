@@ -24,16 +24,15 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
+from app.drift import DriftMonitor
 from app.errors import NotReady, ReloadRunning, UnattainableAlpha, UnavailableMap, UnknownModel
-from app.inference.backend import choose_backend
 from app.inference.batcher import Batcher, Images, RequestMode
 from app.inference.decoder import Decoder, EncodedImage, fingerprints
 from app.inference.engine import Engine, Phase
-from app.inference.steps import Step, TorchThreads, make_step
+from app.inference.steps import Step, TorchThreads, choose_backend, make_step
 from app.log import LogWriter, ModelLog
 from app.memory import MemoryBudget, limits
-from app.observability.drift import DriftMonitor
-from app.observability.metrics import Metrics, ModelRecorder
+from app.metrics import Metrics, ModelRecorder
 from app.settings import MAX_DECODE_THREADS, Settings
 from psc_core.errors import BundleError, NetworkError, UsageError
 from psc_core.maps import map_document

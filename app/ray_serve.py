@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from prometheus_client import start_http_server
 
 from app.main import create_app, prepare_process, settle_heap
-from app.observability.metrics import PROCESS_FILES, shared_registry
+from app.metrics import PROCESS_FILES, shared_registry
 from app.service import Host, Service
 from app.settings import load_settings
 

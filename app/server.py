@@ -25,11 +25,11 @@ from uvicorn.config import STARTUP_FAILURE
 from uvicorn.supervisors import Multiprocess
 
 from app.main import check, create_app, end_threads, linger_seconds, prepare_process, settle_heap
-from app.observability.metrics import PROCESS_FILES
-from app.observability.tracing import log_config
+from app.metrics import PROCESS_FILES
 from app.protocol import LimitedProtocol
 from app.service import Host, Service
 from app.settings import BACKLOG, Settings
+from app.tracing import log_config
 from psc_core.errors import ExitCode, UsageError
 
 # The seconds that a worker may take to start in place of another one, or may hang before it is replaced.

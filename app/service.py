@@ -24,8 +24,8 @@ from starlette.requests import Request
 from app.errors import DeadlineExceeded, Forbidden, Unauthorized
 from app.log import LogWriter
 from app.memory import MemoryBudget
+from app.metrics import DescriptorWatch, Metrics, gpu_usage
 from app.models import Registry
-from app.observability.metrics import DescriptorWatch, Metrics, gpu_usage
 from app.settings import Settings
 from psc_core.allocator import release_freed_memory
 from psc_core.errors import DeviceError, ExitCode, PSCError, UsageError

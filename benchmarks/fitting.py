@@ -13,12 +13,12 @@ from benchmarks.checkpoints import Trained, scale_of
 from benchmarks.data import random_images
 from benchmarks.runs import Run
 from psc_core import FitSettings, fit
-from psc_core.checkpoint import Checkpoint
 from psc_core.collapse import ChosenLayer, CollapseReport
 from psc_core.compute import Compute, passes
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.open import open_dataset
 from psc_core.evaluation.baselines import Baselines, fit_baselines, penultimate_and_logits
+from psc_core.fit_data import Checkpoint
 from psc_core.model import PSC
 from psc_core.network.cut import trial_input, truncate
 from psc_core.network.layers import list_layers

@@ -20,11 +20,11 @@ from psc_core import metrics
 from psc_core.compute import track_images
 from psc_core.data.dataset import ImageDataset
 from psc_core.evaluation.baselines import fit_temperature
+from psc_core.features import as_matrix
 from psc_core.heads.base import ClassifierHead as Head
 from psc_core.heads.base import ClassifierOutput, Features, HeadJob
-from psc_core.heads.temperature import better_of, fit_temperature_head
+from psc_core.heads.softmax import better_of, fit_temperature_head
 from psc_core.model import PSC
-from psc_core.numerics.features import as_matrix
 from psc_core.tasks.classification import Classification, fit_head
 
 DIVISIONS = 5  # The number of random divisions of validation and test images together.

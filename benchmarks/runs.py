@@ -28,8 +28,8 @@ import torch
 
 from benchmarks.data import ROOT_VARIABLE
 from benchmarks.instruction_sets import cpu_flags
+from psc_core import __version__
 from psc_core.compute import resolve_device
-from psc_core.version import __version__
 
 SCALES = ("smoke", "cpu", "full")  # Seconds; hours on a few CPU cores; the paper's networks on a GPU.
 

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from psc_core.tasks.base import BasePrediction as BasePrediction
     from psc_core.tasks.classification import ClassificationPrediction as ClassificationPrediction
     from psc_core.tasks.regression import RegressionPrediction as RegressionPrediction
-    from psc_core.version import __version__ as __version__
+
+__version__ = "0.1.0"
 
 _MODULES = {
     "BasePrediction": "tasks.base",
@@ -38,7 +39,6 @@ _MODULES = {
     "ImageDataset": "data.dataset",
     "Preprocess": "images.preprocess",
     "RegressionPrediction": "tasks.regression",
-    "__version__": "version",
     "fit_projection": "fit",
     "fit_psc": "fit",
     "fit_regressor": "fit",
@@ -49,7 +49,7 @@ _MODULES = {
     "open_loader": "data.loaders",
 }
 
-__all__ = [*_MODULES]
+__all__ = ["__version__", *_MODULES]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, get_
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from psc_core.errors import UsageError, all_faults
-from psc_core.names import composed
+from psc_core.text import composed
 
 
 def _composed(value: Any) -> Any:

@@ -37,11 +37,11 @@ from torch import Tensor
 from psc_core.answers import BasePolicy
 from psc_core.errors import BundleError, UsageError, fault, shortened
 from psc_core.images.preprocess import Preprocess
-from psc_core.names import composed
 from psc_core.network import LIBRARIES
 from psc_core.settings import Precision
 from psc_core.tasks import TASKS, task_of_manifest
 from psc_core.tasks.base import Agreement, Task
+from psc_core.text import composed
 
 SCHEMA: Final = 6  # the version of the bundle format, the only one that is written and read
 OPTIONAL: Final = ("checks", "map", "stored_images")  # parts without which the manifest has no such section

@@ -9,34 +9,92 @@ on other images (:func:`calibrate_pipeline`).  Both run n images through the net
     ``Calibrated``          the task's calibration, the thresholds of its policy, and metrics of the n images
 
 All results are on the CPU.  Where images stand for several others, ``weights`` (n,) says for how many.
+
+Later a bundle is calibrated again, on the random sample of a prediction log, with people's labels.  Network,
+projection, density, head and checks stay.  p-values, prediction sets or intervals and the ambiguity threshold come from
+the n sampled images alone, each weighted (n,) by the inverse of the probability that it was drawn with.  Those of the
+fit no longer are like the images to come, and the rates of a mixture would hold for neither.
+
+:func:`read_sample`: people may have reviewed a part of the slice that they chose for its looks, which is no random
+sample.  So the images of each day are taken in the order of their digests, which is as good as random and is the order
+of ``psc-log review``, up to where fewer than :data:`REVIEWED` of them have a label.  An image counts once, however
+often it was sent.  Images labelled with a class (or a number) calibrate; none of the classes means out of
+distribution.  Where nobody can tell, the image has no label that a prediction set could contain, so the rates hold for
+images that a person can put into a class.  Ambiguous images tend to be unusual, so they raise the alarm more often than
+α; every calibration says how many there are, and how many of them raise it.
+
+:func:`extend`: images outside the random sample, labelled as people liked, can extend the densities
+(:mod:`psc_core.density`).  Each counts as one more training image or as several equal ones, because of a new camera
+there are few images and of the old one perhaps a million.  Of :data:`TIMES` the one with the least regret on synthetic
+images is taken, among those that lose at most :data:`LARGEST_LOSS` of AUROC on every transform; 0 changes nothing.
+Extended densities give other values, so the p-values of their checks come from the same real images; those of 0 do
+too while they are compared, or the checks would win and not the density.
+
+:func:`recalibrate_from_sample` does it all.  A quarter of the sampled images chooses the times, and the temperature of
+the original network's predictions, and calibrates nothing, so that the rates hold whatever is chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date, datetime
+from itertools import groupby
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from psc_core import __version__
 from psc_core.answers import BasePolicy
 from psc_core.bundle import HISTORY
-from psc_core.checks import check_values, fit_checks
+from psc_core.checks import (
+    DENSITY,
+    KINDS_KEY,
+    MIXED,
+    REAL,
+    Auroc,
+    Checks,
+    by_transform,
+    check_values,
+    fit_checks,
+    regret,
+    synthetic_batches,
+)
 from psc_core.compute import Compute, track_images
-from psc_core.conformal import check_rates, effective_count, equal_scores
-from psc_core.data.dataset import ImageDataset
+from psc_core.conformal import check_rates, effective_count, equal_scores, thinned
+from psc_core.data.dataset import ImageDataset, labelled
+from psc_core.density import EXAMPLES, can_extend, extend_density
 from psc_core.errors import UsageError, warn
 from psc_core.fit_data import FitJob
 from psc_core.fit_parts import rounded
 from psc_core.heads.base import Scored
+from psc_core.images.preprocess import Pixels
+from psc_core.log.labels import CANNOT_TELL, LABEL, NONE_OF_THE_CLASSES, joined, read_labels
+from psc_core.log.store import (
+    IMAGE_INDEX,
+    IMAGE_PATH,
+    REQUEST_ID,
+    SHA256,
+    Log,
+    LoggedImages,
+    arrow,
+    days_of,
+    is_stored,
+    logged_model,
+    read_rows,
+)
 from psc_core.maps import LayerMap
+from psc_core.metrics import auroc, in_practice
 from psc_core.model import TRIAL_IMAGES, FittedModel
 from psc_core.pipeline import Pipeline, Scorer, ood_score_of
+from psc_core.scoring import dataset_outputs
 from psc_core.settings import FitSettings, settings_where
 from psc_core.stored_images import StoredImages
 from psc_core.tasks.base import Calibrated, Task
-from psc_core.version import __version__
+from psc_core.text import aligned
 
 
 def calibrate_scorer(
@@ -168,3 +226,363 @@ def trial_of(calibration: ImageDataset) -> Tensor:
     """Return the first calibration images, which the model keeps for checking a copy of it."""
     first = calibration.subset(torch.arange(min(TRIAL_IMAGES, len(calibration))))
     return torch.cat([batch.images for batch in first.batches(TRIAL_IMAGES)])
+
+
+REVIEWED: Final = 0.95  # fraction of a day's images, up to the last that counts, that must have a label
+
+_COLUMNS: Final = ("time", REQUEST_ID, IMAGE_INDEX, SHA256, IMAGE_PATH, "sample_probability")
+
+
+@dataclass(frozen=True)
+class LoggedLabel:
+    """A logged image, with the last label on it."""
+
+    day: date  # of its first row
+    sha256: str
+    path: str
+    probability: float  # of being drawn into the slice
+    kind: str | None  # one of :data:`psc_core.log.labels.LABEL_KINDS`; None until somebody reviews it
+    label: str | None
+    label_time: datetime | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The reviewed part of a random sample."""
+
+    of_class: ImageDataset  # the images that show a class or have a number, labelled, in the order of their digests
+    weights: Float[Tensor, " n"]  # how many images each of these stands for
+    others: Mapping[str, ImageDataset]  # the images of another kind, by kind; their labels mean nothing
+    days: tuple[str, str]  # first and last day of the slice, ``YYYY-MM-DD``
+    logged: int  # number of logged images of the slice, reviewed or not
+
+    def summary(self) -> str:
+        """Return a sentence that counts the images by kind."""
+        reviewed = len(self.of_class) + sum(map(len, self.others.values()))
+        others = "".join(f", {len(images)} {kind}" for kind, images in self.others.items())
+        equal = effective_count(self.weights)
+        counts = f", which count as {equal} drawn equally" if equal < len(self.of_class) else ""
+        return (
+            f"random sample from {self.days[0]} to {self.days[1]}: {self.logged} logged images, {reviewed} reviewed: "
+            f"{len(self.of_class)} of a class{counts}{others}"
+        )
+
+    def at(self, positions: Tensor) -> Sample:
+        """Return the sample with only the images of a class at these ``positions``."""
+        return replace(self, of_class=self.of_class.subset(positions), weights=self.weights[positions])
+
+
+def read_sample(
+    log: Log, model: FittedModel, name: str | None = None, *, since: str | None = None, until: str | None = None
+) -> Sample:
+    """Return the reviewed part of the random sample of some days, ``YYYY-MM-DD``, by any version of the model."""
+    name = logged_model(log, name)
+    days = days_of(log, name, since=since, until=until)
+    rows = read_rows(log, name, sampled=True, days=days, columns=list(_COLUMNS))
+    logged = images_of(joined(rows, read_labels(log), name))
+    if not logged:
+        span = f" from {days[0]} to {days[-1]}" if days else ""
+        raise UsageError(f"{log.where} has no logged sampled images of {name}{span}; serve with --log-sample")
+    reviewed = reviewed_of(logged)
+    if not any(image.kind == LABEL for image in reviewed):
+        raise UsageError(
+            f"of the {len(logged)} sampled images of {name} in {log.where}, each day's in the order of their digests, "
+            f"{len(reviewed)} are reviewed and none of them has a label; label those of psc-log review --sample: "
+            "others were chosen for what they look like, and no rate comes from them"
+        )
+    return _sample(log, model, reviewed, days, len(logged))
+
+
+def read_outside(
+    log: Log, model: FittedModel, name: str | None = None, *, since: str | None = None, until: str | None = None
+) -> ImageDataset:
+    """Return the logged images outside the random sample labelled with a class or a number, each once, labelled.
+
+    An image whose bytes are also in the slice belongs to the slice.
+    """
+    name = logged_model(log, name)
+    days = days_of(log, name, since=since, until=until)
+    sample, others = set(), []
+    for batch in joined(read_rows(log, name, days=days, columns=[*_COLUMNS, "sampled"]), read_labels(log), name):
+        is_sampled = batch["sampled"].to_pylist()
+        sample |= {sha256 for sha256, is_in in zip(batch[SHA256].to_pylist(), is_sampled, strict=True) if is_in}
+        others.append(batch.filter(arrow().array([not is_in for is_in in is_sampled])))
+    logged = [image for image in images_of(others) if image.sha256 not in sample]
+    if not (of_class := [image for image in logged if image.kind == LABEL]):
+        reviewed = sum(image.kind is not None for image in logged)
+        raise UsageError(
+            f"of the {len(logged)} logged images of {name} in {log.where} outside the random sample {reviewed} are "
+            "reviewed and none of them has a label; label some (psc-log review without --sample), or leave out "
+            "--extend-density: images of the slice calibrate, so they extend nothing"
+        )
+    return _labelled(log, model, sorted(of_class, key=lambda image: image.sha256))
+
+
+def images_of(rows: Iterable[Any]) -> list[LoggedLabel]:
+    """Return each logged image of the rows once, with the latest label on any of its rows."""
+    found: dict[str, LoggedLabel] = {}
+    for batch in rows:
+        for row in batch.to_pylist():
+            sha256, path = row[SHA256], row[IMAGE_PATH]
+            if not is_stored(sha256, path):
+                continue
+            before = found.get(sha256)
+            kind, label, time = row["kind"], row["true_label"], row["label_time"]
+            if before and before.label_time and (time is None or before.label_time > time):
+                kind, label, time = before.kind, before.label, before.label_time
+            probability = max(row["sample_probability"], before.probability if before else 0.0)
+            day = before.day if before else row["time"].date()
+            found[sha256] = LoggedLabel(day, sha256, path, probability, kind, label, time)
+    return list(found.values())
+
+
+def reviewed_of(images: Iterable[LoggedLabel]) -> list[LoggedLabel]:
+    """Return the reviewed images that count: each day's, up to where :data:`REVIEWED` of the images so far are."""
+    ordered = sorted(images, key=lambda image: (image.day, image.sha256))
+    found: list[LoggedLabel] = []
+    for _, of_day in groupby(ordered, key=lambda image: image.day):
+        day = list(of_day)
+        is_labelled = np.array([image.kind is not None for image in day])
+        enough = is_labelled.cumsum() >= REVIEWED * np.arange(1, len(day) + 1)
+        end = int(enough.nonzero()[0].max()) + 1 if enough.any() else 0
+        found += [image for image in day[:end] if image.kind is not None]
+    return found
+
+
+def _sample(log: Log, model: FittedModel, reviewed: Sequence[LoggedLabel], days: Sequence[str], logged: int) -> Sample:
+    by_kind = {kind: [i for i in reviewed if i.kind == kind] for kind in (NONE_OF_THE_CLASSES, CANNOT_TELL)}
+    # In the order of their digests over all days: a part of them is as random a sample as the whole.
+    of_class = sorted((image for image in reviewed if image.kind == LABEL), key=lambda image: image.sha256)
+    return Sample(
+        _labelled(log, model, of_class),
+        torch.tensor([1 / image.probability for image in of_class], dtype=torch.float64),
+        {kind: _data(log, model, images) for kind, images in by_kind.items() if images},
+        (days[0], days[-1]),
+        logged,
+    )
+
+
+def _labelled(log: Log, model: FittedModel, images: Sequence[LoggedLabel]) -> ImageDataset:
+    """Return images that show a class or a number, labelled with it."""
+    said = [str(image.label) for image in images]
+    return model.task.relabelled(_data(log, model, images), said)
+
+
+def _data(log: Log, model: FittedModel, images: Sequence[LoggedLabel]) -> ImageDataset:
+    source = LoggedImages(log, [image.path for image in images])
+    labels = torch.zeros(len(images), dtype=torch.int64)
+    return labelled(f"images of {log.where}", model.classes, source, labels, model.preprocess)
+
+
+TIMES: Final = (0, 1, 10, 100)  # numbers of training images that one image may stand for
+LARGEST_LOSS: Final = 0.02  # AUROC that an extended density may lose on a transform of synthetic OOD images
+
+
+@dataclass(frozen=True)
+class Extension:
+    """A pipeline with extended densities, and the comparison that chose how far."""
+
+    pipeline: Pipeline  # has to be calibrated again
+    images: int  # number that were given to extend the densities
+    times: int  # training images that each stands for, one of :data:`TIMES`
+    aurocs: Mapping[int, Auroc]  # by times, then by transform
+
+    def table(self) -> str:
+        """Return a line for each number of times, with the AUROC of each transform."""
+        rows = [["times", *self.aurocs[0]]]
+        for times, of_transform in self.aurocs.items():
+            numbers = (f"{value:.4f}" for value in of_transform.values())
+            rows.append([str(times), *numbers, "◀ chosen" * (times == self.times)])
+        head = f"AUROC on synthetic OOD images; each of {self.images} images outside the sample counts this many times:"
+        return "\n".join([head, *aligned(rows)])
+
+    def warning(self) -> str:
+        """Return the reason why the densities stay as they are; empty where they change."""
+        if self.times:
+            return ""
+        return (
+            f"the density stays as it is: with these {self.images} images it is no better on synthetic OOD images, or "
+            f"loses more than {LARGEST_LOSS:g} of AUROC on a transform of them; check their labels, or give more"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the extension as a bundle records it, in JSON types."""
+        before, after = self.aurocs[0], self.aurocs[self.times]
+        return {
+            "images": self.images,
+            "times": self.times,
+            KINDS_KEY: list(before),
+            "auroc_before": [*before.values()],
+            "auroc_after": [*after.values()],
+        }
+
+
+class _DensityInputs(NamedTuple):
+    """The features of n images that the densities read, on the CPU."""
+
+    density_input: Float[Tensor, "n dim"]
+    early: Float[Tensor, "n channels"] | None  # of the check ``texture``; None for a model without
+    labels: Int[Tensor, " n"]
+
+
+def seen_examples(model: FittedModel) -> int:
+    """Return the number of labelled examples that the densities of a model were fitted to."""
+    instead = "fit the bundle again with these images among the training images, or leave out --extend-density"
+    if why_not := model.task.why_not_extended:
+        raise UsageError(f"{why_not}; {instead}")
+    density = model.pipeline.scorer.density
+    if not can_extend(type(density)):
+        raise UsageError(f"a density {density.kind!r} has tensors that more images cannot extend; {instead}")
+    in_manifest = model.report.get("provenance", {}).get("train", {}).get("rows")  # Where the density does not say.
+    found = density.record.get(EXAMPLES, in_manifest)
+    if not isinstance(found, int):
+        raise UsageError(f"the bundle of {model.name} does not say how many examples its density has seen; {instead}")
+    return found
+
+
+def extend(model: FittedModel, more: ImageDataset, real: ImageDataset, compute: Compute) -> Extension:
+    """Extend the densities where that is better on images made from ``real``, which neither extend nor calibrate."""
+    examples = seen_examples(model)
+    read = _read(model.pipeline.scorer, more, compute)
+    pipelines = {times: extended(model.pipeline, read, examples, times) if times else model.pipeline for times in TIMES}
+    transforms = model.report.get("metrics", {}).get("checks", {}).get(KINDS_KEY, ())
+    scorers = {times: pipeline.scorer for times, pipeline in pipelines.items()}
+    names = model.checks or (DENSITY,)
+    values = _synthetic_values(scorers, names, real, compute, mixed=MIXED in transforms)
+    inside = {times: of_transform[REAL] for times, of_transform in values.items()}
+    checks = {times: fit_checks(names, inside[times], inside[times]) if model.checks else None for times in TIMES}
+    aurocs = {times: _aurocs(checks[times], values[times]) for times in TIMES}
+    chosen = _choose(aurocs)
+    pipeline = pipelines[chosen].with_scorer(scorers[chosen], checks=checks[chosen]) if chosen else model.pipeline
+    return Extension(pipeline, len(more), chosen, aurocs)
+
+
+def extended(pipeline: Pipeline, read: _DensityInputs, examples: int, times: int) -> Pipeline:
+    """Return a pipeline whose densities have seen more images, each of them ``times`` times."""
+    scorer, texture = pipeline.scorer, None
+    found = extend_density(scorer.density, read.density_input, read.labels, examples=examples, times=times)
+    if scorer.texture is not None and read.early is not None:
+        texture = extend_density(scorer.texture, read.early, read.labels, examples=examples, times=times).density
+    stored_images = None if pipeline.stored_images is None else pipeline.stored_images.moved(found.moved)
+    return pipeline.with_scorer(scorer.with_densities(found.density, texture), stored_images=stored_images)
+
+
+def _choose(aurocs: Mapping[int, Auroc]) -> int:
+    """Return the times with the least regret, on a tie the smallest, among those that lose little everywhere."""
+    before = aurocs[0]
+    allowed = [
+        times for times in aurocs if all(value >= before[name] - LARGEST_LOSS for name, value in aurocs[times].items())
+    ]
+    named = {str(times): of_transform for times, of_transform in aurocs.items()}
+    return min(allowed, key=lambda times: (regret(named, str(times)), times))
+
+
+def _aurocs(checks: Checks | None, values: Mapping[str, Float[Tensor, "n checks"]]) -> dict[str, float]:
+    if checks is None:
+        scores = {name: each[:, 0] for name, each in values.items()}
+    else:
+        device = checks.ascending.device
+        scores = {name: checks.score(each.to(device)).cpu() for name, each in values.items()}
+    return {name: auroc(scores[REAL], altered) for name, altered in scores.items() if name != REAL}
+
+
+@torch.inference_mode()
+def _read(scorer: Scorer, data: ImageDataset, compute: Compute) -> _DensityInputs:
+    inputs, early, labels = [], [], []
+    for batch in track_images(data, compute, "images more"):
+        embedding = scorer.embed(batch.images.to(compute.device))
+        inputs.append(embedding.density_input.cpu())
+        early += [] if embedding.early is None else [embedding.early.cpu()]
+        labels.append(batch.first_labels())
+    return _DensityInputs(torch.cat(inputs), torch.cat(early) if early else None, torch.cat(labels))
+
+
+def _synthetic_values(
+    scorers: Mapping[int, Scorer], names: tuple[str, ...], real: ImageDataset, compute: Compute, *, mixed: bool
+) -> dict[int, dict[str, Float[Tensor, "n checks"]]]:
+    """Return values (n, checks) by times, then by transform; the scorers differ in their densities alone."""
+
+    def read(images: Pixels) -> dict[int, Tensor]:
+        embedding = scorers[0].embed(images)
+        return {times: check_values(names, scorer.score(embedding).scores) for times, scorer in scorers.items()}
+
+    found = by_transform(synthetic_batches(real, compute, "synthetic OOD images", mixed=mixed, seed=0), read)
+    return {times: {name: of_transform[times] for name, of_transform in found.items()} for times in scorers}
+
+
+CHOOSES: Final = 0.25  # fraction of the sampled images that chooses temperature and extension
+FEWEST_TO_CHOOSE: Final = 25  # images of equal weight; with fewer, temperature and density stay
+
+
+@dataclass(frozen=True)
+class Recalibrated:
+    """A model that was calibrated again, and what the command prints about it."""
+
+    model: FittedModel
+    lines: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def recalibrate_from_sample(
+    model: FittedModel, sample: Sample, changes: Mapping[str, Any], more: ImageDataset | None = None
+) -> Recalibrated:
+    """Return the model of a bundle, calibrated on a random sample; images outside it, ``more``, extend the density."""
+    settings = settings_of(model, changes)
+    lines, pipeline, calibrates, extension = [], model.pipeline, sample, None
+    if more is not None or pipeline.scorer.head.has_temperature:
+        order = torch.arange(len(sample.of_class))  # That of the digests, which is random.
+        count = round(CHOOSES * len(order))
+        chooses, rest = sample.at(order[:count]), sample.at(order[count:])
+        real = chooses.of_class.subset(thinned(chooses.weights).nonzero()[:, 0])
+        if more is not None:
+            _check_enough(real, sample)
+            extension = extend(model, more, real, settings.compute())
+            pipeline, calibrates = extension.pipeline, rest
+            lines.append(extension.table())
+        if pipeline.scorer.head.has_temperature and len(real) >= FEWEST_TO_CHOOSE:
+            pipeline, calibrates = refit_temperature(pipeline, real, settings), rest
+            before, now = (each.scorer.head.record["temperature"] for each in (model.pipeline, pipeline))
+            lines.append(f"temperature {now:.3g}, before {before:.3g}, by {len(real)} images, which do not calibrate")
+    pipeline, calibrated = calibrate_pipeline(
+        pipeline, type(model.task), calibrates.of_class, settings, calibrates.weights, or_higher="risk" not in changes
+    )
+    entry = _entry(sample, calibrates, extension)
+    found = with_calibration(model, pipeline, calibrated, calibrates.of_class, entry)
+    policy = calibrated.policy
+    lines = [policy.headline(calibrated.metrics), *lines]
+    lines += [
+        f"alarms at alpha {policy.alpha:g} on sampled images of a class: {_alarms(model, sample.of_class):.1%} "
+        f"before, at most {policy.alpha:.1%} of such images now on average; "
+        f"{in_practice(policy.alpha, len(found.calibration))}%"
+    ]
+    for kind, images in sample.others.items():
+        before, after = (_alarms(each, images) for each in (model, found))
+        lines.append(f"alarms on the {len(images)} images labelled {kind}: {before:.1%} before, {after:.1%} now")
+    return Recalibrated(found, tuple(lines), tuple(filter(None, ["" if extension is None else extension.warning()])))
+
+
+def _check_enough(real: ImageDataset, sample: Sample) -> None:
+    if len(real) < FEWEST_TO_CHOOSE:
+        raise UsageError(
+            f"a quarter of the sampled images of a class compares the densities and calibrates nothing: at least "
+            f"{FEWEST_TO_CHOOSE}, and of {len(sample.of_class)} labelled that are {len(real)} that count equally; "
+            f"review at least {round(FEWEST_TO_CHOOSE / CHOOSES)} drawn equally, or leave out --extend-density"
+        )
+
+
+def _entry(sample: Sample, calibrates: Sample, extension: Extension | None) -> dict[str, Any]:
+    return {
+        "days": list(sample.days),
+        "labels": len(sample.of_class),
+        "calibrated_on": len(calibrates.of_class),
+        "effective_sample_size": effective_count(calibrates.weights),
+        **{kind: len(images) for kind, images in sample.others.items()},
+        "sha256": sample.of_class.digest(),
+        **({} if extension is None else {"extension": extension.to_json()}),
+    }
+
+
+def _alarms(model: FittedModel, images: ImageDataset) -> float:
+    """Return the fraction of the images that the model calls out of distribution."""
+    packed = dataset_outputs(model, images, "alarms").packed
+    return float(model.decide(model.outputs(packed.numpy())).is_ood.mean())

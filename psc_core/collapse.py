@@ -1,6 +1,6 @@
 """Measure neural collapse after every layer, and select the chosen layer(s) by it.
 
-For each layer, with the sums of :mod:`psc_core.numerics.scatter`,
+For each layer, with the sums of :mod:`psc_core.linalg`,
 
     NC1 = Tr(Σ_W) / Tr(Σ_T)      within-class fraction of the variability, over the labelled training examples
     NC4 = fraction of the labelled selection examples whose nearest class mean (Euclidean) is that of their label
@@ -58,12 +58,20 @@ from torch import Tensor, nn
 from psc_core.compute import Compute, add_statistics, distances_to_means, passes
 from psc_core.data.dataset import ImageDataset, known_values
 from psc_core.errors import FitError, UsageError, hint
+from psc_core.linalg import (
+    MIN_COLUMNS,
+    ClassScatter,
+    eigh,
+    is_rounding,
+    nc1_of,
+    r_squared,
+    r_squared_error,
+    scatter_sums,
+)
 from psc_core.network.cut import Backbone, feature_step, trial_input, truncate
 from psc_core.network.layers import LayerInfo, list_layers, select_layers
-from psc_core.numerics.linalg import eigh, r_squared, r_squared_error
-from psc_core.numerics.scatter import MIN_COLUMNS, ClassScatter, is_rounding, nc1_of, scatter_sums
 from psc_core.settings import FitSettings
-from psc_core.tables import aligned
+from psc_core.text import aligned
 
 NEAR: Final = 0.05  # largest distance of NC1 from ε at which two layers are combined
 CONSTANT: Final = 0.0  # NC1 of a layer whose values differ between images by rounding alone, which is never chosen

@@ -31,7 +31,7 @@ from tqdm import tqdm
 from psc_core.allocator import release_freed_memory
 from psc_core.data.dataset import Batch, ImageDataset, stable_order
 from psc_core.errors import UsageError
-from psc_core.numerics.scatter import ClassScatter, class_pairs, distances_from
+from psc_core.linalg import ClassScatter, class_pairs, distances_from
 from psc_core.settings import BATCH_IMAGES, MAX_MEMORY, Precision
 
 
@@ -130,7 +130,7 @@ def join_processes() -> tuple[int, int]:
     if "WORLD_SIZE" not in os.environ:
         raise UsageError(
             "--distributed needs torchrun, WORLD_SIZE is not set; run "
-            "torchrun --nproc-per-node N -m psc_core.cli … --distributed"
+            "torchrun --nproc-per-node N -m psc_core.cli.fit … --distributed"
         )
     if (gpu := launched()[2]) is not None:
         torch.cuda.set_device(gpu)

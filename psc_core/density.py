@@ -43,7 +43,7 @@ observation: with m_c images of n_c labelled examples, ``Σ_c`` is the mean squa
 departures apply only where the paper's estimate is poor; the fit's record says how often:
 
 * With fewer than ten images (beyond one a class) per component, covariances are shrunk
-  (:func:`psc_core.numerics.linalg.covariance`) towards a multiple of the identity: in w that is the pooled covariance,
+  (:func:`psc_core.linalg.covariance`) towards a multiple of the identity: in w that is the pooled covariance,
   in x the total one.
 * Eigenvalues below 10⁻⁶ are clamped to it, that is, deviations a thousand times smaller than the pooled (in w) or the
   total ones (in x), as identical images or complete collapse give.
@@ -79,10 +79,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from psc_core import linalg
 from psc_core.errors import FitError
+from psc_core.features import FeatureMatrix, as_matrix, check_features, images_of_classes
 from psc_core.fitted import Fitted, Record, restore
-from psc_core.numerics import linalg
-from psc_core.numerics.features import FeatureMatrix, as_matrix, check_features, images_of_classes
 
 
 class DensityOutput(NamedTuple):

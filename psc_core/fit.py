@@ -25,6 +25,7 @@ from typing import Any, Final, NamedTuple, Unpack, cast
 
 from torch import Tensor, nn
 
+from psc_core import __version__
 from psc_core.calibrate import (
     calibrate_pipeline,
     calibrate_scorer,
@@ -33,19 +34,17 @@ from psc_core.calibrate import (
     warn_of_policy,
     with_calibration,
 )
-from psc_core.checkpoint import Checkpoint
 from psc_core.checks import CheckChoice
 from psc_core.collapse import ChosenLayer, CollapseReport, measure_layers, to_text
 from psc_core.compute import own_state
 from psc_core.data import MAX_BAD_IMAGES
 from psc_core.data.cache import Scratch, check_disjoint
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.loader_warnings import check_apart, warn_of_repeated
-from psc_core.data.loaders import LoaderDescription, read_loader, temporary_folder
+from psc_core.data.loaders import LoaderDescription, check_apart, read_loader, temporary_folder, warn_of_repeated
 from psc_core.data.open import in_network_order
 from psc_core.density import DENSITIES
 from psc_core.errors import NetworkError, UsageError, warn
-from psc_core.fit_data import FitData, FitJob
+from psc_core.fit_data import Checkpoint, FitData, FitJob
 from psc_core.fit_parts import compare_positions, cut, fewest_positions, fit_parts, report_of
 from psc_core.images.preprocess import MAKE_KNOWN
 from psc_core.model import PSC, FittedModel, PSCRegressor, model_class_of
@@ -59,7 +58,6 @@ from psc_core.scoring import check_read_by
 from psc_core.settings import FitOptions, FitSettings, Stage, settings_where
 from psc_core.stored_images import check_thumbnail_count
 from psc_core.tasks import task_named
-from psc_core.version import __version__
 
 
 class FitResult(NamedTuple):

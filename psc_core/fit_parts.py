@@ -19,7 +19,7 @@
 which one spatial component a channel is often enough; a density needs more, so it is fitted with more and more of them.
 
 Early layers, map and components are chosen by AUROC: images of the selection split as they are against images made
-from them (:mod:`psc_core.synthetic`).
+from them (:mod:`psc_core.checks`).
 """
 
 from __future__ import annotations
@@ -38,13 +38,29 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from psc_core.bundle import layers_of
-from psc_core.checks import CONFIDENCE, DENSITY, KINDS_KEY, TEXTURE, CheckChoice, check_values, fit_checks, regret, vary
+from psc_core.checks import (
+    CONFIDENCE,
+    DENSITY,
+    KINDS_KEY,
+    PATCHES,
+    REAL,
+    TEXTURE,
+    CheckChoice,
+    by_transform,
+    check_values,
+    fit_checks,
+    paste,
+    regret,
+    synthetic_batches,
+    vary,
+)
 from psc_core.collapse import ChosenLayer
 from psc_core.compute import Compute, autocast, passes, track_images
 from psc_core.data.cache import Scratch
 from psc_core.data.dataset import ImageDataset, drawn, stable_order
 from psc_core.density import DENSITIES, Density, Examples, fit_density
 from psc_core.errors import FitError, NetworkError
+from psc_core.features import FeatureMatrix, as_matrix, chunk_rows, side_by_side, usable
 from psc_core.fit_data import FitData, FitJob
 from psc_core.heads.base import Features, Head, HeadJob
 from psc_core.images.preprocess import Pixels, Preprocess
@@ -53,11 +69,9 @@ from psc_core.metrics import auroc
 from psc_core.network.cut import Backbone, FeatureStep, feature_step, trial_input, truncate
 from psc_core.network.layers import LayerInfo, list_layers
 from psc_core.network.output import check_network_output, output_width
-from psc_core.numerics.features import FeatureMatrix, as_matrix, chunk_rows, side_by_side, usable
 from psc_core.pipeline import Scorer, ScorerParts, average_positions
 from psc_core.projection import FittedProjection, Projection, ProjectionReport
 from psc_core.stored_images import StoredImages, kept_images, stored_images_of
-from psc_core.synthetic import PATCHES, REAL, by_transform, paste, synthetic_batches
 
 Z: Final = ".z"  # beside names of layers, none of which begins with a dot
 OUTPUT: Final = ".output"  # of the network, as trained

@@ -46,15 +46,7 @@ from torch.nn import functional
 from psc_core.errors import BundleError, FitError
 from psc_core.fitted import Fitted, Record
 from psc_core.images.decode import as_base64, png_of
-from psc_core.numerics.linalg import (
-    DEAD_UNIT,
-    EIGENVALUE_FLOOR,
-    TAIL_FRACTION,
-    MomentSums,
-    eigh,
-    rounding_of,
-    tail_excess,
-)
+from psc_core.linalg import DEAD_UNIT, EIGENVALUE_FLOOR, TAIL_FRACTION, MomentSums, eigh, rounding_of, tail_excess
 
 MIN_SIDE: Final = 4  # minimum number of rows and of columns of a map
 # Maximum number of positions of a map, 64 × 64, which take about 4 KiB in memory and as PNG.

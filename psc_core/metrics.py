@@ -43,7 +43,7 @@ from torch import Tensor
 
 from psc_core.conformal import RANK_ROUNDING, ood_rank, tolerant_ceil
 from psc_core.errors import UsageError
-from psc_core.numerics.linalg import r_squared
+from psc_core.linalg import r_squared
 
 # Standard deviations above chance that a measure of agreement exceeds for one in twenty random guesses.
 GUESSING_DEVIATIONS: Final = 1.645
@@ -309,7 +309,7 @@ def rmse(mean: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> float:
 
 
 def r2(mean: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> float:
-    """Return R², the explained fraction of the variance; see :func:`psc_core.numerics.linalg.r_squared`."""
+    """Return R², the explained fraction of the variance; see :func:`psc_core.linalg.r_squared`."""
     return r_squared((values.double() - mean.double()).square(), values.double())
 
 

@@ -26,7 +26,7 @@ Then one pass over the training images, class by class, and one over the selecti
     NC1(c, d) = Σ_{i<c, j<d} w_ij / Σ_{i<c, j<d} t_ij
     NC4(c, d) = accuracy of  argmin_k Σ_{i<c, j<d} (z_ij − μ_kij)²
 
-where w and t are the within-class and total scatter of one coordinate (:mod:`psc_core.numerics.scatter`): two
+where w and t are the within-class and total scatter of one coordinate (:mod:`psc_core.linalg`): two
 cumulative sums replace the sweep.  Where the class means of the scaled layer do not fit the memory budget, both passes
 are repeated for ranges of its columns, over which scatter and distances add up.
 """
@@ -44,16 +44,24 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from psc_core import linalg
 from psc_core.allocator import release_freed_memory
 from psc_core.compute import Compute, add_statistics, distances_to_means, passes
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import FitError
+from psc_core.features import chunk_rows
 from psc_core.fitted import Fitted, restore
+from psc_core.linalg import (
+    DEAD_UNIT,
+    MIN_COLUMNS,
+    ClassScatter,
+    MomentSums,
+    nc1_of,
+    rounding_of,
+    scatter_sums,
+    sizes_of,
+)
 from psc_core.network.cut import Backbone, FeatureStep, feature_step, trial_input
-from psc_core.numerics import linalg
-from psc_core.numerics.features import chunk_rows
-from psc_core.numerics.linalg import DEAD_UNIT, MomentSums, rounding_of, sizes_of
-from psc_core.numerics.scatter import MIN_COLUMNS, ClassScatter, nc1_of, scatter_sums
 from psc_core.settings import FitSettings
 
 

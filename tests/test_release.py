@@ -9,7 +9,7 @@ from datetime import date
 import pytest
 import yaml
 
-from psc_core.version import __version__
+from psc_core import __version__
 from tests.conftest import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

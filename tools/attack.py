@@ -200,7 +200,7 @@ def full_metrics(_url: str) -> Seen:
 def blinded_drift(_url: str) -> Seen:
     import numpy as np
 
-    from app.observability.drift import DriftMonitor
+    from app.drift import DriftMonitor
 
     medians = []
     for history in (0, 20_000):

@@ -16,12 +16,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.errors import BodyTooLarge, TooManyRequests, UnsupportedEncoding
-from app.http.problems import MEDIA_TYPE, error_response, make_problem
+from app.errors import MEDIA_TYPE, BodyTooLarge, TooManyRequests, UnsupportedEncoding, error_response, make_problem
 from app.memory import COPIES
-from app.observability.metrics import Metrics
-from app.observability.tracing import current_trace, trace_of_request
+from app.metrics import Metrics
 from app.service import Service
+from app.tracing import current_trace, trace_of_request
 from psc_core.errors import shortened
 
 _CALLS: Final = {f"/inference.GRPCInferenceService/{name}" for name in ("ServerLive", "ServerReady", "ModelReady")}

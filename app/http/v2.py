@@ -35,20 +35,19 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
 from starlette.types import Receive
 
-from app.errors import MalformedRequest, TooManyImages, UnknownModel
+from app.errors import MalformedRequest, TooManyImages, UnknownModel, get_and_head
 from app.http.body import decode_base64, has_disconnected, load_json, parse, read_body, read_json_body
-from app.http.openapi import get_and_head
 from app.inference.batcher import RequestMode
 from app.inference.decoder import EncodedImage
 from app.models import ServedModel
 from app.service import Service, service_of, service_to_predict
+from psc_core import __version__
 from psc_core.answers import Alpha, Document
 from psc_core.errors import fault
 from psc_core.maps import LayerMap
 from psc_core.pipeline import MAP
 from psc_core.tasks import TASKS
 from psc_core.tasks.base import CHECKS_OUTPUT, Datatype
-from psc_core.version import __version__
 
 # The maximum number of dimensions of an input. Validation stops at the first fault, because building an error for
 # each of many elements would be slow.

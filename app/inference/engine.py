@@ -28,7 +28,7 @@ from app.inference.batcher import Batcher, Images, QueuedRequest, RequestMode, R
 from app.inference.decoder import Decoder, EncodedImage
 from app.inference.steps import Step
 from app.inference.worker import DeviceWorker
-from app.observability.metrics import ModelRecorder
+from app.metrics import ModelRecorder
 from psc_core.errors import DeviceError, PSCError
 
 logger = logging.getLogger("psc.engine")

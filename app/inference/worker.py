@@ -25,7 +25,7 @@ import numpy as np
 from app.errors import InferenceFailed
 from app.inference.batcher import DeviceBatch, RequestMode, RequestQueue, Result
 from app.inference.steps import Step, is_out_of_memory, run_batch
-from app.observability.metrics import ModelRecorder
+from app.metrics import ModelRecorder
 from psc_core.errors import DeviceError
 
 logger = logging.getLogger("psc.device")

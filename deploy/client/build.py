@@ -20,16 +20,12 @@ MODULES = [
     "app.client",
     "app.client_cli",
     "psc_core.answers",
-    "psc_core.settings",
     "psc_core.errors",
     "psc_core.images",
     "psc_core.images.files",
-    "psc_core.names",
+    "psc_core.text",
     "psc_core.settings",
-    "psc_core.tables",
-    "psc_core.version",
 ]
-"""Modules that every task needs; those of each task are its folder's ``answer`` and ``policy``."""
 
 PROJECT = """\
 [build-system]
@@ -71,7 +67,7 @@ def source_of(module: str) -> Path:
 
 def build(out: Path) -> None:
     """Write the wheel into ``out``."""
-    version = runpy.run_path(str(source_of("psc_core.version")))["__version__"]
+    version = runpy.run_path(str(source_of("psc_core")))["__version__"]
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "psc_client"
         for module in MODULES:
@@ -80,8 +76,8 @@ def build(out: Path) -> None:
             copy = copy / "__init__.py" if is_package else copy.with_suffix(".py")
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_text(renamed(source.read_text()))
-        for empty in ("py.typed", "core/__init__.py"):
-            (package / empty).touch()
+        (package / "py.typed").touch()
+        (package / "core" / "__init__.py").write_text(f'__version__ = "{version}"\n')
         (Path(folder) / "pyproject.toml").write_text(PROJECT.format(version=version))
         command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(out), folder]
         subprocess.run(command, check=True)

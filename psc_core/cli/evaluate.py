@@ -1,6 +1,7 @@
 """``psc-eval``: measure a bundle on test images, beside the detectors that people use instead.
 
-What needs torch is imported when images are measured: help, the version and usage errors are there at once.
+``psc-report`` draws the report of a bundle again, from what its fit kept beside it.  What needs torch is imported when
+images are measured or a page is drawn: help, the version and usage errors are there at once.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from psc_core.settings import BATCH_IMAGES
 if TYPE_CHECKING:
     from psc_core.data.dataset import ImageDataset
     from psc_core.images.preprocess import Preprocess
+
 
 WRITTEN = (PAGE, FIGURES, "report.json", "report.md")  # files that are written to ``--out``
 
@@ -60,9 +62,7 @@ def evaluate(args: argparse.Namespace) -> None:
     from psc_core.evaluation.evaluate import evaluate as measure
     from psc_core.model import model_class_of
     from psc_core.report import page
-    from psc_core.report.collect import collect_test
-    from psc_core.report.content import FILE, Content
-    from psc_core.report.facts import facts_of
+    from psc_core.report.content import FILE, Content, collect_test, facts_of
 
     given = [value is not None for value in (args.weights, args.train, args.val)]
     if any(given) and not all(given):
@@ -125,3 +125,43 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+_REPORT_EXAMPLE = """example:
+  psc-report --bundle bundle --out public
+"""
+
+
+def report_parser() -> argparse.ArgumentParser:
+    """Return the command line of ``psc-report``."""
+    text = "Draw a bundle's report again, from what its fit kept; a classifier's has pictures of validation images."
+    cli = flags.command("psc-report", text, _REPORT_EXAMPLE)
+    cli.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="bundle that psc-fit wrote")
+    cli.add_argument("--out", type=Path, metavar="DIR", help="folder for report.html (default: the bundle's)")
+    cli.add_argument("--overwrite", action="store_true", help="replace a report outside the bundle too")
+    return cli
+
+
+def report(args: argparse.Namespace) -> None:
+    """Write the page and say where it is."""
+    from psc_core.bundle import read_bundle
+    from psc_core.report import FIGURES, PAGE, page
+    from psc_core.report.content import Content, facts_of
+
+    out = args.out or args.bundle
+    if out.resolve() != args.bundle.resolve() and not args.overwrite:
+        flags.check_free(out, (PAGE, FIGURES))
+    out.mkdir(parents=True, exist_ok=True)
+    bundle = read_bundle(args.bundle)
+    facts = facts_of(bundle, Content.load(args.bundle, type(bundle.manifest.task)))
+    print(facts.to_text())
+    print(f"report: {page.write(facts, out)}")
+
+
+def report_main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of ``psc-report``."""
+    return flags.run(report, report_parser(), argv)
+
+
+if __name__ == "__main__":
+    sys.exit(report_main())

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from psc_core import settings
-from psc_core.cli import flags, preprocessing
+from psc_core.cli import flags
+from psc_core.cli import flags as preprocessing
 from psc_core.data import MAX_BAD_IMAGES
 from psc_core.network import LIBRARIES
 from psc_core.settings import DEFAULTS, FACTS, HEAD_KINDS, choices_of
@@ -28,7 +29,7 @@ _EXAMPLE = """example:
 
 data sets: a directory class/file.png, a table of images with their classes or numbers (.csv, .tsv, .parquet),
 mnist:ROOT, fashion-mnist:ROOT, ambiguous-mnist:ROOT, dirty-mnist:ROOT, cifar10:ROOT, rotated-mnist:ROOT, or
-package.module:factory.  Several processes: torchrun --nproc-per-node N -m psc_core.cli --distributed …
+package.module:factory.  Several processes: torchrun --nproc-per-node N -m psc_core.cli.fit --distributed …
 """
 
 

@@ -1,4 +1,13 @@
-"""The parts that the command lines share: how they begin and end, and flags of several of them."""
+"""The parts that the command lines share: how they begin and end, and the flags of several of them.
+
+The flags of the preprocessing have to describe what the network was trained with: a wrong size or filter costs accuracy
+without any error.  ``--preprocess`` takes it from where it is written down: a JSON file with the fields of
+:class:`psc_core.images.preprocess.Preprocess` (as under ``preprocess`` in a manifest), the transforms of torchvision's
+weights, or the data configuration of a timm model.  Without it and without ``--preset``, the description of a network
+that has one counts (:mod:`psc_core.network.described`).  The other flags change single fields.
+
+What needs torch is imported when the flags have been parsed.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +15,23 @@ import argparse
 import errno
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
+from psc_core import __version__
 from psc_core.allocator import keep_freed_memory
-from psc_core.errors import ExitCode, PSCError, UsageError
-from psc_core.settings import by_commas, day
-from psc_core.tables import print_any_text
-from psc_core.version import __version__
+from psc_core.errors import ExitCode, PSCError, UsageError, fault, needs
+from psc_core.images import BACKGROUNDS, INTERPOLATIONS, PRESET_FIELDS
+from psc_core.settings import by_commas, day, positive
+from psc_core.text import print_any_text
+
+if TYPE_CHECKING:
+    from psc_core.images.described import Aspect
+    from psc_core.images.preprocess import Preprocess
+    from psc_core.network.described import NetworkSpec
+
 
 _ENDS = "Exit codes: 0 done, 2 bad usage or bad input, 130 interrupted, 1 a failure."
 
@@ -71,3 +89,117 @@ def check_free(folder: Path, names: Iterable[str]) -> None:
         raise UsageError(
             f"{folder} holds {' and '.join(found)} already; give --overwrite to replace what it holds, or another --out"
         )
+
+
+DEFAULT: Final = "imagenet"  # preset for networks that say nothing of their preprocessing
+
+_REMEDY: Final = "give a JSON file"
+
+
+def add_flags(cli: argparse.ArgumentParser) -> None:
+    """Add the flags that :func:`preprocess_from` reads."""
+    group = cli.add_argument_group("preprocessing")
+    text = f"size, colour mode and statistics (default: those in the network's folder, else {DEFAULT})"
+    group.add_argument("--preset", choices=sorted(PRESET_FIELDS), help=text)
+    text = "preprocessing instead of a preset: a JSON file, torchvision:ResNet50_Weights.IMAGENET1K_V2 or timm:NAME"
+    group.add_argument("--preprocess", metavar="FROM", help=text)
+    group.add_argument("--size", type=positive, metavar="N", help="resize to N × N pixels and crop nothing")
+    group.add_argument("--resize", type=positive, metavar="N", help="length of the shorter side before --crop")
+    group.add_argument("--crop", type=positive, metavar="N", help="keep the N × N pixels in the middle")
+    group.add_argument("--interpolation", choices=INTERPOLATIONS, help="filter for resizing")
+    text = f"background of alpha (default: {BACKGROUNDS[0]}); none drops alpha, as torchvision's loader does"
+    group.add_argument("--background", choices=BACKGROUNDS, help=text)
+    group.add_argument("--mean", type=float, nargs="+", help="mean of each channel, of pixels in [0, 1]")
+    group.add_argument("--std", type=float, nargs="+", help="standard deviation of each channel, of pixels in [0, 1]")
+
+
+def preprocess_from(args: argparse.Namespace, described: NetworkSpec | None = None) -> Preprocess:
+    """Return the preprocessing that the flags describe."""
+    from psc_core.images.preprocess import PRESETS
+
+    if args.size and (args.resize or args.crop):
+        raise UsageError("expected --size (no crop) or --resize and --crop, got both; leave one out")
+    if bool(args.resize) != bool(args.crop):
+        raise UsageError("expected --resize and --crop together, got one; for no crop use --size")
+    if args.preset and args.preprocess:
+        raise UsageError("expected --preset or --preprocess, got both; leave one out, each is a whole preprocessing")
+    if args.preprocess:
+        start = named(args.preprocess)
+    elif args.preset or described is None or described.preprocess is None:
+        start = PRESETS[args.preset or DEFAULT]
+    else:
+        start = described.preprocess
+        check_unlike_replaced(start, described.unlike, args)
+    changes: dict[str, Any] = {}
+    if args.size or args.crop:
+        side = args.size or args.crop
+        changes = {"height": side, "width": side, "resize": args.resize}
+    for name in ("mean", "std"):
+        if getattr(args, name):
+            changes[name] = tuple(getattr(args, name))
+    changes |= {name: given for name in ("interpolation", "background") if (given := getattr(args, name))}
+    return replace(start, **changes)
+
+
+def check_unlike_replaced(near: Preprocess, unlike: Mapping[Aspect, str], args: argparse.Namespace) -> None:
+    """Require flags for each part of a network's preprocessing that PSC cannot do as it is written down."""
+    nearest = f"--size {near.height}" if near.resize is None else f"--resize {near.resize} --crop {near.height}"
+    remedies: dict[Aspect, tuple[bool, str]] = {
+        "whole": (False, "--preset or --preprocess"),
+        "size": (bool(args.size or args.crop), f"{nearest}, which is near, or another size"),
+        "interpolation": (bool(args.interpolation), f"--interpolation {' or '.join(INTERPOLATIONS)}"),
+        "statistics": (bool(args.mean and args.std), "--mean and --std"),
+    }
+    for part, (is_replaced, remedy) in remedies.items():
+        if part in unlike and not is_replaced:
+            raise UsageError(f"{unlike[part]}; say how images are prepared by {remedy}")
+
+
+def named(source: str) -> Preprocess:
+    """Read preprocessing from a JSON file, torchvision weights (``torchvision:NAME``) or timm (``timm:NAME``)."""
+    library, _, name = source.partition(":")
+    if library == "torchvision":
+        return from_torchvision(name)
+    return from_timm(name) if library == "timm" else from_file(Path(source))
+
+
+def from_file(file: Path) -> Preprocess:
+    """Read the preprocessing in a JSON file."""
+    from pydantic import TypeAdapter, ValidationError
+
+    from psc_core.images.preprocess import Preprocess
+
+    try:
+        return TypeAdapter(Preprocess).validate_json(file.read_bytes())
+    except OSError as error:
+        raise UsageError(
+            f"expected --preprocess to be a JSON file, torchvision:WEIGHTS or timm:NAME, got {file}: {error.strerror}"
+        ) from error
+    except ValidationError as error:
+        raise UsageError(f"{file}: {fault(error.errors()[0], 'field')}") from error
+
+
+def from_torchvision(name: str) -> Preprocess:
+    """Return the preprocessing of torchvision's weights, named as ``ResNet50_Weights.IMAGENET1K_V2``."""
+    from torchvision.models import get_weight
+
+    from psc_core.images.described import read_torchvision, whole
+
+    try:
+        transforms = get_weight(name).transforms()
+    except ValueError as error:
+        raise UsageError(
+            f"torchvision has no weights {name!r}; they are called as ResNet50_Weights.IMAGENET1K_V2"
+        ) from error
+    return whole(read_torchvision(transforms, name), _REMEDY)
+
+
+def from_timm(name: str) -> Preprocess:
+    """Return the preprocessing of a timm model, named as ``resnet50.a1_in1k``."""
+    from psc_core.images.described import read_timm, whole
+
+    timm = needs(f"timm:{name}", "timm", "timm")
+    config = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
+    if config is None:
+        raise UsageError(f"timm has no model {name!r}")
+    return whole(read_timm(asdict(config), name), _REMEDY)

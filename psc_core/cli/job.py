@@ -29,9 +29,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from psc_core import __version__
 from psc_core.bundle import MAX_NAME, check_network, check_target, check_text
-from psc_core.checkpoint import Checkpoint
-from psc_core.cli import preprocessing
+from psc_core.cli import flags as preprocessing
 from psc_core.collapse import CollapseReport, to_csv
 from psc_core.compute import Compute, join_processes, passes, track
 from psc_core.data.cache import Scratch, check_disjoint, only_readable
@@ -39,7 +39,7 @@ from psc_core.data.dataset import ImageDataset, balanced
 from psc_core.data.open import in_network_order, open_dataset, unread_files
 from psc_core.errors import UsageError
 from psc_core.fit import checked, fit_stages
-from psc_core.fit_data import FitData, FitJob
+from psc_core.fit_data import Checkpoint, FitData, FitJob
 from psc_core.model import FittedModel
 from psc_core.network.described import NetworkSpec, describe, is_described
 from psc_core.network.export import check_exportable
@@ -48,12 +48,9 @@ from psc_core.network.output import check_images, check_output, trial_images
 from psc_core.network.weights import files_of
 from psc_core.projection import FittedProjection
 from psc_core.report import page
-from psc_core.report.collect import collect_fit
-from psc_core.report.content import Content
-from psc_core.report.facts import facts_about
+from psc_core.report.content import Content, collect_fit, facts_about
 from psc_core.settings import DEFAULTS, FitSettings, key_values
 from psc_core.tasks import TASKS
-from psc_core.version import __version__
 
 
 def provenance_of(network: NetworkSpec, settings: FitSettings, data: FitData) -> dict[str, Any]:

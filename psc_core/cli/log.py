@@ -1,8 +1,15 @@
-"""``psc-log``: choose images of a prediction log for people, add their answers, and remove images."""
+"""The commands of a prediction log: ``psc-log``, ``psc-replay`` and ``psc-recalibrate``.
+
+``psc-log`` chooses images for people, adds their labels and removes images; ``psc-replay`` answers logged images again,
+with another bundle; ``psc-recalibrate`` calibrates a bundle on the labelled random sample, as a new version.  What
+needs torch is imported when images are read: help, the version and usage errors are there at once.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +17,7 @@ from pathlib import Path
 from psc_core import settings
 from psc_core.cli import flags
 from psc_core.errors import UsageError
+from psc_core.settings import FRACTION, open_unit_interval, positive_number
 
 _EXAMPLE = """examples:
   psc-log review LOG --out tasks.json --limit 200      (tasks for Label Studio, in the order of use)
@@ -114,3 +122,136 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+_REPLAY_EXAMPLE = """example:
+  psc-replay log bundle-2 --out replay.html
+"""
+
+
+def replay_parser() -> argparse.ArgumentParser:
+    """Return the command line of ``psc-replay``."""
+    cli = flags.command("psc-replay", "Answer the logged images of a prediction log again.", _REPLAY_EXAMPLE)
+    cli.add_argument("log", metavar="LOG", help="prediction log of psc-serve: a folder or s3://BUCKET/PREFIX")
+    cli.add_argument("bundle", type=Path, help="bundle that answers this time")
+    flags.add_log_flags(cli)
+    flags.add_model_flags(cli)
+    cli.add_argument(
+        "--out", type=Path, metavar="FILE", help="page to write, with the images whose answers changed most"
+    )
+    cli.add_argument("--overwrite", action="store_true", help="replace the page at --out")
+    cli.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return cli
+
+
+def replay(args: argparse.Namespace) -> None:
+    """Answer the images again, print the differences, and write the page."""
+    from psc_core.evaluation.replay import replay as answer_again
+    from psc_core.log.store import open_log
+    from psc_core.model import load_model
+    from psc_core.report.page import replay_text, write_replay
+
+    if args.out and not args.overwrite:
+        flags.check_free(args.out.parent, [args.out.name])
+    model = load_model(args.bundle, device=args.device, allow_factories=args.allow_factories)
+    found = answer_again(open_log(args.log), model, args.model, since=args.since, until=args.until)
+    print(json.dumps(found.to_json(), indent=2) if args.json else replay_text(found))
+    if args.out:
+        write_replay(found, args.out)
+        if not args.json:
+            print(f"page: {args.out}")
+
+
+def replay_main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of ``psc-replay``."""
+    return flags.run(replay, replay_parser(), argv)
+
+
+if __name__ == "__main__":
+    sys.exit(replay_main())
+
+
+_RECALIBRATE_EXAMPLE = """example:
+  psc-recalibrate bundle --log log --out bundle-2
+The bundle stays as it is.  Network, density and head of the new one are the same (--extend-density gives it other
+numbers in the same density), so it is served as fast; only reviewed images of the log's random sample calibrate it.
+"""
+
+
+def recalibrate_parser() -> argparse.ArgumentParser:
+    """Return the command line of ``psc-recalibrate``."""
+    cli = flags.command(
+        "psc-recalibrate", "Calibrate a bundle on the reviewed random sample of a prediction log.", _RECALIBRATE_EXAMPLE
+    )
+    cli.add_argument("bundle", type=Path, help="bundle to calibrate again")
+    cli.add_argument(
+        "--log", required=True, metavar="LOG", help="prediction log of psc-serve: a folder or s3://BUCKET/PREFIX"
+    )
+    flags.add_log_flags(cli)
+    for name, text in (
+        ("--alpha", "false-alarm rate of the OOD decision"),
+        ("--coverage", "coverage of the prediction sets, or of the intervals of a regression"),
+    ):
+        cli.add_argument(name, type=open_unit_interval, metavar="RATE", help=f"{text} (default: the bundle's)")
+    text = (
+        "maximum error rate of accepted images, for a classifier; auto: the lowest of 0.05, 0.1, 0.15 and 0.2 that can "
+        "be shown (default: the bundle's, or else as auto)"
+    )
+    cli.add_argument("--risk", type=FRACTION.parse_or_auto, metavar="RATE|auto", default=argparse.SUPPRESS, help=text)
+    text = (
+        "widest interval that counts as certain, in the unit of the numbers, for a regression (default: the bundle's)"
+    )
+    cli.add_argument("--max-width", type=positive_number, metavar="WIDTH", help=text)
+    text = (
+        "let labelled images outside the random sample extend the density, if that does no harm on synthetic OOD images"
+    )
+    cli.add_argument("--extend-density", action="store_true", help=text)
+    flags.add_model_flags(cli)
+    cli.add_argument("--out", type=Path, metavar="DIR", help="bundle to write (default: BUNDLE-recalibrated)")
+    cli.add_argument("--overwrite", action="store_true", help="replace the bundle in --out")
+    return cli
+
+
+def recalibrate(args: argparse.Namespace) -> None:
+    """Read the log, calibrate the bundle again, and write the new version."""
+    from psc_core.bundle import TRY_FOLDER, check_target
+    from psc_core.calibrate import read_outside, read_sample, recalibrate_from_sample, seen_examples
+    from psc_core.log.store import open_log
+    from psc_core.model import load_model
+    from psc_core.report import page
+    from psc_core.report.content import Content, facts_about
+
+    bundle = args.bundle.resolve()
+    out = args.out or bundle.with_name(f"{bundle.name}-recalibrated")
+    if out.resolve() == bundle:
+        raise UsageError(f"expected another --out than {args.bundle}: the old version stays, to go back to")
+    check_target(out, overwrite=args.overwrite)
+    out = out.resolve()
+    model = load_model(bundle, device=args.device, allow_factories=args.allow_factories)
+    log, span = open_log(args.log), {"since": args.since, "until": args.until}
+    if args.extend_density:
+        seen_examples(model)
+    sample = read_sample(log, model, args.model, **span)
+    more = read_outside(log, model, args.model, **span) if args.extend_density else None
+    asked = {name: getattr(args, name) for name in ("alpha", "coverage", "max_width")}
+    changes = {name: value for name, value in asked.items() if value is not None}
+    changes |= {name: value for name, value in vars(args).items() if name == "risk"}
+    print(sample.summary(), flush=True)
+    found = recalibrate_from_sample(model, sample, changes, more)
+    print(*found.lines, *(f"warning: {text}" for text in found.warnings), sep="\n")
+    manifest = found.model.save(out)
+    if (bundle / TRY_FOLDER).is_dir():
+        shutil.copytree(bundle / TRY_FOLDER, out / TRY_FOLDER, symlinks=True, dirs_exist_ok=True)
+    page.remove(out)
+    page.write_card(facts_about(out, manifest, found.model.calibration, Content(manifest.version)))
+    print(f"wrote {out} (version {manifest.version}, from {model.version})")
+    print(f"next: {page.serve_command(out, manifest)}")
+
+
+def recalibrate_main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of ``psc-recalibrate``."""
+    return flags.run(recalibrate, recalibrate_parser(), argv)
+
+
+if __name__ == "__main__":
+    sys.exit(recalibrate_main())

@@ -27,7 +27,7 @@ from psc_core.answers import Target
 from psc_core.errors import DataError, ImageError, UsageError
 from psc_core.images.files import read_file, sample_file
 from psc_core.images.preprocess import Preprocess
-from psc_core.names import class_names, composed
+from psc_core.text import class_names, composed
 
 # One image (channels, height, width): ``uint8`` pixels, or a ``float32`` input from a loader.
 RawImage = npt.NDArray[np.uint8] | npt.NDArray[np.float32]

@@ -57,8 +57,7 @@ from psc_core.images import SUFFIXES
 from psc_core.images.described import as_preprocess
 from psc_core.images.files import files_below, is_hidden, unread_below, unread_beside
 from psc_core.images.preprocess import Preprocess
-from psc_core.names import composed
-from psc_core.tables import check_columns, is_number, number_marks, open_csv, parse_number
+from psc_core.text import check_columns, composed, is_number, number_marks, open_csv, parse_number
 
 SHOWN_CLASSES = 10  # maximum number of class names in an error message
 
@@ -140,7 +139,7 @@ FILE_COLUMN: Final = "file"  # the name of the column of paths
 MAX_DIGITS: Final = 100  # maximum number of digits of a class index; Python itself converts no more than 4,300
 _INDEX: Final = re.compile(rf"(-?[0-9]{{1,{MAX_DIGITS}}})([.,]0*)?")
 
-# How numbers are written, by what :func:`psc_core.tables.number_marks` returns.
+# How numbers are written, by what :func:`psc_core.text.number_marks` returns.
 _MARKS: Final = {
     ".": "a decimal point",
     ".,": "commas between groups of digits",

@@ -34,18 +34,18 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
+from psc_core import linalg
 from psc_core.compute import Compute, passes
 from psc_core.data.dataset import ImageDataset, drawn
 from psc_core.density import DENSITIES, ClasswiseDensity, Density, Examples, fit_density
 from psc_core.errors import FitError, NetworkError
-from psc_core.evaluation.base import PlainNetwork
+from psc_core.evaluation.evaluate import PlainNetwork
+from psc_core.features import chunk_rows, usable
 from psc_core.heads.base import entropy
 from psc_core.heads.softmax import TEMPERATURES
 from psc_core.images.preprocess import Images, Preprocess
 from psc_core.network.cut import Backbone, trial_input, truncate
 from psc_core.network.output import check_network_output
-from psc_core.numerics import linalg
-from psc_core.numerics.features import chunk_rows, usable
 
 
 def fit_temperature(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> float:

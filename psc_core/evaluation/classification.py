@@ -30,8 +30,8 @@ from psc_core.conformal import tolerant_ceil
 from psc_core.data.dataset import Batch, ImageDataset
 from psc_core.data.open import check_same, is_table, open_dataset
 from psc_core.errors import UsageError
-from psc_core.evaluation.base import PRIMARY, Evaluator, ObservedRate, Report, observed_rate
 from psc_core.evaluation.baselines import Baselines, PlainClassifier, fit_baselines
+from psc_core.evaluation.evaluate import PRIMARY, Evaluator, ObservedRate, Report, observed_rate
 from psc_core.heads.base import entropy
 from psc_core.metrics import (
     Difference,
@@ -51,8 +51,8 @@ from psc_core.network.layers import list_layers
 from psc_core.network.load import bounded_size, load_network
 from psc_core.scoring import scored_batches
 from psc_core.settings import BATCH_IMAGES
-from psc_core.tables import aligned
 from psc_core.tasks.classification import ACCEPT
+from psc_core.text import aligned
 
 
 class Losses(NamedTuple):

@@ -1,16 +1,156 @@
-"""Measure a fitted model of any task on test images."""
+"""The parts of every task's evaluation: the network as a baseline, observed rates, the base class of reports."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from psc_core import metrics
 from psc_core.bundle import HISTORY
+from psc_core.compute import Compute, autocast
 from psc_core.data.cache import REPEATED, shared_images
 from psc_core.data.dataset import ImageDataset
-from psc_core.evaluation.base import Report
+from psc_core.errors import UsageError
+from psc_core.images.preprocess import Images, Preprocess
+from psc_core.metrics import CountInterval, RateInterval
 from psc_core.model import FittedModel
-from psc_core.settings import BATCH_IMAGES
+from psc_core.settings import BATCH_IMAGES, Precision
+
+PRIMARY: Final = "psc"  # the score by which the service decides; all others are compared with it
+LEVEL: Final = 0.99  # the confidence level of the intervals around observed rates
+
+
+@dataclass(frozen=True)
+class ObservedRate:
+    """A nominal rate and the rate observed on test images."""
+
+    nominal: float
+    count: int  # number of images with the event
+    images: int  # number of test images
+    level: float  # confidence level of the three intervals
+    interval: RateInterval  # rates that explain the count (Clopper–Pearson)
+    acceptance: CountInterval  # counts that the nominal rate explains (binomial)
+    calibrated_acceptance: CountInterval  # the same after calibration on few images (beta-binomial)
+
+    @property
+    def rate(self) -> float:
+        return self.count / self.images
+
+    @property
+    def assessment(self) -> str:
+        """``"as stated"``, ``"higher than stated"`` or ``"lower than stated"``, by the beta-binomial interval."""
+        low, high = self.calibrated_acceptance
+        if low <= self.count <= high:
+            return "as stated"
+        return "higher than stated" if self.count > high else "lower than stated"
+
+
+def observed_rate(happened: Bool[Tensor, " n"], nominal: float, calibration_images: int) -> ObservedRate:
+    """Compare the observed rate of an event with its nominal rate."""
+    count, images = int(happened.sum()), len(happened)
+    return ObservedRate(
+        nominal=nominal,
+        count=count,
+        images=images,
+        level=LEVEL,
+        interval=metrics.binomial_interval(count, images, level=LEVEL),
+        acceptance=metrics.binomial_acceptance(images, nominal, level=LEVEL),
+        calibrated_acceptance=metrics.beta_binomial_acceptance(images, nominal, calibration_images, level=LEVEL),
+    )
+
+
+@dataclass(frozen=True)
+class Report(ABC):
+    """The base class of reports on how good a model is on test images."""
+
+    model: Mapping[str, str]  # identifies the model by at least name, version and layer
+    id_name: str  # name of the in-distribution test data
+    images: int  # number of these images
+
+    @abstractmethod
+    def to_text(self) -> str:
+        """Return the report for a terminal."""
+
+    @abstractmethod
+    def to_markdown(self) -> str:
+        """Return the report as a Markdown page."""
+
+    @abstractmethod
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON types."""
+
+
+@dataclass(frozen=True)
+class PlainNetwork:
+    """A network as it was trained, shown beside the model that was fitted to it.
+
+    It runs in the model's precision, so that the two differ only by the fit.
+    """
+
+    net: nn.Module  # on the device, with the outputs from which its task predicts
+    preprocess: Preprocess
+    precision: Precision
+
+    def outputs(self, images: Images) -> Float[Tensor, "batch outputs"]:
+        """Return the network's outputs, float64."""
+        inputs = self.preprocess.standardise(images)
+        with autocast(images.device, self.precision):
+            output: Tensor = self.net(inputs)
+        return output.double()
+
+
+AnyModel = TypeVar("AnyModel", bound=FittedModel)
+AnyScored = TypeVar("AnyScored")  # what one pass keeps of the images of a data set
+AnyBaselines = TypeVar("AnyBaselines")
+
+
+class Evaluator(ABC, Generic[AnyModel, AnyScored, AnyBaselines]):
+    """How models of one task are measured; :meth:`.Task.evaluator` returns it."""
+
+    has_baselines: ClassVar[bool] = False  # whether psc-eval can fit other detectors to the same network
+
+    @abstractmethod
+    def open_images(
+        self, model: AnyModel, spec: str, *, split: str = "test", target: str | None = None
+    ) -> ImageDataset:
+        """Open labelled images."""
+
+    def open_baselines(
+        self, model: AnyModel, weights: Path, train: ImageDataset, val: ImageDataset, *, batch_images: int
+    ) -> AnyBaselines:
+        """Fit the other detectors on the network that the model was cut from."""
+        raise UsageError(f"a {model.task.noun} has no baselines; leave them out")
+
+    @abstractmethod
+    def original_network(self, net: nn.Module, data: ImageDataset, compute: Compute) -> AnyBaselines:
+        """Return the original network as a baseline, on the device."""
+
+    @abstractmethod
+    def score_images(
+        self,
+        model: AnyModel,
+        data: ImageDataset,
+        baselines: AnyBaselines | None = None,
+        *,
+        batch_images: int = BATCH_IMAGES,
+    ) -> AnyScored:
+        """Send ``data`` once through the served path, and through the baselines."""
+
+    @abstractmethod
+    def quality_of(self, scored: AnyScored, data: ImageDataset) -> dict[str, dict[str, float]]:
+        """Return the metrics by predictor; none for data that are not labelled with what the model predicts."""
+
+    @abstractmethod
+    def compare(
+        self, model: AnyModel, id_data: ImageDataset, inside: AnyScored, outside: Mapping[str, AnyScored]
+    ) -> Report:
+        """Return the report of scored images: ``inside`` for ``id_data``, ``outside`` for each OOD set."""
 
 
 class Evaluation(NamedTuple):

@@ -18,7 +18,7 @@ from psc_core import metrics
 from psc_core.compute import Compute
 from psc_core.data.dataset import ImageDataset, known_values
 from psc_core.data.open import is_table, open_dataset
-from psc_core.evaluation.base import PRIMARY, Evaluator, ObservedRate, PlainNetwork, Report, observed_rate
+from psc_core.evaluation.evaluate import PRIMARY, Evaluator, ObservedRate, PlainNetwork, Report, observed_rate
 from psc_core.model import PSCRegressor
 from psc_core.scoring import scored_batches
 from psc_core.settings import BATCH_IMAGES

@@ -29,9 +29,9 @@ from psc_core.errors import UsageError
 from psc_core.log.store import IMAGE_PATH, SHA256, Log, LoggedImages, days_of, is_stored, logged_model, read_rows
 from psc_core.metrics import RateInterval, weighted_interval, weighted_median
 from psc_core.model import FittedModel
-from psc_core.names import composed
 from psc_core.scoring import dataset_outputs
 from psc_core.tasks.base import FloatArray, Outputs, Task
+from psc_core.text import composed
 
 _COLUMNS: Final = [SHA256, IMAGE_PATH, "label", "decision", "sampled", "sample_probability"]
 

@@ -17,11 +17,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from psc_core import linalg
 from psc_core.answers import CLASSIFICATION_SCORES, REGRESSION_SCORES
 from psc_core.errors import FitError
+from psc_core.features import FeatureMatrix, as_matrix, blocks
 from psc_core.fitted import Fitted
-from psc_core.numerics import linalg
-from psc_core.numerics.features import FeatureMatrix, as_matrix, blocks
 
 
 class Scored(NamedTuple):

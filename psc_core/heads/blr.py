@@ -30,9 +30,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
+from psc_core.features import FeatureMatrix, blocks
 from psc_core.heads.base import RegressionData, RegressionHead, RegressionOutput, in_memory
-from psc_core.numerics.features import FeatureMatrix, blocks
-from psc_core.numerics.linalg import Eigen, eigh
+from psc_core.linalg import Eigen, eigh
 
 
 class BayesianLinearHead(RegressionHead):

@@ -21,10 +21,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from psc_core import linalg
+from psc_core.features import FeatureMatrix, blocks
 from psc_core.heads.base import ClassifierData, ClassifierHead, ClassifierOutput
 from psc_core.heads.softmax import nll
-from psc_core.numerics import linalg
-from psc_core.numerics.features import FeatureMatrix, blocks
 
 
 class DuqHead(ClassifierHead):

@@ -47,10 +47,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from psc_core.errors import FitError
+from psc_core.features import FeatureMatrix, blocks
 from psc_core.heads.base import RegressionData, RegressionHead, RegressionOutput
 from psc_core.heads.blr import fit_posterior, gaussian_nll, scaled
-from psc_core.numerics.features import FeatureMatrix, blocks
-from psc_core.numerics.linalg import eigh, fix_signs
+from psc_core.linalg import eigh, fix_signs
 
 BLOCK: Final = 1 << 13  # number of support images that distances are computed to at once
 IMAGES: Final = 256  # number of images that are answered at once

@@ -47,6 +47,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
+from psc_core import linalg
+from psc_core.features import FeatureMatrix, blocks
 from psc_core.heads.base import (
     ClassifierData,
     ClassifierHead,
@@ -57,8 +59,6 @@ from psc_core.heads.base import (
     scored,
 )
 from psc_core.heads.softmax import choose_posterior, choose_softmax
-from psc_core.numerics import linalg
-from psc_core.numerics.features import FeatureMatrix, blocks
 
 
 class Posterior(NamedTuple):

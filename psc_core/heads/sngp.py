@@ -27,7 +27,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
+from psc_core import linalg
 from psc_core.compute import track
+from psc_core.features import FeatureMatrix, blocks
 from psc_core.heads.base import (
     ClassifierData,
     ClassifierHead,
@@ -37,8 +39,6 @@ from psc_core.heads.base import (
     in_memory,
 )
 from psc_core.heads.softmax import SoftmaxFit, choose_posterior, choose_softmax
-from psc_core.numerics import linalg
-from psc_core.numerics.features import FeatureMatrix, blocks
 
 
 class SngpHead(ClassifierHead):

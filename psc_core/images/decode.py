@@ -33,7 +33,7 @@ from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
 from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, UnsupportedImage
 from psc_core.images import BACKGROUNDS
-from psc_core.images.unread import CONVERT, other_format, unread_kind
+from psc_core.images.files import CONVERT, other_format, unread_kind
 
 # Default maximum of width × height, in pixels: the 24 megapixels of a camera fit.
 DEFAULT_MAX_PIXELS: Final = 25_000_000

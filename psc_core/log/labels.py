@@ -37,8 +37,7 @@ from psc_core.log.store import (
     read_model,
     read_rows,
 )
-from psc_core.names import composed
-from psc_core.tables import check_columns, number_marks, open_csv
+from psc_core.text import check_columns, composed, number_marks, open_csv
 
 LabelKind = Literal["label", "none_of_the_classes", "cannot_tell"]
 
@@ -156,7 +155,7 @@ class HumanAnswer:
     text: str  # a class, a number, or one of the other labels
     source: str
     time: datetime | None
-    marks: str = "."  # how a number is written, see :func:`psc_core.tables.parse_number`
+    marks: str = "."  # how a number is written, see :func:`psc_core.text.parse_number`
 
     @property
     def key(self) -> tuple[str, int | None] | str | None:

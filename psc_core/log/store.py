@@ -26,9 +26,9 @@ from PIL import Image
 from psc_core.errors import DataError, ImageError, UsageError, needs
 from psc_core.images.decode import PILLOW_MAX_PIXELS, decode_image
 from psc_core.images.preprocess import Preprocess
-from psc_core.names import composed
 from psc_core.tasks import task_of_manifest
 from psc_core.tasks.base import Task
+from psc_core.text import composed
 
 # The folders of a log.
 MODELS: Final = "models"

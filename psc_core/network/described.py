@@ -31,10 +31,10 @@ from torch import Tensor, nn
 from psc_core.errors import NetworkError, needs
 from psc_core.images.described import Aspect, Described, read_processor, read_timm
 from psc_core.images.preprocess import PRESETS, Preprocess
-from psc_core.names import composed
 from psc_core.network import LIBRARIES
 from psc_core.network.onnx_check import files_of_model
 from psc_core.network.weights import files_of
+from psc_core.text import composed
 
 
 @dataclass(frozen=True)

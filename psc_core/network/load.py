@@ -39,13 +39,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from psc_core import __version__
 from psc_core.compute import own_state
 from psc_core.errors import NetworkError, hint, imported, needs
 from psc_core.network import described
 from psc_core.network.described import NetworkSpec, describe
 from psc_core.network.onnx import PACKAGES, OnnxNetwork, open_onnx
 from psc_core.network.weights import load_weights, read_weights
-from psc_core.version import __version__
 
 _ELSEWHERE: Final = "see its documentation for names"
 

@@ -14,14 +14,12 @@ from torch.nn import functional
 
 from psc_core.answers import ClassificationPolicy
 from psc_core.data.dataset import ImageDataset
-from psc_core.evaluation.base import PRIMARY
 from psc_core.evaluation.classification import ClassificationEvaluator, ScoredImages
+from psc_core.evaluation.evaluate import PRIMARY
 from psc_core.metrics import ECE_BINS
 from psc_core.model import PSC
-from psc_core.report import words
-from psc_core.report.content import Picture, Role, ScoredSet, TaskReport, parts_of
-from psc_core.report.facts import Facts
-from psc_core.report.figures import KNOWN, LIMIT, Figures, axes_of, scores
+from psc_core.report.content import GLOSSARY, PREDICTORS, TEXTS, Facts, Picture, Role, ScoredSet, TaskReport, parts_of
+from psc_core.report.page import KNOWN, LIMIT, Figures, axes_of, scores
 from psc_core.tasks.classification import Calibration, Classification
 
 CLASSES: Final = 20  # maximum number of classes whose images are shown
@@ -75,7 +73,7 @@ def reliability(images: ClassificationSet) -> Figure | None:
         count = index.bincount(minlength=ECE_BINS)
         sums = [torch.zeros(ECE_BINS).index_add_(0, index, part.float()) for part in (confidence, images.correct[name])]
         x, y = ((part[count > 0] / count[count > 0]).numpy() for part in sums)
-        axis.plot(x, y, "o-", ms=3, lw=1, label=words.PREDICTORS.get(name, name), color=_colour(name))
+        axis.plot(x, y, "o-", ms=3, lw=1, label=PREDICTORS.get(name, name), color=_colour(name))
     axis.set(xlabel="confidence", ylabel="fraction right", xlim=(0, 1), ylim=(0, 1))
     axis.legend(fontsize=7)
     return figure
@@ -94,7 +92,7 @@ def risk_coverage(images: ClassificationSet) -> Figure | None:
             (accepted / len(wrong)).numpy(),
             risk.numpy(),
             lw=1,
-            label=words.PREDICTORS.get(name, name),
+            label=PREDICTORS.get(name, name),
             color=_colour(name),
         )
     axis.set(xlabel="fraction accepted", ylabel="error rate of these", xlim=(0, 1), ylim=(0, None))
@@ -149,13 +147,13 @@ class ClassificationTaskReport(TaskReport[PSC, ScoredImages]):
             "Deep layers forget how images of a class differ (NC1 falls). PSC reads the shaded layer: it still varies, "
             "NC1 > ε, and tells the classes apart, high NC4.",
         ),
-        "sizes": words.TEXTS["sizes"],
-        "ood-scores": words.TEXTS["ood-scores"],
+        "sizes": TEXTS["sizes"],
+        "ood-scores": TEXTS["ood-scores"],
         "entropies": (
             "How ambiguous images are",
             "Right of the dashed line an image that is not out of distribution counts as ambiguous.",
         ),
-        "roc": words.TEXTS["roc"],
+        "roc": TEXTS["roc"],
         "reliability": (
             "Is the confidence honest?",
             "On the diagonal, of the images with confidence 80 %, 80 % are right.",
@@ -171,16 +169,16 @@ class ClassificationTaskReport(TaskReport[PSC, ScoredImages]):
     digits = ".4f"
     recorded: ClassVar = {}
     glossary: ClassVar = {
-        "NC1": words.GLOSSARY["NC1"],
+        "NC1": GLOSSARY["NC1"],
         "NC4": "How often the nearest class mean is that of the label, on validation images.",
-        "ε": words.GLOSSARY["ε"],
-        "OOD score": words.GLOSSARY["OOD score"],
-        "alpha": words.GLOSSARY["alpha"],
+        "ε": GLOSSARY["ε"],
+        "OOD score": GLOSSARY["OOD score"],
+        "alpha": GLOSSARY["alpha"],
         "predictive entropy": "How undecided the probabilities are: 0 when sure, log(classes) when all are equal.",
         "ambiguous": "In distribution, but with a predictive entropy above the threshold.",
         "NLL": "Mean of −log(probability of the label); lower is better. Nats.",
         "ECE": "Mean gap between confidence and accuracy; 0 is honest.",
-        "synthetic OOD images": words.GLOSSARY["synthetic OOD images"],
+        "synthetic OOD images": GLOSSARY["synthetic OOD images"],
         "check": "A value with its own p-value: texture (early layer), content (chosen layer), confidence (energy).",
     }
     test_images = "images/test"

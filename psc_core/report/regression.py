@@ -19,10 +19,8 @@ from psc_core.answers import RegressionPolicy, Target
 from psc_core.data.dataset import ImageDataset
 from psc_core.evaluation.regression import RegressionEvaluator, ScoredNumbers, numbers_of
 from psc_core.model import PSCRegressor
-from psc_core.report import words
-from psc_core.report.content import Role, ScoredSet, TaskReport, parts_of
-from psc_core.report.facts import Facts
-from psc_core.report.figures import KNOWN, LIMIT, UNKNOWN, Figures, axes_of, scores
+from psc_core.report.content import GLOSSARY, TEXTS, Facts, Role, ScoredSet, TaskReport, parts_of
+from psc_core.report.page import KNOWN, LIMIT, UNKNOWN, Figures, axes_of, scores
 from psc_core.tasks.regression import Calibration, Regression
 
 
@@ -98,14 +96,14 @@ class RegressionTaskReport(TaskReport[PSCRegressor, ScoredNumbers]):
             "Deep layers forget how images with about the same number differ (NC1 falls). PSC reads the shaded layer: "
             "it still varies, NC1 > ε, and predicts the number, high R².",
         ),
-        "sizes": words.TEXTS["sizes"],
-        "ood-scores": words.TEXTS["ood-scores"],
+        "sizes": TEXTS["sizes"],
+        "ood-scores": TEXTS["ood-scores"],
         "deviations": (
             "How uncertain numbers are",
             "Right of the dashed line an interval is too wide, and a number that is not out of distribution is "
             "uncertain.",
         ),
-        "roc": words.TEXTS["roc"],
+        "roc": TEXTS["roc"],
         "predictions": ("Predicted and true numbers", "A point is an image; on the diagonal its number is right."),
         "coverage": (
             "Do intervals hold?",
@@ -125,7 +123,7 @@ class RegressionTaskReport(TaskReport[PSCRegressor, ScoredNumbers]):
     recorded: ClassVar = {"rmse": "rmse", "r2": "r2", "nll": "nll_nats", "crps": "crps"}
     glossary: ClassVar = {
         "bin": "Numbers between two quantiles of the training images; bins take the place of classes.",
-        **words.GLOSSARY,
+        **GLOSSARY,
         "check": "A value with its own p-value: texture (early layer), content (chosen layer).",
         "R²": "Fraction of the variance of the numbers that is explained: 1 is perfect, 0 no better than their mean.",
         "NC4": "How often the nearest bin mean is that of the number's bin, on validation images.",

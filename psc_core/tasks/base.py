@@ -32,14 +32,13 @@ from psc_core.data.open import check_same
 from psc_core.errors import DataError, UsageError, listed, needs
 from psc_core.fitted import restore
 from psc_core.heads.base import Head, HeadJob, Scored
-from psc_core.names import composed
 from psc_core.settings import DEFAULTS, OWNERS, FitSettings
-from psc_core.tables import aligned
+from psc_core.text import aligned, composed
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from psc_core.evaluation.base import Evaluator
+    from psc_core.evaluation.evaluate import Evaluator
     from psc_core.report.content import TaskReport
 
 

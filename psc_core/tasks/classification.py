@@ -50,12 +50,12 @@ from psc_core.conformal import (
 )
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import BundleError, UsageError
+from psc_core.features import check_features
 from psc_core.heads.base import ClassifierData, ClassifierHead, HeadJob, Scored, fit_standardisation, in_memory
 from psc_core.heads.duq import DuqHead
 from psc_core.heads.laplace import LaplaceHead
 from psc_core.heads.sngp import SngpHead
-from psc_core.heads.temperature import TemperatureHead, better_of, fit_temperature_head
-from psc_core.numerics.features import check_features
+from psc_core.heads.softmax import TemperatureHead, better_of, fit_temperature_head
 from psc_core.settings import DEFAULTS, FitSettings
 from psc_core.tasks.base import (
     CHECKS_OUTPUT,
@@ -77,7 +77,7 @@ from psc_core.tasks.base import (
 )
 
 if TYPE_CHECKING:
-    from psc_core.evaluation.base import Evaluator
+    from psc_core.evaluation.evaluate import Evaluator
     from psc_core.report.content import TaskReport
 
 ACCEPT, ABSTAIN_AMBIGUOUS, ABSTAIN_OOD = range(len(CLASSIFICATION_DECISIONS))

@@ -52,12 +52,11 @@ from psc_core.conformal import (
 )
 from psc_core.data.dataset import ImageDataset, known_values
 from psc_core.errors import DataError, FitError
+from psc_core.features import check_features
 from psc_core.heads.base import Head, HeadJob, RegressionData, RegressionHead, Scored, fit_standardisation
 from psc_core.heads.blr import BayesianLinearHead
 from psc_core.heads.dve import DeepVecchiaHead
-from psc_core.numerics.features import check_features
 from psc_core.settings import FitSettings
-from psc_core.tables import parse_number
 from psc_core.tasks.base import (
     CHECKS_OUTPUT,
     FIRST_EVALUATION_IMAGES,
@@ -75,9 +74,10 @@ from psc_core.tasks.base import (
     run_network,
     unusual_components,
 )
+from psc_core.text import parse_number
 
 if TYPE_CHECKING:
-    from psc_core.evaluation.base import Evaluator
+    from psc_core.evaluation.evaluate import Evaluator
     from psc_core.report.content import TaskReport
 
 FINITE: Final = (np.finfo(np.float32).min, np.finfo(np.float32).max)

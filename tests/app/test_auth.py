@@ -10,8 +10,7 @@ import pytest
 from pydantic import SecretStr
 from starlette.datastructures import Headers
 
-from app.errors import Forbidden, Unauthorized
-from app.http.problems import problem_of
+from app.errors import Forbidden, Unauthorized, problem_of
 from app.service import ApiKeys
 from psc_core.errors import UsageError
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from app.cli import settings_from
+from psc_core import __version__
 from psc_core.errors import UsageError
-from psc_core.version import __version__
 from tests.conftest import ROOT, SHIPPED_BUNDLE
 from tests.served import GUARD_SECONDS
 

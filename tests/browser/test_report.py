@@ -9,7 +9,7 @@ import pytest
 
 from psc_core.bundle import read_bundle
 from psc_core.report import page
-from psc_core.report.facts import facts_of
+from psc_core.report.content import facts_of
 from tests.browser.test_page import Driver, chromium  # noqa: F401 (a fixture)
 from tests.psc_core.report.support import content
 

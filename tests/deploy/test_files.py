@@ -15,7 +15,7 @@ import yaml
 from prometheus_client import Histogram
 
 from app.main import create_app
-from app.observability.metrics import METRICS, Metric
+from app.metrics import METRICS, Metric
 from app.settings import Settings, load_settings
 from tests.deploy.tools import DEPLOY, ROOT, checked, program
 

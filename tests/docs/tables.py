@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from app.cli import default_text
-from app.errors import INTERNAL, TABLE
+from app.errors import INTERNAL, ROUTING, TABLE, TYPE_PREFIX
 from app.grpc import CODES
-from app.http.problems import ROUTING, TYPE_PREFIX
-from app.observability.metrics import METRICS
+from app.metrics import METRICS
 from app.settings import ENV_PREFIX, Settings
 
 

@@ -20,11 +20,11 @@ from psc_core import checks
 from psc_core.answers import ClassificationAnswer
 from psc_core.checks import CHECKS
 from psc_core.cli.evaluate import parser as eval_parser
+from psc_core.cli.evaluate import report_parser as report_parser
 from psc_core.cli.fit import parser as fit_parser
 from psc_core.cli.log import parser as log_parser
-from psc_core.cli.recalibrate import parser as recalibrate_parser
-from psc_core.cli.replay import parser as replay_parser
-from psc_core.cli.report import parser as report_parser
+from psc_core.cli.log import recalibrate_parser as recalibrate_parser
+from psc_core.cli.log import replay_parser as replay_parser
 from psc_core.cli.score import parser as score_parser
 from tests.conftest import ROOT
 

@@ -16,8 +16,8 @@ MODULES = {
     "psc-serve": "app.cli",
     "psc-predict": "app.client_cli",
     "psc-log": "psc_core.cli.log",
-    "psc-recalibrate": "psc_core.cli.recalibrate",
-    "psc-replay": "psc_core.cli.replay",
+    "psc-recalibrate": "psc_core.cli.log",
+    "psc-replay": "psc_core.cli.log",
 }
 GUARD_SECONDS = 1200
 READY = "until python -c \"import httpx; assert httpx.get('$URL/readyz').is_success\" 2> /dev/null; do sleep 0.2; done"

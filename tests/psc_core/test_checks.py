@@ -28,7 +28,7 @@ from psc_core.checks import (
 from psc_core.checks import log_p_values as from_pieces
 from psc_core.conformal import conformal_p_values, decision_p_value
 from psc_core.errors import BundleError, FitError
-from psc_core.numerics.linalg import TAIL_FRACTION
+from psc_core.linalg import TAIL_FRACTION
 from tests.reference import checks as naive
 
 

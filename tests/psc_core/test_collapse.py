@@ -35,8 +35,8 @@ from psc_core.data.dataset import ArraySource, ImageDataset, labelled
 from psc_core.data.open import open_dataset
 from psc_core.errors import FitError, UsageError
 from psc_core.images.preprocess import PRESETS, Preprocess
+from psc_core.linalg import r_squared
 from psc_core.network.layers import canonical, list_layers
-from psc_core.numerics.linalg import r_squared
 from psc_core.settings import FitSettings
 from psc_core.tasks import task_of_images
 from psc_core.tasks.regression import binned

@@ -36,7 +36,7 @@ from psc_core.data.dataset import ArraySource, balanced, labelled
 from psc_core.errors import UsageError
 from psc_core.fit_data import FitData, FitJob
 from psc_core.images.preprocess import Preprocess
-from psc_core.numerics.scatter import ClassScatter, nc1_of, scatter_sums
+from psc_core.linalg import ClassScatter, nc1_of, scatter_sums
 from psc_core.settings import FitSettings
 from tests.psc_core.test_collapse import Net, images, measured, on_cpu
 from tests.reference import collapse as reference

@@ -14,6 +14,7 @@ from PIL import Image
 from psc_core import maps
 from psc_core.errors import BundleError, FitError
 from psc_core.images.decode import png_of
+from psc_core.linalg import DEAD_UNIT, EIGENVALUE_FLOOR, TAIL_FRACTION
 from psc_core.maps import (
     DECADES,
     DISTANCE_ROUNDING,
@@ -34,7 +35,6 @@ from psc_core.maps import (
     thresholds,
     with_levels,
 )
-from psc_core.numerics.linalg import DEAD_UNIT, EIGENVALUE_FLOOR, TAIL_FRACTION
 from tests.reference import maps as naive
 
 

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from psc_core.errors import UsageError
-from psc_core.names import class_names, composed
+from psc_core.text import class_names, composed
 
 TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=8).filter(composed)
 NAMES = st.lists(TEXT, min_size=1, max_size=6, unique_by=composed)

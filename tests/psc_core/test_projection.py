@@ -19,8 +19,7 @@ from psc_core.collapse import ChosenLayer
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import BundleError, FitError
 from psc_core.images.preprocess import PRESETS
-from psc_core.numerics.linalg import DEAD_UNIT
-from psc_core.numerics.scatter import ClassScatter, class_pairs
+from psc_core.linalg import DEAD_UNIT, ClassScatter, class_pairs
 from psc_core.projection import (
     ITERATIONS,
     Projection,

@@ -6,10 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core.compute import Compute
-from psc_core.data.dataset import TensorSource, labelled
-from psc_core.images.preprocess import Preprocess
-from psc_core.synthetic import (
+from psc_core.checks import (
     CONTRAST,
     CROP,
     MIXED,
@@ -22,6 +19,9 @@ from psc_core.synthetic import (
     synthetic_batches,
     turn,
 )
+from psc_core.compute import Compute
+from psc_core.data.dataset import TensorSource, labelled
+from psc_core.images.preprocess import Preprocess
 
 
 def random_images(seed: int, count: int, channels: int, height: int, width: int) -> torch.Tensor:

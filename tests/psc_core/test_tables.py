@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psc_core.errors import DataError
-from psc_core.tables import aligned, number_marks, open_csv, parse_number, print_any_text
+from psc_core.text import aligned, number_marks, open_csv, parse_number, print_any_text
 
 
 def test_columns_begin_or_end_below_each_other() -> None:

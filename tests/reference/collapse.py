@@ -1,4 +1,4 @@
-"""Naive float64 twins of ``psc_core.numerics.scatter`` and ``psc_core.collapse``: one row at a time."""
+"""Naive float64 twins of ``psc_core.linalg`` and ``psc_core.collapse``: one row at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Naive float64 twins of ``psc_core.numerics.linalg``."""
+"""Naive float64 twins of ``psc_core.linalg``."""
 
 from __future__ import annotations
 

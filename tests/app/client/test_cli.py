@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from app import client_cli as cli
-from psc_core.version import __version__
+from psc_core import __version__
 from tests.app.client.support import MODEL, Reply, Script, answer, numbers, problem
 from tests.app.fakes import FakeModel, FakePipelineWithMap, pixels, png
 from tests.app.live import live_server

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from app.http.problems import ProblemDocument
+from app.errors import ProblemDocument
 from psc_core.answers import CLASSIFICATION_SCORES, ClassificationResponse
 from psc_core.tasks.base import Outputs
 from tests.app.fakes import CLASSES, outputs_of, pixels, png

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.http.openapi import responses
+from app.errors import responses
 from tests.app.support import running
 
 pytestmark = pytest.mark.anyio

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app import errors
-from app.errors import ImageRefused, QueueFull, Unauthorized
-from app.http.problems import MAX_DETAIL, TABLE, problem_of
+from app.errors import MAX_DETAIL, TABLE, ImageRefused, QueueFull, Unauthorized, problem_of
 from psc_core.errors import ImageTooLarge, UndecodableImage, UnsupportedImage
 
 DESIGNED = {

@@ -9,8 +9,8 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from app.inference import backend
-from app.inference.backend import choose_backend, fastest, measure
+from app.inference import steps as backend
+from app.inference.steps import choose_backend, fastest, measure
 from app.settings import Settings
 from psc_core import PSC
 from psc_core.errors import NetworkError

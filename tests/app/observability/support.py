@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.observability.drift import DriftMonitor
+from app.drift import DriftMonitor
 
 
 def monitor_of(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from app.observability.metrics import SPARE, DescriptorWatch
+from app.metrics import SPARE, DescriptorWatch
 from tests.conftest import SHIPPED_BUNDLE
 from tests.served import GUARD_SECONDS, serve
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from app.observability.drift import EXPONENTS, QUIET, window_tail
+from app.drift import EXPONENTS, QUIET, window_tail
 from tests.app.observability.support import monitor_of
 
 DELTA = 0.1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.observability.metrics import gpu_usage
+from app.metrics import gpu_usage
 
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError(), RuntimeError(), type("NVMLError", (Exception,), {})()])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 
-from app.observability.tracing import JsonFormatter, begin_trace, current_trace
+from app.tracing import JsonFormatter, begin_trace, current_trace
 
 
 def test_log_lines_are_json_with_the_trace_id() -> None:

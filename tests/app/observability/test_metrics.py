@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import Counter, Gauge
 
-from app.observability.metrics import METRICS, PROCESS_FILES, Metrics, forget_dead_processes
+from app.metrics import METRICS, PROCESS_FILES, Metrics, forget_dead_processes
 
 
 def test_every_metric_says_its_unit_and_meaning() -> None:
@@ -29,7 +29,7 @@ def test_of_this_process() -> None:
 
 def in_process(folder: Path, code: str) -> str:
     """What a process with the shared folder prints; ``metrics`` are its metrics."""
-    code = "from app.observability.metrics import Metrics\nmetrics = Metrics()\n" + code
+    code = "from app.metrics import Metrics\nmetrics = Metrics()\n" + code
     environment = {**os.environ, PROCESS_FILES: str(folder)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     return done.stdout

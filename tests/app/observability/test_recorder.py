@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.observability.metrics import MAX_LABELS, OTHER, Metrics, ModelRecorder
+from app.metrics import MAX_LABELS, OTHER, Metrics, ModelRecorder
 from psc_core.answers import CLASSIFICATION_SCORES, ClassificationPolicy
 from psc_core.tasks.base import FloatArray, Outputs
 from psc_core.tasks.classification import Thresholds

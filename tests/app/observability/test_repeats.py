@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.observability.metrics import RepeatFilter
+from app.metrics import RepeatFilter
 from tests.app.observability.support import monitor_of
 
 N = 2000

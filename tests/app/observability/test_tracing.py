@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.observability.tracing import begin_trace, trace_of_request
+from app.tracing import begin_trace, trace_of_request
 from tests.app.fakes import png
 from tests.app.support import PNG, running
 
@@ -77,7 +77,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Any:
     provider = trace_sdk.TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(kept))
     monkeypatch.setattr("opentelemetry.trace.get_tracer_provider", lambda: provider)
-    monkeypatch.setattr("app.observability.tracing.configure_export", lambda: None)
+    monkeypatch.setattr("app.tracing.configure_export", lambda: None)
     return kept
 
 
@@ -109,7 +109,7 @@ def test_the_exporter_is_an_extra() -> None:
     code = """
 import sys
 sys.modules["opentelemetry.sdk"] = None
-from app.observability.tracing import begin_trace, configure_export
+from app.tracing import begin_trace, configure_export
 from psc_core.errors import UsageError
 assert begin_trace(None).traceparent.startswith("00-")
 try:

@@ -19,7 +19,7 @@ from psc_core.answers import CLASSIFICATION_DECISIONS
 from psc_core.bundle import GRAPH, MAX_ARGUMENT, MAX_AXES, MAX_DEPTH, MAX_MANIFEST_BYTES, PARTS, Manifest
 from psc_core.density import DENSITIES
 from psc_core.heads import dve, sngp
-from psc_core.heads.temperature import TemperatureHead
+from psc_core.heads.softmax import TemperatureHead
 from psc_core.images.preprocess import MAX_INPUT_PIXELS, MAX_RESIZE
 from psc_core.maps import LEVELS, MAX_POSITIONS
 from psc_core.network.load import MAX_MODULES, MAX_WEIGHTS

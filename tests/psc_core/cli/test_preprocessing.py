@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from psc_core.cli.preprocessing import add_flags, preprocess_from
+from psc_core.cli.flags import add_flags, preprocess_from
 from psc_core.errors import UsageError
 from psc_core.images.described import Aspect
 from psc_core.images.preprocess import PRESETS, Preprocess

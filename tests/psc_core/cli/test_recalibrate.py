@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from psc_core.bundle import read_bundle
-from psc_core.cli import recalibrate as cli
+from psc_core.cli import log as cli
 from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS
 from tests.logged import Logged, dimmed, write_log
@@ -27,7 +27,7 @@ def test_writes_a_new_version_beside_the_old_one(
     (bundle / "examples" / "three.png").write_bytes(b"an image to try")
     words = [str(bundle), "--log", str(tmp_path / "log"), "--allow-factories", "tests.tiny:network"]
     out, before = tmp_path / "new", json.loads((bundle / "manifest.json").read_text())
-    code, text, err = run(capsys, cli.main, [*words, "--risk", "auto", "--alpha", "0.1", "--out", str(out)])
+    code, text, err = run(capsys, cli.recalibrate_main, [*words, "--risk", "auto", "--alpha", "0.1", "--out", str(out)])
     assert code == 0, err
     manifest = read_bundle(out).manifest
     assert f"wrote {out} (version {manifest.version}, from {before['version']})" in text
@@ -40,12 +40,12 @@ def test_writes_a_new_version_beside_the_old_one(
     assert json.loads((bundle / "manifest.json").read_text()) == before
     for part in ("backbone", "projection", "density", "head"):
         assert (out / f"{part}.safetensors").read_bytes() == (bundle / f"{part}.safetensors").read_bytes()
-    code, _, err = run(capsys, cli.main, [*words, "--out", str(out)])
+    code, _, err = run(capsys, cli.recalibrate_main, [*words, "--out", str(out)])
     assert code == 2 and "holds a bundle already; give --overwrite" in err
-    assert run(capsys, cli.main, [*words, "--out", str(out), "--overwrite"])[0] == 0
-    code, _, err = run(capsys, cli.main, [*words, "--out", str(bundle), "--overwrite"])
+    assert run(capsys, cli.recalibrate_main, [*words, "--out", str(out), "--overwrite"])[0] == 0
+    code, _, err = run(capsys, cli.recalibrate_main, [*words, "--out", str(bundle), "--overwrite"])
     assert code == 2 and "the old version stays" in err
-    code, _, err = run(capsys, cli.main, [*words, "--alpha", "0.001", "--out", str(tmp_path / "x")])
+    code, _, err = run(capsys, cli.recalibrate_main, [*words, "--alpha", "0.001", "--out", str(tmp_path / "x")])
     assert code == 2 and "at least 999 images" in err and not (tmp_path / "x").exists()
 
 
@@ -59,7 +59,7 @@ def test_extends_the_density(
     write_log(tmp_path / "slice", images[:120])
     words = [str(tiny_bundle), "--allow-factories", "tests.tiny:network", "--extend-density"]
     out = tmp_path / "new"
-    code, text, err = run(capsys, cli.main, [*words, "--log", str(tmp_path / "log"), "--out", str(out)])
+    code, text, err = run(capsys, cli.recalibrate_main, [*words, "--log", str(tmp_path / "log"), "--out", str(out)])
     assert code == 0, err
     assert "each of the 60 images outside the random sample counts this many times" in text and "◀ chosen" in text
     before, after = (read_bundle(folder) for folder in (tiny_bundle, out))
@@ -68,7 +68,9 @@ def test_extends_the_density(
     assert before.manifest.files["density.safetensors"] != after.manifest.files["density.safetensors"]
     card = (out / "README.md").read_text()
     assert card.count("60 labelled images outside the random sample extend the density, each as ") == 1
-    code, _, err = run(capsys, cli.main, [*words, "--log", str(tmp_path / "slice"), "--out", str(tmp_path / "x")])
+    code, _, err = run(
+        capsys, cli.recalibrate_main, [*words, "--log", str(tmp_path / "slice"), "--out", str(tmp_path / "x")]
+    )
     assert code == 2 and "outside the random sample 0 are reviewed" in err and not (tmp_path / "x").exists()
 
 
@@ -77,7 +79,7 @@ def test_a_place_that_is_none_is_found_before_any_image_is_read(
 ) -> None:
     (tmp_path / "file").write_text("mine")
     words = [str(tiny_bundle), "--log", str(tmp_path / "no log"), "--out", str(tmp_path / "file")]
-    code, _, err = run(capsys, cli.main, words)
+    code, _, err = run(capsys, cli.recalibrate_main, words)
     assert code == 2 and "it is a file; choose another place" in err
 
 
@@ -88,15 +90,15 @@ def test_the_width_of_a_regression_changes(
     assert data.values is not None
     write_log(tmp_path / "log", [Logged(dimmed(data, i), "label", repr(float(data.values[i]))) for i in range(60)])
     words = [str(angle_bundle), "--log", str(tmp_path / "log"), "--allow-factories", "tests.tiny:network"]
-    code, _, err = run(capsys, cli.main, [*words, "--max-width", "12.5", "--out", str(tmp_path / "new")])
+    code, _, err = run(capsys, cli.recalibrate_main, [*words, "--max-width", "12.5", "--out", str(tmp_path / "new")])
     assert code == 0, err
     policies = [read_bundle(folder).manifest.policy.model_dump() for folder in (angle_bundle, tmp_path / "new")]
     assert policies[1] == {**policies[0], "max_width": 12.5}
-    code, _, err = run(capsys, cli.main, [*words, "--risk", "0.1", "--out", str(tmp_path / "x")])
+    code, _, err = run(capsys, cli.recalibrate_main, [*words, "--risk", "0.1", "--out", str(tmp_path / "x")])
     assert code == 2 and "calibration of a regression does not read risk" in err
 
 
 def test_a_day_is_a_day(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["bundle", "--log", "log", "--since", "yesterday"])
+        cli.recalibrate_main(["bundle", "--log", "log", "--since", "yesterday"])
     assert "expected a day as YYYY-MM-DD, got 'yesterday'" in capsys.readouterr().err

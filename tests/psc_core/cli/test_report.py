@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from psc_core.cli import report as cli
+from psc_core.cli import evaluate as cli
 from psc_core.report.content import FILE
 from tests.psc_core.cli.support import run
 
 
 def test_draws_the_page_of_the_fit_again(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "public"
-    code, text, _ = run(capsys, cli.main, ["--bundle", str(tiny_bundle), "--out", str(out)])
+    code, text, _ = run(capsys, cli.report_main, ["--bundle", str(tiny_bundle), "--out", str(out)])
     assert code == 0
     assert "with PSC" in text and f"report: {out}/report.html" in text
-    code, _, err = run(capsys, cli.main, ["--bundle", str(tiny_bundle), "--out", str(out)])
+    code, _, err = run(capsys, cli.report_main, ["--bundle", str(tiny_bundle), "--out", str(out)])
     assert code == 2 and "holds report.html and report already; give --overwrite" in err
     bundle = shutil.copytree(tiny_bundle, tmp_path / "bundle")
     for words in (["--out", str(out), "--overwrite"], ["--out", str(bundle)], []):
-        assert run(capsys, cli.main, ["--bundle", str(bundle), *words])[0] == 0
+        assert run(capsys, cli.report_main, ["--bundle", str(bundle), *words])[0] == 0
     assert (out / "report.html").read_text() == (tiny_bundle / "report.html").read_text()
     assert sorted(path.name for path in (out / "report").iterdir()) == sorted(
         path.name for path in (tiny_bundle / "report").iterdir()
@@ -30,14 +30,14 @@ def test_draws_the_page_of_the_fit_again(tiny_bundle: Path, tmp_path: Path, caps
 
 def test_help_says_that_the_page_shows_images(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "most unusual" in (tiny_bundle / "report.html").read_text()
-    code, text, _ = run(capsys, cli.main, ["--help"])
+    code, text, _ = run(capsys, cli.report_main, ["--help"])
     assert code == 0 and "a classifier's has pictures of validation images" in " ".join(text.split())
 
 
 def test_draws_the_page_of_a_regression_again(
     angle_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, text, _ = run(capsys, cli.main, ["--bundle", str(angle_bundle), "--out", str(tmp_path)])
+    code, text, _ = run(capsys, cli.report_main, ["--bundle", str(angle_bundle), "--out", str(tmp_path)])
     assert code == 0 and "RMSE" in text
     assert (tmp_path / "report.html").read_text() == (angle_bundle / "report.html").read_text()
 
@@ -46,5 +46,5 @@ def test_a_bundle_without_a_report(tiny_bundle: Path, tmp_path: Path, capsys: py
     bundle = tmp_path / "bundle"
     shutil.copytree(tiny_bundle, bundle)
     (bundle / FILE).unlink()
-    code, _, err = run(capsys, cli.main, ["--bundle", str(bundle)])
+    code, _, err = run(capsys, cli.report_main, ["--bundle", str(bundle)])
     assert code == 2 and err.strip().count("\n") == 0 and "--no-report" in err

@@ -30,7 +30,7 @@ from torchvision.transforms import v2
 
 from psc_core import PRESETS, open_dataset, open_loader
 from psc_core.data.cache import check_disjoint
-from psc_core.data.loader_warnings import check_apart, warn_of_random, warn_of_repeated
+from psc_core.data.loaders import check_apart, warn_of_random, warn_of_repeated
 from psc_core.errors import LoaderWarning, UsageError
 from psc_core.images.preprocess import Preprocess, as_batch
 

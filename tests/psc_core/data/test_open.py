@@ -29,7 +29,7 @@ from psc_core.data.open import (
 )
 from psc_core.errors import DataError, UsageError
 from psc_core.images.preprocess import PRESETS
-from psc_core.names import composed
+from psc_core.text import composed
 from tests.conftest import ROOT
 from tests.psc_core.data.support import TINY, write_folder
 

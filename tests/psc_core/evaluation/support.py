@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from psc_core.evaluation.base import ObservedRate
 from psc_core.evaluation.classification import QUALITIES, Acceptance, ClassificationReport, Separation
+from psc_core.evaluation.evaluate import ObservedRate
 from psc_core.metrics import CountInterval, Difference, RateInterval
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from psc_core.evaluation.base import observed_rate
+from psc_core.evaluation.evaluate import observed_rate
 from tests.psc_core.evaluation.support import rate
 
 

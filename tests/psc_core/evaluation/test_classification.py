@@ -20,7 +20,7 @@ from psc_core.evaluation.baselines import fit_baselines
 from psc_core.evaluation.classification import ClassificationEvaluator, ClassificationReport, ambiguity
 from psc_core.evaluation.evaluate import evaluate
 from psc_core.heads.base import Scored, entropy
-from psc_core.heads.temperature import TemperatureHead
+from psc_core.heads.softmax import TemperatureHead
 from psc_core.images.preprocess import Preprocess
 from psc_core.model import PSC
 from psc_core.network.cut import truncate

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from psc_core import bundle, fit
-from psc_core.checkpoint import agreed
 from psc_core.cli import fit as cli
 from psc_core.cli import job
 from psc_core.compute import Compute
 from psc_core.errors import ExitCode
+from psc_core.fit_data import agreed
 from tests.conftest import ROOT, TinyJob
 
 STAGES = ("collapse", "project", "fit_model")

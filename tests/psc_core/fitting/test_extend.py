@@ -9,16 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from psc_core import recalibrate
+from psc_core import calibrate as recalibrate
 from psc_core.bundle import HISTORY
-from psc_core.data.dataset import ImageDataset
-from psc_core.data.open import open_dataset
-from psc_core.errors import UsageError
-from psc_core.images.preprocess import PRESETS
-from psc_core.log.store import Log
-from psc_core.model import FittedModel, load_model
-from psc_core.pipeline import Pipeline
-from psc_core.recalibrate import (
+from psc_core.calibrate import (
     LARGEST_LOSS,
     TIMES,
     Extension,
@@ -29,6 +22,13 @@ from psc_core.recalibrate import (
     recalibrate_from_sample,
     seen_examples,
 )
+from psc_core.data.dataset import ImageDataset
+from psc_core.data.open import open_dataset
+from psc_core.errors import UsageError
+from psc_core.images.preprocess import PRESETS
+from psc_core.log.store import Log
+from psc_core.model import FittedModel, load_model
+from psc_core.pipeline import Pipeline
 from psc_core.stored_images import StoredImages
 from tests.logged import Logged, dimmed, write_log
 from tests.second_reader import SecondReader

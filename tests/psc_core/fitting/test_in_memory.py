@@ -36,8 +36,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.errors import DataError, LoaderWarning, NetworkError, UsageError
 from psc_core.images.preprocess import Preprocess
 from psc_core.model import TRIAL_IMAGES
-from psc_core.report.content import Content
-from psc_core.report.facts import facts_about
+from psc_core.report.content import Content, facts_about
 from tests import tiny
 from tests.conftest import TinyJob
 from tests.folders import transformer

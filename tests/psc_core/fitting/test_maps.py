@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from psc_core import PSC, FitSettings, fit_psc
-from psc_core.checks import regret
+from psc_core.checks import CROP, PATCHES, TEXTURE, paste, regret
 from psc_core.collapse import ChosenLayer
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.errors import UsageError
@@ -17,7 +17,6 @@ from psc_core.fit_parts import MapChoice, choose_map
 from psc_core.maps import Grid, PositionMoments
 from psc_core.metrics import auroc
 from psc_core.projection import FittedProjection
-from psc_core.synthetic import CROP, PATCHES, TEXTURE, paste
 
 FACTORY = "tests.tiny:network"
 SETTINGS = FitSettings(device="cpu")

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from psc_core import FitSettings, fit_projection, fit_psc, measure_collapse, synthetic
-from psc_core.checkpoint import Checkpoint
+from psc_core import FitSettings, fit_projection, fit_psc, measure_collapse
+from psc_core import checks as synthetic
 from psc_core.collapse import ChosenLayer
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.errors import UsageError
 from psc_core.fit import project
-from psc_core.fit_data import FitData, FitJob
+from psc_core.fit_data import Checkpoint, FitData, FitJob
 from psc_core.fit_parts import fewest_positions
 from psc_core.metrics import auroc
 from psc_core.projection import ProjectionReport

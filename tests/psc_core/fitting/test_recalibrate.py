@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from psc_core.bundle import HISTORY
+from psc_core.calibrate import Sample, read_sample, recalibrate_from_sample
 from psc_core.cli.fit import main as fit
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.open import open_dataset
 from psc_core.errors import UsageError
-from psc_core.heads.temperature import TemperatureHead
+from psc_core.heads.softmax import TemperatureHead
 from psc_core.images.preprocess import PRESETS
 from psc_core.log.store import Log
 from psc_core.model import FittedModel, load_model
-from psc_core.recalibrate import Sample, read_sample, recalibrate_from_sample
 from psc_core.scoring import dataset_outputs
 from tests.conftest import TinyJob
 from tests.logged import Logged, dimmed, png, write_log

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from psc_core.calibrate import LoggedLabel, read_outside, read_sample, reviewed_of
 from psc_core.errors import DataError, UsageError
 from psc_core.log.labels import label_files, read_label_file, write_labels
 from psc_core.log.store import open_log
 from psc_core.model import FittedModel, load_model
-from psc_core.recalibrate import LoggedLabel, read_outside, read_sample, reviewed_of
 from tests.logged import NOW, Logged, png, write_log
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from psc_core.features import as_matrix
 from psc_core.heads import dve
 from psc_core.heads.base import Features, HeadJob, RegressionHead
-from psc_core.numerics.features import as_matrix
 from psc_core.tasks import regression
 from psc_core.tasks.regression import Regression
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.linear_model import BayesianRidge
 
+from psc_core import features
 from psc_core.heads.base import RegressionHead
 from psc_core.heads.blr import fit_log_variance, fit_posterior, gaussian_nll
-from psc_core.numerics import features
 from tests.psc_core.heads.regressions import fit_head
 
 

@@ -13,6 +13,7 @@ from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from psc_core import features
 from psc_core.errors import BundleError, FitError
 from psc_core.fitted import restore
 from psc_core.heads import dve
@@ -25,7 +26,6 @@ from psc_core.heads.dve import (
     reduction,
     vecchia_nll,
 )
-from psc_core.numerics import features
 from psc_core.tasks.regression import Regression
 from tests.psc_core.heads.regressions import fit_head
 from tests.reference import heads as reference

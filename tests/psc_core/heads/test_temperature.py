@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from psc_core.heads.base import ClassifierHead, ClassifierOutput
-from psc_core.heads.temperature import TemperatureHead, better_of, fit_temperature_head
+from psc_core.heads.softmax import TemperatureHead, better_of, fit_temperature_head
 from psc_core.metrics import LOG_FLOOR
 from tests.psc_core.heads.classifiers import fit, images
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from psc_core.errors import NetworkError
-from psc_core.heads.temperature import TemperatureHead
+from psc_core.heads.softmax import TemperatureHead
 from tests.psc_core.tasks.support import check_round_trip
 
 

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from psc_core import features
 from psc_core.data.cache import Scratch
 from psc_core.density import DENSITIES, Examples, fit_density
+from psc_core.features import FeatureMatrix, as_matrix, blocks, side_by_side, usable
 from psc_core.heads import sngp
-from psc_core.numerics import features
-from psc_core.numerics.features import FeatureMatrix, as_matrix, blocks, side_by_side, usable
 from psc_core.tasks.classification import Classification
 from tests.psc_core.heads.classifiers import fit_head
 

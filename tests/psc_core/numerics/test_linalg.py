@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from sklearn.metrics import r2_score
 from torch import Tensor
 
-from psc_core.numerics import features, linalg
-from psc_core.numerics.features import chunk_rows
-from psc_core.numerics.linalg import MomentSums, r_squared, r_squared_error, tail_excess
+from psc_core import features, linalg
+from psc_core.features import chunk_rows
+from psc_core.linalg import MomentSums, r_squared, r_squared_error, tail_excess
 from tests.reference import checks as naive
 from tests.reference import linalg as reference
 from tests.reference import projection as reference_moments

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from psc_core.numerics import scatter
-from psc_core.numerics.scatter import ClassScatter, class_pairs, distances_from, nc1_of, scatter_sums
+from psc_core import linalg as scatter
+from psc_core.linalg import ClassScatter, class_pairs, distances_from, nc1_of, scatter_sums
 from tests.reference import collapse as reference
 
 SEEDS = st.integers(0, 2**31)

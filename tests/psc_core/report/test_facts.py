@@ -9,8 +9,7 @@ import pytest
 from psc_core.bundle import Bundle, read_bundle
 from psc_core.errors import BundleError
 from psc_core.model import PSC
-from psc_core.report.content import Content
-from psc_core.report.facts import facts_of
+from psc_core.report.content import Content, facts_of
 from tests.psc_core.report.support import content
 
 

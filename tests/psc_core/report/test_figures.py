@@ -8,10 +8,9 @@ import torch
 
 from psc_core.bundle import read_bundle
 from psc_core.collapse import CollapseReport, LayerCollapse, LinearFit, NearestMean
-from psc_core.report import figures
+from psc_core.report import page as figures
 from psc_core.report.classification import ClassificationSet
-from psc_core.report.content import Content, Role
-from psc_core.report.facts import facts_of
+from psc_core.report.content import Content, Role, facts_of
 from tests.psc_core.report.support import NONE, image_set
 
 

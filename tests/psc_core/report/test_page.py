@@ -13,8 +13,7 @@ from psc_core.answers import ACCEPTS_NOTHING, BETTER_THAN_GUESSING
 from psc_core.bundle import read_bundle
 from psc_core.report import FIGURES, page
 from psc_core.report.classification import ClassificationTaskReport as words
-from psc_core.report.content import Content
-from psc_core.report.facts import Facts, facts_of
+from psc_core.report.content import Content, Facts, facts_of
 from psc_core.report.regression import RegressionTaskReport as regression_words
 from tests.psc_core.report.support import content, value_content
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from app.http.middleware import ProblemResponses
-from app.observability.metrics import Metrics
+from app.metrics import Metrics
 from tests.app.fakes import png
 from tests.app.http.support import check_problem
 from tests.app.support import PNG, running

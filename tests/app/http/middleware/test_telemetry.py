@@ -10,9 +10,9 @@ import pytest
 
 from app.http.middleware import Telemetry
 from app.main import make_service
-from app.observability.tracing import current_trace
 from app.service import Host
 from app.settings import load_settings
+from app.tracing import current_trace
 from tests.app.support import running
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.http.routes.feedback import Feedback
+from app.http.feedback import Feedback
 from psc_core.log.erase import erase
 from psc_core.log.labels import read_labels
 from psc_core.log.store import Log, open_log

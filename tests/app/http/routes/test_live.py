@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.http.routes.model import MAX_FILE_BYTES, MAX_FILES
+from app.http.model import MAX_FILE_BYTES, MAX_FILES
 from tests.app.fakes import FakeModel, png
 from tests.app.support import PNG, running
 from tests.conftest import ROOT

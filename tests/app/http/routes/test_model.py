@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.http.routes.model import ModelDocument
+from app.http.model import ModelDocument
 from tests.app.fakes import FakeModel, FakeValueModel
 from tests.app.support import running
 

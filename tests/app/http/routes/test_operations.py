@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.observability.metrics import METRICS
+from app.metrics import METRICS
 from tests.app.fakes import CLASSES, POISON, FakeModel, png
 from tests.app.http.support import check_predictions, check_problem
 from tests.app.support import PNG, running, until

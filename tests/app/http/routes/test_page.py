@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from app.http.routes.model import SECURITY_HEADERS
+from app.http.model import SECURITY_HEADERS
 from psc_core.answers import ClassificationResponse
 from psc_core.conformal import RANK_ROUNDING
 from tests.app.support import running

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from app.http.routes.feedback import MAX_IMAGES
+from app.http.feedback import MAX_IMAGES
 from app.log import LogWriter
+from psc_core.calibrate import images_of, reviewed_of
 from psc_core.log.erase import erase
 from psc_core.log.labels import joined, read_labels
 from psc_core.log.review import UnreviewedImages
 from psc_core.log.store import open_log, read_rows
 from psc_core.model import FittedModel
-from psc_core.recalibrate import images_of, reviewed_of
 from tests.app.fakes import FakeModel, FakePipelineWithChecks, FakeValueModel, png
 from tests.app.http.routes.test_feedback import KEY, KEYS, predict
 from tests.app.support import Running, running

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from psc_core import FitSettings, fit_projection, fit_psc
 from psc_core.compute import MAX_CPU_BATCH, Compute
 from psc_core.heads import softmax
+from psc_core.linalg import ClassScatter, class_pairs
 from psc_core.model import TRIAL_IMAGES
-from psc_core.numerics.scatter import ClassScatter, class_pairs
 from tests import tiny
 from tests.psc_core.fitting.support import counted, typical
 from tests.psc_core.test_collapse import measured

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from psc_core import FitSettings, fit_projection, fit_psc, measure_collapse
+from psc_core import FitSettings, features, fit_projection, fit_psc, measure_collapse
 from psc_core.data.dataset import ArraySource, ImageDataset, labelled
 from psc_core.heads import softmax
 from psc_core.images.preprocess import PRESETS
-from psc_core.numerics import features
 
 BYTES_AN_IMAGE = 100
 """Labels, offsets and positions, and as much again while they are put in order."""

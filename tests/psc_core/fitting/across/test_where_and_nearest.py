@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
 from psc_core import PSC, FitSettings, fit_psc, load_model
+from psc_core.checks import TEXTURE, paste
 from psc_core.collapse import ChosenLayer
 from psc_core.data.dataset import ImageDataset
 from psc_core.maps import Grid
 from psc_core.metrics import auroc
 from psc_core.projection import FittedProjection
-from psc_core.synthetic import TEXTURE, paste
 
 FACTORY = "tests.tiny:network"
 SETTINGS = FitSettings(device="cpu", head="duq", stored_images=20)

@@ -93,7 +93,7 @@ def test_a_warm_step_runs_nothing_in_onednn(tmp_path: Path) -> None:
     program.write_text(
         "import torch\n"
         "from tests.psc_core.network.onnx.test_export import SIZE, backbone\n"
-        "from psc_core.network.export import to_onnx\n"
+        "from psc_core.network.onnx import to_onnx\n"
         "net = backbone(['2'])\n"
         "exported, images = to_onnx(net, SIZE), torch.randn(4, *SIZE)\n"
         "with torch.inference_mode(), torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):\n"

@@ -8,8 +8,7 @@ import pytest
 
 from psc_core.answers import ACCEPTS_NOTHING
 from psc_core.bundle import Bundle, read_bundle
-from psc_core.report.content import Content, Role
-from psc_core.report.facts import facts_of
+from psc_core.report.content import Content, Role, facts_of
 from tests.psc_core.report.support import image_set
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from psc_core.answers import RegressionPolicy
 from psc_core.bundle import read_bundle
-from psc_core.report.content import Content, Role
-from psc_core.report.facts import facts_of
+from psc_core.report.content import Content, Role, facts_of
 from tests.psc_core.report.support import value_content, value_set
 
 

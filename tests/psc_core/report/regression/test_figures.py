@@ -15,8 +15,7 @@ from matplotlib.figure import Figure
 from psc_core.answers import RegressionPolicy, Target
 from psc_core.bundle import Bundle, read_bundle
 from psc_core.report import regression
-from psc_core.report.content import Content, Role
-from psc_core.report.facts import facts_of
+from psc_core.report.content import Content, Role, facts_of
 from psc_core.report.regression import RegressionSet
 from psc_core.tasks.regression import Calibration, fit_calibration
 from tests.psc_core.report.support import value_set

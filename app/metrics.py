@@ -29,7 +29,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from prometheus_client.registry import Collector
 
-from app.observability.drift import DriftMonitor, DriftState
+from app.drift import DriftMonitor, DriftState
 from psc_core.answers import BasePolicy
 from psc_core.conformal import decision_p_value
 from psc_core.log.labels import LABEL_KINDS

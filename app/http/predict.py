@@ -9,9 +9,8 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from pydantic import create_model
 
-from app.errors import MalformedRequest
+from app.errors import IMAGES_BODY, MalformedRequest, responses
 from app.http.body import UploadLimits, has_disconnected, parse_query, query_parameters, read_images
-from app.http.openapi import IMAGES_BODY, responses
 from app.inference.batcher import RequestMode
 from app.models import Predicted, ServedModel, explained
 from app.service import service_to_predict

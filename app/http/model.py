@@ -13,8 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, RedirectResponse
 from starlette.staticfiles import StaticFiles
 
+from app.errors import get_and_head, responses
 from app.http.body import parse_query, query_parameters
-from app.http.openapi import get_and_head, responses
 from app.service import Service, service_of, service_to_predict
 from psc_core.answers import BasePolicy, Document, Target
 from psc_core.bundle import TRY_FOLDER

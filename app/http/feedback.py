@@ -13,10 +13,9 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.responses import StreamingResponse
 
-from app.errors import ImageConflict, LogUnavailable, MalformedRequest, UnknownImage, UnusableLabel
+from app.errors import ImageConflict, LogUnavailable, MalformedRequest, UnknownImage, UnusableLabel, responses
 from app.http.body import load_json, parse, parse_query, query_parameters, read_json_body
-from app.http.openapi import responses
-from app.http.routes.model import ClassNames, PredictedNumber, TaskName
+from app.http.model import ClassNames, PredictedNumber, TaskName
 from app.log import LogWriter
 from app.service import service_of
 from psc_core.answers import Document

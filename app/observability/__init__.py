@@ -1,1 +1,0 @@
-"""Metrics, drift, logs and traces."""

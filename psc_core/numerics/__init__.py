@@ -1,1 +1,0 @@
-"""Float64 linear algebra on feature matrices that need not fit in memory."""
