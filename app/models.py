@@ -34,13 +34,14 @@ from app.log import LogWriter, ModelLog
 from app.memory import MemoryBudget, limits
 from app.metrics import Metrics, ModelRecorder
 from app.settings import MAX_DECODE_THREADS, Settings
+from psc_core.answers import BasePolicy
 from psc_core.errors import BundleError, NetworkError, UsageError
 from psc_core.maps import map_document
 from psc_core.model import FittedModel, build_model
 from psc_core.network.onnx import OnnxBody
 from psc_core.pipeline import MAP
 from psc_core.settings import Backend
-from psc_core.tasks.base import BaseDecisions, BaseThresholds, FloatArray, Outputs
+from psc_core.tasks.base import BaseDecisions, FloatArray, Outputs
 
 memory_logger = logging.getLogger("psc.models")
 
@@ -159,7 +160,7 @@ class ServedModel:
     model: FittedModel  # the fitted model
     backend: str  # what runs the network, see :func:`psc_core.pipeline.pipeline_on`
     engine: Engine  # the model's queue and device worker
-    thresholds: BaseThresholds  # the thresholds of a request that sets none
+    policy: BasePolicy  # of a request that sets no threshold
     recorder: ModelRecorder  # records the predictions in metrics and drift
     log: ModelLog | None  # logs the predictions with their images; None if predictions are not logged
 
@@ -172,17 +173,18 @@ class ServedModel:
     @property
     def headline(self) -> str:
         """The sentence on what is promised of accepted images."""
-        return self.thresholds.policy.headline(self.model.report.get("metrics", {}))
+        return self.policy.headline(self.model.report.get("metrics", {}))
 
-    def thresholds_with(self, **changes: float) -> BaseThresholds:
-        """Return the thresholds of a request that changes some of the policy's values."""
+    def policy_with(self, **changes: float) -> BasePolicy:
+        """Return the policy of a request that changes some of its values."""
         if not changes:
-            return self.thresholds
+            return self.policy
+        policy = self.model.calibration.changed(self.policy, changes)
         try:
-            calibration = self.model.calibration
-            return calibration.thresholds(calibration.changed(self.thresholds.policy, changes))
+            self.model.calibration.check(policy)
         except UsageError as error:
             raise UnattainableAlpha(str(error)) from error
+        return policy
 
     def check_map(self, mode: RequestMode) -> None:
         """Raise :class:`UnavailableMap` if the request asks for a map, and the model has none."""
@@ -192,7 +194,7 @@ class ServedModel:
     async def predict(
         self,
         images: Sequence[EncodedImage] | Images,
-        thresholds: BaseThresholds,
+        policy: BasePolicy,
         *,
         disconnected: Callable[[], bool],
         mode: RequestMode = RequestMode.PREDICT,
@@ -202,10 +204,10 @@ class ServedModel:
         self.check_map(mode)
         result = await self.engine.predict(images, disconnected=disconnected, mode=mode)
         outputs = self.model.outputs(result.packed)
-        decisions = thresholds.decide(outputs)
+        decisions = self.model.calibration.decide(outputs, policy)
         self.recorder.predicted(outputs, decisions, await fingerprints(images) if monitor else None)
         if self.log is not None:
-            self.log.predicted(images, outputs, decisions, thresholds.policy, is_monitored=monitor)
+            self.log.predicted(images, outputs, decisions, policy, is_monitored=monitor)
         return Predicted(outputs, decisions, result.explanation)
 
 
@@ -240,20 +242,19 @@ class ModelStarter:
         settings = self._settings
         try:
             changes = settings.thresholds(type(model.policy))
-            thresholds = model.calibration.thresholds(model.calibration.changed(model.policy, changes))
+            policy = model.calibration.changed(model.policy, changes)
+            model.calibration.check(policy)
             backend, step = await asyncio.to_thread(self._step, model)
         except (UsageError, NetworkError) as error:
             raise BundleError(f"model {name!r}: {error}") from error
         drift = DriftMonitor(
             len(model.calibration.ood_scores),
-            thresholds.policy.alpha,
+            policy.alpha,
             false_alarm_probability=settings.drift_false_alarm / settings.drift_monitors,
             window=settings.drift_window,
         )
         limit = settings.max_queue_images
-        recorder = ModelRecorder(
-            name, model, policy=thresholds.policy, queue_limit=limit, metrics=self._metrics, drift=drift
-        )
+        recorder = ModelRecorder(name, model, policy=policy, queue_limit=limit, metrics=self._metrics, drift=drift)
         decoder = Decoder(
             self._pool,
             self._memory,
@@ -277,7 +278,7 @@ class ModelStarter:
         except BaseException:  # Also if cancelled: the thread that warms up would keep the model in memory.
             await engine.close(within_s=0)
             raise
-        served = ServedModel(name, model, backend, engine, thresholds, recorder, log)
+        served = ServedModel(name, model, backend, engine, policy, recorder, log)
         model_logger.info("%s: %s", name, served.headline)
         return served
 

@@ -187,7 +187,7 @@ class FittedModel:
 
     def decide(self, outputs: Outputs[FloatArray]) -> BaseDecisions:
         """Return the decisions under the bundle's policy."""
-        return self.calibration.thresholds(self.policy).decide(outputs)
+        return self.calibration.decide(outputs, self.policy)
 
     @own_state()
     def save(self, path: str | Path, *, graph: bool = False) -> Manifest:

@@ -164,11 +164,11 @@ def model_document(service: Service, name: str | None) -> ModelDocument:
         target=model.task.number(),
         classes=list(model.classes),
         input=model.preprocess.to_json(),
-        policy=served.thresholds.policy,
-        notes=[served.headline, *served.thresholds.policy.notes(model.classes)],
+        policy=served.policy,
+        notes=[served.headline, *served.policy.notes(model.classes)],
         calibration=CalibrationDocument(
             images=len(scores),
-            ood_score_threshold=model.calibration.ood_score_threshold(served.thresholds.policy.alpha),
+            ood_score_threshold=model.calibration.ood_score_threshold(served.policy.alpha),
             ood_score=Histogram(edges=edges.tolist(), counts=counts.tolist()),
             entropy_quantiles=model.calibration.entropy_quantiles(),
         ),
@@ -191,7 +191,7 @@ async def live(request: Request, name: str) -> RecentDocument:
     return RecentDocument(
         images=drift.window_images,
         ood_fraction=drift.window_ood_rate,
-        alpha=served.thresholds.policy.alpha,
+        alpha=served.policy.alpha,
         drift_active=drift.is_active,
         drift_alarms=drift.alarms,
         queued_images=served.engine.pending,

@@ -16,7 +16,6 @@ from app.models import Predicted, ServedModel, explained
 from app.service import service_to_predict
 from psc_core.answers import BasePolicy, PredictQuery
 from psc_core.tasks import TASKS
-from psc_core.tasks.base import BaseThresholds
 
 # The parameters of all tasks, any of which may be asked.
 _Query: Final[type[PredictQuery]] = create_model(
@@ -55,27 +54,27 @@ async def _predict(request: Request, name: str | None) -> Response:
     if query.explain:
         mode = RequestMode.EXPLAIN_WITH_MAP if query.map else RequestMode.EXPLAIN
     served = registry.get(name)
-    thresholds, options = _split_query(served, query, mode)
+    policy, options = _split_query(served, query, mode)
     served.engine.check_room(mode)
     limits = UploadLimits(settings.max_images_per_request, settings.max_fields, settings.upload_seconds)
     images = await read_images(request, limits, service.parser)
     before, served = served, registry.get(name)
     if served is not before:  # A reload has swapped the model while the body arrived.
-        thresholds, options = _split_query(served, query, mode)
+        policy, options = _split_query(served, query, mode)
     disconnected = partial(has_disconnected, request.receive)
-    predicted = await served.predict(images, thresholds, disconnected=disconnected, mode=mode, monitor=query.monitor)
-    return Response(predict_response(served, thresholds.policy, predicted, **options), media_type="application/json")
+    predicted = await served.predict(images, policy, disconnected=disconnected, mode=mode, monitor=query.monitor)
+    return Response(predict_response(served, policy, predicted, **options), media_type="application/json")
 
 
-def _split_query(served: ServedModel, query: PredictQuery, mode: RequestMode) -> tuple[BaseThresholds, dict[str, int]]:
-    """Return the thresholds of a request and the options of its task's answers; refuse what the model does not have."""
+def _split_query(served: ServedModel, query: PredictQuery, mode: RequestMode) -> tuple[BasePolicy, dict[str, int]]:
+    """Return the policy of a request and the options of its task's answers; refuse what the model does not have."""
     task, given = served.model.task, query.model_dump(exclude_none=True)
     if unknown := sorted(given.keys() - task.query_type.model_fields):
         raise MalformedRequest(f"model {served.name!r} is a {task.noun}, which has no {unknown[0]}; leave it out")
     served.check_map(mode)
     changes = {name: value for name, value in given.items() if name in task.policy_type.model_fields}
     options = {name: value for name, value in given.items() if name not in {*changes, *PredictQuery.model_fields}}
-    return served.thresholds_with(**changes), options
+    return served.policy_with(**changes), options
 
 
 def predict_response(served: ServedModel, policy: BasePolicy, predicted: Predicted, **options: int) -> bytes:

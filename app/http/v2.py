@@ -500,10 +500,10 @@ async def infer_tensors(
         known = (*task.tensors, *([] if served.model.pipeline.map is None else [MAP]))
         raise MalformedRequest(f"model {served.name!r} has no output {unknown[0]!r}; expected some of {known}")
     alpha = wanted.parameters.alpha
-    thresholds = served.thresholds if alpha is None else served.thresholds_with(alpha=alpha)
+    policy = served.policy if alpha is None else served.policy_with(alpha=alpha)
     outputs, decisions, explanation = await served.predict(
         images if isinstance(images, np.ndarray) else [EncodedImage(data) for data in images],
-        thresholds,
+        policy,
         disconnected=partial(has_disconnected, receive),
         mode=RequestMode.MAP if MAP in as_binary else RequestMode.PREDICT,
         monitor=wanted.parameters.monitor,
@@ -519,7 +519,7 @@ async def infer_tensors(
         )
         for output in as_binary
     ]
-    return InferAnswer(served, thresholds.policy.alpha, tensors, as_binary)
+    return InferAnswer(served, policy.alpha, tensors, as_binary)
 
 
 def output_names(served: ServedModel) -> tuple[str, ...]:

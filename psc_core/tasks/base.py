@@ -2,7 +2,7 @@
 
 The network's step packs what it computes for n images into one matrix, so that one copy brings it to the host: a column
 for each score of the task, then K probabilities (0 for a task without them), then the p-value of each check; float32,
-(n, S + K + G).  A calibration turns a policy into thresholds, and these turn outputs into decisions.
+(n, S + K + G).  A calibration turns outputs into decisions under a policy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from psc_core.answers import ASKED_FOR, BaseAnswer, BasePolicy, PredictQuery, Response, Target
 from psc_core.collapse import LayerQuality, NearestMean
 from psc_core.compute import Compute, passes
-from psc_core.conformal import decision_p_value, ood_score_threshold
+from psc_core.conformal import check_rates, decision_p_value, ood_score_threshold
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.open import check_same
 from psc_core.errors import DataError, UsageError, listed, needs
@@ -141,23 +141,8 @@ class BaseDecisions:
 
 
 @dataclass(frozen=True)
-class BaseThresholds(ABC):
-    """A policy in terms of the outputs, for one set of calibration images."""
-
-    policy: BasePolicy
-    ood_p_value: float  # an image is out of distribution when its p-value is at most this
-    quantile: float  # the bound of prediction sets or intervals, from :meth:`.BaseCalibration.quantile`
-
-    @abstractmethod
-    def decide(self, outputs: Outputs[FloatArray]) -> BaseDecisions:
-        """Return the decisions on n images."""
-
-
-@dataclass(frozen=True)
 class BaseCalibration(ABC):
-    """Scores of n calibration images, float32, each sorted separately."""
-
-    thresholds_type: ClassVar[type[BaseThresholds]]
+    """Scores of n calibration images, float32, each sorted separately, by which a policy becomes decisions."""
 
     ood_scores: Float[Tensor, " n"]  # OOD scores, ascending, nats
 
@@ -182,10 +167,17 @@ class BaseCalibration(ABC):
         """Return the policy with other values of some thresholds, and of what these promise."""
         return policy.model_copy(update=dict(changes))
 
-    def thresholds(self, policy: BasePolicy) -> BaseThresholds:
-        """Return the thresholds that a policy of the task implies on these images."""
-        p_value = decision_p_value(policy.alpha, len(self))
-        return self.thresholds_type(policy, p_value, self.quantile(policy.coverage))
+    def check(self, policy: BasePolicy) -> None:
+        """Raise :class:`UsageError` for a policy that so few calibration images cannot keep."""
+        check_rates(len(self), alpha=policy.alpha, coverage=policy.coverage)
+
+    def is_ood(self, outputs: Outputs[FloatArray], policy: BasePolicy) -> npt.NDArray[np.bool_]:
+        """Return which of n images are out of distribution under a policy."""
+        return outputs["ood_p_value"] <= decision_p_value(policy.alpha, len(self))
+
+    @abstractmethod
+    def decide(self, outputs: Outputs[FloatArray], policy: Any) -> BaseDecisions:
+        """Return the decisions on n images under a policy of the task."""
 
     @abstractmethod
     def quantile(self, coverage: float) -> float:

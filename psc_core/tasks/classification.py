@@ -65,7 +65,6 @@ from psc_core.tasks.base import (
     BaseCalibration,
     BaseDecisions,
     BasePrediction,
-    BaseThresholds,
     Calibrated,
     Datatype,
     FirstLook,
@@ -127,20 +126,24 @@ def _most_probable(probabilities: FloatArray, classes: Sequence[str], count: int
 
 
 @dataclass(frozen=True)
-class Thresholds(BaseThresholds):
-    """A classifier's thresholds; ``quantile`` is the smallest probability with which a class is in a prediction set."""
+class Calibration(BaseCalibration):
+    """Scores of n calibration images, float32, each sorted separately, by which a policy becomes decisions."""
 
-    policy: ClassificationPolicy
+    entropies: Float[Tensor, " n"]  # predictive entropies, ascending, nats
+    error_bounds: Float[Tensor, " n"]  # of images with at most this entropy, at most this fraction is wrong
+    label_probabilities: Float[Tensor, " n"]  # of the true label, ascending
+    labels: Int[Tensor, " n"]  # the true label of each entry of label_probabilities
+    num_classes: int  # K
 
-    def decide(self, outputs: Outputs[FloatArray]) -> Decisions:
+    def decide(self, outputs: Outputs[FloatArray], policy: ClassificationPolicy) -> Decisions:
         """Return the decisions on n images; the most probable class is always in the prediction set."""
         probabilities = outputs.probabilities
         images, class_index = np.arange(len(outputs)), probabilities.argmax(axis=1)
-        prediction_set = probabilities >= self.quantile
+        prediction_set = probabilities >= self.quantile(policy.coverage)
         prediction_set[images, class_index] = True
+        is_ood = self.is_ood(outputs, policy)
         with np.errstate(over="ignore"):  # A threshold may be beyond every float32.
-            is_ood = outputs["ood_p_value"] <= self.ood_p_value
-            is_clear = outputs["predictive_entropy"] <= self.policy.ambiguity_threshold  # NaN is not.
+            is_clear = outputs["predictive_entropy"] <= policy.ambiguity_threshold  # NaN is not.
         decision = np.where(is_clear, np.int8(ACCEPT), np.int8(ABSTAIN_AMBIGUOUS))
         decision[is_ood] = ABSTAIN_OOD
         return Decisions(
@@ -150,19 +153,6 @@ class Thresholds(BaseThresholds):
             confidence=probabilities[images, class_index],
             prediction_set=prediction_set,
         )
-
-
-@dataclass(frozen=True)
-class Calibration(BaseCalibration):
-    """Scores of n calibration images, float32, each sorted separately."""
-
-    thresholds_type = Thresholds
-
-    entropies: Float[Tensor, " n"]  # predictive entropies, ascending, nats
-    error_bounds: Float[Tensor, " n"]  # of images with at most this entropy, at most this fraction is wrong
-    label_probabilities: Float[Tensor, " n"]  # of the true label, ascending
-    labels: Int[Tensor, " n"]  # the true label of each entry of label_probabilities
-    num_classes: int  # K
 
     def check_classes(self, count: int) -> None:
         if self.num_classes != count:

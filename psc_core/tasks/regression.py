@@ -64,7 +64,6 @@ from psc_core.tasks.base import (
     BaseCalibration,
     BaseDecisions,
     BasePrediction,
-    BaseThresholds,
     Calibrated,
     Datatype,
     FirstLook,
@@ -100,32 +99,24 @@ class Decisions(BaseDecisions):
 
 
 @dataclass(frozen=True)
-class Thresholds(BaseThresholds):
-    """A regression's thresholds; ``quantile`` is half the width of an interval, in standard deviations."""
-
-    policy: RegressionPolicy
-
-    def decide(self, outputs: Outputs[FloatArray]) -> Decisions:
-        """Return the decisions on n images; an interval is as wide as its float32 ends are apart."""
-        with np.errstate(over="ignore"):  # Ends beyond every float32 are the last one: JSON has no infinity.
-            mean, half = outputs["mean"], self.quantile * np.hypot(outputs["aleatoric"], outputs["epistemic"])
-            lower, upper = (np.clip(end, *FINITE).astype(np.float32) for end in (mean - half, mean + half))
-        is_ood = outputs["ood_p_value"] <= self.ood_p_value
-        decision = np.full(len(outputs), ACCEPT, np.int8)
-        if self.policy.max_width is not None:
-            with np.errstate(over="ignore"):  # A limit may be beyond every float32.
-                decision[~(upper - lower <= self.policy.max_width)] = ABSTAIN_UNCERTAIN  # Also where the width is NaN.
-        decision[is_ood] = ABSTAIN_OOD
-        return Decisions(is_ood=is_ood, decision=decision, lower=lower, upper=upper)
-
-
-@dataclass(frozen=True)
 class Calibration(BaseCalibration):
-    """Scores of n calibration images, float32, each sorted separately."""
-
-    thresholds_type = Thresholds
+    """Scores of n calibration images, float32, each sorted separately, by which a policy becomes decisions."""
 
     residuals: Float[Tensor, " n"]  # |y − μ| / σ, ascending
+
+    def decide(self, outputs: Outputs[FloatArray], policy: RegressionPolicy) -> Decisions:
+        """Return the decisions on n images; an interval is as wide as its float32 ends are apart."""
+        quantile = self.quantile(policy.coverage)
+        with np.errstate(over="ignore"):  # Ends beyond every float32 are the last one: JSON has no infinity.
+            mean, half = outputs["mean"], quantile * np.hypot(outputs["aleatoric"], outputs["epistemic"])
+            lower, upper = (np.clip(end, *FINITE).astype(np.float32) for end in (mean - half, mean + half))
+        is_ood = self.is_ood(outputs, policy)
+        decision = np.full(len(outputs), ACCEPT, np.int8)
+        if policy.max_width is not None:
+            with np.errstate(over="ignore"):  # A limit may be beyond every float32.
+                decision[~(upper - lower <= policy.max_width)] = ABSTAIN_UNCERTAIN  # Also where the width is NaN.
+        decision[is_ood] = ABSTAIN_OOD
+        return Decisions(is_ood=is_ood, decision=decision, lower=lower, upper=upper)
 
     def quantile(self, coverage: float) -> float:
         """Return q, half the width of an interval in standard deviations."""
@@ -152,11 +143,12 @@ class RegressionPrediction(BasePrediction):
     Example:
         >>> from psc_core.tasks.base import Outputs
         >>> from psc_core.answers import REGRESSION_SCORES as SCORES
-        >>> from psc_core.tasks.regression import Thresholds
+        >>> from psc_core.tasks.regression import Calibration
         >>> from psc_core.answers import RegressionPolicy
         >>> policy = RegressionPolicy(alpha=0.05, max_width=None, coverage=0.95)
         >>> packed = torch.tensor([[50.0, 3.0, 4.0, -9.0, 9.0, 0.5], [20.0, 0.0, 1.0, -99.0, 99.0, 0.01]])
-        >>> decisions = Thresholds(policy, 0.05, 2.0).decide(Outputs(packed.numpy(), SCORES, ()))
+        >>> calibration = Calibration(torch.arange(20.0), torch.full((20,), 2.0))
+        >>> decisions = calibration.decide(Outputs(packed.numpy(), SCORES, ()), policy)
         >>> target = Target(name="age", unit="years")
         >>> prediction = RegressionPrediction(Outputs(packed, SCORES, ()), decisions, ("low", "high"), target)
         >>> prediction.mean, prediction.interval, prediction.decision
