@@ -83,7 +83,7 @@ def parser(environment: Mapping[str, str] | None = None) -> argparse.ArgumentPar
         help=f"URL of the service (default: {URL_VARIABLE}, else {DEFAULT_URL})",
     )
     cli.add_argument("--model", metavar="NAME", help="name of the model (default: the service's default model)")
-    text = "folder for a grey PNG of each image, NUMBER-FILE.png, brighter where it is more anomalous"
+    text = "folder for a grey PNG of each image, NUMBER-FILE.png, brighter where it is more unusual"
     cli.add_argument("--maps", type=Path, metavar="DIR", help=text)
     text = "keep the images out of the service's drift monitor and metrics, for example in a test"
     cli.add_argument("--no-monitor", action="store_true", help=text)

@@ -1,9 +1,9 @@
-"""Why an image was rejected, and where it is anomalous: the checks and the map.
+"""Why an image was rejected, and where it is unusual: the checks and the map.
 
     python examples/why_rejected.py                       (the shipped bundle on its four examples)
     python examples/why_rejected.py bundle a.jpg b.jpg    (any bundle of psc-fit)
 
-Prints for each image the decision and the p-value of each check, and of a rejected one its most anomalous region.
+Prints for each image the decision and the p-value of each check, and of a rejected one its most unusual region.
 """
 
 from __future__ import annotations
@@ -28,5 +28,5 @@ for index, (image, decision) in enumerate(zip(images, prediction.decision, stric
         smallest = min(checks, key=checks.__getitem__)
         left, top, right, bottom = box_of(prediction.maps[index].numpy())  # Fractions of width and height.
         print(
-            f"    {MEANING[smallest]}, most anomalous {left:.0%} to {right:.0%} across, {top:.0%} to {bottom:.0%} down"
+            f"    {MEANING[smallest]}, most unusual {left:.0%} to {right:.0%} across, {top:.0%} to {bottom:.0%} down"
         )

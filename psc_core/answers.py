@@ -233,10 +233,10 @@ class ExplanationMap(Document):
     layer: str = Field(description="The layer whose positions they are.")
     png: str = Field(
         description="Base64 of an 8-bit grey PNG, a pixel for each position. Level g: one in 10^(4g/255) positions of "
-        "in-distribution images is as anomalous; 0 is usual, 128 one in a hundred, 255 one in 10,000."
+        "in-distribution images is as unusual; 0 is usual, 128 one in a hundred, 255 one in 10,000."
     )
     box: tuple[float, float, float, float] = Field(
-        description="Left, top, right and bottom of the most anomalous region, as fractions of what the network "
+        description="Left, top, right and bottom of the most unusual region, as fractions of what the network "
         "sees: the whole image, or its centre where `input` of `/model` has a `resize`."
     )
 

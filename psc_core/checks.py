@@ -51,7 +51,7 @@ framed      black around the middle half of height and width
 =========== =====================================================================  ====================================
 
 If images are ambiguous by nature, a mix of two is in distribution and is left out.  A patch over a rectangle of a
-quarter to a half of either side is anomalous at a known place: a ``crop`` of another image (CutPaste, Li et al. 2021)
+quarter to a half of either side is unusual at a known place: a ``crop`` of another image (CutPaste, Li et al. 2021)
 stands for objects and seams; a ``texture``, stripes, checks or noise of two colours, for surfaces that no image has.
 
 All images are ``uint8 (n, C, H, W)``, computed on the device of the input.

@@ -1,4 +1,4 @@
-"""Maps that show how anomalous an image is at each position of an early layer, and where it is most anomalous.
+"""Maps that show how unusual an image is at each position of an early layer, and where it is most unusual.
 
 With the features ``x_p`` of an image at position p, a vector of C channels, and the mean ``μ`` and covariance ``Σ`` of
 such vectors over images *and* positions,
@@ -15,7 +15,7 @@ it had that much.  Of the components of the correlation, C = U diag(λ) Uᵀ, th
 
     A = diag(1/σ) U_kept diag(λ_kept^(−1/2))
 
-Directions in which in-distribution images hardly vary detect anomalous images best (Rippel, Mertens & Merhof 2021),
+Directions in which in-distribution images hardly vary detect unusual images best (Rippel, Mertens & Merhof 2021),
 because all images differ in the leading directions.  Components whose variance is only rounding, below
 :data:`.EIGENVALUE_FLOOR` or the squared resolution of the features, are dropped.
 
@@ -106,7 +106,7 @@ def _may_be(rows: int, columns: int, height: int, width: int) -> bool:
     return abs(rows * width - columns * height) <= min(height, width) and rows <= height and columns <= width
 
 
-Grey = npt.NDArray[np.uint8]  # the grey levels (rows, columns) of a map; brighter is more anomalous
+Grey = npt.NDArray[np.uint8]  # the grey levels (rows, columns) of a map; brighter is more unusual
 
 # Left, top, right and bottom, as fractions of the width and height of the network's input.
 Box = tuple[float, float, float, float]
@@ -115,7 +115,7 @@ _CORNERS: Final = np.ones((3, 3), bool)
 
 
 def box_of(grey: Grey) -> Box:
-    """Return the box of the most anomalous region.
+    """Return the box of the most unusual region.
 
     A region is a connected set, corners included, of positions at least half as bright as the brightest.  The one with
     the largest sum of grey levels is taken, on a tie the first.  The box of a black map is the whole image.
@@ -165,7 +165,7 @@ class PositionDensity(Fitted):
 
 
 class LayerMap(nn.Module):
-    """Turns the features of a layer into grey levels; brighter is more anomalous."""
+    """Turns the features of a layer into grey levels; brighter is more unusual."""
 
     def __init__(self, layer: str, grid: Grid, density: PositionDensity) -> None:
         super().__init__()

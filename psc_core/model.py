@@ -132,7 +132,7 @@ class FittedModel:
             images: A list of paths, encoded files (bytes), Pillow images or ``uint8`` arrays (height, width) or
                 (height, width, 3), of any size; or a tensor (n, channels, height, width) of the network's input size:
                 ``uint8`` pixels, or floats from a loader, which enter the network unchanged.
-            maps: Also return ``maps``, which show where the images are anomalous.
+            maps: Also return ``maps``, which show where the images are unusual.
 
         Raises:
             ImageError: If an image cannot be decoded.

@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     )
     text = f"column of a Parquet input with encoded images or paths (default: {COLUMN})"
     cli.add_argument("--column", metavar="NAME", help=text)
-    text = "folder for a grey PNG of each image, PART-ROW.png, brighter where it is more anomalous"
+    text = "folder for a grey PNG of each image, PART-ROW.png, brighter where it is more unusual"
     cli.add_argument("--maps", type=Path, metavar="DIR", help=text)
     text = "number of images in a part, the most that an interruption loses (default: 1024)"
     cli.add_argument("--part-images", type=settings.positive, default=1024, metavar="N", help=text)

@@ -214,7 +214,7 @@ class BasePrediction:
         outputs: The outputs of the network step.
         decisions: The decisions under the bundle's policy.
         classes: The names of the classes; of a regression, of the bins of its target.
-        maps: ``uint8 (n, rows, columns)``: how anomalous each part of the images is, at most 255; None unless asked
+        maps: ``uint8 (n, rows, columns)``: how unusual each part of the images is, at most 255; None unless asked
             for.  One in ``10^(4g/255)`` positions of in-distribution images has the grey level g or more.
     """
 
