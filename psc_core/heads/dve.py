@@ -15,8 +15,8 @@ The layers are experts of a generalised product (Cao & Fleet 2014); one that lea
 ε = 10⁻⁶ makes the weights equal where no layer learned anything; there σ is that of the prior.  Ours is the division
 ``aleatoric² = σ² Σ w_l τ_l²/σ_l²``, ``w_l ∝ β_l/σ_l²``, ``Σ w_l = 1``; the rest of σ² is epistemic.
 
-Neighbours are exact: a matrix product and ``topk`` on blocks of at most :data:`BLOCK` support images, on any device, so
-that memory does not grow with their number.  Distances to the chosen ones are differences, and solves float64.
+Neighbours are exact: a matrix product and ``topk`` on blocks of at most :data:`BLOCK` neighbour images, on any device,
+so that memory does not grow with their number.  Distances to the chosen ones are differences, and solves float64.
 
 :func:`fit_dve` reduces each layer first: one axis is the direction of Bayesian linear regression of the number, the
 others are principal components of what is left.  (The paper takes a layer as it is; where its axes are of equal
@@ -31,7 +31,7 @@ selection split is measured, and the least one kept; after :data:`PATIENCE` chec
 Last, as in :mod:`.blr`, both variances of the whole ensemble are multiplied by the mean of ``(y − μ)²/σ²`` over the
 selection split.
 
-Shapes: B images, D columns, L layers, n support images, m neighbours.
+Shapes: B images, D columns, L layers, n neighbour images, m neighbours.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from psc_core.heads.base import RegressionData, RegressionHead, RegressionOutput
 from psc_core.heads.blr import fit_posterior, gaussian_nll, scaled
 from psc_core.linalg import eigh, fix_signs
 
-BLOCK: Final = 1 << 13  # number of support images that distances are computed to at once
+BLOCK: Final = 1 << 13  # number of neighbour images that distances are computed to at once
 IMAGES: Final = 256  # number of images that are answered at once
 LEAST_WEIGHT: Final = 1e-6  # ε, nats
 SHOWN: Final = 3  # number of neighbours of each layer that an explanation names
@@ -83,9 +83,9 @@ class Combined(NamedTuple):
 
 
 class DeepVecchiaHead(RegressionHead):
-    """The ensemble described above: ``basis`` holds the B_l, ``points`` the x_l of the support images.
+    """The ensemble described above: ``basis`` holds the B_l, ``points`` the x_l of the neighbour images.
 
-    ``images`` are the positions of the support images among those it was fitted on, ``neighbours`` is m.
+    ``images`` are the positions of the neighbour images among those it was fitted on, ``neighbours`` is m.
     """
 
     kind = "dve"
@@ -129,7 +129,7 @@ class DeepVecchiaHead(RegressionHead):
             raise FitError("expected positive variances in dve.signal and dve.noise; fit it again")
 
     def experts(self, z: Float[Tensor, "batch dim"]) -> Experts:
-        """Return mean and variance of each layer's process, and its nearest support images."""
+        """Return mean and variance of each layer's process, and its nearest neighbour images."""
         phi = self.standardise(z)
         means, variances, nearest = [], [], []
         for basis, points, signal, noise in zip(self.basis, self.points, self.signal, self.noise, strict=True):
@@ -157,7 +157,7 @@ class DeepVecchiaHead(RegressionHead):
         )
 
     def explain(self, z: Float[Tensor, "batch dim"]) -> dict[str, Tensor]:
-        """Return the nearest support images of each layer, (B, L, k), and the weight of each layer, (B, L)."""
+        """Return the nearest neighbour images of each layer, (B, L, k), and the weight of each layer, (B, L)."""
         parts = []
         for part in torch.split(z, IMAGES):
             experts = self.experts(part)
