@@ -9,23 +9,18 @@ CPU    ?=
 PIP    := $(BIN)/pip install --disable-pip-version-check --constraint requirements.lock \
           $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cpu)
 
-.PHONY: serve test test-quick check lint types layers docs rules workflows nightly attack soak audit sbom gpu bench bench-more paper clean
+.PHONY: serve test test-all check lint types layers docs rules workflows nightly attack soak audit sbom gpu bench bench-more paper clean
 
 serve: $(VENV)/.serve           ## set up everything and serve the shipped bundle on http://127.0.0.1:8000
 	$(BIN)/psc-serve --bundle $(BUNDLE) --port $(PORT)
 
-test: $(VENV)/.dev              ## set up everything and run the tests
-	@echo "About 10 minutes on two idle cores, half an hour on busy ones"
+test: $(VENV)/.dev              ## set up everything and run the tests, but for those that start processes or whole fits
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not thorough and not slow and not gpu"
+
+test-all: $(VENV)/.dev          ## all tests but the slow ones and those that need a GPU
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not slow and not gpu"
 
-QUICK := $(addprefix psc_core/,images data numerics density tasks) \
-         $(patsubst %,psc_core/test_%.py,collapse projection checks maps conformal metrics settings tables) \
-         $(patsubst %,psc_core/fitting/test_%.py,data features job record) $(addprefix app/,inference models observability)
-
-test-quick: $(VENV)/.dev        ## the tests of single modules, in about two minutes
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not slow and not gpu" $(addprefix tests/,$(QUICK))
-
-check: lint types layers test   ## what CI runs
+check: lint types layers test-all  ## what CI runs
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

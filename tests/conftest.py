@@ -34,6 +34,17 @@ ROOT = Path(__file__).resolve().parents[1]
 SHIPPED_BUNDLE = ROOT / "artifacts" / "dirty-mnist-resnet18"
 
 
+# Folders whose tests start processes, browsers or whole fits.
+THOROUGH = {"across", "attacks", "browser", "deploy", "docs", "nightly"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that ``make test`` leaves to ``make test-all``."""
+    for item in items:
+        if THOROUGH & {*item.path.relative_to(ROOT).parts}:
+            item.add_marker(pytest.mark.thorough)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache_home(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A cache folder of the tests' own, for their subprocesses too."""
