@@ -27,6 +27,4 @@ for index, (image, decision) in enumerate(zip(images, prediction.decision, stric
     if decision == "abstain_ood":
         smallest = min(checks, key=checks.__getitem__)
         left, top, right, bottom = box_of(prediction.maps[index].numpy())  # Fractions of width and height.
-        print(
-            f"    {MEANING[smallest]}, most unusual {left:.0%} to {right:.0%} across, {top:.0%} to {bottom:.0%} down"
-        )
+        print(f"    {MEANING[smallest]}, most unusual {left:.0%} to {right:.0%} across, {top:.0%} to {bottom:.0%} down")

@@ -69,7 +69,7 @@ from psc_core.metrics import auroc
 from psc_core.network.cut import Backbone, FeatureStep, feature_step, trial_input, truncate
 from psc_core.network.layers import LayerInfo, list_layers
 from psc_core.network.output import check_network_output, output_width
-from psc_core.pipeline import Scorer, ScorerParts, average_positions
+from psc_core.pipeline import Scorer, average_positions
 from psc_core.projection import FittedProjection, Projection, ProjectionReport
 from psc_core.stored_images import StoredImages, kept_images, stored_images_of
 
@@ -428,39 +428,26 @@ def fit_parts(
     pooled = DENSITIES[settings.density].reads == "pooled"
     train = read(backbone, layers, device_projection, data.train, compute, pooled=pooled)
     selection = read(backbone, of_selection, device_projection, data.selection, compute, pooled=pooled)
-    fitted = _fit_to_features(train, selection, job)
-    parts = ScorerParts(
-        data.train.preprocess,
-        backbone.fused(compute.precision),
-        device_projection,
-        fitted.density,
-        fitted.head,
-        head_layers=layers.head,
-    )
-    scorer = Scorer(parts)
-    checks = choose_checks(scorer, layers, fitted.textures, data, compute) if settings.ood_score == "checks" else None
+    density, head, textures = _fit_to_features(train, selection, job)
+    running = backbone.fused(compute.precision)
+    scorer = Scorer(data.train.preprocess, running, device_projection, density, head, head_layers=layers.head)
+    checks = choose_checks(scorer, layers, textures, data, compute) if settings.ood_score == "checks" else None
     chosen_map = _choose_map(scorer, layers, train, data, compute)
     layer, texture = (None, None) if checks is None or checks.texture is None else checks.texture
     kept = layers_of(layers.chosen, layers.head, layer, None if chosen_map is None else chosen_map.map.layer)
-    keep_output = is_base or fitted.head.reads_output
+    keep_output = is_base or head.reads_output
     if tuple(kept) != layers.names or keep_output != backbone.keep_output:
         backbone = cut(net, kept, data.train, compute, keep_output=keep_output)
-    scorer = scorer.with_backbone(backbone.fused(compute.precision), texture)
-    feature_bytes = train.file_bytes + selection.file_bytes
-    return FittedParts(backbone, scorer, checks, chosen_map, fitted.stored_images, feature_bytes)
+    scorer = scorer.replace(backbone=backbone.fused(compute.precision), texture=texture)
+    count = settings.stored_images
+    stored_images = None if count is None else _stored_images(count, train, density, data)
+    return FittedParts(backbone, scorer, checks, chosen_map, stored_images, train.file_bytes + selection.file_bytes)
 
 
-class _FromFeatures(NamedTuple):
-    """The parts that are fitted to the features on disk, on the device."""
-
-    density: Density
-    head: Head
-    textures: dict[str, Density]  # by early layer
-    stored_images: StoredImages | None
-
-
-def _fit_to_features(train: KeptFeatures, selection: KeptFeatures, job: FitJob) -> _FromFeatures:
-    """Fit density, head and early layers' densities to the training features; the selection split chooses."""
+def _fit_to_features(
+    train: KeptFeatures, selection: KeptFeatures, job: FitJob
+) -> tuple[Density, Head, dict[str, Density]]:
+    """Fit density, head and each early layer's density to the training features; the selection split chooses."""
     data, settings, device = job.data, job.settings, job.compute.device
     classes = data.train.classes
     density = fit_density(
@@ -476,8 +463,7 @@ def _fit_to_features(train: KeptFeatures, selection: KeptFeatures, job: FitJob) 
         layer: fit_density(train.examples(early, classes), kind=TEXTURE_DENSITY).to(device)
         for layer, early in train.texture.items()
     }
-    keep = settings.stored_images
-    return _FromFeatures(density, head, textures, None if keep is None else _stored_images(keep, train, density, data))
+    return density, head, textures
 
 
 def _layers(net: nn.Module, chosen: ChosenLayer, job: FitJob) -> Layers:

@@ -20,7 +20,7 @@ from psc_core.errors import BundleError, FitError, PSCError, UsageError, of_this
 from psc_core.images.preprocess import MAKE_KNOWN, ImageLike, Inputs, Preprocess, as_batch
 from psc_core.network.cut import Backbone
 from psc_core.network.output import See, dependence, first_dependent, trial_images
-from psc_core.pipeline import NO_MAP, Pipeline, Scorer, ScorerParts, restore_modules, storable_backbone
+from psc_core.pipeline import NO_MAP, Pipeline, Scorer, restore_modules, storable_backbone
 from psc_core.settings import FitOptions
 from psc_core.tasks.base import BaseCalibration, BaseDecisions, BasePrediction, FloatArray, Matrix, Outputs, Task
 from psc_core.tasks.classification import Calibration, Classification
@@ -296,7 +296,7 @@ class FittedModel:
                 "load_model loads any"
             )
         modules = restore_modules(bundle, allow_factories)
-        parts = ScorerParts(
+        scorer = Scorer(
             manifest.preprocess,
             modules.backbone.to(target).fused(manifest.precision),
             modules.projection,
@@ -304,8 +304,7 @@ class FittedModel:
             modules.head,
             modules.texture,
             tuple(manifest.head.layers),
-        )
-        scorer = Scorer(parts).to(target)
+        ).to(target)
         return cls(
             pipeline=Pipeline(
                 scorer, modules.calibration.ood_scores, modules.checks, modules.map, modules.stored_images

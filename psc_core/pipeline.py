@@ -26,8 +26,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from jaxtyping import Float, UInt8
@@ -90,60 +89,44 @@ def ood_score_of(
     return checks.score(values), [checks.p_values(values)]
 
 
-@dataclass(frozen=True)
-class ScorerParts:
-    """The parts of a :class:`Scorer`, all on one device, for which the backbone has been fused."""
-
-    preprocess: Preprocess  # a scorer applies its device half
-    # The truncated network as it runs, see :meth:`psc_core.network.cut.Backbone.fused`; where that predicts it also
-    # returns the network's output.
-    backbone: Backbone
-    projection: Projection  # from features to z
-    density: Density  # log p of z, or of features averaged over positions
-    head: Head  # g′ on z, or for the original network's predictions a head on the network's own output
-    texture: Density | None = None  # of the averaged features of the backbone's last layer
-    head_layers: tuple[str, ...] = ()  # that the head reads besides z
-
-
 class Scorer(nn.Module):
     """Computes the scores of the task, the log density, and the probabilities if there are any, from pixels.
 
-    Its attributes have the names of its parts.
+    Its parts are on one device.
     """
 
     scale: Tensor
     shift: Tensor
 
-    def __init__(self, parts: ScorerParts) -> None:
+    def __init__(
+        self,
+        preprocess: Preprocess,  # a scorer applies its device half
+        # The truncated network as it runs, see :meth:`psc_core.network.cut.Backbone.fused`; where that predicts it
+        # also returns the network's output.
+        backbone: Backbone,
+        projection: Projection,  # from features to z
+        density: Density,  # log p of z, or of features averaged over positions
+        head: Head,  # g′ on z, or where the original network predicts a head on its output
+        texture: Density | None = None,  # of the averaged features of the backbone's last layer
+        head_layers: tuple[str, ...] = (),  # that the head reads besides z
+    ) -> None:
         super().__init__()
-        for name, part in zip(("scale", "shift"), parts.preprocess.scale_and_shift(), strict=True):
-            self.register_buffer(name, part.to(parts.projection.mean.device), persistent=False)
-        self.parts = parts
-        self.preprocess = parts.preprocess
-        self.backbone = parts.backbone
-        self.projection = parts.projection
-        self.density = parts.density
-        self.head = parts.head
-        self.texture = parts.texture
-        self.head_layers = parts.head_layers
+        for name, part in zip(("scale", "shift"), preprocess.scale_and_shift(), strict=True):
+            self.register_buffer(name, part.to(projection.mean.device), persistent=False)
+        self.preprocess, self.head_layers = preprocess, head_layers
+        self.backbone, self.projection, self.density = backbone, projection, density
+        self.head, self.texture = head, texture
         self.eval().requires_grad_(False)
+
+    def replace(self, **parts: Any) -> Scorer:
+        """Return a scorer with other parts, by the names of the constructor; it shares everything else."""
+        names = ("preprocess", "backbone", "projection", "density", "head", "texture", "head_layers")
+        return Scorer(**{name: parts.get(name, getattr(self, name)) for name in names}).to(self.scale.device)
 
     @property
     def precision(self) -> Precision:
         """The precision of the backbone, ``"fp32"`` or ``"bf16"``; everything after it is float32."""
         return self.backbone.precision
-
-    def with_backbone(self, backbone: Backbone, texture: Density | None) -> Scorer:
-        """Return a scorer with another backbone, whose last layer ``texture`` reads; it shares everything else."""
-        return Scorer(replace(self.parts, backbone=backbone, texture=texture))
-
-    def with_head(self, head: Head) -> Scorer:
-        """Return a scorer with another head; it shares everything else."""
-        return Scorer(replace(self.parts, head=head.to(self.scale.device)))
-
-    def with_densities(self, density: Density, texture: Density | None) -> Scorer:
-        """Return a scorer with other densities; it shares everything else.  Keep ``texture`` None if it was."""
-        return Scorer(replace(self.parts, density=density, texture=texture)).to(self.scale.device)
 
     def standardise(self, images: Images) -> Inputs:
         """Standardise as :meth:`Preprocess.standardise`, with scale and shift already on the device."""
@@ -231,7 +214,7 @@ class Pipeline(nn.Module):
 
     def with_backbone(self, backbone: Backbone) -> Pipeline:
         """Return a pipeline with another backbone; it shares everything else."""
-        return self.with_scorer(self.scorer.with_backbone(backbone, self.scorer.texture))
+        return self.with_scorer(self.scorer.replace(backbone=backbone))
 
     def with_scorer(
         self,

@@ -23,7 +23,7 @@ from psc_core.network.cut import cut_graph, truncate
 from psc_core.network.fuse import fuse
 from psc_core.network.layers import list_layers
 from psc_core.network.load import load_network
-from psc_core.pipeline import Pipeline, Scorer, ScorerParts
+from psc_core.pipeline import Pipeline, Scorer
 from psc_core.projection import Projection
 from psc_core.settings import Precision
 
@@ -68,14 +68,14 @@ class Subject:
         )
         c_proj, d_proj, kept = self.sizes
         dim = c_proj * d_proj
-        parts = ScorerParts(
+        scorer = Scorer(
             self.preprocess,
             truncate(net, [self.layer], keep_output=False).to(device).fused(precision),
             random_projection(channels, positions, c_proj, d_proj).to(device),
             random_density(dim, kept, self.classes, kind=density).to(device),
             random_head(dim, self.classes).to(device),
         )
-        return Pipeline(Scorer(parts), torch.randn(4000).sort().values)
+        return Pipeline(scorer, torch.randn(4000).sort().values)
 
 
 _RESNET = ("layer1", "layer2", "layer3", "layer4")

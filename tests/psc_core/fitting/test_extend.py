@@ -112,7 +112,7 @@ def test_of_a_bundle_that_keeps_no_number_the_training_rows_count(model: FittedM
     scorer = model.pipeline.scorer
     record = {name: value for name, value in scorer.density.record.items() if name != "examples"}
     density = type(scorer.density)(scorer.density.state_dict(), record=record)
-    old = replace(model, pipeline=model.pipeline.with_scorer(scorer.with_densities(density, scorer.texture)))
+    old = replace(model, pipeline=model.pipeline.with_scorer(scorer.replace(density=density)))
     assert seen_examples(old) == rows
     with pytest.raises(UsageError, match="does not say how many examples its density has seen; fit the bundle again"):
         seen_examples(replace(old, report={}))

@@ -125,7 +125,7 @@ def test_base_predictions_get_another_temperature_from_images_that_do_not_calibr
         {"temperature": head.temperature / 20}, record={"temperature": float(head.temperature) / 20}
     )
     pipeline = type(base.pipeline)(
-        base.pipeline.scorer.with_head(sharp), base.pipeline.calibration_scores, base.pipeline.checks
+        base.pipeline.scorer.replace(head=sharp), base.pipeline.calibration_scores, base.pipeline.checks
     )
     found = recalibrate_from_sample(replace(base, pipeline=pipeline), sample, {})
     fitted = found.model.pipeline.scorer.head
