@@ -1,16 +1,16 @@
-// Decide on a prediction under the thresholds of this page, by the rules of `psc_core.tasks.TASK.decide`.
+// Decide on a prediction under the thresholds of this page, by the rules of `Calibration.decide` in `psc_core.tasks`.
 // A moving slider decides hundreds of images at once, for which the service would be too slow.
 
 import { TASKS, taskOf } from "./tasks.js";
 
 // Each decision is a word and a sign, never a colour alone; the order is that in which they need a person.
 export const DECISIONS = {
-  abstain_ood: "! Out of distribution",
-  ...Object.fromEntries(Object.values(TASKS).map(({ abstention, unsure }) => [abstention, `? ${unsure[0].toUpperCase()}${unsure.slice(1)}`])),
+  abstain_ood: "! Unusual",
+  ...Object.fromEntries(Object.values(TASKS).map(({ abstention }) => [abstention, "? Unclear"])),
   accept: "✓ Accept",
 };
 
-// As in psc_core/rates.py.
+// As in psc_core/conformal.py.
 const RANK_ROUNDING = 1e-9;
 
 // p ≤ alpha, where p is one of 1/(n + 1), 2/(n + 1), …, so that rounding cannot matter.

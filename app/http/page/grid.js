@@ -46,13 +46,13 @@ const belongs = (image, filter) =>
   filter === "all" ||
   (filter === "error" ? image.state === "failed" : image.state === "done" && (filter === "differ" ? differs(image) : image.decision === filter));
 
-const strangest = (a, b) => a.prediction.ood_p_value - b.prediction.ood_p_value || b.prediction.ood_score - a.prediction.ood_score;
+const mostUnusual = (a, b) => a.prediction.ood_p_value - b.prediction.ood_p_value || b.prediction.ood_score - a.prediction.ood_score;
 const ranks = Object.keys(DECISIONS);
 const ORDERS = {
   added: () => 0,
-  strange: strangest,
-  unsure: (a, b, { uncertainty }) => uncertainty(b.prediction) - uncertainty(a.prediction),
-  decision: (a, b) => ranks.indexOf(a.decision) - ranks.indexOf(b.decision) || strangest(a, b),
+  unusual: mostUnusual,
+  unclear: (a, b, { uncertainty }) => uncertainty(b.prediction) - uncertainty(a.prediction),
+  decision: (a, b) => ranks.indexOf(a.decision) - ranks.indexOf(b.decision) || mostUnusual(a, b),
 };
 
 // Images without an answer stay in front, where they were added.

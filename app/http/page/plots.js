@@ -1,4 +1,4 @@
-// The two drawings: all images by how unusual and how ambiguous they are, and one image among the calibration images.
+// The two drawings: all images by how unusual and how unclear they are, and one image among the calibration images.
 
 import { isOod } from "./decide.js";
 import { number } from "./format.js";
@@ -53,9 +53,9 @@ export function drawChart(svg, images, policy, model, current) {
   }
   const name = (text, place, across, room) => room > 15 && parts.push(shape("text", "tick", { x: across, y: place }, text));
   name("accept", level + 14, left + 5, Math.min(floor - level - 8, limit - left - 35));
-  name(task.unsure, top + 14, left + 5, Math.min(level - top, limit - left - 55));
-  name("out of distribution", top + 14, limit + 5, end - limit - 100);
-  parts.push(shape("text", "title middle", { x: (left + end) / 2, y: height - 6 }, "stranger (p-value) →"));
+  name("unclear", top + 14, left + 5, Math.min(level - top, limit - left - 55));
+  name("unusual", top + 14, limit + 5, end - limit - 100);
+  parts.push(shape("text", "title middle", { x: (left + end) / 2, y: height - 6 }, "more unusual (p-value) →"));
   parts.push(shape("text", "title", { x: 0, y: 12 }, title));
   for (const { prediction, decision, file, id } of images) {
     const place = `translate(${x(prediction.ood_p_value).toFixed(1)} ${y(task.uncertainty(prediction)).toFixed(1)})`;
@@ -66,7 +66,7 @@ export function drawChart(svg, images, policy, model, current) {
     parts.push(mark);
   }
   parts.push(...parts.filter((part) => part.classList.contains("current"))); // Drawn last, so that no other mark covers it.
-  svg.setAttribute("aria-label", `Chart of ${images.length} images, stranger to the right, more unsure upwards; the list has the same.`);
+  svg.setAttribute("aria-label", `Chart of ${images.length} images, more unusual to the right, less clear upwards; the list has the same.`);
   svg.replaceChildren(...parts);
 }
 

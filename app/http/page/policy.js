@@ -42,15 +42,15 @@ function showSlider(name, position, text) {
   element(`${name}-text`).textContent = text;
 }
 
-// Upper bounds: an image that is both strange and ambiguous is reported as strange alone.
+// Upper bounds: an image that is both unusual and unclear is reported as unusual alone.
 function handed(policy, model) {
   const of = 10 ** Math.max(2, Math.ceil(-Math.log10(policy.alpha) - 1e-9));
-  const strange = Math.round(of * policy.alpha);
+  const unusual = Math.round(of * policy.alpha);
   const { fraction, rest } = taskOf(model).handed(policy, model.calibration.entropy_quantiles);
-  const ambiguous = Math.min(Math.round(of * fraction), of - strange);
+  const unclear = Math.min(Math.round(of * fraction), of - unusual);
   const images = `Of ${of.toLocaleString("en")} in-distribution images`;
-  if (ambiguous > 0) {
-    return `${images}, up to ${strange + ambiguous} are handed to a person: ${strange} as strange, ${ambiguous} as ambiguous.`;
+  if (unclear > 0) {
+    return `${images}, up to ${unusual + unclear} are handed to a person: ${unusual} as unusual, ${unclear} as unclear.`;
   }
-  return `${images}, ${strange} ${strange === 1 ? "is" : "are"} handed to a person${rest}.`;
+  return `${images}, ${unusual} ${unusual === 1 ? "is" : "are"} handed to a person${rest}.`;
 }

@@ -8,10 +8,9 @@ const list = (names) => (names.length > 4 ? `${names.length} classes` : new Intl
 
 const classification = {
   threshold: "ambiguity_threshold",
-  thresholdName: "Ambiguous above",
+  thresholdName: "Unclear above",
   unshown: { risk: null }, // Of another threshold only the service knows the errors.
   abstention: "abstain_ambiguous",
-  unsure: "ambiguous",
   uncertainty: ({ predictive_entropy: entropy }) => entropy, // nats
   limit: (policy) => policy.ambiguity_threshold,
   isOff: (limit, highest) => limit >= highest,
@@ -20,7 +19,7 @@ const classification = {
   limitText: (limit) => (limit < 0 ? "nothing is accepted" : nats(limit)),
   value: ({ label }) => label,
   summary: ({ classes }) => `${classes.length} classes`,
-  axis: ({ classes }) => ({ highest: Math.log(classes.length), title: "↑ more ambiguous (nats)" }),
+  axis: ({ classes }) => ({ highest: Math.log(classes.length), title: "↑ less clear (nats)" }),
 
   // The answer as far as a person may rely on it: one class, several that fit, or a guess.
   answer({ label, prediction_set: set }, decision) {
@@ -33,7 +32,7 @@ const classification = {
     return [
       ["Most probable", `${prediction.label}, ${percent(prediction.confidence)}`, ""],
       ["Could be", prediction.prediction_set.join(", ") || "none of the classes", ""],
-      ["Entropy", nats(prediction.predictive_entropy), limit < 0 ? "nothing is accepted" : limit < Math.log(classes.length) ? `ambiguous above ${number(limit)}` : "none is ambiguous"],
+      ["Entropy", nats(prediction.predictive_entropy), limit < 0 ? "nothing is accepted" : limit < Math.log(classes.length) ? `unclear above ${number(limit)}` : "none is unclear"],
     ];
   },
   bars: ({ probabilities }, { classes }) => probabilities.map((probability, index) => ({ probability, name: classes[index] })),
@@ -55,10 +54,9 @@ const classification = {
 
 const regression = {
   threshold: "max_width",
-  thresholdName: "Uncertain where wider than",
+  thresholdName: "Unclear where wider than",
   unshown: {},
   abstention: "abstain_uncertain",
-  unsure: "uncertain",
   uncertainty: ({ lower, upper }) => Math.fround(upper) - Math.fround(lower), // in the target's unit
   limit: (policy) => policy.max_width ?? Infinity,
   isOff: (limit) => limit === Infinity,
@@ -81,7 +79,7 @@ const regression = {
     const limit = regression.limit(policy);
     return [
       ["Mean", measured(prediction.mean, model), ""],
-      ["Interval", interval(prediction, model), limit < Infinity ? `uncertain where wider than ${measured(limit, model)}` : "none is uncertain"],
+      ["Interval", interval(prediction, model), limit < Infinity ? `unclear where wider than ${measured(limit, model)}` : "none is unclear"],
       ["Deviation", `noise ${number(prediction.aleatoric)}, model ${number(prediction.epistemic)}`, ""],
     ];
   },
@@ -95,7 +93,7 @@ const regression = {
   nearest: "Nearest bins",
   kept: ({ value }, model) => measured(value, model),
 
-  handed: ({ max_width: width }) => ({ fraction: 0, rest: width === null ? "" : " as strange, and those with too wide an interval" }),
+  handed: ({ max_width: width }) => ({ fraction: 0, rest: width === null ? "" : " as unusual, and those with too wide an interval" }),
 
   field: "input",
   guess: ({ scores }, model) => measured(scores.mean, model),

@@ -7,7 +7,7 @@ import { taskOf } from "./tasks.js";
 
 const NEAREST = 3;
 const WIDE = 0.6; // of the image's area; a larger region is called no place
-const STRANGE = {
+const UNUSUAL = {
   texture: "texture that no training image has",
   content: "a kind of image that is not among the training images",
   confidence: "fits the classes worse than the training images do",
@@ -17,9 +17,9 @@ const element = (id) => document.getElementById(id);
 export function reason(prediction, decision, policy, model) {
   const near = nearTo(closest(prediction.explanation, model)[0]?.name, prediction.label);
   if (decision === "abstain_ood") {
-    const strange = alarming(prediction).map((check) => STRANGE[check] ?? check).join(", and ") || "unlike the training images";
+    const unusual = alarming(prediction).map((check) => UNUSUAL[check] ?? check).join(", and ") || "unlike the training images";
     const where = place(prediction.explanation?.map?.box);
-    return sentence(`${strange}${where && `, ${where}`}${near}`);
+    return sentence(`${unusual}${where && `, ${where}`}${near}`);
   }
   if (decision === "accept") return `In distribution, and the answer is as sure as asked${near}.`;
   return sentence(taskOf(model).reason(prediction, policy, model, near));
@@ -62,7 +62,7 @@ const cover = (node, left, top, width, height) =>
 export function showWhy({ explanation }, model, isOpen) {
   const { map, nearest } = explanation ?? {};
   element("seen").hidden = !(map && isOpen);
-  element("where").textContent = map ? "Red: where the image is strange to the network; the frame holds the strangest part." : "";
+  element("where").textContent = map ? "Red: where the image is unusual to the network; the frame holds the most unusual part." : "";
   if (map && isOpen) {
     const [width, height] = seenOf(element("picture"), model.input);
     const [left, top, right, bottom] = map.box;
